@@ -58,8 +58,12 @@ def feed_line(feed: FeedState) -> str:
 def _kept(feed: FeedState) -> str:
     if not feed.is_compliant:
         paused = f", pause {' '.join(feed.job_ids_to_pause)}" if feed.job_ids_to_pause else ""
-        return f"NOT KEPT{paused}"
-    return "in transition" if feed.is_in_transition else "kept"
+        return f"NOT KEPT{paused}{_doubts(feed)}"
+    return f"{'in transition' if feed.is_in_transition else 'kept'}{_doubts(feed)}"
+
+
+def _doubts(feed: FeedState) -> str:
+    return f", {feed.doubtful_gpu_count} GPUs in doubt" if feed.doubtful_gpu_count else ""
 
 
 def _shown(moment: Timestamp) -> str:

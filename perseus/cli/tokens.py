@@ -44,6 +44,14 @@ def create(
             show_default=False,
         ),
     ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of an agent's: a host that it may run on, or a pattern such as 'node-1*'; may be given "
+            "again. Any if not given; but then only GPUs that run its ranks count with what they draw.",
+            show_default=False,
+        ),
+    ] = None,
     lasting: Annotated[
         str | None, typer.Option(help="How long it is valid, such as 90d, 12h or 30m; forever if not given.")
     ] = None,
@@ -75,6 +83,7 @@ def create(
         name=name,
         scope=token_service_pb2.Scope.Value(f"SCOPE_{scope.upper()}"),
         job_patterns=jobs or (),
+        host_patterns=hosts or (),
         expire_time=expire_time,
     )
     with connected(connection) as channel:
@@ -115,12 +124,13 @@ def _table(tokens: Iterable["Token"]) -> "Table":
 
     from perseus.v1 import token_service_pb2
 
-    table = Table("name", "scope", "jobs", "made", "expires", "revoked")
+    table = Table("name", "scope", "jobs", "hosts", "made", "expires", "revoked")
     for token in tokens:
         table.add_row(
             token.name,
             token_service_pb2.Scope.Name(token.scope).removeprefix("SCOPE_").lower(),
             " ".join(token.job_patterns),
+            " ".join(token.host_patterns),
             _shown(token.create_time),
             _shown(token.expire_time) if token.HasField("expire_time") else "never",
             _shown(token.revoke_time) if token.HasField("revoke_time") else "",

@@ -12,7 +12,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from perseus.service.api.agent_service import AgentService
-from perseus.service.api.authentication import Authentication
+from perseus.service.api.authentication import Authentication, Unasked
 from perseus.service.api.calls import unary_calls
 from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
@@ -24,7 +24,7 @@ from perseus.service.api.reflection import enable_reflection
 from perseus.service.api.releasing import Releasing
 from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
-from perseus.service.domain.errors import TokenFileUnusableError
+from perseus.service.domain.errors import AddressUnavailableError, TokenFileUnusableError
 from perseus.service.domain.ledger import Rates
 from perseus.service.domain.limits import Limits
 from perseus.service.domain.principals import Grant
@@ -43,6 +43,7 @@ from perseus.service.shell.tokens import Tokens, new_secret
 from perseus.service.signals.opening import open_source
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker import Worker
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.watchdog import Watchdog
 from perseus.service.web.access import Access
@@ -143,12 +144,12 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
 
 @contextlib.asynccontextmanager
 async def running(
-    settings: CoordinatorSettings,
+    settings: CoordinatorSettings, *, new_worker: Callable[[], Worker] = Worker
 ) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
     """Run a coordinator for the length of the block.
 
     The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
-    database fails); its error is raised when the block ends.
+    database fails); its error is raised when the block ends. `new_worker` makes each of the solver's workers.
     """
     retention = Retention(
         settings.keep_events_days * DAY_S,
@@ -198,10 +199,18 @@ async def running(
         stack.push_async_callback(store.close)
         percent = settings.solver_hull_tolerance_percent
         tolerance = None if percent is None else percent / 100
-        job_solver = JobLane(settings.solver_processes, settings.solver_limit_s, hull_tolerance=tolerance)
+        job_solver = JobLane(
+            settings.solver_processes,
+            settings.solver_limit_s,
+            hull_tolerance=tolerance,
+            new_worker=new_worker,
+        )
         stack.callback(job_solver.close)
         request_solver = RequestLane(
-            settings.request_processes, settings.request_limit_s, hull_tolerance=tolerance
+            settings.request_processes,
+            settings.request_limit_s,
+            hull_tolerance=tolerance,
+            new_worker=new_worker,
         )
         stack.callback(request_solver.close)
         feeds = Feeds(
@@ -249,11 +258,11 @@ async def _adopt_operator(tokens: Tokens, settings: CoordinatorSettings) -> None
 async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
     port = Port(settings)
     grants = {name: Grant.parse(text) for name, text in settings.certificate_scopes.items()}
-    asking = [] if settings.insecure else [Authentication(coordinator.tokens, grants)]
+    asking = Unasked() if settings.insecure else Authentication(coordinator.tokens, grants)
     # Who calls is asked before what they say is looked at.
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.limit_message_bytes)]
     server = grpc.aio.server(
-        interceptors=[Releasing(), *asking, Decoding()], options=options, maximum_concurrent_rpcs=_MOST_CALLS
+        interceptors=[Releasing(), asking, Decoding()], options=options, maximum_concurrent_rpcs=_MOST_CALLS
     )
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(
         AgentService(coordinator.agents, coordinator.quotas), server
@@ -275,7 +284,12 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     enable_reflection((*_SERVICES, health.SERVICE_NAME), server)
-    address = port.bind(server)
+    try:
+        address = port.bind(server)
+    except AddressUnavailableError:
+        await server.start()  # one that never ran can't be stopped, and keeps its files open
+        await server.stop(None)
+        raise
     await server.start()
     await _set_health(health_servicer, is_serving=True)
     log.info("listening", address=address)

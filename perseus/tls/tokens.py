@@ -11,6 +11,11 @@ import stat
 import tempfile
 from pathlib import Path
 
+import structlog
+
+from perseus.regular_file import open_regular
+
+_log = structlog.get_logger(__name__)
 _TOKEN = re.compile(r"[!-~]{1,512}")
 
 
@@ -45,7 +50,14 @@ def read_token(path: Path) -> str:
         TokenFileError: there is none.
     """
     try:
-        return check_token(path.read_text(encoding="ascii"), path)
+        with os.fdopen(open_regular(path), encoding="ascii") as file:
+            token = check_token(file.read(), path)
+            mode = os.fstat(file.fileno()).st_mode
+        if mode & stat.S_IROTH:
+            _log.warning(
+                "everybody on this machine can read a token", file=str(path), mode=f"{mode & 0o777:o}"
+            )
+        return token
     except OSError as error:
         raise TokenFileError(f"{path}: can't be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -404,8 +404,8 @@ class Gpu(google.protobuf.message.Message):
     POWER_LIMIT_W_FIELD_NUMBER: builtins.int
     WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
     uuid: builtins.str
-    """NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, no other rank of any job is on
-    the same GPU (GPU_ALREADY_SERVED).
+    """NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, no other rank that comes with the
+    same credential is on the same GPU (GPU_ALREADY_SERVED).
     """
     model: builtins.str
     """Model name; at most 256 characters."""

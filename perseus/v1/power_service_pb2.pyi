@@ -150,6 +150,7 @@ class FeedState(google.protobuf.message.Message):
     OWN_LIMIT_W_FIELD_NUMBER: builtins.int
     DEFAULT_W_FIELD_NUMBER: builtins.int
     JUDGED_W_FIELD_NUMBER: builtins.int
+    DOUBTFUL_GPU_COUNT_FIELD_NUMBER: builtins.int
     feed: builtins.str
     """Its name."""
     reference_w: builtins.float
@@ -175,6 +176,10 @@ class FeedState(google.protobuf.message.Message):
     judged_w: builtins.float
     """What was drawn on average over ten seconds, or since the limit has had to be kept if that is less, watts; absent
     where no limit has to be kept.
+    """
+    doubtful_gpu_count: builtins.int
+    """GPUs of which agents say what can't be: that one draws more than its model can, runs ranks of several jobs, is on
+    several feeds, or, for some seconds, draws 50 W and a quarter more or less than another agent says. They count with no more than their model can draw; where it is not 0, look at the agents' hosts.
     """
     @property
     def job_ids_to_pause(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -206,9 +211,10 @@ class FeedState(google.protobuf.message.Message):
         own_limit_w: builtins.float | None = ...,
         default_w: builtins.float | None = ...,
         judged_w: builtins.float | None = ...,
+        doubtful_gpu_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "default_w", b"default_w", "judged_w", b"judged_w", "limit_w", b"limit_w", "own_limit_w", b"own_limit_w", "reference_w", b"reference_w"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "default_w", b"default_w", "feed", b"feed", "held_job_ids", b"held_job_ids", "is_compliant", b"is_compliant", "is_in_transition", b"is_in_transition", "job_ids_beyond_tolerance", b"job_ids_beyond_tolerance", "job_ids_to_pause", b"job_ids_to_pause", "judged_w", b"judged_w", "limit_w", b"limit_w", "managed_w", b"managed_w", "measured_w", b"measured_w", "own_limit_w", b"own_limit_w", "reference_w", b"reference_w", "unmanaged_w", b"unmanaged_w"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "default_w", b"default_w", "doubtful_gpu_count", b"doubtful_gpu_count", "feed", b"feed", "held_job_ids", b"held_job_ids", "is_compliant", b"is_compliant", "is_in_transition", b"is_in_transition", "job_ids_beyond_tolerance", b"job_ids_beyond_tolerance", "job_ids_to_pause", b"job_ids_to_pause", "judged_w", b"judged_w", "limit_w", b"limit_w", "managed_w", b"managed_w", "measured_w", b"measured_w", "own_limit_w", b"own_limit_w", "reference_w", b"reference_w", "unmanaged_w", b"unmanaged_w"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ceiling_w", b"_ceiling_w"]) -> typing.Literal["ceiling_w"] | None: ...
     @typing.overload

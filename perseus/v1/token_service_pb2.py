@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eperseus/v1/token_service.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe0\x01\n\x05Token\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05scope\x18\x02 \x01(\x0e\x32\x11.perseus.v1.Scope\x12\x14\n\x0cjob_patterns\x18\x03 \x03(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0brevoke_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x8b\x01\n\x12\x43reateTokenRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05scope\x18\x02 \x01(\x0e\x32\x11.perseus.v1.Scope\x12\x14\n\x0cjob_patterns\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"G\n\x13\x43reateTokenResponse\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.perseus.v1.Token\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\x13\n\x11ListTokensRequest\"7\n\x12ListTokensResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.perseus.v1.Token\"\"\n\x12RevokeTokenRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x13RevokeTokenResponse\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.perseus.v1.Token*e\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSCOPE_AGENT\x10\x01\x12\x12\n\x0eSCOPE_OPERATOR\x10\x02\x12\x10\n\x0cSCOPE_READER\x10\x03\x12\x0e\n\nSCOPE_GRID\x10\x04\x32\xfb\x01\n\x0cTokenService\x12N\n\x0b\x43reateToken\x12\x1e.perseus.v1.CreateTokenRequest\x1a\x1f.perseus.v1.CreateTokenResponse\x12K\n\nListTokens\x12\x1d.perseus.v1.ListTokensRequest\x1a\x1e.perseus.v1.ListTokensResponse\x12N\n\x0bRevokeToken\x12\x1e.perseus.v1.RevokeTokenRequest\x1a\x1f.perseus.v1.RevokeTokenResponseB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eperseus/v1/token_service.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf7\x01\n\x05Token\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05scope\x18\x02 \x01(\x0e\x32\x11.perseus.v1.Scope\x12\x14\n\x0cjob_patterns\x18\x03 \x03(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0brevoke_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rhost_patterns\x18\x07 \x03(\t\"\xa2\x01\n\x12\x43reateTokenRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05scope\x18\x02 \x01(\x0e\x32\x11.perseus.v1.Scope\x12\x14\n\x0cjob_patterns\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rhost_patterns\x18\x05 \x03(\t\"G\n\x13\x43reateTokenResponse\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.perseus.v1.Token\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\x13\n\x11ListTokensRequest\"7\n\x12ListTokensResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.perseus.v1.Token\"\"\n\x12RevokeTokenRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x13RevokeTokenResponse\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.perseus.v1.Token*e\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSCOPE_AGENT\x10\x01\x12\x12\n\x0eSCOPE_OPERATOR\x10\x02\x12\x10\n\x0cSCOPE_READER\x10\x03\x12\x0e\n\nSCOPE_GRID\x10\x04\x32\xfb\x01\n\x0cTokenService\x12N\n\x0b\x43reateToken\x12\x1e.perseus.v1.CreateTokenRequest\x1a\x1f.perseus.v1.CreateTokenResponse\x12K\n\nListTokens\x12\x1d.perseus.v1.ListTokensRequest\x1a\x1e.perseus.v1.ListTokensResponse\x12N\n\x0bRevokeToken\x12\x1e.perseus.v1.RevokeTokenRequest\x1a\x1f.perseus.v1.RevokeTokenResponseB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,22 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'perseus.v1.token_service_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\nperseus.v1P\001Z\024perseus/v1;perseusv1\252\002\nPerseus.V1'
-  _globals['_SCOPE']._serialized_start=692
-  _globals['_SCOPE']._serialized_end=793
+  _globals['_SCOPE']._serialized_start=738
+  _globals['_SCOPE']._serialized_end=839
   _globals['_TOKEN']._serialized_start=80
-  _globals['_TOKEN']._serialized_end=304
-  _globals['_CREATETOKENREQUEST']._serialized_start=307
-  _globals['_CREATETOKENREQUEST']._serialized_end=446
-  _globals['_CREATETOKENRESPONSE']._serialized_start=448
-  _globals['_CREATETOKENRESPONSE']._serialized_end=519
-  _globals['_LISTTOKENSREQUEST']._serialized_start=521
-  _globals['_LISTTOKENSREQUEST']._serialized_end=540
-  _globals['_LISTTOKENSRESPONSE']._serialized_start=542
-  _globals['_LISTTOKENSRESPONSE']._serialized_end=597
-  _globals['_REVOKETOKENREQUEST']._serialized_start=599
-  _globals['_REVOKETOKENREQUEST']._serialized_end=633
-  _globals['_REVOKETOKENRESPONSE']._serialized_start=635
-  _globals['_REVOKETOKENRESPONSE']._serialized_end=690
-  _globals['_TOKENSERVICE']._serialized_start=796
-  _globals['_TOKENSERVICE']._serialized_end=1047
+  _globals['_TOKEN']._serialized_end=327
+  _globals['_CREATETOKENREQUEST']._serialized_start=330
+  _globals['_CREATETOKENREQUEST']._serialized_end=492
+  _globals['_CREATETOKENRESPONSE']._serialized_start=494
+  _globals['_CREATETOKENRESPONSE']._serialized_end=565
+  _globals['_LISTTOKENSREQUEST']._serialized_start=567
+  _globals['_LISTTOKENSREQUEST']._serialized_end=586
+  _globals['_LISTTOKENSRESPONSE']._serialized_start=588
+  _globals['_LISTTOKENSRESPONSE']._serialized_end=643
+  _globals['_REVOKETOKENREQUEST']._serialized_start=645
+  _globals['_REVOKETOKENREQUEST']._serialized_end=679
+  _globals['_REVOKETOKENRESPONSE']._serialized_start=681
+  _globals['_REVOKETOKENRESPONSE']._serialized_end=736
+  _globals['_TOKENSERVICE']._serialized_start=842
+  _globals['_TOKENSERVICE']._serialized_end=1093
 # @@protoc_insertion_point(module_scope)

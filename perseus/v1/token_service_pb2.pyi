@@ -64,6 +64,7 @@ class Token(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     EXPIRE_TIME_FIELD_NUMBER: builtins.int
     REVOKE_TIME_FIELD_NUMBER: builtins.int
+    HOST_PATTERNS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
     scope: Global___Scope.ValueType
@@ -84,6 +85,12 @@ class Token(google.protobuf.message.Message):
     def revoke_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was revoked; not set if it was not."""
 
+    @property
+    def host_patterns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Of an agent's: the hosts that it may run on, by their names, at most 64; any if there are none. '*' stands for any
+        characters, '?' for one. Power readings of GPUs that run no rank of the agent's count only with it.
+        """
+
     def __init__(
         self,
         *,
@@ -93,9 +100,10 @@ class Token(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         expire_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         revoke_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        host_patterns: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "revoke_time", b"revoke_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "job_patterns", b"job_patterns", "name", b"name", "revoke_time", b"revoke_time", "scope", b"scope"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "host_patterns", b"host_patterns", "job_patterns", b"job_patterns", "name", b"name", "revoke_time", b"revoke_time", "scope", b"scope"]) -> None: ...
 
 Global___Token: typing_extensions.TypeAlias = Token
 
@@ -109,6 +117,7 @@ class CreateTokenRequest(google.protobuf.message.Message):
     SCOPE_FIELD_NUMBER: builtins.int
     JOB_PATTERNS_FIELD_NUMBER: builtins.int
     EXPIRE_TIME_FIELD_NUMBER: builtins.int
+    HOST_PATTERNS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """As in Token."""
     scope: Global___Scope.ValueType
@@ -121,6 +130,10 @@ class CreateTokenRequest(google.protobuf.message.Message):
     def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """As in Token; a time to come."""
 
+    @property
+    def host_patterns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As in Token; none unless it is an agent's."""
+
     def __init__(
         self,
         *,
@@ -128,9 +141,10 @@ class CreateTokenRequest(google.protobuf.message.Message):
         scope: Global___Scope.ValueType = ...,
         job_patterns: collections.abc.Iterable[builtins.str] | None = ...,
         expire_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        host_patterns: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["expire_time", b"expire_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["expire_time", b"expire_time", "job_patterns", b"job_patterns", "name", b"name", "scope", b"scope"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expire_time", b"expire_time", "host_patterns", b"host_patterns", "job_patterns", b"job_patterns", "name", b"name", "scope", b"scope"]) -> None: ...
 
 Global___CreateTokenRequest: typing_extensions.TypeAlias = CreateTokenRequest
 

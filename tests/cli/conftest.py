@@ -1,5 +1,6 @@
 """What tests of several commands need."""
 
+import importlib
 import os
 import stat
 from collections.abc import Iterator
@@ -18,9 +19,16 @@ PROFILE = """stage,instruction,frequency,time,energy
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_imported() -> None:
+    """They import what they need when they run: seconds, which are no test's."""
+    for module in ("perseus.agent.sidecar.shell", "perseus.service.server", "perseus.solver"):
+        importlib.import_module(module)
+
+
+@pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """How an operator reaches a coordinator."""
+    """How an operator reaches a coordinator that has no jobs."""
     run_dir = tmp_path_factory.mktemp("coordinator")
     with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
         address = cluster.start_coordinator()

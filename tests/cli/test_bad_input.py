@@ -1,32 +1,22 @@
 """Every mistake that is foreseen: one line that says what, where, expected and found; and an exit code."""
 
 import contextlib
-import gc
 import json
 import os
 import socket
 import sqlite3
-import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from perseus.cli.main import app
+from perseus.tls.diagnosis import diagnose
 from tests.cli.conftest import PROFILE
 from tests.cli.processes import call
 
 HUGE = "1" + 308 * "0"
-
-
-@pytest.fixture(autouse=True)
-def _process_as_before() -> Iterator[None]:
-    """The coordinator and the agent tune the interpreter that they have to themselves."""
-    interval_s, threshold = sys.getswitchinterval(), gc.get_threshold()
-    yield
-    sys.setswitchinterval(interval_s)
-    gc.set_threshold(*threshold)
 
 
 def frontier(path: Path) -> dict[str, object]:
@@ -266,7 +256,8 @@ def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["p.csv"]
 
 
-def test_a_coordinator_that_is_silent_is_named() -> None:
+def test_a_coordinator_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perseus.tls.channels.diagnose", partial(diagnose, timeout_s=0.1))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         result = run("health", "--coordinator", address, "--timeout-s", 0.2)

@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -154,14 +155,19 @@ def test_no_view_is_forgotten() -> None:
 @contextmanager
 def serving() -> Iterator[tuple[HostileCoordinator, str]]:
     hostile = HostileCoordinator()
-    server = grpc.server(futures.ThreadPoolExecutor(2))
+    pool = futures.ThreadPoolExecutor(2)
+    both = threading.Barrier(2)
+    for waiting in [pool.submit(both.wait) for _ in range(2)]:  # no thread comes later, in a test's time
+        waiting.result()
+    server = grpc.server(pool)
     server.add_generic_rpc_handlers((hostile,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
         yield hostile, f"127.0.0.1:{port}"
     finally:
-        server.stop(None)
+        server.stop(None).wait()
+        pool.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +192,7 @@ def run(address: str, view: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(texts=st.lists(SHORT, min_size=1, max_size=20))
 def test_every_view_is_readable_whatever_it_is_told(
     coordinator: tuple[HostileCoordinator, str], view: str, texts: list[str]

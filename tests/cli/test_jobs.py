@@ -284,8 +284,8 @@ def test_no_coordinator_is_said_plainly() -> None:
     assert f"no coordinator at {address}" in result.output
 
 
+@pytest.mark.slow("a coordinator starts as a process: gRPC keeps files open of a port that it did not get")
 def test_coordinator_refuses_a_taken_port(coordinator: Coordinator, tmp_path: Path) -> None:
-    # A process of its own: the command sets up logging for all of its process.
     command = ["coordinator", "--listen", coordinator.address, "--database", str(tmp_path / "other.db")]
     done = subprocess.run(
         [sys.executable, "-m", "perseus.cli", *command], capture_output=True, text=True, check=False

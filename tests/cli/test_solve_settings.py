@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.cli.frontier_file import frontier_text, pipeline_from_text, plan_text
@@ -285,7 +285,6 @@ def profile_texts(draw: st.DrawFn) -> str:
         return file.read()
 
 
-@settings(max_examples=30)
 @given(profile_texts(), st.floats(0.0, 1.0))
 def test_settings_survive_the_way_from_the_profile_to_the_plans_file(content: str, share: float) -> None:
     with tempfile.TemporaryDirectory() as folder:

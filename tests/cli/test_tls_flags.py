@@ -1,20 +1,21 @@
 """Flags of TLS: what goes together, that plaintext to others has to be meant, and that it is said."""
 
 import os
-import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
+from perseus import configuration
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.shell import serving
 from perseus.cli.main import app
-from perseus.demo.cluster import Cluster
 from perseus.demo.security import Security
-from perseus.demo.workload import DEMO
+from perseus.service.server import running
+from perseus.service.settings import CoordinatorSettings
 from perseus.tls.files import Role, TlsFiles, check
 
 OTHERS = "expected {}, or insecure, for what other machines can reach"
@@ -77,41 +78,30 @@ def test_files_that_can_not_be_used_end_the_coordinator_and_the_agent(tmp_path: 
         ),
     }
     for name, (flags, environment) in commands.items():
-        done = subprocess.run(
-            [sys.executable, "-m", "perseus.cli", name, *flags],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert done.returncode == 1
+        done = run(name, *flags, **environment)
+        assert done.exit_code == 1
         assert "found another's" in done.stderr
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["coordinator", "agent"])
-def test_insecure_is_said_at_every_start(name: str, tmp_path: Path) -> None:
+async def test_insecure_is_said_at_every_start(tmp_path: Path) -> None:
+    (tmp_path / "gpus").mkdir()
+    coordinator = CoordinatorSettings(listen="0.0.0.0:0", database=tmp_path / "x.db", insecure=True)
     flags = {
-        "coordinator": ["--listen=0.0.0.0:0", f"--database={tmp_path / 'x.db'}"],
-        "agent": ["--coordinator=192.0.2.1:1", f"--socket={tmp_path / 'agent.sock'}", "--observe"],
-    }[name]
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "perseus.cli", name, *flags, "--insecure"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        deadline_s = time.monotonic() + 60
-        while "insecure: plaintext" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline_s, log.read_text()
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        "coordinator": "192.0.2.1:1",
+        "socket": tmp_path / "agent.sock",
+        "gpu_backend": "emulated",
+        "emulated_gpus": tmp_path / "gpus",
+        "insecure": True,
+        "observe": True,
+    }
+    agent = configuration.load(AgentSettings, None, flags)
+    with capture_logs() as logs:
+        async with running(coordinator), serving(agent):
+            pass
+    warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert "insecure: plaintext, and whoever reaches this address may do anything" in warnings
+    assert "insecure: plaintext to another machine" in warnings
 
 
 def test_a_command_warns_as_well() -> None:
@@ -119,27 +109,23 @@ def test_a_command_warns_as_well() -> None:
     assert "warning: --insecure: plaintext to 192.0.2.1:1, on another machine" in result.output
 
 
-def test_health_says_whether_a_coordinator_serves_and_why_not(tmp_path: Path) -> None:
-    other = Security(tmp_path / "other")
-    with Cluster(DEMO, tmp_path, tmp_path / "logs") as cluster:
-        address = cluster.start_coordinator()
-        operator = dict(cluster.security.of_operator())
-        healthy = run("health", "--coordinator", address, **operator)
-        assert (healthy.exit_code, healthy.output) == (0, "SERVING\n")
-        unknown = run("health", "--service", "nothing", "--coordinator", address, **operator)
-        assert unknown.exit_code == 2
-        stranger = run("health", "--coordinator", address, **other.of_operator())
-        assert stranger.exit_code == 1
-        assert "is signed by Perseus demo, which is no CA in tls_ca" in stranger.output
-        bare = run("health", "--coordinator", address, PERSEUS_TLS_CA=operator["PERSEUS_TLS_CA"])
-        assert bare.exit_code == 1
-        assert "the coordinator wants a certificate of its clients" in bare.output
-        plain = run("health", "--coordinator", address)
-        assert plain.exit_code == 1
-        assert "speaks TLS, and was spoken to in plaintext: expected tls_ca" in plain.output
-    gone = run("health", "--coordinator", address, **operator)
-    assert gone.exit_code == 1
-    assert f"no coordinator at {address}" in gone.output
+def test_health_says_whether_a_coordinator_serves_and_why_not(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    healthy = run("health", **environment)
+    assert (healthy.exit_code, healthy.output) == (0, "SERVING\n")
+    unknown = run("health", "--service", "nothing", **environment)
+    assert unknown.exit_code == 2
+    stranger = run("health", **{**environment, **Security(tmp_path / "other").of_operator()})
+    assert stranger.exit_code == 1
+    assert "is signed by Perseus demo, which is no CA in tls_ca" in stranger.output
+    address = {"PERSEUS_COORDINATOR": environment["PERSEUS_COORDINATOR"]}
+    bare = run("health", **address, PERSEUS_TLS_CA=environment["PERSEUS_TLS_CA"])
+    assert bare.exit_code == 1
+    assert "the coordinator wants a certificate of its clients" in bare.output
+    plain = run("health", **address)
+    assert plain.exit_code == 1
+    assert "speaks TLS, and was spoken to in plaintext: expected tls_ca" in plain.output
 
 
 def test_a_small_authority(tmp_path: Path) -> None:

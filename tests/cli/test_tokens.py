@@ -1,4 +1,4 @@
-"""`perseus tokens`, and where commands and agents find their token, against real processes."""
+"""`perseus tokens`, and where commands and agents find their token, against a real coordinator process."""
 
 import csv
 import json
@@ -6,32 +6,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from perseus.demo.cluster import Cluster
-from perseus.demo.workload import DEMO
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
-    """How an operator reaches a coordinator that runs."""
-    run_dir = tmp_path_factory.mktemp("coordinator")
-    with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
-        address = cluster.start_coordinator()
-        yield {**cluster.security.of_operator(), "PERSEUS_COORDINATOR": address}
+from perseus.cli.main import app
 
 
-def perseus(environment: Mapping[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "perseus.cli", *map(str, arguments)],
-        env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+def perseus(environment: Mapping[str, str], *arguments: object) -> Result:
+    return CliRunner().invoke(
+        app, list(map(str, arguments)), env={"COLUMNS": "160", "NO_COLOR": "1", **environment}
     )
 
 
@@ -40,37 +26,39 @@ def test_a_token_is_made_used_and_revoked(environment: Mapping[str, str], tmp_pa
     done = perseus(
         environment, "tokens", "create", "dash", "--scope=reader", "--lasting=1h", "--output", path
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert path.stat().st_mode & 0o777 == 0o600
     secret = path.read_text().strip()
     assert secret not in done.stdout + done.stderr
     reader = {**environment, "PERSEUS_TOKEN_FILE": str(path)}
-    assert perseus(reader, "jobs", "list").returncode == 0
+    assert perseus(reader, "jobs", "list").exit_code == 0
     refused = perseus(reader, "tokens", "list")
-    assert refused.returncode == 1
+    assert refused.exit_code == 1
     assert "expected scope operator, found reader of token dash" in refused.stderr
     by_environment = {**environment, "PERSEUS_TOKEN": secret}
-    assert perseus(by_environment, "jobs", "list").returncode == 0
+    assert perseus(by_environment, "jobs", "list").exit_code == 0
     listed = perseus(environment, "tokens", "list")
     assert [line.split()[1:4:2] for line in listed.stdout.splitlines() if "dash" in line] == [
         ["dash", "reader"]
     ]
     assert secret not in listed.stdout
-    assert perseus(environment, "tokens", "revoke", "dash").returncode == 0
+    assert perseus(environment, "tokens", "revoke", "dash").exit_code == 0
     ended = perseus(reader, "jobs", "list")
-    assert ended.returncode == 1
+    assert ended.exit_code == 1
     assert "token 'dash' is revoked" in ended.stderr
     again = perseus(environment, "tokens", "create", "dash", "--scope=reader")
-    assert again.returncode == 2
+    assert again.exit_code == 2
     assert "there is a token 'dash' already" in again.stderr
 
 
 def test_scripts_are_told_of_a_token_and_of_its_end(environment: Mapping[str, str], tmp_path: Path) -> None:
     made = perseus(
-        environment, "tokens", "create", "ci", "--scope=agent", "--jobs=llama-*", "--format", "json"
+        environment,
+        *("tokens", "create", "ci", "--scope=agent", "--jobs=llama-*", "--hosts=node-1*", "--format=json"),
     )
     token = json.loads(made.stdout)
-    assert (token["name"], token["scope"], token["job_patterns"]) == ("ci", "agent", ["llama-*"])
+    assert (token["name"], token["scope"]) == ("ci", "agent")
+    assert (token["job_patterns"], token["host_patterns"]) == (["llama-*"], ["node-1*"])
     assert token["expire_time"] is None
     bare = perseus(environment, "tokens", "create", "bare", "--scope=reader").stdout
     assert len(bare.split()) == 1
@@ -89,7 +77,7 @@ def test_scripts_are_told_of_a_token_and_of_its_end(environment: Mapping[str, st
 
 def test_scripts_are_told_whether_it_serves(environment: Mapping[str, str]) -> None:
     serves = perseus(environment, "health", "--format=json")
-    assert (serves.returncode, json.loads(serves.stdout)) == (
+    assert (serves.exit_code, json.loads(serves.stdout)) == (
         0,
         {"who": "coordinator", "is_serving": True, "status": "SERVING"},
     )
@@ -107,20 +95,22 @@ def test_scripts_are_told_whether_it_serves(environment: Mapping[str, str]) -> N
         (["create", "x", "--scope=reader", "--lasting=0d"], "--lasting: expected a time such as 90d"),
         (["create", "x", "--scope=agent"], "--jobs: expected a job, or a pattern"),
         (["create", "x", "--scope=reader", "--jobs=a"], "job_patterns: expected none"),
+        (["create", "x", "--scope=reader", "--hosts=a"], "host_patterns: expected none"),
+        (["create", "x", "--scope=agent", "--jobs=a", "--hosts=a b"], "host_patterns[0]: expected 1 to 253"),
         (["create", "X", "--scope=reader"], "name: expected 1 to 63 of"),
         (["revoke", "nobody"], "there is no token 'nobody'"),
     ],
 )
 def test_mistakes_get_one_line(environment: Mapping[str, str], arguments: list[str], expected: str) -> None:
     done = perseus(environment, "tokens", *arguments)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert expected in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_token_file_that_is_not_there_is_said(environment: Mapping[str, str], tmp_path: Path) -> None:
     done = perseus({**environment, "PERSEUS_TOKEN_FILE": str(tmp_path / "none")}, "jobs", "list")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "none: can't be read: No such file" in done.stderr
 
 
@@ -141,7 +131,7 @@ def test_the_commands_of_the_coordinators_user_find_the_token(tmp_path: Path) ->
     ) as process:
         try:
             deadline_s = time.monotonic() + 60
-            while (done := perseus({**home, "PERSEUS_COORDINATOR": socket}, "jobs", "list")).returncode != 0:
+            while (done := perseus({**home, "PERSEUS_COORDINATOR": socket}, "jobs", "list")).exit_code != 0:
                 assert time.monotonic() < deadline_s, done.stderr
                 time.sleep(0.2)
         finally:

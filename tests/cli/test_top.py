@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -90,37 +90,33 @@ def test_what_has_no_room_is_counted_and_trouble_is_on_top() -> None:
     assert lines[-1] == "… and 2 more"
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, dict[str, str]]]:
-    run_dir = tmp_path_factory.mktemp("coordinator")
-    with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
-        address = cluster.start_coordinator()
-        yield cluster, {**cluster.security.of_operator(), "PERSEUS_COORDINATOR": address}
-
-
-def test_without_a_terminal_it_tells_once(cluster: tuple[Cluster, dict[str, str]]) -> None:
-    done = CliRunner().invoke(app, ["top"], env=cluster[1], catch_exceptions=False)
+def test_without_a_terminal_it_tells_once(environment: dict[str, str]) -> None:
+    done = CliRunner().invoke(app, ["top"], env=environment, catch_exceptions=False)
     assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "0 jobs, 0 GPUs served, 0.0 kW")
-    unknown = CliRunner().invoke(app, ["top", "--job", "none"], env=cluster[1], catch_exceptions=False)
+    unknown = CliRunner().invoke(app, ["top", "--job", "none"], env=environment, catch_exceptions=False)
     assert unknown.exit_code == 2
     assert "none" in unknown.stderr
 
 
 def test_in_a_pipe_no_word_is_cut_however_narrow_that_is(
-    cluster: tuple[Cluster, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "a-job-with-a-long-name"
     sight = Sight([make_job(name, 3.0, state=STOCK, state_reason="no stage can have other clocks")])
     monkeypatch.setattr("perseus.cli.top._look", lambda *_: sight)
-    done = CliRunner().invoke(app, ["top"], env={**cluster[1], "COLUMNS": "40"}, catch_exceptions=False)
+    done = CliRunner().invoke(app, ["top"], env={**environment, "COLUMNS": "40"}, catch_exceptions=False)
     (line,) = [line for line in done.stdout.splitlines() if name in line]
     assert line.rstrip().endswith("no stage can have other clocks")
 
 
-def test_in_a_terminal_it_lives_through_a_coordinators_end_until_ctrl_c(
-    cluster: tuple[Cluster, dict[str, str]],
-) -> None:
-    site, environment = cluster
+@pytest.mark.slow("a coordinator and a command start and end as processes")
+def test_in_a_terminal_it_lives_through_a_coordinators_end_until_ctrl_c(tmp_path: Path) -> None:
+    with Cluster(DEMO, tmp_path, tmp_path / "logs") as site:
+        address = site.start_coordinator()
+        watch_its_end(site, {**site.security.of_operator(), "PERSEUS_COORDINATOR": address})
+
+
+def watch_its_end(site: Cluster, environment: dict[str, str]) -> None:
     ours, theirs = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "perseus.cli", "top", "--interval-s", "0.5"],

@@ -1,11 +1,13 @@
 """A scripted agent on a real stream, made from the stubs; and a coordinator to talk to."""
 
 import asyncio
+import pickle
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
 
 import grpc
 import pytest
@@ -20,7 +22,11 @@ from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import KINDS
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
-from perseus.solver import Plan, PlannedComputation, Schedule, one_forward_one_backward
+from perseus.service.shell import coordinator, pacing, power, writer
+from perseus.service.signals.csv_source import CsvSource
+from perseus.service.solving import job_lane
+from perseus.service.solving.worker import Answer, Worker, WorkError
+from perseus.solver import Pipeline, Plan, PlannedComputation, Schedule, SolverError, one_forward_one_backward
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
 from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
@@ -133,10 +139,74 @@ class Client:
         return job
 
 
+class ThreadWorker(Worker):
+    """A worker that is no process: it solves tests' small problems at once, and large ones never."""
+
+    MOST_COMPUTATIONS = 1000
+    busy_count: ClassVar[int] = 0
+    """Of all of them."""
+
+    @property
+    def is_alive(self) -> bool:
+        return True
+
+    def start(self) -> None:
+        self.generation += 1
+        self.is_ready = True
+
+    async def ready(self) -> None:
+        if not self.is_ready:
+            self.start()
+
+    async def run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
+        await self.ready()
+        if any(isinstance(each, Pipeline) and self._is_large(each) for each in arguments):
+            await asyncio.Event().wait()
+        ThreadWorker.busy_count += 1
+        try:
+            return await asyncio.to_thread(self._work, pickle.dumps((work, arguments)))
+        except SolverError:
+            raise
+        except Exception as error:
+            raise WorkError(repr(error)) from error
+        finally:
+            ThreadWorker.busy_count -= 1
+
+    @classmethod
+    def _is_large(cls, problem: Pipeline) -> bool:
+        return sum(map(len, problem.schedule.orders)) > cls.MOST_COMPUTATIONS
+
+    @staticmethod
+    def _work(message: bytes) -> Any:
+        work, arguments = pickle.loads(message)
+        return pickle.loads(pickle.dumps(work(*arguments)))
+
+
+_IN_A_HURRY: Sequence[tuple[object, str, float]] = (
+    (writer, "GATHERING_S", 0.001),
+    (coordinator, "TICK_S", 0.1),
+    (power, "PERIOD_S", 0.02),
+    (pacing, "LEAST_BETWEEN_S", 0.05),
+    (CsvSource, "period_s", 0.05),
+    (job_lane, "POINT_COUNT", 10),
+)
+"""Less waiting where nothing happens, and fewer points of frontiers: they prove nothing."""
+
+
+@asynccontextmanager
+async def running_here(settings: CoordinatorSettings) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
+    """Run a coordinator all of which is in this process, and which looks round more often than others do."""
+    with ExitStack() as stack:
+        for owner, name, time_s in _IN_A_HURRY:
+            stack.enter_context(patch.object(owner, name, time_s))
+        async with running(settings, new_worker=ThreadWorker) as served:
+            yield served
+
+
 @asynccontextmanager
 async def connected(settings: CoordinatorSettings) -> AsyncIterator[Client]:
-    """Run a coordinator, and connect to it."""
-    async with running(settings) as (address, _), connected_to(address) as client:
+    """Run a coordinator in this process, and connect to it."""
+    async with running_here(settings) as (address, _), connected_to(address) as client:
         yield client
 
 
@@ -202,6 +272,8 @@ class FakeAgent:
         """Open a new stream."""
         self.call = Call(client.agents.Connect())
         self.reader = asyncio.create_task(self._read())
+        # Only tests that ask want to know how it ends; else asyncio's log would keep the error.
+        self.reader.add_done_callback(lambda reader: reader.cancelled() or reader.exception())
         self.news = asyncio.Condition()
         self.writing = asyncio.Lock()
 
@@ -390,6 +462,16 @@ class FakeAgent:
                 await self.iterate()
                 if found == job_pb2.JOB_STATE_SOLVING:
                     await asyncio.sleep(0.02)  # Leave the solver's process some of the machine.
+
+    async def settle(self) -> None:
+        """Let better plans that are being made come into force, until there are none."""
+        async with asyncio.timeout(TIMEOUT_S):
+            known_count = -1
+            while known_count != len(self.offers):
+                known_count = len(self.offers)
+                while ThreadWorker.busy_count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await self.iterate(4)
 
     async def end(self) -> None:
         """Break the stream, without a goodbye."""

@@ -1,10 +1,12 @@
 """A small emulated cluster for the coordinator's tests: physics, and ranks that follow offers."""
 
 import enum
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -80,7 +82,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.service.solving.work import solve_explaining
-from perseus.solver import Computation, Kind, LagError, Schedule, SolverError
+from perseus.solver import Computation, Kind, LagError, Plan, Refinement, Schedule, SolverError
 
 EPOCH = "epoch-of-the-tests"
 REGISTRATION = Registration("request", "fingerprint")
@@ -207,6 +209,24 @@ def check_plain(value: object) -> None:
 
 def solved(command: Solve) -> Solved | SolveFailed | LagNotFound:
     """What comes back of a problem."""
+    return _solved(pickle.dumps(command))
+
+
+def refined(refinement: Refinement) -> Refined:
+    """What comes back of a plan that is to be made with all means."""
+    return Refined(refinement, _plan(pickle.dumps(refinement)))
+
+
+# Emulated jobs of many tests are alike to the last digit, and so are their problems: each is solved once.
+@lru_cache(maxsize=256)
+def _plan(refinement: bytes) -> Plan:
+    made: Refinement = pickle.loads(refinement)
+    return made.plan()
+
+
+@lru_cache(maxsize=256)
+def _solved(pickled: bytes) -> Solved | SolveFailed | LagNotFound:
+    command: Solve = pickle.loads(pickled)
     try:
         return Solved(solve_explaining(command.problem, 8, command.slow, command.set_latency_s))
     except LagError as error:
@@ -424,8 +444,7 @@ class Cluster:
                 else:
                     waiting.extend(self.tell(solved(command)))
             elif isinstance(command, Refine):
-                refinement = command.refinement
-                waiting.extend(self.tell(Refined(refinement, refinement.plan())))
+                waiting.extend(self.tell(refined(command.refinement)))
             elif isinstance(command, EndStream):
                 self.ended_instances.append(command.instance_id)
 

@@ -1,6 +1,7 @@
 """What is said when nobody gets through: each usual mistake, by a real handshake with a real port."""
 
 import asyncio
+import contextlib
 import re
 import socket
 import ssl
@@ -185,23 +186,25 @@ def test_it_takes_no_longer_than_it_may(says: bytes, tmp_path: Path) -> None:
     """Against what accepts and then says nothing, or a byte now and then."""
     files = TlsFiles(ca=authority(tmp_path).folder / "ca.pem")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        held = []
+        held = contextlib.ExitStack()
 
         def accept() -> None:
-            while True:
-                try:
-                    line, _ = server.accept()
-                except OSError:
-                    return
-                held.append(line)
-                line.sendall(says)
+            with held:
+                while True:
+                    try:
+                        line, _ = server.accept()
+                    except OSError:
+                        return
+                    held.enter_context(line).sendall(says)
 
-        threading.Thread(target=accept, daemon=True).start()
+        accepting = threading.Thread(target=accept)
+        accepting.start()
         begun_s = time.monotonic()
         found = diagnose(f"127.0.0.1:{server.getsockname()[1]}", files, timeout_s=0.3)
         assert time.monotonic() - begun_s < 3
         assert found == ("what listens there speaks no TLS, or not gRPC's" if says else None)
-        server.close()
+        server.shutdown(socket.SHUT_RDWR)  # which ends the thread's wait
+        accepting.join()
 
 
 async def test_nothing_older_than_tls_1_2_is_spoken(tmp_path: Path) -> None:

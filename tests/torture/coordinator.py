@@ -4,10 +4,12 @@ python -m tests.torture.coordinator COUNT [REPORT] [--malformed COUNT]
 
 Agents load it from a process of their own (`benchmarks.load`), and keep a book of all that they are told.
 What is killed is the process, by SIGKILL, at random times: while jobs are measured, profiled, planned, while
-stragglers come and go, and while it starts. Then databases fail it, and one gets malformed messages.
+stragglers come and go, and while it starts. Then databases fail it, one gets malformed messages, and one has
+hostile tenants.
 """
 
 import argparse
+import asyncio
 import os
 import platform
 import random
@@ -25,6 +27,7 @@ from typing import Protocol
 from benchmarks.coordinator_load import report_problems
 from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
 from tests.service.storage import postgresql
+from tests.torture import tenants
 from tests.torture.faults import FAULTS, LEASE_S, FaultOutcome, strike_all
 from tests.torture.killed_postgresql import KilledServer
 from tests.torture.malformed import section, torture_malformed
@@ -48,6 +51,7 @@ _START_KILLS = 0.2
 _UNFINISHED_COMEBACKS = 0.3
 """Share of kills that don't wait for all agents to be back from the one before."""
 _LIMIT_S = 120.0
+_HOSTILE_S = 60.0
 _POSTGRESQL_SHARE, _SERVER_SHARE = 0.25, 0.1
 """Of all kills: so many once more on PostgreSQL, and so many of its server."""
 
@@ -309,13 +313,15 @@ def main(count: int, path: Path | None, seed: int, malformed_count: int) -> None
         took_s = time.monotonic() - begun_s
         (own := Path(folder) / "malformed").mkdir()
         malformed = torture_malformed(own, malformed_count, seed) if malformed_count else None
-    text = report(outcomes, faults, seed, took_s)
+        hostile = asyncio.run(tenants.torture_tenants(Path(folder), _HOSTILE_S))
+    text = f"{report(outcomes, faults, seed, took_s)}\n{tenants.section(hostile, _HOSTILE_S)}"
     if malformed is not None:
         text += f"\n{section(malformed, seed)}"
     print(text)
     if path is not None:
         path.write_text(text)
-    problems = [each.problems for each in outcomes.values()] + [each.problems for each in faults]
+    problems = [hostile.problems, *(each.problems for each in outcomes.values())]
+    problems += [each.problems for each in faults]
     problems += [malformed.problems] if malformed is not None else []
     if any(problems):
         raise SystemExit(1)

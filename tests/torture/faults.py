@@ -153,9 +153,13 @@ FAULTS = {
 }
 
 
-def strike(folder: Path, library: Path, name: str) -> FaultOutcome:
-    """Let a fault strike a coordinator under load."""
-    fault, outcome = FAULTS[name], FaultOutcome(name)
+def strike(folder: Path, library: Path, *names: str) -> list[FaultOutcome]:
+    """Let faults strike a coordinator under load, one after another.
+
+    Raises:
+        AssertionError: after one the GPU was not back at stock when the lease had run out.
+    """
+    outcomes = [FaultOutcome(name) for name in names]
     with (
         small_disk(folder / "disk") as disk,
         CoordinatorProcess(folder, str(disk.database), FLAGS, is_pinned=False) as coordinator,
@@ -167,19 +171,21 @@ def strike(folder: Path, library: Path, name: str) -> FaultOutcome:
                 microbatch_count=4,
             )  # fmt: skip
             node.start()
-            node.until(node.is_locked, "a locked clock")
-            agents.ask("planned", job_id="faults", limit_s=_LIMIT_S)
-            struck_s = time.monotonic()
-            fault.strike(disk, coordinator)
-            _watch_end(coordinator, fault, struck_s, outcome)
-            outcome.stock_after_s = node.until(
-                lambda: not node.is_locked(), f"stock after {name}", _STOCK_LIMIT_S
-            )
-            fault.mend(disk)
-            ended_s = time.monotonic()
-            coordinator.start()
-            _hold_against(agents, ended_s, fault, outcome)
-    return outcome
+            for outcome in outcomes:
+                fault = FAULTS[outcome.name]
+                node.until(node.is_locked, "a locked clock")
+                agents.ask("planned", job_id="faults", limit_s=_LIMIT_S)
+                struck_s = time.monotonic()
+                fault.strike(disk, coordinator)
+                _watch_end(coordinator, fault, struck_s, outcome)
+                outcome.stock_after_s = node.until(
+                    lambda: not node.is_locked(), f"stock after {outcome.name}", _STOCK_LIMIT_S
+                )
+                fault.mend(disk)
+                ended_s = time.monotonic()
+                coordinator.start()
+                _hold_against(agents, ended_s, fault, outcome)
+    return outcomes
 
 
 def _watch_end(coordinator: CoordinatorProcess, fault: Fault, struck_s: float, outcome: FaultOutcome) -> None:
@@ -223,5 +229,5 @@ def strike_all(folder: Path) -> list[FaultOutcome]:
     outcomes = []
     for number, name in enumerate(FAULTS):
         (own := folder / f"fault-{number}").mkdir()
-        outcomes.append(strike(own, library, name))
+        outcomes += strike(own, library, name)
     return outcomes

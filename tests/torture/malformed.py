@@ -507,9 +507,10 @@ The other agent went through {outcome.iteration_count} iterations. What should n
 
 
 def in_page(page: str, section: str) -> str:
-    """A page with its section of malformed messages in place of the one before, at its end."""
-    before, _, _ = page.partition(_TITLE)
-    return f"{before.rstrip()}\n\n{section}"
+    """A page with a section in place of the one of that title, at its end if there is none."""
+    before, _, rest = page.partition(section.partition("\n")[0])
+    _, is_last, after = rest.partition("\n## ")
+    return f"{before.rstrip()}\n\n{section}" + (f"\n## {after}" if is_last else "")
 
 
 def main(count: int, seed: int, page: Path | None) -> None:

@@ -23,13 +23,14 @@ from perseus.service.domain.retention import Retention
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker import Worker
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, JobEntry, NewRun
 from tests.service.service_fakes import START_S, Cluster, make_spec
 
 _PATIENCE_S = 1800.0
 _TURN_S = 0.005
-_TURNS = 50
+_TURNS = 20
 """How often a disturber is asked before the jobs are looked at."""
 
 
@@ -69,11 +70,13 @@ async def fill(path: Path, job_count: int, microbatches: int) -> None:
 
 
 @asynccontextmanager
-async def _coordinator(path: Path) -> AsyncIterator[tuple[Coordinator, JobLane]]:
+async def _coordinator(
+    path: Path, new_worker: Callable[[], Worker]
+) -> AsyncIterator[tuple[Coordinator, JobLane]]:
     store = await SqlStore.open(path)
     # The ranks are gone, and their leases must not run out before the last job is solved.
     rules = replace(Cluster(make_spec()).rules, lease_s=2 * _PATIENCE_S)
-    jobs, requests = JobLane(1, _PATIENCE_S), RequestLane(1, _PATIENCE_S)
+    jobs, requests = JobLane(1, _PATIENCE_S, new_worker=new_worker), RequestLane(1, _PATIENCE_S)
     coordinator = Coordinator(store, jobs, requests, rules, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
@@ -89,10 +92,14 @@ async def _coordinator(path: Path) -> AsyncIterator[tuple[Coordinator, JobLane]]
         await store.close()
 
 
-async def restarted(path: Path, disturb: Callable[[JobLane], None] = lambda _: None) -> Outcome:
+async def restarted(
+    path: Path,
+    disturb: Callable[[JobLane], None] = lambda _: None,
+    new_worker: Callable[[], Worker] = Worker,
+) -> Outcome:
     """Start a coordinator on a filled database, and wait until every job is solved or has given up."""
     began_s = time.monotonic()
-    async with _coordinator(path) as (coordinator, lane):
+    async with _coordinator(path, new_worker) as (coordinator, lane):
         while True:
             for _ in range(_TURNS):
                 disturb(lane)

@@ -7,9 +7,10 @@ import pytest
 
 from tests.torture.coordinator import torture_sqlite
 
-KILLS = 4
+KILLS = 2
 
 
+@pytest.mark.slow("a coordinator is killed and started again while dozens of agents train")
 @pytest.mark.timeout(300)
 def test_nothing_acknowledged_is_lost_and_no_version_is_reused(tmp_path: Path) -> None:
     seed = random.randrange(2**32)

@@ -12,9 +12,10 @@ from google.protobuf.descriptor import Descriptor
 from tests.torture import malformed_messages as messages
 from tests.torture.malformed import SHARES, torture_malformed
 
-COUNT = 1500
+COUNT = 600
 
 
+@pytest.mark.slow("a coordinator's process, and hundreds of messages that end its streams")
 @pytest.mark.timeout(300)
 def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
     seed = random.randrange(2**32)

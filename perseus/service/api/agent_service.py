@@ -13,6 +13,7 @@ goes on: other ranks share it. What ends a stream is listed in the contract, at 
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import grpc
@@ -180,6 +181,9 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
     async def _serve(
         self, stream: "_Stream", request_iterator: AsyncIterator[ConnectRequest], context: Context
     ) -> None:
+        # What is written first and the end of the stream would both send them, which gRPC refuses.
+        with suppress(grpc.aio.InternalError):  # the agent has gone already
+            await context.send_initial_metadata(())
         reader = asyncio.create_task(stream.read(request_iterator))
         writer = asyncio.create_task(stream.write())
         # The writer may be waiting for an agent that reads nothing, and not see that the stream is to end.
@@ -288,13 +292,14 @@ class _Stream:
         if kind != "hello":
             raise HelloExpectedError(found=kind or "an empty message")
         check_hello(request.hello)
+        self._principal.check_host(request.hello.hostname)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
         self._port.plan_lease_s = self._agents.plan_lease_s(self._hostname)
         self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
         check_word = request.hello.check_word
         self._port.epoch, sequence = await self._agents.greet(
-            instance_id, self._port, check_word, self._principal.name, request.hello.instance_key
+            instance_id, self._port, check_word, self._principal, request.hello.instance_key
         )
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1

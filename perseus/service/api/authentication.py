@@ -23,11 +23,15 @@ from perseus.service.shell.tokens import Tokens
 
 log = structlog.get_logger(__name__)
 
-_caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
+_caller: ContextVar[Principal] = ContextVar("caller")
 
 
 def caller() -> Principal:
-    """Who makes the call that is being served; anybody, where nobody is asked."""
+    """Who makes the call that is being served.
+
+    Raises:
+        LookupError: nobody has found that out, so nobody may make it.
+    """
     return _caller.get()
 
 
@@ -39,6 +43,37 @@ def calling(principal: Principal) -> Iterator[None]:
         yield
     finally:
         _caller.reset(before)
+
+
+class Unasked(grpc.aio.ServerInterceptor):
+    """Lets everybody make every call, for a coordinator that asks nobody who they are."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """See `grpc.aio.ServerInterceptor`."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        return wrapped(handler, unary=self._unary, unary_stream=self._stream, stream_stream=self._stream)
+
+    @staticmethod
+    def _unary(behaviour: Behaviour) -> Behaviour:
+        async def serve(request: Any, context: Context) -> Any:
+            _caller.set(ANYBODY)
+            return await behaviour(request, context)
+
+        return serve
+
+    @staticmethod
+    def _stream(behaviour: Behaviour) -> Behaviour:
+        async def serve(requests: Any, context: Context) -> None:
+            _caller.set(ANYBODY)
+            await serve_stream(behaviour, requests, context)
+
+        return serve
 
 
 class Authentication(grpc.aio.ServerInterceptor):
@@ -120,5 +155,5 @@ class Authentication(grpc.aio.ServerInterceptor):
             for identity in identities.get(kind, ()):
                 name = identity.decode(errors="replace")
                 if (grant := self._certificates.get(name)) is not None:
-                    return Principal(f"certificate {name}", grant)
+                    return Principal(f"certificate {name}", grant, certificate_name=name)
         raise CredentialMissingError

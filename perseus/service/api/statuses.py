@@ -96,6 +96,7 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.TokenRevokedError: Mapped(Code.UNAUTHENTICATED, "TOKEN_REVOKED"),
     errors.ScopeTooNarrowError: Mapped(Code.PERMISSION_DENIED, "SCOPE_TOO_NARROW"),
     errors.JobOutOfScopeError: Mapped(Code.PERMISSION_DENIED, "JOB_OUT_OF_SCOPE"),
+    errors.HostOutOfScopeError: Mapped(Code.PERMISSION_DENIED, "HOST_OUT_OF_SCOPE"),
     errors.OriginMismatchError: Mapped(Code.PERMISSION_DENIED, "ORIGIN_MISMATCH"),
     errors.HostUnknownError: Mapped(Code.PERMISSION_DENIED, "HOST_UNKNOWN"),
     errors.OwnerMismatchError: Mapped(Code.PERMISSION_DENIED, "OWNER_MISMATCH"),

@@ -43,7 +43,7 @@ class TokenService(token_service_pb2_grpc.TokenServiceServicer):
         expire_time_s = (
             time_from_proto("expire_time", request.expire_time) if request.HasField("expire_time") else None
         )
-        grant = Grant(scope, tuple(request.job_patterns))
+        grant = Grant(scope, tuple(request.job_patterns), tuple(request.host_patterns))
         token, secret = await self._tokens.create(request.name, grant, expire_time_s)
         return pb.CreateTokenResponse(token=_token_to_proto(token), secret=secret)
 
@@ -66,6 +66,7 @@ def _token_to_proto(token: Token) -> pb.Token:
         name=token.name,
         scope=SCOPE_TO_PROTO[token.grant.scope],
         job_patterns=token.grant.job_patterns,
+        host_patterns=token.grant.host_patterns,
         create_time=time(token.create_time_s),
         expire_time=time(token.expire_time_s),
         revoke_time=time(token.revoke_time_s),

@@ -28,7 +28,7 @@ from perseus.solver import Kind
 from perseus.v1 import computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
 
 _EVENT_TYPE = {kind: event_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{kind.name}") for kind in EventType}
-_EVENT_TYPE_FROM = {number: kind for kind, number in _EVENT_TYPE.items()}
+_EVENT_TYPE_FROM = {number: kind for kind, number in _EVENT_TYPE.items() if number}
 _JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 _RANK_STATE = {state: rank_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
 _KIND = {kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind}

@@ -74,4 +74,5 @@ def feed_to_proto(feed: Feed, status: FeedStatus) -> pb.FeedState:
         own_limit_w=feed.limit_w,
         default_w=feed.default_w,
         judged_w=status.judged_w,
+        doubtful_gpu_count=status.doubtful_gpu_count,
     )

@@ -48,6 +48,7 @@
     ├── ForbiddenError              who calls is known, and may not do that
     │   ├── ScopeTooNarrowError     the call needs another scope
     │   ├── JobOutOfScopeError      the agent may not speak for the job
+    │   ├── HostOutOfScopeError     the agent may not run on the host
     │   ├── OriginMismatchError     another site's page asks over HTTP
     │   ├── HostUnknownError        asked for over HTTP by a name that is not the coordinator's
     │   ├── OwnerMismatchError      the job is another owner's
@@ -399,6 +400,12 @@ class ScopeTooNarrowError(ForbiddenError):
     """The call needs another scope than the caller has."""
 
     template = "{rpc}: expected scope {expected}, found {found} of {principal}"
+
+
+class HostOutOfScopeError(ForbiddenError):
+    """The caller may not run on that host."""
+
+    template = "{principal} may not run on host {hostname!r}"
 
 
 class JobOutOfScopeError(ForbiddenError):

@@ -71,6 +71,8 @@ class GpuErrorReason(enum.Enum):
 class EventType(enum.Enum):
     """What kind of thing happened to a job."""
 
+    UNSPECIFIED = "unspecified"
+    """A type that this version does not know, read from the database of a later one."""
     REGISTERED = "registered"
     STATE_CHANGED = "state changed"
     RANK_CHANGED = "rank changed"

@@ -1,7 +1,9 @@
 """Power budgets as values: feeds, the limits on them, and what was asked for by whom."""
 
 import enum
+import hashlib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from perseus.service.domain.bounds import check_ascii, check_range, check_text
@@ -99,13 +101,14 @@ class Budget:
         return self.end_s is not None and now_s >= self.end_s
 
 
-def check_budget_id(budget_id: str) -> None:
-    """Refuse what identifies no budget.
+def check_budget_id(budget_id: str) -> str:
+    """Return what identifies a budget, if it does.
 
     Raises:
         InvalidFieldError: it is empty, too long or not of printable ASCII characters.
     """
     check_ascii("budget_id", budget_id, 1, MAX_IDENTIFIER_LENGTH)
+    return budget_id
 
 
 def percent_of_reference_w(feed: Feed, percent: float) -> float:
@@ -156,8 +159,8 @@ class BudgetRecord:
         return self.cancel_time_s if self.cancel_time_s is not None else self.budget.end_s
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it limits nothing any more."""
-        return self.over_time_s is not None and now_s >= self.over_time_s
+        """Whether it limits nothing any more; one that was cancelled never does, whatever the time is."""
+        return self.cancel_time_s is not None or self.budget.is_over(now_s)
 
     def stage(self, now_s: float) -> BudgetStage:
         """Return where it is in its life."""
@@ -166,6 +169,39 @@ class BudgetRecord:
         if self.budget.is_over(now_s):
             return BudgetStage.ENDED
         return BudgetStage.IN_FORCE if self.budget.is_in_force(now_s) else BudgetStage.SCHEDULED
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableBudget:
+    """A budget that was accepted, and can't be read any more.
+
+    Attributes:
+        budget_id: its identifier.
+        over_time_s: from when on it limits nothing any more; None if that is not known.
+        feed, limit_w: as far as they can be read.
+        problem: why the rest can't be.
+    """
+
+    budget_id: str
+    over_time_s: float | None
+    feed: str | None
+    limit_w: float | None
+    problem: str
+
+    def in_its_place(self, feeds: Collection[str]) -> list[Budget]:
+        """Return budgets that limit no less than it did: to 0 W, and on all feeds, where it is not known."""
+        limit_w = self.limit_w if self.limit_w is not None and 0 <= self.limit_w <= MAX_FEED_POWER_W else 0.0
+        is_known = self.over_time_s is not None and 0 < self.over_time_s <= MAX_TIME_S
+        names = [self.feed] if self.feed is not None and self.feed in feeds else sorted(feeds)
+        try:
+            first_id = check_budget_id(self.budget_id)
+        except InvalidFieldError:
+            first_id = f"unreadable-{hashlib.sha256(repr(self.budget_id).encode()).hexdigest()[:16]}"
+        ids = [first_id, *(f"{first_id[:64]} on {number}" for number in range(1, len(names)))]
+        return [
+            Budget(budget_id, name, limit_w, 0.0, self.over_time_s if is_known else None)
+            for budget_id, name in zip(ids, names, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +239,7 @@ class FeedStatus:
         ceiling_w: what may be drawn now; None if there is no limit.
         held: jobs on it that a budget holds back.
         judged_w: mean over the last ten seconds in which the limit had to be kept; None if there are none.
+        doubtful_gpu_count: GPUs of which agents say what can't be, or contradict each other.
     """
 
     feed: str
@@ -217,3 +254,4 @@ class FeedStatus:
     ceiling_w: float | None
     held: tuple[str, ...]
     judged_w: float | None
+    doubtful_gpu_count: int = 0

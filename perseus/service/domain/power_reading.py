@@ -1,6 +1,9 @@
 """What an agent says that its node's GPUs draw: one message a second, not one per rank."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from perseus.service.domain.bounds import (
     MAX_NAME_LENGTH,
@@ -44,3 +47,48 @@ class PowerReading:
             )
         for row, power_w in enumerate(self.powers_w):
             check_range(f"power_reading.power_w[{row}]", power_w, 0, MAX_RANK_POWER_W)
+
+
+BOARD_POWERS_W: Mapping[str, float] = {
+    "V100": 350,
+    "T4": 70,
+    "A10": 150,
+    "A30": 165,
+    "A40": 300,
+    "A100": 400,
+    "A800": 400,
+    "L4": 72,
+    "L40": 300,
+    "L40S": 350,
+    "H20": 500,
+    "H100": 700,
+    "H800": 700,
+    "H200": 700,
+    "GH200": 1000,
+    "B200": 1000,
+    "GB200": 1200,
+    "B300": 1400,
+    "GB300": 1400,
+    "MI210": 300,
+    "MI250": 560,
+    "MI250X": 560,
+    "MI300A": 760,
+    "MI300X": 750,
+    "MI325X": 1000,
+    "MI350X": 1000,
+    "MI355X": 1400,
+}
+"""The highest power limit that boards of a model have, by NVIDIA's and AMD's data sheets, watts."""
+
+_UNKNOWN_BOARD_W = 2000.0
+_EXCESS = 1.25
+"""Boards regulate their power over some tenths of a second, and are above their limit in between."""
+
+
+@lru_cache(1024)  # asked for every GPU, every second
+def most_power_w(model: str) -> float:
+    """Return what no GPU of a model draws more than, as NVML or AMD SMI names it: whatever its agent says."""
+    words = re.split(r"[^A-Z0-9]+", model.upper())
+    return _EXCESS * next(
+        (BOARD_POWERS_W[word] for word in words if word in BOARD_POWERS_W), _UNKNOWN_BOARD_W
+    )

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 
 from perseus.service.domain.bounds import check_size
 from perseus.service.domain.errors import (
+    HostOutOfScopeError,
     InvalidFieldError,
     JobOutOfScopeError,
     TokenExpiredError,
@@ -28,10 +29,11 @@ TOKEN_PREFIX = "perseus_"
 TOKEN_BYTES = 32
 """Random ones, written as base64url after the prefix."""
 
-MAX_JOB_PATTERN_COUNT = 64
+MAX_PATTERN_COUNT = 64
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _JOB_PATTERN = re.compile(r"[a-z0-9._*?-]{1,63}")
+_HOST_PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,253}")
 
 
 class Scope(enum.Enum):
@@ -47,12 +49,16 @@ class Scope(enum.Enum):
 class Grant:
     """What a principal may do.
 
-    `job_patterns`: of an agent, the identifiers of the jobs that it may speak for; `*` and `?` stand for any
-    characters, and for one.
+    Attributes:
+        scope: what kind of calls.
+        job_patterns: of an agent, the identifiers of the jobs that it may speak for; `*` and `?` stand for
+            any characters, and for one.
+        host_patterns: of an agent, the names of the hosts that it may run on; any if there are none.
     """
 
     scope: Scope
     job_patterns: tuple[str, ...] = ()
+    host_patterns: tuple[str, ...] = ()
 
     def check(self) -> "Grant":
         """Return it, if it can be.
@@ -65,28 +71,37 @@ class Grant:
                 "one or more" if self.scope is Scope.AGENT else f"none, as the scope is {self.scope.value}"
             )
             raise InvalidFieldError(field="job_patterns", expected=expected, found=len(self.job_patterns))
-        check_size("job_patterns", len(self.job_patterns), MAX_JOB_PATTERN_COUNT)
-        for row, pattern in enumerate(self.job_patterns):
-            if not _JOB_PATTERN.fullmatch(pattern):
-                raise InvalidFieldError(
-                    field=f"job_patterns[{row}]",
-                    expected="1 to 63 of a–z, 0–9, '-', '_', '.', '*' and '?'",
-                    found=repr(pattern[:64]),
-                )
+        if self.scope is not Scope.AGENT and self.host_patterns:
+            expected = f"none, as the scope is {self.scope.value}"
+            raise InvalidFieldError(field="host_patterns", expected=expected, found=len(self.host_patterns))
+        _check_patterns(
+            "job_patterns", self.job_patterns, _JOB_PATTERN, "1 to 63 of a–z, 0–9, '-', '_', '.', '*' and '?'"
+        )
+        _check_patterns(
+            "host_patterns",
+            self.host_patterns,
+            _HOST_PATTERN,
+            "1 to 253 of letters, digits, '-', '_', '.', '*' and '?'",
+        )
         return self
 
     @classmethod
     def parse(cls, text: str) -> "Grant":
-        """Return what a text such as `operator` or `agent:llama-*,opt-1` says.
+        """Return what a text such as `operator`, `agent:llama-*,opt-1` or `agent:*@node-17` says.
 
         Raises:
             InvalidFieldError: it is none.
         """
         scope, _, patterns = text.partition(":")
+        jobs, has_hosts, hosts = patterns.partition("@")
         try:
-            return cls(Scope(scope), tuple(patterns.split(",")) if patterns else ()).check()
+            return cls(
+                Scope(scope),
+                tuple(jobs.split(",")) if jobs else (),
+                tuple(hosts.split(",")) if has_hosts else (),
+            ).check()
         except ValueError:
-            expected = "operator, reader, grid or agent:PATTERN,PATTERN…"
+            expected = "operator, reader, grid or agent:JOB,JOB…, and @HOST,HOST… behind for some hosts"
             raise InvalidFieldError(field="scope", expected=expected, found=repr(text)) from None
 
     def covers(self, job_id: str) -> bool:
@@ -95,14 +110,26 @@ class Grant:
             return any(fnmatchcase(job_id, pattern) for pattern in self.job_patterns)
         return self.scope is Scope.OPERATOR
 
+    def names_host(self, hostname: str) -> bool:
+        """Whether it is of that host, among a few; not if it lets a principal run on any."""
+        return any(fnmatchcase(hostname, pattern) for pattern in self.host_patterns)
+
+
+def _check_patterns(field: str, patterns: Collection[str], kind: re.Pattern[str], expected: str) -> None:
+    check_size(field, len(patterns), MAX_PATTERN_COUNT)
+    for row, pattern in enumerate(patterns):
+        if not kind.fullmatch(pattern):
+            raise InvalidFieldError(field=f"{field}[{row}]", expected=expected, found=repr(pattern[:64]))
+
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls. `token_name` is that of the token, "" without one."""
+    """Who calls. `token_name` is that of the token, `certificate_name` what the certificate is for; or ""."""
 
     name: str
     grant: Grant
     token_name: str = ""
+    certificate_name: str = ""
 
     def check_job(self, job_id: str) -> None:
         """Refuse to let it speak for a job that it may not speak for.
@@ -112,6 +139,23 @@ class Principal:
         """
         if not self.grant.covers(job_id):
             raise JobOutOfScopeError(principal=self.name, job_id=job_id)
+
+    def check_host(self, hostname: str) -> None:
+        """Refuse to let it run on a host that it may not run on.
+
+        Raises:
+            HostOutOfScopeError: it may not.
+        """
+        if self.grant.host_patterns and not self.grant.names_host(hostname):
+            raise HostOutOfScopeError(principal=self.name, hostname=hostname)
+
+    def vouches_for(self, hostname: str) -> bool:
+        """Whether it may speak for a host's GPUs, also for those that run no rank of it."""
+        return (
+            self.grant.scope is Scope.OPERATOR
+            or self.grant.names_host(hostname)
+            or (self.certificate_name != "" and self.certificate_name == hostname)
+        )
 
 
 ANYBODY = Principal("anybody", Grant(Scope.OPERATOR))

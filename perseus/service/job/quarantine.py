@@ -269,6 +269,10 @@ class QuarantinedRun:
         gpus = (rank.gpu for rank in self._ranks.values())
         return max((gpu.supported_clocks_mhz[0] for gpu in gpus if gpu is not None), default=0)
 
+    def gpu_models(self) -> list[str]:
+        """Return the models of the GPUs that the ranks are on, or were last, in their order; "" for none."""
+        return ["" if rank.gpu is None else rank.gpu.model for rank in self._ranks.values()]
+
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
         """Yield the wanted ranks from an index on, each with its index in the order of all ranks."""
         for index, rank in enumerate(self._ranks.values()):
@@ -284,6 +288,10 @@ class QuarantinedRun:
     def gpus(self) -> Mapping[Coordinates, str]:
         """No GPU has a rank that is served."""
         return {}
+
+    def instance_of(self, _place: Coordinates) -> str:
+        """No rank is served."""
+        return ""
 
     def is_on_gpu(self, _place: Coordinates, _gpu_uuid: str) -> bool:
         """No GPU has a rank that is served."""

@@ -180,6 +180,10 @@ class VisibleRun:
         gpus = (rank.gpu for rank in self._ranks)
         return max((gpu.supported_clocks_mhz[0] for gpu in gpus if gpu is not None), default=0)
 
+    def gpu_models(self) -> list[str]:
+        """Return the models of the GPUs that the ranks are on, or were last, in their order; "" for none."""
+        return ["" if rank.gpu is None else rank.gpu.model for rank in self._ranks]
+
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
         """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
 
@@ -228,6 +232,10 @@ class VisibleRun:
             return False
         rank = self._ranks[place]
         return rank.state in LIVE and rank.gpu is not None and rank.gpu.uuid == gpu_uuid
+
+    def instance_of(self, place: Coordinates) -> str:
+        """Return the agent instance that serves a rank, or did last; "" for none."""
+        return self._ranks[place].instance_id if place in self._ranks else ""
 
     def gpus(self) -> dict[Coordinates, str]:
         """Return the UUIDs of the GPUs that the ranks are on, or were last."""

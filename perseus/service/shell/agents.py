@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,13 +28,13 @@ from perseus.service.domain.inputs import (
     RankLeft,
     TelemetryArrived,
 )
-from perseus.service.domain.model import Ceiling, FaultyPart, RankLeftReason
+from perseus.service.domain.model import Ceiling, FaultyPart, Gpu, RankLeftReason
 from perseus.service.domain.power_reading import PowerReading
-from perseus.service.domain.principals import ANYBODY
+from perseus.service.domain.principals import ANYBODY, Principal
 from perseus.service.domain.specification import Coordinates
-from perseus.service.fleet.gpus import GpuIndex
+from perseus.service.fleet.gpus import GpuIndex, Place
 from perseus.service.fleet.power.feeds import Feeds
-from perseus.service.fleet.power.readings import INTERVAL_S, Drawn, PowerReadings
+from perseus.service.fleet.power.readings import INTERVAL_S, Drawn, JoinedGpu, PowerReadings
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Writer
@@ -49,10 +49,12 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class _Agent:
     port: AgentPort
-    principal: str = ""
+    principal: Principal = ANYBODY
     received_sequence: int = 0
     is_greeted: bool = False
     job_ids: set[str] = field(default_factory=set)
+    gpus: dict[Place, Gpu] = field(default_factory=dict)
+    """Of the ranks that it joined: the GPU that it said last."""
 
 
 class Agents:
@@ -76,7 +78,7 @@ class Agents:
         self._writer = writer
         self._live = live
         self._agents: dict[str, _Agent] = {}
-        self._gpus = GpuIndex(self._is_on_gpu)
+        self._gpus = GpuIndex(self._is_on_gpu, self._principal_of)
         self._monotonic = monotonic
         self._readings = PowerReadings()
         self._checking = asyncio.Lock()
@@ -112,7 +114,7 @@ class Agents:
         for run in self._live:
             for place, gpu_uuid in self._live.read(run, lambda machine: machine.gpus()).items():
                 if self._is_on_gpu(run.job_id, place, gpu_uuid):
-                    self._gpus.put(run.job_id, place, gpu_uuid)
+                    self._gpus.put("", run.job_id, place, gpu_uuid)
 
     def drain(self) -> None:
         """Tell all agents that the coordinator is about to stop."""
@@ -128,7 +130,7 @@ class Agents:
         instance_id: str,
         port: AgentPort,
         check_word: str = "",
-        principal: str = "",
+        principal: Principal = ANYBODY,
         instance_key: str = "",
     ) -> tuple[str, int]:
         """Take an agent's new stream, which replaces its older one; `check_word` is what it heard last.
@@ -143,10 +145,11 @@ class Agents:
         await self._check_state(check_word, instance_id)
         is_same = hmac.compare_digest(instance_key.encode(), self.instance_key(instance_id).encode())
         stored = "" if is_same else await self._stored_principal(instance_id)
+        self._readings.forget(instance_id)
         older = self._agents.get(instance_id)
-        theirs = older.principal if older is not None else stored
-        if not is_same and theirs not in (principal, "", ANYBODY.name):
-            raise InstanceServedError(instance_id=instance_id, principal=principal)
+        theirs = older.principal.name if older is not None else stored
+        if not is_same and theirs not in (principal.name, "", ANYBODY.name):
+            raise InstanceServedError(instance_id=instance_id, principal=principal.name)
         # It is there before anything else is awaited: of many that come at once, the last one stays.
         self._agents[instance_id] = agent = _Agent(port, principal)
         self._live.ports[instance_id] = port
@@ -186,6 +189,7 @@ class Agents:
         if agent is not None and agent.port is port:
             del self._agents[instance_id]
             del self._live.ports[instance_id]
+            self._readings.forget(instance_id)
             self._tell_jobs(agent, AgentLeft(instance_id) if is_goodbye else AgentDisconnected(instance_id))
 
     def hear(self, instance_id: str) -> None:
@@ -205,7 +209,9 @@ class Agents:
         if not run.machine.registrations.is_owner(owner):
             raise OwnerMismatchError(job_id=job_id, owner=owner)
         self._live.tick_run(run)  # An older lease may have run out since the last tick.
-        self._gpus.check(job_id, event.rank, event.gpu.uuid)
+        agent = self._agents.get(event.instance_id)
+        principal = ANYBODY if agent is None else agent.principal
+        self._gpus.check(principal, job_id, event.rank, event.gpu.uuid)
         try:
             self._live.handle(run, event)
         except SpecMismatchError:
@@ -213,10 +219,10 @@ class Agents:
             left = RankLeft(event.rank, event.instance_id, RankLeftReason.TRAINER_GONE)
             self._live.handle(run, left)
             raise
-        self._gpus.put(job_id, event.rank, event.gpu.uuid)
-        agent = self._agents.get(event.instance_id)
+        self._gpus.put(principal.name, job_id, event.rank, event.gpu.uuid)
         if agent is not None:
             agent.job_ids.add(job_id)
+            agent.gpus[job_id, event.rank] = event.gpu
 
     def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
         """Take what an agent says of a rank.
@@ -240,15 +246,24 @@ class Agents:
 
     def take_power(self, instance_id: str, hostname: str, reading: PowerReading) -> None:
         """Take what an agent's GPUs draw: until the next one, or for a few seconds."""
-        self._readings.take(instance_id, self._feeds.of_host(hostname), reading, self._monotonic())
+        agent = self._agents.get(instance_id)
+        if agent is not None:
+            feed, is_of_host = self._feeds.of_host(hostname), agent.principal.vouches_for(hostname)
+            self._readings.take(instance_id, feed, reading, self._monotonic(), is_of_host=is_of_host)
 
     def drawn(self, job_ids: Collection[str]) -> Drawn:
         """Return what GPUs draw now, as far as agents tell: of these jobs, and of whatever else."""
-        return self._readings.drawn(self._monotonic(), self._gpus.job_on, self._job_ids_of, job_ids)
+        return self._readings.drawn(self._monotonic(), self._joined_by, self._gpus.jobs_on, job_ids)
 
-    def _job_ids_of(self, instance_id: str) -> Collection[str]:
+    def _joined_by(self, instance_id: str) -> Mapping[str, JoinedGpu]:
         agent = self._agents.get(instance_id)
-        return () if agent is None else agent.job_ids
+        if agent is None:
+            return {}
+        return {
+            gpu.uuid: JoinedGpu(place[0], gpu.model)
+            for place, gpu in agent.gpus.items()
+            if self._gpus.is_last_on(agent.principal.name, place, gpu.uuid)
+        }
 
     def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
@@ -268,7 +283,7 @@ class Agents:
             return
         run, acknowledge = self._live.find(job_id), partial(agent.port.acknowledge, sequence)
         self._live.handle(
-            run, event, [TelemetrySequence(instance_id, sequence, agent.principal)], [acknowledge]
+            run, event, [TelemetrySequence(instance_id, sequence, agent.principal.name)], [acknowledge]
         )
         agent.received_sequence = sequence
         self.taken_count += 1
@@ -285,7 +300,7 @@ class Agents:
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
             agent.received_sequence = sequence
-            entries = [TelemetrySequence(instance_id, sequence, agent.principal)]
+            entries = [TelemetrySequence(instance_id, sequence, agent.principal.name)]
         self._writer.later(entries, [partial(agent.port.acknowledge, agent.received_sequence)])
 
     @property
@@ -305,6 +320,14 @@ class Agents:
         """The ceiling that a job's ranks are under, whether they are served or not; None without one."""
         run = self._live.get(job_id)
         return run.machine.ceiling if run is not None else None
+
+    def _principal_of(self, job_id: str, rank: Coordinates) -> str:
+        run = self._live.get(job_id)
+        if run is None:
+            return ""
+        instance_id = self._live.read(run, lambda machine: machine.instance_of(rank), FaultyPart.MACHINE)
+        agent = self._agents.get(instance_id)
+        return "" if agent is None else agent.principal.name
 
     def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
         run = self._live.get(job_id)

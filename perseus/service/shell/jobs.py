@@ -44,7 +44,7 @@ from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher
-from perseus.service.shell.writer import Writer
+from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.store import JobDeleted, JobStore, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
@@ -69,6 +69,9 @@ class Jobs:
         # By job: the run that each request to register has led to.
         self._requests: dict[str, dict[str, int]] = {}
         self._deleted_version = 0
+        # Jobs whose rows are still in the store, though nobody is to see them; how many there were so far.
+        self._being_deleted: set[str] = set()
+        self._deletion_count = 0
 
     async def load(self) -> None:
         """Load what is stored of requests and deleted jobs."""
@@ -169,8 +172,8 @@ class Jobs:
         """
         await self._recall(job_id, may_be_unreadable=True)
         if self._live.unreadable.pop(job_id, None) is not None:
-            await self._writer.later([JobDeleted(job_id, 0)])
             self._requests.pop(job_id, None)
+            await self._delete_stored(job_id, 0)
             self._deleted_version = max(self._deleted_version, await self._store.deleted_version())
             return
         run = self._live.get(job_id)
@@ -184,7 +187,15 @@ class Jobs:
         self._live.forget(run)
         self._requests.pop(job_id, None)
         self._deleted_version = max(self._deleted_version, run.machine.version)
-        await self._writer.later([JobDeleted(job_id, run.machine.version)])
+        await self._delete_stored(job_id, run.machine.version)
+
+    def _delete_stored(self, job_id: str, version: int) -> Work:
+        """Have a job's rows deleted; nobody reads what is there of it until then."""
+        self._deletion_count += 1
+        self._being_deleted.add(job_id)
+        return self._writer.later(
+            [JobDeleted(job_id, version)], [partial(self._being_deleted.discard, job_id)]
+        )
 
     # ------------------------------------------------------------------ reading
 
@@ -390,14 +401,20 @@ class Jobs:
         Raises:
             JobUnreadableError: it can't be read, and this is not allowed.
         """
-        if self._live.get(job_id) is None and job_id not in self._live.unreadable:
+        while self._live.get(job_id) is None and job_id not in self._live.unreadable:
+            if job_id in self._being_deleted:
+                await self._writer.flush()
+            deletion_count = self._deletion_count
             numbers = await self._store.run_numbers(job_id)
             stored = await self._store.load_run(job_id, numbers[0]) if numbers else None
             requests = await self._store.known_requests(job_id) if numbers else {}
+            if deletion_count != self._deletion_count:
+                continue  # what was read may be gone
             # Meanwhile it may have been recalled otherwise, or a run of it may be on its way to the store.
             if stored is not None and self._live.get(job_id) is None:
                 self._live.load_run(stored)
                 self._requests[job_id] = dict(requests.get(job_id, {}))
+            break
         if not may_be_unreadable:
             self._live.check_readable(job_id)
 

@@ -28,6 +28,7 @@ from perseus.service.domain.power import (
     BudgetRecord,
     Feed,
     FeedStatus,
+    UnreadableBudget,
     WantedBudget,
     check_budget_id,
     percent_of_reference_w,
@@ -49,6 +50,9 @@ from perseus.service.shell.powered_jobs import PoweredJobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.store import BudgetEntry, JobStore
+
+STEP_BACK_S = 1.0
+"""A wall clock that goes back by less is as exact as wall clocks are: time stands still meanwhile."""
 
 LEAST_PERIOD_S, MOST_PERIOD_S = 0.5 * PERIOD_S, 10 * PERIOD_S
 """For how long a power is believed to have held: the wall clock may jump."""
@@ -91,14 +95,29 @@ class Power:
 
     async def load(self) -> None:
         """Load the budgets that were accepted, and enforce those that are not over."""
-        self._records = {record.budget.budget_id: record for record in await self._store.load_budgets()}
+        for found in await self._store.load_budgets():
+            for record in [found] if isinstance(found, BudgetRecord) else self._in_its_place(found):
+                self._records[record.budget.budget_id] = record
         self._begin()
+
+    def _in_its_place(self, lost: UnreadableBudget) -> list[BudgetRecord]:
+        budgets = lost.in_its_place(self._feeds.all())
+        if not budgets[0].is_over(self.now_s()):
+            log.error(
+                "a power budget can't be read: its limit is kept to the safe side until it is set again, or "
+                "cancelled",
+                budget_ids=[budget.budget_id for budget in budgets],
+                feeds=[budget.feed for budget in budgets],
+                limit_w=budgets[0].limit_w,
+                reason=lost.problem,
+            )
+        return [BudgetRecord(budget, request_id="", principal="", set_time_s=0.0) for budget in budgets]
 
     def _begin(self) -> None:
         """Begin with the budgets alone."""
         self._fleet, self._jobs = FleetMachine(self._feeds.all()), PoweredJobs(self._live, self._feeds)
         now_s = self.now_s()
-        current = (record.budget for record in self._records.values() if not record.is_over(now_s))
+        current = [record.budget for record in self._records.values() if not record.is_over(now_s)]
         self._inbox = deque(map(BudgetSet, current))
 
     # ------------------------------------------------------------------ what clients ask
@@ -176,9 +195,17 @@ class Power:
         return [(known.get(each) or Feed(each), self._fleet.status(each, now_s)) for each in names]
 
     def now_s(self) -> float:
-        """Return the time by which budgets begin and end: the wall clock's, which never goes back here."""
+        """Return the time by which budgets begin and end: the wall clock's, back only in `_follow_clock`."""
         self._latest_s = max(self._latest_s, self._clock())
         return self._latest_s
+
+    def _follow_clock(self, changed: set[str]) -> None:
+        """Begin anew where the wall clock was set back: it had jumped ahead, and what it ended goes on."""
+        if (now_s := self._clock()) < self._latest_s - STEP_BACK_S:
+            log.warning("the wall clock was set back", by_s=round(self._latest_s - now_s, 1))
+            self._latest_s = self._looked_s = now_s
+            self._begin()
+            changed.update(self._live.job_ids)
 
     async def watch(self, name: str = "") -> AsyncIterator[tuple[Feed, FeedStatus]]:
         """Yield feeds and how they stand, and then each that has changed, at most once a second.
@@ -247,6 +274,7 @@ class Power:
             self._jobs.begin(self.now_s() + self._live.rules.lease_s)
             while True:
                 self._has_news.clear()
+                self._follow_clock(changed)
                 try:
                     await self._look(changed)
                 except Exception as error:
@@ -301,6 +329,7 @@ class Power:
                         measured_w=round(command.measured_w, 1),
                         to_pause=command.to_pause,
                         beyond_tolerance=command.beyond_tolerance,
+                        doubtful_gpu_count=command.doubtful_gpu_count,
                     )
 
     def _forget(self) -> None:

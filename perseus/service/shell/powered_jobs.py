@@ -15,6 +15,7 @@ import structlog
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import CeilingOrdered, PaceOrdered
 from perseus.service.domain.job_power import CurveBasis, JobPower
+from perseus.service.domain.power_reading import most_power_w
 from perseus.service.fleet.power.curve import StageFeeds, power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.feeds import Feeds, placement, shares
@@ -38,12 +39,19 @@ class _Known:
     gpus: Mapping[str, float]
     """How many are on each feed."""
     highest_clock_mhz: int
+    most_w: Mapping[str, float]
+    """What its GPUs on each feed can draw: it counts with no more, whatever was measured or is planned."""
     points: tuple[PowerPoint, ...] = ()
 
     def drawn_w(self) -> dict[str, float]:
         """What its latest iteration drew."""
-        power_w = self.power.power_w or 0.0
-        return {feed: share * power_w for feed, share in self.shares.items()}
+        return self.possible_w(
+            {feed: share * (self.power.power_w or 0.0) for feed, share in self.shares.items()}
+        )
+
+    def possible_w(self, powers_w: Mapping[str, float]) -> dict[str, float]:
+        """Return powers by feed, as far as its GPUs there can draw them."""
+        return {feed: min(power_w, self.most_w.get(feed, 0.0)) for feed, power_w in powers_w.items()}
 
     def changed(self, job_id: str, ceiling_mhz: int | None) -> JobChanged:
         terms = self.power.terms
@@ -132,7 +140,7 @@ class PoweredJobs:
         here = self._unknown & self._jobs.keys() - jobs_w.keys()
         self._unknown = {job_id for job_id in here if not self._jobs[job_id].points}
         others_w = {**dict.fromkeys(self._feeds.all(), 0.0), **drawn.others_w}
-        return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated)
+        return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated, drawn.doubtful_counts)
 
     def shares(self, job_id: str) -> Mapping[str, float]:
         """Return the share of a job's GPUs that is on each feed; empty where it is not reckoned with."""
@@ -192,37 +200,50 @@ class PoweredJobs:
             highest_mhz = self._live.read(run, lambda machine: machine.highest_clock_mhz())
             own_shares, gpu_count = shares(placed), run.machine.spec.rank_count
             gpus = {feed: share * gpu_count for feed, share in own_shares.items()}
-            known_now = _Known(run.number, power, placed, own_shares, gpus, highest_mhz)
-            known_now.points = await self._points(power.basis, placed)
+            known_now = _Known(run.number, power, placed, own_shares, gpus, highest_mhz, self._most_w(run))
+            known_now.points = await self._points(power.basis, known_now)
         else:
             known_now = replace(known, power=power)
             if _is_new(power.basis, known.power.basis):
-                known_now.points = await self._points(power.basis, known.placement)
+                known_now.points = await self._points(power.basis, known_now)
         self._jobs[job_id] = known_now
         if known is None or known_now.points is not known.points or power.terms != known.power.terms:
             ceiling = run.machine.ceiling
             return known_now.changed(job_id, None if ceiling is None else ceiling.clock_mhz)
         return None
 
+    def _most_w(self, run: LiveRun) -> dict[str, float]:
+        hostnames = self._live.read(run, lambda machine: machine.hostnames())
+        models = self._live.read(run, lambda machine: machine.gpu_models())
+        found: dict[str, float] = {}
+        for hostname, model in zip(hostnames, models, strict=True):
+            feed = self._feeds.of_host(hostname)
+            found[feed] = found.get(feed, 0.0) + most_power_w(model)
+        return found
+
     def _placed(self, run: LiveRun) -> Sequence[Sequence[StageFeeds]]:
         counts = run.machine.spec.parallelism
         hostnames = self._live.read(run, lambda machine: machine.hostnames())
         return placement(self._feeds, hostnames, counts.stage_count, counts.tensor_count)
 
-    async def _points(
-        self, basis: CurveBasis | None, placed: Sequence[Sequence[StageFeeds]]
-    ) -> tuple[PowerPoint, ...]:
+    async def _points(self, basis: CurveBasis | None, known: _Known) -> tuple[PowerPoint, ...]:
         """Return the points of a curve: in a thread, as that adds up every plan of the frontier."""
         if basis is None:
             return ()
-        return await asyncio.to_thread(
+        points = await asyncio.to_thread(
             power_points,
             basis.frontier,
-            placed,
+            known.placement,
             own_time_s=basis.own_time_s,
             slowdowns=basis.slowdowns,
             overhead_s=basis.overhead_s,
         )
+        possible: list[PowerPoint] = []
+        for point in points:
+            power_w = known.possible_w(point.power_w)
+            if not possible or sum(power_w.values()) < sum(possible[-1].power_w.values()):
+                possible.append(replace(point, power_w=power_w))
+        return tuple(possible)
 
 
 def _is_lifted(run: LiveRun, ceiling_mhz: int | None) -> bool:

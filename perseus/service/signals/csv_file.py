@@ -6,11 +6,13 @@ Rows are counted as an editor counts lines: the header is line 1.
 
 import csv
 import math
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
+from perseus.regular_file import open_regular
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
 from perseus.service.fleet.signals.series import MAX_VALUE, Signal
@@ -30,8 +32,11 @@ def read_signal_csv(path: Path, kind: SignalKind, column: str, *, stale_s: float
         SignalFileError: the file can't be read as such a table, a value is impossible, or times do not rise.
     """
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(_rows(path, csv.DictReader(file, strict=True), column))
+        with os.fdopen(open_regular(path), encoding="utf-8-sig", newline="") as file:
+            lines = file.readlines()
+        rows = list(_rows(path, csv.DictReader(lines, strict=True), column))
+        if not lines[-1].endswith("\n"):  # it is being written, or was cut: a number, too, may lack its end
+            raise SignalFileError(f"{path}, line {len(lines)}: expected an end of line, found none")
     except OSError as error:
         raise SignalFileError(f"{path}: expected a readable file, found: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -76,6 +76,7 @@ class JobLane:
         turn_s: float = _FIRST_TURN_S,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
+        new_worker: Callable[[], Worker] = Worker,
     ) -> None:
         """Start the workers; to be called while the event loop runs.
 
@@ -86,6 +87,7 @@ class JobLane:
             turn_s: how long the first turn of a problem is.
             clock: any that never goes back.
             draw: a number from 0 to 1 by lot, for the jitter.
+            new_worker: makes each of the workers.
         """
         self.tally = LaneTally()
         self._limit_s = limit_s
@@ -95,7 +97,7 @@ class JobLane:
         self._draw = draw
         self._queue = FairQueue()
         self._wanted: dict[str, _Wanted] = {}
-        self._workers = [Worker() for _ in range(process_count)]
+        self._workers = [new_worker() for _ in range(process_count)]
         for worker in self._workers:
             worker.start()
         self._idle = list(self._workers)

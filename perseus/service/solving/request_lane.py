@@ -7,7 +7,7 @@ past the deadline) takes the worker along: it is killed, and another one started
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -34,8 +34,8 @@ class _Slot:
     The frontiers are kept here: no other comes to be at the same address while one is known by it.
     """
 
-    def __init__(self) -> None:
-        self.worker = Worker()
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
         self._generation = self.worker.generation
         self._known: OrderedDict[int, Frontier] = OrderedDict()
 
@@ -64,15 +64,23 @@ class RequestLane:
         tally: what became of it.
     """
 
-    def __init__(self, process_count: int, limit_s: float, *, hull_tolerance: float | None = None) -> None:
+    def __init__(
+        self,
+        process_count: int,
+        limit_s: float,
+        *,
+        hull_tolerance: float | None = None,
+        new_worker: Callable[[], Worker] = Worker,
+    ) -> None:
         """Let callers come: the first ones start the workers.
 
         What takes longer than `limit_s`, waiting aside, is ended. Problems are solved with `hull_tolerance`.
+        `new_worker` makes each of the workers.
         """
         self.tally = LaneTally()
         self._limit_s = limit_s
         self._hull_tolerance = hull_tolerance
-        self._slots = [_Slot() for _ in range(process_count)]
+        self._slots = [_Slot(new_worker()) for _ in range(process_count)]
         self._idle = deque(self._slots)
         self._waiting: deque[asyncio.Future[_Slot]] = deque()
         self._most_waiting = MOST_WAITING * process_count
@@ -154,7 +162,7 @@ class RequestLane:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._hand_on(turn.result())
-            else:
+            elif turn in self._waiting:  # else it was passed over since, when a slot came free
                 self._waiting.remove(turn)
             raise
 

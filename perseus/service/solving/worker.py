@@ -64,6 +64,8 @@ class Worker:
         self.generation = 0
         self.is_ready = False
         self._process: SpawnProcess | None = None
+        # Killed, and perhaps not ended yet.
+        self._killed: list[SpawnProcess] = []
 
     @property
     def process_id(self) -> int | None:
@@ -120,10 +122,16 @@ class Worker:
         self.is_ready = True
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if there is one, and keep nothing of it open."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._killed.append(self._process)
+            self._process = None
+            self._connection.close()
+        for process in self._killed:
+            process.join()
+            process.close()
+        self._killed.clear()
 
     async def _died(self, *, is_of_its_work: bool) -> WorkerDiedError:
         assert self._process is not None
@@ -162,6 +170,7 @@ class Worker:
         # The connection is left to whichever thread still reads or writes it: that ends with the process.
         assert self._process is not None
         self._process.kill()
+        self._killed = [*(process for process in self._killed if process.is_alive()), self._process]
         self.start()
 
 

@@ -1,6 +1,6 @@
 """A whole database in one portable file, to keep it or to move it to another engine.
 
-Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "0010"}`. Then one line
+Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "0011"}`. Then one line
 for each row, `{"table": "runs", "row": {...}}`, columns by name, tables and rows in the order of their keys.
 The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
 

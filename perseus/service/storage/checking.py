@@ -107,7 +107,7 @@ def _state_findings(connection: Connection) -> Iterator[str]:
             reading.budget_of(row)
         except (ValueError, LookupError, TypeError) as error:
             cause = " ".join(str(error).split())
-            yield f"power budget {row.budget_id!r}: can't be read, and is not enforced: {cause}"
+            yield f"power budget {row.budget_id!r}: can't be read, and limits to the safe side: {cause}"
 
 
 def _orphans(connection: Connection) -> Iterator[str]:

@@ -129,7 +129,7 @@ RECORD: Json[JobRecord] = Json("record", JobRecord)
 RANK: Json[Rank] = Json("rank", Rank)
 PERIOD: Json[Period] = Json("period", Period)
 BUDGET: Json[BudgetRecord] = Json("budget", BudgetRecord)
-JOB_PATTERNS: Json[tuple[str, ...]] = Json("token.job_patterns", tuple[str, ...])
+PATTERNS: Json[tuple[str, ...]] = Json("a token's patterns", tuple[str, ...])
 STAGE_VERSIONS: Json[tuple[int, ...]] = Json("offer.stage_versions", tuple[int, ...])
 MEASUREMENTS: Json[list[tuple[StageKey, Measurement]]] = Json(
     "profile.measurements", list[tuple[StageKey, Measurement]]

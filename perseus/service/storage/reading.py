@@ -3,7 +3,9 @@
 A run that can't be read doesn't keep others from being read: it is told of as such.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Connection, Row, Table, func, select, text
@@ -12,7 +14,7 @@ from perseus.service.domain.errors import InvalidFieldError, cut
 from perseus.service.domain.events import EventFilter, Happening, JobEvent
 from perseus.service.domain.measured import KnownProfile, StageProfile
 from perseus.service.domain.model import EventType, PipelineOffer
-from perseus.service.domain.power import BudgetRecord
+from perseus.service.domain.power import BudgetRecord, UnreadableBudget
 from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates
@@ -169,16 +171,23 @@ def events(
 ) -> list[JobEvent]:
     """Return a run's first `limit` events above a sequence that are wanted, in their order.
 
-    An event whose evidence can't be read comes without it.
+    An event whose evidence can't be read comes without it, and one of an unknown type as UNSPECIFIED.
     """
     is_sqlite = connection.dialect.name == "sqlite"
     statement, values = events_query(
         job_id, run_number, after_sequence, limit, wanted, has_index_hints=is_sqlite
     )
     return [
-        JobEvent(job_id, run_number, time_s, happening(sequence, EventType(kind), message, evidence))
+        JobEvent(job_id, run_number, time_s, happening(sequence, _event_type(kind), message, evidence))
         for sequence, time_s, kind, message, evidence in connection.execute(text(statement), values)
     ]
+
+
+def _event_type(name: str) -> EventType:
+    try:
+        return EventType(name)
+    except ValueError:
+        return EventType.UNSPECIFIED
 
 
 def happening(sequence: int, kind: EventType, message: str, content: str | None) -> Happening:
@@ -252,15 +261,27 @@ def load_tokens(connection: Connection) -> list[Token]:
     return tokens
 
 
-def load_budgets(connection: Connection) -> list[BudgetRecord]:
-    """Return all power budgets by identifier, but for those that can't be read: `checking` tells of them."""
-    budgets = []
+def load_budgets(connection: Connection) -> list[BudgetRecord | UnreadableBudget]:
+    """Return all power budgets by identifier."""
+    budgets: list[BudgetRecord | UnreadableBudget] = []
     for row in connection.execute(select(schema.budgets).order_by(schema.budgets.c.budget_id)):
         try:
             budgets.append(budget_of(row))
-        except _UNREADABLE:
-            continue
+        except (*_UNREADABLE, OverflowError) as error:
+            budgets.append(_unreadable_budget(row, cut(" ".join(str(error).split()))))
     return budgets
+
+
+def _unreadable_budget(row: Row[Any], problem: str) -> UnreadableBudget:
+    feed, limit_w = None, None
+    over_time_s = row.over_time_s if isinstance(row.over_time_s, int | float) else None
+    with suppress(*_UNREADABLE, OverflowError):
+        said = json.loads(row.budget)["budget"]
+        feed, limit_w = str(said["feed"]), float(said["limit_w"])
+    with suppress(*_UNREADABLE, InvalidFieldError):
+        if codecs.BUDGET.load(row.budget).over_time_s != over_time_s:
+            over_time_s = None  # one of both is wrong
+    return UnreadableBudget(str(row.budget_id), over_time_s, feed, limit_w, problem)
 
 
 def budget_of(row: Row[Any]) -> BudgetRecord:
@@ -285,7 +306,8 @@ def token_of(row: Row[Any]) -> Token:
     Raises:
         ValueError, LookupError, TypeError: it can't be read.
     """
-    grant = Grant(Scope(row.scope), codecs.JOB_PATTERNS.load(row.job_patterns))
+    patterns = codecs.PATTERNS.load(row.job_patterns), codecs.PATTERNS.load(row.host_patterns)
+    grant = Grant(Scope(row.scope), *patterns)
     return Token(row.name, row.digest, grant, row.create_time_s, row.expire_time_s, row.revoke_time_s)
 
 

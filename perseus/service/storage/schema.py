@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0010"
+HEAD = "0011"
 """The latest migration: what this schema is."""
 
 # Ordered by bytes wherever it is, as SQLite orders all texts.
@@ -162,7 +162,7 @@ telemetry = _table(
     _text("principal", nullable=True),
 )
 
-# What is known of bearer tokens: never the token itself. `job_patterns` is JSON; times are of the wall clock.
+# What is known of bearer tokens: never the token itself. the patterns are JSON; times are of the wall clock.
 tokens = _table(
     "tokens",
     Column("name", _KEY, primary_key=True),
@@ -172,6 +172,7 @@ tokens = _table(
     _figure("create_time_s"),
     _figure("expire_time_s", nullable=True),
     _figure("revoke_time_s", nullable=True),
+    _text("host_patterns"),
 )
 
 # What runs have used, by hours since 1970 (UTC) and the number of the baseline that it is held against (-1

@@ -20,7 +20,7 @@ from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedE
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.measured import KnownProfile
-from perseus.service.domain.power import BudgetRecord
+from perseus.service.domain.power import BudgetRecord, UnreadableBudget
 from perseus.service.domain.principals import Token
 from perseus.service.domain.records import StoredJob, UnreadableJob
 from perseus.service.domain.retention import Retention
@@ -188,7 +188,7 @@ class SqlStore(JobStore):
         """See JobStore."""
         return await self._run(partial(reading.load_tokens, self._connection))
 
-    async def load_budgets(self) -> list[BudgetRecord]:
+    async def load_budgets(self) -> list[BudgetRecord | UnreadableBudget]:
         """See JobStore."""
         return await self._run(partial(reading.load_budgets, self._connection))
 

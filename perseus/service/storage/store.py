@@ -17,7 +17,7 @@ from typing import NamedTuple
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.measured import KnownProfile
-from perseus.service.domain.power import BudgetRecord
+from perseus.service.domain.power import BudgetRecord, UnreadableBudget
 from perseus.service.domain.principals import Token
 from perseus.service.domain.records import Record, StoredJob, UnreadableJob
 from perseus.service.domain.retention import Retention
@@ -188,8 +188,8 @@ class JobStore(abc.ABC):
         """Return all bearer tokens, revoked and expired ones too, by name."""
 
     @abc.abstractmethod
-    async def load_budgets(self) -> list[BudgetRecord]:
-        """Return all power budgets, ended ones too, by identifier, but for those that can't be read."""
+    async def load_budgets(self) -> list[BudgetRecord | UnreadableBudget]:
+        """Return all power budgets, ended ones too, by identifier."""
 
     @abc.abstractmethod
     async def prune(self, retention: Retention, now_s: float) -> Pruned:

@@ -214,10 +214,11 @@ class GroupWriter:
                             token.name,
                             token.digest,
                             token.grant.scope.value,
-                            codecs.JOB_PATTERNS.dump(token.grant.job_patterns),
+                            codecs.PATTERNS.dump(token.grant.job_patterns),
                             token.create_time_s,
                             token.expire_time_s,
                             token.revoke_time_s,
+                            codecs.PATTERNS.dump(token.grant.host_patterns),
                         )
                     )
                 case BudgetEntry(budget):

@@ -14,6 +14,9 @@ from perseus.service.web.json_text import as_json
 HEARTBEAT_S = 15.0
 """After so long without news a comment is sent: proxies keep the connection, and what is gone is noticed."""
 
+CHECK_S = 1.0
+"""How often it is looked whether a quiet reader may still read."""
+
 MOST_WAITING_BYTES = 4 * 2**20
 """For one reader. The bytes themselves are the same for all readers of the same."""
 
@@ -69,7 +72,8 @@ class Listener:
     ) -> web.StreamResponse:
         """Send a beginning, and then what it is told, until either side ends it.
 
-        `check` raises AuthenticationError once the reader may read no more: asked before everything sent.
+        `check` raises AuthenticationError once the reader may read no more: asked before everything sent, and
+        while nothing is.
         """
         response = web.StreamResponse(headers=_HEADERS)
         with suppress(ConnectionResetError, ClientConnectionError):  # it is gone, maybe before the first word
@@ -81,7 +85,7 @@ class Listener:
                 async for first in beginning:
                     check()
                     await response.write(first)
-                while (chunk := await self._next()) is not None:
+                while (chunk := await self._next(check)) is not None:
                     check()
                     await response.write(chunk)
                 reason = self._end_reason
@@ -94,8 +98,9 @@ class Listener:
             await response.write_eof()
         return response
 
-    async def _next(self) -> bytes | None:
+    async def _next(self, check: Callable[[], object]) -> bytes | None:
         """Return what comes next, a heartbeat where nothing comes for long, None at the end."""
+        quiet_s = 0.0
         while True:
             if self._waiting:
                 chunk = self._waiting.popleft()
@@ -105,10 +110,13 @@ class Listener:
                 return None
             self._wake.clear()
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout(CHECK_S):
                     await self._wake.wait()
             except TimeoutError:
-                return _HEARTBEAT
+                check()
+                quiet_s += CHECK_S
+                if quiet_s >= HEARTBEAT_S:
+                    return _HEARTBEAT
 
 
 class Places:

@@ -11,13 +11,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from perseus.service.domain.errors import AddressUnavailableError
-from perseus.service.web.tls_port import TlsPort
+from perseus.service.web.http_port import Connections, HttpPort
 from perseus.tls.address import host_and_port
 from perseus.tls.files import TlsSource
 
 _log = structlog.get_logger(__name__)
 
 _BACKLOG = 128
+_LINGERING_S = 2.0
+"""So long the rest of a request is read that was refused before its end."""
 
 
 class _Log(logging.Handler):
@@ -45,17 +47,31 @@ async def listening(
     Raises:
         AddressUnavailableError: the address is taken, or none.
     """
-    runner = web.AppRunner(app, access_log=None, logger=_server_log, shutdown_timeout=shutdown_grace_s)
+    connections = Connections()
+    app.middlewares.insert(0, connections.note_requests)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=_server_log,
+        shutdown_timeout=shutdown_grace_s,
+        lingering_time=_LINGERING_S,
+    )
     await runner.setup()
     try:
         with _bound(address) as bound:
             host, port = bound.getsockname()[:2]
             url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
             _log.info("listening for HTTP", url=url)
-            async with _taking_connections(runner, bound, tls):
+            assert runner.server is not None
+            taking = asyncio.create_task(HttpPort(runner.server, bound, tls, connections).run())
+            try:
                 yield url
+            finally:
+                taking.cancel()
+                await asyncio.gather(taking, return_exceptions=True)
     finally:
         await runner.cleanup()
+        await connections.abort()
 
 
 def _bound(address: str) -> socket.socket:
@@ -68,20 +84,3 @@ def _bound(address: str) -> socket.socket:
         return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise AddressUnavailableError(address=address, cause=error.strerror or error) from None
-
-
-@contextlib.asynccontextmanager
-async def _taking_connections(
-    runner: web.AppRunner, bound: socket.socket, tls: TlsSource | None
-) -> AsyncIterator[None]:
-    if tls is None:
-        await web.SockSite(runner, bound.dup(), backlog=_BACKLOG).start()  # ends with the runner
-        yield
-        return
-    assert runner.server is not None
-    taking = asyncio.create_task(TlsPort(runner.server, bound, tls).run())
-    try:
-        yield
-    finally:
-        taking.cancel()
-        await asyncio.gather(taking, return_exceptions=True)

@@ -3,6 +3,7 @@
 See docs/web-api.md.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -39,6 +40,9 @@ _SHARED = frozenset(
 """Calls whose answers take long, and are wanted time and again: one serves all readers for a while."""
 
 _MOST_ANSWERS = 64
+_BODY_S = 30.0
+"""So long a request's body may take."""
+
 
 _EVENT_ID = re.compile(r"(\d{1,9}):(\d{1,18})")
 _NUMBER = re.compile(r"\d{1,18}")
@@ -185,7 +189,11 @@ async def _body(request: web.Request) -> bytes:
     """
     if request.content_type != _JSON:
         raise InvalidFieldError(field="Content-Type", expected=_JSON, found=repr(request.content_type))
-    return await request.read()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
 
 
 def _token_in(body: bytes) -> str:

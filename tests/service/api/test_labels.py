@@ -4,23 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from perseus.service.server import running
 from perseus.tls.channels import Channels
 from perseus.v1.job_pb2 import Label
 from perseus.v1.job_service_pb2 import GetJobRequest, RegisterJobRequest
-from tests.service.grpc_fakes import Client, make_settings, refusal, spec_message
+from tests.service.grpc_fakes import Client, make_settings, refusal, running_here, spec_message
 
 
 async def test_another_label_is_no_other_run_and_outlives_the_coordinator(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     for number in ("17", "18"):  # requeued under another number, say
-        async with running(settings) as (address, _), Channels(address).open() as channel:
+        async with running_here(settings) as (address, _), Channels(address).open() as channel:
             client = Client(channel)
             labels = [Label(key="slurm-account", value="physics"), Label(key="slurm-job", value=number)]
             request = RegisterJobRequest(spec=spec_message(), request_id=number, labels=labels)
             job = (await client.jobs.RegisterJob(request)).job
             assert (job.run_number, list(job.labels)) == (1, labels)
-    async with running(settings) as (address, _), Channels(address).open() as channel:
+    async with running_here(settings) as (address, _), Channels(address).open() as channel:
         found = await Client(channel).jobs.GetJob(GetJobRequest(job_id=spec_message().job_id))
         assert list(found.job.labels) == labels
 
@@ -39,7 +38,7 @@ async def test_another_label_is_no_other_run_and_outlives_the_coordinator(tmp_pa
 async def test_labels_that_can_not_be_are_named(
     tmp_path: Path, labels: list[tuple[str, str]], expected: str, found: str
 ) -> None:
-    async with running(make_settings(tmp_path)) as (address, _), Channels(address).open() as channel:
+    async with running_here(make_settings(tmp_path)) as (address, _), Channels(address).open() as channel:
         said = [Label(key=key, value=value) for key, value in labels]
         request = RegisterJobRequest(spec=spec_message(), request_id="1", labels=said)
         _, reason, values = await refusal(Client(channel).jobs.RegisterJob(request))

@@ -1,8 +1,10 @@
 """Power budgets over gRPC, on a real coordinator with a real store: set, listed, cancelled, kept, watched."""
 
+import sqlite3
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +13,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from perseus.service.fleet.power.machine import FleetMachine
+from perseus.service.shell.power import Power
+from perseus.service.storage.checking import check_database
 from perseus.v1 import agent_service_pb2 as pb_agents
 from perseus.v1 import job_pb2, job_service_pb2
 from perseus.v1 import power_service_pb2 as pb
@@ -34,7 +38,7 @@ KINDS_OF_CLOCKS: tuple[Literal["hold", "stage_plan"], ...] = ("hold", "stage_pla
 FEEDS = {"hall": {"hosts": ["ho*"], "limit_w": 5000.0}}
 
 
-class Power:
+class Budgets:
     """The calls of one client."""
 
     def __init__(self, client: Client) -> None:
@@ -68,9 +72,9 @@ class Power:
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Client, Power]]:
+async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Client, Budgets]]:
     async with connected(make_settings(tmp_path, **settings)) as client:
-        yield client, Power(client)
+        yield client, Budgets(client)
 
 
 @asynccontextmanager
@@ -83,6 +87,21 @@ async def planned(client: Client) -> AsyncIterator[FakeAgent]:
     await agent.iterate(4)
     yield agent
     await agent.end()
+
+
+class FleetClock:
+    """The time by which budgets begin and end, which a test puts forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FleetClock:
+    clock = FleetClock()
+    shifted = partialmethod(Power.__init__, clock=lambda: time.time() + clock.ahead_s)
+    monkeypatch.setattr(Power, "__init__", shifted)
+    return clock
 
 
 async def is_held(client: Client) -> bool:
@@ -213,12 +232,12 @@ async def test_plans_outlast_the_coordinator_where_the_last_plan_is_the_fail_saf
 async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
-        power = Power(client)
+        power = Budgets(client)
         async with planned(client) as agent:
             before = await client.job()
             await power.set(limit_w=1.0, correlation_id="evt-1")
             await until(lambda: is_held(client))
-            await agent.iterate(4)
+            await agent.settle()
             held = await client.job()
             assert held.min_planned_iteration_time_s > before.max_planned_iteration_time_s
             assert held.budget_iteration_time_s == pytest.approx(held.t_slow_s)
@@ -227,7 +246,7 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_p
             offers = len(agent.offers)
 
     async with connected(settings) as client:
-        power = Power(client)
+        power = Budgets(client)
         (budget,) = (await power.listed()).budgets
         assert (budget.state, budget.correlation_id) == (pb.BUDGET_STATE_IN_FORCE, "evt-1")
         assert (await client.job()).budget_iteration_time_s == held.budget_iteration_time_s
@@ -255,6 +274,56 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_p
         assert told[0].iteration_time_s == held.budget_iteration_time_s
         assert told[0].is_urgent
         assert not told[-1].HasField("iteration_time_s")
+
+
+@pytest.mark.parametrize(
+    ("damage", "limits_w"),
+    [
+        # Nothing of it can be read: on which feed it was, and what it allowed.
+        ("UPDATE budgets SET budget = substr(budget, 5)", {"default": 0.0, "hall": 0.0}),
+        # Of another version, say.
+        ("""UPDATE budgets SET budget = replace(budget, '"principal"', '"who"')""", {"hall": 1000.0}),
+        ("""UPDATE budgets SET budget = replace(budget, '"limit_w":', '"limit_w":-')""", {"hall": 0.0}),
+        (
+            f"""UPDATE budgets SET budget = replace(budget, '"limit_w":', '"limit_w":{"9" * 400}')""",
+            {"hall": 0.0},
+        ),
+        ("UPDATE budgets SET over_time_s = 'soon'", {"hall": 1000.0}),
+    ],
+)
+async def test_a_budget_that_can_not_be_read_limits_to_the_safe_side_until_somebody_ends_it(
+    tmp_path: Path, damage: str, limits_w: dict[str, float]
+) -> None:
+    settings = make_settings(tmp_path, feeds=FEEDS)
+    async with connected(settings) as client:
+        await Budgets(client).set("lost", feed="hall")
+    with closing(sqlite3.connect(settings.database)) as connection, connection:
+        assert connection.execute(damage).rowcount == 1
+    with capture_logs() as logs:
+        async with connected(settings) as client:
+            power = Budgets(client)
+
+            async def found_w() -> dict[str, float]:
+                feeds = (await power.stub.ListFeeds(pb.ListFeedsRequest(), timeout=TIMEOUT_S)).feeds
+                return {feed.feed: feed.limit_w for feed in feeds if feed.HasField("limit_w")}
+
+            async def is_limited() -> bool:
+                return await found_w() == limits_w
+
+            await until(is_limited)
+            listed = (await power.listed()).budgets
+            assert {budget.feed: budget.limit_w for budget in listed} == limits_w
+            assert listed[0].budget_id == "lost"
+            for budget in listed:
+                assert (await power.cancel(budget.budget_id)).state == pb.BUDGET_STATE_CANCELLED
+
+            async def is_lifted() -> bool:
+                return await found_w() == {"hall": 5000.0}
+
+            await until(is_lifted)
+    (told,) = [line for line in logs if line["event"].startswith("a power budget can't be read")]
+    assert (told["log_level"], told["budget_ids"][0]) == ("error", "lost")
+    assert check_database(settings.database) == []
 
 
 def reading(agent: FakeAgent, each_w: float, **others_w: float) -> dict[str, pb_agents.PowerReading]:
@@ -299,7 +368,7 @@ async def test_a_restart_lifts_no_ceiling_of_a_job_without_plans(tmp_path: Path)
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
         await agent.join()
-        await Power(client).set(limit_w=600.0)
+        await Budgets(client).set(limit_w=600.0)
 
         async def is_held_down() -> bool:
             await agent.say(**reading(agent, 250.0))
@@ -315,7 +384,7 @@ async def test_a_restart_lifts_no_ceiling_of_a_job_without_plans(tmp_path: Path)
 
         async def is_known() -> bool:
             await agent.say(**reading(agent, 100.0))  # under the ceiling there is room
-            return (await Power(client).feed()).unmanaged_w > 390.0
+            return (await Budgets(client).feed()).unmanaged_w > 390.0
 
         await until(is_known)
         assert set(ceilings_mhz(agent)) == {held_mhz}
@@ -341,7 +410,7 @@ async def held_beside_another(tmp_path: Path) -> AsyncIterator[tuple[FakeAgent, 
             other = AgentOfAnother(client, "agent-other", ALL_PLACES, "other")
             await other.join()
             await other.iterate()
-            await Power(client).set(limit_w=1.4 * power_w)
+            await Budgets(client).set(limit_w=1.4 * power_w)
 
             async def is_slowest() -> bool:
                 job = await client.job()
@@ -360,14 +429,16 @@ def is_held_at(job: job_pb2.Job, iteration_time_s: float) -> bool:
 
 async def is_reckoned_with(client: Client, agent: FakeAgent) -> bool:
     await agent.iterate()
-    return (await Power(client).feed()).managed_w > 0
+    return (await Budgets(client).feed()).managed_w > 0
 
 
-async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(tmp_path: Path) -> None:
+async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(
+    tmp_path: Path, clock: FleetClock
+) -> None:
     """That one may train on before its agent is back, and draw what would otherwise be given away."""
     async with (
         held_beside_another(tmp_path) as (agent, slowest_s),
-        connected(make_settings(tmp_path, lease_s=6.0)) as client,
+        connected(make_settings(tmp_path, lease_s=10 * TIMEOUT_S)) as client,
     ):
         agent.use(client)
         await agent.join()
@@ -378,7 +449,8 @@ async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(tmp
             await agent.iterate()
             return (await client.job()).budget_iteration_time_s < 0.99 * slowest_s
 
-        await until(is_faster)  # the other one's lease is over
+        clock.ahead_s = 10 * TIMEOUT_S  # the other one's lease is over
+        await until(is_faster)
         await agent.end()
 
 
@@ -391,7 +463,7 @@ async def test_a_budget_that_ends_after_a_restart_lets_go_whatever_is_not_known(
         await agent.join()
         await until(lambda: is_reckoned_with(client, agent))
         assert await is_held(client)
-        await Power(client).cancel()
+        await Budgets(client).cancel()
         await until(lambda: is_free(client))
         await agent.end()
 
@@ -443,13 +515,31 @@ async def test_a_tolerance_is_kept_exactly_and_the_feed_says_that_its_limit_is_n
         await until(is_said)
 
 
-async def test_a_budget_that_ends_lets_go_by_itself(tmp_path: Path) -> None:
+async def test_a_budget_that_ends_lets_go_by_itself(tmp_path: Path, clock: FleetClock) -> None:
     async with serving(tmp_path) as (client, power), planned(client):
-        await power.set(limit_w=1.0, end_s=time.time() + 2.5)
+        await power.set(limit_w=1.0, end_s=time.time() + 10 * TIMEOUT_S)
         await until(lambda: is_held(client))
+        clock.ahead_s = 10 * TIMEOUT_S
         await until(lambda: is_free(client))
         (budget,) = (await power.listed()).budgets
         assert budget.state == pb.BUDGET_STATE_ENDED
+
+
+async def test_a_wall_clock_that_jumps_ahead_and_back_ends_no_budget(
+    tmp_path: Path, clock: FleetClock
+) -> None:
+    day_s = 86_400.0
+    async with serving(tmp_path) as (client, power), planned(client):
+        end_s = time.time() + day_s / 4
+        await power.set(limit_w=1.0, end_s=end_s)
+        await until(lambda: is_held(client))
+        clock.ahead_s = day_s
+        await until(lambda: is_free(client))
+        clock.ahead_s = 0.0
+        await until(lambda: is_held(client))
+        (budget,) = (await power.listed()).budgets
+        assert budget.state == pb.BUDGET_STATE_IN_FORCE
+        await power.set(budget_id="another", limit_w=2.0, end_s=end_s)
 
 
 async def test_a_fault_of_the_fleet_s_machine_ends_nothing_and_budgets_count_again(

@@ -14,7 +14,7 @@ from perseus.service.domain.errors import (
     TokenUnknownError,
 )
 from perseus.service.domain.principals import (
-    MAX_JOB_PATTERN_COUNT,
+    MAX_PATTERN_COUNT,
     Grant,
     Scope,
     Token,
@@ -65,6 +65,7 @@ def test_a_text_is_a_grant_or_is_refused(text: str) -> None:
         ("reader", Grant(Scope.READER)),
         ("grid", Grant(Scope.GRID)),
         ("agent:a-*,b", Grant(Scope.AGENT, ("a-*", "b"))),
+        ("agent:a-*,b@node-1,gpu*", Grant(Scope.AGENT, ("a-*", "b"), ("node-1", "gpu*"))),
     ],
 )
 def test_grants_as_the_configuration_has_them(text: str, grant: Grant) -> None:
@@ -80,9 +81,9 @@ def test_what_is_no_grant_is_refused(text: str) -> None:
 
 
 def test_an_agent_has_no_more_patterns_than_allowed() -> None:
-    Grant(Scope.AGENT, ("a",) * MAX_JOB_PATTERN_COUNT).check()
+    Grant(Scope.AGENT, ("a",) * MAX_PATTERN_COUNT).check()
     with pytest.raises(InvalidFieldError, match="job_patterns: expected at most 64"):
-        Grant(Scope.AGENT, ("a",) * (MAX_JOB_PATTERN_COUNT + 1)).check()
+        Grant(Scope.AGENT, ("a",) * (MAX_PATTERN_COUNT + 1)).check()
 
 
 def test_a_token_is_found_by_what_it_is_and_by_nothing_else() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.errors import GpuAlreadyServedError
+from perseus.service.domain.principals import Grant, Principal, Scope
 from perseus.service.domain.specification import Coordinates
 from perseus.service.fleet.gpus import GpuIndex, Place
 from perseus.v1 import agent_service_pb2, job_service_pb2, rank_pb2
@@ -19,12 +20,14 @@ gpus = st.sampled_from(["GPU-0", "GPU-1", "GPU-2"])
 steps = st.lists(st.tuples(st.sampled_from(["join", "leave"]), places, gpus), max_size=30)
 
 
-@given(steps)
-def test_a_rank_is_refused_just_if_another_live_rank_is_on_its_gpu(
-    steps: list[tuple[str, Place, str]],
+@given(steps, st.sampled_from(["token mine", ""]))
+def test_a_rank_is_refused_just_if_another_live_rank_of_its_principal_is_on_its_gpu(
+    steps: list[tuple[str, Place, str]], claimant: str
 ) -> None:
+    stranger = Principal("token theirs", Grant(Scope.AGENT, ("c-*",)))
     live: dict[Place, str] = {}
-    index = GpuIndex(lambda job_id, rank, gpu: live.get((job_id, rank)) == gpu)
+    index = GpuIndex(lambda job_id, rank, gpu: live.get((job_id, rank)) == gpu, lambda *_: "")
+    mine = Principal("token mine", Grant(Scope.AGENT, ("a", "b")))
     for what, place, gpu in steps:
         if what == "leave":
             live.pop(place, None)
@@ -35,11 +38,12 @@ def test_a_rank_is_refused_just_if_another_live_rank_is_on_its_gpu(
             with pytest.raises(
                 GpuAlreadyServedError, match=f"stage {rank.stage}, tensor 0 of job '{job_id}'"
             ):
-                index.check(*place, gpu)
+                index.check(mine, *place, gpu)
+            index.check(stranger, *place, gpu)  # It may be anywhere: it is only what somebody says.
         else:
-            index.check(*place, gpu)
+            index.check(mine, *place, gpu)
             live[place] = gpu
-            index.put(*place, gpu)
+            index.put(claimant, *place, gpu)
         assert len(index) <= 4
 
 

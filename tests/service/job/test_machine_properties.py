@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -358,10 +359,10 @@ class RandomLife(RuleBasedStateMachine):
                 assert isinstance(clocks_mhz, tuple) or self.cannot_be_clocked(place.stage)
 
 
+pytestmark = pytest.mark.slow("a life has fifty steps, each of some iterations of a cluster")
+
 TestRandomLife = RandomLife.TestCase
 TestRandomLife.settings = settings(
-    max_examples=25,
-    stateful_step_count=40,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking a life takes minutes.
     suppress_health_check=[HealthCheck.filter_too_much],
 )

@@ -8,7 +8,7 @@ import enum
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.inputs import TelemetryArrived, Tick
@@ -130,7 +130,7 @@ conducts = st.lists(
 )
 
 
-@settings(max_examples=60)
+@pytest.mark.slow("each of hundreds of emulated iterations is handled second by second")
 @given(phases=conducts, honest_at_first=st.booleans())
 def test_the_extra_time_keeps_its_budget_whatever_is_reported(
     phases: list[tuple[dict[Coordinates, Conduct], int]], honest_at_first: bool

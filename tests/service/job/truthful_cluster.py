@@ -105,10 +105,11 @@ class TruthfulCluster(Cluster):
 
     def _iteration_time_s(self, rank: FakeRank) -> float:
         clocks = rank.in_force.clocks
+        planned_mhz = clocks.plan.clocks_mhz if isinstance(clocks, PlannedClocks) else {}
 
         def clock_mhz(c: Computation) -> int:
-            if isinstance(clocks, PlannedClocks):
-                return clocks.plan.clocks_mhz[c]
+            if c in planned_mhz:
+                return planned_mhz[c]
             return clocks.clocks_mhz[c.stage] if isinstance(clocks, HoldClocks) else CLOCKS_MHZ[0]
 
         is_planned = isinstance(clocks, PlannedClocks)

@@ -13,6 +13,7 @@ from perseus.v1 import job_pb2
 from perseus.v1 import job_service_pb2 as jobs_pb
 from perseus.v1 import ledger_service_pb2 as pb
 from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
+from tests.ports import free_port
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -22,7 +23,7 @@ from tests.service.grpc_fakes import (
     make_settings,
     refusal,
 )
-from tests.service.web.scraping import free_port, scrape
+from tests.service.web.scraping import scrape
 
 
 async def listed(client: Client, **wanted: object) -> pb.ListLedgerEntriesResponse:
@@ -139,6 +140,7 @@ async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Pa
     assert not account.HasField("cost")
 
 
+@pytest.mark.slow("runs through many hours of a job")
 async def test_the_ledger_comes_in_pages_and_for_a_part_of_the_time(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         agent = await planned(client)

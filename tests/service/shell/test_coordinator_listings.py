@@ -195,15 +195,15 @@ async def test_a_run_that_there_was_not_is_not_found(client: Client, run_number:
         )
 
 
-async def test_a_hundred_jobs_of_4096_ranks_are_a_small_page(client: Client) -> None:
-    for number in range(100):
+async def test_ten_jobs_of_4096_ranks_are_a_small_page(client: Client) -> None:
+    for number in range(10):
         spec = spec_message(f"pretraining-of-something-large-{number}", 64, 8, 32)
         spec.parallelism.tensor_count = 8
         await client.jobs.RegisterJob(pb.RegisterJobRequest(spec=spec, request_id="r"), timeout=TIMEOUT_S)
     listed = await client.jobs.ListJobs(pb.ListJobsRequest(), timeout=TIMEOUT_S)
-    assert len(listed.jobs) == 100
+    assert len(listed.jobs) == 10
     assert all(job.rank_counts.expected_count == 4096 for job in listed.jobs)
-    assert listed.ByteSize() < 100_000
+    assert listed.ByteSize() < 10_000
 
     job_id = listed.jobs[0].job_id
     agent = FakeAgent(client, "agent", [Coordinates(0, stage, 0) for stage in range(2)], job_id)

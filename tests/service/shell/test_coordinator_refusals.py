@@ -120,6 +120,7 @@ async def test_specifications_that_cannot_be_are_refused(client: Client) -> None
     assert [job.job_id for job in listed.jobs] == ["job"]
 
 
+@pytest.mark.slow("orders of hundreds of thousands of computations")
 async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> None:
     forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
     unspecified = computation_pb2.COMPUTATION_KIND_UNSPECIFIED

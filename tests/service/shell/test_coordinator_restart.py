@@ -9,10 +9,19 @@ import grpc
 import pytest
 
 from perseus.service.domain.errors import AddressUnavailableError
-from perseus.service.server import running
 from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
+from tests.ports import free_port
 from tests.service.coordinator_process import Process
-from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    make_settings,
+    running_here,
+    until,
+)
 
 
 async def test_agents_resume_after_a_restart_without_a_new_profile(tmp_path: Path) -> None:
@@ -26,7 +35,7 @@ async def test_agents_resume_after_a_restart_without_a_new_profile(tmp_path: Pat
         before = await client.job()
         straggler = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=1, slowdown_factor=1.3)
         await client.jobs.ReportStraggler(straggler, timeout=TIMEOUT_S)
-        await agent.iterate(4)
+        await agent.settle()
         report = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
         offers = len(agent.offers)
         await agent.end()
@@ -84,13 +93,15 @@ async def test_telemetry_that_was_taken_is_not_taken_twice(tmp_path: Path) -> No
 
 
 async def test_a_second_coordinator_on_the_port_fails_clearly(tmp_path: Path) -> None:
-    async with running(make_settings(tmp_path)) as (address, _):
+    address = f"127.0.0.1:{free_port()}"
+    async with running_here(make_settings(tmp_path, listen=address)):
         other = make_settings(tmp_path, listen=address, database=tmp_path / "other.db")
         with pytest.raises(AddressUnavailableError, match=address):
-            async with running(other):
+            async with running_here(other):
                 raise AssertionError("two coordinators on one port")
 
 
+@pytest.mark.slow("a real coordinator is killed and started again, with its solver's processes")
 async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_path: Path) -> None:
     coordinator = Process(tmp_path)
     async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
@@ -102,9 +113,17 @@ async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_pa
         await agent.iterate(8)
         before = await client.job()
         assert before.profiled_clock_count > 1
+        assert coordinator.process is not None
+        workers = _children(coordinator.process.pid)
+        assert workers
         code, _ = await coordinator.stop(signal.SIGKILL)
         assert code == -signal.SIGKILL
         await agent.end()
+
+        async def have_ended() -> bool:
+            return not any(_is_running(pid) for pid in workers)
+
+        await until(have_ended)
 
     async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
         client = Client(channel)
@@ -125,20 +144,6 @@ async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_pa
         assert events[-2:] == ["stopping", "stopped"]
         assert agent.received[-1].HasField("drain")
         await asyncio.wait_for(agent.reader, TIMEOUT_S)
-
-
-async def test_the_solvers_process_ends_with_a_killed_coordinator(tmp_path: Path) -> None:
-    coordinator = Process(tmp_path)
-    await coordinator.start()
-    assert coordinator.process is not None
-    workers = _children(coordinator.process.pid)
-    assert workers
-    await coordinator.stop(signal.SIGKILL)
-
-    async def have_ended() -> bool:
-        return not any(_is_running(pid) for pid in workers)
-
-    await until(have_ended)
 
 
 async def _is_solved(client: Client) -> bool:

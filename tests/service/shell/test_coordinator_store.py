@@ -3,20 +3,19 @@
 import asyncio
 import os
 import shutil
-import signal
-import socket
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
+from perseus.cli.main import app
+from perseus.service import server
 from perseus.service.domain.errors import StoreFailedError
-from perseus.service.server import running
-from perseus.v1 import job_pb2, job_service_pb2
-from perseus.v1.job_service_pb2_grpc import JobServiceStub
+from perseus.service.settings import CoordinatorSettings
+from perseus.service.shell import writer
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -25,7 +24,7 @@ from tests.service.grpc_fakes import (
     connected_to,
     make_settings,
     refusal,
-    spec_message,
+    running_here,
     until,
 )
 
@@ -109,6 +108,48 @@ async def test_a_job_that_can_not_be_read_stays_out_until_it_is_deleted(tmp_path
     connection.close()
 
 
+async def test_a_job_that_is_being_deleted_is_brought_back_by_no_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        await client.register(request_id="first")
+        await client.finish()
+        monkeypatch.setattr(writer, "GATHERING_S", 0.2)  # its rows stay in the store so long
+        request = job_service_pb2.DeleteJobRequest(job_id="job")
+        deleting = asyncio.ensure_future(client.jobs.DeleteJob(request, timeout=TIMEOUT_S))
+
+        async def is_being_deleted() -> bool:
+            try:
+                await client.job()
+            except grpc.aio.AioRpcError:
+                return True
+            return False
+
+        await until(is_being_deleted)
+        asking = [asyncio.ensure_future(refusal(client.job())) for _ in range(20)]
+        await deleting
+        codes = [code for code, _, _ in await asyncio.gather(*asking, refusal(client.job()))]
+        assert set(codes) == {grpc.StatusCode.NOT_FOUND}
+        registered = await client.register(request_id="first")
+        assert registered.state is not job_pb2.JOB_STATE_FINISHED, "it is known nowhere any more"
+
+
+async def test_an_event_of_a_later_version_hides_no_other(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        await client.register()
+        await client.finish()
+    with sqlite3.connect(settings.database) as connection:
+        connection.execute("UPDATE events SET type = 'beamed up' WHERE sequence = 1")
+    connection.close()
+    async with connected(settings) as client:
+        events = await client.events()
+        assert [event.sequence for event in events][:2] == [1, 2]
+        assert events[0].type == event_pb2.JOB_EVENT_TYPE_UNSPECIFIED
+        assert events[0].message.startswith("registered")
+
+
 async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, keep_finished_days=1e-6)
     async with connected(settings) as client:
@@ -137,49 +178,31 @@ async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_
         assert (await client.register(request_id="second")).run_number == 2
 
 
+async def serve_without_the_file(settings: CoordinatorSettings) -> None:
+    """Serve until the database's file is gone, which is soon."""
+    async with running_here(settings) as (address, background), connected_to(address) as client:
+        await client.register()
+        os.unlink(settings.database)
+        request = asyncio.ensure_future(client.register(job_id="other"))
+        await asyncio.wait({background}, timeout=TIMEOUT_S)
+        assert background.done()
+        request.cancel()
+
+
 async def test_a_store_that_fails_stops_everything_with_its_error(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path)
-
-    async def serve() -> None:
-        async with running(settings) as (address, background), connected_to(address) as client:
-            await client.register()
-            os.unlink(settings.database)
-            request = asyncio.ensure_future(client.register(job_id="other"))
-            await asyncio.wait({background}, timeout=TIMEOUT_S)
-            assert background.done()
-            request.cancel()
-
     with pytest.raises(StoreFailedError, match=r"perseus\.db was removed or replaced"):
-        await serve()
+        await serve_without_the_file(make_settings(tmp_path))
     assert not [task for task in asyncio.all_tasks() if "_tick" in repr(task)]
 
 
-def test_the_process_ends_with_one_line_and_its_exit_code(tmp_path: Path) -> None:
+def test_the_command_ends_with_one_line_and_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "serve", serve_without_the_file)
     database = tmp_path / "perseus.db"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "perseus.cli", "coordinator", f"--listen={address}"]
-    command += [f"--database={database}", "--shutdown-grace-s=0.5", "--insecure"]
-    with subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "NO_COLOR": "1"},
-    ) as process:
-        try:
-            with grpc.insecure_channel(address) as channel:
-                grpc.channel_ready_future(channel).result(timeout=90)
-                database.unlink()
-                request = job_service_pb2.RegisterJobRequest(spec=spec_message(), request_id="request")
-                with pytest.raises(grpc.RpcError):
-                    JobServiceStub(channel).RegisterJob(request, timeout=60)
-            assert process.wait(timeout=60) == 3
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-        assert process.stderr is not None
-        lines = process.stderr.read().splitlines()
+    flags = ["--listen=127.0.0.1:0", f"--database={database}", "--shutdown-grace-s=0.5", "--insecure"]
+    done = CliRunner().invoke(app, ["coordinator", *flags])
+    assert done.exit_code == 3
+    lines = done.stderr.splitlines()
     assert lines[-1] == f"error: the database {database} failed: its file {database} was removed or replaced"
     assert not any("Traceback" in line for line in lines)

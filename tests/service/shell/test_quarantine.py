@@ -21,7 +21,6 @@ from perseus.service.domain.inputs import Input, TelemetryArrived
 from perseus.service.domain.model import FaultyPart
 from perseus.service.domain.records import JobRecord
 from perseus.service.job.machine import JobMachine
-from perseus.service.server import running
 from perseus.service.solving.job_lane import JobLane
 from perseus.solver import Computation, Frontier, Pipeline
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
@@ -33,6 +32,7 @@ from tests.service.grpc_fakes import (
     connected,
     connected_to,
     make_settings,
+    running_here,
     until,
 )
 
@@ -143,7 +143,10 @@ async def test_a_fault_puts_its_job_aside_until_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: FaultyPart, breaking: Any
 ) -> None:
     error = "UnstorableEntryError" if part is FaultyPart.STORING else "BrokenError"
-    async with running(make_settings(tmp_path)) as (address, background), connected_to(address) as client:
+    async with (
+        running_here(make_settings(tmp_path)) as (address, background),
+        connected_to(address) as client,
+    ):
         await client.register()
         await client.register(job_id="other", microbatches=4)
         both = FakeAgent(client, "both", ALL_PLACES)
@@ -206,7 +209,7 @@ async def test_what_is_stored_and_cannot_be_gone_on_with_keeps_no_other_job_from
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(tmp_path)
-    async with running(settings) as (address, _), connected_to(address) as client:
+    async with running_here(settings) as (address, _), connected_to(address) as client:
         await client.register()
         await client.register(job_id="other")
     restore = JobMachine.restore.__func__  # type: ignore[attr-defined]
@@ -218,14 +221,14 @@ async def test_what_is_stored_and_cannot_be_gone_on_with_keeps_no_other_job_from
 
     with monkeypatch.context() as patched:
         patched.setattr(JobMachine, "restore", classmethod(failing))
-        async with running(settings) as (address, _), connected_to(address) as client:
+        async with running_here(settings) as (address, _), connected_to(address) as client:
             assert (await client.job("other")).state == job_pb2.JOB_STATE_WAITING
             job = await client.job()
             assert job.state == job_pb2.JOB_STATE_STOCK
             assert "BrokenError: unreadable" in job.state_reason
             with pytest.raises(grpc.aio.AioRpcError, match="is quarantined"):
                 await client.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id="job"), timeout=TIMEOUT_S)
-    async with running(settings) as (address, _), connected_to(address) as client:
+    async with running_here(settings) as (address, _), connected_to(address) as client:
         await client.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id="job"), timeout=TIMEOUT_S)
         assert (await client.job()).state == job_pb2.JOB_STATE_WAITING
         await client.finish()

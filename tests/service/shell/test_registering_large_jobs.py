@@ -1,4 +1,4 @@
-"""The largest job is registered while the loop goes on; who registers it twice meanwhile has one run."""
+"""A large job is registered while the loop goes on; who registers it twice meanwhile has one run."""
 
 import asyncio
 import sys
@@ -11,7 +11,6 @@ import pytest
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import (
-    MAX_COMPUTATION_COUNT,
     JobSpec,
     NamedSchedule,
     Parallelism,
@@ -20,6 +19,7 @@ from perseus.service.domain.specification import (
 )
 from perseus.service.job.machine import JobMachine
 from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.live_runs import _LARGE_SIZE
 from perseus.service.storage.sql_store import SqlStore
 from tests.service.api.test_mutated_requests import RULES, _UnusedJobLane, _UnusedRequestLane
 
@@ -29,10 +29,10 @@ def spec(microbatches: int, stages: int = 16) -> JobSpec:
     return JobSpec("job", Parallelism(1, stages, 1), schedule)
 
 
-LARGEST = spec(MAX_COMPUTATION_COUNT // 32)
+LARGE = spec(_LARGE_SIZE // 32)
 
 
-async def test_the_largest_job_is_made_beside_the_loop_and_once(
+async def test_a_large_job_is_made_beside_the_loop_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_in: list[threading.Thread] = []
@@ -48,13 +48,13 @@ async def test_the_largest_job_is_made_beside_the_loop_and_once(
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:
-        calls = [coordinator.jobs.register(LARGEST, Registration(f"request-{number}")) for number in (1, 2)]
+        calls = [coordinator.jobs.register(LARGE, Registration(f"request-{number}")) for number in (1, 2)]
         views = await asyncio.gather(*calls)
         assert [view.run_number for view in views] == [1, 1]
         assert threading.main_thread() not in made_in
         await coordinator.jobs.finish("job")
         first, other = await asyncio.gather(
-            coordinator.jobs.register(LARGEST, Registration("request-3")),
+            coordinator.jobs.register(LARGE, Registration("request-3")),
             coordinator.jobs.register(spec(8), Registration("request-4")),
             return_exceptions=True,
         )

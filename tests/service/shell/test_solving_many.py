@@ -1,22 +1,51 @@
-"""Many jobs want to be solved, and the solver's processes are killed: all jobs have their plans in the end.
+"""Many jobs want to be solved, and the solver's workers die: all jobs have their plans in the end.
 
-A sample; `tests.torture.solving` has the whole.
+With workers that are no processes; `tests.torture.solving` has it with those that are, and many more jobs.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.torture.solving import KillOnce, fill, restarted
+import pytest
+
+from perseus.service.solving import job_lane
+from perseus.service.solving.worker import Answer, WorkerDiedError
+from tests.service.grpc_fakes import ThreadWorker
+from tests.torture.solving import fill, restarted
+
+
+@pytest.fixture(autouse=True)
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_lane, "POINT_COUNT", 10)
+
+
+class MortalWorker(ThreadWorker):
+    """It dies of every other problem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.death_count = 0
+        self._is_dying = False
+
+    async def run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
+        self._is_dying = not self._is_dying
+        if self._is_dying:
+            self.death_count += 1
+            raise WorkerDiedError(-9, is_of_its_work=True)
+        return await super().run(work, *arguments)
 
 
 async def test_all_jobs_of_a_restarted_coordinator_are_planned(tmp_path: Path) -> None:
-    await fill(tmp_path / "jobs.db", 72, 3)
-    outcome = await restarted(tmp_path / "jobs.db")
-    assert (outcome.planned_count, outcome.stock_count) == (72, 0)
+    await fill(tmp_path / "jobs.db", 4, 2)
+    outcome = await restarted(tmp_path / "jobs.db", new_worker=ThreadWorker)
+    assert (outcome.planned_count, outcome.stock_count, outcome.retried_count) == (4, 0, 0)
 
 
-async def test_jobs_whose_solver_is_killed_are_planned(tmp_path: Path) -> None:
-    await fill(tmp_path / "jobs.db", 3, 16)
-    kill = KillOnce()
-    outcome = await restarted(tmp_path / "jobs.db", kill)
-    assert len(kill.killed) == 3
-    assert (outcome.planned_count, outcome.retried_count) == (3, 3)
+async def test_jobs_whose_solver_dies_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_lane, "LEAST_BACKOFF_S", 0.01)
+    await fill(tmp_path / "jobs.db", 3, 2)
+    worker = MortalWorker()
+    outcome = await restarted(tmp_path / "jobs.db", new_worker=lambda: worker)
+    assert worker.death_count >= 3
+    assert (outcome.planned_count, outcome.stock_count) == (3, 0)
+    assert outcome.retried_count >= 1

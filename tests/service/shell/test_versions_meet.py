@@ -82,13 +82,13 @@ async def test_what_an_agent_refuses_is_said_once_and_never_answered(client: Cli
     assert (line["reason"], line["field"], len(line["expected"])) == ("UNKNOWN_MESSAGE", "12", 256)
 
 
-async def test_one_invalid_batch_among_a_thousand_is_refused_and_nothing_else(client: Client) -> None:
+async def test_one_invalid_batch_among_hundreds_is_refused_and_nothing_else(client: Client) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
     bad_sequence = 0
-    iterations = 250
+    iterations = 100
     for number in range(iterations):
-        if number != 100:
+        if number != 40:
             await agent.iterate()
             continue
         for rank in agent.ranks.values():
@@ -99,8 +99,8 @@ async def test_one_invalid_batch_among_a_thousand_is_refused_and_nothing_else(cl
                 batch.iterations.duration_s[0] = math.nan
             await agent.say(telemetry=batch)
         await agent.until(lambda: agent.acknowledged >= agent.sequence)
-    assert agent.sequence == iterations * len(ALL_PLACES) == 1000
-    assert agent.acknowledged == 1000
+    assert agent.sequence == iterations * len(ALL_PLACES)
+    assert agent.acknowledged == agent.sequence
     (refused,) = agent.telemetry_refused
     assert (refused.sequence, refused.reason) == (bad_sequence, "INVALID_FIELD")
     assert (refused.field, refused.found) == ("iterations.duration_s[0]", "nan")

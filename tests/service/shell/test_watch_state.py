@@ -313,4 +313,4 @@ class Watching(RuleBasedStateMachine):
 
 
 TestWatching = Watching.TestCase
-TestWatching.settings = settings(max_examples=200, stateful_step_count=40)
+TestWatching.settings = settings(stateful_step_count=40)

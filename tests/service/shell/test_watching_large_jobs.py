@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from perseus.service.shell import jobs
+from perseus.service.shell.watch_state import WatchState
 from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
-from tests.service.grpc_fakes import Client, connected, make_settings
+from tests.service.grpc_fakes import TIMEOUT_S, Client, connected, make_settings
 
-PIPELINES, STAGES, TENSORS = 64, 8, 8
+PIPELINES, STAGES, TENSORS = 4, 8, 8
 RANK_COUNT = PIPELINES * STAGES * TENSORS
-LIMIT_BYTES = 1_000_000
-TIMEOUT_S = 300.0
+QUEUE_LIMIT = 64
+LIMIT_BYTES = 62_500
 
 SPEC = job_pb2.JobSpec(
     job_id="gpt3-175b-2026",
@@ -51,15 +56,16 @@ async def join_node(client: Client, pipeline: int, stage: int) -> Any:
     return call
 
 
-async def test_through_all_joins_of_a_large_job(tmp_path: Path) -> None:
+async def test_through_all_joins_of_a_large_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One reader reads as it comes; another begins when all is over, long after its queue ran over."""
+    monkeypatch.setattr(jobs, "WatchState", partial(WatchState, queue_limit=QUEUE_LIMIT))
 
     def watch(client: Client) -> AsyncIterator[job_service_pb2.WatchJobResponse]:
         return aiter(
             client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=SPEC.job_id), timeout=TIMEOUT_S)
         )
 
-    async with connected(make_settings(tmp_path, lease_s=TIMEOUT_S)) as client:
+    async with connected(make_settings(tmp_path, lease_s=3600.0)) as client:
         registration = job_service_pb2.RegisterJobRequest(spec=SPEC, request_id="r")
         await client.jobs.RegisterJob(registration, timeout=TIMEOUT_S)
         late = watch(client)

@@ -1,5 +1,6 @@
 """Signals from CSV files, and one clear error for whatever is none."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def test_times_come_in_three_ways(tmp_path: Path) -> None:
     assert signal.times_s == [0.0, 3600.0, 7200.0]
     assert signal.values == [1.0, 2.5, 3.0]
     assert signal.valid_s == 3600
+
+
+def test_a_file_that_is_cut_within_its_last_number_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "signal.csv"
+    path.write_text("timestamp,g\n0,353\n3600,35")  # of 353
+    with pytest.raises(SignalFileError, match=r"line 3: expected an end of line, found none"):
+        read_signal_csv(path, SignalKind.CARBON, "g")
+
+
+def test_nobody_waits_for_the_other_end_of_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "signal.csv")
+    with pytest.raises(SignalFileError, match=r"found: expected a regular file, found prw"):
+        read_signal_csv(tmp_path / "signal.csv", SignalKind.CARBON, "g")
 
 
 def test_a_row_without_a_value_is_a_gap(tmp_path: Path) -> None:

@@ -1,46 +1,85 @@
-"""Both lanes with real processes: answers and errors come back, and what ends a worker ends nothing else."""
+"""Both lanes, with workers that a test lets answer, die or wait: what ends a worker ends nothing else."""
 
 import asyncio
-import os
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from perseus.service.domain.commands import SlowPlan
-from perseus.service.domain.errors import SolverBusyError, SolverCrashedError, SolverTimeoutError
+from perseus.service.domain.errors import (
+    InternalError,
+    SolverBusyError,
+    SolverCrashedError,
+    SolverTimeoutError,
+)
 from perseus.service.solving import job_lane
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import MOST_WAITING, RequestLane
-from perseus.service.solving.work import POINT_COUNT, solve_explaining
-from perseus.service.solving.worker import Worker, WorkerDiedError, WorkError
-from perseus.solver import (
-    DeadlineError,
-    Frontier,
-    LagError,
-    Pipeline,
-    SolverError,
-    common_lag_s,
-    plan_at,
-    replay,
-    solve,
-    with_lag,
-)
-from tests.service.solving.problems import large_problem, make_problem, until
+from perseus.service.solving.work import POINT_COUNT, _frontiers, plan_of, refine, solve_explaining
+from perseus.service.solving.worker import Answer, Worker, WorkerDiedError, WorkError
+from perseus.solver import Frontier, Pipeline, SolverError, solve
+from tests.service.solving.problems import make_problem, until
 
 
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[JobLane]:
-    lane = JobLane(1, 600.0, turn_s=0.5, draw=lambda: 0.0)
-    yield lane
-    lane.close()
+class ScriptedWorker(Worker):
+    """A worker that is no process: a test answers in its place, or works itself where it wants no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+        self.answer: asyncio.Future[Any] | None = None
+        self.works_itself = False
+
+    @property
+    def process_id(self) -> int | None:
+        return self.generation or None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.is_ready
+
+    def start(self) -> None:
+        self.generation += 1
+        self.is_ready = True
+        _frontiers.clear()
+
+    async def ready(self) -> None:
+        if not self.is_ready:
+            self.start()
+
+    async def run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
+        await self.ready()
+        self.asked.append((work, arguments))
+        if self.works_itself:
+            return work(*arguments)
+        self.answer = asyncio.get_running_loop().create_future()
+        try:
+            return await self.answer  # type: ignore[no-any-return]
+        except (asyncio.CancelledError, WorkerDiedError):
+            self.start()
+            raise
+        finally:
+            self.answer = None
+
+    async def begun(self, problem: Pipeline | None = None) -> None:
+        """Wait until it has begun with a problem, if one is given with that one."""
+        await until(lambda: self.answer is not None and problem in (None, self.asked[-1][1][0]))
+
+    def end(self, answer: object) -> None:
+        """Answer, or fail, as what it is at now."""
+        assert self.answer is not None
+        if isinstance(answer, Exception):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
 
 
-@pytest.fixture(scope="module")
-def requests() -> Iterator[RequestLane]:
-    lane = RequestLane(1, 600.0)
-    yield lane
-    lane.close()
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 class Retries(list[tuple[str, int, float]]):
@@ -50,155 +89,158 @@ class Retries(list[tuple[str, int, float]]):
         self.append((cause, crash_count, delay_s))
 
 
+DIED = WorkerDiedError(-9, is_of_its_work=True)
+PROBLEMS = [make_problem(2, microbatches) for microbatches in range(2, 6)]
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Frontier:
+    return solve(make_problem(), point_count=3)
+
+
+@pytest.fixture
+def worker() -> ScriptedWorker:
+    return ScriptedWorker()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def jobs(worker: ScriptedWorker, clock: Clock) -> JobLane:
+    return JobLane(1, 600.0, turn_s=60.0, clock=clock, draw=lambda: 0.0, new_worker=lambda: worker)
+
+
+@pytest.fixture
+def requests(worker: ScriptedWorker) -> RequestLane:
+    return RequestLane(1, 600.0, new_worker=lambda: worker)
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A turn's end is looked for by the loop's time, which a test does not put forward."""
+    wait = asyncio.wait
+
+    async def wait_shortly(tasks: Any, **options: Any) -> Any:
+        if options.get("timeout") is not None:
+            options["timeout"] = min(options["timeout"], 0.01)
+        return await wait(tasks, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "wait", wait_shortly)
+        yield
+
+
 def solving(
-    lane: JobLane, job_id: str, problem: Pipeline, retries: Retries | None = None
+    lane: JobLane, job_id: str, problem: Pipeline = PROBLEMS[0], retries: Retries | None = None
 ) -> asyncio.Task[Frontier]:
     return asyncio.create_task(lane.solve(job_id, problem, None, Retries() if retries is None else retries))
-
-
-def kill(process_id: int | None) -> None:
-    assert process_id is not None
-    os.kill(process_id, signal.SIGKILL)
-
-
-# ---------------------------------------------------------------------- answers
-
-
-async def test_a_problem_is_solved_elsewhere_as_here(jobs: JobLane, requests: RequestLane) -> None:
-    problem = make_problem()
-    here = solve(problem)
-    there = await jobs.solve("job", problem, None, Retries())
-    assert there.points == here.points
-    assert there.plan_within(there.t_slow_s) == here.plan_within(here.t_slow_s)
-    assert (await requests.solve(problem, 100)).points == here.points
-
-
-async def test_frontiers_are_solved_with_the_tolerance_that_is_set() -> None:
-    problem = make_problem()
-    jobs, requests = JobLane(1, 600.0, hull_tolerance=0.1), RequestLane(1, 600.0, hull_tolerance=0.1)
-    try:
-        of_job = await jobs.solve("job", problem, None, Retries())
-        asked = await requests.solve(problem, POINT_COUNT)
-    finally:
-        jobs.close()
-        requests.close()
-    exact, coarse = solve_explaining(problem), solve_explaining(problem, hull_tolerance=0.1)
-    assert of_job.points == asked.points == coarse.points
-    time_s = (exact.t_min_s + exact.t_slow_s) / 2
-    assert 0.9 * exact.bound_energy_j(time_s) <= coarse.bound_energy_j(time_s) < exact.bound_energy_j(time_s)
-
-
-async def test_an_exact_plan_is_made_elsewhere_as_here(jobs: JobLane) -> None:
-    frontier = solve(make_problem(), point_count=3)
-    refinement = frontier.refinement(1.03 * frontier.t_min_s)
-    there = await jobs.refine("job", refinement, Retries())
-    assert there == refinement.plan() == frontier.plan(1.03 * frontier.t_min_s)
-    assert frontier.plan_within(1.03 * frontier.t_min_s) != there, "no point of the frontier"
-
-
-async def test_an_exact_plan_makes_way_for_a_frontier_of_its_job(jobs: JobLane) -> None:
-    frontier = solve(make_problem(), point_count=3)
-    refinement = frontier.refinement(1.03 * frontier.t_min_s)
-    refining = asyncio.create_task(jobs.refine("job", refinement, Retries()))
-    await asyncio.sleep(0)
-    assert (await jobs.solve("job", make_problem(), None, Retries())).t_min_s == frontier.t_min_s
-    with pytest.raises(asyncio.CancelledError):
-        await refining
-
-
-async def test_the_solvers_error_comes_back(jobs: JobLane, requests: RequestLane) -> None:
-    with pytest.raises(SolverError, match="found 1") as caught:
-        await requests.solve(make_problem(), 1)
-    assert caught.value.details == {"found": "1"}
-    problem = make_problem()
-    stock = solve(problem, point_count=3).baseline
-    plan, real = plan_at(problem, stock.iteration_time_s), with_lag(problem, 0.004)
-    slow_s, stock_s = (replay(real, some.clocks_mhz).iteration_time_s for some in (plan, stock))
-    slow = SlowPlan(plan, slow_s, stock_s)
-    there, here = await jobs.solve("job", problem, slow, Retries()), solve_explaining(problem, slow=slow)
-    assert common_lag_s(there.pipeline) == common_lag_s(here.pipeline) > 0
-    assert there.points == here.points
-    with pytest.raises(LagError, match="no lag between stages explains") as unexplained:
-        await jobs.solve("job", problem, SlowPlan(plan, 10 * slow_s, stock_s), Retries())
-    predicted_s, predicted_stock_s = (
-        replay(problem, some.clocks_mhz).iteration_time_s for some in (plan, stock)
-    )
-    assert unexplained.value.times_s == pytest.approx(
-        {
-            "median_time_s": 10 * slow_s,
-            "baseline_time_s": stock_s,
-            "predicted_time_s": predicted_s,
-            "predicted_baseline_time_s": predicted_stock_s,
-            "residual_s": 10 * slow_s - stock_s - (predicted_s - predicted_stock_s),
-            "transfer_lag_s": 0.0,
-        }
-    )
-
-
-async def test_plans_are_made_elsewhere_as_here_and_frontiers_go_there_once(requests: RequestLane) -> None:
-    frontiers = [solve(make_problem(2, microbatches), point_count=5) for microbatches in range(2, 9)]
-    worker = requests._slots[0].worker
-    sent: list[bool] = []
-    run = worker.run
-
-    async def noting(work: object, *arguments: object) -> object:
-        sent.append(arguments[1] is not None)
-        return await run(work, *arguments)  # type: ignore[arg-type]
-
-    worker.run = noting  # type: ignore[method-assign, assignment]
-    for frontier in (*frontiers[:3], *frontiers[:3]):
-        time_s = 1.05 * frontier.t_min_s
-        assert await requests.plan(frontier, time_s) == frontier.plan(time_s)
-    assert sent == [True, True, True, False, False, False]
-    with pytest.raises(DeadlineError):
-        await requests.plan(frontiers[0], 0.5 * frontiers[0].t_min_s)
-    assert sent.pop() is False
-    for frontier in (*frontiers[3:], frontiers[0]):  # More than the process remembers.
-        assert await requests.plan(frontier, frontier.t_min_s) == frontier.plan(frontier.t_min_s)
-    assert sent[-5:] == [True] * 5
-    kill(worker.process_id)
-    await until(lambda: not worker.is_alive)
-    assert await requests.plan(frontiers[0], frontiers[0].t_min_s) == frontiers[0].plan(frontiers[0].t_min_s)
-    assert sent[-1] is True
 
 
 # ---------------------------------------------------------------------- jobs
 
 
-async def test_a_problem_whose_worker_dies_is_solved_again(jobs: JobLane) -> None:
+async def test_what_is_asked_is_worked_on_with_the_tolerance_that_is_set(
+    worker: ScriptedWorker, frontier: Frontier
+) -> None:
+    jobs = JobLane(1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
+    requests = RequestLane(1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
+    problem, refinement = make_problem(), frontier.refinement(1.03 * frontier.t_min_s)
+    for asked in (
+        jobs.solve("job", problem, None, Retries(), 0.001),
+        jobs.refine("job", refinement, Retries()),
+        requests.solve(problem, 5),
+    ):
+        task = asyncio.ensure_future(asked)
+        await worker.begun()
+        worker.end(frontier)
+        assert await task is frontier
+    assert worker.asked == [
+        (solve_explaining, (problem, POINT_COUNT, None, 0.001, 0.1)),
+        (refine, (refinement,)),
+        (solve_explaining, (problem, 5, None, 0.0, 0.1)),
+    ]
+
+
+async def test_an_exact_plan_makes_way_for_a_frontier_of_its_job(
+    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+) -> None:
+    refinement = frontier.refinement(1.03 * frontier.t_min_s)
+    refining = asyncio.create_task(jobs.refine("job", refinement, Retries()))
+    await worker.begun()
+    solved = solving(jobs, "job")
+    await worker.begun(PROBLEMS[0])
+    worker.end(frontier)
+    assert await solved is frontier
+    with pytest.raises(asyncio.CancelledError):
+        await refining
+
+
+async def test_the_solvers_error_comes_back(
+    jobs: JobLane, requests: RequestLane, worker: ScriptedWorker
+) -> None:
+    error = SolverError("no such thing", found="1")
+    for lane, problem in ((jobs, jobs.solve("job", PROBLEMS[0], None, Retries())), (requests, None)):
+        asked = asyncio.ensure_future(problem or requests.solve(PROBLEMS[0], 1))
+        await worker.begun()
+        worker.end(error)
+        with pytest.raises(SolverError, match="no such thing") as caught:
+            await asked
+        assert caught.value is error
+        assert (lane.tally.failure_count, lane.tally.crash_count) == (1, 0)
+
+
+async def test_a_fault_of_the_solver_is_an_internal_error(
+    jobs: JobLane, requests: RequestLane, worker: ScriptedWorker
+) -> None:
+    for work in (jobs.solve("job", PROBLEMS[0], None, Retries()), requests.solve(PROBLEMS[0], 1)):
+        asked = asyncio.ensure_future(work)
+        await worker.begun()
+        worker.end(WorkError("ZeroDivisionError: nobody thought of it"))
+        with pytest.raises(InternalError, match="nobody thought of it"):
+            await asked
+
+
+async def test_a_problem_whose_worker_dies_is_solved_again(
+    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+) -> None:
     retries = Retries()
     for _ in range(3):
-        task = solving(jobs, "job", make_problem(2, 24), retries)
-        await until(lambda: jobs.busy_process_ids)
-        kill(jobs.busy_process_ids["job"])
-        assert (await task).points
+        task = solving(jobs, "job", PROBLEMS[0], retries)
+        await worker.begun()
+        assert jobs.busy_process_ids == {"job": worker.process_id}
+        asked_count = len(worker.asked)
+        worker.end(DIED)
+        await until(lambda count=asked_count: len(worker.asked) > count)  # type: ignore[misc]
+        worker.end(frontier)
+        assert await task is frontier
     assert [(count, delay_s) for _, count, delay_s in retries] == [(1, 0.0)] * 3
     assert "SIGKILL" in retries[0][0]
+    assert (jobs.tally.solved.count, jobs.tally.failure_count, jobs.tally.crash_count) == (3, 0, 3)
 
 
 async def test_a_problem_that_ends_every_worker_is_given_up_and_no_other(
-    jobs: JobLane, monkeypatch: pytest.MonkeyPatch
+    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_lane, "MOST_CRASHES", 3)
     retries = Retries()
-    poison = solving(jobs, "poison", large_problem(), retries)
-    others = [solving(jobs, f"job-{number}", make_problem()) for number in range(3)]
-    killed: set[int | None] = {None}
-    while not poison.done():
-        # A process whose turn ends just when it is killed does not count: the next one is killed as well.
-        if (process_id := jobs.busy_process_ids.get("poison")) not in killed:
-            kill(process_id)
-            killed.add(process_id)
-        await asyncio.sleep(0.01)
+    poison = solving(jobs, "poison", PROBLEMS[1], retries)
+    others = [solving(jobs, f"job-{number}") for number in range(3)]
+    while not poison.done() or not all(other.done() for other in others):
+        await asyncio.sleep(0)
+        if worker.answer is not None and not worker.answer.done():
+            worker.end(DIED if worker.asked[-1][1][0] is PROBLEMS[1] else frontier)
     with pytest.raises(SolverCrashedError, match="3 of this problem"):
         await poison
     assert [count for _, count, _ in retries] == [1, 2]
     for other in others:
-        assert (await other).points
+        assert await other is frontier
 
 
 async def test_retries_wait_longer_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = JobLane(1, 600.0, draw=lambda: 1.0, clock=lambda: 0.0)
+    lane = JobLane(1, 600.0, draw=lambda: 1.0, clock=lambda: 0.0, new_worker=ScriptedWorker)
     waits_s: list[float] = []
     retries = Retries()
     put = lane._queue.put
@@ -208,79 +250,87 @@ async def test_retries_wait_longer_from_time_to_time(monkeypatch: pytest.MonkeyP
         put(key)
 
     async def die(*_arguments: object) -> Frontier:
-        raise WorkerDiedError(-9, is_of_its_work=True)
+        raise DIED
 
     monkeypatch.setattr(lane._queue, "put", put_now)
     monkeypatch.setattr(lane._workers[0], "run", die)
-    try:
-        with pytest.raises(SolverCrashedError):
-            await lane.solve("job", make_problem(), None, retries)
-    finally:
-        lane.close()
+    with pytest.raises(SolverCrashedError):
+        await lane.solve("job", make_problem(), None, retries)
     assert [delay_s for _, _, delay_s in retries] == [1, 2, 4, 8, 16, 32, 60]
     assert waits_s == [0, 1, 2, 4, 8, 16, 32, 60]
 
 
-async def test_a_worker_that_does_not_start_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = JobLane(1, 600.0, draw=lambda: 0.0)
-    run, failures = lane._workers[0].run, 2 * job_lane.MOST_CRASHES
-
-    async def not_start(*arguments: object) -> object:
-        nonlocal failures
-        failures -= 1
-        if failures >= 0:
-            raise WorkerDiedError(1, is_of_its_work=False)
-        return await run(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(lane._workers[0], "run", not_start)
+async def test_a_worker_that_does_not_start_is_nobodys_fault(
+    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+) -> None:
     retries = Retries()
-    try:
-        assert (await lane.solve("job", make_problem(), None, retries)).points
-    finally:
-        lane.close()
+    task = solving(jobs, "job", PROBLEMS[0], retries)
+    for asked_count in range(1, 2 * job_lane.MOST_CRASHES):
+        await until(lambda count=asked_count: len(worker.asked) == count)  # type: ignore[misc]
+        worker.end(WorkerDiedError(1, is_of_its_work=False))
+    await until(lambda: len(worker.asked) == 2 * job_lane.MOST_CRASHES)
+    worker.end(frontier)
+    assert await task is frontier
     assert retries == []
 
 
-async def test_a_large_problem_makes_way_for_small_ones(jobs: JobLane) -> None:
-    large = solving(jobs, "large", large_problem())
-    await until(lambda: jobs.busy_process_ids)
-    for task in [solving(jobs, f"small-{number}", make_problem()) for number in range(4)]:
-        assert (await task).points
+async def test_a_large_problem_makes_way_for_small_ones(
+    quick_looks: None, jobs: JobLane, worker: ScriptedWorker, clock: Clock, frontier: Frontier
+) -> None:
+    large = solving(jobs, "large", PROBLEMS[3])
+    await worker.begun()
+    clock.now_s += 59.0
+    small = [solving(jobs, f"small-{number}") for number in range(4)]
+    await asyncio.sleep(0.05)
+    assert worker.asked[-1][1][0] is PROBLEMS[3], "its turn is not over"
+    clock.now_s += 1.0
+    for task in small:
+        await worker.begun(PROBLEMS[0])
+        worker.end(frontier)
+        assert await task is frontier
+    await worker.begun(PROBLEMS[3])
     assert not large.done()
-    assert jobs._wanted["large"].turn_s >= 1.0
-    large.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await large
-    assert (await jobs.solve("large", make_problem(), None, Retries())).points
+    assert jobs._wanted["large"].turn_s == 120.0
+    clock.now_s += 200.0  # alone, it just goes on
+    await asyncio.sleep(0.05)
+    worker.end(frontier)
+    assert await large is frontier
 
 
-async def test_a_newer_problem_of_a_job_replaces_the_older(jobs: JobLane) -> None:
-    older = solving(jobs, "job", large_problem())
-    await until(lambda: jobs.busy_process_ids)
-    newer = solving(jobs, "job", make_problem(2, 5))
-    newest = solving(jobs, "job", make_problem(2, 6))
-    assert [*(await newest).pipeline.schedule.orders[0]] == [*make_problem(2, 6).schedule.orders[0]]
+async def test_a_newer_problem_of_a_job_replaces_the_older(
+    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+) -> None:
+    older = solving(jobs, "job", PROBLEMS[0])
+    await worker.begun()
+    newer = solving(jobs, "job", PROBLEMS[1])
+    newest = solving(jobs, "job", PROBLEMS[2])
+    await worker.begun(PROBLEMS[2])
+    worker.end(frontier)
+    assert await newest is frontier
     for replaced in (older, newer):
         with pytest.raises(asyncio.CancelledError):
             await replaced
 
 
-async def test_a_problem_that_takes_longer_than_the_limit_fails() -> None:
-    lane = JobLane(1, 0.5)
-    try:
-        with pytest.raises(SolverTimeoutError, match=r"longer than 0\.5 s"):
-            await lane.solve("job", large_problem(), None, Retries())
-        assert (lane.tally.solved.count, lane.tally.failure_count, lane.tally.crash_count) == (0, 1, 0)
-    finally:
-        lane.close()
+async def test_a_problem_that_takes_longer_than_the_limit_fails(
+    quick_looks: None, jobs: JobLane, worker: ScriptedWorker, clock: Clock
+) -> None:
+    task = solving(jobs, "job")
+    await worker.begun()
+    clock.now_s += 600.0
+    with pytest.raises(SolverTimeoutError, match="longer than 600 s"):
+        await task
+    assert (jobs.tally.solved.count, jobs.tally.failure_count, jobs.tally.crash_count) == (0, 1, 0)
 
 
-async def test_nothing_is_left_of_what_is_cancelled_at_any_moment(jobs: JobLane) -> None:
-    running = solving(jobs, "running", large_problem())
-    waiting = solving(jobs, "waiting", make_problem())
-    unborn = solving(jobs, "unborn", make_problem())
+async def test_nothing_is_left_of_what_is_cancelled_at_any_moment(
+    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+) -> None:
+    running = solving(jobs, "running")
+    waiting = solving(jobs, "waiting")
+    unborn = solving(jobs, "unborn")
     unborn.cancel()
-    await until(lambda: jobs.busy_process_ids)
+    await worker.begun()
     before = jobs.process_ids[0]
     for task in (waiting, running):
         task.cancel()
@@ -290,99 +340,116 @@ async def test_nothing_is_left_of_what_is_cancelled_at_any_moment(jobs: JobLane)
     assert jobs.busy_process_ids == {}
     assert jobs.process_ids[0] != before
     # Just taken, and not begun.
-    taken = solving(jobs, "taken", make_problem())
+    taken = solving(jobs, "taken")
     await asyncio.sleep(0)
     assert jobs._wanted["taken"].attempt is not None
     taken.cancel()
     await asyncio.gather(taken, return_exceptions=True)
-    assert (await jobs.solve("taken", make_problem(), None, Retries())).points
+    again = solving(jobs, "taken")
+    await worker.begun()
+    worker.end(frontier)
+    assert await again is frontier
 
 
 # ---------------------------------------------------------------------- callers
 
 
-async def test_who_leaves_takes_the_worker_along(requests: RequestLane) -> None:
-    gone = asyncio.create_task(requests.solve(large_problem(), 1000))
-    waiting = asyncio.create_task(requests.solve(make_problem(), 3))
-    leaving = asyncio.create_task(requests.solve(make_problem(), 3))
-    await until(lambda: not requests._idle and requests._slots[0].worker.is_ready)
-    await asyncio.sleep(0.1)
+class AnyFrontier:
+    """One whose plans cost nothing."""
+
+    def plan(self, iteration_time_s: float) -> object:
+        return (self, iteration_time_s)
+
+
+async def test_frontiers_go_to_a_worker_once_while_it_knows_them(
+    requests: RequestLane, worker: ScriptedWorker
+) -> None:
+    worker.works_itself = True
+    frontiers: list[Any] = [AnyFrontier() for _ in range(7)]
+
+    async def is_sent(frontier: Any) -> bool:
+        """Ask for a plan; tell whether the frontier went along."""
+        made: object = await requests.plan(frontier, 1.0)
+        assert made == (frontier, 1.0)
+        work, arguments = worker.asked[-1]
+        assert work is plan_of
+        return arguments[1] is not None
+
+    assert [await is_sent(some) for some in (*frontiers[:3], *frontiers[:3])] == 3 * [True] + 3 * [False]
+    # More than the process remembers.
+    assert [await is_sent(some) for some in (*frontiers[3:], frontiers[0])] == 5 * [True]
+    assert not await is_sent(frontiers[0])
+    worker.start()
+    assert await is_sent(frontiers[0]), "the next process knows none"
+
+
+async def test_who_leaves_takes_the_worker_along(
+    requests: RequestLane, worker: ScriptedWorker, frontier: Frontier
+) -> None:
+    gone = asyncio.create_task(requests.solve(PROBLEMS[3], 1000))
+    waiting = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
+    leaving = asyncio.create_task(requests.solve(PROBLEMS[1], 3))
+    await worker.begun()
     before = requests.process_ids[0]
     leaving.cancel()
     gone.cancel()
-    assert (await waiting).points
+    await worker.begun(PROBLEMS[0])
+    worker.end(frontier)
+    assert await waiting is frontier
     assert requests.process_ids[0] != before
     with pytest.raises(asyncio.CancelledError):
         await gone
 
 
-async def test_what_takes_too_long_is_ended() -> None:
-    lane = RequestLane(1, 2.0)
-    try:
-        with pytest.raises(SolverTimeoutError):
-            await lane.solve(large_problem(), 1000)
-        assert len(lane._idle) == 1
-    finally:
-        lane.close()
-
-
-async def test_a_dead_worker_fails_its_caller_and_not_the_next(requests: RequestLane) -> None:
-    tally = requests.tally
-    before = (tally.solved.count, tally.failure_count, tally.crash_count)
-    doomed = asyncio.create_task(requests.solve(large_problem(), 1000))
-    await until(lambda: not requests._idle and requests._slots[0].worker.is_ready)
-    assert (requests.busy_count, requests.waiting_count) == (1, 0)
-    await asyncio.sleep(0.1)
-    kill(requests.process_ids[0])
-    with pytest.raises(SolverCrashedError, match="SIGKILL"):
-        await doomed
-    assert (await requests.solve(make_problem(), 3)).points
-    now = (tally.solved.count, tally.failure_count, tally.crash_count)
-    assert [after - earlier for after, earlier in zip(now, before, strict=True)] == [1, 1, 1]
+@pytest.mark.parametrize("turns", range(8))
+async def test_who_leaves_as_a_worker_comes_free_leaves_nothing(
+    requests: RequestLane, worker: ScriptedWorker, frontier: Frontier, turns: int
+) -> None:
+    first = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
+    leaving = asyncio.create_task(requests.solve(PROBLEMS[1], 3))
+    await worker.begun()
+    worker.end(frontier)
+    for _ in range(turns):  # of the loop: in one of them the worker is handed on
+        await asyncio.sleep(0)
+    leaving.cancel()
+    assert await first is frontier
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
     assert (requests.busy_count, requests.waiting_count) == (0, 0)
 
 
-async def test_too_many_callers_are_refused(requests: RequestLane) -> None:
-    tasks = [asyncio.create_task(requests.solve(make_problem(), 3)) for _ in range(MOST_WAITING + 2)]
+async def test_what_takes_too_long_is_ended() -> None:
+    lane = RequestLane(1, 0.02, new_worker=ScriptedWorker)
+    with pytest.raises(SolverTimeoutError):
+        await lane.solve(PROBLEMS[0], 1000)
+    assert len(lane._idle) == 1
+
+
+async def test_a_dead_worker_fails_its_caller_and_not_the_next(
+    requests: RequestLane, worker: ScriptedWorker, frontier: Frontier
+) -> None:
+    doomed = asyncio.create_task(requests.solve(PROBLEMS[3], 1000))
+    await worker.begun()
+    assert (requests.busy_count, requests.waiting_count) == (1, 0)
+    worker.end(DIED)
+    with pytest.raises(SolverCrashedError, match="SIGKILL"):
+        await doomed
+    following = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
+    await worker.begun()
+    worker.end(frontier)
+    assert await following is frontier
+    tally = requests.tally
+    assert (tally.solved.count, tally.failure_count, tally.crash_count) == (1, 1, 1)
+    assert (requests.busy_count, requests.waiting_count) == (0, 0)
+
+
+async def test_too_many_callers_are_refused(
+    requests: RequestLane, worker: ScriptedWorker, frontier: Frontier
+) -> None:
+    tasks = [asyncio.create_task(requests.solve(PROBLEMS[0], 3)) for _ in range(MOST_WAITING + 2)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        if worker.answer is not None and not worker.answer.done():
+            worker.end(frontier)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results if isinstance(result, Exception)] == [SolverBusyError]
-
-
-async def test_the_loop_goes_on_while_a_problem_is_solved(requests: RequestLane) -> None:
-    turns = 0
-    solved = asyncio.create_task(requests.solve(make_problem(4, 16), 400))
-    while not solved.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert (await solved).points
-    assert turns > 100
-
-
-# ---------------------------------------------------------------------- workers
-
-
-def fail_for_an_unknown_reason() -> None:
-    raise ZeroDivisionError("nobody thought of it")
-
-
-async def test_an_unexpected_error_is_told_and_the_worker_goes_on() -> None:
-    worker = Worker()
-    try:
-        await worker.ready()
-        before = worker.process_id
-        with pytest.raises(WorkError, match="ZeroDivisionError: nobody thought of it"):
-            await worker.run(fail_for_an_unknown_reason)
-        assert await worker.run(os.getpid) == worker.process_id == before
-    finally:
-        worker.close()
-
-
-async def test_a_worker_that_dies_idle_is_replaced_and_nobody_notices() -> None:
-    worker = Worker()
-    try:
-        assert await worker.run(os.getpid) == worker.process_id
-        kill(worker.process_id)
-        await until(lambda: not worker.is_alive)
-        assert await worker.run(os.getpid) == worker.process_id
-    finally:
-        worker.close()

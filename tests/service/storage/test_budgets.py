@@ -4,7 +4,7 @@ import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
-from perseus.service.domain.power import Budget, BudgetRecord
+from perseus.service.domain.power import Budget, BudgetRecord, UnreadableBudget
 from perseus.service.domain.retention import DAY_S, Retention
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.sql_store import SqlStore
@@ -36,7 +36,8 @@ async def test_budgets_are_there_after_a_restart_as_they_were_written_last(datab
 async def pruned(store: SqlStore, retention: Retention, now_s: float) -> list[str]:
     while not (await store.prune(retention, now_s)).is_done:
         pass
-    return [record.budget.budget_id for record in await store.load_budgets()]
+    found = await store.load_budgets()
+    return [record.budget.budget_id for record in found if isinstance(record, BudgetRecord)]
 
 
 async def test_ended_budgets_go_by_age_and_count_and_others_never(database: Path | str) -> None:
@@ -53,7 +54,9 @@ async def test_ended_budgets_go_by_age_and_count_and_others_never(database: Path
     await store.close()
 
 
-async def test_a_budget_that_can_not_be_read_is_left_out_and_the_check_tells(tmp_path: Path) -> None:
+async def test_of_a_budget_that_can_not_be_read_there_is_what_can_be_and_the_check_tells(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "jobs.db"
     store = await SqlStore.open(path)
     await store.write([BudgetEntry(OPEN), BudgetEntry(ENDING)])
@@ -65,10 +68,25 @@ async def test_a_budget_that_can_not_be_read_is_left_out_and_the_check_tells(tmp
             FROM budgets WHERE budget_id = 'open'"""
         )
     connection.close()
-    told = "can't be read, and is not enforced: "
+    told = "can't be read, and limits to the safe side: "
     first, second = check_database(path)
     assert first.startswith(f"power budget 'open': {told}expected 'open', over")
     assert second.startswith(f"power budget 'worse': {told}limit_w: expected 0 to")
     store = await SqlStore.open(path)
-    assert await store.load_budgets() == [ENDING]
+    ending, first_lost, second_lost = await store.load_budgets()
+    assert ending == ENDING
+    assert isinstance(first_lost, UnreadableBudget)
+    assert isinstance(second_lost, UnreadableBudget)
+    assert (first_lost.budget_id, first_lost.feed, first_lost.limit_w) == (
+        "open",
+        OPEN.budget.feed,
+        OPEN.budget.limit_w,
+    )
+    assert first_lost.over_time_s is None, "one of two times is wrong"
+    (stands_in,) = second_lost.in_its_place({OPEN.budget.feed})
+    assert (stands_in.budget_id, stands_in.limit_w) == ("worse", 0.0)
+    (nameless,) = UnreadableBudget("\n", None, "hall-a", 5.0, "").in_its_place({"hall-a"})
+    assert nameless.budget_id.startswith("unreadable-")
+    cancelled = BudgetRecord(OPEN.budget, "r", "", NOW_S, cancel_time_s=NOW_S + 86400)
+    assert cancelled.is_over(NOW_S), "the clock that it was cancelled by had jumped ahead"
     await store.close()

@@ -166,6 +166,7 @@ async def test_a_log_without_its_end_opens_without_what_was_in_it_and_the_check_
     await store.close()
 
 
+@pytest.mark.slow("a database's server stops and starts again")
 async def test_a_server_that_is_gone_ends_the_store_and_everything_acknowledged_is_there_after(
     postgresql_server: Server,
 ) -> None:

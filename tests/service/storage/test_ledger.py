@@ -1,6 +1,7 @@
 """The ledger in the store, on every engine: sums over hours, which outlive their jobs."""
 
 import math
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,8 +45,10 @@ def new_run(job_id: str = "job", number: int = 1) -> NewRun:
 
 
 @pytest.fixture
-async def store(database: Path | str) -> SqlStore:
-    return await SqlStore.open(database)
+async def store(database: Path | str) -> AsyncIterator[SqlStore]:
+    store = await SqlStore.open(database)
+    yield store
+    await store.close()
 
 
 async def keys(store: SqlStore, wanted: HourFilter = HourFilter()) -> list[tuple[str, int, int]]:  # noqa: B008
@@ -97,8 +100,9 @@ async def test_a_run_goes_on_with_its_latest_hour(store: SqlStore) -> None:
 
 
 async def test_what_a_deleted_job_has_used_stays_and_another_of_its_name_begins_anew(
-    store: SqlStore, database: Path | str
+    database: Path | str,
 ) -> None:
+    store = await SqlStore.open(database)
     for _ in range(2):
         await store.write([new_run(), hour(10), JobDeleted("job", 0)])
     await store.write(
@@ -122,7 +126,8 @@ async def test_an_archived_run_keeps_its_ledger_until_that_is_old_itself(store: 
     assert (found.first_hour, found.last_hour) == (new, new)
 
 
-async def test_hours_of_no_run_are_found(store: SqlStore, database: Path | str) -> None:
+async def test_hours_of_no_run_are_found(database: Path | str) -> None:
+    store = await SqlStore.open(database)
     await store.write([hour(10)])
     await store.close()
     assert check_database(database) == ["ledger: 1 rows are of no run"]

@@ -152,8 +152,8 @@ def test_another_applications_file_keeps_its_journal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("PRAGMA user_version = 3", "expected schema 0004 to 0010, found 0003, which is too old"),
-        ("PRAGMA user_version = 11", "found 0011, which is newer than this Perseus"),
+        ("PRAGMA user_version = 3", "expected schema 0004 to 0011, found 0003, which is too old"),
+        ("PRAGMA user_version = 12", "found 0012, which is newer than this Perseus"),
         (
             "CREATE TABLE receipts (sum)",
             "expected an empty database or one of Perseus, found tables receipts",

@@ -394,6 +394,7 @@ async def test_the_telemetry_sequence_is_kept_per_instance(open_store: Open) -> 
     await store.write([TelemetrySequence("a", 9, "token nodes")])
     assert await store.telemetry_principal("a") == "token nodes"
     assert await store.telemetry_sequence("a") == 9
+    await store.close()
 
 
 async def test_an_instances_key_is_its_own_and_lasts(open_store: Open) -> None:

@@ -10,7 +10,7 @@ from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import TokenEntry
 
 SECRET = "perseus_secret"
-AGENT = Token("agents", digest_of(SECRET), Grant(Scope.AGENT, ("llama-*", "opt")), 1.5, 20.25)
+AGENT = Token("agents", digest_of(SECRET), Grant(Scope.AGENT, ("llama-*", "opt"), ("node-1*",)), 1.5, 20.25)
 OPERATOR = Token("operator", digest_of("perseus_other"), Grant(Scope.OPERATOR), 2.0)
 
 

@@ -30,6 +30,7 @@ from perseus.service.web.page_api import PageApi
 from perseus.service.web.page_files import PageFile
 from perseus.service.web.scrape import Scrape
 from perseus.v1 import frontier_service_pb2, job_service_pb2, ledger_service_pb2, power_service_pb2
+from tests.service.grpc_fakes import ThreadWorker
 
 FILES = {
     "index.html": PageFile.of("index.html", b"<!doctype html>" + b"<p>jobs</p>" * 100),
@@ -67,11 +68,14 @@ async def serving(
 ) -> AsyncIterator[PageServer]:
     """Serve the page; `is_open`: nobody is asked who they are; `is_at_rest`: no lease runs."""
     store = await SqlStore.open(folder / "jobs.db")
-    job_solver, request_solver = JobLane(1, 60.0), RequestLane(1, 60.0)
+    job_solver, request_solver = (
+        JobLane(1, 60.0, new_worker=ThreadWorker),
+        RequestLane(1, 60.0, new_worker=ThreadWorker),
+    )
     try:
         coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
         await coordinator.start()
-        background = asyncio.ensure_future(asyncio.sleep(0) if is_at_rest else coordinator.run())
+        background = asyncio.ensure_future(coordinator.writer.run() if is_at_rest else coordinator.run())
         jobs, quotas = coordinator.jobs, coordinator.quotas
         protos = (
             job_service_pb2.DESCRIPTOR,

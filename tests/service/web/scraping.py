@@ -1,6 +1,5 @@
 """A coordinator's metrics as a scraper sees them."""
 
-import socket
 import ssl
 from collections.abc import Mapping
 
@@ -8,11 +7,6 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def parsed(text: str) -> Samples:

@@ -12,9 +12,9 @@ from perseus.demo.security import Security
 from perseus.metrics import names
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.job.ranks.rank_table import RankTable
-from perseus.service.server import running
 from perseus.v1 import job_pb2, job_service_pb2, ledger_service_pb2
 from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
+from tests.ports import free_port
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -23,9 +23,10 @@ from tests.service.grpc_fakes import (
     make_secured_settings,
     make_settings,
     refusal,
+    running_here,
     until,
 )
-from tests.service.web.scraping import Samples, free_port, get, scrape, value
+from tests.service.web.scraping import Samples, get, scrape, value
 
 # Told only where there is something to tell.
 PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MOST, names.JOB_PROFILING_LEFT}
@@ -267,7 +268,7 @@ async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
     settings = make_secured_settings(tmp_path, security, http=http)
     url = f"https://{http}/metrics"
     file = str(security.coordinator_certificate)
-    async with running(settings):
+    async with running_here(settings):
         first = value(
             await scrape(url, client_context(security)),
             "perseus_certificate_expiry_timestamp_seconds",
@@ -301,7 +302,7 @@ async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
 
 async def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
-    async with running(make_settings(tmp_path / "..", database=tmp_path / "a.db", http=http)):
+    async with running_here(make_settings(tmp_path / "..", database=tmp_path / "a.db", http=http)):
         with pytest.raises(AddressUnavailableError, match=http):
-            async with running(make_settings(tmp_path, database=tmp_path / "b.db", http=http)):
+            async with running_here(make_settings(tmp_path, database=tmp_path / "b.db", http=http)):
                 pass

@@ -11,9 +11,9 @@ from perseus.service.api import job_service
 from perseus.service.domain.errors import InternalError
 from perseus.service.web import shared
 from perseus.v1 import job_pb2, job_service_pb2
+from tests.ports import free_port
 from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, connected, make_settings, spec_message
 from tests.service.web.page_server import Answer, ask, serving
-from tests.service.web.scraping import free_port
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
 

@@ -16,12 +16,11 @@ from perseus.service.domain.errors import (
     TokenRevokedError,
 )
 from perseus.service.domain.principals import Grant, Scope
-from perseus.service.server import running
 from perseus.service.web import listener, sessions
 from perseus.service.web.sessions import Attempts, Sessions
-from tests.service.grpc_fakes import make_secured_settings, make_settings
+from tests.ports import free_port
+from tests.service.grpc_fakes import make_secured_settings, make_settings, running_here
 from tests.service.web.page_server import PageServer, ask, serving, streaming
-from tests.service.web.scraping import free_port
 from tests.service.web.test_metrics import client_context
 from tests.service.web.test_page_api import assert_refused, registration
 
@@ -185,7 +184,7 @@ async def test_nobody_is_asked_under_insecure(tmp_path: Path) -> None:
 async def test_a_revoked_token_ends_session_and_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(listener, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(listener, "CHECK_S", 0.05)
     async with serving(tmp_path, is_open=False) as server, browser() as session:
         url = server.url
         operator = {"Authorization": f"Bearer {await token(server, Scope.OPERATOR, 'op')}"}
@@ -203,7 +202,7 @@ async def test_a_revoked_token_ends_session_and_streams(
 
 
 async def test_logging_out_ends_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(listener, "CHECK_S", 0.05)
     async with serving(tmp_path, is_open=False) as server, browser() as session:
         secret = await token(server, Scope.READER)
         await ask(session, "POST", f"{server.url}/session", {"token": secret}, server.origin)
@@ -229,7 +228,7 @@ async def test_over_tls_the_cookie_is_for_tls_and_this_host_only(tmp_path: Path)
     settings = make_secured_settings(tmp_path, security, http=http)
     connector = aiohttp.TCPConnector(ssl=client_context(security))
     jar = aiohttp.CookieJar(unsafe=True)
-    async with running(settings), aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:
+    async with running_here(settings), aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:
         url = f"https://{http}"
         secret = security.token_file.read_text().strip()
         answer = await ask(session, "POST", f"{url}/session", {"token": secret}, {"Origin": url})
@@ -252,7 +251,7 @@ async def test_a_coordinator_on_loopback_asks_who_looks_and_lets_anybody_scrape(
     settings = make_settings(
         tmp_path, http=http, http_hosts="Board, other", insecure=False, operator_token_file=file
     )
-    async with running(settings), browser() as session:
+    async with running_here(settings), browser() as session:
         url = f"http://{http}"
         jobs = f"{url}/api/JobService/ListJobs"
         assert (await ask(session, "GET", f"{url}/metrics")).status == 200

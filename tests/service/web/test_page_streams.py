@@ -17,9 +17,9 @@ from structlog.testing import capture_logs
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.web import job_feed, jobs_feed, listener
 from perseus.v1 import job_pb2, job_service_pb2
+from tests.ports import free_port
 from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, make_settings, until
 from tests.service.web.page_server import Stream, ask, serving, streaming
-from tests.service.web.scraping import free_port
 from tests.service.web.test_page_api import assert_refused, registration
 
 OF_OTHERS = 2
@@ -362,6 +362,7 @@ async def test_streams_end_when_the_coordinator_stops(tmp_path: Path) -> None:
 async def test_a_stream_without_news_shows_that_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(listener, "CHECK_S", 0.01)
     monkeypatch.setattr(listener, "HEARTBEAT_S", 0.02)
     async with (
         serving(tmp_path) as server,

@@ -131,6 +131,7 @@ class FleetMachine:
         self._said: dict[str, FeedStatus] = {}
         self._cut_s = self._looked_s = -math.inf
         self._worth_since_s: float | None = None
+        self._doubtful_counts: Mapping[str, int] = {}
         self._is_stale = False
         """Something else than measurements has changed since the last look."""
         self._handlers: dict[type, Callable[..., None]] = {
@@ -212,6 +213,7 @@ class FleetMachine:
         self._is_stale = True
 
     def _on_power_measured(self, event: PowerMeasured, now_s: float) -> None:
+        self._doubtful_counts = event.doubtful_counts
         totals_w: dict[str, float] = dict(event.others_w)
         for feed, drawn_w in event.others_w.items():
             if feed not in self._others:
@@ -358,6 +360,7 @@ class FleetMachine:
             ceiling_w=None if watch.ceiling_w == math.inf else watch.ceiling_w,
             held=tuple(job_id for job_id in self._jobs if job_id in on_feed and self.pace_s(job_id)),
             judged_w=watch.judged_w,
+            doubtful_gpu_count=self._doubtful_counts.get(name, 0),
         )
 
     @property
@@ -425,4 +428,5 @@ def _words(status: FeedStatus) -> tuple[object, ...]:
         status.is_compliant,
         status.to_pause,
         status.beyond_tolerance,
+        status.doubtful_gpu_count > 0,
     )

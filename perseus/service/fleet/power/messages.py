@@ -1,7 +1,7 @@
 """What the fleet is told, and what it says: the inputs and commands of its state machine."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from perseus.service.domain.power import Budget, FeedStatus
 from perseus.service.fleet.power.demand import JobDemand
@@ -53,6 +53,7 @@ class PowerMeasured:
             counts for the feeds, and says nothing of what the plans draw.
         outdated: those of them that have their new plans by now. What these are expected to draw counts,
             until an iteration under them is measured.
+        doubtful_counts: by feed, GPUs of which agents say what can't be, or contradict each other.
     """
 
     duration_s: float
@@ -60,6 +61,7 @@ class PowerMeasured:
     others_w: Mapping[str, float]
     changing: Collection[str] = ()
     outdated: Collection[str] = ()
+    doubtful_counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

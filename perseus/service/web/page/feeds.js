@@ -42,6 +42,7 @@ export class Feeds {
 function row(feed) {
   const paused = feed.job_ids_to_pause ?? [];
   const toPause = paused.length ? ` To be kept, these would have to be paused: ${paused.join(", ")}.` : "";
+  const doubts = feed.doubtful_gpu_count ? ` Agents contradict each other, or the possible, about ${feed.doubtful_gpu_count} GPUs.` : "";
   const [name, tone, meaning] = standing(feed);
   return el(
     "tr",
@@ -52,7 +53,7 @@ function row(feed) {
     numberCell("drawn", n.watts(feed.measured_w), { kind: "strong", title: "mean over the longer of a minute and three iterations" }),
     numberCell("under plans", n.watts(feed.managed_w)),
     numberCell("others", n.watts(feed.unmanaged_w)),
-    el("td", { role: "cell" }, el("span", { class: `state ${tone}`, title: meaning }, name), toPause),
+    el("td", { role: "cell" }, el("span", { class: `state ${tone}`, title: meaning }, name), toPause, doubts),
     el("td", { role: "cell", class: "reason" }, (feed.held_job_ids ?? []).join(", ")),
   );
 }

@@ -3,15 +3,25 @@
 import pytest
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.power_reading import PowerReading
-from perseus.service.fleet.power.readings import KEPT_S, Drawn, PowerReadings, completed_w
+from perseus.service.domain.power_reading import PowerReading, most_power_w
+from perseus.service.fleet.power.readings import KEPT_S, Drawn, JoinedGpu, PowerReadings, completed_w
 
-JOBS = {"a0": "a", "a1": "a", "b0": "b", "over": "c"}
-SERVED = {"one": {"a", "b"}, "two": {"a"}, "liar": {"b"}}
+BOARD_W = 400.0
+JOINED = {
+    "one": {"a0": "a", "b0": "b"},
+    "two": {"a1": "a", "over": "c"},
+    "thief": {"a0": "t"},
+}
+ON_GPUS = {"a0": ("a",), "a1": ("a",), "b0": ("b",), "over": ("c",), "shared": ("a", "t")}
+
+
+def joined(instance_id: str) -> dict[str, JoinedGpu]:
+    gpus = JOINED.get(instance_id, {})
+    return {gpu_uuid: JoinedGpu(job_id, "NVIDIA A100-SXM4-80GB") for gpu_uuid, job_id in gpus.items()}
 
 
 def drawn(readings: PowerReadings, now_s: float = 0.0) -> Drawn:
-    return readings.drawn(now_s, JOBS.get, lambda instance_id: SERVED.get(instance_id, ()), {"a", "b"})
+    return readings.drawn(now_s, joined, lambda gpu_uuid: ON_GPUS.get(gpu_uuid, ()), {"a", "b", "t"})
 
 
 def reading(**powers_w: float) -> PowerReading:
@@ -20,36 +30,114 @@ def reading(**powers_w: float) -> PowerReading:
 
 def test_powers_count_for_the_job_on_each_gpu_and_for_the_feed_of_its_host() -> None:
     readings = PowerReadings()
-    readings.take("one", "north", reading(a0=300.0, b0=200.0, idle=60.0), 0.0)
-    readings.take("two", "south", reading(a1=310.0, over=70.0), 0.0)
+    readings.take("one", "north", reading(a0=300.0, b0=200.0, idle=60.0), 0.0, is_of_host=True)
+    readings.take("two", "south", reading(a1=310.0, over=70.0), 0.0, is_of_host=False)
     found = drawn(readings)
     assert found.jobs_w == {"a": {"north": 300.0, "south": 310.0}, "b": {"north": 200.0}}
     assert found.gpu_counts == {"a": {"north": 1, "south": 1}, "b": {"north": 1}}
     assert found.others_w == {"north": 60.0, "south": 70.0}, "the job of one of them is over"
+    assert found.doubtful_counts == {}
 
 
-def test_a_gpu_that_two_agents_see_counts_once() -> None:
+def test_a_gpu_that_two_agents_of_its_host_see_counts_once() -> None:
     readings = PowerReadings()
-    for instance_id in ("one", "two"):
-        readings.take(instance_id, "north", reading(idle=60.0), 0.0)
-    assert drawn(readings).others_w == {"north": 60.0}
+    for instance_id in ("daemon", "another"):
+        readings.take(instance_id, "north", reading(idle=60.0, a0=300.0), 0.0, is_of_host=True)
+    readings.take("one", "north", reading(a0=290.0, b0=200.0), 0.0, is_of_host=False)
+    found = drawn(readings)
+    assert found.others_w == {"north": 60.0}
+    assert found.jobs_w == {"a": {"north": 300.0}, "b": {"north": 200.0}}
 
 
-def test_an_agent_speaks_for_no_job_that_it_does_not_serve() -> None:
+def test_an_agent_speaks_for_no_gpu_but_those_that_it_joined_unless_it_is_of_the_host() -> None:
     readings = PowerReadings()
-    readings.take("one", "north", reading(a0=300.0), 0.0)
-    readings.take("liar", "north", reading(a0=9000.0, a1=9000.0), 0.0)
+    readings.take("one", "north", reading(a0=300.0), 0.0, is_of_host=False)
+    readings.take("liar", "north", reading(a0=9000.0, a1=9000.0, made_up=1e7), 0.0, is_of_host=False)
     found = drawn(readings)
     assert found.jobs_w == {"a": {"north": 300.0}}
     assert found.others_w == {}
+    assert found.doubtful_counts == {}, "nobody listens"
+
+
+def test_a_gpu_counts_with_no_more_than_its_model_can_draw_and_is_in_doubt() -> None:
+    readings = PowerReadings()
+    readings.take("one", "north", reading(a0=1e7), 0.0, is_of_host=False)
+    readings.take("daemon", "north", reading(idle=1e7), 0.0, is_of_host=True)
+    found = drawn(readings)
+    assert found.jobs_w["a"]["north"] == most_power_w("NVIDIA A100-SXM4-80GB") == 1.25 * BOARD_W
+    assert found.others_w["north"] == most_power_w("") == 2500.0
+    assert found.doubtful_counts == {"north": 2}
+
+
+def test_a_gpu_that_is_said_to_run_two_jobs_or_to_be_on_two_feeds_is_in_doubt() -> None:
+    readings = PowerReadings()
+    readings.take("one", "north", reading(a0=300.0), 0.0, is_of_host=False)
+    readings.take("thief", "south", reading(a0=350.0), 0.0, is_of_host=False)
+    found = drawn(readings)
+    assert found.jobs_w == {"a": {"north": 300.0}, "t": {"south": 350.0}}, "each for itself"
+    assert found.doubtful_counts == {"north": 1, "south": 1}
+
+
+def test_a_host_s_agent_tells_a_job_s_power_where_the_job_s_own_does_not() -> None:
+    readings = PowerReadings()
+    readings.take("daemon", "north", reading(a0=300.0, shared=310.0, idle=60.0), 0.0, is_of_host=True)
+    found = drawn(readings)
+    assert found.jobs_w == {"a": {"north": 300.0}}
+    assert found.others_w == {"north": 60.0}, "what is on a GPU that runs a rank is no other's"
+
+
+def test_a_tenant_changes_nothing_of_what_the_host_s_agent_tells() -> None:
+    readings = PowerReadings()
+    readings.take("daemon", "north", reading(a0=700.0), 0.0, is_of_host=True)
+    readings.take("thief", "south", reading(a0=5.0), 0.0, is_of_host=False)
+    found = drawn(readings)
+    assert found.jobs_w == {"a": {"north": 700.0}}
+    assert found.doubtful_counts == {"north": 1, "south": 1}
+
+
+def test_agents_that_tell_other_powers_of_one_gpu_for_long_are_in_doubt() -> None:
+    readings = PowerReadings()
+    counts = []
+    for second in range(40):
+        # Their seconds are not the same, and it draws now this and now that.
+        high = second % 2 == 0
+        readings.take("daemon", "north", reading(idle=400.0 if high else 100.0), second, is_of_host=True)
+        apart_w = 200.0 if second >= 20 else 0.0
+        told_w = (100.0 if high else 400.0) + apart_w
+        readings.take("another", "north", reading(idle=told_w), second, is_of_host=True)
+        counts.append(drawn(readings, second).doubtful_counts.get("north", 0))
+    assert counts[:20] == [0] * 20
+    assert counts[-5:] == [1] * 5
+
+
+def test_what_an_agent_told_counts_no_more_once_its_stream_has_ended() -> None:
+    readings = PowerReadings()
+    readings.take("one", "north", reading(a0=300.0, idle=60.0), 0.0, is_of_host=True)
+    readings.forget("one")
+    assert drawn(readings) == Drawn()
 
 
 def test_the_latest_reading_counts_and_only_for_a_few_seconds() -> None:
     readings = PowerReadings()
-    readings.take("one", "north", reading(a0=300.0, idle=60.0), 0.0)
-    readings.take("one", "north", reading(a0=280.0), 1.0)
+    readings.take("one", "north", reading(a0=300.0, idle=60.0), 0.0, is_of_host=True)
+    readings.take("one", "north", reading(a0=280.0), 1.0, is_of_host=True)
     assert drawn(readings, 1.0 + KEPT_S - 0.1).jobs_w == {"a": {"north": 280.0}}
     assert drawn(readings, 1.0 + KEPT_S) == Drawn()
+
+
+@pytest.mark.parametrize(
+    ("model", "board_w"),
+    [
+        ("NVIDIA A40", 300.0),
+        ("NVIDIA H100 80GB HBM3", 700.0),
+        ("NVIDIA GB200", 1200.0),
+        ("Tesla V100-SXM2-32GB", 350.0),
+        ("AMD Instinct MI300X OAM", 750.0),
+        ("Emulated", 2000.0),
+    ],
+)
+def test_a_model_s_board_says_what_it_can_draw(model: str, board_w: float) -> None:
+    assert most_power_w(model) == 1.25 * board_w
 
 
 def test_gpus_that_no_agent_tells_of_count_with_what_their_iterations_drew() -> None:

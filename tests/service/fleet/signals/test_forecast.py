@@ -68,6 +68,7 @@ def test_forecasts_stay_in_the_range_that_was_seen() -> None:
     assert made.max() <= 1000.0
 
 
+@pytest.mark.slow("a regression at every fifth hour of ten weeks")
 @pytest.mark.skipif(not CISO.exists(), reason=f"published signal not found at {CISO}")
 def test_errors_on_a_published_spring() -> None:
     """The whole year is in the benchmarks; here are ten weeks of it."""

@@ -41,7 +41,7 @@ def test_the_standard_error_is_what_repetition_shows(
     """Many trainings of the same kind: their savings spread by what each says of its own on average."""
     rng = np.random.default_rng(7)
     savings = []
-    for _ in range(2000):
+    for _ in range(1000):
         (period_s, period_j), (stock_s, stock_j) = (
             rng.normal(np.array(means)[:, None], np.array(means)[:, None] * spread, (2, count))
             for means, count, spread in zip(((1.02, 780.0), (1.0, 1000.0)), counts, spreads, strict=True)

@@ -1,5 +1,6 @@
 """The set latency that plans are made with: which one counts, and when another one does."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,6 +141,7 @@ def test_plans_are_made_with_what_profiling_has_shown() -> None:
     assert (period.state, period.latency_cost_percent) == (JobState.PLANNED, view.latency_cost_percent)
 
 
+@pytest.mark.slow("solves three times, and minutes pass between")
 def test_what_is_told_only_under_plans_makes_them_anew_and_only_a_lasting_change_does_so_again() -> None:
     cluster = TruthfulCluster().plan()
     cluster.run(2)

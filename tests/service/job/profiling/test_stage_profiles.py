@@ -93,6 +93,7 @@ def test_power_that_nobody_told_is_assumed_never_0() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "waiting_w"), [("a100-sxm", 83.64), ("a40", 70.38)])
+@pytest.mark.slow("solves published problems three times")
 def test_the_assumed_power_slows_less_than_the_measured_one_and_more_than_none(
     gpu: str, waiting_w: float
 ) -> None:

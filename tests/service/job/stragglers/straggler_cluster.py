@@ -74,10 +74,11 @@ class TimedCluster(Cluster):
     def _end(self, rank: FakeRank) -> TelemetryArrived:
         event = rank.end(1.0)
         clocks = rank.in_force.clocks
+        planned_mhz = clocks.plan.clocks_mhz if isinstance(clocks, PlannedClocks) else {}
 
         def clock_mhz(computation: Computation) -> int:
-            if isinstance(clocks, PlannedClocks):
-                return clocks.plan.clocks_mhz[computation]
+            if computation in planned_mhz:
+                return planned_mhz[computation]
             return clocks.clocks_mhz[computation.stage] if isinstance(clocks, HoldClocks) else CLOCKS_MHZ[0]
 
         used_mhz = [clock_mhz(computation) for computation in rank.order]

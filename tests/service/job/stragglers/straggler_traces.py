@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -64,20 +65,21 @@ class Trace:
         own_s = self.durations_s[:, pipeline, at_stage]
         peers_s = np.delete(self.durations_s, pipeline, axis=1)[:, :, at_stage]
         floor_s = 0.0 if is_uniform else np.median(peers_s, axis=1)
+        peers_mean_s = np.delete(self.spans_s().mean(axis=0), pipeline).mean()
         least, most = 0.0, 1.0
         for _ in range(20):
             share = (least + most) / 2
             durations_s = self.durations_s.copy()
             durations_s[:, pipeline, at_stage] = floor_s + share * (own_s - floor_s)
             scaled = Trace(self.schedule, self.steps, self.begins_s, durations_s)
-            mean_s = scaled.spans_s().mean(axis=0)
-            if mean_s[pipeline] > factor * np.delete(mean_s, pipeline).mean():
+            if scaled.only([pipeline]).spans_s().mean() > factor * peers_mean_s:
                 most = share
             else:
                 least = share
         return scaled
 
 
+@cache
 def load(name: str) -> Trace:
     """Read a trace; skips the test where it can't be had."""
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -244,11 +244,9 @@ def test_noise_widens_the_limits() -> None:
     assert finding.noise == pytest.approx(0.02, rel=0.9)
 
 
-series_settings = settings(max_examples=50)
 LEVELS = st.floats(-0.99, 0.99)
 
 
-@series_settings
 @given(jitter=st.lists(LEVELS, min_size=20, max_size=60), count=st.integers(2, 5), planned=st.booleans())
 def test_jitter_about_the_limit_is_found_at_most_once(jitter: list[float], count: int, planned: bool) -> None:
     """As a straggler, that is; its factor may follow it."""
@@ -267,7 +265,6 @@ def test_alternation_about_the_limit_changes_at_most_once(
     assert len(series.feed_first((([up] * period + [down] * period) * 20)[:40])) <= 1
 
 
-@settings(max_examples=25)
 @given(slow=st.integers(1, 8), fast=st.integers(1, 8), high=st.floats(1.05, 1.5), count=st.integers(2, 5))
 def test_no_rhythm_flaps(slow: int, fast: int, high: float, count: int) -> None:
     """After some attempts it is left alone: in the long run hardly anything changes."""
@@ -276,7 +273,6 @@ def test_no_rhythm_flaps(slow: int, fast: int, high: float, count: int) -> None:
     assert sum(factor == 1 for _, _, factor in found) <= 3
 
 
-@series_settings
 @given(
     paces=st.lists(st.lists(st.floats(0.9, 1.4), min_size=3, max_size=3), min_size=1, max_size=40),
     shift=st.floats(1, 1.5),
@@ -299,7 +295,6 @@ def test_findings_make_sense(paces: list[list[float]], shift: float, planned: bo
             assert [finding.pipeline for finding in again] == [finding.pipeline for finding in found]
 
 
-@series_settings
 @given(
     paces=st.lists(st.lists(st.floats(0.9, 1.4), min_size=4, max_size=4), min_size=1, max_size=20),
     order=st.permutations(range(4)),

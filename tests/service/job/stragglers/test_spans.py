@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.specification import Coordinates, Parallelism
@@ -40,7 +40,6 @@ def plain_span_s(schedule: Schedule, durations_s: dict[Computation, float]) -> f
     return max(map(end_s, schedule.computations))
 
 
-@settings(max_examples=50)
 @given(
     schedule=st.one_of(
         st.builds(one_forward_one_backward, st.integers(1, 4), st.integers(1, 5)),

@@ -1,0 +1,161 @@
+"""What one tenant's agents say takes nothing from another tenant: power, GPUs, the names of jobs."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from perseus.service.domain.specification import Coordinates
+from perseus.v1 import agent_service_pb2
+from tests.service import service_fakes
+from tests.service.api.test_power_service import Budgets
+from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, refusal, until
+from tests.service.sites import Site, open_site
+
+MADE_UP_W = 1e7
+
+
+@pytest.fixture
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    async with open_site(tmp_path, monkeypatch) as found:
+        yield found
+
+
+@asynccontextmanager
+async def agent_of(
+    site: Site, grant: str, job_id: str, places: Sequence[Coordinates] = ALL_PLACES
+) -> AsyncIterator[FakeAgent]:
+    """An agent that has said hello, and whose job is registered."""
+    async with site.as_(site.operator) as operator, site.as_(await site.new(job_id, grant)) as client:
+        await operator.register(job_id=job_id)
+        agent = FakeAgent(client, job_id, list(places), job_id=job_id)
+        await agent.hello()
+        yield agent
+        agent.call.cancel()
+
+
+async def tell_powers(agent: FakeAgent, **powers_w: float) -> None:
+    """Say what GPUs draw, and wait until that has been heard."""
+    reading = agent_service_pb2.PowerReading(
+        duration_s=1.0, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
+    )
+    agent.received.clear()
+    await agent.say(power_reading=reading)
+    await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+    await agent.until(lambda: any(message.HasField("heartbeat") for message in agent.received))
+
+
+async def test_made_up_gpus_count_for_nobody(site: Site) -> None:
+    made_up = {f"GPU-made-up-{number}": MADE_UP_W for number in range(256)}
+    own = {service_fakes.make_gpu(place).uuid: 250.0 for place in ALL_PLACES}
+    async with (
+        agent_of(site, "agent:a-*", "a-1") as liar,
+        agent_of(site, "agent:b-*", "b-1") as honest,
+        site.as_(site.operator) as operator,
+    ):
+        power = Budgets(operator)
+        await honest.join_ranks()
+        await power.set(limit_w=2000.0)
+
+        async def is_known() -> bool:
+            await tell_powers(liar, **made_up)
+            await tell_powers(honest, **own)
+            # A mean over some seconds, of which the first knew nothing.
+            return (await power.feed()).unmanaged_w > 900.0
+
+        await until(is_known)
+        state = await power.feed()
+        assert state.unmanaged_w <= 1000.001
+        assert state.measured_w <= 1000.001
+        assert not state.job_ids_to_pause
+        assert state.doubtful_gpu_count == 0
+
+
+async def test_a_tenant_s_own_gpus_count_with_what_they_can_draw_at_most(site: Site) -> None:
+    gpus = {service_fakes.make_gpu(place).uuid: MADE_UP_W for place in ALL_PLACES}
+    async with agent_of(site, "agent:a-*", "a-1") as liar, site.as_(site.operator) as operator:
+        power = Budgets(operator)
+        await liar.join_ranks()
+
+        async def is_known() -> bool:
+            await tell_powers(liar, **gpus)
+            return (await power.feed()).unmanaged_w > 9_000.0
+
+        await until(is_known)
+        state = await power.feed()
+        assert state.unmanaged_w <= 4 * 2500.001
+        assert state.doubtful_gpu_count == 4
+
+
+async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(site: Site) -> None:
+    async with (
+        agent_of(site, "agent:a-*@host", "a-1") as agent,
+        site.as_(site.operator) as operator,
+    ):
+        power = Budgets(operator)
+
+        async def is_known() -> bool:
+            await tell_powers(agent, idle=60.0)
+            return 50.0 < (await power.feed()).unmanaged_w <= 60.001
+
+        await until(is_known)
+
+
+async def test_an_agent_is_refused_on_a_host_that_its_credential_is_not_for(site: Site) -> None:
+    async with site.as_(await site.new("nodes", "agent:*@node-1,node-2*")) as client:
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.say(hello=agent_service_pb2.Hello(instance_id="agent", hostname="host"))
+        code, reason, metadata = await refusal(agent.reader)
+        assert (code, reason) == (grpc.StatusCode.PERMISSION_DENIED, "HOST_OUT_OF_SCOPE")
+        assert metadata == {"principal": "token nodes", "hostname": "host"}
+
+
+async def test_a_gpu_that_another_tenant_claims_is_not_taken_from_its_own(site: Site) -> None:
+    async with agent_of(site, "agent:a-*", "a-1") as thief, agent_of(site, "agent:b-*", "b-1") as victim:
+        await thief.join_ranks()
+        assert len(thief.accepted) == 4, "it says the UUIDs that the other's GPUs have"
+        await victim.join_ranks()
+        assert len(victim.accepted) == 4
+
+
+async def test_a_gpu_is_refused_by_the_name_of_a_job_of_one_s_own(site: Site) -> None:
+    places = ALL_PLACES[:1]
+    async with (
+        agent_of(site, "agent:a-*", "a-1") as first,
+        site.as_(site.operator) as operator,
+        site.as_(await site.new("again", "agent:a-*")) as again,
+    ):
+        await first.join_ranks()
+        await operator.register(job_id="a-2")
+        first.job_id = "a-2"
+        await first.join_ranks()
+        assert [refused.reason for refused in first.refused] == ["GPU_ALREADY_SERVED"] * 4
+        assert {refused.metadata["job_id"] for refused in first.refused} == {"a-1"}
+        other = FakeAgent(again, "other", list(places), job_id="a-2")
+        await other.join()
+        assert len(other.accepted) == 1, "what another credential says is another's word"
+        other.call.cancel()
+
+
+async def test_a_restart_gives_nobody_s_gpus_to_who_claims_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_site(tmp_path, monkeypatch) as site:
+        theirs, ours = await site.new("a", "agent:a-*"), await site.new("nodes", "agent:*")
+        async with site.as_(site.operator) as operator, site.as_(theirs) as client:
+            for job_id in ("a-1", "b-1"):
+                await operator.register(job_id=job_id)
+            thief = FakeAgent(client, "thief", ALL_PLACES, job_id="a-1")
+            await thief.join()
+            thief.call.cancel()
+    async with open_site(tmp_path, monkeypatch) as site, site.as_(theirs) as client, site.as_(ours) as nodes:
+        # It is back, and says nothing of most of its ranks: their leases go on with its stream.
+        thief = FakeAgent(client, "thief", ALL_PLACES[:1], job_id="a-1")
+        await thief.hello()
+        victim = FakeAgent(nodes, "victim", ALL_PLACES, job_id="b-1")
+        await victim.join()
+        assert victim.refused == []
+        for agent in (thief, victim):
+            agent.call.cancel()

@@ -24,22 +24,44 @@ OUT ?= .
 NVML ?=
 SCENARIO ?=
 
+# Tests of these are in a folder with a script that installs what they need beside Python.
+PARTS := grid languages prometheus slurm web
+
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-languages \
-  test-postgresql test-prometheus test-slurm test-kubernetes test-dist test-web pictures torture torture-coordinator \
-  check bench docs metrics protos contract dist clean
+.PHONY: demo test test-all test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions \
+  test-postgresql test-kubernetes test-dist pictures torture torture-coordinator check bench docs metrics protos \
+  contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML)) $(if $(SCENARIO),--scenario=$(SCENARIO))
 
-# The seed makes a failure everybody's; `pytest` alone searches further at every run.
+# Tests start many Python processes: compiled modules are kept, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
+# On all cores, up to eight. The seed makes a failure everybody's; `pytest` alone searches further at every run.
+PYTEST := $(BIN)/pytest --hypothesis-seed=0 --numprocesses=auto --maxprocesses=8 --dist=worksteal
+
+# What answers in minutes, before every commit: all but what is marked slow (tests/tiers.py).
 test: check
-	$(BIN)/pytest --hypothesis-seed=0
+	$(PYTEST) -m "smoke or not slow"
+
+# Everything, as CI runs it, also where a part fails.
+test-all:
+	$(MAKE) --keep-going test test-slow test-serial test-frameworks
+
+# What `make test` leaves out of the tests of Perseus itself, and property tests with more examples. Installs what is
+# missing, if root runs it.
+test-slow: $(PARTS:%=needs-%) needs-postgresql needs-kubernetes dist
+	$(PYTEST) --timeout=600 --hypothesis-profile=ci -m "(slow or hypothesis) and not serial"
+
+# Trainings whose times and energies are measured: nothing else may need the processors meanwhile.
+test-serial: $(STAMP)
+	$(BIN)/pytest -m serial
 
 # Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own; leaves
-# its figures in docs/frameworks.md.
+# its figures in docs/frameworks.md. One at a time, as nearly all are measured.
 test-frameworks: $(FRAMEWORKS_STAMP)
 	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
 	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
@@ -73,36 +95,27 @@ gpu-wheels: $(STAMP)
 	  $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
 	  --dest gpu-wheels --requirement /dev/stdin
 
-# Agents that are not ours: Node.js and Java, under a real coordinator. Installs what is missing, if root runs it.
-test-languages: $(STAMP)
-	tests/languages/install
-	$(BIN)/pytest tests/languages
+# A broker, other languages, Prometheus, Slurm, a browser. Debian's packages are installed if root runs it.
+$(PARTS:%=test-%): test-%: needs-%
+	$(PYTEST) tests/$*
 
-# The store on a PostgreSQL server, beside SQLite. Installs the server's programs, if root runs it.
-test-postgresql: $(STAMP)
+$(PARTS:%=needs-%): needs-%: $(STAMP)
+	tests/$*/install
+
+# The store on a PostgreSQL server, beside SQLite.
+test-postgresql: needs-postgresql
+	$(PYTEST) tests/service/storage
+
+needs-postgresql: $(STAMP)
 	tests/service/storage/install
-	$(BIN)/pytest --hypothesis-seed=0 tests/service/storage
-
-# Rules and board against a real Prometheus, which scrapes a coordinator and agents. Installs it, if root runs it.
-test-prometheus: $(STAMP)
-	tests/prometheus/install
-	$(BIN)/pytest tests/prometheus
-
-# The page in a real browser, on real coordinators. Installs the browser, if root runs it.
-test-web: $(STAMP)
-	tests/web/install
-	$(BIN)/pytest tests/web
-
-# Batch jobs on a real Slurm, on loopback. Installs it, if root runs it.
-test-slurm: $(STAMP)
-	tests/slurm/install
-	$(BIN)/pytest tests/slurm
 
 # The Helm chart for several values: linted, rendered, held against Kubernetes' schemas, and its commands run.
-test-kubernetes: $(STAMP)
+test-kubernetes: needs-kubernetes
+	$(PYTEST) tests/kubernetes
+
+needs-kubernetes: $(STAMP)
 	$(BIN)/pip install -qq --requirement tests/kubernetes/requirements.txt
 	test -x $(BIN)/helm || $(BIN)/python -m tests.kubernetes.get_helm $(BIN)/helm
-	$(BIN)/pytest tests/kubernetes
 
 # The wheel, and a bundle to install it from where there is no index: all wheels that it needs, for this Python and this
 # kind of machine, with deploy/ and its install script. Neither holds anything but what is in the checkout.
@@ -115,7 +128,7 @@ dist: $(STAMP)
 
 # The bundle, installed as an operator does, without a network.
 test-dist: dist
-	$(BIN)/pytest tests/bundle
+	$(PYTEST) tests/bundle
 
 # The pictures of docs/page.md, of a demo that runs for them; to be looked at before they are committed.
 pictures: $(STAMP)
@@ -131,11 +144,11 @@ torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
 	$(BIN)/python -m tests.nvml.torture_strangers $(CONNECTIONS) $(PACKETS) docs/strangers.md
 
-# A coordinator killed many times under load, and one sent malformed messages; leaves its figures in
-# docs/torture-coordinator.md.
+# A coordinator killed many times under load, one sent malformed messages, and one with hostile tenants; leaves its
+# figures in docs/torture-coordinator.md.
 COORDINATOR_KILLS ?= 100
 MALFORMED ?= 100000
-torture-coordinator: $(STAMP)
+torture-coordinator: needs-grid
 	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md \
 	  --malformed $(MALFORMED)
 
@@ -177,18 +190,20 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install -qq --editable '.[dev]'
 	touch $@
 
-# DS_BUILD_OPS=0: DeepSpeed compiles nothing.
+# Several gigabytes: uv fetches them side by side, unpacks them on all cores and compiles nothing beforehand. It has
+# its wheels and certificates from where pip has them. DS_BUILD_OPS=0: DeepSpeed compiles nothing, either.
+UV_INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" DS_BUILD_OPS=0 $(FRAMEWORKS_VENV)/bin/uv pip install --quiet \
+  --python $(FRAMEWORKS_VENV)
 $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	test -d $(FRAMEWORKS_VENV) || $(PYTHON) -m venv $(FRAMEWORKS_VENV)
-	$(FRAMEWORKS_VENV)/bin/pip install -qq --upgrade pip
-	DS_BUILD_OPS=0 $(FRAMEWORKS_VENV)/bin/pip install -qq --editable '.[coordinator,certificates]' \
-	  --requirement tests/frameworks/requirements.txt
+	$(FRAMEWORKS_VENV)/bin/pip install -qq --upgrade 'uv>=0.9,<1'
+	$(UV_INSTALL) --editable '.[coordinator,certificates]' --requirement tests/frameworks/requirements.txt
 	for version in $(MEGATRON_CORES); do \
-	  $(FRAMEWORKS_VENV)/bin/pip install -qq --no-deps --upgrade megatron-core==$$version \
+	  $(UV_INSTALL) --no-deps --upgrade megatron-core==$$version \
 	    --target $(FRAMEWORKS_VENV)/megatron-core-$$version || exit; done
-	$(FRAMEWORKS_VENV)/bin/pip install -qq --no-deps --upgrade megatron-core==$(NEWEST_MEGATRON_CORE) \
+	$(UV_INSTALL) --no-deps --upgrade megatron-core==$(NEWEST_MEGATRON_CORE) \
 	  --python-version 3.12 --target $(FRAMEWORKS_VENV)/megatron-core-$(NEWEST_MEGATRON_CORE)
-	$(FRAMEWORKS_VENV)/bin/pip install -qq --upgrade torch==$(NEWEST_TORCH) torchtitan==$(NEWEST_TORCHTITAN) \
+	$(UV_INSTALL) --upgrade torch==$(NEWEST_TORCH) torchtitan==$(NEWEST_TORCHTITAN) \
 	  --target $(FRAMEWORKS_VENV)/torch-$(NEWEST_TORCH)
 	touch $@
 

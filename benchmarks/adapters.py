@@ -26,6 +26,7 @@ from perseus.agent.megatron import MarkedSchedules, MarkedTimers
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_marks import DeviceMarks
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 
 _MICROBATCHES = 100
@@ -162,7 +163,7 @@ def _measure_stand_in(make: Callable[[], _StandIn], condition: str) -> list[floa
         attachment = None
         if condition != "not attached":
             marks = _connect(job_id="job", pipeline=0, stage=0)
-            attachment = Attachment(Placement(0, 1, 0, 1), marks, lambda order: [order])
+            attachment = Attachment(Placement(0, 1, 0, 1), marks, LocalExchange())
             mark(attachment)
         costs_us: list[float] = []
         iterate(lambda: _time_calls(forward, []))  # the first iteration registers

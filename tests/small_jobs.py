@@ -6,14 +6,18 @@ On a busy machine emulated GPUs are late now and then; that plans keep their pro
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from perseus.agent.gpu.physics import A100_SXM, Work
+import pytest
+
+from perseus.agent.gpu.physics import Work
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.service.grpc_fakes import Client
+from tests.workloads import QUICK_GPU
 
 PLANNED_TIMEOUT_S = 240.0
 TIMEOUT_S = 40.0
@@ -21,18 +25,25 @@ TIMEOUT_S = 40.0
 _TOLERANCE_PERCENT = 1000.0
 """Of a plan's promise."""
 
+_SOON = {
+    "BASELINE_ITERATIONS": "3",
+    "PROFILE_ITERATIONS": "2",
+    "PROFILE_ACCURACY_PERCENT": "2",
+    "PROFILE_CLOCKS": "3",
+}
+
 
 def small_job(job_id: str, *stage_weights: float) -> Workload:
-    """Return what a job trains: iterations of some 0.6 s on the emulated GPUs of one pipeline."""
+    """Return what a job trains: iterations of some 0.3 s on the emulated GPUs of one pipeline."""
     return Workload(
         job_id=job_id,
         pipeline_count=1,
         stage_weights=stage_weights,
         microbatch_count=4,
-        forward=Work(compute_s=0.036, memory_s=0.008, activity=0.85),
-        backward=Work(compute_s=0.076, memory_s=0.016, activity=0.95),
+        forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
+        backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
         optimizer_s=0.01,
-        gpu=A100_SXM.with_clocks(6),
+        gpu=QUICK_GPU,
     )
 
 
@@ -40,9 +51,19 @@ JOBS = (small_job("first", 0.7, 1.0), small_job("second", 1.0, 0.8))
 
 
 @contextmanager
+def planned_soon(guard_tolerance_percent: float = _TOLERANCE_PERCENT) -> Iterator[None]:
+    """Let coordinators that start here measure as little as they can plan with."""
+    settings = {**_SOON, "GUARD_TOLERANCE_PERCENT": f"{guard_tolerance_percent:g}"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(f"PERSEUS_COORDINATOR_{name}", value)
+        yield
+
+
+@contextmanager
 def training(folder: Path, *workloads: Workload) -> Iterator[tuple[Cluster, str]]:
     """Train jobs under one coordinator; give the cluster that it is in, and its address."""
-    with ExitStack() as stack:
+    with planned_soon(), ExitStack() as stack:
         clusters = []
         for each in workloads:
             (folder / each.job_id).mkdir()
@@ -56,7 +77,9 @@ def training(folder: Path, *workloads: Workload) -> Iterator[tuple[Cluster, str]
         address = clusters[0].start_coordinator()
         for cluster in clusters:
             cluster.security = clusters[0].security
-            cluster.start_agents(address)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda cluster: cluster.start_agents(address), clusters))
+        for cluster in clusters:
             cluster.start_trainers()
         yield clusters[0], address
 

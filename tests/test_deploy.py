@@ -46,6 +46,47 @@ def shown_settings(path: Path) -> dict[str, object]:
     )
 
 
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """The install script, and a wheel that is none."""
+    folder = tmp_path / "bundle"
+    (folder / "wheels").mkdir(parents=True)
+    (folder / "wheels" / "perseus_energy-1-py3-none-any.whl").touch()
+    shutil.copy(DEPLOY / "install", folder)
+    return folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("is_writable", [False, True])
+def test_root_installs_into_no_folder_that_is_anybody_elses(
+    bundle: Path, tmp_path: Path, is_writable: bool
+) -> None:
+    planted = tmp_path / "perseus" / "bin" / "python"
+    planted.parent.mkdir(parents=True)
+    planted.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    planted.chmod(0o777 if is_writable else 0o755)
+    if not is_writable:
+        os.chown(planted, 65534, -1)
+    done = subprocess.run(
+        [bundle / "install", "agent", tmp_path / "perseus"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"found what others own or may write: {planted}" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow("makes a virtual environment")
+def test_the_install_script_loads_nothing_from_the_current_folder(bundle: Path, tmp_path: Path) -> None:
+    current = tmp_path / "current"
+    current.mkdir()
+    for name in ("venv", "pip", "ensurepip"):
+        (current / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    command = [str(bundle / "install"), "agent", str(tmp_path / "perseus")]
+    done = subprocess.run(command, cwd=current, capture_output=True, text=True, check=False)
+    assert "perseus_energy-1-py3-none-any.whl" in done.stderr, "as far as pip, which refuses the wheel"
+    assert not (tmp_path / "ran").exists()
+
+
 def test_everybody_looks_where_the_install_script_puts_it() -> None:
     assert f"folder=${{2:-{INSTALLED.removesuffix('/bin/perseus')}}}" in (DEPLOY / "install").read_text()
     for script in ("prolog", "epilog"):
@@ -79,6 +120,7 @@ def test_the_coordinators_command_is_parsed_and_its_settings_are_settings() -> N
     assert Path(settings.database).parent == settings.operator_token_file.parent == state
 
 
+@pytest.mark.slow("processes of a coordinator, and of a command that asks it")
 def test_the_coordinator_runs_with_the_settings_that_its_unit_shows(tmp_path: Path) -> None:
     security = Security(tmp_path / "security")
     given = {

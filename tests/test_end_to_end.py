@@ -7,7 +7,11 @@ import pytest
 
 from perseus.demo.observation import Observer
 from perseus.demo.story import ANSWERED, PLAN, PROFILING, RECOVERED, STOCK, STRAGGLER, Plot, tell
+from perseus.demo.summary import Phase
+from tests.small_jobs import planned_soon
 from tests.workloads import SMALL
+
+STORY = [STOCK, PROFILING, PLAN, STRAGGLER, ANSWERED, RECOVERED]
 
 
 class Notes:
@@ -24,15 +28,37 @@ class Notes:
         self.observer = observer
 
 
+async def told(folder: Path) -> tuple[list[str], dict[str, Phase]]:
+    """Train and tell; return the steps in their order, and each one's figures."""
+    notes = Notes()
+    plot = Plot(straggler=1, slowdown=1.3, watched_iterations=5)
+    with planned_soon():
+        measurements = await tell(SMALL, plot, folder, notes)
+    return notes.steps, {phase.name: phase for phase in measurements.phases}
+
+
+@pytest.mark.slow("real processes train, are profiled and planned, and answer a straggler")
+@pytest.mark.smoke
 @pytest.mark.timeout(240)
 async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_path: Path) -> None:
-    notes = Notes()
-    plot = Plot(straggler=1, slowdown=1.3, watched_iterations=8)
-    measurements = await tell(SMALL, plot, tmp_path, notes)
+    steps, phases = await told(tmp_path)
 
-    assert notes.steps == [STOCK, PROFILING, PLAN, STRAGGLER, ANSWERED, RECOVERED]
-    phases = {phase.name: phase for phase in measurements.phases}
-    # On a shared machine time is noisy; the demo itself judges more strictly.
+    assert steps == STORY
+    # How much is saved, and at which speed, is shown below, where the machine does nothing else.
+    assert phases[STRAGGLER].iteration_time_s > phases[PLAN].iteration_time_s
+
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert [phase["name"] for phase in written["phases"]] == steps
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow("real processes train, are profiled and planned, and answer a straggler")
+@pytest.mark.serial
+@pytest.mark.timeout(240)
+async def test_a_plan_saves_at_the_same_speed_and_more_around_a_straggler(tmp_path: Path) -> None:
+    _, phases = await told(tmp_path)
+
     assert phases[PLAN].slowdown_percent < 5
     assert phases[PLAN].saving_percent > 3
     assert phases[STRAGGLER].iteration_count <= 4, "found without a word, and answered"
@@ -40,8 +66,3 @@ async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_pa
     assert phases[ANSWERED].iteration_time_s < 1.3 * phases[PLAN].iteration_time_s * 1.05
     assert phases[ANSWERED].saving_percent > 0
     assert phases[RECOVERED].saving_percent > 3
-
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [phase["name"] for phase in summary["phases"]] == notes.steps
-    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

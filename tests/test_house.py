@@ -50,12 +50,13 @@ HOUSE: Mapping[str, Room] = {
     "perseus": pure(),
     "v1": room(needs=["google", "grpc"]),
     "printable": pure(),
+    "regular_file": room(),
     "seldom": pure(),
     "logs": room("printable", needs=["structlog"]),
     # Both ends of the wire.
     "metrics": pure("metrics.distribution", needs=["prometheus_client"]),
     "metrics.distribution": pure(),
-    "tls": room(needs=["grpc", "pydantic", "structlog"]),
+    "tls": room("regular_file", needs=["grpc", "pydantic", "structlog"]),
     "certificates": room(needs=["cryptography"]),
     "configuration": room(needs=["pydantic", "pydantic_core", "pydantic_settings"]),
     "pictures": room("solver", needs=["matplotlib"]),
@@ -133,7 +134,12 @@ HOUSE: Mapping[str, Room] = {
     "service.fleet.pacing": pure("service.domain", "service.fleet.signals", "solver", needs=["numpy"]),
     # Where signals come from: files, and services on the network.
     "service.signals": room(
-        "service.domain", "service.fleet.signals", "service.signal_settings", "tls", needs=["aiohttp"]
+        "regular_file",
+        "service.domain",
+        "service.fleet.signals",
+        "service.signal_settings",
+        "tls",
+        needs=["aiohttp"],
     ),
     "service.signals.backoff": pure(),
     "service.signal_settings": room("tls", needs=["pydantic"]),
@@ -286,6 +292,7 @@ HOUSE: Mapping[str, Room] = {
         "logs",
         "metrics",
         "metrics.distribution",
+        "regular_file",
         "seldom",
         "tls",
         needs=["pydantic", "pydantic_settings", "pynvml", "structlog"],
@@ -312,6 +319,7 @@ HOUSE: Mapping[str, Room] = {
         "agent.restore",
         "agent.sidecar",
         "agent.slurm.job",
+        "regular_file",
     ),
     # What needs no cluster to be seen: emulated GPUs in real processes, real agents, a real coordinator.
     "demo": room(

@@ -5,7 +5,6 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -15,7 +14,7 @@ from perseus.agent.gpu.physics import Work
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.client import Probe
-from perseus.agent.probe.exchange import ExecutedOrder
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 from perseus.service.server import running
 from perseus.v1 import job_pb2
@@ -24,21 +23,19 @@ from tests.test_runs_end_to_end import STAGE_COUNT, Node, until
 
 TIMEOUT_S = 60.0
 _CLOCKED = (job_pb2.JOB_STATE_PROFILING, job_pb2.JOB_STATE_SOLVING, job_pb2.JOB_STATE_PLANNED)
-_WORKS = {Kind.FORWARD: Work(0.024, 0.006, 1.0), Kind.BACKWARD: Work(0.044, 0.016, 0.8)}
+_WORKS = {Kind.FORWARD: Work(0.016, 0.004, 1.0), Kind.BACKWARD: Work(0.030, 0.010, 0.8)}
 
 
 class Stages:
-    """What the stages of one pipeline have in common: how they meet, and what they are to compute.
+    """What the stages of one pipeline have in common: what they are to compute, in step.
 
-    All take the same number of microbatches in each iteration (implements `Exchange` for them).
+    All take the same number of microbatches in each iteration.
     """
 
     def __init__(self) -> None:
         self.microbatch_count = 2
         self.is_over = False
-        self._posted: dict[tuple[str, int], ExecutedOrder] = {}
         self._barrier = threading.Barrier(STAGE_COUNT)
-        self._gathered: dict[int, ExecutedOrder] = {}
         self._next = (self.microbatch_count, self.is_over)
 
     def next_iteration(self) -> tuple[int, bool]:
@@ -48,18 +45,6 @@ class Stages:
         self._barrier.wait(60)
         return self._next
 
-    def gather(self, order: ExecutedOrder) -> list[ExecutedOrder]:
-        self._gathered[order.stage] = order
-        self._barrier.wait(60)
-        return [self._gathered[stage] for stage in range(STAGE_COUNT)]
-
-    def post(self, name: str, order: ExecutedOrder) -> None:
-        self._posted[name, order.stage] = order
-
-    def look(self, name: str, stage_count: int) -> Sequence[ExecutedOrder] | None:
-        found = [self._posted.get((name, stage)) for stage in range(stage_count)]
-        return [order for order in found if order is not None] if None not in found else None
-
 
 class Training:
     """One trainer per stage, each on a thread; `again` detaches them all, and attaches them at once."""
@@ -67,7 +52,7 @@ class Training:
     def __init__(self, node: Node) -> None:
         self.stages = Stages()
         self.has_detached = threading.Event()
-        self._attached_count = 2
+        self._exchanges = [LocalExchange() for _ in range(2)]
         self._node = node
         self._threads = [
             threading.Thread(target=self._train, args=(stage,), daemon=True) for stage in range(STAGE_COUNT)
@@ -82,17 +67,12 @@ class Training:
 
     def _train(self, stage: int) -> None:
         gpu, jitter = self._node.gpus[stage], random.Random(stage)
-        for _ in range(self._attached_count):
+        for exchange in self._exchanges:
             probe = Probe.connect(self._node.socket, job_id="job", pipeline=0, stage=stage, gpu_uuid=gpu.uuid)
             placement = Placement(0, 1, stage, STAGE_COUNT, gpu_uuid=gpu.uuid)
-            attachment = Attachment(
-                placement,
-                probe,
-                self.stages.gather,
-                work=lambda: f"stage {stage} of the model",
-                exchange=self.stages,
-            )
-            with attachment:
+            with Attachment(
+                placement, probe, exchange, work=lambda: f"stage {stage} of the model"
+            ) as attachment:
                 while not (next_iteration := self.stages.next_iteration())[1]:
                     attachment.begin_iteration()
                     for kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -119,6 +99,8 @@ async def until_clocked(client: Client, run_number: int) -> job_pb2.Job:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow("a training that is measured at stock three times, by real clocks")
+@pytest.mark.serial
 @pytest.mark.timeout(300)
 async def test_a_ramp_is_followed_and_who_detaches_may_attach_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,16 @@ from perseus.service.server import running
 from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import Client, connected_to, make_settings
 
-MODEL = A100_SXM.with_clocks(3)
+MODEL = replace(A100_SXM.with_clocks(3), counter_period_s=0.02)
 STAGE_COUNT = 2
 TIMEOUT_S = 60.0
 
 
 class Training:
-    """One trainer per stage, each on a thread: so many microbatches per iteration, until told to stop."""
+    """One trainer per stage, each on a thread: one microbatch per iteration, until told to stop."""
 
-    def __init__(self, node: "Node", microbatch_count: int, stage_work: Sequence[str] = ()) -> None:
+    def __init__(self, node: "Node", stage_work: Sequence[str]) -> None:
         self._node = node
-        self._microbatch_count = microbatch_count
         self._stage_work = stage_work
         self._stop = threading.Event()
         self.is_registered: bool | None = None
@@ -51,18 +51,16 @@ class Training:
         is_registered = probe.register(
             pipeline_count=1,
             stage_count=STAGE_COUNT,
-            schedule=NamedSchedule("gpipe", self._microbatch_count),
+            schedule=NamedSchedule("gpipe", 1),
             stage_work=self._stage_work,
         )
         if stage == 0:
             self.is_registered = is_registered
         while not self._stop.is_set():
             with probe.iteration():
-                microbatches = range(self._microbatch_count)
-                for kind, order in ((Kind.FORWARD, microbatches), (Kind.BACKWARD, reversed(microbatches))):
-                    for microbatch in order:
-                        with probe.computation(kind, microbatch):
-                            gpu.execute(Work(0.02, 0.01, 1.0))
+                for kind in (Kind.FORWARD, Kind.BACKWARD):
+                    with probe.computation(kind, 0):
+                        gpu.execute(Work(0.02, 0.01, 1.0))
                 time.sleep(0.02)
             self.foreign_clocks_mhz |= {gpu.sm_clock_mhz()} - {MODEL.max_clock_mhz}
         probe.close()
@@ -103,6 +101,8 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow("trainings that are measured and profiled, one after another")
+@pytest.mark.serial
 @pytest.mark.timeout(240)
 async def test_another_split_of_the_same_order_is_another_run_and_has_no_plan_of_the_one_before(
     tmp_path: Path,
@@ -114,54 +114,27 @@ async def test_another_split_of_the_same_order_is_another_run_and_has_no_plan_of
         first_node.serving(address),
         second_node.serving(address),
     ):
-        first = Training(first_node, 1, ["12 layers", "12 layers"])
+        first = Training(first_node, ["12 layers", "12 layers"])
         await until(lambda: bool(first.foreign_clocks_mhz), "the first training is profiled")
 
-        second = Training(second_node, 1, ["16 layers", "8 layers"])
+        second = Training(second_node, ["16 layers", "8 layers"])
         await until(lambda: second.is_registered is not None, "an answer")
         assert second.is_registered is False
-        await asyncio.sleep(2.5)  # the second one's ranks are announced every second
-        assert (await client.job()).run_number == 1
+        await asyncio.sleep(1.5)  # the second one's ranks are announced every second
+        both = await client.job()
+        assert both.run_number == 1
+        assert both.rank_counts.connected_count == STAGE_COUNT
         assert not second.foreign_clocks_mhz
 
         await first.crash()
         await until_run(client, 2)
         abandoned = await client.job(run_number=1)
+        assert abandoned.state == job_pb2.JOB_STATE_FINISHED
         assert abandoned.state_reason.endswith("its stage_work differs")
         second_job = await client.job()
         assert second_job.profiled_clock_count == 0
         assert [work.fingerprint for work in second_job.spec.stage_work] == ["16 layers", "8 layers"]
-        await second.crash()
-
-
-@pytest.mark.timeout(240)
-async def test_a_training_of_other_work_stays_at_stock_until_the_one_before_is_gone(tmp_path: Path) -> None:
-    first_node, second_node = Node(tmp_path, "a"), Node(tmp_path, "b")
-    async with (
-        running(make_settings(tmp_path)) as (address, _),
-        connected_to(address) as client,
-        first_node.serving(address),
-        second_node.serving(address),
-    ):
-        first = Training(first_node, microbatch_count=1)
-        await until(lambda: bool(first.foreign_clocks_mhz), "the first training is profiled")
-
-        second = Training(second_node, microbatch_count=2)
-        await until(lambda: second.is_registered is not None, "an answer")
-        assert second.is_registered is False
-        before = await client.job()
-        await asyncio.sleep(2.5)  # the second one's ranks are announced every second
-        after = await client.job()
-        assert after.run_number == before.run_number == 1
-        assert after.rank_counts.connected_count == STAGE_COUNT
-        assert not second.foreign_clocks_mhz
-
-        await first.crash()
-        await until_run(client, 2)
-        assert (await client.job(run_number=1)).state == job_pb2.JOB_STATE_FINISHED
         await until(lambda: bool(second.foreign_clocks_mhz), "the second training is profiled")
-        job = await client.job()
-        assert job.spec.schedule.named.microbatch_count == 2
         await second.crash()
 
 

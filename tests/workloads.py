@@ -1,7 +1,12 @@
 """Jobs that several tests run as the demo does, in real processes."""
 
+from dataclasses import replace
+
 from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo.workload import Workload
+
+QUICK_GPU = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
+"""Few clocks and a quick counter: what computations need at a clock is known after a few iterations."""
 
 SMALL = Workload(
     job_id="small",
@@ -11,6 +16,6 @@ SMALL = Workload(
     forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
     backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
     optimizer_s=0.01,
-    gpu=A100_SXM.with_clocks(4),
+    gpu=QUICK_GPU,
 )
-"""Two pipelines of two stages: planned within half a minute."""
+"""Two pipelines of two stages: planned within some ten seconds."""

@@ -26,8 +26,8 @@ from perseus.demo.trainer import STOP_FILE
 from perseus.demo.workload import DEMO
 
 
-def main() -> int:
-    """Do as the command line says; return the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do as the arguments say, those of the command line by default; return the exit status."""
     parser = argparse.ArgumentParser(
         "perseus.demo.rehearsal", description="Rehearse a cluster on machines without GPUs."
     )
@@ -40,7 +40,7 @@ def main() -> int:
         "--node", nargs=2, type=Path, action="append", required=True, metavar=("SOCKET", "GPUS")
     )
     training.add_argument("--job", default="rehearsal", help="what it is called")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.command == "gpus":
         make(given.folder, given.count)
         return 0

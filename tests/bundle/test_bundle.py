@@ -13,6 +13,7 @@ DIST = Path(__file__).parents[2] / "dist"
 BUNDLES = [*DIST.glob("perseus-energy-*.tar.gz")]
 
 pytestmark = [
+    pytest.mark.slow("installs into environments of its own"),
     pytest.mark.skipif(len(BUNDLES) != 1, reason="needs the bundle of `make dist`"),
     pytest.mark.timeout(300),
 ]

@@ -10,6 +10,7 @@ from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A40, Work
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 from perseus.demo.emulated_probe import Works, emulated_connect
 
@@ -32,7 +33,7 @@ def test_computations_take_the_gpu_s_time_and_energy_whatever_they_take_themselv
     connect = emulated_connect(tmp_path / "gpu", WORKS)
     probe = connect(socket_path=tmp_path / "nothing.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="none")
     assert "no agent" in caplog.text, "at stock, then"
-    attachment = Attachment(Placement(0, 1, 0, 1), probe, lambda order: [order])
+    attachment = Attachment(Placement(0, 1, 0, 1), probe, LocalExchange())
     begin_s = time.monotonic()
     attachment.begin_iteration()
     for computation in (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWARD, 0)):

@@ -21,8 +21,8 @@ from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
 MICROBATCHES = 2
 INTERVAL = 8
-EVALUATION_S = 5.0
-PLANNED_MHZ = A100_SXM.clocks_mhz[len(A100_SXM.clocks_mhz) // 3]
+EVALUATION_S = 2.0
+PLANNED_MHZ = A100_SXM.clocks_mhz[2 * len(A100_SXM.clocks_mhz) // 3]
 ORDER = [
     computation_pb2.Computation(kind=kind, microbatch=microbatch)
     for microbatch in range(MICROBATCHES)
@@ -70,6 +70,7 @@ def plan(start_iteration: int) -> wire.ConnectResponse:
     )
 
 
+@pytest.mark.slow("evaluations of two seconds: a clock that is kept takes longer than a busy machine")
 @pytest.mark.timeout(120)
 async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(tmp_path: Path) -> None:
     (tmp_path / "gpus").mkdir()
@@ -107,8 +108,7 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
         await until(lambda: gpu.sm_clock_mhz() == PLANNED_MHZ, "the planned clock", 30)
         first = max(row[0] for row in gaps()) // INTERVAL * INTERVAL + 2 * INTERVAL
         await until(lambda: is_known(first - 1), "the iteration before the evaluation", 60)
-        await asyncio.sleep(1.0)
-        assert gpu.sm_clock_mhz() == A100_SXM.max_clock_mhz
+        await until(lambda: gpu.sm_clock_mhz() == A100_SXM.max_clock_mhz, "stock while it evaluates", 60)
         await until(lambda: is_known(first + INTERVAL + 1), "another evaluation", 60)
         (tmp_path / STOP_FILE).touch()
         begun_s = time.monotonic()
@@ -122,7 +122,7 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
     # A busy host adds to what is measured, but nothing like a clock that would be kept.
     stretch = A100_SXM.max_clock_mhz / PLANNED_MHZ
     at_planned_clock_s = EVALUATION_S * (0.8 * stretch + 0.2)
-    assert at_planned_clock_s > 1.3 * EVALUATION_S
+    assert at_planned_clock_s > 1.6 * EVALUATION_S
     assert max(evaluations.values()) < EVALUATION_S + 0.25 * (at_planned_clock_s - EVALUATION_S), evaluations
     for iteration, gap_s, gap_j, slowed_s in gaps():
         if iteration in (first, first + INTERVAL):

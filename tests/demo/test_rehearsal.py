@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from perseus.demo.cluster import Cluster
+from perseus.demo.rehearsal import main
 from perseus.demo.workload import DEMO
 from perseus.v1 import job_pb2, job_service_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
+from tests.small_jobs import planned_soon
 
 TIMEOUT_S = 60.0
 
@@ -31,14 +33,16 @@ def rehearse(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "perseus.demo.rehearsal", *map(str, arguments)]
 
 
+@pytest.mark.slow("real processes train")
 def test_a_job_trains_on_the_gpus_of_two_agents_until_it_is_stopped(cluster: Cluster) -> None:
     nodes = []
     for pipeline in range(DEMO.pipeline_count):
         folder = cluster.gpu_file(pipeline, 0).parent
-        subprocess.run(rehearse("gpus", folder, 2), check=True)
-        subprocess.run(rehearse("gpus", folder, 2), check=True)  # what is there stays
+        for _ in range(2):  # what is there stays
+            assert main(["gpus", str(folder), "2"]) == 0
         nodes += ["--node", cluster.socket(pipeline), folder]
-    address = cluster.start_coordinator()
+    with planned_soon():
+        address = cluster.start_coordinator()
     cluster.start_agents(address)
     training = subprocess.Popen(rehearse("train", *nodes, "--job", "try"))
     try:
@@ -61,10 +65,12 @@ def test_a_job_trains_on_the_gpus_of_two_agents_until_it_is_stopped(cluster: Clu
         training.kill()
 
 
-def test_nodes_that_have_no_gpus_or_not_as_many_are_told(tmp_path: Path) -> None:
-    subprocess.run(rehearse("gpus", tmp_path / "a", 1), check=True)
-    command = rehearse("train", "--node", "a.sock", tmp_path / "a", "--node", "b.sock", tmp_path / "b")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: expected as many GPUs on each node")
-    assert f"1 in {tmp_path / 'a'}, 0 in {tmp_path / 'b'}" in done.stderr
+def test_nodes_that_have_no_gpus_or_not_as_many_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some, none = str(tmp_path / "a"), str(tmp_path / "b")
+    assert main(["gpus", some, "1"]) == 0
+    assert main(["train", "--node", "a.sock", some, "--node", "b.sock", none]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: expected as many GPUs on each node")
+    assert f"1 in {some}, 0 in {none}" in told

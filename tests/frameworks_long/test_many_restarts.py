@@ -1,12 +1,16 @@
 """What `tests/frameworks/test_restarts.py` does, for longer."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed here; `make test-frameworks-long` has it")
+if find_spec("torch") is None:
+    pytest.skip("torch is not installed; `make test-frameworks-long` has it", allow_module_level=True)
 
 from tests.frameworks.restarts import check_launches, keep_launches
+
+pytestmark = pytest.mark.slow("trains for real, with the framework")
 
 
 @pytest.mark.timeout(7200)

@@ -15,9 +15,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.device_marks import DeviceMarks
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement
-from perseus.agent.probe.torch_marks import capture_check
 from perseus.agent.torch import attach
 from tests.gpu.edges import NotedProbe
 from tests.gpu.report import Finding, judged
@@ -117,7 +117,7 @@ def capture_findings(device: torch.device) -> list[Finding]:
     placement = Placement(0, 1, 0, 1)
     probe = NotedProbe()
     marks = attach_marks(probe, device)
-    attachment = Attachment(placement, marks, lambda order: [order], is_capturing=capture_check(device))
+    attachment = Attachment(placement, marks, LocalExchange())
     matrix = torch.randn(4096, 4096, device=device)
     static = torch.randn(256, 256, device=device)
     side = cuda.Stream(device)

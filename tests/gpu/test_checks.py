@@ -14,8 +14,9 @@ from perseus.agent.gpu.physics import Work
 from perseus.agent.sidecar import self_test
 from perseus.demo import nvml_stub
 from tests.agent.counter_simulation import POWER_W, simulate
+from tests.gpu import edges
 from tests.gpu.claims import AgentError, claim_findings, observing_agent
-from tests.gpu.edges import COMPUTATIONS, edge_findings
+from tests.gpu.edges import edge_findings
 from tests.gpu.energy import Recording, fitting_sequence, judge, judging_sequence, regression_findings
 from tests.gpu.report import Finding, Verdict
 from tests.gpu.self_tests import self_test_findings
@@ -75,7 +76,7 @@ def test_too_little_to_judge_by_is_a_failure() -> None:
 def test_a_gpu_behind_nvml_is_recorded(gpu_files: list[Path], stub: Path) -> None:
     """In real time: how well the powers are told depends on what else the machine does."""
     seen, computes = NvmlGpu(UUID), EmulatedGpu(gpu_files[0])
-    findings = regression_findings(seen, EmulatedLoads(computes), fitted=60, judged_by=30)
+    findings = regression_findings(seen, EmulatedLoads(computes), fitted=20, judged_by=6)
     seen.close()
     computes.close()
     told = {finding.name: finding.found for finding in findings}
@@ -148,16 +149,18 @@ class HostEvent:
         return 1000 * (end_event.at_s - self.at_s)
 
 
-def test_edges_by_events_agree_with_synchronised_ones() -> None:
+def test_edges_by_events_agree_with_synchronised_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     source = HostEvents()
+    monkeypatch.setattr(edges, "COMPUTATIONS", 20)
     findings = edge_findings(source, lambda _each: time.sleep(0.001), lambda: None)
     assert verdicts(findings)["durations by events"] is Verdict.PASSED, findings
     assert len(source.helpers) == 1
 
 
-def test_edges_that_are_late_are_found() -> None:
+def test_edges_that_are_late_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edges, "COMPUTATIONS", 20)
     # Edges come in the order: the iteration's begin, then begin and end of each computation.
-    source = HostEvents(lambda index: 0.0003 if index % (2 + 2 * COMPUTATIONS) % 2 == 0 else 0.0)
+    source = HostEvents(lambda index: 0.0003 if index % (2 + 2 * edges.COMPUTATIONS) % 2 == 0 else 0.0)
     findings = edge_findings(source, lambda _each: time.sleep(0.001), lambda: time.sleep(0.0005))
     assert verdicts(findings)["durations by events"] is Verdict.FAILED, findings
 

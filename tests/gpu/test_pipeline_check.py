@@ -14,6 +14,8 @@ from tests.gpu import check  # noqa: E402
 from tests.gpu.edges import NotedProbe  # noqa: E402
 from tests.gpu.pipeline import SCHEDULES, alone, hook_findings  # noqa: E402
 
+pytestmark = pytest.mark.slow("imports torch, and trains with it")
+
 
 class HostProbe(NotedProbe):
     """Marks at the host's times."""

@@ -22,7 +22,7 @@ from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.demo.security import Security
 from perseus.service.settings import CoordinatorSettings
-from tests.slurm.cluster import free_ports
+from tests.ports import free_port
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs `make test-kubernetes`")
 yaml = pytest.importorskip("yaml", reason="needs `make test-kubernetes`")
@@ -34,6 +34,7 @@ HELM = str(_OURS) if _OURS.exists() else shutil.which("helm")
 KUBERNETES = ("1.27", "1.31", "1.35")
 
 pytestmark = [
+    pytest.mark.slow("renders the chart in processes of helm's"),
     pytest.mark.skipif(HELM is None, reason="needs helm: `make test-kubernetes`"),
     pytest.mark.timeout(240),
 ]
@@ -270,9 +271,10 @@ def probe(found: Container) -> list[int]:
     ]
 
 
+@pytest.mark.slow("starts a coordinator and an agent by the chart's commands")
 @pytest.mark.parametrize("is_mutual", [False, True], ids=["TLS", "mutual TLS"])
 def test_its_commands_and_probes_do_what_they_are_for(tmp_path: Path, is_mutual: bool) -> None:
-    (port, http_port) = free_ports(2)
+    port, http_port = free_port(), free_port()
     gpus = tmp_path / "gpus"
     gpus.mkdir()
     EmulatedGpu.create(gpus / "gpu0", A100_SXM.with_clocks(4), "GPU-0").close()

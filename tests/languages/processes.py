@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from perseus.demo.security import Security
 from perseus.tls.channels import Channels
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
+from tests.ports import free_port
 
 PATIENCE_S = 60.0
 
@@ -30,8 +30,7 @@ class CoordinatorProcess:
     """
 
     def __init__(self, folder: Path, *, has_tls: bool = True) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         # A name, as certificates are mostly for: Node.js warns of TLS to an address.
         self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder

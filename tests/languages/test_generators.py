@@ -23,6 +23,7 @@ NAMES = {
 COMMANDS = ("protoc", "grpc_java_plugin", "grpc_php_plugin", "grpc_ruby_plugin")
 
 
+@pytest.mark.slow("generates stubs in five languages")
 @pytest.mark.skipif(
     not all(map(shutil.which, COMMANDS)),
     reason="protoc and its plugins are not installed here; `make test-languages` installs them",

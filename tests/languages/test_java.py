@@ -28,6 +28,7 @@ CLASSPATH = [
 COMMANDS = ("java", "javac", "protoc", "grpc_java_plugin", "grpc_php_plugin", "grpc_ruby_plugin")
 
 pytestmark = [
+    pytest.mark.slow("builds an agent, which runs in a process under a real coordinator"),
     pytest.mark.timeout(240),
     pytest.mark.skipif(
         not all(map(shutil.which, COMMANDS)) or not all(jar.exists() for jar in CLASSPATH),

@@ -14,6 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "nodejs"
 SPEED = "5"
 
 pytestmark = [
+    pytest.mark.slow("an agent in a process of its own under a real coordinator"),
     pytest.mark.timeout(180),
     pytest.mark.skipif(
         shutil.which("node") is None or not (EXAMPLE / "node_modules").exists(),

@@ -384,16 +384,12 @@ def try_kills(
 ) -> dict[str, list[Outcome]]:
     """`count` of each kill at random points, on `at_a_time` stacks at once."""
     chance = random.Random(seed)
-    delays_s = {name: [chance.uniform(0, _LONGEST_DELAY_S) for _ in range(count)] for name in names}
+    kills = [(name, chance.uniform(0, _LONGEST_DELAY_S)) for name in names for _ in range(count)]
     with ExitStack() as stacks, ThreadPoolExecutor(at_a_time) as pool:
         ours = [stacks.enter_context(Stack(folder / str(index), library)) for index in range(at_a_time)]
 
         def work(index: int) -> list[tuple[str, Outcome]]:
-            return [
-                (name, try_kill(ours[index], name, delay_s))
-                for name in names
-                for delay_s in delays_s[name][index::at_a_time]
-            ]
+            return [(name, try_kill(ours[index], name, delay_s)) for name, delay_s in kills[index::at_a_time]]
 
         outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
         for done in pool.map(work, range(at_a_time)):

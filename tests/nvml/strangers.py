@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import random
+import select
 import socket
 import time
 import zlib
@@ -49,6 +50,10 @@ class Attempts:
     held_connection_count: int = 0
     packet_count: int = 0
     accepted_count: int = 0
+    hello_count: int = 0
+    """Answered, of those that were said as fast as possible."""
+    mark_count: int = 0
+    """Sent as fast as possible, on a GPU of their own."""
 
 
 def train(task: str) -> None:
@@ -57,7 +62,15 @@ def train(task: str) -> None:
 
 
 def attack(
-    path: str, gpu_uuid: str, closed_uuid: str, job_id: str, records: str, connections: str, packets: str
+    path: str,
+    gpu_uuid: str,
+    closed_uuid: str,
+    own_uuid: str,
+    job_id: str,
+    records: str,
+    connections: str,
+    packets: str,
+    flood_s: str,
 ) -> None:
     """Try everything, in turn."""
     done = Attempts()
@@ -72,6 +85,8 @@ def attack(
     chance = random.Random(7)
     while done.packet_count < int(packets):
         send_malformed(path, chance, min(_PACKETS_PER_CONNECTION, int(packets) - done.packet_count), done)
+    flood_with_hellos(path, closed_uuid, float(flood_s), done)
+    flood_with_marks(path, own_uuid, float(flood_s), done)
     print(json.dumps(asdict(done)), flush=True)
 
 
@@ -196,6 +211,44 @@ def send_malformed(path: str, chance: random.Random, count: int, done: Attempts)
                 done.accepted_count += receive(line).ok
     except OSError:
         done.packet_count += 1
+
+
+def flood_with_hellos(path: str, closed_uuid: str, flood_s: float, done: Attempts) -> None:
+    """Claim a GPU that has to be looked into, on as many connections as are let in, again and again."""
+    lines: list[socket.socket] = []
+    ends_s = time.monotonic() + flood_s
+    while time.monotonic() < ends_s:
+        while len(lines) < MAX_CONNECTIONS_PER_USER - 1:
+            lines.append(connected(path))
+            lines[-1].send(encode(Hello(Rank("mine", 0, len(lines), 0), closed_uuid)))
+        for line in select.select(lines, [], [], 0.1)[0]:
+            done.hello_count += receive(line).reason == "GPU_NOT_OPENABLE"
+            lines.remove(line)
+            line.close()
+    for line in lines:
+        line.close()
+
+
+def flood_with_marks(path: str, own_uuid: str, flood_s: float, done: Attempts) -> None:
+    """Mark computations on a GPU of their own, as fast as the socket takes them."""
+    answer = Reply(False)
+    while not answer.ok:  # What they said before is counted for a while.
+        line = connected(path)
+        line.send(encode(Hello(Rank("own", 0, 0, 0), own_uuid)))
+        answer = receive(line)
+        if not answer.ok:
+            assert answer.reason == "TOO_MANY_CONNECTIONS", answer
+            line.close()
+            time.sleep(0.5)
+    with line:
+        ends_s = time.monotonic() + flood_s
+        packets = [encode(mark) for mark in marks(0)]
+        while time.monotonic() < ends_s:
+            with contextlib.suppress(TimeoutError):
+                line.settimeout(0.1)
+                for packet in packets:
+                    line.send(packet)
+                    done.mark_count += 1
 
 
 _BOMB = zlib.compress(b'{"x":[' + b"{}," * (12 * MAX_OBJECTS))

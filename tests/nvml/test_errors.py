@@ -40,18 +40,8 @@ SCHEDULE = NamedSchedule("1f1b", 1)
 ALL_CODES = sorted(
     code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_") and isinstance(code, int)
 )
-# One of each kind that the agent tells apart → the reason in the event log.
-CODES = {
-    pynvml.NVML_ERROR_NO_PERMISSION: "NO_PERMISSION",
-    pynvml.NVML_ERROR_GPU_IS_LOST: "LOST",
-    pynvml.NVML_ERROR_NOT_SUPPORTED: "NOT_SUPPORTED",
-    pynvml.NVML_ERROR_NOT_FOUND: "NOT_FOUND",
-    pynvml.NVML_ERROR_IN_USE: "IN_USE",
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "DRIVER_FAILED",
-    pynvml.NVML_ERROR_UNKNOWN: "DRIVER_FAILED",
-}
-# What is called when a GPU is opened, and when it is let go.
-ONCE = [
+# What is called when a GPU is opened, while training runs, and when the GPU is let go.
+FUNCTIONS = [
     "nvmlInit",
     "nvmlDeviceGetHandleByUUID",
     "nvmlDeviceGetArchitecture",
@@ -60,23 +50,16 @@ ONCE = [
     "nvmlDeviceGetSupportedMemoryClocks",
     "nvmlDeviceGetSupportedGraphicsClocks",
     "nvmlDeviceGetPersistenceMode",
-    "nvmlShutdown",
-]
-# What is called again and again while training runs.
-OFTEN = [
     "nvmlDeviceSetGpuLockedClocks",
     "nvmlDeviceSetMemoryLockedClocks",
     "nvmlDeviceResetGpuLockedClocks",
     "nvmlDeviceResetMemoryLockedClocks",
     "nvmlDeviceGetTotalEnergyConsumption",
     "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetClockInfo",
+    "nvmlDeviceGetFieldValues",
+    "nvmlShutdown",
 ]
-# Of these, what may be called only once in the life of a job.
-ONCE_A_JOB = {
-    "nvmlDeviceSetMemoryLockedClocks",
-    "nvmlDeviceResetGpuLockedClocks",
-    "nvmlDeviceResetMemoryLockedClocks",
-}
 # Functions of what a GPU need not have: "not supported" is an answer like any other.
 OPTIONAL = {
     "nvmlDeviceGetMigMode",
@@ -250,39 +233,37 @@ async def site(folder: Path, stub: Path) -> AsyncIterator[Site]:
             yield Site(folder, stub, JobServiceStub(channel), working)
 
 
-# What may succeed a moment later; that a set was tried again is told, a poll comes again anyway.
-TRANSIENT = {"DRIVER_FAILED", "IN_USE"}
-POLLED = {"nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetCurrentClocksEventReasons"}
-
-
-def expected(function: str, code: int, times: int = 0) -> str | None:
-    reason: str | None = CODES[code]
-    if code == pynvml.NVML_ERROR_NOT_SUPPORTED and function in OPTIONAL:
-        # Of a lock that was set this is no answer, and then a failure like any other.
-        reason = "DRIVER_FAILED" if function == "nvmlDeviceResetMemoryLockedClocks" else None
-    return None if times and function in POLLED and reason in TRANSIENT else reason
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("function", ONCE)
-async def test_an_error_when_a_gpu_is_opened_or_let_go(tmp_path: Path, stub: Path, function: str) -> None:
+async def test_an_error_when_a_gpu_is_opened(tmp_path: Path, stub: Path) -> None:
     async with site(tmp_path, stub) as one:
-        for code in CODES:
-            await one.train_under(f"error {function} {code} 0 0", expected(function, code))
+        for function, code, reason in (
+            ("nvmlInit", pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "DRIVER_FAILED"),
+            ("nvmlDeviceGetHandleByUUID", pynvml.NVML_ERROR_NOT_FOUND, "NOT_FOUND"),
+            ("nvmlDeviceGetSupportedGraphicsClocks", pynvml.NVML_ERROR_NOT_SUPPORTED, "NOT_SUPPORTED"),
+        ):
+            await one.train_under(f"error {function} {code} 0 0", reason)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("after", "times"), [(0, 0), (1, 1)])
-@pytest.mark.parametrize("function", OFTEN)
+@pytest.mark.parametrize(
+    ("function", "code", "times", "reason"),
+    [
+        ("nvmlDeviceSetGpuLockedClocks", pynvml.NVML_ERROR_NO_PERMISSION, 0, "NO_PERMISSION"),
+        ("nvmlDeviceSetMemoryLockedClocks", pynvml.NVML_ERROR_IN_USE, 1, "IN_USE"),
+        ("nvmlDeviceGetTotalEnergyConsumption", pynvml.NVML_ERROR_GPU_IS_LOST, 0, "LOST"),
+        # A poll comes again anyway.
+        ("nvmlDeviceGetCurrentClocksEventReasons", pynvml.NVML_ERROR_UNKNOWN, 1, None),
+    ],
+)
 async def test_an_error_while_training_runs(
-    tmp_path: Path, stub: Path, function: str, after: int, times: int
+    tmp_path: Path, stub: Path, function: str, code: int, times: int, reason: str | None
 ) -> None:
-    if function in ONCE_A_JOB:
-        after = 0
     async with site(tmp_path, stub) as one:
-        for code in CODES:
-            reason = expected(function, code, times)
-            await one.train_under(f"error {function} {code} {after} {times}", reason)
+        await one.train_under(f"error {function} {code} 0 {times}", reason)
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceResetGpuLockedClocks", "nvmlShutdown"])
+async def test_an_error_when_a_gpu_is_let_go(tmp_path: Path, stub: Path, function: str) -> None:
+    async with site(tmp_path, stub) as one:
+        await one.train_under(f"error {function} {pynvml.NVML_ERROR_GPU_IS_LOST} 0 0", "LOST")
 
 
 # What means that a GPU or driver has no such thing.
@@ -316,15 +297,15 @@ def failures() -> list[GpuError]:
     return failed
 
 
-@pytest.mark.parametrize("code", ALL_CODES)
-@pytest.mark.parametrize("function", [*ONCE, *OFTEN, "nvmlDeviceGetClockInfo", "nvmlDeviceGetFieldValues"])
-def test_every_error_of_every_call_is_a_gpu_error(stub: Path, function: str, code: int) -> None:
-    instruct(stub, [MEMORY_CHOICE, f"error {function} {code} 0 0"])
-    found = failures()
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_error_of_every_call_is_a_gpu_error(stub: Path, function: str) -> None:
     # Power can be read in another way; that a lock which was set can't be reset is no answer.
     answers = {*OPTIONAL, "nvmlDeviceGetFieldValues"} - {"nvmlDeviceResetMemoryLockedClocks"}
-    if code in ABSENT and function in answers:
-        assert found == []
-    else:
-        assert found
-        assert all(UUID in str(error) and function in str(error) for error in found)
+    for code in ALL_CODES:
+        instruct(stub, [MEMORY_CHOICE, f"error {function} {code} 0 0"])
+        found = failures()
+        if code in ABSENT and function in answers:
+            assert found == [], f"error {code}"
+        else:
+            assert found, f"error {code}"
+            assert all(UUID in str(error) and function in str(error) for error in found)

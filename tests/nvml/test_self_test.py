@@ -1,36 +1,34 @@
 """`perseus agent --self-test` on the stub: it reads, says what it found, and sets nothing."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pynvml
 import pytest
+from typer.testing import CliRunner, Result
 
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.sidecar import self_test
-from perseus.demo.nvml_stub import NO_LOCKS, Locks, environment, instruct
+from perseus.cli.main import app
+from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
 from tests.nvml.stub_gpus import MODEL, UUIDS
 
 
-def run(library: Path, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "perseus.cli", "agent", "--self-test"],
-        env={**os.environ, **environment(library, folder), "COLUMNS": "200", **more},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(autouse=True)
+def _watches_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "_WATCH_S", 1.0)
 
 
-def test_a_table_for_people_and_json_for_programs(stub_library: Path, gpu_files: list[Path]) -> None:
+def run() -> Result:
+    return CliRunner().invoke(app, ["agent", "--self-test"], env={"COLUMNS": "200"})
+
+
+def test_a_table_for_people_and_json_for_programs(stub: Path, gpu_files: list[Path]) -> None:
     for extra in gpu_files[1:]:
         extra.unlink()
-    done = run(stub_library, gpu_files[0].parent)
-    assert done.returncode == 0, done.stderr
+    done = run()
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["node"]["driver_version"] == {"value": "emulated"}
     assert list(report["gpus"]) == [UUIDS[0]]
@@ -91,24 +89,25 @@ def test_one_question_that_is_not_answered_leaves_the_others(
     assert not findings.is_usable
 
 
-def test_without_nvml_it_says_so(tmp_path: Path, stub_library: Path) -> None:
-    done = run(stub_library, tmp_path / "nowhere")
-    assert done.returncode == 1
+def test_without_nvml_it_says_so(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSEUS_NVML_STUB", str(stub / "nowhere"))
+    done = run()
+    assert done.exit_code == 1
     assert "nvmlInit: Driver Not Loaded" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_lost_gpu_does_not_hide_its_neighbours(stub_library: Path, gpu_files: list[Path]) -> None:
+def test_a_lost_gpu_does_not_hide_its_neighbours(stub: Path) -> None:
     """Two of three: the first call for the first GPU fails, and so does opening the third."""
     instruct(
-        gpu_files[0].parent,
+        stub,
         [
             f"error nvmlDeviceGetHandleByIndex {pynvml.NVML_ERROR_GPU_IS_LOST} 0 1",
             f"error nvmlDeviceGetHandleByUUID {pynvml.NVML_ERROR_GPU_IS_LOST} 0 1",
         ],
     )
-    done = run(stub_library, gpu_files[0].parent)
-    assert done.returncode == 1, done.stderr
+    done = run()
+    assert done.exit_code == 1, done.stderr
     gpus = json.loads(done.stdout)["gpus"]
     assert list(gpus) == ["GPU 0", *UUIDS[1:]]
     assert "fell off the bus" in gpus["GPU 0"]["usable"]["problem"]

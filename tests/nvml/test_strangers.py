@@ -8,13 +8,22 @@ from typing import Any
 import pytest
 
 from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.link.packets import encode
+from perseus.agent.sidecar.allowance import BURST_BYTES, HELLO_BYTES, USER_BYTES_PER_S
 from perseus.agent.sidecar.local import MAX_CONNECTIONS_PER_USER
+from perseus.demo import nvml_stub
 from tests.agent.other_users import NOBODY, OWNER, needs_root, passable_folder, start_as
 from tests.nvml.stack import MODEL, UUID, Stack
+from tests.nvml.strangers import marks
+
+pytestmark = pytest.mark.slow("real processes of several users train, and are attacked")
 
 CONNECTION_COUNT = 300
 PACKET_COUNT = 2000
-CLOSED_UUID = "GPU-closed"
+FLOOD_S = 3.0
+CLOSED_UUID, OPEN_UUID = "GPU-closed", "GPU-open"
+_SLACK = 1.5
+"""Of what may be read in a time: sockets hold some, too."""
 
 
 @pytest.fixture
@@ -24,21 +33,24 @@ def stack(stub_library: Path) -> Iterator[Stack]:
 
 
 def strangers_stack(folder: Path, library: Path, *, trainer_uid: int) -> Stack:
-    """For a job of a user's; all may open the GPU that it is on, but not the other one."""
+    """For a job of a user's; all may open the GPU that it is on and an idle one, but not the third."""
     stack = Stack(folder / "node", library, trainer_uid=trainer_uid)
-    closed = stack.gpu_folder / "gpu-closed"
-    EmulatedGpu.create(closed, MODEL, CLOSED_UUID).close()
-    closed.chmod(0o600)
+    for name, uuid, mode in (("gpu-closed", CLOSED_UUID, 0o600), ("gpu-open", OPEN_UUID, 0o666)):
+        EmulatedGpu.create(stack.gpu_folder / name, MODEL, uuid).close()
+        (stack.gpu_folder / name).chmod(mode)
+    nvml_stub.environment(library, stack.gpu_folder)  # makes their devices' nodes
     return stack
 
 
 @needs_root
 @pytest.mark.timeout(300)
 def test_a_stranger_gets_nothing_and_disturbs_nobody(stack: Stack) -> None:
-    attack_and_check(stack, CONNECTION_COUNT, PACKET_COUNT)
+    attack_and_check(stack, CONNECTION_COUNT, PACKET_COUNT, FLOOD_S)
 
 
-def attack_and_check(stack: Stack, connection_count: int, packet_count: int) -> dict[str, Any]:
+def attack_and_check(
+    stack: Stack, connection_count: int, packet_count: int, flood_s: float
+) -> dict[str, Any]:
     """A stranger attacks a job that has its clocks set; AssertionError if anything comes of it.
 
     Returns the `strangers.Attempts`, as a dictionary.
@@ -48,10 +60,9 @@ def attack_and_check(stack: Stack, connection_count: int, packet_count: int) -> 
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
     agent_pid = stack.agent_pid()
-    arguments = [str(stack.socket), UUID, CLOSED_UUID, stack.job_id, str(stack.restore_folder)]
-    with start_as(
-        NOBODY, "tests.nvml.strangers", "attack", [*arguments, str(connection_count), str(packet_count)]
-    ) as process:
+    arguments = [str(stack.socket), UUID, CLOSED_UUID, OPEN_UUID, stack.job_id, str(stack.restore_folder)]
+    counts = [str(connection_count), str(packet_count), str(flood_s)]
+    with start_as(NOBODY, "tests.nvml.strangers", "attack", [*arguments, *counts]) as process:
         said, _ = process.communicate()
     done: dict[str, Any] = json.loads(said)
     assert done["claims"] == {
@@ -66,9 +77,15 @@ def attack_and_check(stack: Stack, connection_count: int, packet_count: int) -> 
     assert done["held_connection_count"] <= MAX_CONNECTIONS_PER_USER
     assert done["packet_count"] >= packet_count
     assert done["accepted_count"] == 0
+    most_bytes = BURST_BYTES + USER_BYTES_PER_S * flood_s
+    assert 0 < done["hello_count"] <= _SLACK * most_bytes / HELLO_BYTES
+    assert 0 < done["mark_count"] <= _SLACK * most_bytes / len(encode(marks(0)[0]))
     assert stack.agent_pid() == agent_pid
-    events = [line["event"] for line in stack.log("agent")]
-    assert "rank left" not in events
+    log = stack.log("agent")
+    events = [line["event"] for line in log]
+    assert not [
+        line for line in log if line["event"] == "rank left" and str(line["rank"]).startswith(stack.job_id)
+    ]
     assert "connection failed" not in events
     assert len(events) < 200, "the log is not filled"
     assert stack.trainer is not None

@@ -41,7 +41,7 @@ events = st.one_of(
 
 
 @given(model=st.sampled_from([A40, A100_SXM]), steps=st.lists(st.tuples(durations_s, events), max_size=20))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(model=A40, steps=[(0.3, ("set", 0)), (0.05, ("set", 0))])  # looks at the very moment of a tick
 def test_its_physics_are_those_of_the_emulated_gpu(
     stub_library: Path, model: GpuModel, steps: list[tuple[float, tuple[str, object]]]
@@ -184,5 +184,18 @@ def test_errors_delays_and_properties_are_instructed_while_it_runs(stub: Path) -
         begun_s = time.monotonic()
         pynvml.nvmlDeviceGetName(handle)
         assert time.monotonic() - begun_s >= 0.05
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def test_each_of_many_instructions_in_a_row_is_followed(stub: Path) -> None:
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        for _ in range(100):
+            instruct(stub, ["property mig_mode 1"])
+            assert pynvml.nvmlDeviceGetMigMode(handle) == [1, 1]
+            instruct(stub, [])
+            assert pynvml.nvmlDeviceGetMigMode(handle) == [0, 0]
     finally:
         pynvml.nvmlShutdown()

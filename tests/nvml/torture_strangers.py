@@ -13,6 +13,8 @@ from perseus.demo import nvml_stub
 from tests.agent.other_users import OWNER, passable_folder
 from tests.nvml.test_strangers import attack_and_check, strangers_stack
 
+FLOOD_S = 60.0
+
 
 def main(connection_count: int, packet_count: int, path: Path) -> None:
     """Attack, and write down what came of it."""
@@ -22,9 +24,10 @@ def main(connection_count: int, packet_count: int, path: Path) -> None:
     with passable_folder() as folder:
         library = nvml_stub.build(folder)
         with strangers_stack(folder, library, trainer_uid=OWNER) as stack:
-            done = attack_and_check(stack, connection_count, packet_count)
+            done = attack_and_check(stack, connection_count, packet_count, FLOOD_S)
     claims = "\n".join(f"| claims {what} | {reason} |" for what, reason in done["claims"].items())
     today, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - begun_s
+    hellos, marks = done["hello_count"] / FLOOD_S, done["mark_count"] / FLOOD_S
     opened, kept = done["connection_count"], done["held_connection_count"]
     text = f"""# What a stranger gets
 
@@ -39,6 +42,8 @@ is at stock when the agent has ended.
 | locks the records | {done["records"]} |
 | opens {opened:,} connections at once, silently | {kept} are kept |
 | sends {done["packet_count"]:,} malformed packets | {done["accepted_count"]} are accepted |
+| says hello on all its connections, for {FLOOD_S:.0f} s | {hellos:.1f} a second are looked into |
+| marks on an idle GPU as fast as it can, for {FLOOD_S:.0f} s | {marks:,.0f} a second are read |
 
 Last run: {today}, {took_s:.0f} s, {os.cpu_count()} cores, Python {platform.python_version()}.
 """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.service.web.scraping import free_port
+from tests.ports import free_port
 
 _START_LIMIT_S = 30.0
 
@@ -69,7 +69,7 @@ class Prometheus:
             if time.monotonic() > deadline_s:
                 log = (self._folder / "prometheus.log").read_text()[-2000:]
                 raise AssertionError(f"expected within {limit_s:g} s: {what}; {log}")
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     def _is_ready(self) -> bool:
         try:

@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
 from perseus.demo.security import Security
 from perseus.demo.trainer import STOP_FILE, RankTask
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).parent.parent.parent
 NODE_COUNT = 2
@@ -126,7 +127,7 @@ class SlurmCluster:
         return (self.node_folder(node) / "hooks.log").read_text()
 
     def _write_files(self, coordinator: str) -> None:
-        controller_port, *ports = free_ports(1 + NODE_COUNT)
+        controller_port, *ports = (free_port() for _ in range(1 + NODE_COUNT))
         nodes, gres = [], []
         host = socket.gethostname().partition(".")[0]
         for node, port in enumerate(ports):
@@ -454,15 +455,6 @@ class SlurmCluster:
 def gpu_uuid(node: int, index: int) -> str:
     """The GPU's identity."""
     return f"GPU-node{node}-{index}"
-
-
-def free_ports(count: int) -> Sequence[int]:
-    """Ports of loopback that nobody has."""
-    with ExitStack() as stack:
-        lines = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for line in lines:
-            line.bind(("127.0.0.1", 0))
-        return [int(line.getsockname()[1]) for line in lines]
 
 
 def missing() -> list[str]:

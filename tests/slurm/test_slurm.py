@@ -16,6 +16,7 @@ from tests.nvml.strangers import claim
 from tests.slurm.cluster import NODE_COUNT, SlurmCluster, gpu_uuid, missing
 
 pytestmark = [
+    pytest.mark.slow("real batch jobs"),
     needs_root,
     pytest.mark.skipif(bool(missing()), reason=f"needs {', '.join(missing())}: tests/slurm/install"),
     pytest.mark.skipif(nvml_stub.compiler() is None, reason="no C compiler here to build the NVML stub with"),

@@ -3,22 +3,52 @@
 import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Literal
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Locator, Page, async_playwright, expect
+from playwright.async_api import Browser, Locator, Page, async_playwright, expect
 
 CHROMIUM = shutil.which("chromium")
 WAIT_MS = 20_000
 
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs chromium; `make test-web` installs it, as root on Debian"
-)
+in_browser = [
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="needs chromium; `make test-web` installs it, as root on Debian"
+    ),
+    pytest.mark.slow("a real browser, on real coordinators"),
+    # One browser for all tests: they share its event loop.
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.usefixtures("browser"),
+]
 expect.set_options(timeout=WAIT_MS)
 
 Scheme = Literal["light", "dark"]
+
+
+@asynccontextmanager
+async def launched() -> AsyncIterator[Browser]:
+    """Start the browser."""
+    # As root, Chromium starts without its sandbox only.
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        await browser.close()
+
+
+_shared: AbstractAsyncContextManager[Browser] | None = None
+
+
+@asynccontextmanager
+async def shared() -> AsyncIterator[None]:
+    """Start the browser once for all pages that are opened in this block, on this event loop."""
+    global _shared
+    async with launched() as browser:
+        _shared = nullcontext(browser)
+        yield
+        _shared = None
 
 
 @asynccontextmanager
@@ -30,10 +60,7 @@ async def browsing(
     Certificates are those of the test's own authority, and are not looked at.
     """
     complaints: list[str] = []
-    async with async_playwright() as playwright:
-        # As root, Chromium starts without its sandbox only.
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+    async with _shared or launched() as browser:
         context = await browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, ignore_https_errors=True
         )
@@ -42,7 +69,7 @@ async def browsing(
         page.on("console", lambda said: complaints.append(said.text) if said.type != "log" else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         yield page
-        await browser.close()
+        await context.close()
     unexpected = [each for each in complaints if not any(words in each for words in expected)]
     assert unexpected == [], "\n".join(unexpected)
 

@@ -14,9 +14,9 @@ from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, JobDeleted, JobEntry, NewRun
 from perseus.v1.ledger_service_pb2 import ListLedgerEntriesRequest, ListLedgerEntriesResponse
 from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
+from tests.ports import free_port
 from tests.service.grpc_fakes import TIMEOUT_S, Client, connected, make_settings
 from tests.service.service_fakes import make_spec
-from tests.service.web.scraping import free_port
 
 NOW = datetime(2026, 11, 22, 13, 14, tzinfo=UTC)
 BASELINE = Reference(0, 25, 4.0e4, 1e6 * 24)

@@ -13,11 +13,11 @@ from perseus.demo.cluster import Cluster
 from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import Client
 from tests.web import said
-from tests.web.browser import browsing, figure, needs_chromium, panel
+from tests.web.browser import browsing, figure, in_browser, panel
 from tests.web.demo import http_url, log_in, page_served
 from tests.workloads import SMALL
 
-pytestmark = needs_chromium
+pytestmark = in_browser
 
 WORKLOAD = replace(SMALL, job_id="seen")
 LONG_MS = 90_000

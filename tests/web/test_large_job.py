@@ -6,10 +6,10 @@ import pytest
 from playwright.async_api import expect
 
 from perseus.service.domain.model import JobState
-from tests.web.browser import browsing, figure, inaccessible, is_scrolled_sideways, needs_chromium, panel
+from tests.web.browser import browsing, figure, in_browser, inaccessible, is_scrolled_sideways, panel
 from tests.web.fleet import fleet, machine
 
-pytestmark = needs_chromium
+pytestmark = in_browser
 
 RANKS = 4096
 PIPELINES = 1024

@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from google.protobuf import json_format
 from playwright.async_api import expect
 
@@ -18,18 +19,18 @@ from tests.web.browser import (
     browsing,
     choose,
     figure,
+    in_browser,
     inaccessible,
     is_scrolled_sideways,
-    needs_chromium,
     panel,
 )
 from tests.web.ledgers import ENTRIES, NOW, Site, at, serving, table_row
 from tests.web.test_modules import run
 
-pytestmark = needs_chromium
+pytestmark = in_browser
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     async with serving(tmp_path, ENTRIES) as site:
         yield site

@@ -10,11 +10,11 @@ from perseus.demo.security import Security
 from perseus.service.server import running
 from perseus.v1 import token_service_pb2
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
+from tests.ports import free_port
 from tests.service.grpc_fakes import TIMEOUT_S, Client, make_secured_settings
-from tests.service.web.scraping import free_port
-from tests.web.browser import browsing, inaccessible, needs_chromium, panel
+from tests.web.browser import browsing, in_browser, inaccessible, panel
 
-pytestmark = needs_chromium
+pytestmark = in_browser
 
 
 class Guarded:

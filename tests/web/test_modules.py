@@ -5,19 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Page
 
 from tests.web import said
-from tests.web.browser import Scheme, browsing, needs_chromium
+from tests.web.browser import Scheme, browsing, in_browser
 from tests.web.fleet import fleet
 
-pytestmark = needs_chromium
+pytestmark = in_browser
 
 NARROW = "\N{NARROW NO-BREAK SPACE}"
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def page(tmp_path: Path) -> AsyncIterator[Page]:
     async with fleet(tmp_path, []) as site, browsing() as page:
         await page.goto(site.url)

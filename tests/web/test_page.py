@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Page, expect
 
 from perseus.service.domain.model import PlannedClocks
 from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_pb2, job_service_pb2, rank_pb2
+from tests.ports import free_port
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -20,20 +22,19 @@ from tests.service.grpc_fakes import (
     make_settings,
     spec_message,
 )
-from tests.service.web.scraping import free_port
 from tests.web import said
 from tests.web.browser import (
     Scheme,
     browsing,
     choose,
     figure,
+    in_browser,
     inaccessible,
     is_scrolled_sideways,
-    needs_chromium,
     panel,
 )
 
-pytestmark = needs_chromium
+pytestmark = in_browser
 
 
 IN_ITS_HEADER = """(element) => {
@@ -79,7 +80,7 @@ async def serving(folder: Path) -> AsyncIterator[Site]:
         yield Site(client, f"http://{http}")
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     async with serving(tmp_path) as site:
         yield site

@@ -8,10 +8,10 @@ from perseus.v1 import power_service_pb2
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 from tests.service.grpc_fakes import TIMEOUT_S
 from tests.web import said
-from tests.web.browser import browsing, inaccessible, needs_chromium
+from tests.web.browser import browsing, in_browser, inaccessible
 from tests.web.test_page import serving
 
-pytestmark = needs_chromium
+pytestmark = in_browser
 
 
 async def test_a_limited_feed_is_shown_with_whom_it_holds_back_and_goes_with_its_budget(

@@ -9,6 +9,7 @@ from pathlib import Path
 from playwright.async_api import expect
 
 from perseus.v1 import job_pb2, job_service_pb2
+from tests.ports import free_port
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -19,10 +20,9 @@ from tests.service.grpc_fakes import (
     make_settings,
     until,
 )
-from tests.service.web.scraping import free_port
-from tests.web.browser import browsing, figure, needs_chromium, panel
+from tests.web.browser import browsing, figure, in_browser, panel
 
-pytestmark = needs_chromium
+pytestmark = in_browser
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import os
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,4 +100,7 @@ def instruct(gpu_folder: Path, instructions: Iterable[str]) -> None:
     """Steer the library from now on, in every process that uses it on these GPUs."""
     draft = gpu_folder / ".nvml-draft"
     draft.write_text("".join(f"{instruction}\n" for instruction in instructions))
+    # The library knows a new text by its time, and the kernel's own is the same for some milliseconds.
+    now_ns = time.time_ns()
+    os.utime(draft, ns=(now_ns, now_ns))
     draft.replace(gpu_folder / ".nvml")

@@ -1,0 +1,137 @@
+"""Certificates renewed, and the agents' token revoked, under a running job with real processes."""
+
+import asyncio
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from perseus.demo.cluster import Cluster
+from perseus.demo.observation import Observer
+from perseus.demo.security import AGENTS
+from perseus.demo.summary import Measurements
+from perseus.v1 import event_pb2, job_pb2, token_service_pb2
+from perseus.v1.token_service_pb2_grpc import TokenServiceStub
+from tests.small_jobs import PLANNED_TIMEOUT_S, planned_soon, until
+from tests.workloads import SMALL
+
+if TYPE_CHECKING:
+    from perseus.v1.token_service_pb2_grpc import TokenServiceAsyncStub
+
+LIMIT_S = 90.0
+AGENT_NAMES = [f"agent-{pipeline}" for pipeline in range(SMALL.pipeline_count)]
+
+
+class Logs:
+    """What processes have said so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        text = (self._folder / f"{name}.log").read_text().splitlines()
+        return [json.loads(line) for line in text if line.startswith("{") and line.endswith("}")]
+
+    def counts(self, name: str) -> Counter[str]:
+        return Counter(line["event"] for line in self.lines(name))
+
+    async def until_all(self, event: str, count: int) -> None:
+        """Wait until every agent has said something so many times."""
+
+        async def have_said() -> bool:
+            return all(self.counts(name)[event] >= count for name in AGENT_NAMES)
+
+        await until(have_said, f"{event!r} of every agent", LIMIT_S)
+
+
+def texts(folder: Path, pattern: str) -> list[str]:
+    return [path.read_text().strip() for path in folder.glob(pattern)]
+
+
+async def iterations(observer: Observer) -> int:
+    """Wait for iterations of all pipelines that begin from now on; return the last."""
+    begun = observer.next_whole_iteration
+    numbers = range(begun, begun + 3)
+    await observer.until("iterations", lambda: observer.measurements.are_complete(numbers), LIMIT_S)
+    return numbers[-1]
+
+
+async def renew_certificates(cluster: Cluster, observer: Observer, logs: Logs, address: str) -> None:
+    """No plan is lost, and newcomers get to see the new certificate."""
+    event_count = len(observer.events)
+    cluster.security.renew_coordinator()
+    cluster.security.renew_client()
+    await logs.until_all("connected", 2)
+    await iterations(observer)
+    assert observer.state == job_pb2.JOB_STATE_PLANNED
+    # Ranks are away and back within a moment; their plans stay what they were.
+    kinds = {event.type for event in observer.events[event_count:]}
+    assert event_pb2.JOB_EVENT_TYPE_STATE_CHANGED not in kinds
+    for name in AGENT_NAMES:
+        said = logs.counts(name)
+        assert said["certificates renewed: going on with a new stream"] == 1
+        assert said["certificates reloaded"] == 1
+        assert said["no coordinator"] == 0
+    assert logs.counts("coordinator")["certificates reloaded"] == 1
+    async with cluster.security.channels(address).open() as channel:
+        newcomer = Observer(channel, SMALL.job_id, Measurements(SMALL.pipeline_count), lambda: None)
+        joining = asyncio.create_task(newcomer.follow())
+        await newcomer.until("an answer", lambda: newcomer.job is not None, LIMIT_S)
+        joining.cancel()
+
+
+async def revoke_token(
+    cluster: Cluster, tokens: "TokenServiceAsyncStub", observer: Observer, logs: Logs, address: str
+) -> int:
+    """Both sides say it; with another token agents come back. Return an iteration after that."""
+    request = token_service_pb2.RevokeTokenRequest(name=AGENTS)
+    await tokens.RevokeToken(request, timeout=30)
+    await logs.until_all("no coordinator", 1)
+    for name in AGENT_NAMES:
+        reasons = [line["reason"] for line in logs.lines(name) if line["event"] == "no coordinator"]
+        assert reasons[0] == f"UNAUTHENTICATED: token '{AGENTS}' is revoked", name
+    refusals = [line for line in logs.lines("coordinator") if line["event"] == "caller refused"]
+    assert {(line["reason"], line["rpc"]) for line in refusals} == {
+        ("TOKEN_REVOKED", "/perseus.v1.AgentService/Connect")
+    }
+    await asyncio.to_thread(cluster.security.admit_agents, address, "more-agents")
+    await logs.until_all("connected", 3)
+    return await iterations(observer)
+
+
+@pytest.mark.slow("real processes train, are planned, and connect again twice")
+@pytest.mark.timeout(400)
+async def test_renewed_certificates_and_another_token_cost_no_iteration(tmp_path: Path) -> None:
+    logs = Logs(tmp_path)
+    measurements = Measurements(SMALL.pipeline_count)
+    with (
+        planned_soon(),
+        tempfile.TemporaryDirectory(prefix="perseus-") as folder,
+        Cluster(SMALL, Path(folder), tmp_path) as cluster,
+    ):
+        address = await asyncio.to_thread(cluster.start_coordinator)
+        await asyncio.to_thread(cluster.start_agents, address)
+        cluster.start_trainers()
+        async with cluster.security.channels(address).open() as channel:
+            observer = Observer(channel, SMALL.job_id, measurements, lambda: None)
+            following = asyncio.create_task(observer.follow())
+            await observer.until(
+                "a plan in force",
+                lambda: observer.state == job_pb2.JOB_STATE_PLANNED and observer.is_in_force(),
+                PLANNED_TIMEOUT_S,
+            )
+            first = measurements.latest
+            await renew_certificates(cluster, observer, logs, address)
+            last = await revoke_token(cluster, TokenServiceStub(channel), observer, logs, address)
+            following.cancel()
+        secrets = texts(cluster.security.token_file.parent, "*.token")
+        await asyncio.to_thread(cluster.stop_training)
+        await asyncio.to_thread(cluster.stop_services)
+
+    assert measurements.are_complete(range(first, last + 1)), "every iteration, of every pipeline"
+    everything = "".join(texts(tmp_path, "*.log"))
+    assert len(secrets) == 2
+    assert not any(secret in everything for secret in secrets)

@@ -1,0 +1,139 @@
+"""What no test may do fails: shown by a run of pytest on tests that do it, with shorter limits."""
+
+from pathlib import Path
+
+import pytest
+
+LIMITS = """
+from tests import leaks, tiers
+leaks.PATIENCE_S, tiers.MAX_CPU_S, tiers.MAX_CLOCK_S = 0.2, 0.5, 1.0
+"""
+
+TESTS = """
+import asyncio, socket, subprocess, threading, time
+import grpc
+import pytest
+from tests.ports import free_port
+
+kept = []
+
+def test_nothing():
+    pass
+
+def test_thread():
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+def test_process():
+    kept.append(subprocess.Popen(["sleep", "60"]))
+
+def test_file():
+    kept.append(open(__file__))
+
+async def test_task():
+    kept.append(asyncio.create_task(asyncio.sleep(60)))
+
+def test_busy():
+    until_s = time.process_time() + 0.6
+    while time.process_time() < until_s:
+        pass
+
+def test_waiting():
+    time.sleep(1.1)
+
+@pytest.fixture
+def dear():
+    time.sleep(1.1)
+
+def test_dear_fixture(dear):
+    pass
+
+@pytest.fixture(scope="module")
+def shared():
+    time.sleep(1.1)
+    server = subprocess.Popen(["sleep", "60"])
+    yield
+    server.kill()
+    server.wait()
+
+def test_shared_fixture(shared):
+    pass
+
+@pytest.fixture(scope="module")
+def servers():
+    servers = [subprocess.Popen(["sleep", "60"])]
+    yield servers
+    servers[0].kill()
+    servers[0].wait()
+
+def test_shared_server_started_anew(servers):
+    servers[0].kill()
+    servers[0].wait()
+    servers[0] = subprocess.Popen(["sleep", "60"])
+
+@pytest.mark.slow("waits")
+def test_marked():
+    time.sleep(1.1)
+
+@pytest.mark.parametrize("number", range(2))
+def test_port(number):
+    socket.create_server(("127.0.0.1", 50051))
+
+@pytest.mark.parametrize("number", range(2))
+async def test_port_of_grpc(number):
+    grpc.aio.server().add_insecure_port("127.0.0.1:50051")
+
+@pytest.mark.parametrize("number", range(2))
+def test_own_ports(number):
+    with socket.create_server(("127.0.0.1", free_port())), socket.create_server(("127.0.0.1", 0)):
+        pass
+"""
+
+SHARED_PORT = "SharedPortError: expected port 0, or one from tests.ports.free_port(), found 50051"
+FAILURES = {
+    "test_thread": "left behind: thread 'Thread",
+    "test_process": "left behind: process",
+    "test_file": "left behind: file",
+    "test_task": "left unfinished: <Task pending",
+    "test_busy": "expected at most 0.5 s of the processor",
+    "test_waiting": "and 1.0 s by the clock",
+    "test_dear_fixture": "and 1.0 s by the clock",
+    "test_port[0]": SHARED_PORT,
+    "test_port[1]": SHARED_PORT,
+    "test_port_of_grpc[0]": SHARED_PORT,
+    "test_port_of_grpc[1]": SHARED_PORT,
+}
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("COLUMNS", "1000")
+    pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function")
+    return pytester
+
+
+PLUGINS = ("-p", "tests.leaks", "-p", "tests.ports", "-p", "tests.tiers")
+
+
+@pytest.mark.slow("starts pytest, and tests that take too long take their time")
+def test_leaks_long_tests_and_shared_ports_fail(run: pytest.Pytester) -> None:
+    run.makeconftest(LIMITS)
+    run.makepyfile(TESTS)
+    result = run.runpytest_subprocess(*PLUGINS, "-rfE")
+    found: dict[str, str] = {}
+    for line in result.outlines:
+        if line.startswith(("FAILED ", "ERROR ")):
+            test, _, reason = line.partition("::")[2].partition(" - ")
+            # A test that failed may also leave behind what it had no time to close.
+            found.setdefault(test, "")
+            found[test] += reason
+    assert found.keys() == FAILURES.keys()
+    for test, reason in FAILURES.items():
+        assert reason in found[test], test
+
+
+@pytest.mark.parametrize("marker", ["slow", "slow()", "slow('')", "slow(3)"])
+def test_a_slow_test_says_why(run: pytest.Pytester, marker: str) -> None:
+    run.makepyfile(f"import pytest\n@pytest.mark.{marker}\ndef test_it(): pass")
+    result = run.runpytest_inprocess("-p", "tests.tiers")
+    result.stderr.fnmatch_lines(['*expected slow("why"), found slow*'])

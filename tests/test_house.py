@@ -122,8 +122,12 @@ HOUSE: Mapping[str, Room] = {
         "service.job.iteration_judge",
         "service.job.planning",
         "service.job.ranks",
+        "service.job.recording",
         "service.job.rules",
         "service.job.views",
+    ),
+    "service.job.recording": pure(
+        "service.domain", "service.job.planning", "service.job.profiling", "service.job.rules", "solver"
     ),
     "service.job.quarantine": pure(
         "service.domain", "service.job.iterations", "service.job.ranks", "service.job.rules", "solver"

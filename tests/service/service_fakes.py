@@ -400,10 +400,10 @@ class Cluster:
     Every input is followed by `validate`, and what the machine wants stored is kept, as a store would.
     """
 
-    def __init__(self, spec: JobSpec, rules: Rules | None = None) -> None:
+    def __init__(self, spec: JobSpec, rules: Rules | None = None, run_number: int = 1) -> None:
         self.spec = spec
         self.rules = rules or Rules(30.0, 2, ProfilingRules(iterations=2))
-        self.machine = JobMachine(spec, 1, self.rules, EPOCH, START_S, created_s=0.0)
+        self.machine = JobMachine(spec, run_number, self.rules, EPOCH, START_S, created_s=0.0)
         self.schedule: Schedule = self.machine.schedule
         self.now_s = 0.0
         self.history: list[Command] = []

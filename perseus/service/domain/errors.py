@@ -60,6 +60,7 @@
     ├── TokenFileUnusableError
     ├── SignalUnusableError
     └── DatabaseUnavailableError
+    RecordingUnreadableError        a recorded run that can't be replayed
     StoreFailedError                the database fails while the coordinator runs: it stops
 
 Each error's text is its class's template filled with `metadata`: the changing values by name, cut where they
@@ -476,6 +477,12 @@ class DatabaseUnavailableError(StartupError):
     """The database can not be opened."""
 
     template = "can not open the database {database}: {cause}"
+
+
+class RecordingUnreadableError(ServiceError):
+    """A recorded run is of another version, or none at all."""
+
+    template = "can not read the recorded run: expected {expected}, found {found}"
 
 
 class StoreFailedError(ServiceError):

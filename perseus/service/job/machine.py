@@ -17,14 +17,19 @@ on a Tick only. The time is any clock that never goes back; only differences cou
 there to be told to people, and nothing is decided by it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from perseus.service.domain import evidence
 from perseus.service.domain.bounds import MAX_DURATION_S, MIN_DURATION_S, check_range
-from perseus.service.domain.commands import AcceptRank, Command, EndStream
-from perseus.service.domain.errors import JobNotSolvedError, RankNotServedError, SpecMismatchError
+from perseus.service.domain.commands import AcceptRank, Command, EndStream, Refine, Solve
+from perseus.service.domain.errors import (
+    CoordinatorError,
+    JobNotSolvedError,
+    RankNotServedError,
+    SpecMismatchError,
+)
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentDisconnected,
@@ -73,12 +78,17 @@ from perseus.service.job.iteration_judge import IterationJudge
 from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
+from perseus.service.job.recording import Begun, Recording, Restored, SolverAnswered
 from perseus.service.job.rules import Rules
 from perseus.service.job.views import VisibleRun
 
 
 class JobMachine(VisibleRun):
-    """One run of a job. `handle` is the only way in; what it returns is the only way out."""
+    """One run of a job. `handle` is the only way in; what it returns is the only way out.
+
+    Attributes:
+        recording: its inputs so far; None before it is registered.
+    """
 
     def __init__(
         self,
@@ -96,12 +106,26 @@ class JobMachine(VisibleRun):
         self._orders = [Order(order) for order in self.schedule.orders]
         self._baseline_request_ids: tuple[str, ...] = ()
         self._stored_figures: tuple[object, ...] = ()
+        self._rules, self._created_s = rules, created_s
+        self.recording: Recording | None = None
 
     # ------------------------------------------------------------------ the way in and out
 
     def register(self, registration: Registration, version: int) -> list[Command]:
         """Begin the run's life: what is to be stored and told of it. Versions up to `version` are used up."""
         counts = self.spec.parallelism
+        self.recording = Recording(
+            Begun(
+                self.spec,
+                self.run_number,
+                self._rules,
+                self._epoch,
+                self.create_time_s,
+                self._created_s,
+                registration,
+                version,
+            )
+        )
         self._offers.version = version
         self._note_registration(registration)
         self._journal.announce(
@@ -122,6 +146,7 @@ class JobMachine(VisibleRun):
         """
         created_s = now_s - (wall_time_s - stored.create_time_s)
         machine = cls(stored.spec, stored.run_number, rules, epoch, stored.create_time_s, created_s)
+        machine.recording = Recording(Restored(stored, rules, epoch, now_s, wall_time_s))
         machine.registrations = stored.registrations
         if stored.record is not None:
             machine._baseline_request_ids = stored.record.baseline_request_ids
@@ -138,9 +163,13 @@ class JobMachine(VisibleRun):
             JobFinishedError, JobNotSolvedError, RankAlreadyServedError, SpecMismatchError: it is refused;
                 nothing has changed.
         """
+        if self.recording is not None:
+            self.recording.add(event, now_s, wall_time_s)
         self._course.begin(now_s, wall_time_s)
         _HANDLERS[type(event)](self, event, now_s)
         self._course.settle()
+        if self.recording is not None and self.has_finished:
+            self.recording.drop()
         return self._take_commands()
 
     def validate(self) -> None:
@@ -446,3 +475,45 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     RefineFailed: JobMachine._on_refine_failed,
     Tick: JobMachine._on_tick,
 }
+
+
+def replay(
+    recording: Recording, solve: Callable[[Solve | Refine], Input]
+) -> Iterator[tuple[Input | None, JobMachine, list[Command] | CoordinatorError]]:
+    """Live a recorded run again: yield each input, the machine, and what it wants or why it refuses.
+
+    First comes how the run began (None). `solve` gives the answer to what the machine asks the solver for.
+
+    Raises:
+        Exception: what the machine fails at.
+    """
+    match recording.beginning:
+        case Begun() as begun:
+            machine = JobMachine(
+                begun.spec, begun.run_number, begun.rules, begun.epoch, begun.create_time_s, begun.created_s
+            )
+            commands = machine.register(begun.registration, begun.version)
+        case Restored() as restored:
+            machine, commands = JobMachine.restore(
+                restored.stored, restored.rules, restored.epoch, restored.now_s, restored.wall_time_s
+            )
+        case None:
+            return
+    asked: Solve | Refine | None = None
+    yield None, machine, commands
+    for kept, now_s, wall_time_s in recording.inputs:
+        asked = next((each for each in reversed(commands) if isinstance(each, Solve | Refine)), asked)
+        if not isinstance(kept, SolverAnswered):
+            event = kept
+        elif kept.cause is not None and isinstance(asked, Refine):
+            event = RefineFailed(asked.refinement, kept.cause)
+        else:
+            assert asked is not None
+            event = solve(asked)
+        try:
+            commands = machine.handle(event, now_s, wall_time_s)
+        except CoordinatorError as error:
+            commands = []
+            yield event, machine, error
+        else:
+            yield event, machine, commands

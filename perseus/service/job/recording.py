@@ -1,0 +1,197 @@
+"""What a run's state machine was given, so that the run can be lived again.
+
+A machine is a function of how it began and of its inputs with their times. Whoever has both gets the same
+commands again, and the same fault. Frontiers and plans are not kept: the machine asks for them, and solving
+gives the same ones again.
+
+A recording begins with the run, and anew wherever the coordinator goes on with a stored run: after its start,
+and when a quarantined job is resumed. It is bounded: one that has grown too large is dropped, and begins no
+more until then.
+"""
+
+import enum
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from perseus import solver
+from perseus.service.domain import (
+    inputs,
+    ledger,
+    measured,
+    model,
+    profiling,
+    records,
+    signals,
+    specification,
+    stall,
+    telemetry,
+)
+from perseus.service.domain.errors import RecordingUnreadableError
+from perseus.service.domain.inputs import Input, Refined, RefineFailed, Solved, TelemetryArrived
+from perseus.service.domain.records import StoredJob
+from perseus.service.domain.specification import JobSpec, Registration
+from perseus.service.job import rules as job_rules
+from perseus.service.job.planning import guard
+from perseus.service.job.profiling import profiler
+from perseus.service.job.rules import Rules
+
+MAX_SIZE_BYTES = 8 * 2**20
+"""What the inputs of one recording may take in memory, roughly."""
+
+_FORMAT = 1
+_INPUT_BYTES, _ROW_BYTES = 1024, 192
+"""What an input takes in memory, and each computation in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A run that began: as `JobMachine` and its `register` take it."""
+
+    spec: JobSpec
+    run_number: int
+    rules: Rules
+    epoch: str
+    create_time_s: float
+    created_s: float
+    registration: Registration
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A run that went on from what was stored: as `JobMachine.restore` takes it."""
+
+    stored: StoredJob
+    rules: Rules
+    epoch: str
+    now_s: float
+    wall_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SolverAnswered:
+    """What was asked for last is solved; with a cause, there is no such plan."""
+
+    cause: str | None = None
+
+
+class Recording:
+    """How a run began, and its inputs, each with the time of the jobs' clock and of the wall clock.
+
+    Attributes:
+        beginning: None once the recording is dropped.
+        size_bytes: what it takes in memory, roughly.
+    """
+
+    def __init__(self, beginning: Begun | Restored) -> None:
+        self.beginning: Begun | Restored | None = beginning
+        self.inputs: list[tuple[Input | SolverAnswered, float, float]] = []
+        self.size_bytes = 0
+
+    def add(self, event: Input, now_s: float, wall_time_s: float) -> None:
+        """Keep one more input."""
+        if self.beginning is None:
+            return
+        self.size_bytes += _INPUT_BYTES
+        kept: Input | SolverAnswered = event
+        match event:
+            case TelemetryArrived():
+                self.size_bytes += _ROW_BYTES * len(event.batch.computations.iteration)
+            case Solved() | Refined():
+                kept = SolverAnswered()
+            case RefineFailed():
+                kept = SolverAnswered(event.cause)
+        self.inputs.append((kept, now_s, wall_time_s))
+        if self.size_bytes > MAX_SIZE_BYTES:
+            self.drop()
+
+    def drop(self) -> None:
+        """Keep nothing more, and nothing of what there is."""
+        self.beginning, self.inputs, self.size_bytes = None, [], 0
+
+    def dump(self, **more: object) -> bytes:
+        """Return the recording as a document, with more values beside it."""
+        document = {"format": _FORMAT, "beginning": self.beginning, "inputs": self.inputs, **more}
+        return zlib.compress(json.dumps({name: to_json(value) for name, value in document.items()}).encode())
+
+    @classmethod
+    def load(cls, document: bytes) -> tuple["Recording", dict[str, Any]]:
+        """Return a recording, and what else its document has.
+
+        Raises:
+            RecordingUnreadableError: it is none, or of another version of Perseus.
+        """
+        try:
+            found = json.loads(zlib.decompress(document))
+            if (form := found.pop("format")) != _FORMAT:
+                raise RecordingUnreadableError(expected=f"format {_FORMAT}", found=f"format {form}")
+            values = {name: from_json(value) for name, value in found.items()}
+            recording = cls(values.pop("beginning"))
+            recording.inputs = values.pop("inputs")
+        except (zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            text = f"{type(error).__name__}: {error}"
+            raise RecordingUnreadableError(expected="a recording of this version", found=text) from None
+        return recording, values
+
+
+def to_json(value: Any) -> Any:
+    """Return a value such that `from_json` gives it back: classes and enums by name, tuples as tuples."""
+    match value:
+        case enum.Enum():
+            return {"enum": type(value).__name__, "name": value.name}
+        case tuple() if hasattr(value, "_fields"):
+            found = {name: to_json(getattr(value, name)) for name in value._fields}
+            return {"type": type(value).__name__, **found}
+        case tuple():
+            return {"tuple": [to_json(each) for each in value]}
+        case list():
+            return [to_json(each) for each in value]
+        case Mapping():
+            return {"mapping": [[to_json(key), to_json(each)] for key, each in value.items()]}
+        case _ if is_dataclass(value):
+            found = {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+            return {"type": type(value).__name__, **found}
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given; KeyError or TypeError if its classes are not known here."""
+    match value:
+        case list():
+            return [from_json(each) for each in value]
+        case {"enum": kind, "name": name}:
+            return _CLASSES[kind][name]
+        case {"tuple": list(members)}:
+            return tuple(from_json(each) for each in members)
+        case {"mapping": list(pairs)}:
+            return {from_json(key): from_json(each) for key, each in pairs}
+        case {"type": kind, **parts}:
+            return _CLASSES[kind](**{str(name): from_json(each) for name, each in parts.items()})
+    return value
+
+
+_CLASSES: dict[str, Any] = {
+    name: kind
+    for module in (
+        solver,
+        specification,
+        telemetry,
+        model,
+        profiling,
+        signals,
+        stall,
+        measured,
+        ledger,
+        records,
+        inputs,
+        guard,
+        profiler,
+        job_rules,
+    )
+    for name, kind in vars(module).items()
+    if is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, enum.Enum | tuple))
+} | {kind.__name__: kind for kind in (Begun, Restored, SolverAnswered)}
+"""What beginnings and inputs are made of, beside numbers and texts."""

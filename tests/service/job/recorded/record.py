@@ -1,0 +1,73 @@
+"""Records the lives of runs anew: `python -m tests.service.job.recorded.record [NAME…]`.
+
+To be run where the inputs of state machines change, or where they are meant to answer otherwise: then the
+commit's message says what differs.
+"""
+
+import asyncio
+import inspect
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from perseus.service.domain.inputs import Input, Refined, RefineFailed, Solved
+from perseus.service.job import machine
+from perseus.service.job.recording import Begun, Recording, Restored, SolverAnswered
+from perseus.service.storage.sql_store import SqlStore
+from tests.service.job.recorded import scenarios
+from tests.service.job.recorded.lives import Life, Restart, Step, save
+
+
+@contextmanager
+def recorded() -> Iterator[list[Step]]:
+    """For the length of a block: all that happens to the one run in it, in order."""
+    steps: list[Step] = []
+
+    class Recorded(Recording):
+        def __init__(self, beginning: Begun | Restored) -> None:
+            super().__init__(beginning)
+            if isinstance(beginning, Begun):
+                steps.append(Step(beginning, beginning.created_s, beginning.create_time_s))
+            else:
+                steps.append(Step(Restart(), beginning.now_s, beginning.wall_time_s))
+
+        def add(self, event: Input, now_s: float, wall_time_s: float) -> None:
+            if isinstance(event, RefineFailed):
+                raise NotImplementedError("a plan that failed")
+            is_answer = isinstance(event, Solved | Refined)
+            steps.append(Step(SolverAnswered() if is_answer else event, now_s, wall_time_s))
+
+    with mock.patch.object(machine, "Recording", Recorded):
+        yield steps
+
+
+async def lived(steps: list[Step]) -> list[list[object]]:
+    """Return what goes out after each step, and at last."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = await SqlStore.open(Path(folder) / "store.db")
+        try:
+            life = Life(store)
+            return [*[await life.take(step) for step in steps], await life.end()]
+        finally:
+            await store.close()
+
+
+def main(names: list[str]) -> None:
+    """Record the scenarios of these names, or all."""
+    for name, scenario in inspect.getmembers(scenarios, inspect.isfunction):
+        if (
+            scenario.__module__ == scenarios.__name__
+            and not name.startswith("_")
+            and (not names or name in names)
+        ):
+            with recorded() as steps:
+                scenario(steps)
+            save(name, steps, asyncio.run(lived(steps)))
+            print(f"{name}: {len(steps)} steps")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

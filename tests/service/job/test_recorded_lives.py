@@ -1,0 +1,30 @@
+"""Every recorded life goes as it went: the same offers, refusals, events, reports and views at every step."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from perseus.service.storage.sql_store import SqlStore
+from tests.service.job.recorded.lives import FILES, Life, differences, load
+
+NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in FILES.glob("*.jsonl.gz"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_recorded_life_goes_as_it_went(name: str, tmp_path: Path) -> None:
+    steps, expected = load(name)
+    store = await SqlStore.open(tmp_path / "store.db")
+    try:
+        life = Life(store)
+        for number, step in enumerate(steps):
+            went = await life.take(step)
+            found = list(islice(differences(expected[number], went), 5))
+            assert not found, f"step {number}, {type(step.what).__name__}: " + "\n".join(found)
+        assert list(islice(differences(expected[-1], await life.end()), 5)) == []
+    finally:
+        await store.close()
+
+
+def test_there_are_thirty_of_all_kinds() -> None:
+    assert len(NAMES) >= 30

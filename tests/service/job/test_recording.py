@@ -1,0 +1,132 @@
+"""A run's inputs are kept so that it can be lived again, to the same fault; within bounds."""
+
+import json
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.commands import Refine, Solve
+from perseus.service.domain.errors import RecordingUnreadableError
+from perseus.service.domain.inputs import FinishRequested, Input, StragglerReported, TelemetryArrived
+from perseus.service.domain.model import JobState, Straggler
+from perseus.service.job import recording as module
+from perseus.service.job.machine import JobMachine, replay
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.recording import Recording
+from tests.service.job.machine_bench import planned
+from tests.service.service_fakes import Cluster, make_spec, refined, solved
+
+
+def solve(asked: Solve | Refine) -> Input:
+    return solved(asked) if isinstance(asked, Solve) else refined(asked.refinement)
+
+
+def recording_of(machine: JobMachine) -> Recording:
+    assert machine.recording is not None
+    return machine.recording
+
+
+def copied(recording: Recording) -> Recording:
+    copy, more = Recording.load(recording.dump(job_id="job"))
+    assert more == {"job_id": "job"}
+    return copy
+
+
+def report_a_straggler_that_gets_slower(cluster: Cluster) -> None:
+    for factor in (1.2, 1.4, 1.6, 1.8):
+        cluster.send(StragglerReported(Straggler(0, slowdown_factor=factor)))
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_run_is_lived_again_with_the_same_commands(is_restored: bool) -> None:
+    cluster = planned()
+    if is_restored:
+        cluster.restart()
+        cluster.join_all()
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    cluster.iterate(4)
+    lived = list(replay(copied(recording_of(cluster.machine)), solve))
+    commands = [command for _, _, given in lived if isinstance(given, list) for command in given]
+    kinds = [type(command) for command in commands]
+    assert kinds == [type(command) for command in cluster.history[-len(kinds) :]]
+    _, machine, _ = lived[-1]
+    assert machine.view() == cluster.machine.view()
+    assert list(machine.report(0)) == list(cluster.machine.report(0))
+
+
+def test_the_same_fault_comes_at_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = planned()
+    settle, last_version = OfferBoard.settle, cluster.machine.version + 2
+
+    def failing(self: OfferBoard, *arguments: object, **named: object) -> None:
+        settle(self, *arguments, **named)
+        if self.version > last_version:
+            raise ZeroDivisionError("a version too many")
+
+    monkeypatch.setattr(OfferBoard, "settle", failing)
+    with pytest.raises(ZeroDivisionError):
+        report_a_straggler_that_gets_slower(cluster)
+    recording = copied(recording_of(cluster.machine))
+    lived = replay(recording, solve)
+    for _ in recording.inputs:  # and how it began, but not the last
+        next(lived)
+    with pytest.raises(ZeroDivisionError, match="a version too many"):
+        next(lived)
+    last, _, _ = recording.inputs[-1]
+    assert isinstance(last, StragglerReported)
+
+
+def test_it_is_dropped_when_it_has_grown_too_large_and_when_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    recording = recording_of(cluster.machine)
+    assert recording.size_bytes > 0
+    monkeypatch.setattr(module, "MAX_SIZE_BYTES", recording.size_bytes + 50_000)
+    cluster.iterate(40)
+    assert (recording.beginning, recording.inputs, recording.size_bytes) == (None, [], 0)
+    assert list(replay(recording, solve)) == []
+    cluster.restart()
+    recording = recording_of(cluster.machine)
+    assert recording.beginning is not None, "it begins anew"
+    cluster.send(FinishRequested())
+    cluster.expect(JobState.FINISHED)
+    assert recording.beginning is None
+
+
+def test_rows_of_telemetry_count() -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    recording = recording_of(cluster.machine)
+    before = recording.size_bytes
+    rank = cluster.ranks[next(iter(cluster.ranks))]
+    rank.begin()
+    event = rank.end(0.8)
+    assert isinstance(event, TelemetryArrived)
+    cluster.send(event)
+    assert recording.size_bytes - before > 100 * len(event.batch.computations.iteration)
+
+
+@given(st.binary(max_size=64) | st.binary(max_size=64).map(zlib.compress))
+def test_what_is_no_recording_is_refused_in_one_line(document: bytes) -> None:
+    with pytest.raises(RecordingUnreadableError) as caught:
+        Recording.load(document)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": 2}, "expected format 1, found format 2"),
+        ({"beginning": {"type": "Begun", "of": "a later version"}}, "Begun"),
+        ({"inputs": [{"type": "NeverSeen"}]}, "NeverSeen"),
+    ],
+)
+def test_one_of_another_version_is_refused_by_name(change: dict[str, object], text: str) -> None:
+    cluster = planned()
+    document = json.loads(zlib.decompress(recording_of(cluster.machine).dump()))
+    with pytest.raises(RecordingUnreadableError, match=text):
+        Recording.load(zlib.compress(json.dumps(document | change).encode()))

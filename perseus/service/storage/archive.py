@@ -1,8 +1,8 @@
 """A whole database in one portable file, to keep it or to move it to another engine.
 
-Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "0011"}`. Then one line
-for each row, `{"table": "runs", "row": {...}}`, columns by name, tables and rows in the order of their keys.
-The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
+Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "v0001"}`. Then one
+line for each row, `{"table": "runs", "row": {...}}`, columns by name, tables and rows in the order of their
+keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
 
 The state is moved, not copied: epoch, versions and what agents hold of it stay. Of a coordinator that goes on
 after it was exported, agents will tell the one that is begun with the file that state is lost.

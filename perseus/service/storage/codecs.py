@@ -149,12 +149,8 @@ def dump_clocks(clocks: Clocks) -> tuple[str, str, str]:
     """Return clocks' digest, type and text."""
     kind = _CLOCKS_TYPE[type(clocks)]
     content = _CLOCKS[kind].dump(clocks)
-    return clocks_digest(kind, content), kind, content
-
-
-def clocks_digest(kind: str, content: str) -> str:
-    """Return what clocks of a type and text are found by."""
-    return hashlib.blake2b(f"{kind}\n{content}".encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(f"{kind}\n{content}".encode(), digest_size=16).hexdigest()
+    return digest, kind, content
 
 
 def load_clocks(kind: str, content: str) -> Clocks:

@@ -1,7 +1,6 @@
 """From whatever schema a database has to the present one, by Alembic; a new database gets it at once.
 
-Alembic's table says which migration a database has had. SQLite files of earlier releases have none, but their
-`user_version`, which was the schema's version then; it still says it, so that these releases refuse the file.
+Alembic's table says which migration a database has had.
 """
 
 from importlib import resources
@@ -15,22 +14,29 @@ from sqlalchemy import Connection, inspect
 from perseus.service.domain.errors import DatabaseUnavailableError
 from perseus.service.storage import schema
 
-_OLDEST_VERSION, _LAST_VERSION = 4, 5
-"""The `user_version`s from before Alembic's table."""
-
 
 def schema_of(connection: Connection) -> str | None:
-    """Return the schema that a database has, as the name of its migration; None if it is empty."""
-    if tables := schema.tables_of_others(inspect(connection).get_table_names()):
-        raise ValueError(f"expected an empty database or one of Perseus, found tables {', '.join(tables)}")
-    revision = MigrationContext.configure(connection).get_current_revision()
-    if revision is not None:
-        return revision
-    if connection.dialect.name == "sqlite":
-        version = int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
-        if version:
-            return f"{version:04}"
-    return None
+    """Return the schema that a database has, as the name of its migration; None if it is empty.
+
+    Raises:
+        ValueError: it is another application's, or its schema is not known here.
+    """
+    tables = inspect(connection).get_table_names()
+    if others := schema.tables_of_others(tables):
+        raise ValueError(f"expected an empty database or one of Perseus, found tables {', '.join(others)}")
+    found = MigrationContext.configure(connection).get_current_revision()
+    scripts = ScriptDirectory.from_config(_config(connection)).walk_revisions()
+    if tables and found not in {script.revision for script in scripts}:
+        # Before the first release schemas were numbered without a v, and not named at all in the beginning.
+        what = (
+            "is newer than this Perseus"
+            if (found or "") > schema.HEAD
+            else "is older than the first release and can't be migrated: start with an empty database"
+        )
+        raise ValueError(
+            f"expected schema {schema.HEAD}, found {found or 'one without a name'}, which {what}"
+        )
+    return found
 
 
 def migrate(connection: Connection, name: str) -> None:
@@ -43,23 +49,11 @@ def migrate(connection: Connection, name: str) -> None:
         found = schema_of(connection)
     except ValueError as error:
         raise DatabaseUnavailableError(database=name, cause=error) from None
-    if found == schema.HEAD:
-        return
-    config = _config(connection)
     if found is None:
         schema.metadata.create_all(connection)
-        command.stamp(config, schema.HEAD)
+        command.stamp(_config(connection), schema.HEAD)
     else:
-        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-        if found not in known:
-            what = "newer than this Perseus" if found > schema.HEAD else "too old to be migrated"
-            cause = f"expected schema {_OLDEST_VERSION:04} to {schema.HEAD}, found {found}, which is {what}"
-            raise DatabaseUnavailableError(database=name, cause=cause)
-        if int(found) <= _LAST_VERSION:
-            command.stamp(config, found)
-        command.upgrade(config, schema.HEAD)
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql(f"PRAGMA user_version = {int(schema.HEAD)}")
+        command.upgrade(_config(connection), schema.HEAD)
 
 
 def _config(connection: Connection) -> Config:

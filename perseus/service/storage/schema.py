@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0011"
+HEAD = "v0001"
 """The latest migration: what this schema is."""
 
 # Ordered by bytes wherever it is, as SQLite orders all texts.

@@ -1,7 +1,6 @@
 """What any store must do, on every engine."""
 
 import asyncio
-import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -447,12 +446,3 @@ async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatabaseUnavailableError, match=str(path)):
         await SqlStore.open(path)
     assert path.read_text().startswith("something else")
-
-
-async def test_a_database_of_another_schema_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    with pytest.raises(DatabaseUnavailableError, match="found 0099, which is newer"):
-        await SqlStore.open(path)

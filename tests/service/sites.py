@@ -13,7 +13,7 @@ from perseus.service.domain.principals import Grant
 from perseus.service.shell import coordinator as shell
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
-from perseus.service.storage.store import JobStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
 from tests.service.grpc_fakes import Client, make_settings, running_here
@@ -61,7 +61,7 @@ def tokens_of_coordinators(
     made: list[Tokens] = []
 
     class Seen(Tokens):
-        def __init__(self, store: JobStore, writer: Writer) -> None:
+        def __init__(self, store: SqlStore, writer: Writer) -> None:
             super().__init__(store, writer, clock)
             made.append(self)
 

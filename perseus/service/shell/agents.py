@@ -38,7 +38,8 @@ from perseus.service.fleet.power.readings import INTERVAL_S, Drawn, JoinedGpu, P
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Writer
-from perseus.service.storage.store import Entry, JobStore, TelemetrySequence
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import Entry, TelemetrySequence
 
 LAST_PLAN_LEASE_S = 1e6
 """Eleven days, the longest lease that an agent takes: it stands for keeping the last plan."""
@@ -67,7 +68,7 @@ class Agents:
 
     def __init__(
         self,
-        store: JobStore,
+        store: SqlStore,
         writer: Writer,
         live: LiveRuns,
         feeds: Feeds,

@@ -24,7 +24,7 @@ from perseus.service.domain.model import FaultyPart
 from perseus.service.shell.live_run import LiveRun, Machine
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
-from perseus.service.storage.store import JobStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.solver import LagError, Refinement, SolverError
 
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ class Runs(Protocol):
 class Answers:
     """Looks for what runs ask for, each in a task of its own."""
 
-    def __init__(self, runs: Runs, store: JobStore, writer: Writer, solver: JobLane) -> None:
+    def __init__(self, runs: Runs, store: SqlStore, writer: Writer, solver: JobLane) -> None:
         self._runs = runs
         self._store = store
         self._writer = writer

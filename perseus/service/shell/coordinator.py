@@ -30,7 +30,7 @@ from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
-from perseus.service.storage.store import JobStore
+from perseus.service.storage.sql_store import SqlStore
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ class Coordinator:
 
     def __init__(
         self,
-        store: JobStore,
+        store: SqlStore,
         job_solver: JobLane,
         request_solver: RequestLane,
         rules: Rules,

@@ -12,7 +12,7 @@ from perseus.service.domain.statement import LedgerTotals, Statement
 from perseus.service.fleet.ledger import statement
 from perseus.service.fleet.ledger_totals import RunningTotals
 from perseus.service.shell.writer import Writer
-from perseus.service.storage.store import JobStore
+from perseus.service.storage.sql_store import SqlStore
 
 _log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ class Ledger:
 
     def __init__(
         self,
-        store: JobStore,
+        store: SqlStore,
         writer: Writer,
         rates_at: RatesAt,
         age_s: float,

@@ -63,7 +63,8 @@ from perseus.service.shell.live_run import LiveRun, Machine
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
-from perseus.service.storage.store import Entry, JobEntry, JobStore
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import Entry, JobEntry
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
@@ -103,7 +104,7 @@ class LiveRuns:
 
     def __init__(
         self,
-        store: JobStore,
+        store: SqlStore,
         writer: Writer,
         solver: JobLane,
         rules: Rules,

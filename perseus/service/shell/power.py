@@ -49,7 +49,8 @@ from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.powered_jobs import PoweredJobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.writer import Writer
-from perseus.service.storage.store import BudgetEntry, JobStore
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import BudgetEntry
 
 STEP_BACK_S = 1.0
 """A wall clock that goes back by less is as exact as wall clocks are: time stands still meanwhile."""
@@ -65,7 +66,7 @@ class Power:
 
     def __init__(
         self,
-        store: JobStore,
+        store: SqlStore,
         writer: Writer,
         live: LiveRuns,
         agents: Agents,

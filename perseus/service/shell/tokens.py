@@ -25,7 +25,8 @@ from perseus.service.domain.principals import (
     digest_of,
 )
 from perseus.service.shell.writer import Writer
-from perseus.service.storage.store import JobStore, TokenEntry
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import TokenEntry
 
 OPERATOR = "operator"
 """Name of the token in the operator's file."""
@@ -39,7 +40,7 @@ def new_secret() -> str:
 class Tokens:
     """All tokens. `clock` is the wall clock."""
 
-    def __init__(self, store: JobStore, writer: Writer, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: SqlStore, writer: Writer, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._writer = writer
         self._clock = clock

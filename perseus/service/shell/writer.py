@@ -15,14 +15,8 @@ from perseus.metrics.distribution import Distribution
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.events import JobEvent
 from perseus.service.domain.records import IterationRows, record_key
-from perseus.service.storage.store import (
-    Entry,
-    JobEntry,
-    JobStore,
-    NewRun,
-    TelemetrySequence,
-    UnstorableEntryError,
-)
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import Entry, JobEntry, NewRun, TelemetrySequence, UnstorableEntryError
 
 GATHERING_S = 0.02
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
@@ -122,7 +116,7 @@ class Writer:
         waiting_count: how much work waits to be stored and carried out.
     """
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: SqlStore) -> None:
         self.keeper: RunKeeper | None = None
         self.commits = Distribution(_COMMIT_BOUNDS_S)
         self.entry_count = 0

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Table, func, select, text
 
 from perseus.service.domain.errors import InvalidFieldError, cut
-from perseus.service.domain.events import EventFilter, Happening, JobEvent
+from perseus.service.domain.events import ALL_EVENTS, EventFilter, Happening, JobEvent
 from perseus.service.domain.measured import KnownProfile, StageProfile
 from perseus.service.domain.model import EventType, PipelineOffer
 from perseus.service.domain.power import BudgetRecord, UnreadableBudget
@@ -28,7 +28,7 @@ _NOT_ARCHIVED = schema.runs.c.is_archived == 0
 
 
 def load_jobs(connection: Connection) -> list[StoredJob | UnreadableJob]:
-    """Return the latest run of every job, unless it is archived."""
+    """Return the latest run of every job, by identifier, unless it is archived."""
     runs = schema.runs.c
     latest = (
         select(runs.job_id, func.max(runs.run_number).label("run_number")).group_by(runs.job_id).subquery()
@@ -43,7 +43,7 @@ def load_jobs(connection: Connection) -> list[StoredJob | UnreadableJob]:
 
 
 def load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob | UnreadableJob | None:
-    """Return a run, if there is such a one."""
+    """Return a run of a job, if there is such a one; archived or not."""
     try:
         return _load_run(connection, job_id, run_number)
     except _UNREADABLE as error:
@@ -129,6 +129,11 @@ def known_requests(connection: Connection, job_id: str | None = None) -> Mapping
     return known
 
 
+def deleted_version(connection: Connection) -> int:
+    """Return the highest version that a deleted job has used, 0 if none."""
+    return int(connection.scalar(select(schema.coordinator.c.deleted_version)) or 0)
+
+
 def known_profiles(connection: Connection, keys: Sequence[str]) -> list[KnownProfile]:
     """Return what is profiled of the work under each stage's key, stage 0 first, by the youngest run."""
     work, runs, profiles = schema.profiled_work.c, schema.runs.c, schema.profiles
@@ -167,7 +172,7 @@ def events(
     run_number: int,
     after_sequence: int,
     limit: int,
-    wanted: EventFilter,
+    wanted: EventFilter = ALL_EVENTS,
 ) -> list[JobEvent]:
     """Return a run's first `limit` events above a sequence that are wanted, in their order.
 

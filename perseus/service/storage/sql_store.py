@@ -1,42 +1,65 @@
-"""The store in a SQL database, of either engine: one connection, one thread of its own.
+"""What outlives the coordinator, in a SQL database of either engine: one connection, one thread of its own.
+
+Everything is written as a list of entries in one transaction, and read back only at the start (the jobs'
+latest runs), when an agent introduces itself (its last sequence), when somebody asks for events or for an
+earlier run, and when a stage may have been profiled before.
 
 `engines` opens it, `migrating` brings it to the present schema, `writing`, `reading`, `pruning` use it.
-Everything is done in the one thread, one thing after another, and each in one transaction.
+Everything is done in the one thread, one thing after another, and each in one transaction. Whatever the
+database itself fails at is a StoreFailedError (`domain.errors`): nothing can be promised from then on.
 """
 
 import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, delete, insert, select, update
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
-from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
-from perseus.service.domain.ledger import EnergyGroup, HourFilter
-from perseus.service.domain.measured import KnownProfile
-from perseus.service.domain.power import BudgetRecord, UnreadableBudget
-from perseus.service.domain.principals import Token
-from perseus.service.domain.records import StoredJob, UnreadableJob
 from perseus.service.domain.retention import Retention
 from perseus.service.storage import ledger_rows, reading, schema
 from perseus.service.storage.check_words import GENERATIONS_KEPT, Generation, History
 from perseus.service.storage.engines import Opened, connect, explain
 from perseus.service.storage.migrating import migrate
 from perseus.service.storage.pruning import Pruner
-from perseus.service.storage.store import Entry, JobStore, Pruned
+from perseus.service.storage.store import Entry, Pruned
 from perseus.service.storage.writing import GroupWriter
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class SqlStore(JobStore):
-    """Jobs in a SQL database."""
+def _asking(
+    query: Callable[Concatenate[Connection, P], T],
+) -> Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]:
+    """Make a method of the store of a function that reads."""
+
+    @wraps(query)
+    async def ask(store: "SqlStore", *args: P.args, **kwargs: P.kwargs) -> T:
+        return await store._run(lambda: query(store._connection, *args, **kwargs))
+
+    return ask
+
+
+class SqlStore:
+    """Jobs by runs: profiles, offers, reports and events; and how far each agent's telemetry was taken."""
+
+    load_jobs = _asking(reading.load_jobs)
+    load_run = _asking(reading.load_run)
+    run_numbers = _asking(reading.run_numbers)
+    known_requests = _asking(reading.known_requests)
+    known_profiles = _asking(reading.known_profiles)
+    events = _asking(reading.events)
+    ledger = _asking(ledger_rows.groups)
+    deleted_version = _asking(reading.deleted_version)
+    load_tokens = _asking(reading.load_tokens)
+    load_budgets = _asking(reading.load_budgets)
 
     def __init__(self, opened: Opened, thread: ThreadPoolExecutor, clock: Callable[[], float]) -> None:
         """To be called in the thread."""
@@ -86,26 +109,25 @@ class SqlStore(JobStore):
     # ------------------------------------------------------------------ the state itself
 
     async def epoch(self) -> str:
-        """See JobStore."""
+        """Return the identifier of this database's state; made when it was created, or state was lost."""
         return self._history.epoch
 
     async def renew_epoch(self) -> str:
-        """See JobStore."""
+        """Make another epoch, durably, because state is lost; return it."""
         return await self._run(self._renew_epoch)
 
     @property
     def check_word(self) -> str:
-        """See JobStore."""
+        """The word for all that is written so far: it shows whether that is lost (`check_words`)."""
         return self._word
 
     def has_lost(self, check_word: str) -> bool:
-        """See JobStore."""
+        """Tell whether a word that somebody holds is of state that is not here."""
         return self._history.is_behind(check_word, self._commit_number)
 
-    async def deleted_version(self) -> int:
-        """See JobStore."""
-        column = schema.coordinator.c.deleted_version
-        return int(await self._run(lambda: self._connection.scalar(select(column)) or 0))
+    def instance_key(self, instance_id: str) -> str:
+        """Return what shows that an agent is that instance: told to itself alone."""
+        return self._history.instance_key(instance_id)
 
     def _renew_epoch(self) -> str:
         epoch = uuid.uuid4().hex
@@ -117,14 +139,18 @@ class SqlStore(JobStore):
     # ------------------------------------------------------------------ writing
 
     async def write(self, entries: Sequence[Entry]) -> None:
-        """See JobStore."""
+        """Write all entries, or none; they are safe when this returns.
+
+        Raises:
+            UnstorableEntryError: one of them holds what could not be read back.
+        """
         number = self._commit_number + 1
         await self._run(partial(self._writer.write, entries, number))
         self._commit_number = number
         self._word = self._history.word(number)
 
     async def prune(self, retention: Retention, now_s: float) -> Pruned:
-        """See JobStore."""
+        """Delete some of what is no longer to be kept at this time of the wall clock: a small step."""
         return await self._run(partial(self._prune, retention, now_s))
 
     def _prune(self, retention: Retention, now_s: float) -> Pruned:
@@ -135,76 +161,31 @@ class SqlStore(JobStore):
 
     # ------------------------------------------------------------------ reading
 
-    async def load_jobs(self) -> list[StoredJob | UnreadableJob]:
-        """See JobStore."""
-        return await self._run(partial(reading.load_jobs, self._connection))
-
-    async def load_run(self, job_id: str, run_number: int) -> StoredJob | UnreadableJob | None:
-        """See JobStore."""
-        return await self._run(partial(reading.load_run, self._connection, job_id, run_number))
-
-    async def run_numbers(self, job_id: str) -> list[int]:
-        """See JobStore."""
-        return await self._run(partial(reading.run_numbers, self._connection, job_id))
-
-    async def known_requests(self, job_id: str | None = None) -> Mapping[str, Mapping[str, int]]:
-        """See JobStore."""
-        return await self._run(partial(reading.known_requests, self._connection, job_id))
-
-    async def known_profiles(self, keys: Sequence[str]) -> Collection[KnownProfile]:
-        """See JobStore."""
-        return await self._run(partial(reading.known_profiles, self._connection, keys))
-
-    async def events(
-        self,
-        job_id: str,
-        run_number: int,
-        after_sequence: int,
-        limit: int,
-        wanted: EventFilter = ALL_EVENTS,
-    ) -> list[JobEvent]:
-        """See JobStore."""
-        return await self._run(
-            partial(reading.events, self._connection, job_id, run_number, after_sequence, limit, wanted)
-        )
-
-    async def ledger(self, wanted: HourFilter) -> list[EnergyGroup]:
-        """See JobStore."""
-        return await self._run(partial(ledger_rows.groups, self._connection, wanted))
-
     async def telemetry_sequence(self, instance_id: str) -> int:
-        """See JobStore."""
+        """Return the highest sequence taken from an agent, 0 if none."""
         return await self._run(partial(self._writer.telemetry_sequence, instance_id))
 
     async def telemetry_principal(self, instance_id: str) -> str:
-        """See JobStore."""
+        """Return by whom an agent's telemetry came last, "" if that is not known."""
         return await self._run(partial(self._writer.telemetry_principal, instance_id))
 
-    def instance_key(self, instance_id: str) -> str:
-        """See JobStore."""
-        return self._history.instance_key(instance_id)
-
-    async def load_tokens(self) -> list[Token]:
-        """See JobStore."""
-        return await self._run(partial(reading.load_tokens, self._connection))
-
-    async def load_budgets(self) -> list[BudgetRecord | UnreadableBudget]:
-        """See JobStore."""
-        return await self._run(partial(reading.load_budgets, self._connection))
-
     async def size_bytes(self) -> int:
-        """See JobStore."""
+        """Return what the database takes on its disk, without its log."""
         query = self._opened.size_query
         return int(await self._run(lambda: self._connection.exec_driver_sql(query).scalar() or 0))
 
     async def watch(self) -> None:
-        """See JobStore."""
+        """Wait until something fails, whoever asked for it, a reader even.
+
+        Raises:
+            StoreFailedError: what it was.
+        """
         await self._has_failed.wait()
         assert self._failure is not None
         raise self._failure
 
     async def close(self) -> None:
-        """See JobStore."""
+        """Close the database; whatever was written stays."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._opened.close)
         self._thread.shutdown()
 

@@ -16,7 +16,7 @@ from perseus.service.domain.evidence import SolveFailed
 from perseus.service.domain.model import EventType
 from perseus.service.storage.reading import events_query
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import JobStore, NewRun
+from perseus.service.storage.store import NewRun
 from tests.service.evidence_strategies import events
 from tests.service.service_fakes import make_spec
 
@@ -27,7 +27,7 @@ JOB_NUMBERS = count()
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobStore]:
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqlStore]:
     """One for all examples, each of which has jobs of its own."""
     database: Path | str = tmp_path_factory.mktemp("events") / "jobs.db"
     if request.param == "postgresql":
@@ -49,7 +49,7 @@ def numbered(found: Sequence[JobEvent]) -> list[JobEvent]:
 
 
 @given(st.tuples(*map(events, EventType)))
-def test_evidence_of_every_type_comes_back_as_it_was(store: JobStore, drawn: tuple[JobEvent, ...]) -> None:
+def test_evidence_of_every_type_comes_back_as_it_was(store: SqlStore, drawn: tuple[JobEvent, ...]) -> None:
     job_id = f"job-{next(JOB_NUMBERS)}"
     written = of_job(job_id, numbered(drawn))
 
@@ -79,7 +79,7 @@ FILTERS = st.builds(
 
 @given(EVENTS, FILTERS, st.integers(1, 7), st.integers(0, 30))
 def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
-    store: JobStore, drawn: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int
+    store: SqlStore, drawn: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int
 ) -> None:
     def is_wanted(event: JobEvent) -> bool:
         return (

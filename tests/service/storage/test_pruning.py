@@ -18,7 +18,7 @@ from perseus.service.job.rules import Rules
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.pruning import STEP_ROWS
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobEntry, JobStore, NewRun, TelemetrySequence
+from perseus.service.storage.store import Entry, JobEntry, NewRun, TelemetrySequence
 from perseus.solver import Kind, Measurement
 from tests.service.service_fakes import make_spec
 from tests.service.storage.test_store import PERIOD, RECORD, rows
@@ -33,7 +33,7 @@ def events(job_id: str, count: int, time_s: float, first: int = 1) -> list[JobEv
     ]
 
 
-async def prune(store: JobStore, retention: Retention, now_s: float = NOW_S) -> list[tuple[str, int]]:
+async def prune(store: SqlStore, retention: Retention, now_s: float = NOW_S) -> list[tuple[str, int]]:
     """A whole round; none of its steps deletes more than it may."""
     archived: list[tuple[str, int]] = []
     while not (pruned := await store.prune(retention, now_s)).is_done:

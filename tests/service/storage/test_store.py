@@ -48,19 +48,19 @@ from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobDeleted, JobEntry, JobStore, NewRun, TelemetrySequence
+from perseus.service.storage.store import Entry, JobDeleted, JobEntry, NewRun, TelemetrySequence
 from perseus.solver import Computation, Kind, Measurement
 from tests.service.service_fakes import EPOCH, Cluster, make_gpu, make_spec
 from tests.service.storage import postgresql
 
-Open = Callable[[], Awaitable[JobStore]]
+Open = Callable[[], Awaitable[SqlStore]]
 
 
 @pytest.fixture
 def open_store(database: Path | str) -> Open:
     """Opens the same store every time."""
 
-    async def open_it() -> JobStore:
+    async def open_it() -> SqlStore:
         return await SqlStore.open(database)
 
     return open_it
@@ -100,11 +100,11 @@ def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> Itera
     return IterationRows(rank, columns, closed_through)
 
 
-async def stored_jobs(store: JobStore) -> list[StoredJob]:
+async def stored_jobs(store: SqlStore) -> list[StoredJob]:
     return [job for job in await store.load_jobs() if isinstance(job, StoredJob)]
 
 
-async def stored_run(store: JobStore, job_id: str, run_number: int) -> StoredJob:
+async def stored_run(store: SqlStore, job_id: str, run_number: int) -> StoredJob:
     run = await store.load_run(job_id, run_number)
     assert isinstance(run, StoredJob)
     return run

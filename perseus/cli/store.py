@@ -1,10 +1,12 @@
-"""`perseus store`: check, export and import the coordinator's database, while no coordinator runs on it."""
+"""`perseus store`: the coordinator's database, while no coordinator runs on it."""
 
 import io
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -16,7 +18,14 @@ from perseus.cli.terminal import BAD_INPUT, FAILURE, STORE_FAILED, console, fail
 from perseus.printable import printable
 from perseus.service.settings import CoordinatorSettings
 
-app = typer.Typer(help="Check, export and import the coordinator's database.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from perseus.service.domain.model import FaultyPart
+    from perseus.service.job.recording import Recording
+
+app = typer.Typer(
+    help="Check, export and import the coordinator's database; replay a quarantined job.",
+    no_args_is_help=True,
+)
 
 Config = Annotated[Path | None, typer.Option(help="TOML file with the coordinator's settings.")]
 Database = Annotated[
@@ -43,8 +52,7 @@ def export_(
     source = _database(config, database)
     destination = Destination("FILE", file)
     destination.check(*(Path(f"{source}{end}") for end in ("", "-wal", "-shm") if "://" not in str(source)))
-    if "://" not in str(source) and not Path(source).exists():
-        fail(f"can not open the database {source}: there is no such file", FAILURE)
+    _check_there(source)
     counts: list[int] = []
 
     def write(stream: BinaryIO) -> None:
@@ -76,14 +84,80 @@ def import_(
     console.print(f"imported {count} rows from {file}", highlight=False)
 
 
+@app.command()
+def replay(
+    job_id: Annotated[str, typer.Argument(help="The quarantined job.", metavar="JOB")],
+    run: Annotated[
+        int | None, typer.Option(help="Which run of it; the latest by default.", min=1, show_default=False)
+    ] = None,
+    config: Config = None,
+    database: Database = None,
+) -> None:
+    """Live a quarantined run again, from what it was given, to the fault: exit code 1 if it does not come."""
+    from perseus.service.job.quarantine import Fault
+    from perseus.service.job.recording import Recording
+    from perseus.service.storage.checking import recordings
+
+    settings = _settings(config, database)
+    _check_there(settings.database)
+    with _failing_clearly():
+        found = recordings(settings.database, job_id)
+        if not found or (run and run not in found):
+            which = f"run {run} of job {job_id!r}" if run else f"job {job_id!r}"
+            kept = f"; recorded are its runs {', '.join(map(str, found))}" if found else ""
+            fail(f"{which}: nothing is recorded of a fault{kept}", FAILURE)
+        number = run or max(found)
+        recording, more = Recording.load(found[number])
+    fault = Fault(more["part"], more["error"])
+    _say(f"run {number} of job {job_id!r}: {fault}")
+    percent = settings.solver_hull_tolerance_percent
+    error = _replayed(recording, fault.part, None if percent is None else percent / 100)
+    if error is None:
+        fail("the run lives on: no fault comes", FAILURE)
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        _say(line)
+    if (found_fault := Fault.of(fault.part, error)) != fault:
+        fail(f"another fault comes: {found_fault.error}", FAILURE)
+    _say("the same fault comes again")
+
+
+def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float | None) -> Exception | None:
+    """Live a run again, and print its events; return what the coordinator fails at, if it does."""
+    from perseus.service.domain.commands import Announce, Refine, Solve
+    from perseus.service.domain.model import FaultyPart
+    from perseus.service.job.machine import replay as lived
+    from perseus.service.solving.work import answer
+
+    machine = asked = None
+    try:
+        steps = lived(recording, partial(answer, hull_tolerance))
+        for number, (_, machine, commands) in enumerate(steps):  # noqa: B007
+            for command in commands if isinstance(commands, list) else ():
+                if isinstance(command, Announce):
+                    happening = command.happening
+                    _say(f"input {number:>6}  {happening.type.name:<24} {happening.message}")
+                elif isinstance(command, Solve | Refine):
+                    asked = command
+        if machine is not None and part is FaultyPart.VIEW:
+            machine.view()
+        elif asked is not None and part is FaultyPart.SOLVING:
+            answer(hull_tolerance, asked)
+    except Exception as error:
+        return error
+    return None
+
+
+def _say(text: str) -> None:
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
 def check_store(database: Path | str, form: Format = Format.TABLE) -> None:
     """Print what is wrong with a database, and exit with 1 if anything is."""
     from rich.text import Text
 
     from perseus.service.storage.checking import check_database
 
-    if "://" not in str(database) and not Path(database).exists():
-        fail(f"can not open the database {database}: there is no such file", FAILURE)
+    _check_there(database)
     with _failing_clearly(), working("Checking"):
         findings = check_database(database)
     lines = [printable(finding) for finding in findings]
@@ -93,9 +167,18 @@ def check_store(database: Path | str, form: Format = Format.TABLE) -> None:
         raise typer.Exit(FAILURE)
 
 
+def _check_there(database: Path | str) -> None:
+    if "://" not in str(database) and not Path(database).exists():
+        fail(f"can not open the database {database}: there is no such file", FAILURE)
+
+
 def _database(config: Path | None, database: str | None) -> Path | str:
+    return _settings(config, database).database
+
+
+def _settings(config: Path | None, database: str | None) -> CoordinatorSettings:
     try:
-        return configuration.load(CoordinatorSettings, config, {"database": database}).database
+        return configuration.load(CoordinatorSettings, config, {"database": database})
     except configuration.ConfigurationError as error:
         fail(str(error))
 

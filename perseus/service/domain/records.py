@@ -116,6 +116,13 @@ class ForgetProfile:
     """What was profiled is of other work, or of other GPUs: nobody knows it any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedInputs:
+    """What a run was given until the coordinator failed at it, as a document (`job.recording`)."""
+
+    document: str
+
+
 Record = (
     JobRecord
     | Registrations
@@ -128,6 +135,7 @@ Record = (
     | IterationRows
     | ForgetIterations
     | ForgetProfile
+    | RecordedInputs
 )
 
 
@@ -144,6 +152,8 @@ def record_key(record: Record) -> Hashable:
             return (ForgetIterations,)
         case ForgetProfile():
             return (ForgetProfile,)
+        case RecordedInputs():
+            return (RecordedInputs,)
         case Rank():
             return record.coordinates
         case OfferRecord():

@@ -9,6 +9,8 @@ and when a quarantined job is resumed. It is bounded: one that has grown too lar
 more until then.
 """
 
+import base64
+import binascii
 import enum
 import json
 import zlib
@@ -112,26 +114,27 @@ class Recording:
         """Keep nothing more, and nothing of what there is."""
         self.beginning, self.inputs, self.size_bytes = None, [], 0
 
-    def dump(self, **more: object) -> bytes:
+    def dump(self, **more: object) -> str:
         """Return the recording as a document, with more values beside it."""
         document = {"format": _FORMAT, "beginning": self.beginning, "inputs": self.inputs, **more}
-        return zlib.compress(json.dumps({name: to_json(value) for name, value in document.items()}).encode())
+        text = json.dumps({name: to_json(value) for name, value in document.items()})
+        return base64.b64encode(zlib.compress(text.encode())).decode()
 
     @classmethod
-    def load(cls, document: bytes) -> tuple["Recording", dict[str, Any]]:
+    def load(cls, document: str) -> tuple["Recording", dict[str, Any]]:
         """Return a recording, and what else its document has.
 
         Raises:
             RecordingUnreadableError: it is none, or of another version of Perseus.
         """
         try:
-            found = json.loads(zlib.decompress(document))
+            found = json.loads(zlib.decompress(base64.b64decode(document, validate=True)))
             if (form := found.pop("format")) != _FORMAT:
                 raise RecordingUnreadableError(expected=f"format {_FORMAT}", found=f"format {form}")
             values = {name: from_json(value) for name, value in found.items()}
             recording = cls(values.pop("beginning"))
             recording.inputs = values.pop("inputs")
-        except (zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (binascii.Error, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
             text = f"{type(error).__name__}: {error}"
             raise RecordingUnreadableError(expected="a recording of this version", found=text) from None
         return recording, values

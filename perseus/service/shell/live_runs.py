@@ -50,12 +50,19 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.ledger import EnergyHour, Rates
 from perseus.service.domain.model import FaultyPart, Rank
-from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
+from perseus.service.domain.records import (
+    JobRecord,
+    OfferRecord,
+    RecordedInputs,
+    StoredJob,
+    UnreadableJob,
+)
 from perseus.service.domain.specification import JobSpec
 from perseus.service.domain.views import JobView
 from perseus.service.fleet.ledger import priced
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
+from perseus.service.job.recording import Recording, Restored
 from perseus.service.job.rules import Rules
 from perseus.service.shell.answers import Answers
 from perseus.service.shell.job_clock import JobClock
@@ -78,7 +85,21 @@ _SHOWN = (JobRecord, OfferRecord, Rank)
 _LARGE_SIZE = 4096
 """Ranks and computations; making a machine for fewer takes no more than some tens of milliseconds."""
 
+_MAX_RECORDED_BYTES = 64 * 2**20
+"""What the recordings of all runs may take together, roughly."""
+
 T = TypeVar("T")
+
+
+def _recorded(recording: Recording | None, fault: Fault) -> list[Command]:
+    """Return what is to be stored so that a fault can be looked into, if it is known what led to it."""
+    if recording is None or recording.beginning is None:
+        return []
+    try:
+        return [Store(RecordedInputs(recording.dump(part=fault.part, error=fault.error)))]
+    except Exception as error:  # it is a help, no more
+        log.error("a run's inputs can't be kept", exc_info=error)
+        return []
 
 
 def _made_in_one(make: Callable[[], Made]) -> Made:
@@ -160,10 +181,13 @@ class LiveRuns:
 
     def _load(self, stored: StoredJob) -> None:
         machine: Machine
+        now_s, wall_time_s = self.clock.now_s(), time.time()
         try:
-            machine, commands = self.restored(stored)
+            machine, commands = JobMachine.restore(stored, self.rules, self.epoch, now_s, wall_time_s)
         except Exception as error:
             machine, commands = self._stand_in(stored, FaultyPart.STORED_STATE, error)
+            recording = Recording(Restored(stored, self.rules, self.epoch, now_s, wall_time_s))
+            commands = [*_recorded(recording, machine.fault), *commands]
         self._runs[stored.spec.job_id] = run = LiveRun(
             machine,
             stored.record,
@@ -301,13 +325,28 @@ class LiveRuns:
         return self.read(run, lambda machine: show(machine.view() if has_details else machine.summary()))
 
     def tick(self) -> None:
-        """Let leases run out."""
+        """Let leases run out, and drop the largest recordings where all together are too large."""
         now_s = self.clock.now_s()
+        self._bound_recordings()
         for run in [*self._ticking]:
             if self._runs.get(run.job_id) is not run or self._deadline_s(run) is None:
                 self._ticking.discard(run)  # until something happens to it
             else:
                 self._tick(run, now_s)
+
+    def _bound_recordings(self) -> None:
+        found = [
+            run.machine.recording
+            for run in self._runs.values()
+            if isinstance(run.machine, JobMachine) and run.machine.recording is not None
+        ]
+        excess_bytes = sum(each.size_bytes for each in found) - _MAX_RECORDED_BYTES
+        if excess_bytes > 0:
+            for largest in sorted(found, key=lambda each: each.size_bytes, reverse=True):
+                excess_bytes -= largest.size_bytes
+                largest.drop()
+                if excess_bytes <= 0:
+                    break
 
     def tick_run(self, run: LiveRun) -> None:
         """Let a run's leases run out: they may have since the last tick."""
@@ -349,7 +388,7 @@ class LiveRuns:
         if run.solving is not None:
             run.solving.cancel()
         run.machine, commands = self._stand_in(known, part, error)
-        self._perform(run, commands)
+        self._perform(run, [*_recorded(machine.recording, Fault.of(part, error)), *commands])
 
     def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
         """See `shell.writer.RunKeeper`."""

@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from dataclasses import replace
 
-from perseus.service.domain.commands import SlowPlan
+from perseus.service.domain.commands import Refine, SlowPlan, Solve
+from perseus.service.domain.inputs import Refined, Solved
 from perseus.solver import (
     Frontier,
     LagError,
@@ -69,6 +70,19 @@ def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Pla
     while len(_frontiers) > KEPT_FRONTIERS:
         _frontiers.popitem(last=False)
     return frontier.plan(iteration_time_s)
+
+
+def answer(hull_tolerance: float | None, asked: Solve | Refine) -> Solved | Refined:
+    """Solve what a job's machine asks for, here and now, as workers do.
+
+    Raises:
+        SolverError: it can't be solved.
+    """
+    if isinstance(asked, Refine):
+        return Refined(asked.refinement, refine(asked.refinement))
+    return Solved(
+        solve_explaining(asked.problem, POINT_COUNT, asked.slow, asked.set_latency_s, hull_tolerance)
+    )
 
 
 def refine(refinement: Refinement) -> Plan:

@@ -1,15 +1,16 @@
 """Whether a database is whole: the engine's own check, every value read back, and what must always hold."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sqlalchemy import Connection, exists, func, select
 
-from perseus.service.domain.errors import CoordinatorError, StoreFailedError
+from perseus.service.domain.errors import CoordinatorError, DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.model import EventType
 from perseus.service.domain.records import StoredJob, UnreadableJob
 from perseus.service.storage import codecs, reading, schema
-from perseus.service.storage.engines import connect, explain
+from perseus.service.storage.engines import connect, database_name, explain
 from perseus.service.storage.migrating import schema_of
 from perseus.solver import SolverError
 
@@ -24,10 +25,37 @@ def check_database(database: Path | str) -> list[str]:
         DatabaseUnavailableError: it can't be opened, or is in use.
         StoreFailedError: it can't be read to the end.
     """
+    with _opened(database) as connection:
+        return list(_findings(connection))
+
+
+def recordings(database: Path | str, job_id: str) -> dict[int, str]:
+    """Return, by run, the documents that are kept of a job's quarantined runs (`job/recording.py`).
+
+    Raises:
+        DatabaseUnavailableError: it can't be opened, is in use, or has another schema.
+        StoreFailedError: it can't be read.
+    """
+    with _opened(database) as connection:
+        try:
+            found = schema_of(connection)
+        except ValueError as error:
+            raise DatabaseUnavailableError(database=database_name(database), cause=error) from None
+        if found != schema.HEAD:
+            return {}
+        table = schema.recordings.c
+        rows = connection.execute(
+            select(table.run_number, table.document).where(table.job_id == job_id).order_by(table.run_number)
+        )
+        return {row.run_number: row.document for row in rows}
+
+
+@contextmanager
+def _opened(database: Path | str) -> Iterator[Connection]:
     opened = connect(database, is_read_only=True)
     try:
         with opened.connection.begin():
-            return list(_findings(opened.connection))
+            yield opened.connection
     except opened.errors as error:
         raise StoreFailedError(database=opened.name, cause=explain(error)) from None
     finally:

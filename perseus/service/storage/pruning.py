@@ -76,7 +76,13 @@ class Pruner:
 
     def _empty_archived(self, run: tuple[str, int]) -> int:
         """Delete some of what is not kept of an archived run; return how many rows."""
-        for table in (schema.open_iterations, schema.offers, schema.plans, schema.ranks):
+        for table in (
+            schema.recordings,
+            schema.open_iterations,
+            schema.offers,
+            schema.plans,
+            schema.ranks,
+        ):
             if count := self._delete_some(table, _of_run(table, run)):
                 return count
         events = schema.events

@@ -213,7 +213,11 @@ budgets = _table(
     _figure("over_time_s", nullable=True),
 )
 
+# Quarantined runs: what they were given until the coordinator failed at them (`job/recording.py`).
+recordings = _table("recordings", *_run_columns(), _text("document"))
+
 OF_RUNS = (
+    recordings,
     runs,
     ranks,
     offers,

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -40,10 +40,10 @@ def _asking(
 ) -> Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]:
     """Make a method of the store of a function that reads."""
 
-    @wraps(query)
     async def ask(store: "SqlStore", *args: P.args, **kwargs: P.kwargs) -> T:
         return await store._run(lambda: query(store._connection, *args, **kwargs))
 
+    update_wrapper(ask, query)
     return ask
 
 

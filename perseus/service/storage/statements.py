@@ -32,6 +32,7 @@ UPSERT_HOUR = "upsert_hour"
 UPSERT_TELEMETRY = "upsert_telemetry"
 UPSERT_TOKEN = "upsert_token"
 UPSERT_BUDGET = "upsert_budget"
+UPSERT_RECORDING = "upsert_recording"
 
 ORDER = (
     INSERT_RUN,
@@ -51,6 +52,7 @@ ORDER = (
     UPSERT_TELEMETRY,
     UPSERT_TOKEN,
     UPSERT_BUDGET,
+    UPSERT_RECORDING,
 )
 """How a group's rows are written: a run before what changes it, plans before who points there."""
 
@@ -127,6 +129,7 @@ class Statements:
             UPSERT_TELEMETRY: upsert(schema.telemetry),
             UPSERT_TOKEN: upsert(schema.tokens),
             UPSERT_BUDGET: upsert(schema.budgets),
+            UPSERT_RECORDING: upsert(schema.recordings),
         }
         self.by_name = {name: _compiled(statement, dialect) for name, statement in by_name.items()}
         self.count_commit = _compiled(

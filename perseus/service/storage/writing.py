@@ -24,6 +24,7 @@ from perseus.service.domain.records import (
     OfferRecord,
     ProfiledWork,
     Record,
+    RecordedInputs,
     Registrations,
 )
 from perseus.service.storage import codecs, ledger_rows, schema
@@ -273,6 +274,8 @@ class GroupWriter:
                 rows[to.UPSERT_WORK].append((*run, stage, key))
             case Period():
                 rows[to.UPSERT_PERIOD].append((*run, record.number, codecs.PERIOD.dump(record)))
+            case RecordedInputs(document):
+                rows[to.UPSERT_RECORDING].append((*run, document))
             case EnergyHour():
                 rows[to.UPSERT_HOUR].append(ledger_rows.row_of(*run, record))
 

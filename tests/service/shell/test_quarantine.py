@@ -15,12 +15,16 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 from structlog.testing import capture_logs
+from typer.testing import CliRunner, Result
 
+from perseus.cli.main import app
 from perseus.service.domain.commands import Command, Store
 from perseus.service.domain.inputs import Input, TelemetryArrived
 from perseus.service.domain.model import FaultyPart
 from perseus.service.domain.records import JobRecord
+from perseus.service.job.course import Course
 from perseus.service.job.machine import JobMachine
+from perseus.service.settings import CoordinatorSettings
 from perseus.service.solving.job_lane import JobLane
 from perseus.solver import Computation, Frontier, Pipeline
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
@@ -234,6 +238,66 @@ async def test_what_is_stored_and_cannot_be_gone_on_with_keeps_no_other_job_from
         await client.finish()
         await client.jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id="job"), timeout=TIMEOUT_S)
         await until(lambda: _is_alone(client))
+
+
+@pytest.mark.parametrize(
+    ("part", "breaking"), [(FaultyPart.MACHINE, break_machine), (FaultyPart.VIEW, break_view)]
+)
+async def test_a_quarantined_run_is_replayed_offline_to_the_same_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: FaultyPart, breaking: Any
+) -> None:
+    settings = make_settings(tmp_path)
+    async with running_here(settings) as (address, _), connected_to(address) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.hello()
+        await agent.join_ranks()
+        await agent.iterate()
+        with monkeypatch.context() as patched:
+            breaking(patched)
+            await trigger(client, agent)
+        assert (await client.job()).state == job_pb2.JOB_STATE_STOCK
+        await agent.end()
+    with monkeypatch.context() as patched:
+        breaking(patched)
+        done = await asyncio.to_thread(replayed, settings)
+        assert done.exit_code == 0, done.output
+        assert f"the coordinator failed at {part.value} (BrokenError: " in done.stdout.splitlines()[0]
+        assert "REGISTERED" in done.stdout
+        assert "STATE_CHANGED" in done.stdout, "its events are shown"
+        assert "Traceback" in done.stdout
+        assert done.stdout.splitlines()[-1] == "the same fault comes again"
+    done = await asyncio.to_thread(replayed, settings)
+    assert (done.exit_code, done.stderr) == (1, "error: the run lives on: no fault comes\n")
+
+
+async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(tmp_path)
+    async with running_here(settings) as (address, _), connected_to(address) as client:
+        await client.register()
+    with monkeypatch.context() as patched:
+        patched.setattr(Course, "restore", lambda *_: 1 / 0)
+        async with running_here(settings) as (address, _), connected_to(address) as client:
+            assert (await client.job()).state == job_pb2.JOB_STATE_STOCK
+        done = await asyncio.to_thread(replayed, settings)
+    assert done.exit_code == 0, done.output
+    assert "the same fault comes again" in done.stdout
+
+
+async def test_what_is_not_recorded_is_not_replayed(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with running_here(settings) as (address, _), connected_to(address) as client:
+        await client.register()
+    for more in ([], ["--run", "2"]):
+        done = await asyncio.to_thread(replayed, settings, *more)
+        assert done.exit_code == 1
+        assert "nothing is recorded of a fault" in done.stderr
+
+
+def replayed(settings: CoordinatorSettings, *more: str) -> Result:
+    return CliRunner().invoke(app, ["store", "replay", "job", "--database", str(settings.database), *more])
 
 
 async def _is_alone(client: Client) -> bool:

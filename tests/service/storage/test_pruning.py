@@ -10,15 +10,21 @@ from hypothesis import strategies as st
 from perseus.service.domain.events import Happening, JobEvent
 from perseus.service.domain.measured import StageProfile
 from perseus.service.domain.model import STOCK, EventType, JobState, PipelineOffer, Rank
-from perseus.service.domain.records import OfferRecord, ProfiledWork, Registrations, StoredJob
+from perseus.service.domain.records import (
+    OfferRecord,
+    ProfiledWork,
+    RecordedInputs,
+    Registrations,
+    StoredJob,
+)
 from perseus.service.domain.retention import DAY_S, Retention
 from perseus.service.domain.specification import Coordinates, Registration
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
-from perseus.service.storage.checking import check_database
+from perseus.service.storage.checking import check_database, recordings
 from perseus.service.storage.pruning import STEP_ROWS
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobEntry, NewRun, TelemetrySequence
+from perseus.service.storage.store import Entry, JobDeleted, JobEntry, NewRun, TelemetrySequence
 from perseus.solver import Kind, Measurement
 from tests.service.service_fakes import make_spec
 from tests.service.storage.test_store import PERIOD, RECORD, rows
@@ -103,7 +109,7 @@ async def test_of_a_run_that_ended_long_ago_the_report_and_adoptable_profiles_st
             *events("live", 3, long_ago_s),
         ]
     )
-    profile = (await store.known_profiles(["work"]))[0]  # type: ignore[index]
+    profile = (await store.known_profiles(["work"]))[0]
     assert sorted(await prune(store, Retention())) == [("old", 1), ("superseded", 1)]
     assert await prune(store, Retention()) == []
 
@@ -126,6 +132,20 @@ async def test_of_a_run_that_ended_long_ago_the_report_and_adoptable_profiles_st
     assert list(await store.known_profiles(["work"])) == [profile]
     await store.close()
     assert check_database(database) == []
+
+
+async def test_what_is_recorded_of_a_run_is_kept_until_the_run_is_archived_or_deleted(
+    store: SqlStore, database: Path | str
+) -> None:
+    entries: list[Entry] = []
+    for job_id, finish_time_s in (("deleted", NOW_S), ("kept", NOW_S), ("old", NOW_S - 100 * DAY_S)):
+        entries += finished(job_id, finish_time_s)
+        entries += [JobEntry(job_id, 1, RecordedInputs(text)) for text in ("first", "latest")]
+    await store.write([*entries, JobDeleted("deleted", 0)])
+    await prune(store, Retention())
+    await store.close()
+    found = {job_id: recordings(database, job_id) for job_id in ("deleted", "kept", "old")}
+    assert found == {"deleted": {}, "kept": {1: "latest"}, "old": {}}
 
 
 async def test_of_many_runs_that_ended_the_latest_are_kept(store: SqlStore) -> None:

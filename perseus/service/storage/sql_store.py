@@ -40,7 +40,7 @@ def _asking(
 ) -> Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]:
     """Make a method of the store of a function that reads."""
 
-    async def ask(store: "SqlStore", *args: P.args, **kwargs: P.kwargs) -> T:
+    async def ask(store: "SqlStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await store._run(lambda: query(store._connection, *args, **kwargs))
 
     update_wrapper(ask, query)

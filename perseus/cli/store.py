@@ -1,4 +1,4 @@
-"""`perseus store`: the coordinator's database, while no coordinator runs on it."""
+"""`perseus store`: check the coordinator's database, replay a quarantined job; export and import."""
 
 import io
 import traceback
@@ -51,7 +51,9 @@ def export_(
 
     source = _database(config, database)
     destination = Destination("FILE", file)
-    destination.check(*(Path(f"{source}{end}") for end in ("", "-wal", "-shm") if "://" not in str(source)))
+    destination.check(
+        *(Path(f"{source}{end}") for end in ("", "-wal", "-shm", "-lock") if "://" not in str(source))
+    )
     _check_there(source)
     counts: list[int] = []
 

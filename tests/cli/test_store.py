@@ -89,13 +89,30 @@ def test_what_is_not_there_is_said_in_one_line_and_not_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_in_use_is_not_touched(database: Path) -> None:
-    async def check_while_open() -> int:
+@pytest.mark.parametrize(
+    ("command", "exit_code", "message"),
+    [
+        (["check"], 0, "the store is whole"),
+        (["export", "{folder}/jobs.jsonl"], 1, "it is locked: is another coordinator running on it?"),
+        (["import", "{folder}/empty.jsonl"], 1, "it is locked: is another coordinator running on it?"),
+    ],
+)
+def test_a_store_in_use_is_only_read(
+    database: Path, command: list[str], exit_code: int, message: str
+) -> None:
+    folder = database.parent
+    (folder / "empty.jsonl").touch()
+    call = ["store", *(part.format(folder=folder) for part in command), "--database", str(database)]
+
+    async def call_while_open() -> tuple[int, str]:
         store = await SqlStore.open(database)
         try:
-            call = ["store", "check", "--database", str(database)]
-            return (await asyncio.to_thread(RUNNER.invoke, app, call)).exit_code
+            done = await asyncio.to_thread(RUNNER.invoke, app, call)
+            await store.write([NewRun(make_spec("other"), 1, 2.0)])
+            return done.exit_code, done.output
         finally:
             await store.close()
 
-    assert asyncio.run(check_while_open()) == 1
+    found_code, output = asyncio.run(call_while_open())
+    assert (found_code, message in output) == (exit_code, True), output
+    assert not (folder / "jobs.jsonl").exists()

@@ -19,10 +19,10 @@ _MOST_EVENTS = 20
 
 
 def check_database(database: Path | str) -> list[str]:
-    """Return what is wrong with a database that nobody uses meanwhile, one line each; nothing is changed.
+    """Return what is wrong with a database, one line each; nothing is changed, and nobody has to wait.
 
     Raises:
-        DatabaseUnavailableError: it can't be opened, or is in use.
+        DatabaseUnavailableError: it can't be opened.
         StoreFailedError: it can't be read to the end.
     """
     with _opened(database) as connection:

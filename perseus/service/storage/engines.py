@@ -1,20 +1,24 @@
 """The engines: SQLite in one file, and PostgreSQL by URL. How they are opened, held alone, and how they fail.
 
-Both give one connection, used from one thread, which nobody else can have meanwhile: a second coordinator on
-the same database must not serve the same jobs. Commits wait until they are on the disk.
+Both give one connection that writes, which nobody else can have meanwhile: a second coordinator on the same
+database must not serve the same jobs. Commits wait until they are on the disk. Beside it there may be
+connections that read: each of their transactions sees one state, and neither waits for the other.
 
-SQLite has a write-ahead log and is locked while it is open. That its file is removed or replaced under a
-running coordinator would go unnoticed, everything would be written to a file without a name; so both files
-are compared with what is under their names at every commit.
+SQLite has a write-ahead log. A lock on a file beside the database keeps a second coordinator out: the kernel
+gives it up with the process, however that ends, and nobody deletes the file, which somebody else may be about
+to lock. That files are removed or replaced under a running coordinator would go unnoticed, everything would
+be written to a file without a name; so they are compared with what is under their names at every commit.
 
 PostgreSQL is held by an advisory lock of the session: it is gone with the connection, and then the
 coordinator stops at its next commit. It never connects again by itself, since another may have taken over.
 """
 
+import fcntl
 import os
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +34,18 @@ from perseus.service.storage.schema import tables_of_others
 _LOCK = 0x7065727365757301
 """The advisory lock's key: "perseus" and 1, of nobody else we hope."""
 
+_LOCKED = "it is locked: is another coordinator running on it?"
+
 _CONNECT_TIMEOUT_S = 10
 
 _LOCK_PATIENCE_S = 2.0
 """The server takes a moment to notice that whoever held the lock is gone, killed and started again, say."""
 
 _LOCK_LOOK_S = 0.1
+
+_LONG_LOG_BYTES = 64 * 2**20
+"""SQLite writes its log back every 4 MB, but nothing that came after somebody began to read: readers who
+follow each other closely would let it grow for ever."""
 
 _SQLITE_SIZE = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
 _POSTGRESQL_SIZE = "SELECT pg_database_size(current_database())"
@@ -45,10 +55,11 @@ _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 # By the beginning of SQLite's error name.
 _SQLITE_CAUSES = (
     ("SQLITE_FULL", "the disk is full"),
+    ("SQLITE_IOERR_SHMSIZE", "the disk is full"),
     ("SQLITE_READONLY", "it can't be written: the file or its file system is read-only"),
     ("SQLITE_CORRUPT", "its file is corrupt: restore a copy (`perseus store check` says more)"),
     ("SQLITE_NOTADB", "it is no SQLite database"),
-    ("SQLITE_BUSY", "it is locked: is another coordinator running on it?"),
+    ("SQLITE_BUSY", _LOCKED),
     ("SQLITE_CANTOPEN", "its file can't be opened: is the folder there, and may it be written?"),
 )
 
@@ -69,26 +80,25 @@ _POSTGRESQL_CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open database, held alone.
+    """An open database.
 
     Attributes:
-        connection: the one to it.
+        connection: the one to it, to be used from one thread at a time.
         name: the database for people, without a password.
         missing: says what has become of its files since they were opened, None if nothing.
+        has_long_log: tells whether its log is so long that nobody should read while something is written.
         errors: what it raises where it fails.
         size_query: asks for its size in bytes.
+        close: closes it.
     """
 
     connection: Connection
     name: str
     missing: Callable[[], str | None]
+    has_long_log: Callable[[], bool]
     errors: tuple[type[Exception], ...]
     size_query: str
-
-    def close(self) -> None:
-        """Close it."""
-        self.connection.close()
-        self.connection.engine.dispose()
+    close: Callable[[], None]
 
 
 def is_url(database: Path | str) -> bool:
@@ -111,7 +121,7 @@ def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
 
     Args:
         database: the path of a SQLite file, made if it isn't there, or postgresql://….
-        is_read_only: write nothing, and make no file.
+        is_read_only: read only, beside whoever holds it; nothing is written or made.
 
     Raises:
         DatabaseUnavailableError: it is in use, can't be reached or made, or is of no engine known here.
@@ -156,32 +166,55 @@ def explain(error: Exception) -> str:
 
 
 def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
-    def create() -> sqlite3.Connection:
-        # Transactions are begun by hand, below.
+    files = _Files(path)
+    with ExitStack() as stack:
+        # Transactions are begun by hand, below. Who may only read can't recover a log.
+        raw = sqlite3.connect(
+            f"{files.real.as_uri()}?mode={'rw' if is_read_only else 'rwc'}",
+            uri=True,
+            timeout=1.0,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        stack.callback(raw.close)
+        _refuse_others(path, raw)  # before anything of the file is changed
         if is_read_only:
-            uri = f"{path.resolve().as_uri()}?mode=rw"  # read-only ones can't recover a log
-            connection = sqlite3.connect(uri, uri=True, timeout=1.0, isolation_level=None)
+            raw.execute("PRAGMA query_only = ON")
         else:
-            connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
-        try:
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            _refuse_others(path, connection)  # before anything of the file is changed
-            connection.execute("PRAGMA journal_mode = WAL")
+            _lock(path, files.lock, stack)
+            raw.execute("PRAGMA journal_mode = WAL")
             # The log is flushed at every commit: what was acknowledged must survive a power cut.
-            connection.execute("PRAGMA synchronous = FULL")
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            raw.execute("PRAGMA synchronous = FULL")
+            raw.execute(f"PRAGMA journal_size_limit = {_LONG_LOG_BYTES}")
+            raw.execute("BEGIN IMMEDIATE")
+            raw.execute("COMMIT")
+            files.watch()
+        engine = create_engine("sqlite://", creator=lambda: raw, poolclass=NullPool)
+        begin = "BEGIN" if is_read_only else "BEGIN IMMEDIATE"
+        event.listen(engine, "begin", lambda connection: connection.connection.cursor().execute(begin))
+        return Opened(
+            stack.enter_context(engine.connect()),
+            str(path),
+            files.missing,
+            files.has_long_log,
+            _errors(engine),
+            _SQLITE_SIZE,
+            stack.pop_all().close,
+        )
 
-    engine = create_engine("sqlite://", creator=create, poolclass=NullPool)
-    event.listen(
-        engine, "begin", lambda connection: connection.connection.cursor().execute("BEGIN IMMEDIATE")
-    )
-    connection = engine.connect()
-    return Opened(connection, str(path), _WatchedFiles(path).missing, _errors(engine), _SQLITE_SIZE)
+
+def _lock(path: Path, file: Path, stack: ExitStack) -> None:
+    """Lock the file beside a database, until the stack is closed."""
+    try:
+        lock = os.open(file, os.O_RDONLY | os.O_CREAT, 0o644)
+    except OSError as error:
+        cause = f"its lock file {file} can't be opened: {error.strerror}"
+        raise DatabaseUnavailableError(database=path, cause=cause) from None
+    stack.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DatabaseUnavailableError(database=path, cause=_LOCKED) from None
 
 
 def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
@@ -192,63 +225,87 @@ def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
         raise DatabaseUnavailableError(database=path, cause=cause)
 
 
-class _WatchedFiles:
-    """A SQLite database's files, by their inodes; the log's from when it is seen first."""
+class _Files:
+    """A SQLite database's files: those beside it are named after the one that links lead to.
+
+    Attributes:
+        real: that one.
+        lock: the file that the lock is on.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._log = Path(f"{path}-wal")
-        self._file_id = _file_id(path)
-        self._log_id: tuple[int, int] | None = None
+        self.real = Path(os.path.realpath(path))  # unlike resolve(), it leaves loops to SQLite's error
+        self.lock = Path(f"{self.real}-lock")
+        self._log = Path(f"{self.real}-wal")
+        self._watched = {
+            path: "file",
+            self._log: "write-ahead log",
+            Path(f"{self.real}-shm"): "write-ahead log's index",
+            self.lock: "lock file",
+        }
+        self._ids: dict[Path, tuple[int, int] | None] = {}
+
+    def watch(self) -> None:
+        """From now on they are to stay what they are."""
+        self._ids = {file: _file_id(file) for file in self._watched}
 
     def missing(self) -> str | None:
         """Say what was removed or replaced, if anything was."""
-        if _file_id(self._path) != self._file_id:
-            return f"its file {self._path} was removed or replaced"
-        found = _file_id(self._log)
-        if self._log_id is None:
-            self._log_id = found
-        elif found != self._log_id:
-            return f"its write-ahead log {self._log} was removed or replaced"
+        for file, found in self._ids.items():
+            if _file_id(file) != found:
+                return f"its {self._watched[file]} {file} was removed or replaced"
         return None
 
+    def has_long_log(self) -> bool:
+        """Tell whether the log is long."""
+        found = _stat(self._log)
+        return found is not None and found.st_size > _LONG_LOG_BYTES
 
-def _file_id(path: Path) -> tuple[int, int] | None:
+
+def _file_id(file: Path) -> tuple[int, int] | None:
+    found = _stat(file)
+    return None if found is None else (found.st_dev, found.st_ino)
+
+
+def _stat(file: Path) -> os.stat_result | None:
     try:
-        found = os.stat(path)
+        return os.stat(file)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
 
 
 # ---------------------------------------------------------------------- PostgreSQL
 
 
 def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
-    engine = create_engine(
-        url.set(drivername="postgresql+psycopg"),
-        poolclass=NullPool,
-        paramstyle="format",  # positional, as in SQLite
-        connect_args={"connect_timeout": _CONNECT_TIMEOUT_S},
-    )
-    connection = engine.connect()
-    try:
-        # Whatever the server's default: what was acknowledged must survive its crash.
-        connection.exec_driver_sql("SET synchronous_commit = on")
+    with ExitStack() as stack:
+        engine = create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            poolclass=NullPool,
+            paramstyle="format",  # positional, as in SQLite
+            connect_args={"connect_timeout": _CONNECT_TIMEOUT_S},
+        )
+        connection = stack.enter_context(engine.connect())
         if is_read_only:
-            connection.exec_driver_sql("SET default_transaction_read_only = on")
-        patience_ends_s = time.monotonic() + _LOCK_PATIENCE_S
-        while not (is_ours := _try_lock(connection)) and time.monotonic() < patience_ends_s:
-            time.sleep(_LOCK_LOOK_S)
-        connection.commit()
-    except BaseException:
-        _abandon(connection, engine)
-        raise
-    if not is_ours:
-        _abandon(connection, engine)
-        cause = "it is locked: is another coordinator running on it?"
-        raise DatabaseUnavailableError(database=name, cause=cause)
-    return Opened(connection, name, lambda: None, _errors(engine), _POSTGRESQL_SIZE)
+            connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        else:
+            # Whatever the server's default: what was acknowledged must survive its crash.
+            connection.exec_driver_sql("SET synchronous_commit = on")
+            patience_ends_s = time.monotonic() + _LOCK_PATIENCE_S
+            while not (is_ours := _try_lock(connection)) and time.monotonic() < patience_ends_s:
+                time.sleep(_LOCK_LOOK_S)
+            connection.commit()
+            if not is_ours:
+                raise DatabaseUnavailableError(database=name, cause=_LOCKED)
+        return Opened(
+            connection,
+            name,
+            lambda: None,
+            lambda: False,
+            _errors(engine),
+            _POSTGRESQL_SIZE,
+            stack.pop_all().close,
+        )
 
 
 def _try_lock(connection: Connection) -> bool:
@@ -260,8 +317,3 @@ def _errors(engine: Engine) -> tuple[type[Exception], ...]:
     driver = engine.dialect.loaded_dbapi.Error
     assert isinstance(driver, type)
     return SQLAlchemyError, OSError, driver
-
-
-def _abandon(connection: Connection, engine: Engine) -> None:
-    connection.close()
-    engine.dispose()

@@ -1,12 +1,14 @@
-"""What outlives the coordinator, in a SQL database of either engine: one connection, one thread of its own.
+"""What outlives the coordinator, in a SQL database of either engine.
 
 Everything is written as a list of entries in one transaction, and read back only at the start (the jobs'
 latest runs), when an agent introduces itself (its last sequence), when somebody asks for events or for an
 earlier run, and when a stage may have been profiled before.
 
 `engines` opens it, `migrating` brings it to the present schema, `writing`, `reading`, `pruning` use it.
-Everything is done in the one thread, one thing after another, and each in one transaction. Whatever the
-database itself fails at is a StoreFailedError (`domain.errors`): nothing can be promised from then on.
+One connection writes and one reads, each in a thread of its own, one thing after another, and each in one
+transaction: no commit waits for a reader. What is read has all that was committed when it was asked for.
+Whatever the database itself fails at is a StoreFailedError (`domain.errors`): nothing can be promised from
+then on.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -41,7 +44,7 @@ def _asking(
     """Make a method of the store of a function that reads."""
 
     async def ask(store: "SqlStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await store._run(lambda: query(store._connection, *args, **kwargs))
+        return await store._read(lambda connection: query(connection, *args, **kwargs))
 
     update_wrapper(ask, query)
     return ask
@@ -61,10 +64,11 @@ class SqlStore:
     load_tokens = _asking(reading.load_tokens)
     load_budgets = _asking(reading.load_budgets)
 
-    def __init__(self, opened: Opened, thread: ThreadPoolExecutor, clock: Callable[[], float]) -> None:
-        """To be called in the thread."""
+    def __init__(self, opened: Opened, reader: Opened, clock: Callable[[], float]) -> None:
         self._opened = opened
-        self._thread = thread
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        self._reader = reader
+        self._reader_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-reader")
         self._connection = opened.connection
         with self._connection.begin():
             migrate(self._connection, opened.name)
@@ -87,24 +91,21 @@ class SqlStore:
         Raises:
             DatabaseUnavailableError: it is no database of ours, in use, or newer, or can not be made.
         """
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
 
         def open_here() -> SqlStore:
-            opened = connect(database)
-            try:
-                return cls(opened, thread, clock)
-            except opened.errors as error:
-                opened.close()
-                raise DatabaseUnavailableError(database=opened.name, cause=explain(error)) from None
-            except BaseException:
-                opened.close()
-                raise
+            with ExitStack() as stack:
+                opened = connect(database)
+                stack.callback(opened.close)
+                reader = connect(database, is_read_only=True)
+                stack.callback(reader.close)
+                try:
+                    store = cls(opened, reader, clock)
+                except opened.errors as error:
+                    raise DatabaseUnavailableError(database=opened.name, cause=explain(error)) from None
+                stack.pop_all()
+            return store
 
-        try:
-            return await asyncio.get_running_loop().run_in_executor(thread, open_here)
-        except BaseException:
-            thread.shutdown(wait=False)
-            raise
+        return await asyncio.to_thread(open_here)
 
     # ------------------------------------------------------------------ the state itself
 
@@ -172,7 +173,7 @@ class SqlStore:
     async def size_bytes(self) -> int:
         """Return what the database takes on its disk, without its log."""
         query = self._opened.size_query
-        return int(await self._run(lambda: self._connection.exec_driver_sql(query).scalar() or 0))
+        return int(await self._read(lambda connection: connection.exec_driver_sql(query).scalar() or 0))
 
     async def watch(self) -> None:
         """Wait until something fails, whoever asked for it, a reader even.
@@ -186,26 +187,43 @@ class SqlStore:
 
     async def close(self) -> None:
         """Close the database; whatever was written stays."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._opened.close)
-        self._thread.shutdown()
+
+        def close_here() -> None:
+            for thread, opened in ((self._reader_thread, self._reader), (self._thread, self._opened)):
+                thread.shutdown()
+                opened.close()
+
+        await asyncio.to_thread(close_here)
 
     async def _run(self, work: Callable[[], T]) -> T:
+        """Do something in the thread that writes."""
+        return await self._in_transaction(self._thread, self._opened, lambda _: work())
+
+    async def _read(self, query: Callable[[Connection], T]) -> T:
+        """Read beside what is written; in its turn if the log is to get shorter (`engines`)."""
+        if self._opened.has_long_log():
+            return await self._in_transaction(self._thread, self._opened, query)
+        return await self._in_transaction(self._reader_thread, self._reader, query)
+
+    async def _in_transaction(
+        self, thread: ThreadPoolExecutor, opened: Opened, work: Callable[[Connection], T]
+    ) -> T:
+        def run() -> T:
+            try:
+                with opened.connection.begin():
+                    result = work(opened.connection)
+            except opened.errors as error:
+                raise StoreFailedError(database=opened.name, cause=explain(error)) from None
+            if (missing := self._opened.missing()) is not None:
+                raise StoreFailedError(database=opened.name, cause=missing)
+            return result
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)
+            return await asyncio.get_running_loop().run_in_executor(thread, run)
         except StoreFailedError as error:
             self._failure = error
             self._has_failed.set()
             raise
-
-    def _in_transaction(self, work: Callable[[], T]) -> T:
-        try:
-            with self._connection.begin():
-                result = work()
-        except self._opened.errors as error:
-            raise StoreFailedError(database=self._opened.name, cause=explain(error)) from None
-        if (missing := self._opened.missing()) is not None:
-            raise StoreFailedError(database=self._opened.name, cause=missing)
-        return result
 
 
 def _create_state(connection: Connection) -> int:

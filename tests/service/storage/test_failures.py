@@ -91,7 +91,7 @@ def replace(path: Path) -> None:
     path.with_suffix(".copy").replace(path)
 
 
-@pytest.mark.parametrize("suffix", ["", "-wal"])
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-lock"])
 @pytest.mark.parametrize("harm", [remove, replace])
 async def test_files_that_are_removed_or_replaced_are_noticed_before_anything_more_is_acknowledged(
     tmp_path: Path, suffix: str, harm: Callable[[Path], None]

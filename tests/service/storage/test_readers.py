@@ -1,0 +1,86 @@
+"""Readers and the writer of one database: neither waits for the other."""
+
+import asyncio
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, delete, func, select
+
+from perseus.service.domain.errors import StoreFailedError
+from perseus.service.domain.events import Happening, JobEvent
+from perseus.service.domain.model import EventType
+from perseus.service.storage import engines, schema
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import NewRun
+from tests.service.service_fakes import make_spec
+
+
+def event(number: int, length: int = 1) -> JobEvent:
+    return JobEvent("job", 1, 1.0, Happening(number, EventType.SOLVE_FAILED, "x" * length, None))
+
+
+def event_count(connection: Connection) -> int:
+    return connection.scalar(select(func.count()).select_from(schema.events)) or 0
+
+
+async def test_a_read_that_takes_long_sees_one_state_and_keeps_no_commit_waiting(
+    database: Path | str,
+) -> None:
+    store = await SqlStore.open(database)
+    await store.write([NewRun(make_spec(), 1, 1.0), event(1)])
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow(connection: Connection) -> tuple[int, int]:
+        before = event_count(connection)
+        has_begun.set()
+        assert may_end.wait(10)
+        return before, event_count(connection)
+
+    reading = asyncio.ensure_future(store._read(slow))
+    await asyncio.to_thread(has_begun.wait, 10)
+    for number in range(2, 12):
+        await store.write([event(number)])
+    assert not reading.done()
+    may_end.set()
+    assert await reading == (1, 1)
+    assert await store._read(event_count) == 11, "what was committed is there for the next one"
+    await store.close()
+
+
+async def test_a_reader_writes_nothing(database: Path | str) -> None:
+    store = await SqlStore.open(database)
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    with pytest.raises(StoreFailedError, match=r"(?i)read-?only"):
+        await store._read(lambda connection: connection.execute(delete(schema.runs)))
+    assert await store.run_numbers("job") == [1]
+    await store.close()
+
+
+def read_until(has_begun: threading.Event, is_written: threading.Event, connection: Connection) -> None:
+    event_count(connection)
+    has_begun.set()
+    is_written.wait(0.1)  # in vain where commits take turns with readers
+
+
+async def test_readers_who_follow_each_other_closely_do_not_let_the_log_grow_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_bytes = 5 * 2**20  # the log is written back from 4 MB on
+    monkeypatch.setattr(engines, "_LONG_LOG_BYTES", limit_bytes)
+    store = await SqlStore.open(tmp_path / "jobs.db")
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    log = tmp_path / "jobs.db-wal"
+    sizes: list[int] = []
+
+    for number in range(1, 25):
+        has_begun, is_written = threading.Event(), threading.Event()
+        reading = asyncio.ensure_future(store._read(partial(read_until, has_begun, is_written)))
+        await asyncio.to_thread(has_begun.wait, 10)
+        await store.write([event(number, 500_000)])
+        is_written.set()
+        await reading
+        sizes.append(log.stat().st_size)
+    await store.close()
+    assert max(sizes) < 2 * limit_bytes

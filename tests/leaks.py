@@ -9,10 +9,10 @@ import gc
 import os
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
 from multiprocessing import resource_tracker
+from time import monotonic, sleep  # by their names: tests put their own clock into `time`
 
 import grpc
 import pytest
@@ -105,12 +105,12 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     stash = request.config.stash
     known = stash[_known] if _known in stash else stash.setdefault(_known, held())
     yield
-    until_s = time.monotonic() + PATIENCE_S
+    until_s = monotonic() + PATIENCE_S
     while left := _added(now := held(), known):
         gc.collect()
-        if time.monotonic() > until_s:
+        if monotonic() > until_s:
             break
-        time.sleep(0.01)
+        sleep(0.01)
     stash[_known] = now
     if left:
         pytest.fail(f"left behind: {', '.join(sorted(left))}")
@@ -125,11 +125,11 @@ def _is_kept_by_grpc(task: asyncio.Task[object]) -> bool:
 async def _no_task_is_left() -> AsyncIterator[None]:
     before = asyncio.all_tasks()
     yield
-    until_s = time.monotonic() + PATIENCE_S
+    until_s = monotonic() + PATIENCE_S
     while left := {
         task for task in asyncio.all_tasks() - before - {asyncio.current_task()} if not _is_kept_by_grpc(task)
     }:
-        if time.monotonic() > until_s:
+        if monotonic() > until_s:
             pytest.fail(f"left unfinished: {', '.join(sorted(map(repr, left)))}")
         await asyncio.sleep(0.01)
 

@@ -40,6 +40,9 @@ def test_busy():
 def test_waiting():
     time.sleep(1.1)
 
+def test_own_clock(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9)
+
 @pytest.fixture
 def dear():
     time.sleep(1.1)

@@ -8,9 +8,9 @@ and property tests may take longer where a run asks for more examples than by de
 """
 
 import os
-import time
 from collections.abc import Generator
 from pathlib import Path
+from time import monotonic  # by its name: tests put their own clock into `time`
 
 import pytest
 from hypothesis import settings
@@ -38,11 +38,11 @@ class _Stopwatch:
         self.cpu_s = -sum(os.times()[:4])
         self._children_s = -sum(os.times()[2:4])
         self._anybody_s = -_anybody_waited_s()
-        self.clock_s = _waited_s() - time.monotonic()
+        self.clock_s = _waited_s() - monotonic()
 
     def stop(self) -> None:
         self.cpu_s += sum(os.times()[:4])
-        self.clock_s += time.monotonic() - _waited_s()
+        self.clock_s += monotonic() - _waited_s()
         if self._children_s + sum(os.times()[2:4]) > _CHILDREN_S:
             self.clock_s -= self._anybody_s + _anybody_waited_s()
 

@@ -15,12 +15,16 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
 OUTPUT_FAILED = 1
 PIPE_CLOSED = 128 + signal.SIGPIPE
+
+_AGAIN_S = 0.01
+"""Until a signal comes again; what it came in the midst of is over then."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -59,6 +63,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     from perseus.cli.main import main as command
 
+    sys.unraisablehook = _end_all_the_same
     for number in ours:
         signal.signal(number, _end)
     code = run(command)
@@ -88,6 +93,17 @@ def run(command: Callable[[], object]) -> int:
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
+
+
+def _end_all_the_same(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Where a signal comes while an object is being deleted, Python drops what is raised: send it again."""
+    match unraisable.exc_value:
+        case SystemExit(code=int(code)) if code - 128 in _SIGNALS:
+            main_thread = threading.main_thread().ident
+            assert main_thread is not None
+            threading.Timer(_AGAIN_S, signal.pthread_kill, (main_thread, code - 128)).start()
+        case _:
+            sys.__unraisablehook__(unraisable)
 
 
 def _open_streams() -> None:

@@ -91,6 +91,15 @@ class Measurements:
             if number > 0 and all(iteration.plan_version == 0 for iteration in row.values())
         ]
 
+    def under(self, plan_version: int) -> list[int]:
+        """Iterations of which every pipeline ran under the clocks of a version, without the first of them."""
+        numbers = [
+            number
+            for number, row in sorted(self._iterations.items())
+            if all(iteration.plan_version == plan_version for iteration in row.values())
+        ]
+        return numbers[1:]
+
     def are_complete(self, numbers: Iterable[int]) -> bool:
         """Whether all pipelines have finished these iterations."""
         return all(len(self._iterations.get(number, {})) == self._pipeline_count for number in numbers)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -126,3 +127,34 @@ def test_a_signal_ends_it_at_any_time_without_a_word(
     assert process.returncode in (128 + number, -number)
     assert (stdout, stderr) == (b"", b"")
     assert [each.name for each in tmp_path.iterdir()] == ["profile.csv"]
+
+
+DELETED_AT_A_SIGNAL = """
+import os, signal, sys, time
+from unittest import mock
+
+class Deleted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+def command():
+    Deleted()
+    time.sleep(60)
+
+from perseus.cli import entry
+with mock.patch("perseus.cli.main.main", command):
+    entry.main()
+"""
+
+
+@pytest.mark.slow("starts a command as a process")
+def test_a_signal_ends_it_also_where_an_object_is_being_deleted(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DELETED_AT_A_SIGNAL],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, b"")

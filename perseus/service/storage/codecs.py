@@ -1,4 +1,8 @@
-"""Values to columns and back: JSON for what is only read whole.
+"""Values to columns and back: JSON documents for what is only read whole, `[version, value]`.
+
+Fields may be added to a value without another version, if they have a default: who does not know a field
+ignores it, and one that is missing has its default. A change that earlier releases would misunderstand takes
+another version, which they refuse to read.
 
 Nothing is stored that can't be read back: a number that is not finite, or beyond 64 bits, is refused by name.
 Only evidence may hold infinities, as it always could.
@@ -7,10 +11,11 @@ Only evidence may hold infinities, as it always could.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from perseus.service.domain.evidence import EVIDENCE, Evidence
 from perseus.service.domain.measured import Period, StageKey
@@ -29,6 +34,12 @@ from perseus.solver import Measurement
 
 T = TypeVar("T")
 
+VERSION = 1
+"""Of the documents that are written here, and the only one that is read."""
+
+_BEGINNING = re.compile(r"\[([0-9]+),")
+"""Of a document: its version."""
+
 _MAX_INTEGER = 2**63 - 1
 
 
@@ -40,9 +51,9 @@ class Json(Generic[T]):
     """Values of one type as JSON text; `name` is for errors."""
 
     def __init__(self, name: str, kind: Any, *, may_be_infinite: bool = False) -> None:
-        # In a tuple, because only then pydantic can be told to write infinities as such and not as null.
-        self._adapter: TypeAdapter[tuple[T]] = TypeAdapter(
-            tuple[kind],
+        # Infinities are to be written as such and not as null, which pydantic can be told for a tuple only.
+        self._adapter: TypeAdapter[tuple[int, T]] = TypeAdapter(
+            tuple[int, kind],
             config={"ser_json_inf_nan": "constants"},
         )
         self._name = name
@@ -54,18 +65,31 @@ class Json(Generic[T]):
         Raises:
             UnstorableError: a number is not finite.
         """
-        text = self._adapter.dump_json((value,))[1:-1].decode()
+        text = self._adapter.dump_json((VERSION, value)).decode()
         # Looked for in the text first, since that costs next to nothing; names may hold these words, too.
         if not self._may_be_infinite and ("Infinity" in text or "NaN" in text):
             self._refuse_constants(text)
         return text
 
     def load(self, text: str) -> T:
-        """Return the value; ValueError if the text is not of it."""
-        return self._adapter.validate_json(f"[{text}]")[0]
+        """Return the value.
+
+        Raises:
+            ValueError: the text is of another version, or not of such a value.
+        """
+        version = _BEGINNING.match(text)
+        if version is not None and int(version[1]) != VERSION:
+            what = ", which is newer than this Perseus" if int(version[1]) > VERSION else ""
+            raise ValueError(f"{self._name}: expected version {VERSION}, found {version[1]}{what}")
+        try:
+            return self._adapter.validate_json(text)[1]
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join([self._name, *map(str, problem["loc"][1:])])
+            raise ValueError(f"{where}: {problem['msg']}, found {problem['input']!r}") from None
 
     def _refuse_constants(self, text: str) -> None:
-        found = next(_constants(json.loads(text), self._name), None)
+        found = next(_constants(json.loads(text)[1], self._name), None)
         if found is not None:
             path, number = found
             raise UnstorableError(f"{path}: expected a finite number, found {number}")
@@ -125,6 +149,7 @@ def text(value: str) -> str:
 
 SPEC: Json[JobSpec] = Json("spec", JobSpec)
 REGISTRATIONS: Json[tuple[Registration, ...]] = Json("registrations", tuple[Registration, ...])
+NO_REGISTRATIONS = REGISTRATIONS.dump(())
 RECORD: Json[JobRecord] = Json("record", JobRecord)
 RANK: Json[Rank] = Json("rank", Rank)
 PERIOD: Json[Period] = Json("period", Period)
@@ -154,7 +179,9 @@ def dump_clocks(clocks: Clocks) -> tuple[str, str, str]:
 
 
 def load_clocks(kind: str, content: str) -> Clocks:
-    """Return clocks; ValueError or KeyError if they can't be read."""
+    """Return clocks; ValueError if they can't be read."""
+    if kind not in _CLOCKS:
+        raise ValueError(f"offer.clocks: expected one of {', '.join(_CLOCKS)}, found {kind!r}")
     clocks: Clocks = _CLOCKS[kind].load(content)
     return clocks
 

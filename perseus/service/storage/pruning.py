@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Table, and_, delete, func, select, tuple_, up
 
 from perseus.service.domain.ledger import HOUR_S
 from perseus.service.domain.retention import Retention
-from perseus.service.storage import schema
+from perseus.service.storage import codecs, schema
 from perseus.service.storage.store import Pruned
 
 STEP_ROWS = 500
@@ -114,7 +114,9 @@ class Pruner:
 
     def _archive(self, run: tuple[str, int]) -> Pruned:
         self._connection.execute(
-            update(schema.runs).where(_of_run(schema.runs, run)).values(is_archived=1, registrations="[]")
+            update(schema.runs)
+            .where(_of_run(schema.runs, run))
+            .values(is_archived=1, registrations=codecs.NO_REGISTRATIONS)
         )
         return Pruned(0, (run,), is_done=False)
 

@@ -1,7 +1,7 @@
 """The tables, for every engine. A change here needs a migration in `migrations/versions`.
 
-Values are kept as JSON text beside the keys that they are looked up by. No foreign keys: all rows of a
-run are written and deleted by the same few statements, and `checking` finds what points nowhere.
+Values are kept as JSON text (`codecs`) beside the keys that they are looked up by. No foreign keys: all rows
+of a run are written and deleted by the same few statements, and `checking` finds what points nowhere.
 """
 
 from collections.abc import Iterable

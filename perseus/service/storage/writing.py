@@ -227,7 +227,8 @@ class GroupWriter:
                         (budget.budget.budget_id, codecs.BUDGET.dump(budget), budget.over_time_s)
                     )
                 case NewRun(spec, run_number, create_time_s):
-                    row = (spec.job_id, run_number, create_time_s, self._spec(entry), "[]", None, 0, None, 0)
+                    beginning = spec.job_id, run_number, create_time_s, self._spec(entry)
+                    row = (*beginning, codecs.NO_REGISTRATIONS, None, 0, None, 0)
                     group.rows[to.INSERT_RUN].append(row)
                 case JobDeleted(job_id):
                     self._drop_plans(job_id)

@@ -129,9 +129,9 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, chang
             "generation 1: expected its first commit from 0 to 1, found 99",
         ),
         ("DELETE FROM coordinator", "coordinator: expected one row, found 0"),
-        ("UPDATE offers SET stage_versions = '[9999, 9999]'", "expected versions up to"),
-        ("UPDATE offers SET stage_versions = '[1]'", "expected versions of 2 stages, found 1"),
-        ("UPDATE ranks SET rank = json_set(rank, '$.offered_version', 9999)", "expected versions up to"),
+        ("UPDATE offers SET stage_versions = '[1, [9999, 9999]]'", "expected versions up to"),
+        ("UPDATE offers SET stage_versions = '[1, [1]]'", "expected versions of 2 stages, found 1"),
+        ("UPDATE ranks SET rank = json_set(rank, '$[1].offered_version', 9999)", "expected versions up to"),
     ],
 )
 def test_the_check_finds_what_is_wrong(tmp_path: Path, statement: str, finding: str) -> None:

@@ -1,0 +1,152 @@
+"""Documents that another release has written: what can be understood is, and nothing else is guessed at."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perseus.service.domain.power import Budget, BudgetRecord, UnreadableBudget
+from perseus.service.domain.records import Registrations, StoredJob, UnreadableJob
+from perseus.service.domain.specification import Registration
+from perseus.service.storage.checking import check_database
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import BudgetEntry, Entry, JobEntry, NewRun
+from tests.service.service_fakes import make_spec
+from tests.service.storage.test_archive import planned_job
+
+COLUMNS = [
+    ("runs", "spec"),
+    ("runs", "registrations"),
+    ("runs", "record"),
+    ("ranks", "rank"),
+    ("periods", "period"),
+    ("offers", "stage_versions"),
+    ("plans", "clocks"),
+    ("profiles", "measurements"),
+]
+"""The documents of a job."""
+
+BUDGET = BudgetRecord(Budget("budget", "hall-a", 1000.0, 1.0), "request", "token grid", 1.0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A database with a job that has everything, another that is new, and two budgets."""
+    path = tmp_path / "jobs.db"
+    entries: list[Entry] = [
+        *planned_job(),
+        JobEntry("job", 1, Registrations((Registration("request", "work", labels=(("a", "b"),)),))),
+        NewRun(make_spec("other"), 1, 1.0),
+        BudgetEntry(BUDGET),
+        BudgetEntry(BudgetRecord(Budget("other", "hall-b", 2000.0, 1.0), "request", "", 1.0)),
+    ]
+
+    async def fill() -> None:
+        store = await SqlStore.open(path)
+        await store.write(entries)
+        await store.close()
+
+    asyncio.run(fill())
+    return path
+
+
+def change(path: Path, table: str, column: str, changed: Callable[[Any], Any]) -> None:
+    """Change a column's documents, of the job or the budget that is not named other."""
+    key = "budget_id" if table == "budgets" else "job_id"
+    with sqlite3.connect(path) as connection:
+        found = connection.execute(f"SELECT DISTINCT {column} FROM {table} WHERE {key} <> 'other'").fetchall()
+        assert found
+        for (text,) in found:
+            connection.execute(
+                f"UPDATE {table} SET {column} = ? WHERE {column} = ?",
+                (json.dumps(changed(json.loads(text))), text),
+            )
+    connection.close()
+
+
+async def read(path: Path) -> tuple[StoredJob | UnreadableJob, BudgetRecord | UnreadableBudget]:
+    """Return what is not named other, once it is seen that the others can be read."""
+    store = await SqlStore.open(path)
+    job, other_job = await store.load_jobs()
+    budget, other_budget = await store.load_budgets()
+    await store.close()
+    assert isinstance(other_job, StoredJob)
+    assert isinstance(other_budget, BudgetRecord)
+    return job, budget
+
+
+def with_more(value: Any) -> Any:
+    """Return a document with a field more in each of its objects."""
+    match value:
+        case dict():
+            return {name: with_more(part) for name, part in value.items()} | {"added_later": [{"x": 1}]}
+        case list():
+            return [with_more(part) for part in value]
+    return value
+
+
+async def test_a_field_that_was_added_later_is_ignored(path: Path) -> None:
+    before = await read(path)
+    for table, column in [*COLUMNS, ("budgets", "budget")]:
+        change(path, table, column, with_more)
+    assert await read(path) == before
+    assert check_database(path) == []
+
+
+async def test_a_field_that_was_not_there_yet_has_its_default(path: Path) -> None:
+    def without_pacing(document: Any) -> Any:
+        version, value = document
+        return [version, {name: part for name, part in value.items() if name not in ("pacing", "percent")}]
+
+    before = await read(path)
+    change(path, "runs", "record", without_pacing)
+    change(path, "budgets", "budget", without_pacing)
+    assert await read(path) == before
+
+
+@pytest.mark.parametrize(("table", "column"), COLUMNS)
+async def test_a_job_with_a_document_of_a_later_version_can_not_be_read_and_no_other_is_hidden(
+    path: Path, table: str, column: str
+) -> None:
+    change(path, table, column, lambda document: [2, *document[1:]])
+    job, _ = await read(path)
+    assert isinstance(job, UnreadableJob)
+    assert (job.job_id, job.run_number) == ("job", 1)
+    assert "expected version 1, found 2, which is newer than this Perseus" in job.cause
+    assert column in job.cause
+    assert any("job 'job', run 1: can't be read: " in finding for finding in check_database(path))
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "old", "new", "cause"),
+    [
+        ("runs", "record", '"planned"', '"beamed up"', "record.state: Input should be"),
+        ("ranks", "rank", '"connected"', '"beamed up"', "rank.state: Input should be"),
+        ("runs", "spec", '"1f1b"', '"beamed up"', "spec.schedule.NamedSchedule.name: Input should be"),
+        ("plans", "clocks_type", "plan", "beamed up", "offer.clocks: expected one of stock, hold, plan"),
+    ],
+)
+async def test_a_job_with_a_value_that_is_not_known_can_not_be_read_and_the_cause_names_it(
+    path: Path, table: str, column: str, old: str, new: str, cause: str
+) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute(
+            f"UPDATE {table} SET {column} = replace({column}, ?, ?) WHERE job_id = 'job'", (old, new)
+        )
+    connection.close()
+    job, _ = await read(path)
+    assert isinstance(job, UnreadableJob)
+    assert cause in job.cause
+    assert job.cause.endswith("found 'beamed up'")
+
+
+async def test_a_budget_of_a_later_version_limits_to_the_safe_side_by_what_can_be_read(path: Path) -> None:
+    change(path, "budgets", "budget", lambda document: [2, *document[1:]])
+    _, budget = await read(path)
+    assert isinstance(budget, UnreadableBudget)
+    assert (budget.budget_id, budget.feed, budget.limit_w) == ("budget", "hall-a", 1000.0)
+    assert budget.problem == "budget: expected version 1, found 2, which is newer than this Perseus"

@@ -44,8 +44,8 @@ _LOCK_PATIENCE_S = 2.0
 _LOCK_LOOK_S = 0.1
 
 _LONG_LOG_BYTES = 64 * 2**20
-"""SQLite writes its log back every 4 MB, but nothing that came after somebody began to read: readers who
-follow each other closely would let it grow for ever."""
+"""While the log is longer, reads take turns with commits. SQLite checkpoints it every 4 MB, but only as far
+as the oldest reader sees: readers who follow each other closely would let it grow for ever."""
 
 _SQLITE_SIZE = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
 _POSTGRESQL_SIZE = "SELECT pg_database_size(current_database())"
@@ -86,7 +86,7 @@ class Opened:
         connection: the one to it, to be used from one thread at a time.
         name: the database for people, without a password.
         missing: says what has become of its files since they were opened, None if nothing.
-        has_long_log: tells whether its log is so long that nobody should read while something is written.
+        has_long_log: tells whether its log is so long that reads have to take turns with commits.
         errors: what it raises where it fails.
         size_query: asks for its size in bytes.
         close: closes it.

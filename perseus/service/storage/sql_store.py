@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial, update_wrapper
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -38,31 +38,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _asking(
+def _read_method(
     query: Callable[Concatenate[Connection, P], T],
 ) -> Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]:
-    """Make a method of the store of a function that reads."""
+    """Return a method of the store that runs a query on the reading connection."""
 
-    async def ask(store: "SqlStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+    @wraps(query)
+    async def read(store: "SqlStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await store._read(lambda connection: query(connection, *args, **kwargs))
 
-    update_wrapper(ask, query)
-    return ask
+    return read
 
 
 class SqlStore:
     """Jobs by runs: profiles, offers, reports and events; and how far each agent's telemetry was taken."""
 
-    load_jobs = _asking(reading.load_jobs)
-    load_run = _asking(reading.load_run)
-    run_numbers = _asking(reading.run_numbers)
-    known_requests = _asking(reading.known_requests)
-    known_profiles = _asking(reading.known_profiles)
-    events = _asking(reading.events)
-    ledger = _asking(ledger_rows.groups)
-    deleted_version = _asking(reading.deleted_version)
-    load_tokens = _asking(reading.load_tokens)
-    load_budgets = _asking(reading.load_budgets)
+    load_jobs = _read_method(reading.load_jobs)
+    load_run = _read_method(reading.load_run)
+    run_numbers = _read_method(reading.run_numbers)
+    known_requests = _read_method(reading.known_requests)
+    known_profiles = _read_method(reading.known_profiles)
+    events = _read_method(reading.events)
+    ledger = _read_method(ledger_rows.groups)
+    deleted_version = _read_method(reading.deleted_version)
+    load_tokens = _read_method(reading.load_tokens)
+    load_budgets = _read_method(reading.load_budgets)
 
     def __init__(self, opened: Opened, reader: Opened, clock: Callable[[], float]) -> None:
         self._opened = opened
@@ -196,11 +196,11 @@ class SqlStore:
         await asyncio.to_thread(close_here)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Do something in the thread that writes."""
+        """Work on the writing connection, in its thread and in one transaction."""
         return await self._in_transaction(self._thread, self._opened, lambda _: work())
 
     async def _read(self, query: Callable[[Connection], T]) -> T:
-        """Read beside what is written; in its turn if the log is to get shorter (`engines`)."""
+        """Run a query on the reading connection; between commits, on the other, while the log is too long."""
         if self._opened.has_long_log():
             return await self._in_transaction(self._thread, self._opened, query)
         return await self._in_transaction(self._reader_thread, self._reader, query)

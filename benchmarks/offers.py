@@ -48,7 +48,7 @@ def run() -> Sequence[Table]:
 
 def _figures(frontier: Frontier) -> Iterator[tuple[float, float, float, float, float]]:
     journal = Journal(1)
-    journal.begin(0.0)
+    journal.begin(0.0, 0.0)
     plans = ExactPlans(journal)
     for factor in FACTORS:
         time_s = factor * frontier.t_min_s

@@ -15,17 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from google.protobuf.timestamp_pb2 import Timestamp
 from pydantic import TypeAdapter
 
 from benchmarks.harness import Cell, Column, Table, main
-from perseus.service.domain.events import Happening, JobEvent
-from perseus.service.domain.evidence import PipelineClocks, PlannedIteration
 from perseus.service.domain.measured import Period
 from perseus.service.domain.model import (
     Clocks,
-    EventType,
     JobState,
     PipelineOffer,
     PlannedClocks,
@@ -37,9 +34,10 @@ from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.storage.engines import connect
 from perseus.service.storage.migrating import migrate
-from perseus.service.storage.store import Entry, JobEntry, NewRun, TelemetrySequence
+from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun, TelemetrySequence
 from perseus.service.storage.writing import GroupWriter
 from perseus.solver import Computation, Kind, Plan, PlannedComputation
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import make_gpu, make_spec
 
 PIPELINES, STAGES, MICROBATCHES = 128, 8, 10
@@ -88,11 +86,7 @@ def _plan_change(number: int) -> list[Entry]:
     entries: list[Entry] = []
     for pipeline in range(PIPELINES):
         entries.append(JobEntry("job", 1, OfferRecord(pipeline, replace(offer))))
-        evidence = PipelineClocks(pipeline, number, (0, 1), 20, None, PlannedIteration(1.0, 2.0))
-        happening = Happening(
-            number * PIPELINES + pipeline, EventType.PLAN_OFFERED, f"pipeline {pipeline} is offered", evidence
-        )
-        entries.append(JobEvent("job", 1, 1.7e9, happening))
+        entries.append(_offered(number * PIPELINES + pipeline, pipeline, number))
         for stage in range(STAGES):
             place = Coordinates(pipeline, stage, 0)
             rank = Rank(place, RankState.CONNECTED, "agent", "host", make_gpu(place), number, number, 20)
@@ -102,16 +96,24 @@ def _plan_change(number: int) -> list[Entry]:
 
 def _events(number: int) -> list[Entry]:
     """As many events as batches."""
-    evidence = PipelineClocks(1, 7, (0, 1), 20, None, PlannedIteration(1.0, 2.0))
-    return [
-        JobEvent(
-            "job",
-            1,
-            1.7e9,
-            Happening(10**6 + number * BATCHES + n, EventType.PLAN_OFFERED, "offered", evidence),
-        )
-        for n in range(BATCHES)
-    ]
+    return [_offered(10**6 + number * BATCHES + n, 1, 7) for n in range(BATCHES)]
+
+
+def _offered(sequence: int, pipeline: int, version: int) -> EventEntry:
+    event = event_pb2.JobEvent(
+        sequence=sequence,
+        create_time=Timestamp(seconds=1_700_000_000),
+        type=event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+        message=f"pipeline {pipeline} is offered",
+        pipeline_clocks=event_pb2.PipelineClocks(
+            pipeline=pipeline,
+            version=version,
+            changed_stages=(0, 1),
+            start_iteration=20,
+            plan=event_pb2.PlannedIteration(iteration_time_s=1.0, energy_j=2.0),
+        ),
+    )
+    return EventEntry("job", 1, event)
 
 
 class ByHand:
@@ -134,8 +136,8 @@ class ByHand:
         is_regular INTEGER NOT NULL,
         PRIMARY KEY (job_id, run_number, iteration, pipeline, stage, tensor)) WITHOUT ROWID;
     CREATE TABLE events (
-        job_id TEXT, run_number INTEGER, sequence INTEGER, create_time_s REAL NOT NULL, type TEXT NOT NULL,
-        message TEXT NOT NULL, evidence TEXT,
+        job_id TEXT, run_number INTEGER, sequence INTEGER, create_time_s REAL NOT NULL,
+        type INTEGER NOT NULL, event BLOB NOT NULL,
         PRIMARY KEY (job_id, run_number, sequence)) WITHOUT ROWID;
     CREATE INDEX events_by_type ON events (job_id, run_number, type, sequence);
     CREATE INDEX events_by_time ON events (job_id, run_number, create_time_s);
@@ -149,7 +151,6 @@ class ByHand:
         self._connection.executescript(self.SCHEMA)
         self._rank, self._period = TypeAdapter(Rank), TypeAdapter(Period)
         self._clocks: TypeAdapter[Clocks] = TypeAdapter(PlannedClocks)
-        self._evidence: TypeAdapter[Any] = TypeAdapter(PipelineClocks)
 
     def write(self, entries: Sequence[Entry]) -> None:
         execute = self._connection.execute
@@ -176,13 +177,13 @@ class ByHand:
                                 "REPLACE INTO periods VALUES (?, ?, ?, ?)",
                                 (*run, record.number, self._period.dump_json(record).decode()),
                             )
-                case JobEvent(job_id, run_number, create_time_s, event):
-                    evidence = json.dumps(self._evidence.dump_python(event.evidence, mode="json"))
+                case EventEntry(job_id, run_number, event):
+                    create_time_s = event.create_time.seconds + event.create_time.nanos / 1e9
                     execute(
-                        "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
+                        "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)",
                         (
-                            job_id, run_number, event.sequence, create_time_s, event.type.value,
-                            event.message, evidence,
+                            job_id, run_number, event.sequence, create_time_s, event.type,
+                            event.SerializeToString(),
                         ),
                     )  # fmt: skip
                 case TelemetrySequence(instance_id, sequence):

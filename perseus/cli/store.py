@@ -129,6 +129,7 @@ def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float 
     from perseus.service.domain.model import FaultyPart
     from perseus.service.job.machine import replay as lived
     from perseus.service.solving.work import answer
+    from perseus.v1 import event_pb2
 
     machine = asked = None
     try:
@@ -136,8 +137,8 @@ def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float 
         for number, (_, machine, commands) in enumerate(steps):  # noqa: B007
             for command in commands if isinstance(commands, list) else ():
                 if isinstance(command, Announce):
-                    happening = command.happening
-                    _say(f"input {number:>6}  {happening.type.name:<24} {happening.message}")
+                    kind = event_pb2.JobEventType.Name(command.event.type).removeprefix("JOB_EVENT_TYPE_")
+                    _say(f"input {number:>6}  {kind:<24} {command.event.message}")
                 elif isinstance(command, Solve | Refine):
                     asked = command
         if machine is not None and part is FaultyPart.VIEW:

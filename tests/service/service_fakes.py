@@ -1,14 +1,15 @@
 """A small emulated cluster for the coordinator's tests: physics, and ranks that follow offers."""
 
-import enum
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 
 from perseus.service.domain.commands import (
     AcceptRank,
@@ -22,7 +23,6 @@ from perseus.service.domain.commands import (
     Store,
 )
 from perseus.service.domain.errors import RankNotServedError
-from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.inputs import (
     Input,
     LagNotFound,
@@ -83,6 +83,7 @@ from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.service.solving.work import solve_explaining
 from perseus.solver import Computation, Kind, LagError, Plan, Refinement, Schedule, SolverError
+from perseus.v1 import event_pb2
 
 EPOCH = "epoch-of-the-tests"
 REGISTRATION = Registration("request", "fingerprint")
@@ -195,16 +196,14 @@ def clock_statistics(version: int, set_latency_s: float, set_latency_count: int 
     return ClockStatistics(version, 10, 100, 0, 0, 10.0, 9.5, set_latency_s, 0.001, 0.0001, set_latency_count)
 
 
-def check_plain(value: object) -> None:
-    """Evidence is of plain values: what comes out of an array would not get into the store."""
-    if is_dataclass(value):
-        for each in fields(value):
-            check_plain(getattr(value, each.name))
-    elif isinstance(value, tuple):
-        for each in value:
-            check_plain(each)
-    else:
-        assert value is None or isinstance(value, enum.Enum) or type(value) in (int, float, bool, str), value
+Details = TypeVar("Details", bound=Message)
+
+
+def details_of(commands: Iterable[Command], kind: type[Details]) -> list[Details]:
+    """The details of this class in the events that are announced."""
+    events = [command.event for command in commands if isinstance(command, Announce)]
+    found = [getattr(event, field) for event in events if (field := event.WhichOneof("details")) is not None]
+    return [details for details in found if isinstance(details, kind)]
 
 
 def solved(command: Solve) -> Solved | SolveFailed | LagNotFound:
@@ -230,7 +229,7 @@ def _solved(pickled: bytes) -> Solved | SolveFailed | LagNotFound:
     try:
         return Solved(solve_explaining(command.problem, 8, command.slow, command.set_latency_s))
     except LagError as error:
-        return LagNotFound(MeasurementsUnexplained(**error.times_s))
+        return LagNotFound(event_pb2.MeasurementsUnexplained(**error.times_s))
     except SolverError as error:
         return SolveFailed(str(error))
 
@@ -420,9 +419,6 @@ class Cluster:
         commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         self.machine.validate()
         self.history.extend(commands)
-        for command in commands:
-            if isinstance(command, Announce):
-                check_plain(command.happening.evidence)
         return [command for command in commands if not isinstance(command, Store)]
 
     def carry_out(self, commands: Iterable[Command]) -> None:
@@ -474,6 +470,14 @@ class Cluster:
             self.iterate()
         raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
 
+    def events(self) -> list[event_pb2.JobEvent]:
+        """All events so far."""
+        return [command.event for command in self.history if isinstance(command, Announce)]
+
+    def announced(self, kind: type[Details]) -> list[Details]:
+        """The details of this class in all events so far."""
+        return details_of(self.history, kind)
+
     def rank_states(self) -> list[RankState]:
         """The states of all ranks, in their order."""
         return [rank.state for _, rank in self.machine.ranks(RankFilter())]
@@ -511,7 +515,7 @@ class Cluster:
         latest_hour: EnergyHour | None = None
         for command in self.history:
             if isinstance(command, Announce):
-                sequence = command.happening.sequence
+                sequence = command.event.sequence
             if not isinstance(command, Store):
                 continue
             match command.record:

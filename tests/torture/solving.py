@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perseus.service.domain.commands import Announce, Store
-from perseus.service.domain.events import EventFilter, JobEvent
-from perseus.service.domain.model import EventType, JobState
+from perseus.service.domain.model import EventFilter, JobState
 from perseus.service.domain.retention import Retention
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.solving.worker import Worker
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobEntry, NewRun
+from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import START_S, Cluster, make_spec
 
 _PATIENCE_S = 1800.0
@@ -61,7 +61,7 @@ async def fill(path: Path, job_count: int, microbatches: int) -> None:
             if isinstance(command, Store):
                 yield JobEntry(job_id, 1, command.record)
             elif isinstance(command, Announce):
-                yield JobEvent(job_id, 1, START_S, command.happening)
+                yield EventEntry(job_id, 1, command.event)
 
     store = await SqlStore.open(path)
     for number in range(job_count):
@@ -110,7 +110,7 @@ async def restarted(
             if len(solved) + len(stock) == len(views) or time.monotonic() > began_s + _PATIENCE_S:
                 break
         await coordinator.flush()
-        wanted = EventFilter(types=frozenset({EventType.SOLVE_RETRIED}))
+        wanted = EventFilter(types=frozenset({event_pb2.JOB_EVENT_TYPE_SOLVE_RETRIED}))
         retried = [await coordinator.jobs.events(view.job_id, 0, wanted, 1, 1) for view in views]
     time_s = time.monotonic() - began_s
     return Outcome(len(views), len(solved), sum(map(bool, retried)), len(stock), time_s)

@@ -47,7 +47,6 @@ from perseus.service.api.translate_agents import (
     telemetry_from_proto,
     unknown_fields,
 )
-from perseus.service.api.translate_jobs import coordinates_to_proto
 from perseus.service.api.translate_problems import order_to_proto
 from perseus.service.domain.bounds import MAX_COUNT
 from perseus.service.domain.errors import (
@@ -64,6 +63,7 @@ from perseus.service.domain.errors import (
     cut,
 )
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
+from perseus.service.domain.messages import coordinates_to_proto
 from perseus.service.domain.model import Ceiling, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents

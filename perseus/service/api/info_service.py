@@ -13,7 +13,7 @@ from perseus.service.api.agent_service import PROTOCOL_VERSION
 from perseus.service.api.authentication import caller
 from perseus.service.api.statuses import mapped
 from perseus.service.api.token_service import SCOPE_TO_PROTO
-from perseus.service.api.translate_time import time_to_proto
+from perseus.service.domain.messages import time_to_proto
 from perseus.v1 import info_service_pb2 as pb
 from perseus.v1 import info_service_pb2_grpc
 

@@ -10,10 +10,9 @@ import grpc
 from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
-from perseus.service.api.translate_events import event_to_proto, filter_from_proto, gap_to_proto
 from perseus.service.api.translate_jobs import (
     budget_to_proto,
-    cost_to_proto,
+    event_filter_from_proto,
     is_full,
     job_states_from_proto,
     job_to_proto,
@@ -29,14 +28,14 @@ from perseus.service.api.translate_jobs import (
     timeline_to_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
+from perseus.service.domain.messages import cost_to_proto
 from perseus.service.domain.model import IterationSummary
 from perseus.service.domain.specification import Registration
 from perseus.service.domain.views import JobView
 from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.service.shell.quotas import Quotas
+from perseus.v1 import event_pb2, job_service_pb2_grpc
 from perseus.v1 import job_service_pb2 as pb
-from perseus.v1 import job_service_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -107,11 +106,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         """See the contract."""
         page = Page.asked(request)
         found = await self._jobs.events(
-            request.job_id, request.run_number, filter_from_proto(request), page.first_number, page.size + 1
+            request.job_id,
+            request.run_number,
+            event_filter_from_proto(request),
+            page.first_number,
+            page.size + 1,
         )
-        events, next_page_token = page.fill(
-            (event.happening.sequence, event_to_proto(event)) for event in found
-        )
+        events, next_page_token = page.fill((event.sequence, event) for event in found)
         return pb.ListJobEventsResponse(events=events, next_page_token=next_page_token)
 
     @mapped
@@ -202,13 +203,11 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                 match update:
                     case JobView():
                         yield pb.WatchJobResponse(job=job_to_proto(update))
-                    case JobEvent():
-                        yield pb.WatchJobResponse(event=event_to_proto(update))
+                    case event_pb2.JobEvent():
+                        yield pb.WatchJobResponse(event=update)
                     case IterationSummary():
                         yield pb.WatchJobResponse(iteration=summary_to_proto(update))
-                    case CaughtUp():
-                        yield pb.WatchJobResponse(
-                            caught_up=pb.CaughtUp(last_event_sequence=update.last_event_sequence)
-                        )
-                    case WatchGap():
-                        yield pb.WatchJobResponse(gap=gap_to_proto(update))
+                    case pb.CaughtUp():
+                        yield pb.WatchJobResponse(caught_up=update)
+                    case pb.WatchGap():
+                        yield pb.WatchJobResponse(gap=update)

@@ -11,7 +11,7 @@ import grpc
 from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page, no_token
 from perseus.service.api.statuses import mapped
-from perseus.service.api.translate_time import time_from_proto, time_to_proto
+from perseus.service.domain.messages import time_from_proto, time_to_proto
 from perseus.service.domain.specification import check_job_id
 from perseus.service.domain.statement import J_PER_KWH, Account, LedgerEntry
 from perseus.service.shell.ledger import Ledger

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from perseus.service.api.statuses import mapped
-from perseus.service.api.translate_time import time_from_proto, time_to_proto
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.messages import time_from_proto, time_to_proto
 from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.shell.tokens import Tokens
 from perseus.v1 import token_service_pb2 as pb

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from perseus.service.api.kept import Kept
-from perseus.service.api.translate_jobs import coordinates_from_proto, coordinates_to_proto
+from perseus.service.api.translate_jobs import coordinates_from_proto
 from perseus.service.api.translate_problems import (
     KIND_FROM_PROTO,
     kind_from_proto,
@@ -38,6 +38,7 @@ from perseus.service.domain.inputs import (
     RankLeft,
     TelemetryArrived,
 )
+from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
 from perseus.service.domain.model import (
     STOCK_MHZ,
     Ceiling,
@@ -68,7 +69,6 @@ from perseus.solver import MAX_CLOCK_MHZ, PlannedComputation
 from perseus.v1 import (
     agent_service_pb2,
     clock_statistics_pb2,
-    rank_pb2,
 )
 
 _SHOWN_COUNT = 10
@@ -83,15 +83,9 @@ RankMessage = (
 )
 """What is about one rank."""
 
-_LEFT_REASON = {
-    rank_pb2.RankLeftReason.Value(f"RANK_LEFT_REASON_{reason.name}"): reason for reason in RankLeftReason
-}
-_GPU_ERROR_REASON = {
-    rank_pb2.GpuErrorReason.Value(f"GPU_ERROR_REASON_{reason.name}"): reason for reason in GpuErrorReason
-}
-_REFUSAL_REASON = {
-    rank_pb2.PlanRefusalReason.Value(f"PLAN_REFUSAL_REASON_{reason.name}"): reason for reason in RefusalReason
-}
+_LEFT_REASON = {NUMBERS[reason]: reason for reason in RankLeftReason}
+_GPU_ERROR_REASON = {NUMBERS[reason]: reason for reason in GpuErrorReason}
+_REFUSAL_REASON = {NUMBERS[reason]: reason for reason in RefusalReason}
 
 # Index into KINDS by the wire's number.
 _KIND_INDEX = {number: KINDS.index(kind) for number, kind in KIND_FROM_PROTO.items()}

@@ -5,7 +5,7 @@ InvalidFieldError with the field's name.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TypeVar
 
 from perseus.service.api.translate_problems import (
@@ -13,26 +13,33 @@ from perseus.service.api.translate_problems import (
     schedule_spec_from_proto,
     schedule_spec_to_proto,
 )
-from perseus.service.api.translate_time import time_from_proto, time_to_proto
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.figures import JobFigures
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
+from perseus.service.domain.messages import (
+    NUMBERS,
+    coordinates_to_proto,
+    cost_to_proto,
+    pacing_to_proto,
+    parallelism_to_proto,
+    policy_to_proto,
+    time_from_proto,
+    time_to_proto,
+)
 from perseus.service.domain.model import (
+    EventFilter,
     IterationSummary,
     JobState,
     NoSlowdown,
-    NoSlowdownBasis,
     Rank,
     RankFilter,
     RankState,
     Straggler,
 )
-from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
+from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.signals import (
     ExtraTime,
-    PacingState,
     SignalKind,
-    SignalPacing,
     SignalRule,
     WorkUntil,
 )
@@ -49,22 +56,13 @@ from perseus.service.domain.views import JobDetails, JobView
 from perseus.solver import Computation
 from perseus.v1 import (
     clock_statistics_pb2,
+    event_pb2,
     job_pb2,
     job_service_pb2,
     rank_pb2,
 )
 
 State = TypeVar("State", JobState, RankState)
-
-_NO_SLOWDOWN_BASIS = {
-    NoSlowdownBasis.ALL_MAX: job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX,
-    NoSlowdownBasis.BASELINE: job_pb2.NO_SLOWDOWN_BASIS_BASELINE,
-}
-_JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
-_PACING_STATE = {
-    state: job_pb2.SignalPacingState.Value(f"SIGNAL_PACING_STATE_{state.name}") for state in PacingState
-}
-_RANK_STATE = {state: rank_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
 
 
 def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
@@ -120,33 +118,6 @@ def _signal_rule(kind: SignalKind, message: job_pb2.LeastSignal) -> SignalRule:
     return SignalRule(kind)
 
 
-def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
-    """Return the policy."""
-    message = job_pb2.OperatingPolicy()
-    if (deadline := policy.deadline) is not None:
-        message.deadline.iteration_count = deadline.iteration_count
-        message.deadline.time_s = deadline.time_s
-    elif policy.max_average_power_w is not None:
-        message.max_average_power_w = policy.max_average_power_w
-    elif (rule := policy.signal) is not None:
-        least = message.least_carbon if rule.kind is SignalKind.CARBON else message.least_cost
-        least.SetInParent()
-        if rule.extra_time is not None:
-            least.extra_time.percent = rule.extra_time.percent
-            least.extra_time.horizon_s = rule.extra_time.horizon_s
-        if rule.work_until is not None:
-            least.work_until.iteration_count = rule.work_until.iteration_count
-            least.work_until.end_time.CopyFrom(time_to_proto(rule.work_until.end_s))
-    elif policy.max_slowdown_percent == 0:
-        message.no_slowdown.SetInParent()
-    else:
-        message.max_slowdown_percent = policy.max_slowdown_percent
-    if (terms := policy.budget_terms) is not None:
-        message.budget_terms.tolerance_percent = terms.tolerance_percent
-        message.budget_terms.weight = terms.weight
-    return message
-
-
 def straggler_from_proto(message: job_service_pb2.ReportStragglerRequest) -> Straggler:
     """Return the reported straggler."""
     slowness = message.WhichOneof("slowness")
@@ -179,7 +150,7 @@ def job_states_from_proto(states: Iterable[int]) -> frozenset[JobState]:
     Raises:
         InvalidFieldError: one of them is unknown.
     """
-    return _states_from_proto(states, _JOB_STATE)
+    return _states_from_proto(states, JobState)
 
 
 def rank_filter_from_proto(message: job_service_pb2.ListRanksRequest) -> RankFilter:
@@ -189,15 +160,28 @@ def rank_filter_from_proto(message: job_service_pb2.ListRanksRequest) -> RankFil
         InvalidFieldError: a state is unknown.
     """
     return RankFilter(
-        states=_states_from_proto(message.states, _RANK_STATE),
+        states=_states_from_proto(message.states, RankState),
         pipeline=message.pipeline if message.HasField("pipeline") else None,
         stage=message.stage if message.HasField("stage") else None,
     )
 
 
-def coordinates_to_proto(rank: Coordinates) -> rank_pb2.RankCoordinates:
-    """Return a rank's place."""
-    return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
+def event_filter_from_proto(message: job_service_pb2.ListJobEventsRequest) -> EventFilter:
+    """Return which events are asked for.
+
+    Raises:
+        InvalidFieldError: a type is not known, or a time is none.
+    """
+    for index, number in enumerate(message.types):
+        if number not in event_pb2.JobEventType.values() or not number:
+            raise InvalidFieldError(field=f"types[{index}]", expected="a known type of event", found=number)
+    return EventFilter(
+        types=frozenset(message.types),
+        start_time_s=time_from_proto("start_time", message.start_time)
+        if message.HasField("start_time")
+        else None,
+        end_time_s=time_from_proto("end_time", message.end_time) if message.HasField("end_time") else None,
+    )
 
 
 def coordinates_from_proto(message: rank_pb2.RankCoordinates) -> Coordinates:
@@ -209,7 +193,7 @@ def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
     """Return a rank."""
     return rank_pb2.Rank(
         coordinates=coordinates_to_proto(rank.coordinates),
-        state=_RANK_STATE[rank.state],
+        state=NUMBERS[rank.state],
         hostname=rank.hostname,
         gpu_uuid=rank.gpu.uuid if rank.gpu else "",
         gpu_model=rank.gpu.model if rank.gpu else "",
@@ -234,10 +218,10 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
     job = job_pb2.Job(
         job_id=view.job_id,
         run_number=view.run_number,
-        state=_JOB_STATE[view.state],
+        state=NUMBERS[view.state],
         state_reason=_state_reason(view),
         epoch=view.epoch,
-        parallelism=_parallelism_to_proto(view.parallelism),
+        parallelism=parallelism_to_proto(view.parallelism),
         rank_counts=job_pb2.RankCounts(
             expected_count=view.rank_counts[RankState.EXPECTED],
             connected_count=view.rank_counts[RankState.CONNECTED],
@@ -283,33 +267,9 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
     return job
 
 
-def pacing_to_proto(pacing: SignalPacing) -> job_pb2.SignalPacing:
-    """Return how a job runs by a signal."""
-    return job_pb2.SignalPacing(
-        state=_PACING_STATE[pacing.state],
-        begin_time=time_to_proto(pacing.window.begin_s),
-        end_time=time_to_proto(pacing.window.end_s),
-        iteration_count=pacing.window.iteration_count,
-        done_count=pacing.done_count,
-        iteration_time_s=pacing.pace_s,
-        value_per_kwh=pacing.value,
-    )
-
-
 def no_slowdown_to_proto(found: NoSlowdown) -> job_pb2.NoSlowdownTime:
     """Return what is not slower than stock."""
-    return job_pb2.NoSlowdownTime(iteration_time_s=found.time_s, basis=_NO_SLOWDOWN_BASIS[found.basis])
-
-
-def cost_to_proto(cost: ProfilingCost) -> job_pb2.ProfilingCost:
-    """Return what profiling has taken."""
-    return job_pb2.ProfilingCost(
-        iteration_count=cost.iteration_count,
-        time_s=cost.time_s,
-        extra_time_s=cost.extra_time_s,
-        energy_j=cost.energy_j,
-        extra_energy_j=cost.extra_energy_j,
-    )
+    return job_pb2.NoSlowdownTime(iteration_time_s=found.time_s, basis=NUMBERS[found.basis])
 
 
 def budget_to_proto(budget: ProfilingBudget) -> job_pb2.ProfilingBudget:
@@ -351,7 +311,7 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
     are_same = len(set(period.versions)) == 1
     return job_pb2.ReportPeriod(
         number=period.number,
-        state=_JOB_STATE[period.state],
+        state=NUMBERS[period.state],
         has_straggler=period.has_straggler,
         plan_versions=period.versions[:1] if are_same else period.versions,
         first_iteration=period.first_iteration,
@@ -401,8 +361,8 @@ def timeline_to_proto(measured: MeasuredTimeline) -> job_service_pb2.GetTimeline
     return response
 
 
-def _states_from_proto(numbers: Iterable[int], known: Mapping[State, int]) -> frozenset[State]:
-    by_number = {number: state for state, number in known.items()}
+def _states_from_proto(numbers: Iterable[int], known: type[State]) -> frozenset[State]:
+    by_number: dict[int, State] = {NUMBERS[state]: state for state in known}
     for number in numbers:
         if number not in by_number:
             raise InvalidFieldError(field="states", expected="states that are known", found=number)
@@ -412,7 +372,7 @@ def _states_from_proto(numbers: Iterable[int], known: Mapping[State, int]) -> fr
 def _add_details(job: job_pb2.Job, details: JobDetails) -> None:
     spec = details.spec
     job.spec.job_id = spec.job_id
-    job.spec.parallelism.CopyFrom(_parallelism_to_proto(spec.parallelism))
+    job.spec.parallelism.CopyFrom(parallelism_to_proto(spec.parallelism))
     job.spec.schedule.CopyFrom(schedule_spec_to_proto(spec.schedule))
     job.spec.policy.CopyFrom(policy_to_proto(spec.policy))
     job.spec.stage_work.extend(job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in spec.stage_work)
@@ -421,14 +381,6 @@ def _add_details(job: job_pb2.Job, details: JobDetails) -> None:
             pipeline=pipeline, iteration_time_s=time_s, is_detected=pipeline in details.detected_stragglers
         )
     job.planned_iteration_time_s.extend(details.planned_iteration_time_s)
-
-
-def _parallelism_to_proto(counts: Parallelism) -> job_pb2.Parallelism:
-    return job_pb2.Parallelism(
-        pipeline_count=counts.pipeline_count,
-        stage_count=counts.stage_count,
-        tensor_count=counts.tensor_count,
-    )
 
 
 def _saving_to_proto(saving: Saving) -> job_pb2.Saving:

@@ -1,17 +1,14 @@
 """Between the wire's power budgets and feeds, and the coordinator's values."""
 
-from perseus.service.api.translate_time import time_from_proto, time_to_proto
+from perseus.service.domain.messages import NUMBERS, time_from_proto, time_to_proto
 from perseus.service.domain.power import (
     DEFAULT_FEED,
     BudgetRecord,
-    BudgetStage,
     Feed,
     FeedStatus,
     WantedBudget,
 )
 from perseus.v1 import power_service_pb2 as pb
-
-_STATE = {stage: pb.BudgetState.Value(f"BUDGET_STATE_{stage.name}") for stage in BudgetStage}
 
 
 def wanted_from_proto(message: pb.SetBudgetRequest) -> WantedBudget:
@@ -46,7 +43,7 @@ def budget_to_proto(record: BudgetRecord, now_s: float) -> pb.Budget:
         ramp_w_per_s=budget.ramp_w_per_s,
         correlation_id=budget.correlation_id,
         set_time=time_to_proto(record.set_time_s),
-        state=_STATE[record.stage(now_s)],
+        state=NUMBERS[record.stage(now_s)],
         principal=record.principal,
     )
     if budget.end_s is not None:

@@ -13,6 +13,7 @@ from perseus.service.domain.bounds import (
     check_size,
 )
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.messages import NUMBERS
 from perseus.service.domain.specification import (
     MAX_COMPUTATION_COUNT,
     MAX_STAGE_COUNT,
@@ -42,14 +43,8 @@ from perseus.v1 import computation_pb2, frontier_pb2
 MAX_SOLVED_CHOICE_COUNT = 2**23
 """Computations times points: some 100 bytes each while they are made, and 25 in the answer of the worker."""
 
-_KIND_TO_PROTO = {
-    kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind
-}
-KIND_FROM_PROTO: dict[int, Kind] = {number: kind for kind, number in _KIND_TO_PROTO.items()}
-_SCHEDULE_NAME_TO_PROTO = {
-    name: computation_pb2.ScheduleName.Value(f"SCHEDULE_NAME_{name.name}") for name in ScheduleName
-}
-_SCHEDULE_NAME_FROM_PROTO = {number: name for name, number in _SCHEDULE_NAME_TO_PROTO.items()}
+KIND_FROM_PROTO: dict[int, Kind] = {NUMBERS[kind]: kind for kind in Kind}
+_SCHEDULE_NAME_FROM_PROTO: dict[int, ScheduleName] = {NUMBERS[name]: name for name in ScheduleName}
 
 
 # ---------------------------------------------------------------------- computations and schedules
@@ -70,7 +65,7 @@ def kind_from_proto(number: int, field: str) -> Kind:
 def computation_to_proto(computation: Computation) -> computation_pb2.Computation:
     """Return the computation without its stage, which the wire gives by position."""
     return computation_pb2.Computation(
-        kind=_KIND_TO_PROTO[computation.kind], microbatch=computation.microbatch, chunk=computation.chunk
+        kind=NUMBERS[computation.kind], microbatch=computation.microbatch, chunk=computation.chunk
     )
 
 
@@ -137,7 +132,7 @@ def schedule_spec_to_proto(spec: ScheduleSpec) -> computation_pb2.Schedule:
     if isinstance(spec, NamedSchedule):
         return computation_pb2.Schedule(
             named=computation_pb2.NamedSchedule(
-                name=_SCHEDULE_NAME_TO_PROTO[spec.name], microbatch_count=spec.microbatch_count
+                name=NUMBERS[spec.name], microbatch_count=spec.microbatch_count
             )
         )
     return schedule_to_proto(spec.orders, spec.paths)
@@ -182,7 +177,7 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
         transfer_lag_s=common_lag_s(problem),
     )
     for stage, chunk, kind in sorted(problem.profiles):
-        message.profiles.add(stage=stage, chunk=chunk, kind=_KIND_TO_PROTO[kind]).measurements.extend(
+        message.profiles.add(stage=stage, chunk=chunk, kind=NUMBERS[kind]).measurements.extend(
             frontier_pb2.Measurement(
                 clock_mhz=m.clock_mhz,
                 time_s=m.time_s,
@@ -194,7 +189,7 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
         )
     fixed_s = {(c.stage, c.chunk): time_s for c, time_s in sorted(problem.fixed_times_s.items())}
     for (stage, chunk), time_s in fixed_s.items():
-        message.profiles.add(stage=stage, chunk=chunk, kind=_KIND_TO_PROTO[Kind.FIXED]).measurements.add(
+        message.profiles.add(stage=stage, chunk=chunk, kind=NUMBERS[Kind.FIXED]).measurements.add(
             time_s=time_s, energy_j=time_s * problem.blocking_power_w[stage]
         )
     return message
@@ -341,7 +336,7 @@ def stage_plan_to_proto(stage: Iterable[PlannedComputation]) -> frontier_pb2.Sta
     return frontier_pb2.StagePlan(
         computations=[
             frontier_pb2.PlannedComputation(
-                kind=_KIND_TO_PROTO[planned.computation.kind],
+                kind=NUMBERS[planned.computation.kind],
                 microbatch=planned.computation.microbatch,
                 chunk=planned.computation.chunk,
                 clock_mhz=planned.clock_mhz,

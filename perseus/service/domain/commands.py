@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.events import Happening
 from perseus.service.domain.model import Ceiling, IterationSummary, Offer
 from perseus.service.domain.records import Record
 from perseus.service.domain.specification import Coordinates
 from perseus.solver import Pipeline, Plan, Refinement
+from perseus.v1 import event_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class DropSolve:
 class Announce:
     """Store an event, and tell it to whoever watches."""
 
-    happening: Happening
+    event: event_pb2.JobEvent
 
 
 class ReportIteration(NamedTuple):

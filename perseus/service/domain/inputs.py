@@ -7,7 +7,6 @@ say.
 from dataclasses import dataclass
 
 from perseus.service.domain.bounds import check_range
-from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.measured import KnownProfile
 from perseus.service.domain.model import (
     Ceiling,
@@ -21,6 +20,7 @@ from perseus.service.domain.signals import PacingState, SignalRule, WorkWindow
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Registration
 from perseus.service.domain.telemetry import TelemetryBatch
 from perseus.solver import MAX_CLOCK_MHZ, Frontier, Plan, Refinement
+from perseus.v1 import event_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class SolveFailed:
 class LagNotFound:
     """No frontier explains the slow plan: there will be none."""
 
-    found: MeasurementsUnexplained
+    found: event_pb2.MeasurementsUnexplained
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
-"""The words of a job's life: states, ranks, offers and types of events, as plain values.
+"""The words of a job's life: states, ranks and offers, as plain values.
 
 They are what the state machine keeps, what the store writes down and what the adapters translate.
 """
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.solver import Plan
+from perseus.v1 import event_pb2
 
 
 class JobState(enum.Enum):
@@ -66,45 +68,6 @@ class GpuErrorReason(enum.Enum):
     NOT_SUPPORTED = "not supported"
     IN_USE = "in use"
     NOT_RECORDED = "not recorded"
-
-
-class EventType(enum.Enum):
-    """What kind of thing happened to a job."""
-
-    UNSPECIFIED = "unspecified"
-    """A type that this version does not know, read from the database of a later one."""
-    REGISTERED = "registered"
-    STATE_CHANGED = "state changed"
-    RANK_CHANGED = "rank changed"
-    CLOCK_PROFILED = "clock profiled"
-    SOLVED = "solved"
-    SOLVE_FAILED = "solve failed"
-    PLAN_OFFERED = "plan offered"
-    PLAN_IN_FORCE = "plan in force"
-    PLAN_REFUSED = "plan refused"
-    STRAGGLER_REPORTED = "straggler reported"
-    STRAGGLER_CLEARED = "straggler cleared"
-    POLICY_SET = "policy set"
-    STRAGGLER_DETECTED = "straggler detected"
-    STRAGGLER_WITHDRAWN = "straggler withdrawn"
-    GPU_ERROR = "GPU error"
-    CLOCK_GIVEN_UP = "clock given up"
-    PROFILE_ADOPTED = "profile adopted"
-    PROMISE_BROKEN = "promise broken"
-    PROFILE_CORRECTED = "profile corrected"
-    BASELINE_REQUESTED = "baseline requested"
-    RESUMED = "resumed"
-    STALLED = "stalled"
-    STALL_ENDED = "stall ended"
-    PROFILING_ENDED = "profiling ended"
-    SOLVE_RETRIED = "solve retried"
-    QUARANTINED = "quarantined"
-    EVENTS_DROPPED = "events dropped"
-    CLOCK_CAPPED = "clock capped"
-    GPU_LIMITS_CHANGED = "GPU limits changed"
-    MEASUREMENTS_UNEXPLAINED = "measurements unexplained"
-    BUDGET_PACED = "budget paced"
-    SIGNAL_PACED = "signal paced"
 
 
 class FaultyPart(enum.Enum):
@@ -291,6 +254,24 @@ class Rank:
     def has_refused(self) -> bool:
         """Whether there is something that it does without."""
         return self.is_stock_only or bool(self.refused_clocks_mhz)
+
+
+@dataclass(frozen=True, slots=True)
+class EventFilter:
+    """Which events are wanted; all by default.
+
+    Attributes:
+        types: of these types only; of all if empty.
+        start_time_s: at or after this time.
+        end_time_s: before this time.
+    """
+
+    types: Collection[event_pb2.JobEventType.ValueType] = ()
+    start_time_s: float | None = None
+    end_time_s: float | None = None
+
+
+ALL_EVENTS = EventFilter()
 
 
 @dataclass(frozen=True, slots=True)

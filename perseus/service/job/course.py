@@ -7,13 +7,12 @@ clocks the pipelines should have in it.
 
 from collections.abc import Sequence
 
-from perseus.service.domain import evidence
 from perseus.service.domain.commands import FindProfile
 from perseus.service.domain.errors import JobFinishedError
+from perseus.service.domain.messages import NUMBERS
 from perseus.service.domain.model import (
     NO_VERSION,
     Ceiling,
-    EventType,
     Gpu,
     HoldClocks,
     JobState,
@@ -42,6 +41,7 @@ from perseus.service.job.rules import Rules
 from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
 from perseus.service.job.stragglers.straggler_book import StragglerBook
 from perseus.solver import Frontier, Plan, Refinement, SolverError
+from perseus.v1 import event_pb2
 
 
 class Course:
@@ -87,7 +87,7 @@ class Course:
         self.finish_time_s: float | None = None
         self.is_profile_complete = False
         counts = spec.parallelism
-        self.journal = Journal(len(list(counts.all_coordinates())))
+        self.journal = Journal(len(list(counts.all_coordinates())), create_time_s)
         self.log = IterationLog(list(counts.all_coordinates()))
         self.meter = EnergyMeter()
         self.timelines = TimelineMemory(counts)
@@ -152,7 +152,7 @@ class Course:
         self.profiler.profiles = stored.profiles
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.progress.restore(self.state, stall, now_s)
-        self.journal.sequence = stored.last_sequence
+        self.journal.sequence, self.journal.wall_time_s = stored.last_sequence, wall_time_s
         self.log.restore(stored.periods)
         self.meter.restore(stored.latest_hour)
         self.log.mark_straggler(-1, bool(self.stragglers))
@@ -174,7 +174,7 @@ class Course:
     def begin(self, now_s: float, wall_time_s: float) -> None:
         """An input is taken at this time."""
         self.now_s, self.wall_time_s = now_s, wall_time_s
-        self.journal.begin(now_s)
+        self.journal.begin(now_s, wall_time_s)
 
     def settle(self) -> None:
         """An input was taken: move the state as far as what is known allows, and offer what follows."""
@@ -325,9 +325,9 @@ class Course:
             self.planner.stop_solving()
             self.timelines.end()
         self.journal.announce(
-            EventType.STATE_CHANGED,
+            event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",
-            evidence.StateChanged(before, state, why),
+            event_pb2.StateChanged(before=NUMBERS[before], after=NUMBERS[state], reason=why),
         )
         self.limiter.put_off = None
         self.baseline.restart()
@@ -446,7 +446,7 @@ class Course:
         if self._has_use_for_answer():
             self._give_up_solving(cause)
 
-    def do_without_lag(self, found: evidence.MeasurementsUnexplained) -> None:
+    def do_without_lag(self, found: event_pb2.MeasurementsUnexplained) -> None:
         """No lag explains the slow plan: the same plan would be as slow again, so there is none."""
         if self._has_use_for_answer():
             self.planner.announce_unexplained(found)
@@ -460,7 +460,9 @@ class Course:
         return is_of_use and self.state not in (JobState.STOCK, JobState.FINISHED)
 
     def _give_up_solving(self, cause: str) -> None:
-        self.journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", evidence.SolveFailed(cause))
+        self.journal.announce(
+            event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED, f"no frontier: {cause}", event_pb2.SolveFailed(cause=cause)
+        )
         self.fall_back(f"no frontier: {cause}")
 
     # ------------------------------------------------------------------ plans

@@ -5,7 +5,7 @@ would fill the store with them. So a job has a bucket of events, which fills aga
 ranks may not take the last quarter of it, which is for what is said of the whole job.
 """
 
-from perseus.service.domain.model import EventType
+from perseus.v1 import event_pb2
 
 _LEAST_CAPACITY = 1000
 _CAPACITY_PER_RANK = 64
@@ -14,26 +14,26 @@ _REFILL_S = 3600.0
 
 OF_RANKS = frozenset(
     {
-        EventType.RANK_CHANGED,
-        EventType.PLAN_OFFERED,
-        EventType.PLAN_IN_FORCE,
-        EventType.PLAN_REFUSED,
-        EventType.GPU_ERROR,
-        EventType.GPU_LIMITS_CHANGED,
+        event_pb2.JOB_EVENT_TYPE_RANK_CHANGED,
+        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+        event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE,
+        event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED,
+        event_pb2.JOB_EVENT_TYPE_GPU_ERROR,
+        event_pb2.JOB_EVENT_TYPE_GPU_LIMITS_CHANGED,
     }
 )
 """Events of single ranks and pipelines."""
 
 OF_JOB = frozenset(
     {
-        EventType.CLOCK_PROFILED,
-        EventType.CLOCK_GIVEN_UP,
-        EventType.STRAGGLER_DETECTED,
-        EventType.STRAGGLER_WITHDRAWN,
-        EventType.STALLED,
-        EventType.STALL_ENDED,
-        EventType.PROFILE_CORRECTED,
-        EventType.CLOCK_CAPPED,
+        event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED,
+        event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP,
+        event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED,
+        event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN,
+        event_pb2.JOB_EVENT_TYPE_STALLED,
+        event_pb2.JOB_EVENT_TYPE_STALL_ENDED,
+        event_pb2.JOB_EVENT_TYPE_PROFILE_CORRECTED,
+        event_pb2.JOB_EVENT_TYPE_CLOCK_CAPPED,
     }
 )
 """Events of the whole job that agents can cause, too. All others are told, whatever has happened."""
@@ -62,7 +62,7 @@ class EventBudget:
         dropped_count, self.dropped_count = self.dropped_count, 0
         return dropped_count
 
-    def take(self, kind: EventType) -> bool:
+    def take(self, kind: event_pb2.JobEventType.ValueType) -> bool:
         """Tell whether an event may be told, or else is to be dropped."""
         if kind not in OF_RANKS | OF_JOB:
             return True

@@ -6,10 +6,10 @@ work is the one that was measured. What counts as evidence of that, the `limiter
 
 from collections.abc import Collection, Sequence
 
-from perseus.service.domain import evidence
 from perseus.service.domain.commands import ReportIteration
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import EventType, HoldClocks, JobState
+from perseus.service.domain.messages import coordinates_to_proto
+from perseus.service.domain.model import HoldClocks, JobState
 from perseus.service.domain.records import IterationRows
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
@@ -17,6 +17,7 @@ from perseus.service.job.course import Course
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import changed_work
 from perseus.service.job.stragglers.straggler_book import NOTHING_JUDGED
+from perseus.v1 import event_pb2
 
 
 class IterationJudge:
@@ -154,10 +155,16 @@ class IterationJudge:
         for cap in caps:
             self._ranks.cap_clock(cap.rank, cap.clock_mhz)
             self._journal.announce(
-                EventType.CLOCK_CAPPED,
+                event_pb2.JOB_EVENT_TYPE_CLOCK_CAPPED,
                 f"{cap.rank} reaches {cap.clock_mhz} MHz, where it is to have {cap.planned_mhz} MHz "
                 f"(clock event reasons {cap.reasons:#x}): it does without higher ones for {hold_s:.0f} s",
-                evidence.ClockCapped(cap.rank, cap.clock_mhz, cap.planned_mhz, cap.reasons, hold_s),
+                event_pb2.ClockCapped(
+                    rank=coordinates_to_proto(cap.rank),
+                    clock_mhz=cap.clock_mhz,
+                    planned_clock_mhz=cap.planned_mhz,
+                    clock_event_reasons=cap.reasons,
+                    hold_s=hold_s,
+                ),
             )
 
     def _watch_gpus(self) -> None:

@@ -2,12 +2,20 @@
 
 from collections.abc import Hashable
 
+from google.protobuf.message import Message
+
 from perseus.service.domain.commands import Announce, Command, Store
-from perseus.service.domain.events import Happening
-from perseus.service.domain.evidence import EVIDENCE, EventsDropped, Evidence
-from perseus.service.domain.model import EventType
+from perseus.service.domain.messages import time_to_proto
 from perseus.service.domain.records import Record, record_key
 from perseus.service.job.event_budget import EventBudget
+from perseus.v1 import event_pb2
+
+_FIELDS = {
+    field.message_type.full_name: field.name
+    for field in event_pb2.JobEvent.DESCRIPTOR.oneofs_by_name["details"].fields
+    if field.message_type is not None
+}
+"""The field of an event for each message of details."""
 
 
 class Journal:
@@ -15,18 +23,21 @@ class Journal:
 
     Attributes:
         sequence: number of the last event announced.
+        wall_time_s: the time of the input on the wall clock, which its events show.
     """
 
-    def __init__(self, rank_count: int = 1) -> None:
+    def __init__(self, rank_count: int = 1, wall_time_s: float = 0.0) -> None:
         self.sequence = 0
+        self.wall_time_s = wall_time_s
         self._budget = EventBudget(rank_count)
         self._records: dict[Hashable, Record] = {}
         self._commands: list[Command] = []
 
-    def begin(self, now_s: float) -> None:
+    def begin(self, now_s: float, wall_time_s: float) -> None:
         """An input is taken at this time."""
+        self.wall_time_s = wall_time_s
         if dropped_count := self._budget.fill(now_s):
-            self._tell_dropped(dropped_count, is_over=True)
+            self._announce_dropped(dropped_count, is_over=True)
 
     def do(self, command: Command) -> None:
         """Want something done."""
@@ -38,26 +49,39 @@ class Journal:
         self._records.pop(key, None)
         self._records[key] = record
 
-    def announce(self, kind: EventType, message: str, evidence: Evidence | None = None) -> None:
-        """Want an event stored and told, with the evidence that its type has, if there is room for it."""
-        assert type(evidence) is EVIDENCE.get(kind, type(None)), f"{kind} does not go with {evidence}"
+    def announce(
+        self, kind: event_pb2.JobEventType.ValueType, message: str, details: Message | None = None
+    ) -> None:
+        """Want an event stored and told, with the details that its type has, if there is room for it."""
         if self._budget.take(kind):
-            self._tell(kind, message, evidence)
+            self._append(kind, message, details)
         elif self._budget.dropped_count == 1:
-            self._tell_dropped(1, is_over=False)
+            self._announce_dropped(1, is_over=False)
 
-    def _tell_dropped(self, dropped_count: int, *, is_over: bool) -> None:
+    def _announce_dropped(self, dropped_count: int, *, is_over: bool) -> None:
         so_far = "were dropped, and no more are" if is_over else "are dropped from now on"
         many = f"{dropped_count} events" if is_over else "events"
-        self._tell(
-            EventType.EVENTS_DROPPED,
+        self._append(
+            event_pb2.JOB_EVENT_TYPE_EVENTS_DROPPED,
             f"agents cause more events than are kept: {many} {so_far}",
-            EventsDropped(dropped_count, is_over),
+            event_pb2.EventsDropped(dropped_count=dropped_count, is_over=is_over),
         )
 
-    def _tell(self, kind: EventType, message: str, evidence: Evidence | None) -> None:
+    def _append(self, kind: event_pb2.JobEventType.ValueType, message: str, details: Message | None) -> None:
         self.sequence += 1
-        self._commands.append(Announce(Happening(self.sequence, kind, message, evidence)))
+        event = event_pb2.JobEvent(
+            sequence=self.sequence,
+            create_time=time_to_proto(self.wall_time_s),
+            type=kind,
+            message=message,
+        )
+        own_field = event_pb2.JobEventType.Name(kind).removeprefix("JOB_EVENT_TYPE_").lower()
+        field = None if details is None else _FIELDS[details.DESCRIPTOR.full_name]
+        # Types that share their details have no field of their own.
+        assert field == own_field or own_field not in _FIELDS.values(), f"{own_field} has no {field}"
+        if details is not None and field is not None:
+            getattr(event, field).CopyFrom(details)
+        self._commands.append(Announce(event))
 
     def take(self) -> list[Command]:
         """Return what has gathered, records first."""

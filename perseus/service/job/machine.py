@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from perseus.service.domain import evidence
 from perseus.service.domain.bounds import MAX_DURATION_S, MIN_DURATION_S, check_range
 from perseus.service.domain.commands import AcceptRank, Command, EndStream, Refine, Solve
 from perseus.service.domain.errors import (
@@ -62,11 +61,11 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
+from perseus.service.domain.messages import parallelism_to_proto
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     LOST_VERSIONS,
     NO_VERSION,
-    EventType,
     JobState,
     RankLeftReason,
     RankState,
@@ -81,6 +80,7 @@ from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.recording import Begun, Recording, Restored, SolverAnswered
 from perseus.service.job.rules import Rules
 from perseus.service.job.views import VisibleRun
+from perseus.v1 import event_pb2
 
 
 class JobMachine(VisibleRun):
@@ -129,10 +129,10 @@ class JobMachine(VisibleRun):
         self._offers.version = version
         self._note_registration(registration)
         self._journal.announce(
-            EventType.REGISTERED,
+            event_pb2.JOB_EVENT_TYPE_REGISTERED,
             f"registered with {counts.pipeline_count} pipelines × {counts.stage_count} stages × "
             f"{counts.tensor_count} tensor-parallel ranks",
-            evidence.Registered(counts),
+            event_pb2.Registered(parallelism=parallelism_to_proto(counts)),
         )
         return self._take_commands()
 
@@ -371,7 +371,9 @@ class JobMachine(VisibleRun):
     def _on_resume_requested(self, _event: ResumeRequested, _now_s: float) -> None:
         if self.state is not JobState.STOCK:
             return
-        self._journal.announce(EventType.RESUMED, "the job goes on from stock, as it was asked to")
+        self._journal.announce(
+            event_pb2.JOB_EVENT_TYPE_RESUMED, "the job goes on from stock, as it was asked to"
+        )
         self._planner.drop_frontier()
         self._planner.watch.forgive()
         self.profiler.renew()
@@ -386,9 +388,9 @@ class JobMachine(VisibleRun):
         if self.state is not JobState.PLANNED:
             raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
         self._journal.announce(
-            EventType.BASELINE_REQUESTED,
+            event_pb2.JOB_EVENT_TYPE_BASELINE_REQUESTED,
             f"the stock iteration, {self._baseline.time_s:.6f} s so far, is measured again",
-            evidence.BaselineRequested(self._baseline.time_s),
+            event_pb2.BaselineRequested(baseline_time_s=self._baseline.time_s),
         )
         self._baseline_request_ids = (*self._baseline_request_ids, event.request_id)[-MOST_REQUEST_IDS:]
         self._baseline.forget()

@@ -25,7 +25,8 @@ and at most once per patience after that.
 from collections.abc import Sequence
 
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import EventType, HoldClocks, JobState, RankState
+from perseus.service.domain.messages import NUMBERS, coordinates_to_proto, time_to_proto
+from perseus.service.domain.model import HoldClocks, JobState, RankState
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
@@ -35,6 +36,7 @@ from perseus.service.job.journal import Journal
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.ranks.rank_table import RankTable
+from perseus.v1 import event_pb2
 
 PATIENCE_S = 10.0
 PATIENCE_ITERATIONS = 3
@@ -261,13 +263,23 @@ class Progress:
         if stall.reason not in self._told_reasons:
             self._told_reasons.add(stall.reason)
             lasted_s = now_s + self._wall_offset_s - stall.since_time_s
-            self._announce(EventType.STALLED, f"{stall}, for {lasted_s:.0f} s", stall)
+            self._announce(event_pb2.JOB_EVENT_TYPE_STALLED, f"{stall}, for {lasted_s:.0f} s", stall)
 
     def _get_on(self) -> None:
         assert self._told is not None
         stall, self._told = self._told, None
         self._told_reasons.clear()
-        self._announce(EventType.STALL_ENDED, f"the job gets on again; before, {stall}", stall)
+        self._announce(event_pb2.JOB_EVENT_TYPE_STALL_ENDED, f"the job gets on again; before, {stall}", stall)
 
-    def _announce(self, kind: EventType, message: str, stall: Stall) -> None:
-        self._journal.announce(kind, message, stall)
+    def _announce(self, kind: event_pb2.JobEventType.ValueType, message: str, stall: Stall) -> None:
+        self._journal.announce(
+            kind,
+            message,
+            event_pb2.Stall(
+                reason=NUMBERS[stall.reason],
+                rank=None if stall.rank is None else coordinates_to_proto(stall.rank),
+                rank_count=stall.rank_count,
+                since_time=time_to_proto(stall.since_time_s),
+                iteration=stall.iteration,
+            ),
+        )

@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from perseus.service.domain.commands import Announce, Command, RefuseRank, SendCeiling, Store
+from perseus.service.domain.commands import Command, RefuseRank, SendCeiling
 from perseus.service.domain.errors import JobQuarantinedError, cut
-from perseus.service.domain.events import Happening
-from perseus.service.domain.evidence import Evidence, Quarantined, StateChanged
 from perseus.service.domain.figures import JobFigures, RankColumns
 from perseus.service.domain.inputs import (
     Abandoned,
@@ -37,11 +35,11 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.job_pacing import JobPacing
 from perseus.service.domain.job_power import JobPower
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
+from perseus.service.domain.messages import NUMBERS
 from perseus.service.domain.model import (
     LOST_VERSIONS,
     NO_VERSION,
     Ceiling,
-    EventType,
     FaultyPart,
     JobState,
     Rank,
@@ -53,9 +51,11 @@ from perseus.service.domain.records import ForgetIterations, JobRecord, Registra
 from perseus.service.domain.specification import BudgetTerms, Coordinates, Registration
 from perseus.service.domain.views import JobDetails, JobView
 from perseus.service.job.iterations.iteration_log import IterationLog
+from perseus.service.job.journal import Journal
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
 from perseus.solver import Frontier
+from perseus.v1 import event_pb2
 
 _MOST_ERROR_LENGTH = 256
 
@@ -83,8 +83,8 @@ class QuarantinedRun:
     Attributes: as of `JobMachine`.
     """
 
-    def __init__(self, known: StoredJob, fault: Fault, rules: Rules, epoch: str) -> None:
-        """Stand in for what is known of a run; `begin` says what is to be done about it."""
+    def __init__(self, known: StoredJob, fault: Fault, rules: Rules, epoch: str, wall_time_s: float) -> None:
+        """Stand in for what is known of a run, from now on; `begin` says what is to be done about it."""
         self.spec = known.spec
         self.run_number = known.run_number
         self.create_time_s = known.create_time_s
@@ -114,8 +114,8 @@ class QuarantinedRun:
                 replace(rank, state=RankState.LOST, in_force_version=NO_VERSION) if is_told else rank
             )
         self._periods = known.periods
-        self._sequence = known.last_sequence
-        self._commands: list[Command] = []
+        self._journal = Journal(wall_time_s=wall_time_s)
+        self._journal.sequence = known.last_sequence
 
     def begin(self) -> list[Command]:
         """Put the run at stock, and return what is to be stored, told and said to its ranks."""
@@ -126,20 +126,26 @@ class QuarantinedRun:
             self._keep(replace(self._record, state_reason=why))
         else:
             self._enter(JobState.STOCK, why)
-        self._commands.append(Store(ForgetIterations()))
-        self._announce(EventType.QUARANTINED, why, Quarantined(self.fault.part, self.fault.error, before))
-        error = self._error()
-        self._commands.extend(
-            RefuseRank(rank.coordinates, rank.instance_id, error, self.ceiling) for rank in self._served
+        self._journal.store(ForgetIterations())
+        self._journal.announce(
+            event_pb2.JOB_EVENT_TYPE_QUARANTINED,
+            why,
+            event_pb2.Quarantined(
+                part=NUMBERS[self.fault.part], error=self.fault.error, before=NUMBERS[before]
+            ),
         )
-        return self._take()
+        error = self._error()
+        for rank in self._served:
+            self._journal.do(RefuseRank(rank.coordinates, rank.instance_id, error, self.ceiling))
+        return self._journal.take()
 
-    def handle(self, event: Input, _now_s: float, wall_time_s: float) -> list[Command]:
+    def handle(self, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
         """Take one input; see `JobMachine.handle`.
 
         Raises:
             JobQuarantinedError: it needs a machine.
         """
+        self._journal.begin(now_s, wall_time_s)
         match event:
             case FinishRequested():
                 self._finish("ended on request", wall_time_s)
@@ -158,7 +164,7 @@ class QuarantinedRun:
                 pass
             case _:
                 raise self._error()
-        return self._take()
+        return self._journal.take()
 
     def next_deadline_s(self) -> float | None:
         """Nothing runs out here."""
@@ -197,7 +203,7 @@ class QuarantinedRun:
     @property
     def last_event_sequence(self) -> int:
         """Number of the last event."""
-        return self._sequence
+        return self._journal.sequence
 
     def summary(self) -> JobView:
         """Return the job as others may see it, without details."""
@@ -228,7 +234,7 @@ class QuarantinedRun:
             latency_cost_percent=0.0,
             create_time_s=self.create_time_s,
             finish_time_s=record.finish_time_s,
-            last_event_sequence=self._sequence,
+            last_event_sequence=self._journal.sequence,
             figures=self.figures(),
             signal_pacing=record.pacing,
             labels=self.registrations.labels,
@@ -337,9 +343,8 @@ class QuarantinedRun:
 
     def _limit(self, ceiling: Ceiling | None) -> None:
         self._keep(replace(self._record, ceiling=ceiling))
-        self._commands.extend(
-            SendCeiling(rank.coordinates, rank.instance_id, ceiling) for rank in self._served
-        )
+        for rank in self._served:
+            self._journal.do(SendCeiling(rank.coordinates, rank.instance_id, ceiling))
 
     def _finish(self, why: str, wall_time_s: float) -> None:
         if not self.has_finished:
@@ -350,25 +355,17 @@ class QuarantinedRun:
         registrations: Registrations = self.registrations.with_newest(registration)
         if registrations != self.registrations:
             self.registrations = registrations
-            self._commands.append(Store(registrations))
+            self._journal.store(registrations)
 
     def _enter(self, state: JobState, why: str) -> None:
         before = self._record.state
         self._keep(replace(self._record, state=state, state_reason=why, stall=None))
-        self._announce(
-            EventType.STATE_CHANGED,
+        self._journal.announce(
+            event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",
-            StateChanged(before, state, why),
+            event_pb2.StateChanged(before=NUMBERS[before], after=NUMBERS[state], reason=why),
         )
 
     def _keep(self, record: JobRecord) -> None:
         self._record = record
-        self._commands.append(Store(record))
-
-    def _announce(self, kind: EventType, message: str, evidence: Evidence) -> None:
-        self._sequence += 1
-        self._commands.append(Announce(Happening(self._sequence, kind, message, evidence)))
-
-    def _take(self) -> list[Command]:
-        commands, self._commands = self._commands, []
-        return commands
+        self._journal.store(record)

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from google.protobuf.message import Message
+
 from perseus import solver
 from perseus.service.domain import (
     inputs,
@@ -39,6 +41,7 @@ from perseus.service.job import rules as job_rules
 from perseus.service.job.planning import guard
 from perseus.service.job.profiling import profiler
 from perseus.service.job.rules import Rules
+from perseus.v1 import event_pb2
 
 MAX_SIZE_BYTES = 8 * 2**20
 """What the inputs of one recording may take in memory, roughly."""
@@ -145,6 +148,9 @@ def to_json(value: Any) -> Any:
     match value:
         case enum.Enum():
             return {"enum": type(value).__name__, "name": value.name}
+        case Message():  # of numbers only
+            found = {field.name: getattr(value, field.name) for field in value.DESCRIPTOR.fields}
+            return {"type": value.DESCRIPTOR.name, **found}
         case tuple() if hasattr(value, "_fields"):
             found = {name: to_json(getattr(value, name)) for name in value._fields}
             return {"type": type(value).__name__, **found}
@@ -196,5 +202,5 @@ _CLASSES: dict[str, Any] = {
     )
     for name, kind in vars(module).items()
     if is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, enum.Enum | tuple))
-} | {kind.__name__: kind for kind in (Begun, Restored, SolverAnswered)}
+} | {kind.__name__: kind for kind in (Begun, Restored, SolverAnswered, event_pb2.MeasurementsUnexplained)}
 """What beginnings and inputs are made of, beside numbers and texts."""

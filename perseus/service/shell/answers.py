@@ -9,7 +9,6 @@ import structlog
 
 from perseus.service.domain.commands import Solve
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.inputs import (
     Input,
     LagNotFound,
@@ -26,6 +25,7 @@ from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.sql_store import SqlStore
 from perseus.solver import LagError, Refinement, SolverError
+from perseus.v1 import event_pb2
 
 Result = TypeVar("Result")
 
@@ -117,7 +117,7 @@ class Answers:
         elif (error := solving.exception()) is None:
             self._runs.handle(run, done(solving.result()))
         elif isinstance(error, LagError):
-            self._runs.handle(run, LagNotFound(MeasurementsUnexplained(**error.times_s)))
+            self._runs.handle(run, LagNotFound(event_pb2.MeasurementsUnexplained(**error.times_s)))
         elif isinstance(error, SolverError | CoordinatorError):
             self._runs.handle(run, failed(str(error)))
         elif isinstance(error, Exception):

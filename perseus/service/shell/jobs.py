@@ -16,7 +16,6 @@ from perseus.service.domain.errors import (
     OwnerMismatchError,
     RunNotFoundError,
 )
-from perseus.service.domain.events import EventFilter, JobEvent
 from perseus.service.domain.figures import RankColumns
 from perseus.service.domain.inputs import (
     Abandoned,
@@ -30,7 +29,7 @@ from perseus.service.domain.inputs import (
     StragglerReported,
 )
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
-from perseus.service.domain.model import JobState, Rank, RankFilter, Straggler
+from perseus.service.domain.model import EventFilter, JobState, Rank, RankFilter, Straggler
 from perseus.service.domain.records import UnreadableJob
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import JobSpec, OperatingPolicy, Registration, check_request_id
@@ -49,6 +48,7 @@ from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import JobDeleted, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
+from perseus.v1 import event_pb2
 
 T = TypeVar("T")
 
@@ -358,7 +358,7 @@ class Jobs:
 
     async def events(
         self, job_id: str, run_number: int, wanted: EventFilter, first_sequence: int, limit: int
-    ) -> list[JobEvent]:
+    ) -> list[event_pb2.JobEvent]:
         """Return a run's first `limit` wanted events from a sequence on.
 
         Raises:

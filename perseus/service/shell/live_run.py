@@ -5,12 +5,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from perseus.service.domain.model import EventType, Rank
+from perseus.service.domain.model import Rank
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import QuarantinedRun
 from perseus.service.shell.watching import Watcher
+from perseus.v1 import event_pb2
 
 Machine = JobMachine | QuarantinedRun
 
@@ -34,7 +35,7 @@ class LiveRun:
     last_sequence: int = 0
     watchers: set[Watcher] = field(default_factory=set)
     solving: asyncio.Task[Any] | None = None
-    event_counts: Counter[EventType] = field(default_factory=Counter)
+    event_counts: Counter[event_pb2.JobEventType.ValueType] = field(default_factory=Counter)
 
     @property
     def job_id(self) -> str:

@@ -42,7 +42,6 @@ from perseus.service.domain.errors import (
     JobUnreadableError,
     LeaseExpiredError,
 )
-from perseus.service.domain.events import JobEvent
 from perseus.service.domain.inputs import (
     EpochRenewed,
     Input,
@@ -71,7 +70,8 @@ from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobEntry
+from perseus.service.storage.store import Entry, EventEntry, JobEntry
+from perseus.v1 import event_pb2
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
@@ -406,7 +406,7 @@ class LiveRuns:
         self, known: StoredJob, part: FaultyPart, error: Exception
     ) -> tuple[QuarantinedRun, list[Command]]:
         self._note_fault(known.spec.job_id, known.run_number, part, error)
-        machine = QuarantinedRun(known, Fault.of(part, error), self.rules, self.epoch)
+        machine = QuarantinedRun(known, Fault.of(part, error), self.rules, self.epoch, time.time())
         return machine, machine.begin()
 
     def _note_fault(self, job_id: str, run_number: int, part: FaultyPart, error: Exception) -> None:
@@ -465,11 +465,10 @@ class LiveRuns:
                         elif isinstance(record, JobRecord):
                             run.record = record
                             then.append(partial(setattr, run, "stored_record", record))
-                case Announce(happening):
-                    event = JobEvent(job_id, number, time.time(), happening)
-                    run.last_sequence = happening.sequence
-                    run.event_counts[happening.type] += 1
-                    to_store.append(event)
+                case Announce(event):
+                    run.last_sequence = event.sequence
+                    run.event_counts[event.type] += 1
+                    to_store.append(EventEntry(job_id, number, event))
                     then.append(partial(self._publish, run, event))
                 case ReportIteration() if not run.watchers:
                     pass
@@ -516,9 +515,9 @@ class LiveRuns:
                 if run.solving is not None:
                     run.solving.cancel()
 
-    def _publish(self, run: LiveRun, event: JobEvent) -> None:
-        happening = event.happening
-        log.info("job event", job_id=event.job_id, type=happening.type.name, message=happening.message)
+    def _publish(self, run: LiveRun, event: event_pb2.JobEvent) -> None:
+        kind = event_pb2.JobEventType.Name(event.type).removeprefix("JOB_EVENT_TYPE_")
+        log.info("job event", job_id=run.job_id, type=kind, message=event.message)
         for watcher in run.watchers:
             watcher.tell(event)
 

@@ -19,10 +19,12 @@ have a hole: there somebody has deleted some before the reader came to them.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
 from perseus.service.domain.model import IterationSummary
+from perseus.v1 import job_pb2
+from perseus.v1.event_pb2 import JobEvent
+from perseus.v1.job_service_pb2 import CaughtUp, WatchGap
 
 News = JobEvent | IterationSummary
 
@@ -112,8 +114,8 @@ class WatchState:
         if len(self._queue) >= self._queue_limit or self._queue_bytes > QUEUE_BYTES_LIMIT:
             self._drop_queue()
             self._queue_bytes = size
-        if isinstance(news, JobEvent) and news.happening.is_end:
-            self._end_sequence = news.happening.sequence
+        if isinstance(news, JobEvent) and news.state_changed.after == job_pb2.JOB_STATE_FINISHED:
+            self._end_sequence = news.sequence
         self._queue.append(news)
 
     def change_job(self) -> None:
@@ -128,14 +130,14 @@ class WatchState:
         """Take what was fetched: events in their order; fewer than asked for are all there were."""
         position = self._cursor
         for event in events:
-            sequence = event.happening.sequence
+            sequence = event.sequence
             if sequence > position + 1:
-                self._page.append(WatchGap(position + 1, sequence - 1))
+                self._page.append(_gap(position + 1, sequence - 1))
             self._page.append(event)
             position = sequence
         # What was dropped while the page was on its way is not missing.
         if len(events) < self._page_size and position < self._fetched_horizon:
-            self._page.append(WatchGap(position + 1, self._fetched_horizon))
+            self._page.append(_gap(position + 1, self._fetched_horizon))
 
     def next_step(self, now_s: float) -> Step:
         """Return what to do now. It counts as done."""
@@ -144,7 +146,8 @@ class WatchState:
             self._next_snapshot_s = now_s + SNAPSHOT_INTERVAL_S
             return TellJob()
         if self._first_horizon is not None and self._cursor >= self._first_horizon:
-            caught_up, self._first_horizon = CaughtUp(self._first_horizon), None
+            caught_up = CaughtUp(last_event_sequence=self._first_horizon)
+            self._first_horizon = None
             return Tell(caught_up)
         if self._page:
             return self._tell_of_page()
@@ -160,8 +163,8 @@ class WatchState:
             self._queue_bytes -= _size(news)
             if isinstance(news, IterationSummary):
                 return Tell(news)
-            if news.happening.sequence > self._cursor:
-                self._cursor = news.happening.sequence
+            if news.sequence > self._cursor:
+                self._cursor = news.sequence
                 return Tell(news)
         if self._is_snapshot_due():
             return Wait(self._next_snapshot_s)
@@ -173,25 +176,22 @@ class WatchState:
 
     def _tell_of_page(self) -> Tell:
         update = self._page.popleft()
-        self._cursor = (
-            update.last_missed_sequence if isinstance(update, WatchGap) else update.happening.sequence
-        )
+        self._cursor = update.last_missed_sequence if isinstance(update, WatchGap) else update.sequence
         return Tell(update)
 
     def _drop_queue(self) -> None:
         for news in self._queue:
             if isinstance(news, JobEvent):
-                self._horizon = news.happening.sequence
+                self._horizon = news.sequence
             else:
                 self._missed_iteration_count += 1
         self._queue.clear()
 
 
+def _gap(first_sequence: int, last_sequence: int) -> WatchGap:
+    return WatchGap(first_missed_sequence=first_sequence, last_missed_sequence=last_sequence)
+
+
 def _size(news: News) -> int:
-    """About how many bytes news takes: what grows are texts, and figures by pipeline or stage."""
-    if isinstance(news, IterationSummary):
-        return _PLAIN_BYTES
-    happening, evidence = news.happening, news.happening.evidence
-    parts = (getattr(evidence, each.name) for each in fields(evidence)) if evidence is not None else ()
-    lengths = (len(part) for part in parts if isinstance(part, str | tuple))
-    return _PLAIN_BYTES + 4 * len(happening.message) + 32 * sum(lengths)
+    """About how many bytes news takes: a message no more than some times what it takes on the wire."""
+    return _PLAIN_BYTES if isinstance(news, IterationSummary) else _PLAIN_BYTES + 4 * news.ByteSize()

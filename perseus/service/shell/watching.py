@@ -5,11 +5,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
 from perseus.service.domain.views import JobView
 from perseus.service.shell.watch_state import End, Fetch, News, Tell, TellJob, Wait, WatchState
+from perseus.v1 import event_pb2, job_service_pb2
 
-Update = JobView | News | CaughtUp | WatchGap
+Update = JobView | News | job_service_pb2.CaughtUp | job_service_pb2.WatchGap
 
 
 class Watcher:
@@ -36,7 +36,9 @@ class Watcher:
         self._wake.set()
 
     async def follow(
-        self, view: Callable[[], JobView], fetch: Callable[[int, int], Awaitable[Sequence[JobEvent]]]
+        self,
+        view: Callable[[], JobView],
+        fetch: Callable[[int, int], Awaitable[Sequence[event_pb2.JobEvent]]],
     ) -> AsyncIterator[Update]:
         """Yield all that is to be told, until the job has ended.
 

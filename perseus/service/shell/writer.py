@@ -13,10 +13,16 @@ from typing import Any, Protocol
 
 from perseus.metrics.distribution import Distribution
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.events import JobEvent
 from perseus.service.domain.records import IterationRows, record_key
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobEntry, NewRun, TelemetrySequence, UnstorableEntryError
+from perseus.service.storage.store import (
+    Entry,
+    EventEntry,
+    JobEntry,
+    NewRun,
+    TelemetrySequence,
+    UnstorableEntryError,
+)
 
 GATHERING_S = 0.02
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
@@ -68,7 +74,7 @@ class Work:
     def is_of(self, job_id: str, run_number: int) -> bool:
         """Whether something of a run is to be stored."""
         return any(
-            isinstance(entry, JobEntry | JobEvent | NewRun)
+            isinstance(entry, EventEntry | JobEntry | NewRun)
             and (_job_id(entry), entry.run_number) == (job_id, run_number)
             for entry in self.entries
         )
@@ -232,7 +238,7 @@ class Writer:
         await self.later([])
 
 
-def _job_id(entry: JobEntry | JobEvent | NewRun) -> str:
+def _job_id(entry: EventEntry | JobEntry | NewRun) -> str:
     return entry.spec.job_id if isinstance(entry, NewRun) else entry.job_id
 
 

@@ -1,19 +1,20 @@
 """A whole database in one portable file, to keep it or to move it to another engine.
 
 Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "v0001"}`. Then one
-line for each row, `{"table": "runs", "row": {...}}`, columns by name, tables and rows in the order of their
-keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
+line for each row, `{"table": "runs", "row": {...}}`, columns by name, bytes in base64; tables and rows are in
+the order of their keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
 
 The state is moved, not copied: epoch, versions and what agents hold of it stay. Of a coordinator that goes on
 after it was exported, agents will tell the one that is begun with the file that state is lost.
 """
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, LargeBinary, func, insert, select
 
 from perseus.service.domain.errors import StoreFailedError
 from perseus.service.storage import schema
@@ -105,6 +106,12 @@ def _import(connection: Connection, file: TextIO) -> int:
         table = schema.metadata.tables.get(name)
         if table is None or not isinstance(row, dict) or row.keys() != set(table.c.keys()):
             raise ArchiveError(f"line {number}: expected a row of one of the tables, found another line")
+        for column in table.c:
+            if isinstance(column.type, LargeBinary):
+                try:
+                    row[column.name] = base64.b64decode(row[column.name], validate=True)
+                except (TypeError, ValueError):
+                    raise ArchiveError(f"line {number}: expected base64 in {column.name}") from None
         rows.append(row)
     raise ArchiveError("expected an end line, found the end of the file: it was cut off")
 
@@ -121,4 +128,8 @@ def _lines(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _write_line(file: TextIO, line: dict[str, Any]) -> None:
-    file.write(json.dumps(line, allow_nan=False) + "\n")
+    file.write(json.dumps(line, allow_nan=False, default=_base64) + "\n")
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()

@@ -4,15 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
 from sqlalchemy import Connection, exists, func, select
 
 from perseus.service.domain.errors import CoordinatorError, DatabaseUnavailableError, StoreFailedError
-from perseus.service.domain.model import EventType
 from perseus.service.domain.records import StoredJob, UnreadableJob
-from perseus.service.storage import codecs, reading, schema
+from perseus.service.storage import reading, schema
 from perseus.service.storage.engines import connect, database_name, explain
 from perseus.service.storage.migrating import schema_of
 from perseus.solver import SolverError
+from perseus.v1 import event_pb2
 
 _MOST_EVENTS = 20
 """Events that are named one by one."""
@@ -185,12 +186,10 @@ def _run_findings(job: StoredJob) -> Iterator[str]:
 def _event_findings(connection: Connection) -> Iterator[str]:
     events = schema.events.c
     count = 0
-    for row in connection.execute(
-        select(events.job_id, events.run_number, events.sequence, events.type, events.evidence)
-    ):
+    for row in connection.execute(select(events.job_id, events.run_number, events.sequence, events.event)):
         try:
-            codecs.load_evidence(EventType(row.type), row.evidence)
-        except (ValueError, LookupError, TypeError) as error:
+            event_pb2.JobEvent.FromString(row.event)
+        except DecodeError as error:
             count += 1
             if count <= _MOST_EVENTS:
                 cause = " ".join(str(error).split())

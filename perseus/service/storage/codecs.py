@@ -5,7 +5,6 @@ ignores it, and one that is missing has its default. A change that earlier relea
 another version, which they refuse to read.
 
 Nothing is stored that can't be read back: a number that is not finite, or beyond 64 bits, is refused by name.
-Only evidence may hold infinities, as it always could.
 """
 
 import hashlib
@@ -17,11 +16,9 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from perseus.service.domain.evidence import EVIDENCE, Evidence
 from perseus.service.domain.measured import Period, StageKey
 from perseus.service.domain.model import (
     Clocks,
-    EventType,
     HoldClocks,
     PlannedClocks,
     Rank,
@@ -50,14 +47,13 @@ class UnstorableError(ValueError):
 class Json(Generic[T]):
     """Values of one type as JSON text; `name` is for errors."""
 
-    def __init__(self, name: str, kind: Any, *, may_be_infinite: bool = False) -> None:
+    def __init__(self, name: str, kind: Any) -> None:
         # Infinities are to be written as such and not as null, which pydantic can be told for a tuple only.
         self._adapter: TypeAdapter[tuple[int, T]] = TypeAdapter(
             tuple[int, kind],
             config={"ser_json_inf_nan": "constants"},
         )
         self._name = name
-        self._may_be_infinite = may_be_infinite
 
     def dump(self, value: T) -> str:
         """Return the text.
@@ -67,7 +63,7 @@ class Json(Generic[T]):
         """
         text = self._adapter.dump_json((VERSION, value)).decode()
         # Looked for in the text first, since that costs next to nothing; names may hold these words, too.
-        if not self._may_be_infinite and ("Infinity" in text or "NaN" in text):
+        if "Infinity" in text or "NaN" in text:
             self._refuse_constants(text)
         return text
 
@@ -159,9 +155,6 @@ STAGE_VERSIONS: Json[tuple[int, ...]] = Json("offer.stage_versions", tuple[int, 
 MEASUREMENTS: Json[list[tuple[StageKey, Measurement]]] = Json(
     "profile.measurements", list[tuple[StageKey, Measurement]]
 )
-_EVIDENCE: dict[type, Json[Any]] = {
-    kind: Json(kind.__name__, kind, may_be_infinite=True) for kind in set(EVIDENCE.values())
-}
 _CLOCKS: dict[str, Json[Any]] = {
     "stock": Json("offer.clocks", StockClocks),
     "hold": Json("offer.clocks", HoldClocks),
@@ -184,16 +177,3 @@ def load_clocks(kind: str, content: str) -> Clocks:
         raise ValueError(f"offer.clocks: expected one of {', '.join(_CLOCKS)}, found {kind!r}")
     clocks: Clocks = _CLOCKS[kind].load(content)
     return clocks
-
-
-def dump_evidence(evidence: Evidence | None) -> str | None:
-    """Return an event's evidence as text."""
-    return None if evidence is None else _EVIDENCE[type(evidence)].dump(evidence)
-
-
-def load_evidence(kind: EventType, content: str | None) -> Evidence | None:
-    """Return the evidence of an event of a type; ValueError or KeyError if it can't be read."""
-    if content is None:
-        return None
-    evidence: Evidence = _EVIDENCE[EVIDENCE[kind]].load(content)
-    return evidence

@@ -8,18 +8,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from sqlalchemy import Connection, Row, Table, func, select, text
 
 from perseus.service.domain.errors import InvalidFieldError, cut
-from perseus.service.domain.events import ALL_EVENTS, EventFilter, Happening, JobEvent
 from perseus.service.domain.measured import KnownProfile, StageProfile
-from perseus.service.domain.model import EventType, PipelineOffer
+from perseus.service.domain.messages import time_to_proto
+from perseus.service.domain.model import ALL_EVENTS, EventFilter, PipelineOffer
 from perseus.service.domain.power import BudgetRecord, UnreadableBudget
 from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.storage import codecs, ledger_rows, schema
+from perseus.v1 import event_pb2
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What reading a stored value may raise, whatever it is (pydantic's errors are ValueErrors)."""
@@ -173,35 +175,25 @@ def events(
     after_sequence: int,
     limit: int,
     wanted: EventFilter = ALL_EVENTS,
-) -> list[JobEvent]:
+) -> list[event_pb2.JobEvent]:
     """Return a run's first `limit` events above a sequence that are wanted, in their order.
 
-    An event whose evidence can't be read comes without it, and one of an unknown type as UNSPECIFIED.
+    One that can't be read comes without its sentence and details; a type or details that are not known here
+    are no reason for that.
     """
     is_sqlite = connection.dialect.name == "sqlite"
     statement, values = events_query(
         job_id, run_number, after_sequence, limit, wanted, has_index_hints=is_sqlite
     )
-    return [
-        JobEvent(job_id, run_number, time_s, happening(sequence, _event_type(kind), message, evidence))
-        for sequence, time_s, kind, message, evidence in connection.execute(text(statement), values)
-    ]
+    return [_event(*row) for row in connection.execute(text(statement), values)]
 
 
-def _event_type(name: str) -> EventType:
+def _event(sequence: int, create_time_s: float, kind: Any, content: bytes) -> event_pb2.JobEvent:
     try:
-        return EventType(name)
-    except ValueError:
-        return EventType.UNSPECIFIED
-
-
-def happening(sequence: int, kind: EventType, message: str, content: str | None) -> Happening:
-    """Return an event as it was; without evidence if that can't be read."""
-    try:
-        evidence = codecs.load_evidence(kind, content)
-    except _UNREADABLE:
-        evidence = None
-    return Happening(sequence, kind, message, evidence)
+        return event_pb2.JobEvent.FromString(content)
+    except DecodeError:
+        create_time = time_to_proto(create_time_s)
+        return event_pb2.JobEvent(sequence=sequence, create_time=create_time, type=kind)
 
 
 def events_query(
@@ -244,11 +236,11 @@ def events_query(
             " AND create_time_s < :end_s AND sequence <= (SELECT max(sequence) "
             f"FROM {along('events_by_time')} WHERE {run} AND create_time_s < :end_s)"
         )
-    columns = "sequence, create_time_s, type, message, evidence"
+    columns = "sequence, create_time_s, type, event"
     if not wanted.types:
         query = f"SELECT {columns} FROM events WHERE {conditions}"
     else:
-        kinds = {f"type_{number}": kind.value for number, kind in enumerate(wanted.types)}
+        kinds = {f"type_{number}": kind for number, kind in enumerate(wanted.types)}
         values |= kinds
         of_type = f"SELECT {columns} FROM {along('events_by_type')} WHERE {conditions} AND type ="
         query = " UNION ALL ".join(f"{of_type} :{name}" for name in kinds)

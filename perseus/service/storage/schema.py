@@ -14,6 +14,7 @@ from sqlalchemy import (
     Double,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     Text,
@@ -141,14 +142,14 @@ open_iterations = _table(
     _number("is_regular"),
 )
 
+# `event` is the serialised `perseus.v1.JobEvent`; the others repeat what events are looked up by.
 events = _table(
     "events",
     *_run_columns(),
     _number("sequence", primary_key=True),
     _figure("create_time_s"),
-    Column("type", _KEY, nullable=False),
-    _text("message"),
-    _text("evidence", nullable=True),
+    _number("type"),
+    Column("event", LargeBinary(), nullable=False),
     Index("events_by_type", "job_id", "run_number", "type", "sequence"),
     Index("events_by_time", "job_id", "run_number", "create_time_s"),
 )

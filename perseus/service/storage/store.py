@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from perseus.service.domain.events import JobEvent
 from perseus.service.domain.power import BudgetRecord
 from perseus.service.domain.principals import Token
 from perseus.service.domain.records import Record
 from perseus.service.domain.specification import JobSpec
+from perseus.v1 import event_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,14 @@ class JobEntry(NamedTuple):
     job_id: str
     run_number: int
     record: Record
+
+
+class EventEntry(NamedTuple):
+    """Something happened to a run of a job."""
+
+    job_id: str
+    run_number: int
+    event: event_pb2.JobEvent
 
 
 class TelemetrySequence(NamedTuple):
@@ -84,4 +92,4 @@ class Pruned:
     is_done: bool
 
 
-Entry = NewRun | JobDeleted | JobEntry | JobEvent | TelemetrySequence | TokenEntry | BudgetEntry
+Entry = NewRun | JobDeleted | JobEntry | EventEntry | TelemetrySequence | TokenEntry | BudgetEntry

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from sqlalchemy import Connection, Table, delete, func, literal, select, update
 from sqlalchemy.engine.interfaces import DBAPICursor
 
-from perseus.service.domain.events import JobEvent
 from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
+from perseus.service.domain.messages import time_from_proto
 from perseus.service.domain.model import Clocks, Rank
 from perseus.service.domain.records import (
     ForgetIterations,
@@ -34,6 +34,7 @@ from perseus.service.storage.statements import Row, Statements
 from perseus.service.storage.store import (
     BudgetEntry,
     Entry,
+    EventEntry,
     JobDeleted,
     JobEntry,
     NewRun,
@@ -194,18 +195,11 @@ class GroupWriter:
                         self._take_record(group, run, record)
                     except UnstorableError as error:
                         raise UnstorableEntryError(job_id, run_number, str(error)) from None
-                case JobEvent(job_id, run_number, create_time_s, event):
-                    evidence = codecs.dump_evidence(event.evidence)
+                case EventEntry(job_id, run_number, event):
+                    create_time_s = time_from_proto("create_time", event.create_time)
+                    content = event.SerializeToString()
                     group.rows[to.INSERT_EVENT].append(
-                        (
-                            job_id,
-                            run_number,
-                            event.sequence,
-                            create_time_s,
-                            event.type.value,
-                            codecs.text(event.message),
-                            evidence,
-                        )
+                        (job_id, run_number, event.sequence, create_time_s, event.type, content)
                     )
                 case TelemetrySequence(instance_id, sequence, principal):
                     group.rows[to.UPSERT_TELEMETRY].append((instance_id, sequence, self._clock(), principal))

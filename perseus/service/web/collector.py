@@ -13,13 +13,14 @@ from importlib.metadata import version
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
 from perseus.service.domain.figures import JobFigures
-from perseus.service.domain.model import EventType, FaultyPart, JobState, RankFilter, RankState
+from perseus.service.domain.model import FaultyPart, JobState, RankFilter, RankState
 from perseus.service.domain.power import FeedStatus
 from perseus.service.domain.profiling import ProfilingLimit
 from perseus.service.domain.statement import LedgerTotals
 from perseus.service.domain.views import JobView
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.live_run import LiveRun
+from perseus.v1 import event_pb2
 
 MOST_JOBS = 1_000
 """Jobs with series of their own."""
@@ -129,10 +130,10 @@ class CoordinatorCollector:
         _put_profiling(readings, view)
         counts, job_id = run.event_counts, run.job_id
         readings.put(names.JOB_PLAN_SWITCHES, figures.switch_count, job_id)
-        readings.put(names.JOB_BROKEN_PROMISES, counts[EventType.PROMISE_BROKEN], job_id)
-        readings.put(names.JOB_DETECTED, counts[EventType.STRAGGLER_DETECTED], job_id)
-        readings.put(names.JOB_GPU_ERRORS, counts[EventType.GPU_ERROR], job_id)
-        readings.put(names.JOB_QUARANTINES, counts[EventType.QUARANTINED], job_id)
+        readings.put(names.JOB_BROKEN_PROMISES, counts[event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN], job_id)
+        readings.put(names.JOB_DETECTED, counts[event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED], job_id)
+        readings.put(names.JOB_GPU_ERRORS, counts[event_pb2.JOB_EVENT_TYPE_GPU_ERROR], job_id)
+        readings.put(names.JOB_QUARANTINES, counts[event_pb2.JOB_EVENT_TYPE_QUARANTINED], job_id)
 
     async def _read_ranks(self, readings: Readings, run: LiveRun) -> None:
         ranks = self._coordinator.live.read(run, lambda machine: list(machine.ranks(RankFilter())))

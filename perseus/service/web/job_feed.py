@@ -12,15 +12,14 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from perseus.service.api.statuses import MAPPED, STATUSES, unexpected
-from perseus.service.api.translate_events import event_to_proto, gap_to_proto
 from perseus.service.api.translate_jobs import job_to_proto, summary_to_proto
-from perseus.service.domain.events import CaughtUp, EventFilter, JobEvent, WatchGap
-from perseus.service.domain.model import IterationSummary
+from perseus.service.domain.model import ALL_EVENTS, IterationSummary
 from perseus.service.domain.views import JobView
 from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.service.shell.watching import Update
 from perseus.service.web.json_text import to_json
 from perseus.service.web.listener import Listener, event
+from perseus.v1 import event_pb2
 from perseus.v1 import job_service_pb2 as pb
 
 GATHER_S = 0.5
@@ -122,12 +121,13 @@ class JobFeed:
         """Yield the job, the events from one on up to another, and that this was all."""
         first = [self._job_text]
         while begin < through:
-            page = await self._jobs.events(self._job_id, self._run_number, EventFilter(), begin + 1, _PAGE)
-            page = [each for each in page if each.happening.sequence <= through]
-            following = page[0].happening.sequence if page else through + 1
+            page = await self._jobs.events(self._job_id, self._run_number, ALL_EVENTS, begin + 1, _PAGE)
+            page = [each for each in page if each.sequence <= through]
+            following = page[0].sequence if page else through + 1
             if following > begin + 1:  # those in between were forgotten
-                first.append(_gap_text(WatchGap(begin + 1, following - 1)))
-            begin = page[-1].happening.sequence if page else through
+                gap = pb.WatchGap(first_missed_sequence=begin + 1, last_missed_sequence=following - 1)
+                first.append(_gap_text(gap))
+            begin = page[-1].sequence if page else through
             yield self._chunk([*first, *map(self._event_text, page)], begin)
             first = []
             await asyncio.sleep(0)
@@ -158,16 +158,16 @@ class JobFeed:
             case JobView():
                 self._show(update)
                 self._is_ready.set()
-            case JobEvent():
-                self._sequence = update.happening.sequence
+            case event_pb2.JobEvent():
+                self._sequence = update.sequence
                 self._gather(self._event_text(update))
             case IterationSummary():
                 self._has_moved = True
                 self._gather(to_json(pb.WatchJobResponse(iteration=summary_to_proto(update))))
-            case WatchGap():
+            case pb.WatchGap():
                 self._sequence = max(self._sequence, update.last_missed_sequence)
                 self._gather(_gap_text(update))
-            case CaughtUp():
+            case pb.CaughtUp():
                 pass  # each reader is told by itself
 
     def _show(self, view: JobView) -> None:
@@ -204,19 +204,19 @@ class JobFeed:
         data = f'{{"run_number":{number},"updates":[{",".join(texts)}]}}'
         return event("updates", data, f"{number}:{sequence}")
 
-    def _event_text(self, told: JobEvent) -> str:
-        sequence = told.happening.sequence
+    def _event_text(self, told: event_pb2.JobEvent) -> str:
+        sequence = told.sequence
         text = self._events.get(sequence)
         if text is None:
-            text = to_json(pb.WatchJobResponse(event=event_to_proto(told)))
+            text = to_json(pb.WatchJobResponse(event=told))
             self._events[sequence] = text
             if len(self._events) > _KEPT_EVENTS:
                 del self._events[next(iter(self._events))]
         return text
 
 
-def _gap_text(gap: WatchGap) -> str:
-    return to_json(pb.WatchJobResponse(gap=gap_to_proto(gap)))
+def _gap_text(gap: pb.WatchGap) -> str:
+    return to_json(pb.WatchJobResponse(gap=gap))
 
 
 class JobFeeds:

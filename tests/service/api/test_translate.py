@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.api.translate_agents import ceiling_to_proto, offer_to_proto, telemetry_from_proto
-from perseus.service.api.translate_jobs import job_to_proto, spec_from_proto
+from perseus.service.api.translate_jobs import event_filter_from_proto, job_to_proto, spec_from_proto
 from perseus.service.api.translate_problems import (
     frontier_to_proto,
     plan_to_proto,
@@ -22,7 +24,8 @@ from perseus.service.domain.telemetry import KINDS
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind, solve, with_lag
-from perseus.v1 import agent_service_pb2, computation_pb2, frontier_pb2, job_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, frontier_pb2, job_pb2, rank_pb2
+from perseus.v1.job_service_pb2 import ListJobEventsRequest
 from tests.service.frontiers import FRONTIER
 from tests.service.service_fakes import make_spec
 
@@ -186,3 +189,34 @@ def test_a_row_of_no_kind_is_named() -> None:
     )  # fmt: skip
     with pytest.raises(InvalidFieldError, match=r"computations.kind\[0\]: expected a known kind, found -1"):
         telemetry_from_proto(agent_service_pb2.TelemetryBatch(sequence=1, computations=columns), "agent")
+
+
+def test_a_filter_says_what_is_wanted() -> None:
+    assert event_filter_from_proto(ListJobEventsRequest()) == model.EventFilter(frozenset())
+    request = ListJobEventsRequest(
+        types=[event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.JOB_EVENT_TYPE_SOLVED],
+        start_time=Timestamp(seconds=1, nanos=500_000_000),
+        end_time=Timestamp(seconds=3),
+    )
+    assert event_filter_from_proto(request) == model.EventFilter(
+        frozenset([event_pb2.JOB_EVENT_TYPE_SOLVED]), 1.5, 3.0
+    )
+
+
+SOLVED_AND_NONE = [event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.JOB_EVENT_TYPE_UNSPECIFIED]
+UNKNOWN: Any = [99]
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (ListJobEventsRequest(types=SOLVED_AND_NONE), r"types\[1\]: expected a known type of event, found 0"),
+        (ListJobEventsRequest(types=UNKNOWN), r"types\[0\]: expected a known type of event, found 99"),
+        (ListJobEventsRequest(start_time=Timestamp(nanos=-1)), "start_time: expected a time"),
+        (ListJobEventsRequest(end_time=Timestamp(nanos=1_000_000_000)), "end_time: expected a time"),
+        (ListJobEventsRequest(end_time=Timestamp(seconds=2**62)), "end_time: expected a time"),
+    ],
+)
+def test_what_can_not_be_asked_for_is_named(request_: ListJobEventsRequest, expected: str) -> None:
+    with pytest.raises(InvalidFieldError, match=expected):
+        event_filter_from_proto(request_)

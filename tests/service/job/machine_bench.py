@@ -1,8 +1,9 @@
 """A cluster whose job is planned, and what a job's commands say, for exact comparison."""
 
 from perseus.service.domain.commands import Announce, Command, SendOffer
-from perseus.service.domain.model import EventType, JobState, Offer
+from perseus.service.domain.model import JobState, Offer
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import Cluster, make_spec
 
 FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)
@@ -14,8 +15,8 @@ def actions(commands: list[Command]) -> list[Command]:
     return [command for command in commands if not isinstance(command, Announce)]
 
 
-def events(commands: list[Command]) -> list[EventType]:
-    return [command.happening.type for command in commands if isinstance(command, Announce)]
+def events(commands: list[Command]) -> list[event_pb2.JobEventType.ValueType]:
+    return [command.event.type for command in commands if isinstance(command, Announce)]
 
 
 def offers(commands: list[Command]) -> dict[Coordinates, Offer]:

@@ -24,7 +24,7 @@ from tests.service.job.machine_bench import (
     measured_clocks_mhz,
     planned,
 )
-from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, make_spec
+from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, START_S, Cluster, make_spec
 
 RANKS = (FIRST, SECOND, THIRD, FOURTH)
 
@@ -188,7 +188,7 @@ def test_it_survives_the_coordinator() -> None:
 def test_a_job_that_was_put_aside_has_it_too() -> None:
     cluster = planned()
     cluster.send(CeilingOrdered(1000))
-    run = QuarantinedRun(cluster.stored(), Fault(FaultyPart.MACHINE, "a test"), cluster.rules, EPOCH)
+    run = QuarantinedRun(cluster.stored(), Fault(FaultyPart.MACHINE, "a test"), cluster.rules, EPOCH, START_S)
     refused = [command for command in run.begin() if isinstance(command, RefuseRank)]
     assert [command.ceiling for command in refused] == [Ceiling(1000)] * 4
 

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from perseus.service.domain.commands import Announce
-from perseus.service.domain.events import Happening
-from perseus.service.domain.evidence import EventsDropped, StateChanged
 from perseus.service.domain.inputs import AgentHeard, AgentLeft, FinishRequested, GpuErrorReported
-from perseus.service.domain.model import EventType, GpuErrorReason, JobState
+from perseus.service.domain.model import GpuErrorReason
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.event_budget import _LEAST_CAPACITY, EventBudget
 from perseus.service.job.ranks.rank_table import _MOST_GPU_ERRORS
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import Cluster, make_spec
 
 FIRST = Coordinates(0, 0, 0)
@@ -18,31 +16,26 @@ FIRST = Coordinates(0, 0, 0)
 E = TypeVar("E")
 
 
-def happenings(cluster: Cluster) -> list[Happening]:
-    return [command.happening for command in cluster.history if isinstance(command, Announce)]
-
-
-def of_kind(cluster: Cluster, kind: EventType) -> list[Happening]:
-    return [happening for happening in happenings(cluster) if happening.type is kind]
-
-
-def of_class(cluster: Cluster, kind: type[E]) -> list[E]:
-    return [each.evidence for each in happenings(cluster) if isinstance(each.evidence, kind)]
+def count_of(cluster: Cluster, kind: event_pb2.JobEventType.ValueType) -> int:
+    return sum(event.type == kind for event in cluster.events())
 
 
 def test_a_bucket_is_emptied_keeps_a_reserve_and_fills_again() -> None:
     budget = EventBudget(rank_count=0)
     budget.fill(0.0)
-    told = sum(budget.take(EventType.RANK_CHANGED) for _ in range(2 * _LEAST_CAPACITY))
+    told = sum(budget.take(event_pb2.JOB_EVENT_TYPE_RANK_CHANGED) for _ in range(2 * _LEAST_CAPACITY))
     assert told == 3 * _LEAST_CAPACITY // 4
-    assert budget.take(EventType.STALLED), "what is said of the whole job has a reserve"
-    assert budget.take(EventType.POLICY_SET)
+    assert budget.take(event_pb2.JOB_EVENT_TYPE_STALLED), "what is said of the whole job has a reserve"
+    assert budget.take(event_pb2.JOB_EVENT_TYPE_POLICY_SET)
     assert budget.fill(60.0) == 0, "the flood is over once the bucket is half full"
     assert budget.fill(3600.0) == 2 * _LEAST_CAPACITY - told
     assert budget.fill(3600.0) == 0
-    assert budget.take(EventType.RANK_CHANGED)
+    assert budget.take(event_pb2.JOB_EVENT_TYPE_RANK_CHANGED)
     budget.fill(1e9)
-    assert sum(budget.take(EventType.STALLED) for _ in range(2 * _LEAST_CAPACITY)) == _LEAST_CAPACITY
+    assert (
+        sum(budget.take(event_pb2.JOB_EVENT_TYPE_STALLED) for _ in range(2 * _LEAST_CAPACITY))
+        == _LEAST_CAPACITY
+    )
 
 
 def test_a_job_whose_gpus_fail_without_end_says_so_twice_and_drops_the_rest() -> None:
@@ -52,15 +45,17 @@ def test_a_job_whose_gpus_fail_without_end_says_so_twice_and_drops_the_rest() ->
     count = 5 * _LEAST_CAPACITY
     for number in range(count):
         cluster.send(replace(error, message=f"hostile {number} " + "x" * 900))
-    told = len(of_kind(cluster, EventType.GPU_ERROR))
+    told = count_of(cluster, event_pb2.JOB_EVENT_TYPE_GPU_ERROR)
     assert told < _LEAST_CAPACITY * 2
-    assert [dropped.is_over for dropped in of_class(cluster, EventsDropped)] == [False]
+    assert [dropped.is_over for dropped in cluster.announced(event_pb2.EventsDropped)] == [False]
     assert len(cluster.machine._ranks._gpu_errors) == _MOST_GPU_ERRORS
     cluster.now_s += 3600
     cluster.send(AgentHeard("agent-0"))
     cluster.send(AgentHeard("agent-0"))
-    assert of_class(cluster, EventsDropped)[1:] == [EventsDropped(count - told, is_over=True)]
-    sequences = [happening.sequence for happening in happenings(cluster)]
+    assert cluster.announced(event_pb2.EventsDropped)[1:] == [
+        event_pb2.EventsDropped(dropped_count=count - told, is_over=True)
+    ]
+    sequences = [event.sequence for event in cluster.events()]
     assert sequences == list(range(1, len(sequences) + 1)), "what was dropped has no number"
 
 
@@ -70,6 +65,6 @@ def test_an_agent_that_comes_and_goes_leaves_the_jobs_end_to_be_told() -> None:
         cluster.join_all()
         cluster.send(AgentLeft("agent-0"))
         cluster.send(AgentLeft("agent-1"))
-    assert len(of_kind(cluster, EventType.RANK_CHANGED)) < 2 * _LEAST_CAPACITY
+    assert count_of(cluster, event_pb2.JOB_EVENT_TYPE_RANK_CHANGED) < 2 * _LEAST_CAPACITY
     cluster.send(FinishRequested())
-    assert of_class(cluster, StateChanged)[-1].after is JobState.FINISHED
+    assert cluster.announced(event_pb2.StateChanged)[-1].after == job_pb2.JOB_STATE_FINISHED

@@ -2,11 +2,12 @@
 
 import pytest
 
-from perseus.service.domain import evidence
+from perseus.service.api.translate_jobs import coordinates_from_proto
 from perseus.service.domain.commands import FindProfile
 from perseus.service.domain.model import JobState, RankFilter
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import GpuLimits
+from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 
 RANK = Coordinates(1, 0, 0)
@@ -42,16 +43,16 @@ def test_another_limit_or_profile_is_measured_anew_and_breaks_no_promise(limits:
     cluster.expect(JobState.BASELINE)
     assert "under other limits: it is measured anew" in cluster.machine.summary().state_reason
     assert cluster.machine.profiler.profiles == ()
-    changed = cluster.announced(evidence.GpuLimitsChanged)[-len(cluster.ranks) :]
-    assert {each.rank for each in changed} == set(cluster.ranks)
+    changed = cluster.announced(event_pb2.GpuLimitsChanged)[-len(cluster.ranks) :]
+    assert {coordinates_from_proto(each.rank) for each in changed} == set(cluster.ranks)
     assert {(each.before_power_limit_w, each.power_limit_w) for each in changed} == {
         (300.0, limits.power_limit_w)
     }
-    assert {each.workload_power_profiles for each in changed} == {limits.power_profiles}
+    assert {tuple(each.workload_power_profiles) for each in changed} == {limits.power_profiles}
     cluster.run_until(JobState.PLANNED)
     assert asked_keys(cluster)[-1] != keys, "it is not taken for the same work on the same GPUs"
     cluster.run(20)
-    assert cluster.announced(evidence.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PromiseBroken) == []
     (_, rank), *_ = cluster.machine.ranks(RankFilter())
     assert rank.gpu is not None
     assert (rank.gpu.power_limit_w, rank.gpu.power_profiles) == limits

@@ -69,7 +69,7 @@ def test_a_planned_job_shows_its_baseline_its_frontier_and_its_plans() -> None:
     assert (view.min_planned_time_s, view.max_planned_time_s) == (frontier.t_min_s, frontier.t_min_s)
     assert view.profiled_clock_count == 6
     assert view.last_event_sequence == max(
-        command.happening.sequence for command in cluster.history if isinstance(command, Announce)
+        command.event.sequence for command in cluster.history if isinstance(command, Announce)
     )
 
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))

@@ -30,7 +30,6 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.model import (
     LOST_VERSIONS,
     STOCK,
-    EventType,
     JobState,
     Offer,
     PlannedClocks,
@@ -39,6 +38,7 @@ from perseus.service.domain.model import (
     Straggler,
 )
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import (
     FIRST,
     FOURTH,
@@ -57,7 +57,7 @@ def test_a_rank_that_joins_is_accepted_and_offered_nothing() -> None:
     cluster = Cluster(make_spec())
     commands = cluster.tell(cluster.ranks[FIRST].joined())
     assert actions(commands) == [AcceptRank(FIRST, "agent-0")]
-    assert events(commands) == [EventType.RANK_CHANGED]
+    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_RANK_CHANGED]
     cluster.expect(JobState.WAITING)
 
 
@@ -67,7 +67,7 @@ def test_the_last_rank_to_join_begins_the_baseline() -> None:
         cluster.tell(cluster.ranks[place].joined())
     commands = cluster.tell(cluster.ranks[FOURTH].joined())
     assert actions(commands) == [AcceptRank(FOURTH, "agent-1")]
-    assert events(commands) == [EventType.RANK_CHANGED, EventType.STATE_CHANGED]
+    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_RANK_CHANGED, event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
     cluster.expect(JobState.BASELINE)
 
 
@@ -235,7 +235,10 @@ def test_the_job_ends_when_all_ranks_are_done() -> None:
         commands = cluster.tell(RankLeft(place, rank.instance_id, RankLeftReason.FINISHED))
         assert offers(commands) == {}
     cluster.expect(JobState.FINISHED)
-    assert events(commands) == [EventType.RANK_CHANGED, EventType.STATE_CHANGED], "nobody is left to tell"
+    assert events(commands) == [
+        event_pb2.JOB_EVENT_TYPE_RANK_CHANGED,
+        event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
+    ], "nobody is left to tell"
 
 
 def test_ending_a_job_puts_every_rank_to_stock_and_refuses_what_comes_after() -> None:

@@ -14,8 +14,9 @@ from perseus.service.domain.inputs import (
     StragglerCleared,
     StragglerReported,
 )
-from perseus.service.domain.model import EventType, JobState, Offer, RefusalReason, Straggler
+from perseus.service.domain.model import JobState, Offer, RefusalReason, Straggler
 from perseus.service.domain.specification import OperatingPolicy
+from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import FIRST, FOURTH, THIRD, actions, events, offers, planned
 from tests.service.service_fakes import EPOCH, Cluster, make_spec
 
@@ -33,7 +34,11 @@ def test_a_policy_stretches_the_plan() -> None:
     (time_s,) = set(cluster.planned_times_s())
     assert t_min_s < time_s <= 1.1 * t_min_s
     commands = cluster.tell(PolicySet(OperatingPolicy()))
-    assert events(commands) == [EventType.POLICY_SET, EventType.PLAN_OFFERED, EventType.PLAN_OFFERED]
+    assert events(commands) == [
+        event_pb2.JOB_EVENT_TYPE_POLICY_SET,
+        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+    ]
     cluster.carry_out(commands)
     cluster.iterate(3)
     assert set(cluster.planned_times_s()) == {t_min_s}
@@ -137,7 +142,7 @@ def test_an_offer_that_came_too_late_is_offered_anew_under_the_same_version() ->
     refused = cluster.ranks[THIRD].answer(late)
     assert refused.refusal is RefusalReason.PAST_START
     commands = cluster.tell(refused)
-    assert events(commands) == [EventType.PLAN_REFUSED]
+    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     again = Offer(late.version, late.start_iteration + 4, late.clocks)
     assert actions(commands) == [SendOffer(THIRD, "agent-1", again), SendOffer(FOURTH, "agent-1", again)]
     # The other rank's answer to the first offer is older than the new one: nothing more happens.
@@ -153,7 +158,7 @@ def test_a_refusal_of_stock_is_told_and_not_repeated() -> None:
     commands = cluster.tell(
         OfferAnswered(FIRST, "agent-0", EPOCH, stock.version, RefusalReason.NOT_PERMITTED, "", 30)
     )
-    assert events(commands) == [EventType.PLAN_REFUSED]
+    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     assert actions(commands) == []
 
 

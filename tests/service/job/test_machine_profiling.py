@@ -8,10 +8,11 @@ import pytest
 
 from perseus.service.domain.commands import Command, SendOffer, Solve
 from perseus.service.domain.inputs import SolveFailed, TelemetryArrived
-from perseus.service.domain.model import STOCK, EventType, HoldClocks, JobState, Offer
+from perseus.service.domain.model import STOCK, HoldClocks, JobState, Offer
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind
+from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import FIRST, FOURTH, SECOND, THIRD, events, measured_clocks_mhz, offers
 from tests.service.service_fakes import (
     CLOCKS_MHZ,
@@ -55,7 +56,11 @@ def test_profiling_begins_with_the_highest_clock_two_iterations_ahead() -> None:
     commands = cluster.tell(cluster.ranks[FOURTH].end(0.8))
     expected = Offer(1, 3, HoldClocks((CLOCKS_MHZ[0],) * 2))
     assert offers(commands) == dict.fromkeys((FIRST, SECOND, THIRD, FOURTH), expected)
-    assert events(commands) == [EventType.STATE_CHANGED, EventType.PLAN_OFFERED, EventType.PLAN_OFFERED]
+    assert events(commands) == [
+        event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
+        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+    ]
 
 
 def test_short_iterations_get_a_margin_that_covers_half_a_second() -> None:
@@ -102,13 +107,16 @@ def test_a_clock_is_measured_when_every_rank_has_every_computation_often_enough(
         some = batch(rank.sequence, [], version, 0.8, energy=energy)
         return cluster.tell(TelemetryArrived(rank.place, rank.instance_id, some))
 
-    assert EventType.CLOCK_PROFILED not in events(report(first, 3))
-    assert EventType.CLOCK_PROFILED not in events(report(second, 2))
+    assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in events(report(first, 3))
+    assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in events(report(second, 2))
     forwards = [computation for computation in second.order if computation.kind is Kind.FORWARD]
-    assert EventType.CLOCK_PROFILED not in events(report(second, 3, forwards))
+    assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in events(report(second, 3, forwards))
     assert machine.profiler.profiles == ()
     commands = report(second, 3)
-    assert events(commands) == [EventType.CLOCK_PROFILED, EventType.PLAN_OFFERED]
+    assert events(commands) == [
+        event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED,
+        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+    ]
     assert offers(commands)[FIRST].clocks == HoldClocks((900,) * 2)
 
 
@@ -160,5 +168,5 @@ def test_solving_runs_at_stock_and_asks_once() -> None:
     }
     assert {offer.clocks for offer in cluster.machine._offers} == {STOCK}
     commands = cluster.tell(SolveFailed("no luck"))
-    assert events(commands) == [EventType.SOLVE_FAILED, EventType.STATE_CHANGED]
+    assert events(commands) == [event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED, event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
     cluster.expect(JobState.STOCK)

@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from perseus.service.domain.commands import (
     AcceptRank,
-    Announce,
     Command,
     EndStream,
     SendCeiling,
@@ -339,14 +338,14 @@ class RandomLife(RuleBasedStateMachine):
         state = self.cluster.machine.state
         assert state is not JobState.FINISHED
         if state is JobState.STOCK and not self.may_be_at_stock:
-            told = [some.happening.message for some in self.cluster.history if isinstance(some, Announce)]
+            told = [event.message for event in self.cluster.events()]
             assert all(self.cannot_be_clocked(stage) for stage in range(2)), told[-5:]
             self.may_be_at_stock = True
 
     def teardown(self) -> None:
         self.calm_down()
         machine = self.cluster.machine
-        told = [some.happening.message for some in self.cluster.history if isinstance(some, Announce)]
+        told = [event.message for event in self.cluster.events()]
         self.never_at_stock_for_no_reason()
         assert machine.state is (JobState.STOCK if self.may_be_at_stock else JobState.PLANNED), told[-5:]
         self.cluster.expect_in_force()

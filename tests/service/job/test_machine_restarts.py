@@ -1,9 +1,8 @@
 """The job's state machine by its exact commands, when the coordinator is restarted."""
 
-from perseus.service.domain.commands import Announce
-from perseus.service.domain.evidence import ClockProfiled, PipelineClocks
 from perseus.service.domain.inputs import StragglerCleared, StragglerReported
-from perseus.service.domain.model import EventType, JobState, Straggler
+from perseus.service.domain.model import JobState, Straggler
+from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import measured_clocks_mhz, planned
 from tests.service.service_fakes import Cluster, make_spec
 
@@ -33,22 +32,16 @@ def test_a_coordinator_restarted_while_profiling_keeps_what_was_measured() -> No
     cluster.join_all()
     assert measured_clocks_mhz(cluster) == measured
     cluster.iterate_until(JobState.PLANNED)
-    profiled = [
-        command.happening.evidence.clocks_mhz
-        for command in cluster.history
-        if isinstance(command, Announce) and isinstance(command.happening.evidence, ClockProfiled)
-    ]
+    profiled = [tuple(found.clocks_mhz) for found in cluster.announced(event_pb2.ClockProfiled)]
     assert len(profiled) == len(set(profiled)) == len(measured_clocks_mhz(cluster))
 
 
 def told_in_force(cluster: Cluster) -> list[int]:
     """The versions of which was said that they are in force on a pipeline."""
     return [
-        command.happening.evidence.version
-        for command in cluster.history
-        if isinstance(command, Announce)
-        and command.happening.type is EventType.PLAN_IN_FORCE
-        and isinstance(command.happening.evidence, PipelineClocks)
+        event.pipeline_clocks.version
+        for event in cluster.events()
+        if event.type == event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE
     ]
 
 
@@ -72,5 +65,5 @@ def test_events_are_numbered_without_gaps_across_restarts() -> None:
     cluster = planned()
     cluster.restart()
     cluster.join_all()
-    sequences = [command.happening.sequence for command in cluster.history if isinstance(command, Announce)]
+    sequences = [event.sequence for event in cluster.events()]
     assert sequences == list(range(1, len(sequences) + 1))

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain import evidence
-from perseus.service.domain.commands import Announce, Command, FindProfile, Solve, Store
+from perseus.service.domain.commands import Command, FindProfile, Solve, Store
 from perseus.service.domain.errors import SpecMismatchError
 from perseus.service.domain.inputs import (
     Abandoned,
@@ -27,6 +26,7 @@ from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
 from perseus.service.job.profiling.work_keys import work_keys
 from perseus.service.job.rules import Rules
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, REGISTRATION, Cluster, FakeRank, make_spec
 
@@ -37,12 +37,8 @@ def joined_as(cluster: Cluster, rank: FakeRank, spec_fingerprint: str) -> None:
 
 def states(cluster: Cluster) -> list[str]:
     """The states that were entered, in order."""
-    return [change.after.name for change in changes(cluster)]
-
-
-def changes(cluster: Cluster) -> list[evidence.StateChanged]:
-    told = (command.happening.evidence for command in cluster.history if isinstance(command, Announce))
-    return [some for some in told if isinstance(some, evidence.StateChanged)]
+    changes = cluster.announced(event_pb2.StateChanged)
+    return [job_pb2.JobState.Name(change.after).removeprefix("JOB_STATE_") for change in changes]
 
 
 def test_ranks_of_another_specification_are_refused_and_nothing_changes() -> None:
@@ -98,7 +94,7 @@ def test_an_abandoned_run_has_ended_and_says_why() -> None:
     cluster = Cluster(make_spec())
     cluster.send(Abandoned("its schedule differs"))
     cluster.expect(JobState.FINISHED)
-    assert changes(cluster)[-1].reason == "abandoned: its schedule differs"
+    assert cluster.announced(event_pb2.StateChanged)[-1].reason == "abandoned: its schedule differs"
     assert cluster.machine.summary().state_reason == "abandoned: its schedule differs"
 
 
@@ -110,7 +106,7 @@ def test_the_same_request_for_a_baseline_is_carried_out_once() -> None:
     cluster.expect(JobState.PLANNED)
     cluster.restart()
     cluster.send(BaselineRequested("request"))
-    assert len(cluster.announced(evidence.BaselineRequested)) == 1
+    assert len(cluster.announced(event_pb2.BaselineRequested)) == 1
     cluster.send(BaselineRequested("another"))
     cluster.expect(JobState.BASELINE)
     cluster.send(FinishRequested())
@@ -156,7 +152,7 @@ def test_the_count_of_broken_promises_begins_anew() -> None:
         cluster.lag_s = lag_s
         cluster.run(BLOCK)
     cluster.expect(JobState.STOCK)
-    assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
+    assert len(cluster.announced(event_pb2.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
     cluster.send(ResumeRequested())
     cluster.run_until(JobState.PLANNED)
     assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"], (
@@ -164,7 +160,7 @@ def test_the_count_of_broken_promises_begins_anew() -> None:
     )
     cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
     cluster.run(BLOCK)
-    assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 2
+    assert len(cluster.announced(event_pb2.PromiseBroken)) == MOST_BROKEN_PROMISES + 2
     cluster.expect(JobState.PLANNED)
 
 
@@ -184,7 +180,7 @@ def test_broken_promises_survive_a_restart_and_are_made_up_for_by_kept_ones(
     cluster.run(3 * BLOCK)
     cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
     cluster.run(BLOCK)
-    assert len(cluster.announced(evidence.PromiseBroken)) > MOST_BROKEN_PROMISES
+    assert len(cluster.announced(event_pb2.PromiseBroken)) > MOST_BROKEN_PROMISES
     broken_count = watch.broken_count
     assert 1 <= broken_count <= MOST_BROKEN_PROMISES
     cluster.expect(JobState.PLANNED)

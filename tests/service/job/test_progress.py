@@ -6,9 +6,7 @@ from typing import TypeVar
 
 import pytest
 
-from perseus.service.domain.commands import Announce
 from perseus.service.domain.errors import RankNotServedError
-from perseus.service.domain.evidence import ClockGivenUp, ProfilingEnded, StateChanged
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     FinishRequested,
@@ -17,8 +15,8 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
+from perseus.service.domain.messages import coordinates_to_proto, time_from_proto
 from perseus.service.domain.model import (
-    EventType,
     HoldClocks,
     JobState,
     Offer,
@@ -26,13 +24,14 @@ from perseus.service.domain.model import (
     RefusalReason,
     StockClocks,
 )
-from perseus.service.domain.profiling import ProfilingBudget, ProfilingLimit
+from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.specification import Coordinates
-from perseus.service.domain.stall import Stall, StallReason
+from perseus.service.domain.stall import StallReason
 from perseus.service.domain.telemetry import TelemetryBatch
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.progress import PATIENCE_ITERATIONS, PATIENCE_S
 from perseus.service.job.rules import Rules
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
 
 FIRST, SECOND, LAST = Coordinates(0, 0, 0), Coordinates(0, 1, 0), Coordinates(1, 1, 0)
@@ -81,17 +80,18 @@ class Troubled(Cluster):
             if deadline_s is not None and deadline_s <= self.now_s:
                 self.send(Tick())
 
-    def told(self) -> list[tuple[EventType, Stall]]:
+    def told(self) -> list[tuple[event_pb2.JobEventType.ValueType, event_pb2.Stall]]:
         """Stalls that began and ended."""
-        found = [command.happening for command in self.history if isinstance(command, Announce)]
-        return [(some.type, some.evidence) for some in found if isinstance(some.evidence, Stall)]
-
-    def evidence(self, kind: type[E]) -> list[E]:
-        found = [command.happening.evidence for command in self.history if isinstance(command, Announce)]
-        return [some for some in found if isinstance(some, kind)]
+        return [(event.type, event.stall) for event in self.events() if event.HasField("stall")]
 
     def reasons(self) -> list[tuple[str, str]]:
-        return [(kind.name, stall.reason.name) for kind, stall in self.told()]
+        return [
+            (
+                event_pb2.JobEventType.Name(kind).removeprefix("JOB_EVENT_TYPE_"),
+                event_pb2.StallReason.Name(stall.reason).removeprefix("STALL_REASON_"),
+            )
+            for kind, stall in self.told()
+        ]
 
 
 def joined(rules: Rules | None = None) -> Troubled:
@@ -140,11 +140,11 @@ def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
     assert cluster.told() == []
     cluster.pass_time(1)
     ((_, stalled),) = cluster.told()
-    assert stalled.reason is StallReason.RANK_MISSING
-    assert stalled.rank == SECOND
+    assert stalled.reason == event_pb2.STALL_REASON_RANK_MISSING
+    assert stalled.rank == coordinates_to_proto(SECOND)
     assert stalled.rank_count == 3
-    assert stalled.since_time_s == START_S
-    assert str(SECOND) in str(stalled)
+    assert time_from_proto("since_time", stalled.since_time) == START_S
+    assert str(SECOND) in cluster.events()[-1].message
     cluster.pass_time(120)
     cluster.send(cluster.ranks[SECOND].joined())
     stall = cluster.machine.view().stall
@@ -176,8 +176,8 @@ def test_a_lost_rank_is_missing_since_it_was_lost() -> None:
     cluster.send(RankLeft(LAST, "agent-1", RankLeftReason.TRAINER_GONE))
     cluster.pass_time(PATIENCE_S)
     ((_, stalled),) = cluster.told()
-    assert (stalled.reason, stalled.rank) == (StallReason.RANK_MISSING, LAST)
-    assert stalled.since_time_s == START_S + lost_s
+    assert (stalled.reason, stalled.rank) == (event_pb2.STALL_REASON_RANK_MISSING, coordinates_to_proto(LAST))
+    assert time_from_proto("since_time", stalled.since_time) == START_S + lost_s
     assert cluster.machine.summary().stall is not None
     assert str(cluster.machine.summary().stall) == f"{LAST} is missing"
     cluster.ranks[LAST].start_trainer()
@@ -190,7 +190,10 @@ def test_a_disconnected_rank_is_missing_while_its_lease_runs() -> None:
     cluster.tell(AgentDisconnected("agent-1"))
     cluster.pass_time(PATIENCE_S)
     ((_, stalled),) = cluster.told()
-    assert (stalled.reason, stalled.rank) == (StallReason.RANK_MISSING, Coordinates(1, 0, 0))
+    assert (stalled.reason, stalled.rank) == (
+        event_pb2.STALL_REASON_RANK_MISSING,
+        coordinates_to_proto(Coordinates(1, 0, 0)),
+    )
 
 
 # ---------------------------------------------------------------------- iterations
@@ -200,8 +203,8 @@ def test_ranks_without_iterations_are_told_and_so_is_that_they_begin() -> None:
     cluster = joined()
     cluster.pass_time(PATIENCE_S)
     ((_, stalled),) = cluster.told()
-    assert stalled.reason is StallReason.NO_ITERATIONS
-    assert (stalled.rank, stalled.rank_count) == (None, 4)
+    assert stalled.reason == event_pb2.STALL_REASON_NO_ITERATIONS
+    assert (stalled.HasField("rank"), stalled.rank_count) == (False, 4)
     assert stalled.iteration == -1
     cluster.pass_time(100)
     assert len(cluster.told()) == 1
@@ -216,7 +219,10 @@ def test_the_one_rank_that_reports_nothing_is_named() -> None:
     cluster.silent = {LAST}
     cluster.run(20)
     ((_, stalled),) = cluster.told()
-    assert (stalled.reason, stalled.rank) == (StallReason.NO_ITERATIONS, LAST)
+    assert (stalled.reason, stalled.rank) == (
+        event_pb2.STALL_REASON_NO_ITERATIONS,
+        coordinates_to_proto(LAST),
+    )
     assert stalled.rank_count == 1
 
 
@@ -239,7 +245,10 @@ def test_irregular_iterations_are_told_with_the_rank() -> None:
     cluster.run(20)
     cluster.expect(JobState.BASELINE)
     ((_, stalled),) = cluster.told()
-    assert (stalled.reason, stalled.rank) == (StallReason.IRREGULAR_ITERATIONS, SECOND)
+    assert (stalled.reason, stalled.rank) == (
+        event_pb2.STALL_REASON_IRREGULAR_ITERATIONS,
+        coordinates_to_proto(SECOND),
+    )
     cluster.spoiling.clear()
     cluster.run()
     assert cluster.reasons()[1:] == [("STALL_ENDED", "IRREGULAR_ITERATIONS")]
@@ -266,7 +275,7 @@ def test_iterations_under_other_clocks_are_told_with_the_rank() -> None:
     cluster.spoiling[LAST] = of_another_version
     cluster.run(20)
     ((_, stalled),) = cluster.told()
-    assert (stalled.reason, stalled.rank) == (StallReason.OTHER_CLOCKS, LAST)
+    assert (stalled.reason, stalled.rank) == (event_pb2.STALL_REASON_OTHER_CLOCKS, coordinates_to_proto(LAST))
     cluster.spoiling.clear()
     cluster.run(2)
     assert cluster.reasons() == [("STALLED", "OTHER_CLOCKS"), ("STALL_ENDED", "OTHER_CLOCKS")]
@@ -297,7 +306,10 @@ def test_repeated_iteration_numbers_are_told_until_the_rank_joins_again() -> Non
     cluster.spoiling[LAST] = of_iteration_0
     cluster.run(20)
     ((_, stalled),) = cluster.told()
-    assert (stalled.reason, stalled.rank) == (StallReason.REPEATED_ITERATIONS, LAST)
+    assert (stalled.reason, stalled.rank) == (
+        event_pb2.STALL_REASON_REPEATED_ITERATIONS,
+        coordinates_to_proto(LAST),
+    )
     cluster.spoiling.clear()
     cluster.send(RankLeft(LAST, "agent-1", RankLeftReason.TRAINER_GONE))
     for rank in cluster.ranks.values():
@@ -338,17 +350,20 @@ def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_wh
     cluster = joined(Rules(1000.0, 2, ProfilingRules(iterations=3)))
     cluster.spoiling[SECOND] = spoil
     cluster.run_until(JobState.STOCK)
-    assert [(kind, stall.rank) for kind, stall in cluster.told()] == [(EventType.STALLED, SECOND)]
+    assert [(kind, stall.rank) for kind, stall in cluster.told()] == [
+        (event_pb2.JOB_EVENT_TYPE_STALLED, coordinates_to_proto(SECOND))
+    ]
     assert cluster.reasons() == [("STALLED", "NO_ENERGY_ESTIMATES")]
-    given_up = cluster.evidence(ClockGivenUp)
+    given_up = cluster.announced(event_pb2.ClockGivenUp)
     assert [clock.clock_mhz for clock in given_up] == [1400, 1300]
-    expected = "NO_ESTIMATE" if spoil is without_estimate else "NO_ENERGY"
-    assert {clock.reason.name for clock in given_up} == {expected}
-    assert {clock.rank for clock in given_up} == {SECOND}
-    (ended,) = cluster.evidence(ProfilingEnded)
-    assert (ended.is_enough, ended.limit) == (False, None)
+    no_estimate = event_pb2.CLOCK_GIVEN_UP_REASON_NO_ESTIMATE
+    expected = no_estimate if spoil is without_estimate else event_pb2.CLOCK_GIVEN_UP_REASON_NO_ENERGY
+    assert {clock.reason for clock in given_up} == {expected}
+    assert all(clock.rank == coordinates_to_proto(SECOND) for clock in given_up)
+    (ended,) = cluster.announced(event_pb2.ProfilingEnded)
+    assert (ended.is_enough, ended.HasField("limit")) == (False, False)
     assert ended.cost.iteration_count < 60
-    reason = cluster.evidence(StateChanged)[-1].reason
+    reason = cluster.announced(event_pb2.StateChanged)[-1].reason
     assert str(SECOND) in reason
     assert ("sent no energy estimate" if spoil is without_estimate else "cost no energy") in reason
     assert cluster.machine.summary().stall is None
@@ -389,11 +404,11 @@ def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> Non
     cluster.spoiling[LAST] = without_estimate
     cluster.run_until(JobState.STOCK)
     assert cluster.machine.profiler.cost.iteration_count == 5
-    reason = cluster.evidence(StateChanged)[-1].reason
+    reason = cluster.announced(event_pb2.StateChanged)[-1].reason
     assert "the budget of 5 iterations is used up" in reason
     assert f"{LAST} sent no energy estimate" in reason
-    (ended,) = cluster.evidence(ProfilingEnded)
-    assert (ended.is_enough, ended.limit) == (False, ProfilingLimit.ITERATION_COUNT)
+    (ended,) = cluster.announced(event_pb2.ProfilingEnded)
+    assert (ended.is_enough, ended.limit) == (False, event_pb2.PROFILING_LIMIT_ITERATION_COUNT)
 
 
 # ---------------------------------------------------------------------- restarts of the coordinator
@@ -412,7 +427,7 @@ def test_what_profiling_cost_and_gave_up_survives_a_restart() -> None:
     assert (after.cost, after.given_up) == (before.cost, before.given_up)
     cluster.join_all()
     cluster.run_until(JobState.STOCK)
-    assert [clock.clock_mhz for clock in cluster.evidence(ClockGivenUp)] == [1400, 1300]
+    assert [clock.clock_mhz for clock in cluster.announced(event_pb2.ClockGivenUp)] == [1400, 1300]
 
 
 def test_a_stall_that_ends_after_a_restart_is_told_to_have_ended() -> None:

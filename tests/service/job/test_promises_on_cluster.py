@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain import evidence
 from perseus.service.domain.commands import Announce, FindProfile
 from perseus.service.domain.errors import JobNotSolvedError
 from perseus.service.domain.inputs import (
@@ -16,15 +15,16 @@ from perseus.service.domain.inputs import (
     StragglerReported,
 )
 from perseus.service.domain.measured import KnownProfile, StageProfile
-from perseus.service.domain.model import EventType, JobState, RankLeftReason, Straggler
-from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingBudget
-from perseus.service.domain.specification import Coordinates, Deadline, OperatingPolicy
+from perseus.service.domain.model import JobState, RankLeftReason, Straggler
+from perseus.service.domain.profiling import ProfilingBudget
+from perseus.service.domain.specification import Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MOST_SUSPECTED
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
 from perseus.service.job.profiling.stage_profiles import corrected
 from perseus.service.job.rules import Rules
 from perseus.service.job.stragglers.straggler_book import StragglerBook
+from perseus.v1 import event_pb2, rank_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, make_spec
 
@@ -38,7 +38,7 @@ def test_a_plan_that_keeps_its_promise_stays() -> None:
     version = cluster.machine._offers.version
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(evidence.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PromiseBroken) == []
     assert cluster.machine._offers.version == version
 
 
@@ -48,7 +48,7 @@ def test_a_suspicion_that_is_never_confirmed_keeps_the_guard_for_a_while_only(
     monkeypatch.setattr(StragglerBook, "suspects", [1])
     cluster = TruthfulCluster(low_clocks_of_stage_1_are_slower).plan()
     begun = max(rank.in_force_since for rank in cluster.ranks.values())
-    while not cluster.announced(evidence.PromiseBroken):
+    while not cluster.announced(event_pb2.PromiseBroken):
         cluster.run(1)
     waited = cluster.ranks[next(iter(cluster.ranks))].iteration - begun
     assert MOST_SUSPECTED <= waited < MOST_SUSPECTED + 6
@@ -59,26 +59,26 @@ def test_a_plan_that_breaks_its_promise_is_withdrawn_within_six_iterations_and_t
 ):
     cluster = TruthfulCluster(low_clocks_of_stage_1_are_slower).plan()
     begun = max(rank.in_force_since for rank in cluster.ranks.values())
-    while not cluster.announced(evidence.PromiseBroken):
+    while not cluster.announced(event_pb2.PromiseBroken):
         cluster.run(1)
     assert cluster.ranks[next(iter(cluster.ranks))].iteration - begun < 6
-    (broken,) = cluster.announced(evidence.PromiseBroken)
+    (broken,) = cluster.announced(event_pb2.PromiseBroken)
     assert broken.median_time_s > 1.01 * broken.promised_time_s
-    (correction,) = cluster.announced(evidence.ProfileCorrected)
+    (correction,) = cluster.announced(event_pb2.ProfileCorrected)
     assert correction.stage == 1
     assert correction.ratio == pytest.approx(1.3, rel=0.002)  # of the time planned, margin included
     cluster.run_until(JobState.PLANNED)
     cluster.run(BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert len(cluster.announced(evidence.PromiseBroken)) <= 2
+    assert len(cluster.announced(event_pb2.PromiseBroken)) <= 2
 
 
 def test_a_promise_that_is_broken_for_no_reason_that_computations_show_ends_at_stock() -> None:
     cluster = TruthfulCluster().plan()
     cluster.iterate(8, duration_s=5.0)
     cluster.expect(JobState.STOCK)
-    assert cluster.announced(evidence.ProfileCorrected) == []
-    (found,) = cluster.announced(evidence.MeasurementsUnexplained)
+    assert cluster.announced(event_pb2.ProfileCorrected) == []
+    (found,) = cluster.announced(event_pb2.MeasurementsUnexplained)
     assert found.median_time_s == 5.0
 
 
@@ -87,9 +87,9 @@ def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_itera
     cluster.run(BLOCK - 8)
     first_s = cluster.machine.summary().t_min_s
     cluster.work = lambda stage: 2.0 if stage == 1 else 1.0
-    while not cluster.announced(evidence.PromiseBroken):
+    while not cluster.announced(event_pb2.PromiseBroken):
         cluster.run(1)
-    assert cluster.announced(evidence.ProfileCorrected) == [], "the estimates are over all iterations"
+    assert cluster.announced(event_pb2.ProfileCorrected) == [], "the estimates are over all iterations"
     cluster.expect(JobState.BASELINE)
     assert cluster.machine.summary().state_reason == (
         "stage 1 takes 2.00 × the time planned: it is profiled again"
@@ -102,7 +102,7 @@ def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_itera
     assert cluster.machine.summary().t_min_s > 1.2 * first_s
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert len(cluster.announced(evidence.PromiseBroken)) == 1
+    assert len(cluster.announced(event_pb2.PromiseBroken)) == 1
 
 
 @pytest.mark.parametrize("state", [JobState.PROFILING, JobState.PLANNED])
@@ -138,8 +138,8 @@ def test_drift_is_followed_without_going_back_to_stock() -> None:
     cluster.slowness = lambda _stage, _mhz: 0.9
     cluster.run(2 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(evidence.ProfileCorrected)
-    assert cluster.announced(evidence.PromiseBroken) == []
+    assert cluster.announced(event_pb2.ProfileCorrected)
+    assert cluster.announced(event_pb2.PromiseBroken) == []
     # All clocks are as much faster: the same ones are right, so no rank is told; but more is promised.
     assert cluster.machine._offers.version == version
     assert cluster.planned_times_s() == pytest.approx([0.9 * before_s] * 2, rel=0.01)
@@ -190,9 +190,11 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     assert any(isinstance(command, FindProfile) for command in cluster.history)
     cluster.send(ProfileFound(known(before, 0, 1)))
     cluster.run_until(JobState.PLANNED)
-    assert len(cluster.announced(evidence.ClockProfiled)) == 2
-    (adopted,) = cluster.announced(evidence.ProfileAdopted)
-    assert adopted == evidence.ProfileAdopted((0, 1), len(CLOCKS_MHZ), "before", 3)
+    assert len(cluster.announced(event_pb2.ClockProfiled)) == 2
+    (adopted,) = cluster.announced(event_pb2.ProfileAdopted)
+    assert adopted == event_pb2.ProfileAdopted(
+        stages=(0, 1), clock_count=len(CLOCKS_MHZ), source_job_id="before", source_run_number=3
+    )
     assert cluster.machine.profiler.profiles == before
 
 
@@ -207,9 +209,9 @@ def test_a_profile_of_the_very_same_work_is_held_against_the_baseline_and_no_clo
     cluster.iterate_until(JobState.PLANNED, limit=6)
     assert [command for command in cluster.history if isinstance(command, FindProfile)] == [asked]
     assert cluster.machine.profiler.profiles == before
-    told = [command.happening for command in cluster.history if isinstance(command, Announce)]
-    assert EventType.PROFILE_ADOPTED in {each.type for each in told}
-    assert EventType.CLOCK_PROFILED not in {each.type for each in told}
+    told = [command.event for command in cluster.history if isinstance(command, Announce)]
+    assert event_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED in {each.type for each in told}
+    assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in {each.type for each in told}
 
 
 def test_one_that_differs_from_the_baseline_is_not_adopted() -> None:
@@ -227,9 +229,8 @@ def test_one_that_differs_from_the_baseline_is_not_adopted() -> None:
     cluster.join_all()
     cluster.send(ProfileFound(known(slower, 0, 1)))
     cluster.iterate_until(JobState.PLANNED)
-    told = (command.happening.evidence for command in cluster.history if isinstance(command, Announce))
-    (adopted,) = [each for each in told if isinstance(each, evidence.ProfileAdopted)]
-    assert adopted.stages == (0,)
+    (adopted,) = cluster.announced(event_pb2.ProfileAdopted)
+    assert adopted.stages == [0]
 
 
 def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:
@@ -249,8 +250,8 @@ def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:
     cluster.run_until(JobState.PROFILING)
     cluster.send(ProfileFound(known(slower, 0, 1)))
     cluster.run_until(JobState.PLANNED)
-    (adopted,) = cluster.announced(evidence.ProfileAdopted)
-    assert adopted.stages == (0,)
+    (adopted,) = cluster.announced(event_pb2.ProfileAdopted)
+    assert adopted.stages == [0]
     measured = [profile for profile in cluster.machine.profiler.profiles if profile.stage == 1]
     assert measured == [profile for profile in before if profile.stage == 1]
 
@@ -284,15 +285,11 @@ def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the
         if rank.place.stage == 1:
             rank.tells_energy = False  # Its agent never determines anything.
     cluster.iterate_until(JobState.STOCK, limit=2 * (HOLD_LIMIT + 4) + 4)
-    given_up = [
-        command.happening.evidence
-        for command in cluster.history
-        if isinstance(command, Announce) and isinstance(command.happening.evidence, evidence.ClockGivenUp)
-    ]
+    given_up = cluster.announced(event_pb2.ClockGivenUp)
     assert {found.stage for found in given_up} == {1}
     assert [found.clock_mhz for found in given_up] == [1400, 1300]
-    assert given_up[0].reason is ClockGivenUpReason.INCOMPLETE_ESTIMATE
-    assert given_up[0].rank == Coordinates(0, 1, 0)
+    assert given_up[0].reason == event_pb2.CLOCK_GIVEN_UP_REASON_INCOMPLETE_ESTIMATE
+    assert given_up[0].rank == rank_pb2.RankCoordinates(pipeline=0, stage=1, tensor=0)
 
 
 def test_a_straggler_does_not_count_in_a_round() -> None:
@@ -314,11 +311,7 @@ def test_where_nobody_tells_what_waiting_draws_the_job_is_planned_but_its_own_pa
     cluster.iterate_until(JobState.PLANNED)
     frontier = cluster.machine.solved_frontier()
     assert all(power_w > 0 for power_w in frontier.pipeline.blocking_power_w)
-    reasons = [
-        c.happening.message
-        for c in cluster.history
-        if isinstance(c, Announce) and isinstance(c.happening.evidence, evidence.ProfilingEnded)
-    ]
+    reasons = [event.message for event in cluster.events() if event.HasField("profiling_ended")]
     assert any("no rank has told what it draws while it waits: that is assumed" in why for why in reasons)
     cluster.iterate(8)
     assert frontier.t_star_s > frontier.t_min_s

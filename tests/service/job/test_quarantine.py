@@ -4,7 +4,6 @@ import pytest
 
 from perseus.service.domain.commands import Announce, RefuseRank, SendOffer, Store
 from perseus.service.domain.errors import JobQuarantinedError
-from perseus.service.domain.evidence import Quarantined, StateChanged
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentHeard,
@@ -18,6 +17,7 @@ from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Registration
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
 
 FAULT = Fault.of(FaultyPart.MACHINE, ValueError("odd \n thing"))
@@ -34,20 +34,21 @@ def planned() -> Cluster:
 def test_a_run_is_put_at_stock_and_its_ranks_are_told() -> None:
     cluster = planned()
     known = cluster.stored()
-    stand_in = QuarantinedRun(known, FAULT, cluster.rules, EPOCH)
+    stand_in = QuarantinedRun(known, FAULT, cluster.rules, EPOCH, START_S)
     commands = stand_in.begin()
     refused = [command for command in commands if isinstance(command, RefuseRank)]
     assert {command.rank for command in refused} == set(cluster.ranks)
     assert all(isinstance(command.why, JobQuarantinedError) for command in refused)
-    happenings = [command.happening for command in commands if isinstance(command, Announce)]
-    assert [happening.sequence for happening in happenings] == [
-        known.last_sequence + 1,
-        known.last_sequence + 2,
-    ]
-    changed, quarantined = (happening.evidence for happening in happenings)
-    assert isinstance(changed, StateChanged)
-    assert (changed.before, changed.after) == (JobState.PLANNED, JobState.STOCK)
-    assert quarantined == Quarantined(FaultyPart.MACHINE, "ValueError: odd ? thing", JobState.PLANNED)
+    changed, quarantined = (command.event for command in commands if isinstance(command, Announce))
+    assert (changed.sequence, quarantined.sequence) == (known.last_sequence + 1, known.last_sequence + 2)
+    assert changed.state_changed == event_pb2.StateChanged(
+        before=job_pb2.JOB_STATE_PLANNED, after=job_pb2.JOB_STATE_STOCK, reason=changed.state_changed.reason
+    )
+    assert quarantined.quarantined == event_pb2.Quarantined(
+        part=event_pb2.FAULTY_PART_MACHINE,
+        error="ValueError: odd ? thing",
+        before=job_pb2.JOB_STATE_PLANNED,
+    )
 
     view = stand_in.view()
     assert view.state is JobState.STOCK
@@ -66,7 +67,7 @@ def test_a_run_is_put_at_stock_and_its_ranks_are_told() -> None:
 
 def test_it_is_registered_again_and_ends_once() -> None:
     cluster = planned()
-    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH)
+    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
     stand_in.begin()
     (stored,) = stand_in.handle(RegisteredAgain(Registration("another")), 0.0, START_S)
     assert isinstance(stored, Store)
@@ -79,13 +80,15 @@ def test_it_is_registered_again_and_ends_once() -> None:
     assert stand_in.has_finished
     assert stand_in.view().finish_time_s == START_S + 5
     assert stand_in.handle(Abandoned("another"), 0.0, START_S + 6) == []
-    assert QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH).begin(), "the job itself goes on"
+    assert QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S).begin(), (
+        "the job itself goes on"
+    )
 
 
 def test_what_is_stored_of_it_brings_no_plan_back_and_resumes_from_its_profile() -> None:
     cluster = planned()
     version = cluster.machine.version
-    cluster.history += QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH).begin()
+    cluster.history += QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S).begin()
     cluster.restart()
     cluster.expect(JobState.STOCK)
     assert all(offer.clocks == STOCK for offer in cluster.machine._offers)
@@ -105,7 +108,7 @@ def test_what_is_stored_of_it_brings_no_plan_back_and_resumes_from_its_profile()
 def test_a_finished_run_stays_finished() -> None:
     cluster = planned()
     cluster.send(FinishRequested())
-    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH)
+    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
     assert stand_in.begin() == []
     assert stand_in.has_finished
 
@@ -115,7 +118,7 @@ def test_its_ranks_are_told_in_columns_without_figures() -> None:
     before = cluster.machine.rank_columns(0, 100)
     assert set(before.state) == {RankState.CONNECTED}
     assert None not in (*before.clock_mhz, *before.slowness, *before.power_w)
-    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH)
+    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
     counts = cluster.spec.parallelism
     width = counts.stage_count * counts.tensor_count
     told = stand_in.rank_columns(1, 1)

@@ -1,8 +1,9 @@
 """Urgent offers in a planned job's life: who gets them, and what they touch counts for nothing."""
 
 from perseus.service.domain.inputs import Tick
-from perseus.service.domain.model import EventType, JobState
+from perseus.service.domain.model import JobState
 from perseus.service.domain.specification import OperatingPolicy
+from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import events, offers, planned
 from tests.service.service_fakes import Cluster
 
@@ -39,7 +40,10 @@ def test_the_iteration_that_they_touch_is_no_evidence_however_long_it_takes() ->
     assert list(cluster.machine.report(0)) == report
     cluster.iterate(20)
     cluster.expect(JobState.PLANNED)
-    assert set(events(cluster.history[before:])) <= {EventType.PLAN_OFFERED, EventType.PLAN_IN_FORCE}
+    assert set(events(cluster.history[before:])) <= {
+        event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+        event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE,
+    }
 
 
 def test_one_touched_rank_is_enough() -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
-from perseus.service.domain.commands import Announce
 from perseus.service.domain.model import HoldClocks, JobState, PlannedClocks
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ComputationColumns, EnergyEstimate, EnergySample
@@ -92,11 +91,6 @@ class TruthfulCluster(Cluster):
         while not all(isinstance(rank.in_force.clocks, PlannedClocks) for rank in self.ranks.values()):
             self.run(1)
         return self
-
-    def announced(self, kind: type[E]) -> list[E]:
-        """Return the evidence of this class, in order."""
-        found = (command.happening.evidence for command in self.history if isinstance(command, Announce))
-        return [evidence for evidence in found if isinstance(evidence, kind)]
 
     def _is_above_cap(self, rank: FakeRank) -> bool:
         """Whether a rank holds a clock that it does not reach."""

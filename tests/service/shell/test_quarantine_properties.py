@@ -178,8 +178,9 @@ class World:
         """All that agents and watchers have seen of the job; times on the wall clock aside."""
         view = await self.coordinator.jobs.job(self.spec.job_id, LATEST, has_details=True)
         found = await self.coordinator.live._store.events(self.spec.job_id, view.run_number, 0, 10_000)
-        happenings = [event.happening for event in found]
-        return [self.port.told, happenings, view.state, view.rank_counts, view.details]
+        for event in found:
+            event.ClearField("create_time")
+        return [self.port.told, found, view.state, view.rank_counts, view.details]
 
 
 async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[object], JobState]:

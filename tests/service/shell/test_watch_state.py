@@ -6,9 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from perseus.service.domain.events import CaughtUp, Happening, JobEvent, WatchGap
-from perseus.service.domain.evidence import SolveFailed, StateChanged
-from perseus.service.domain.model import EventType, IterationSummary, JobState
+from perseus.service.domain.model import IterationSummary
 from perseus.service.shell.watch_state import (
     PAGE_SIZE,
     QUEUE_BYTES_LIMIT,
@@ -22,15 +20,25 @@ from perseus.service.shell.watch_state import (
     Wait,
     WatchState,
 )
+from perseus.v1 import job_pb2
+from perseus.v1.event_pb2 import JOB_EVENT_TYPE_SOLVE_FAILED, JobEvent, StateChanged
+from perseus.v1.job_service_pb2 import CaughtUp, WatchGap
 
 
-def event(sequence: int) -> JobEvent:
-    return JobEvent("job", 1, 1.0, Happening(sequence, EventType.SOLVE_FAILED, "", SolveFailed("")))
+def event(sequence: int, message: str = "") -> JobEvent:
+    return JobEvent(sequence=sequence, type=JOB_EVENT_TYPE_SOLVE_FAILED, message=message)
 
 
 def end(sequence: int) -> JobEvent:
-    ended = StateChanged(JobState.WAITING, JobState.FINISHED, "")
-    return JobEvent("job", 1, 1.0, Happening(sequence, EventType.STATE_CHANGED, "", ended))
+    return JobEvent(sequence=sequence, state_changed=StateChanged(after=job_pb2.JOB_STATE_FINISHED))
+
+
+def marker(last_sequence: int) -> CaughtUp:
+    return CaughtUp(last_event_sequence=last_sequence)
+
+
+def gap(first_sequence: int, last_sequence: int) -> WatchGap:
+    return WatchGap(first_missed_sequence=first_sequence, last_missed_sequence=last_sequence)
 
 
 def iteration(number: int) -> IterationSummary:
@@ -44,7 +52,7 @@ def events(sequences: Iterable[int]) -> list[JobEvent]:
 def caught_up(last_sequence: int = 0) -> WatchState:
     """A reader who knows all there is, at time 0."""
     state = WatchState(last_sequence, last_sequence, has_ended=False)
-    assert steps(state) == [TellJob(), Tell(CaughtUp(last_sequence))]
+    assert steps(state) == [TellJob(), Tell(marker(last_sequence))]
     state.note_snapshot(last_sequence)
     return state
 
@@ -65,21 +73,18 @@ def test_history_comes_from_the_store_then_the_marker_then_what_is_new() -> None
     assert steps(state) == [TellJob(), Fetch(0, PAGE_SIZE)]
     state.take_page(events([1, 2, 3, 4]))
     state.tell(event(5))
-    told = [*events([1, 2, 3]), CaughtUp(3), *events([4, 5])]
+    told = [*events([1, 2, 3]), marker(3), *events([4, 5])]
     assert steps(state) == [Tell(update) for update in told]  # type: ignore[arg-type]
     assert state.next_step(0.0) == Wait(None)
 
 
 def test_large_news_is_dropped_and_fetched_long_before_there_is_much_of_it() -> None:
     state = caught_up()
-    cause = "x" * 100_000
-    large = [
-        JobEvent("job", 1, 1.0, Happening(sequence, EventType.SOLVE_FAILED, "", SolveFailed(cause)))
-        for sequence in range(1, 11)
-    ]
+    message = "x" * 150_000
+    large = [event(sequence, message) for sequence in range(1, 11)]
     for each in large:
         state.tell(each)
-        assert len(state._queue) <= 1 + QUEUE_BYTES_LIMIT // (32 * len(cause))
+        assert len(state._queue) <= 1 + QUEUE_BYTES_LIMIT // (4 * len(message))
     assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
     state.take_page(large)
     assert [step.update for step in steps(state) if isinstance(step, Tell)] == large
@@ -93,16 +98,16 @@ def test_what_the_reader_knows_is_left_out() -> None:
     state = WatchState(2, 3, has_ended=False)
     assert steps(state) == [TellJob(), Fetch(2, PAGE_SIZE)]
     state.take_page([event(3)])
-    assert steps(state) == [Tell(event(3)), Tell(CaughtUp(3))]
+    assert steps(state) == [Tell(event(3)), Tell(marker(3))]
     ahead = WatchState(7, 3, has_ended=False)
-    assert steps(ahead) == [TellJob(), Tell(CaughtUp(3))]
+    assert steps(ahead) == [TellJob(), Tell(marker(3))]
     for sequence in range(4, 9):
         ahead.tell(event(sequence))
     assert steps(ahead) == [Tell(event(8))]
 
 
 def test_a_job_without_events_is_caught_up_with_at_once() -> None:
-    assert steps(WatchState(0, 0, has_ended=False)) == [TellJob(), Tell(CaughtUp(0))]
+    assert steps(WatchState(0, 0, has_ended=False)) == [TellJob(), Tell(marker(0))]
 
 
 def test_an_ended_job_is_told_to_its_last_event() -> None:
@@ -110,7 +115,7 @@ def test_an_ended_job_is_told_to_its_last_event() -> None:
     assert steps(state) == [TellJob(), Fetch(0, PAGE_SIZE)]
     state.note_snapshot(2)
     state.take_page([end(1), event(2)])
-    assert steps(state) == [Tell(end(1)), Tell(event(2)), Tell(CaughtUp(2))]
+    assert steps(state) == [Tell(end(1)), Tell(event(2)), Tell(marker(2))]
     assert state.next_step(0.0) == End()
 
 
@@ -141,7 +146,7 @@ def test_the_job_is_told_when_it_changes_but_not_more_often_than_its_interval() 
 def test_a_slow_reader_is_caught_up_from_the_store_and_told_what_it_missed() -> None:
     state = caught_up()
     news = [event(n) if n % 2 else iteration(n) for n in range(1, QUEUE_LIMIT + 1)]
-    last = max(each.happening.sequence for each in news if isinstance(each, JobEvent))
+    last = max(each.sequence for each in news if isinstance(each, JobEvent))
     for each in news:
         state.tell(each)
     state.tell(iteration(9999))  # One too many.
@@ -164,13 +169,13 @@ def test_deleted_events_are_a_gap_at_the_begin_in_the_middle_and_at_the_end() ->
     assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
     state.take_page(events([3, 4, 7]))
     assert steps(state) == [
-        Tell(WatchGap(1, 2)),
+        Tell(gap(1, 2)),
         Tell(event(3)),
         Tell(event(4)),
-        Tell(WatchGap(5, 6)),
+        Tell(gap(5, 6)),
         Tell(event(7)),
-        Tell(WatchGap(8, 9)),
-        Tell(CaughtUp(9)),
+        Tell(gap(8, 9)),
+        Tell(marker(9)),
     ]
 
 
@@ -180,7 +185,7 @@ def test_what_overflows_while_a_page_is_on_its_way_is_not_missing() -> None:
     for sequence in range(2, QUEUE_LIMIT + 3):
         state.tell(event(sequence))
     state.take_page([event(1)])
-    assert steps(state) == [Tell(event(1)), Tell(CaughtUp(1)), Fetch(1, PAGE_SIZE)]
+    assert steps(state) == [Tell(event(1)), Tell(marker(1)), Fetch(1, PAGE_SIZE)]
 
 
 class Watching(RuleBasedStateMachine):
@@ -201,7 +206,7 @@ class Watching(RuleBasedStateMachine):
         self.snapshot_times_s: list[float] = []
 
     def tell(self, happened: JobEvent) -> None:
-        self.last = happened.happening.sequence
+        self.last = happened.sequence
         self.stored[self.last] = happened
         self.state.tell(happened)
 
@@ -278,19 +283,19 @@ class Watching(RuleBasedStateMachine):
         self.order_is_kept()
         known = self.known()
         assert known == list(range(self.after + 1, self.last + 1))
-        told = [update.happening.sequence for update in self.told if isinstance(update, JobEvent)]
+        told = [update.sequence for update in self.told if isinstance(update, JobEvent)]
         assert set(range(self.after + 1, self.last + 1)) - set(told) <= self.deleted
         missed = sum(update.missed_iteration_count for update in self.told if isinstance(update, WatchGap))
         iterations = [update.iteration for update in self.told if isinstance(update, IterationSummary)]
         assert len(iterations) + missed == self.iteration_count
-        assert self.told.count(CaughtUp(self.first_last)) == 1
+        assert self.told.count(marker(self.first_last)) == 1
 
     def known(self) -> list[int]:
         """The numbers of events that were told, or told to be missing, as they came."""
         found: list[int] = []
         for update in self.told:
             if isinstance(update, JobEvent):
-                found.append(update.happening.sequence)
+                found.append(update.sequence)
             elif isinstance(update, WatchGap) and update.first_missed_sequence:
                 found += range(update.first_missed_sequence, update.last_missed_sequence + 1)
         return found
@@ -306,7 +311,7 @@ class Watching(RuleBasedStateMachine):
         markers = [n for n, update in enumerate(self.told) if isinstance(update, CaughtUp)]
         assert len(markers) <= 1
         for place in markers:
-            told = [u.happening.sequence for u in self.told[:place] if isinstance(u, JobEvent)]
+            told = [u.sequence for u in self.told[:place] if isinstance(u, JobEvent)]
             assert all(sequence <= self.first_last for sequence in told)
         between_s = zip(self.snapshot_times_s, self.snapshot_times_s[1:], strict=False)
         assert all(after_s - before_s >= SNAPSHOT_INTERVAL_S for before_s, after_s in between_s)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import pytest
 
 from perseus.service.domain.errors import DrainingError
-from perseus.service.domain.events import CaughtUp, Happening, JobEvent
-from perseus.service.domain.model import EventType
 from perseus.service.domain.views import JobView
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Watcher
+from perseus.v1.event_pb2 import JobEvent
+from perseus.v1.job_service_pb2 import CaughtUp
 from tests.service.service_fakes import Cluster, make_spec
 
 VIEW: JobView = Cluster(make_spec()).machine.view()
-STORED = [JobEvent("job", 1, 1.0, Happening(n, EventType.REGISTERED, "", None)) for n in (1, 2, 3)]
+STORED = [JobEvent(sequence=n) for n in (1, 2, 3)]
 
 
 async def fetch(after_sequence: int, limit: int) -> Sequence[JobEvent]:
@@ -24,12 +24,12 @@ async def fetch(after_sequence: int, limit: int) -> Sequence[JobEvent]:
 async def test_a_reader_gets_what_is_stored_and_wakes_up_for_news() -> None:
     watcher = Watcher(WatchState(0, 2, has_ended=False))
     updates = watcher.follow(lambda: VIEW, fetch)
-    assert [await anext(updates) for _ in range(4)] == [VIEW, *STORED[:2], CaughtUp(2)]
+    assert [await anext(updates) for _ in range(4)] == [VIEW, *STORED[:2], CaughtUp(last_event_sequence=2)]
     assert await anext(updates) == STORED[2], "which was in the page already"
     waiting = asyncio.ensure_future(anext(updates))
     await asyncio.sleep(0)
     assert not waiting.done()
-    news = JobEvent("job", 1, 1.0, Happening(4, EventType.REGISTERED, "", None))
+    news = JobEvent(sequence=4)
     watcher.tell(STORED[2])
     watcher.tell(news)
     assert await waiting == news
@@ -38,7 +38,7 @@ async def test_a_reader_gets_what_is_stored_and_wakes_up_for_news() -> None:
 async def test_a_reader_is_told_why_the_watch_is_over() -> None:
     watcher = Watcher(WatchState(3, 3, has_ended=False))
     updates = watcher.follow(lambda: VIEW, fetch)
-    assert [await anext(updates), await anext(updates)] == [VIEW, CaughtUp(3)]
+    assert [await anext(updates), await anext(updates)] == [VIEW, CaughtUp(last_event_sequence=3)]
     waiting = asyncio.ensure_future(anext(updates))
     await asyncio.sleep(0)
     watcher.end(DrainingError())

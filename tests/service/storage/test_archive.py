@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from perseus.service.domain.commands import Announce, Store
-from perseus.service.domain.events import JobEvent
 from perseus.service.domain.model import JobState
 from perseus.service.storage.archive import ArchiveError, export_database, import_database
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.schema import HEAD
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobEntry, NewRun, TelemetrySequence
+from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun, TelemetrySequence
 from tests.service.service_fakes import Cluster, make_spec
 
 
@@ -29,7 +28,7 @@ def planned_job() -> list[Entry]:
         if isinstance(command, Store):
             entries.append(JobEntry("job", 1, command.record))
         elif isinstance(command, Announce):
-            entries.append(JobEvent("job", 1, 13.5, command.happening))
+            entries.append(EventEntry("job", 1, command.event))
     return entries
 
 
@@ -99,6 +98,10 @@ def test_a_database_with_anything_in_it_is_not_filled(database: Path | str) -> N
         (lambda lines: [lines[0], '{"table": "users", "row": {}}', *lines[1:]], "line 2: expected a row"),
         (lambda lines: [lines[0], '{"table": "runs", "row": {}}', *lines[1:]], "line 2: expected a row"),
         (lambda lines: [lines[0], "7", *lines[1:]], "line 2: expected an object, found int"),
+        (
+            lambda lines: [line.replace('"event": "', '"event": "?') for line in lines],
+            "expected base64 in event",
+        ),
         (lambda lines: [], "line 1: expected the first line"),
     ],
 )
@@ -119,7 +122,7 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, chang
         ("DELETE FROM plans", "job 'job', run 1: can't be read: KeyError"),
         ("DELETE FROM runs", "ranks: 4 rows are of no run"),
         ("DELETE FROM periods WHERE number = 0", "report: expected periods 0 to"),
-        ("UPDATE events SET evidence = '[]' WHERE sequence = 1", "run 1: event 1 can't be read"),
+        ("UPDATE events SET event = x'ff' WHERE sequence = 1", "run 1: event 1 can't be read"),
         (
             "UPDATE telemetry SET sequence = 0",
             "agent 'agent': expected a telemetry sequence of 1 or more, found 0",

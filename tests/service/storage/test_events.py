@@ -1,9 +1,8 @@
-"""Stored events: the evidence comes back as it was, and pages are found along indexes. Of any store."""
+"""Stored events: they come back as they were, and pages are found along indexes. Of any store."""
 
 import asyncio
 import sqlite3
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -11,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.domain.events import EventFilter, Happening, JobEvent
-from perseus.service.domain.evidence import SolveFailed
-from perseus.service.domain.model import EventType
+from perseus.service.domain.messages import time_from_proto, time_to_proto
+from perseus.service.domain.model import ALL_EVENTS, EventFilter
 from perseus.service.storage.reading import events_query
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import NewRun
-from tests.service.evidence_strategies import events
+from perseus.service.storage.store import EventEntry, NewRun
+from perseus.v1 import event_pb2
+from perseus.v1.event_pb2 import JobEvent
 from tests.service.service_fakes import make_spec
 
 ALL = 10_000
@@ -37,38 +36,73 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     asyncio.run(opened.close())
 
 
-def of_job(job_id: str, found: Sequence[JobEvent]) -> list[JobEvent]:
-    return [replace(event, job_id=job_id, run_number=1) for event in found]
+def entries(job_id: str, run_number: int, found: Sequence[JobEvent]) -> list[EventEntry]:
+    return [EventEntry(job_id, run_number, event) for event in found]
 
 
-def numbered(found: Sequence[JobEvent]) -> list[JobEvent]:
-    return [
-        replace(event, happening=replace(event.happening, sequence=n))
-        for n, event in zip(count(1), found, strict=False)
-    ]
+TIME = time_to_proto(1.7e9 + 1 / 3)
 
-
-@given(st.tuples(*map(events, EventType)))
-def test_evidence_of_every_type_comes_back_as_it_was(store: SqlStore, drawn: tuple[JobEvent, ...]) -> None:
-    job_id = f"job-{next(JOB_NUMBERS)}"
-    written = of_job(job_id, numbered(drawn))
-
-    async def write_and_read() -> list[JobEvent]:
-        await store.write([NewRun(make_spec(job_id), 1, 1.0), *written])
-        return await store.events(job_id, 1, 0, ALL)
-
-    assert asyncio.run(write_and_read()) == written
-
-
-TYPES = (EventType.SOLVE_FAILED, EventType.STATE_CHANGED, EventType.RANK_CHANGED)
-EVENTS = st.lists(
-    st.builds(
-        lambda kind, time_s: JobEvent("job", 1, time_s, Happening(1, kind, "", None)),
-        st.sampled_from(TYPES),
-        st.integers(0, 5).map(float),
+KNOWN = [
+    JobEvent(sequence=1, create_time=TIME, type=event_pb2.JOB_EVENT_TYPE_RESUMED, message="a \0 sign"),
+    JobEvent(
+        sequence=2,
+        create_time=TIME,
+        type=event_pb2.JOB_EVENT_TYPE_SOLVED,
+        solved=event_pb2.Solved(t_min_s=1 / 3, t_slow_s=float("inf")),
     ),
-    max_size=30,
-).map(numbered)
+    JobEvent(
+        sequence=3,
+        create_time=TIME,
+        type=event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
+        pipeline_clocks=event_pb2.PipelineClocks(stock=event_pb2.StockStages()),
+    ),
+]
+NEWER_TYPE = 1_000
+NEWER_DETAILS = b"\x82\x3f\x03abc"
+"""A field of number 1008 that this version does not know."""
+
+
+async def test_events_come_back_as_they_were_those_of_a_later_version_too(store: SqlStore) -> None:
+    job_id = f"job-{next(JOB_NUMBERS)}"
+    newer = JobEvent(sequence=4, create_time=TIME, message="new", type=NEWER_TYPE)  # type: ignore[arg-type]
+    written = [*KNOWN, JobEvent.FromString(newer.SerializeToString() + NEWER_DETAILS)]
+
+    async def read(wanted: EventFilter) -> list[bytes]:
+        found = await store.events(job_id, 1, 0, ALL, wanted)
+        return [event.SerializeToString() for event in found]
+
+    await store.write([NewRun(make_spec(job_id), 1, 1.0), *entries(job_id, 1, written)])
+    assert await read(ALL_EVENTS) == [event.SerializeToString() for event in written]
+    assert (await read(ALL_EVENTS))[-1].endswith(NEWER_DETAILS)
+    of_newer_type = EventFilter([NEWER_TYPE], start_time_s=1.7e9)  # type: ignore[list-item]
+    assert await read(of_newer_type) == [written[-1].SerializeToString()]
+
+
+async def test_an_event_that_can_not_be_read_is_listed_with_what_is_known_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = await SqlStore.open(path)
+    await store.write([NewRun(make_spec(), 1, 1.0), *entries("job", 1, KNOWN)])
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE events SET event = x'ff' WHERE sequence = 2")
+    connection.close()
+    store = await SqlStore.open(path)
+    solved = JobEvent(sequence=2, create_time=TIME, type=event_pb2.JOB_EVENT_TYPE_SOLVED)
+    assert await store.events("job", 1, 0, ALL) == [KNOWN[0], solved, KNOWN[2]]
+    await store.close()
+
+
+TYPES = (
+    event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED,
+    event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
+    event_pb2.JOB_EVENT_TYPE_RANK_CHANGED,
+)
+EVENTS = st.lists(st.tuples(st.sampled_from(TYPES), st.integers(0, 5)), max_size=30).map(
+    lambda drawn: [
+        JobEvent(sequence=n, type=kind, create_time=time_to_proto(time_s))
+        for n, (kind, time_s) in enumerate(drawn, 1)
+    ]
+)
 FILTERS = st.builds(
     EventFilter,
     st.frozensets(st.sampled_from(TYPES)),
@@ -83,29 +117,32 @@ def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
 ) -> None:
     def is_wanted(event: JobEvent) -> bool:
         return (
-            event.happening.sequence > after_sequence
-            and (not wanted.types or event.happening.type in wanted.types)
-            and (wanted.start_time_s is None or event.create_time_s >= wanted.start_time_s)
-            and (wanted.end_time_s is None or event.create_time_s < wanted.end_time_s)
+            event.sequence > after_sequence
+            and (not wanted.types or event.type in wanted.types)
+            and (
+                wanted.start_time_s is None
+                or time_from_proto("create_time", event.create_time) >= wanted.start_time_s
+            )
+            and (
+                wanted.end_time_s is None
+                or time_from_proto("create_time", event.create_time) < wanted.end_time_s
+            )
         )
 
     job_id, other_id = (f"job-{next(JOB_NUMBERS)}" for _ in range(2))
-    written = of_job(job_id, drawn)
 
     async def read_pages() -> list[JobEvent]:
-        other = [replace(event, job_id=other_id) for event in written]
-        next_run = [replace(event, run_number=2) for event in written]
-        runs = [NewRun(make_spec(name), n, 1.0) for name, n in ((job_id, 1), (other_id, 1), (job_id, 2))]
-        await store.write([*runs, *written, *other, *next_run])
+        for name, number in ((job_id, 1), (other_id, 1), (job_id, 2)):
+            await store.write([NewRun(make_spec(name), number, 1.0), *entries(name, number, drawn)])
         found: list[JobEvent] = []
         after = after_sequence
         while page := await store.events(job_id, 1, after, limit, wanted):
             assert len(page) <= limit
             found += page
-            after = page[-1].happening.sequence
+            after = page[-1].sequence
         return found
 
-    assert asyncio.run(read_pages()) == [event for event in written if is_wanted(event)]
+    assert asyncio.run(read_pages()) == [event for event in drawn if is_wanted(event)]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +168,7 @@ async def test_no_page_is_looked_for_among_all_events(
 
 async def test_deleted_events_leave_a_hole(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
-    failed = SolveFailed("no")
-    written = [JobEvent("job", 1, 1.0, Happening(n, EventType.SOLVE_FAILED, "", failed)) for n in range(1, 7)]
+    written = entries("job", 1, [JobEvent(sequence=n) for n in range(1, 7)])
     store = await SqlStore.open(path)
     await store.write([NewRun(make_spec(), 1, 1.0), *written])
     await store.close()
@@ -140,5 +176,5 @@ async def test_deleted_events_leave_a_hole(tmp_path: Path) -> None:
         connection.execute("DELETE FROM events WHERE sequence IN (1, 4, 5)")
     connection.close()
     store = await SqlStore.open(path)
-    assert [event.happening.sequence for event in await store.events("job", 1, 0, ALL)] == [2, 3, 6]
+    assert [event.sequence for event in await store.events("job", 1, 0, ALL)] == [2, 3, 6]
     await store.close()

@@ -15,10 +15,9 @@ import psycopg
 import pytest
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
-from perseus.service.domain.events import Happening, JobEvent
-from perseus.service.domain.model import EventType
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import NewRun, TelemetrySequence
+from perseus.service.storage.store import EventEntry, NewRun, TelemetrySequence
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import make_spec
 from tests.service.storage.postgresql import Server
 
@@ -45,8 +44,8 @@ async def write_on(store: SqlStore, first: int, written: list[int]) -> None:
         written.append(number)
 
 
-def event(number: int, length: int) -> JobEvent:
-    return JobEvent("job", 1, 1.0, Happening(number, EventType.SOLVE_FAILED, "x" * length, None))
+def event(number: int, length: int) -> EventEntry:
+    return EventEntry("job", 1, event_pb2.JobEvent(sequence=number, message="x" * length))
 
 
 async def test_a_full_disk_ends_the_store_and_what_was_acknowledged_stays(

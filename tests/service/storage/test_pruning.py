@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.domain.events import Happening, JobEvent
 from perseus.service.domain.measured import StageProfile
-from perseus.service.domain.model import STOCK, EventType, JobState, PipelineOffer, Rank
+from perseus.service.domain.messages import time_to_proto
+from perseus.service.domain.model import STOCK, JobState, PipelineOffer, Rank
 from perseus.service.domain.records import (
     OfferRecord,
     ProfiledWork,
@@ -24,17 +24,25 @@ from perseus.service.job.rules import Rules
 from perseus.service.storage.checking import check_database, recordings
 from perseus.service.storage.pruning import STEP_ROWS
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobDeleted, JobEntry, NewRun, TelemetrySequence
+from perseus.service.storage.store import (
+    Entry,
+    EventEntry,
+    JobDeleted,
+    JobEntry,
+    NewRun,
+    TelemetrySequence,
+)
 from perseus.solver import Kind, Measurement
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import make_spec
 from tests.service.storage.test_store import PERIOD, RECORD, rows
 
 NOW_S = 1_000 * DAY_S
 
 
-def events(job_id: str, count: int, time_s: float, first: int = 1) -> list[JobEvent]:
+def events(job_id: str, count: int, time_s: float, first: int = 1) -> list[EventEntry]:
     return [
-        JobEvent(job_id, 1, time_s, Happening(n, EventType.SOLVE_FAILED, "", None))
+        EventEntry(job_id, 1, event_pb2.JobEvent(sequence=n, create_time=time_to_proto(time_s)))
         for n in range(first, first + count)
     ]
 
@@ -85,7 +93,7 @@ async def test_events_go_by_age_and_by_number_but_for_the_last(store: SqlStore) 
     await prune(store, Retention(event_age_s=2 * DAY_S, event_count=100))
 
     async def left(job_id: str) -> list[int]:
-        return [event.happening.sequence for event in await store.events(job_id, 1, 0, 10_000)]
+        return [event.sequence for event in await store.events(job_id, 1, 0, 10_000)]
 
     assert await left("many") == list(range(1101, 1201))
     assert await left("new") == list(range(6, 11))

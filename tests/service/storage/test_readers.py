@@ -9,16 +9,16 @@ import pytest
 from sqlalchemy import Connection, delete, func, select
 
 from perseus.service.domain.errors import StoreFailedError
-from perseus.service.domain.events import Happening, JobEvent
-from perseus.service.domain.model import EventType
 from perseus.service.storage import engines, schema
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import NewRun
+from perseus.service.storage.store import EventEntry, NewRun
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import make_spec
 
 
-def event(number: int, length: int = 1) -> JobEvent:
-    return JobEvent("job", 1, 1.0, Happening(number, EventType.SOLVE_FAILED, "x" * length, None))
+def event(number: int, length: int = 1) -> EventEntry:
+    kind = event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED
+    return EventEntry("job", 1, event_pb2.JobEvent(sequence=number, type=kind, message="x" * length))
 
 
 def event_count(connection: Connection) -> int:

@@ -9,12 +9,9 @@ import pytest
 
 from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.errors import DatabaseUnavailableError
-from perseus.service.domain.events import Happening, JobEvent
-from perseus.service.domain.evidence import Registered
 from perseus.service.domain.measured import KnownProfile, Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
-    EventType,
     HoldClocks,
     JobState,
     PipelineOffer,
@@ -48,8 +45,16 @@ from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobDeleted, JobEntry, NewRun, TelemetrySequence
+from perseus.service.storage.store import (
+    Entry,
+    EventEntry,
+    JobDeleted,
+    JobEntry,
+    NewRun,
+    TelemetrySequence,
+)
 from perseus.solver import Computation, Kind, Measurement
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import EPOCH, Cluster, make_gpu, make_spec
 from tests.service.storage import postgresql
 
@@ -139,7 +144,7 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
         if isinstance(command, Store):
             entries.append(JobEntry("job", 1, command.record))
         elif isinstance(command, Announce):
-            entries.append(JobEvent("job", 1, 13.5, command.happening))
+            entries.append(EventEntry("job", 1, command.event))
     store = await open_store()
     await store.write(entries)
     await store.close()
@@ -149,9 +154,7 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     expected = replace(cluster.stored(), create_time_s=12.5)
     assert replace(stored, open_rows=()) == replace(expected, open_rows=())
     assert stored.open_rows == ()
-    assert await store.events("job", 1, 0, 10_000) == [
-        entry for entry in entries if isinstance(entry, JobEvent)
-    ]
+    assert await store.events("job", 1, 0, 10_000) == cluster.events()
     machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0, wall_time_s=14.5)
     machine.validate()
     assert len(commands) == 2  # The record as it is, and the problem to solve.
@@ -206,14 +209,14 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
 
 async def test_jobs_do_not_see_each_others_entries(open_store: Open) -> None:
     store = await open_store()
-    event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
+    event = event_pb2.JobEvent(sequence=1, message="registered")
     await store.write(
         [
             NewRun(make_spec("b"), 1, 1.0),
             NewRun(make_spec("a"), 1, 2.0),
             JobEntry("b", 1, RECORD),
             JobEntry("b", 1, rows(Coordinates(0, 0, 0), [1], -1)),
-            JobEvent("b", 1, 1.0, event),
+            EventEntry("b", 1, event),
         ]
     )
     first, second = await stored_jobs(store)
@@ -246,7 +249,7 @@ async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_lo
     open_store: Open,
 ) -> None:
     store = await open_store()
-    event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
+    event = event_pb2.JobEvent(sequence=1, message="registered")
     registrations = Registrations(
         (Registration("first", "work"), Registration("second", "", labels=(("a", "b"),)))
     )
@@ -255,7 +258,7 @@ async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_lo
         entries += [
             NewRun(replace(make_spec(), stage_work=(f"run {number}", "")), number, float(number)),
             JobEntry("job", number, replace(RECORD, version=number, baseline_request_ids=("a", "b"))),
-            JobEvent("job", number, float(number), event),
+            EventEntry("job", number, event),
         ]
     entries.append(JobEntry("job", 3, registrations))
     entries.append(JobEntry("job", 10, Registrations((Registration("third", "work"),))))
@@ -276,7 +279,7 @@ async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_lo
     assert await store.load_run("another", 1) is None
     assert await store.run_numbers("job") == list(range(10, 0, -1))
     assert await store.run_numbers("another") == []
-    assert await store.events("job", 3, 0, 10) == [JobEvent("job", 3, 3.0, event)]
+    assert await store.events("job", 3, 0, 10) == [event]
     assert await store.known_requests() == {"job": {"first": 3, "second": 3, "third": 10}}
     await store.close()
 
@@ -285,7 +288,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
     store = await open_store()
     rank = Rank(Coordinates(0, 0, 0))
     profile = StageProfile(0, 1200, {}, 60.0, 0.5)
-    event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
+    event = event_pb2.JobEvent(sequence=1, message="registered")
     for job_id in ("gone", "stays"):
         entries: list[Entry] = []
         for number in (1, 2):
@@ -301,7 +304,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
             ]
             entries.append(NewRun(make_spec(job_id), number, 1.0))
             entries += [JobEntry(job_id, number, record) for record in records]
-            entries.append(JobEvent(job_id, number, 1.0, event))
+            entries.append(EventEntry(job_id, number, event))
         await store.write(entries)
     assert await store.deleted_version() == 0
     await store.write([JobDeleted("gone", 17)])

@@ -26,13 +26,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from perseus.service.domain.commands import SendOffer
-from perseus.service.domain.evidence import PipelineClocks, PlannedIteration
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
     Clocks,
-    EventType,
     HoldClocks,
     Offer,
     PipelineOffer,
@@ -46,6 +44,7 @@ from perseus.service.domain.records import OfferRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.job.journal import Journal
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
+from perseus.v1 import event_pb2
 
 TRANSIT_S = 0.5
 """Time that a report needs to get here, and an offer to get back, with room to spare."""
@@ -323,10 +322,10 @@ class OfferBoard:
         if offer.version != pipeline.offered_version:
             pipeline.offered_version = offer.version
             self._journal.announce(
-                EventType.PLAN_OFFERED,
+                event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
                 f"pipeline {number} is offered {offer.clocks} as version {offer.version} "
                 + ("at once" if offer.is_urgent else f"from iteration {offer.start_iteration}"),
-                _evidence(number, offer),
+                _details(number, offer),
             )
 
     def _announce_in_force(self, number: int, pipeline: _Pipeline, ranks: Iterable[Rank]) -> None:
@@ -337,9 +336,9 @@ class OfferBoard:
             pipeline.in_force_version = offer.version
             pipeline.late_count = 0
             self._journal.announce(
-                EventType.PLAN_IN_FORCE,
+                event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE,
                 f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
-                _evidence(number, offer),
+                _details(number, offer),
             )
 
 
@@ -358,19 +357,20 @@ def _planned_times_s(offer: PipelineOffer) -> list[float]:
     return [offer.clocks.plan.iteration_time_s] if isinstance(offer.clocks, PlannedClocks) else []
 
 
-def _evidence(number: int, offer: PipelineOffer) -> PipelineClocks:
+def _details(number: int, offer: PipelineOffer) -> event_pb2.PipelineClocks:
     version, clocks = offer.version, offer.clocks
-    held_clocks_mhz, plan = None, None
-    match clocks:
-        case HoldClocks():
-            held_clocks_mhz = clocks.clocks_mhz
-        case PlannedClocks():
-            plan = PlannedIteration(clocks.plan.iteration_time_s, clocks.plan.energy_j)
-    return PipelineClocks(
+    details = event_pb2.PipelineClocks(
         pipeline=number,
         version=version,
-        changed_stages=tuple(stage for stage, own in enumerate(offer.stage_versions) if own == version),
+        changed_stages=(stage for stage, own in enumerate(offer.stage_versions) if own == version),
         start_iteration=offer.start_iteration,
-        held_clocks_mhz=held_clocks_mhz,
-        plan=plan,
     )
+    match clocks:
+        case HoldClocks():
+            details.hold.clocks_mhz.extend(clocks.clocks_mhz)
+        case PlannedClocks():
+            details.plan.iteration_time_s = clocks.plan.iteration_time_s
+            details.plan.energy_j = clocks.plan.energy_j
+        case StockClocks():
+            details.stock.SetInParent()
+    return details

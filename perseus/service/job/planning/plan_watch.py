@@ -8,10 +8,10 @@ the computations take the time planned and the iteration does not, transfers bet
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from perseus.service.domain import evidence
 from perseus.service.domain.commands import SlowPlan
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import EventType, PlannedClocks
+from perseus.service.domain.messages import NUMBERS
+from perseus.service.domain.model import PlannedClocks
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
@@ -22,6 +22,7 @@ from perseus.service.job.planning.irregular import IrregularWatch
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.profiling.stage_profiles import corrected
 from perseus.solver import Frontier
+from perseus.v1 import event_pb2
 
 MOST_BROKEN_PROMISES = 2
 """After so many broken promises the job stays at stock."""
@@ -120,10 +121,10 @@ class PlanWatch:
                 return Verdict(caps=caps)
             if broken is not None:
                 self._journal.announce(
-                    EventType.PROMISE_BROKEN,
+                    event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN,
                     f"iterations take {broken.median_time_s:.6f} s, not {broken.promised_time_s:.6f} s "
                     f"and at most {broken.tolerance:.1%} more, where they jump by {broken.noise:.1%}",
-                    evidence.PromiseBroken(
+                    event_pb2.PromiseBroken(
                         promised_time_s=broken.promised_time_s,
                         median_time_s=broken.median_time_s,
                         baseline_time_s=broken.baseline_time_s,
@@ -180,13 +181,13 @@ class PlanWatch:
     def _announce(self, drift: Drift) -> None:
         stage, clock_mhz, (chunk, kind) = drift.worst
         self._journal.announce(
-            EventType.PROFILE_CORRECTED,
+            event_pb2.JOB_EVENT_TYPE_PROFILE_CORRECTED,
             f"stage {stage} takes {drift.worst_ratio:.3f} × the time planned at {clock_mhz} MHz",
-            evidence.ProfileCorrected(
+            event_pb2.ProfileCorrected(
                 stage=stage,
                 clock_mhz=clock_mhz,
                 chunk=chunk,
-                kind=kind,
+                kind=NUMBERS[kind],
                 ratio=drift.worst_ratio,
                 corrected_count=len(drift.times_s),
             ),

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from perseus.service.domain import evidence
 from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
 from perseus.service.domain.inputs import SignalPaced
 from perseus.service.domain.job_pacing import JobPacing, PacingBasis
 from perseus.service.domain.job_power import CurveBasis
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import Clocks, EventType, NoSlowdown, PlannedClocks, Straggler
+from perseus.service.domain.messages import NUMBERS, pacing_to_proto, policy_to_proto
+from perseus.service.domain.model import Clocks, NoSlowdown, PlannedClocks, Straggler
 from perseus.service.domain.signals import PacingState, SignalPacing
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.iterations.baseline import Baseline
@@ -50,6 +50,7 @@ from perseus.solver import (
     replay,
     with_lag,
 )
+from perseus.v1 import event_pb2
 
 
 class Planner:
@@ -140,11 +141,11 @@ class Planner:
         self.lag_s = common_lag_s(frontier.pipeline)
         margin = frontier.margin
         self._journal.announce(
-            EventType.SOLVED,
+            event_pb2.JOB_EVENT_TYPE_SOLVED,
             f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s"
             + (f", for a set latency of {frontier.set_latency_s:.3f} s" if frontier.set_latency_s else "")
             + (f", with a margin of {margin.time_share:.2%} for noisy measurements" if margin else ""),
-            evidence.Solved(
+            event_pb2.Solved(
                 t_min_s=frontier.t_min_s,
                 t_star_s=frontier.t_star_s,
                 t_slow_s=frontier.t_slow_s,
@@ -193,17 +194,17 @@ class Planner:
     def announce_retry(self, cause: str, crash_count: int, delay_s: float) -> None:
         """Tell that solving takes longer, because the solver's process died."""
         self._journal.announce(
-            EventType.SOLVE_RETRIED,
+            event_pb2.JOB_EVENT_TYPE_SOLVE_RETRIED,
             f"solving begins again in {delay_s:.1f} s: {cause}",
-            evidence.SolveRetried(cause, crash_count, delay_s),
+            event_pb2.SolveRetried(cause=cause, crash_count=crash_count, delay_s=delay_s),
         )
 
-    def announce_unexplained(self, found: evidence.MeasurementsUnexplained) -> None:
+    def announce_unexplained(self, found: event_pb2.MeasurementsUnexplained) -> None:
         """Tell that the model does not explain what was measured, and by how much it is off."""
         measured_s = found.median_time_s - found.baseline_time_s
         predicted_s = found.predicted_time_s - found.predicted_baseline_time_s
         self._journal.announce(
-            EventType.MEASUREMENTS_UNEXPLAINED,
+            event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED,
             f"the plan's iterations take {measured_s:.6f} s more than stock's, of which the model explains "
             f"{predicted_s:.6f} s; no time that transfers take explains the other {found.residual_s:.6f} s",
             found,
@@ -233,7 +234,11 @@ class Planner:
             if policy.signal != self.policy.signal:
                 self.pacing = None  # what was spent was of another rule
             self.policy = policy
-            self._journal.announce(EventType.POLICY_SET, f"policy: {policy}", evidence.PolicySet(policy))
+            self._journal.announce(
+                event_pb2.JOB_EVENT_TYPE_POLICY_SET,
+                f"policy: {policy}",
+                event_pb2.PolicySet(policy=policy_to_proto(policy)),
+            )
         return is_news
 
     def order_pace(self, pace_s: float | None, *, is_urgent: bool) -> bool:
@@ -248,7 +253,11 @@ class Planner:
             change = "slower" if before_s is None or pace_s > before_s else "faster"
             message = f"a power budget makes the job {change}: iterations of {pace_s:.6f} s"
         self._journal.announce(
-            EventType.BUDGET_PACED, message, evidence.BudgetPaced(pace_s, before_s, is_urgent)
+            event_pb2.JOB_EVENT_TYPE_BUDGET_PACED,
+            message,
+            event_pb2.BudgetPaced(
+                iteration_time_s=pace_s, before_iteration_time_s=before_s, is_urgent=is_urgent
+            ),
         )
         return True
 
@@ -271,9 +280,13 @@ class Planner:
         )
         if before is None or (before_s, before.state) != (order.pace_s, order.state):
             self._journal.announce(
-                EventType.SIGNAL_PACED,
+                event_pb2.JOB_EVENT_TYPE_SIGNAL_PACED,
                 _pacing_text(self.pacing, order.rule.kind.value),
-                evidence.SignalPaced(order.rule.kind, self.pacing, before_s),
+                event_pb2.SignalPaced(
+                    kind=NUMBERS[order.rule.kind],
+                    pacing=pacing_to_proto(self.pacing),
+                    before_iteration_time_s=before_s,
+                ),
             )
         return before_s != order.pace_s
 
@@ -318,15 +331,17 @@ class Planner:
 
     def announce_straggler(self, straggler: Straggler) -> None:
         """Tell what somebody reported, and what it means on the frontier."""
+        details = event_pb2.StragglerReported(
+            pipeline=straggler.pipeline, target_time_s=self.straggler_times_s()[straggler.pipeline]
+        )
+        if straggler.iteration_time_s is not None:
+            details.iteration_time_s = straggler.iteration_time_s
+        elif straggler.slowdown_factor is not None:
+            details.slowdown_factor = straggler.slowdown_factor
         self._journal.announce(
-            EventType.STRAGGLER_REPORTED,
+            event_pb2.JOB_EVENT_TYPE_STRAGGLER_REPORTED,
             f"pipeline {straggler.pipeline} is slow: {straggler}",
-            evidence.StragglerReported(
-                pipeline=straggler.pipeline,
-                iteration_time_s=straggler.iteration_time_s,
-                slowdown_factor=straggler.slowdown_factor,
-                target_time_s=self.straggler_times_s()[straggler.pipeline],
-            ),
+            details,
         )
 
     def retarget(self, *, is_urgent: bool = False) -> None:
@@ -364,9 +379,9 @@ class Planner:
         is_awaited = self.frontier is not None and self._exact.take(self.frontier, refinement, None)
         if is_awaited:
             self._journal.announce(
-                EventType.SOLVE_FAILED,
+                event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED,
                 f"no plan of exactly {refinement.deadline_s:.6f} s, the next one stays: {cause}",
-                evidence.SolveFailed(cause),
+                event_pb2.SolveFailed(cause=cause),
             )
         return is_awaited
 

@@ -10,12 +10,13 @@
 Only the refusal of what is offered now counts. Who refuses stock has nothing else to fall back to.
 """
 
-from perseus.service.domain.evidence import PlanRefused
 from perseus.service.domain.inputs import OfferAnswered
-from perseus.service.domain.model import STOCK_MHZ, EventType, Offer, RefusalReason, stage_clocks
+from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
+from perseus.service.domain.model import STOCK_MHZ, Offer, RefusalReason, stage_clocks
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
+from perseus.v1 import event_pb2
 
 
 class Refusals:
@@ -58,14 +59,14 @@ class Refusals:
     def _announce(self, event: OfferAnswered, offer: Offer) -> None:
         assert event.refusal is not None
         self._journal.announce(
-            EventType.PLAN_REFUSED,
+            event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED,
             f"{event.rank} refused version {event.version} ({offer.clocks}): {event.refusal.value}",
-            PlanRefused(
-                rank=event.rank,
+            event_pb2.PlanRefused(
+                rank=coordinates_to_proto(event.rank),
                 version=event.version,
                 start_iteration=offer.start_iteration,
                 iteration=event.iteration,
-                reason=event.refusal,
+                reason=NUMBERS[event.refusal],
                 refused_clocks_mhz=event.refused_clocks_mhz,
                 agent_message=event.message,
             ),

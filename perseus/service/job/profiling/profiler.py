@@ -20,15 +20,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from perseus.service.domain.evidence import (
-    ClockGivenUp,
-    ClockProfiled,
-    ProfileAdopted,
-    ProfilingEnded,
-    StagePower,
-)
 from perseus.service.domain.measured import JobIteration, KnownProfile, StageProfile
-from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
+from perseus.service.domain.messages import NUMBERS, coordinates_to_proto, cost_to_proto
+from perseus.service.domain.model import STOCK_MHZ, HoldClocks, StockIteration
 from perseus.service.domain.profiling import (
     ClockGivenUpReason,
     GivenUpClock,
@@ -49,6 +43,7 @@ from perseus.service.job.profiling.spending import Spending
 from perseus.service.job.profiling.stage_profiles import agree, is_power_known
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
 from perseus.solver import Schedule
+from perseus.v1 import event_pb2
 
 HOLD_LIMIT = 8
 """How many times the iterations asked for a clock may be held before it is given up."""
@@ -317,36 +312,42 @@ class Profiler:
             return
         self.given_up += (clock,)
         self._journal.announce(
-            EventType.CLOCK_GIVEN_UP,
+            event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP,
             f"{clock}, in {self._round.held_count} iterations",
-            ClockGivenUp(
+            event_pb2.ClockGivenUp(
                 stage=stage,
                 clock_mhz=clock_mhz,
                 iteration_count=self._round.held_count,
-                disturbed_pipelines=tuple(sorted(self._round.disturbed)),
-                reason=reason,
-                rank=rank,
+                disturbed_pipelines=sorted(self._round.disturbed),
+                reason=NUMBERS[reason],
+                rank=None if rank is None else coordinates_to_proto(rank),
             ),
         )
 
     def _announce_round(self, held: HoldClocks) -> None:
         powers = (
-            StagePower(profile.stage, profile.blocking_power_w)
+            event_pb2.StagePower(stage=profile.stage, power_w=profile.blocking_power_w)
             for profile in self.profiles
             if profile.clock_mhz == held.clocks_mhz[profile.stage] and profile.blocking_power_w is not None
         )
         self._journal.announce(
-            EventType.CLOCK_PROFILED,
+            event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED,
             f"{held} is measured on {len(self._round.pipelines)} pipelines",
-            ClockProfiled(held.clocks_mhz, self._round.held_count, tuple(powers)),
+            event_pb2.ClockProfiled(
+                clocks_mhz=held.clocks_mhz, iteration_count=self._round.held_count, blocking_powers=powers
+            ),
         )
 
     def _announce_end(self, end: ProfileEnd) -> None:
         self._journal.announce(
-            EventType.PROFILING_ENDED,
+            event_pb2.JOB_EVENT_TYPE_PROFILING_ENDED,
             f"profiling has ended after {self.cost.iteration_count} iterations, "
             f"{self.cost.extra_time_s:.1f} s more than at stock: {end.why}",
-            ProfilingEnded(end.is_enough, end.limit, self.cost),
+            event_pb2.ProfilingEnded(
+                is_enough=end.is_enough,
+                limit=None if end.limit is None else NUMBERS[end.limit],
+                cost=cost_to_proto(self.cost),
+            ),
         )
 
     def _adopt_at_stock(self, clocks_mhz: UsableClocks) -> None:
@@ -384,10 +385,15 @@ class Profiler:
             by_source.setdefault((stage.source_job_id, stage.source_run_number), []).append(stage.stage)
         for (job_id, run_number), stages in by_source.items():
             self._journal.announce(
-                EventType.PROFILE_ADOPTED,
+                event_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED,
                 f"what run {run_number} of job {job_id} measured agrees with what is measured of stages "
                 f"{', '.join(map(str, stages))}: {self.least_clock_count} clocks",
-                ProfileAdopted(tuple(stages), self.least_clock_count, job_id, run_number),
+                event_pb2.ProfileAdopted(
+                    stages=stages,
+                    clock_count=self.least_clock_count,
+                    source_job_id=job_id,
+                    source_run_number=run_number,
+                ),
             )
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
 
 from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError, TelemetryOutdatedError
-from perseus.service.domain.evidence import GpuLimitsChanged, RankChanged, RankGpuError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
-from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankFilter, RankState, RefusalReason
+from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
+from perseus.service.domain.model import NO_VERSION, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.domain.telemetry import ClockStatistics, GpuLimits
 from perseus.service.job.journal import Journal
@@ -15,6 +15,7 @@ from perseus.service.job.ranks.iteration_counts import IterationCounts
 from perseus.service.job.ranks.leases import Leases
 from perseus.service.job.ranks.missing import MissingRanks
 from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_mhz
+from perseus.v1 import event_pb2
 
 _MOST_GPU_ERRORS = 1024
 """Errors of GPUs that are known when they are said again; they may be of any text."""
@@ -169,11 +170,15 @@ class RankTable:
             )
         )
         self._journal.announce(
-            EventType.GPU_LIMITS_CHANGED,
+            event_pb2.JOB_EVENT_TYPE_GPU_LIMITS_CHANGED,
             f"{place}: its GPU's limit is {_limits(limits)}, it was "
             f"{_limits(GpuLimits(gpu.power_limit_w, gpu.power_profiles))}",
-            GpuLimitsChanged(
-                place, gpu.power_limit_w, limits.power_limit_w, gpu.power_profiles, limits.power_profiles
+            event_pb2.GpuLimitsChanged(
+                rank=coordinates_to_proto(place),
+                before_power_limit_w=gpu.power_limit_w,
+                power_limit_w=limits.power_limit_w,
+                before_workload_power_profiles=gpu.power_profiles,
+                workload_power_profiles=limits.power_profiles,
             ),
         )
         return True
@@ -284,9 +289,14 @@ class RankTable:
             if len(self._gpu_errors) > _MOST_GPU_ERRORS:
                 del self._gpu_errors[next(iter(self._gpu_errors))]
             self._journal.announce(
-                EventType.GPU_ERROR,
+                event_pb2.JOB_EVENT_TYPE_GPU_ERROR,
                 f"{event.rank}: {event.reason.value}: {event.message}",
-                RankGpuError(event.rank, event.gpu_uuid, event.reason, event.message),
+                event_pb2.RankGpuError(
+                    rank=coordinates_to_proto(event.rank),
+                    gpu_uuid=event.gpu_uuid,
+                    reason=NUMBERS[event.reason],
+                    agent_message=event.message,
+                ),
             )
 
     def change(self, rank: Rank, why: str | None = None) -> None:
@@ -306,11 +316,11 @@ class RankTable:
         self._journal.store(rank)
         if why is not None:
             self._journal.announce(
-                EventType.RANK_CHANGED,
+                event_pb2.JOB_EVENT_TYPE_RANK_CHANGED,
                 f"{rank.coordinates} is {rank.state.value}{f': {why}' if why else ''}",
-                RankChanged(
-                    rank=rank.coordinates,
-                    state=rank.state,
+                event_pb2.RankChanged(
+                    rank=coordinates_to_proto(rank.coordinates),
+                    state=NUMBERS[rank.state],
                     instance_id=rank.instance_id,
                     hostname=rank.hostname,
                     gpu_uuid=rank.gpu.uuid if rank.gpu else "",

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perseus.service.domain.evidence import StragglerCleared, StragglerFinding
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import EventType, Straggler
+from perseus.service.domain.model import Straggler
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import FloatColumn, TelemetryBatch
 from perseus.service.job.journal import Journal
 from perseus.service.job.stragglers.detector import SLOWING_REASONS, Finding, StragglerDetector
 from perseus.service.job.stragglers.spans import SpanBook
 from perseus.solver import Computation, Schedule
+from perseus.v1 import event_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ class StragglerBook:
             self._detector.forget(pipeline)
         factor = self._detector.factor(pipeline)
         self._journal.announce(
-            EventType.STRAGGLER_CLEARED,
+            event_pb2.JOB_EVENT_TYPE_STRAGGLER_CLEARED,
             f"pipeline {pipeline} is no longer reported as slow"
             + ("; it was detected to be slow" if factor is not None else ""),
-            StragglerCleared(pipeline, factor),
+            event_pb2.StragglerCleared(pipeline=pipeline, detected_slowdown_factor=factor),
         )
         self._note_detected(pipeline, factor)
         return True
@@ -142,9 +142,11 @@ class StragglerBook:
 
     def _announce_finding(self, finding: Finding, is_overridden: bool) -> None:
         self._journal.announce(
-            EventType.STRAGGLER_DETECTED if finding.is_straggler else EventType.STRAGGLER_WITHDRAWN,
+            event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED
+            if finding.is_straggler
+            else event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN,
             _told(finding),
-            StragglerFinding(
+            event_pb2.StragglerFinding(
                 pipeline=finding.pipeline,
                 slowdown_factor=finding.slowdown_factor,
                 waited_factor=finding.waited_factor,

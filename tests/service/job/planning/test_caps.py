@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain import evidence
+from perseus.service.api.translate_jobs import coordinates_from_proto
 from perseus.service.domain.commands import Solve
 from perseus.service.domain.model import JobState, PlannedClocks, RankFilter
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.planning.caps import FIRST_HOLD_S, LONGEST_HOLD_S, Cap, CapWatch
+from perseus.v1 import event_pb2
 from tests.service.frontiers import FRONTIER
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ
@@ -106,10 +107,10 @@ def test_a_cap_on_all_pipelines_is_planned_around_instead_of_breaking_a_promise(
         cluster.run(1)
         assert cluster.ranks[Coordinates(0, 0, 0)].iteration < 200, "it is never found"
     cluster.expect(JobState.BASELINE)
-    capped = cluster.announced(evidence.ClockCapped)
-    assert {(each.rank, each.clock_mhz, each.planned_clock_mhz) for each in capped} == {
-        (place, 1100, 1400) for place in cluster.ranks if place.stage == 0
-    }
+    capped = cluster.announced(event_pb2.ClockCapped)
+    assert {
+        (coordinates_from_proto(each.rank), each.clock_mhz, each.planned_clock_mhz) for each in capped
+    } == {(place, 1100, 1400) for place in cluster.ranks if place.stage == 0}
     assert {each.clock_event_reasons for each in capped} == {0x4}
     cluster.run_until(JobState.PLANNED)
     assert solved_clocks_mhz(cluster, 0) == {1100, 1000, 900}
@@ -121,7 +122,7 @@ def test_a_cap_on_all_pipelines_is_planned_around_instead_of_breaking_a_promise(
     assert after.baseline.time_s > 1.1 * before.baseline.time_s, "stock is no faster"
     cluster.run(100)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(evidence.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PromiseBroken) == []
     assert cluster.machine.details().planned_iteration_time_s == (after.t_min_s,) * 2
 
 
@@ -131,8 +132,8 @@ def test_clocks_that_are_not_reached_are_not_profiled_for_long() -> None:
     cluster.plan()
     assert solved_clocks_mhz(cluster, 0) == {1100, 1000, 900}
     assert max(solved_clocks_mhz(cluster, 1)) == 1400
-    assert {each.clock_mhz for each in cluster.announced(evidence.ClockCapped)} == {1100}
-    assert cluster.announced(evidence.ClockGivenUp) == []
+    assert {each.clock_mhz for each in cluster.announced(event_pb2.ClockCapped)} == {1100}
+    assert cluster.announced(event_pb2.ClockGivenUp) == []
     cluster.run(30)
     cluster.expect(JobState.PLANNED)
 
@@ -145,12 +146,15 @@ def test_a_straggler_that_is_capped_is_planned_for() -> None:
     cluster.caps_mhz[place] = 1000
     for _ in range(200):
         cluster.run(1)
-        if cluster.announced(evidence.ClockCapped):
+        if cluster.announced(event_pb2.ClockCapped):
             break
-    assert {each.rank for each in cluster.announced(evidence.ClockCapped)} <= {RANK, place}
+    assert {coordinates_from_proto(each.rank) for each in cluster.announced(event_pb2.ClockCapped)} <= {
+        RANK,
+        place,
+    }
     cluster.run_until(JobState.PLANNED)
     assert max(solved_clocks_mhz(cluster, 0)) == 1000
-    assert cluster.announced(evidence.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PromiseBroken) == []
 
 
 def test_a_cap_under_which_the_profile_was_measured_changes_nothing() -> None:
@@ -161,7 +165,7 @@ def test_a_cap_under_which_the_profile_was_measured_changes_nothing() -> None:
     cluster.plan()
     cluster.run(100)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(evidence.ClockCapped) == []
+    assert cluster.announced(event_pb2.ClockCapped) == []
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])

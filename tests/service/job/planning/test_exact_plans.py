@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain.commands import Command, DropSolve, Refine, SendOffer, Solve
+from perseus.service.domain.commands import Announce, Command, DropSolve, Refine, SendOffer, Solve
 from perseus.service.domain.inputs import (
     BaselineRequested,
     Refined,
@@ -12,10 +12,11 @@ from perseus.service.domain.inputs import (
     StragglerCleared,
     StragglerReported,
 )
-from perseus.service.domain.model import EventType, JobState, PlannedClocks, Straggler
+from perseus.service.domain.model import JobState, PlannedClocks, Straggler
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.exact_plans import KEPT_PLANS, LEAST_GAIN, ExactPlans
 from perseus.solver import Plan, Refinement
+from perseus.v1 import event_pb2
 from tests.service.frontiers import FRONTIER
 from tests.service.service_fakes import Cluster, make_spec
 
@@ -24,7 +25,7 @@ MIDDLE_S = 1.07 * FRONTIER.t_min_s
 
 def book() -> tuple[ExactPlans, Journal]:
     journal = Journal(1)
-    journal.begin(0.0)
+    journal.begin(0.0, 0.0)
     return ExactPlans(journal), journal
 
 
@@ -162,7 +163,7 @@ def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: PatientC
     assert planned_j(cluster, 1) == before_j
     cluster.expect(JobState.PLANNED)
     assert any(
-        getattr(command, "happening", None) and command.happening.type is EventType.SOLVE_FAILED  # type: ignore[union-attr]
+        isinstance(command, Announce) and command.event.type == event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED
         for command in commands
     )
     cluster.tell(RefineFailed(refinement, "again"))

@@ -1,10 +1,10 @@
 """Iterations that are not as registered: when plans have to go because of them."""
 
-from perseus.service.domain import evidence
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import JobState
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.planning.irregular import IrregularWatch
+from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 
 PROMISE_S = 1.0
@@ -79,7 +79,7 @@ def test_a_job_whose_iterations_differ_is_at_stock_until_they_fit_and_has_its_pl
     cluster.differs = False
     cluster.run_until(JobState.PLANNED)
     assert cluster.machine.summary().t_min_s == t_min_s, "nothing was measured or solved anew"
-    assert cluster.announced(evidence.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PromiseBroken) == []
     cluster.run(3)
     cluster.differs = True
     cluster.run(20)

@@ -8,7 +8,6 @@ from perseus.service.domain.model import (
     NO_VERSION,
     STOCK,
     STOCK_MHZ,
-    EventType,
     HoldClocks,
     Offer,
     PlannedClocks,
@@ -20,6 +19,7 @@ from perseus.service.job.journal import Journal
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.solver import Computation, Kind, Plan, PlannedComputation
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import make_gpu, make_spec
 
 FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)
@@ -44,7 +44,7 @@ class Bench:
         self.journal = Journal()
         self.ranks = RankTable(spec, 30.0, self.journal)
         self.board = OfferBoard(spec.parallelism, self.ranks, self.journal)
-        self.events: list[EventType] = []
+        self.events: list[event_pb2.JobEventType.ValueType] = []
 
     def join(self, place: Coordinates, in_force_version: int = NO_VERSION, iteration: int = 7) -> None:
         event = RankJoined(place, "agent", "host", make_gpu(place), iteration, "", 0, 0)
@@ -61,7 +61,7 @@ class Bench:
         self.board.settle()
         self.board.validate()
         commands = self.journal.take()
-        self.events = [command.happening.type for command in commands if isinstance(command, Announce)]
+        self.events = [command.event.type for command in commands if isinstance(command, Announce)]
         return [command for command in commands if isinstance(command, SendOffer)]
 
 
@@ -82,13 +82,13 @@ def test_a_stage_with_the_same_share_of_a_new_plan_is_told_nothing() -> None:
     newer = plan(1200, 1000, time_s=1.1)
     bench.board.wish([0], newer)
     assert bench.settle() == [SendOffer(FIRST, "agent", Offer(2, 9, newer))]
-    assert bench.events.count(EventType.PLAN_OFFERED) == 1
+    assert bench.events.count(event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED) == 1
     assert bench.board[0].stage_versions == (2, 1)
     assert bench.board[0].version == 2
     assert bench.board[1].stage_versions == (1, 1)
     bench.follow(FIRST)
     assert bench.settle() == []
-    assert bench.events == [EventType.PLAN_IN_FORCE]
+    assert bench.events == [event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE]
 
 
 def test_the_same_clocks_with_other_times_are_offered_to_nobody() -> None:
@@ -152,7 +152,7 @@ def test_what_nobody_is_offered_is_not_announced() -> None:
     assert bench.events == []
     bench.join(SECOND)
     assert [command.rank for command in bench.settle() if isinstance(command, SendOffer)] == [SECOND]
-    assert bench.events.count(EventType.PLAN_OFFERED) == 1
+    assert bench.events.count(event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED) == 1
 
 
 def test_shares_of_the_same_clocks_are_the_same() -> None:

@@ -4,12 +4,11 @@ import math
 
 import pytest
 
-from perseus.service.domain.commands import Announce
 from perseus.service.domain.errors import InvalidFieldError, JobFinishedError
-from perseus.service.domain.evidence import BudgetPaced
 from perseus.service.domain.inputs import FinishRequested, PaceOrdered, PolicySet, StragglerReported
-from perseus.service.domain.model import EventType, JobState, Straggler
+from perseus.service.domain.model import JobState, Straggler
 from perseus.service.domain.specification import BudgetTerms, OperatingPolicy
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import Cluster, make_spec
 
 
@@ -27,13 +26,6 @@ def middle_s(cluster: Cluster) -> float:
     return points[len(points) // 2].iteration_time_s
 
 
-def paced(cluster: Cluster) -> list[BudgetPaced]:
-    """What was told of paces."""
-    happenings = [command.happening for command in cluster.history if isinstance(command, Announce)]
-    found = [each.evidence for each in happenings if each.type is EventType.BUDGET_PACED]
-    return [each for each in found if isinstance(each, BudgetPaced)]
-
-
 def test_a_pace_is_run_at_until_it_is_lifted() -> None:
     cluster = planned()
     before_s = cluster.planned_times_s()
@@ -48,7 +40,10 @@ def test_a_pace_is_run_at_until_it_is_lifted() -> None:
     cluster.iterate(4)
     assert cluster.planned_times_s() == before_s
     assert cluster.machine.summary().budget_time_s is None
-    assert paced(cluster) == [BudgetPaced(pace_s, None, True), BudgetPaced(None, pace_s, False)]
+    assert cluster.announced(event_pb2.BudgetPaced) == [
+        event_pb2.BudgetPaced(iteration_time_s=pace_s, is_urgent=True),
+        event_pb2.BudgetPaced(before_iteration_time_s=pace_s),
+    ]
 
 
 def test_a_pace_makes_nothing_faster_than_the_policy() -> None:

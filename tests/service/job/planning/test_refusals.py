@@ -9,7 +9,6 @@ from perseus.service.domain.inputs import AgentLeft, OfferAnswered, Solved, Stra
 from perseus.service.domain.model import (
     STOCK,
     STOCK_MHZ,
-    EventType,
     HoldClocks,
     JobState,
     Offer,
@@ -21,6 +20,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.rules import Rules
 from perseus.solver import solve
+from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import FIRST, FOURTH, SECOND, THIRD, events, offers, planned
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, make_spec
 
@@ -32,7 +32,7 @@ def problems(commands: list[Command]) -> list[Solve]:
 
 
 def messages(commands: list[Command]) -> list[str]:
-    return [command.happening.message for command in commands if isinstance(command, Announce)]
+    return [command.event.message for command in commands if isinstance(command, Announce)]
 
 
 def planned_mhz(cluster: Cluster, stage: int) -> set[int]:
@@ -61,7 +61,10 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
     iteration = cluster.ranks[FOURTH].iteration
     answer = OfferAnswered(FOURTH, "agent-1", EPOCH, offer.version, reason, "sorry", iteration)
     commands = cluster.tell(answer)
-    assert events(commands)[:2] == [EventType.PLAN_REFUSED, EventType.STATE_CHANGED]
+    assert events(commands)[:2] == [
+        event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED,
+        event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
+    ]
     assert messages(commands)[1] == (
         f"planned → solving: {FOURTH} stays at stock, with its stage: {reason.value}"
     )
@@ -187,7 +190,7 @@ def test_an_agent_that_does_not_know_the_rank_yet_changes_nothing() -> None:
     cluster = planned()
     offer = offers(cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
     unknown = OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, RefusalReason.UNKNOWN_RANK, "", -1)
-    assert events(cluster.tell(unknown)) == [EventType.PLAN_REFUSED]
+    assert events(cluster.tell(unknown)) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     cluster.expect(JobState.PLANNED)
 
 
@@ -201,7 +204,7 @@ def test_a_frontier_that_was_solved_for_what_is_no_longer_there_is_not_used() ->
     commands = cluster.tell(Solved(solve(before.problem, point_count=4)))
     cluster.expect(JobState.SOLVING)
     assert len(problems(commands)) == 1
-    assert EventType.SOLVED not in events(commands)
+    assert event_pb2.JOB_EVENT_TYPE_SOLVED not in events(commands)
 
 
 def test_what_was_refused_survives_a_restart_of_the_coordinator_but_not_of_the_agent() -> None:

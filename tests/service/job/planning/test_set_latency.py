@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.domain import evidence
 from perseus.service.domain.commands import Solve
 from perseus.service.domain.model import JobState
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.planning.set_latency import LEAST_SETS, SETTLE_S, SetLatency
+from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import clock_statistics
 
@@ -131,7 +131,7 @@ def test_plans_are_made_with_what_profiling_has_shown() -> None:
     let_all_tell(cluster, 0.060)
     cluster.plan()
     assert solves(cluster) == [0.060]
-    (solved,) = cluster.announced(evidence.Solved)
+    (solved,) = cluster.announced(event_pb2.Solved)
     assert solved.set_latency_s == 0.060
     view = cluster.machine.summary()
     assert view.set_latency_s == 0.060
@@ -157,7 +157,7 @@ def test_what_is_told_only_under_plans_makes_them_anew_and_only_a_lasting_change
     assert solves(cluster) == [0.0, 0.050]
     run_for(cluster, SETTLE_S)
     assert solves(cluster) == [0.0, 0.050, 0.100]
-    assert cluster.announced(evidence.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PromiseBroken) == []
 
 
 def test_a_restart_keeps_the_latency() -> None:

@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from perseus.service.domain.commands import Announce
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.evidence import SignalPaced as Told
 from perseus.service.domain.inputs import PaceOrdered, PolicySet, SignalPaced
-from perseus.service.domain.model import EventType, JobState
+from perseus.service.domain.model import JobState
 from perseus.service.domain.signals import (
     ExtraTime,
     PacingState,
@@ -20,6 +18,7 @@ from perseus.service.domain.signals import (
     WorkWindow,
 )
 from perseus.service.domain.specification import BudgetTerms, OperatingPolicy
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import Cluster, make_spec
 
 RULE = SignalRule(SignalKind.CARBON, ExtraTime(10, 86_400.0))
@@ -48,12 +47,6 @@ def point_s(cluster: Cluster, share: float) -> float:
     return until_t_star[int(share * (len(until_t_star) - 1))]
 
 
-def told(cluster: Cluster) -> list[Told]:
-    happenings = [command.happening for command in cluster.history if isinstance(command, Announce)]
-    found = [each.evidence for each in happenings if each.type is EventType.SIGNAL_PACED]
-    return [each for each in found if isinstance(each, Told)]
-
-
 def test_a_job_runs_at_the_signals_pace_and_says_why() -> None:
     cluster = following()
     pacing = cluster.machine.pacing()
@@ -70,9 +63,11 @@ def test_a_job_runs_at_the_signals_pace_and_says_why() -> None:
     cluster.send(pace(None, PacingState.BLIND, None))
     cluster.iterate(4)
     assert cluster.planned_times_s() == before_s
-    first, last = told(cluster)
-    assert (first.before_iteration_time_s, first.pacing.pace_s, first.pacing.value) == (None, slow_s, 400.0)
-    assert (last.before_iteration_time_s, last.pacing.state) == (slow_s, PacingState.BLIND)
+    first, last = cluster.announced(event_pb2.SignalPaced)
+    assert not first.HasField("before_iteration_time_s")
+    assert (first.pacing.iteration_time_s, first.pacing.value_per_kwh) == (slow_s, 400.0)
+    assert last.before_iteration_time_s == slow_s
+    assert last.pacing.state == job_pb2.SIGNAL_PACING_STATE_BLIND
 
 
 def test_iterations_of_the_window_are_counted_also_over_a_restart() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import pytest
 
-from perseus.service.domain import evidence
 from perseus.service.domain.commands import (
     Announce,
     Command,
@@ -16,10 +15,11 @@ from perseus.service.domain.commands import (
     Store,
 )
 from perseus.service.domain.inputs import FinishRequested, LagNotFound, SolveFailed
-from perseus.service.domain.model import STOCK, Clocks, EventType, JobState, PlannedClocks
+from perseus.service.domain.model import STOCK, Clocks, JobState, PlannedClocks
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
 from perseus.solver import common_lag_s, replay, with_lag
+from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import solved
 
@@ -50,17 +50,19 @@ class WaitingCluster(TruthfulCluster):
             before = len(self.history)
             self.run(1)
         found = self.history[before:]
-        return found[next(n for n, c in enumerate(found) if _is(c, EventType.PROMISE_BROKEN)) :]
+        return found[
+            next(n for n, c in enumerate(found) if _is(c, event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN)) :
+        ]
 
 
-def _is(command: Command, kind: EventType) -> bool:
-    return isinstance(command, Announce) and command.happening.type is kind
+def _is(command: Command, kind: event_pb2.JobEventType.ValueType) -> bool:
+    return isinstance(command, Announce) and command.event.type is kind
 
 
-def kinds(commands: Iterable[Command]) -> list[type | EventType]:
+def kinds(commands: Iterable[Command]) -> list[type | event_pb2.JobEventType.ValueType]:
     """What the commands are about, records and iterations aside."""
     return [
-        command.happening.type if isinstance(command, Announce) else type(command)
+        command.event.type if isinstance(command, Announce) else type(command)
         for command in commands
         if not isinstance(command, Store | ReportIteration)
     ]
@@ -71,12 +73,12 @@ def test_where_the_profile_agrees_the_plan_is_withdrawn_and_the_next_is_to_expla
     commands = cluster.break_promise()
     cluster.expect(JobState.SOLVING)
     assert kinds(commands) == [
-        EventType.PROMISE_BROKEN,
-        EventType.STATE_CHANGED,
+        event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN,
+        event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
         Solve,
-        *[EventType.PLAN_OFFERED, SendOffer, SendOffer] * 2,
+        *[event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED, SendOffer, SendOffer] * 2,
     ]
-    (broken,) = cluster.announced(evidence.PromiseBroken)
+    (broken,) = cluster.announced(event_pb2.PromiseBroken)
     (command,) = (command for command in commands if isinstance(command, Solve))
     first = cluster.first_plans[0]
     assert isinstance(first, PlannedClocks)
@@ -88,13 +90,13 @@ def test_where_the_profile_agrees_the_plan_is_withdrawn_and_the_next_is_to_expla
 def test_the_plan_that_leaves_transfers_their_time_keeps_its_promise_and_saves() -> None:
     cluster = TruthfulCluster(lag_s=LAG_S).plan()
     cluster.run(BLOCK)
-    (broken,) = cluster.announced(evidence.PromiseBroken)
-    before, after = cluster.announced(evidence.Solved)
+    (broken,) = cluster.announced(event_pb2.PromiseBroken)
+    before, after = cluster.announced(event_pb2.Solved)
     assert before.transfer_lag_s == 0
     assert after.transfer_lag_s == pytest.approx(LAG_S, rel=0.01)
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert len(cluster.announced(evidence.PromiseBroken)) == 1
+    assert len(cluster.announced(event_pb2.PromiseBroken)) == 1
     baseline_s = broken.baseline_time_s
     assert broken.median_time_s > 1.01 * baseline_s
     last = cluster.machine.log.periods[-1]
@@ -108,16 +110,25 @@ def test_the_plan_that_leaves_transfers_their_time_keeps_its_promise_and_saves()
     assert planned.energy_j < 0.95 * stock.energy_j
 
 
-UNEXPLAINED = evidence.MeasurementsUnexplained(1.5, 1.3, 1.31, 1.3, 0.19, 0.0)
+UNEXPLAINED = event_pb2.MeasurementsUnexplained(
+    median_time_s=1.5,
+    baseline_time_s=1.3,
+    predicted_time_s=1.31,
+    predicted_baseline_time_s=1.3,
+    residual_s=0.19,
+)
 
 
 def test_what_no_lag_explains_is_told_and_ends_at_stock() -> None:
     cluster = WaitingCluster()
     cluster.break_promise()
     commands = cluster.tell(LagNotFound(UNEXPLAINED))
-    assert kinds(commands) == [EventType.MEASUREMENTS_UNEXPLAINED, EventType.STATE_CHANGED]
-    told, changed = (command.happening for command in commands if isinstance(command, Announce))
-    assert told.evidence == UNEXPLAINED
+    assert kinds(commands) == [
+        event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED,
+        event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
+    ]
+    told, changed = (command.event for command in commands if isinstance(command, Announce))
+    assert told.measurements_unexplained == UNEXPLAINED
     assert told.message == (
         "the plan's iterations take 0.200000 s more than stock's, of which the model explains 0.010000 s; no "
         "time that transfers take explains the other 0.190000 s"
@@ -138,7 +149,7 @@ def test_where_solving_fails_the_job_ends_at_stock() -> None:
     cluster = WaitingCluster()
     cluster.break_promise()
     commands = cluster.tell(SolveFailed("it takes longer than 1 s"))
-    assert kinds(commands) == [EventType.SOLVE_FAILED, EventType.STATE_CHANGED]
+    assert kinds(commands) == [event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED, event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
     cluster.expect(JobState.STOCK)
 
 
@@ -150,11 +161,11 @@ def test_longer_lags_are_found_until_promises_have_been_broken_too_often() -> No
         cluster.lag_s = lag_s
         cluster.run(BLOCK)
     cluster.expect(JobState.STOCK)
-    lags_s = [found.transfer_lag_s for found in cluster.announced(evidence.Solved)]
+    lags_s = [found.transfer_lag_s for found in cluster.announced(event_pb2.Solved)]
     assert lags_s == sorted(lags_s)
-    assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
+    assert len(cluster.announced(event_pb2.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
     assert len(lags_s) == MOST_BROKEN_PROMISES + 1
-    assert cluster.announced(evidence.StateChanged)[-1].reason == "plans broke their promise 3 times"
+    assert cluster.announced(event_pb2.StateChanged)[-1].reason == "plans broke their promise 3 times"
 
 
 def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> None:
@@ -178,10 +189,10 @@ def test_a_frontier_that_was_asked_for_to_explain_a_slow_plan_is_planned_on() ->
     assert cluster.problems is not None
     commands = cluster.tell(solved(cluster.problems.pop()))
     assert kinds(commands) == [
-        EventType.SOLVED,
-        EventType.STATE_CHANGED,
+        event_pb2.JOB_EVENT_TYPE_SOLVED,
+        event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
         Refine,
-        *[EventType.PLAN_OFFERED, SendOffer, SendOffer] * 2,
+        *[event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED, SendOffer, SendOffer] * 2,
     ]
     cluster.carry_out(commands)
     cluster.run(BLOCK)

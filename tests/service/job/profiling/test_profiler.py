@@ -4,12 +4,13 @@ import pytest
 
 from perseus.service.domain.commands import Announce, Command
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
+from perseus.service.domain.model import STOCK_MHZ, HoldClocks, StockIteration
 from perseus.service.domain.profiling import ProfilingProgress
 from perseus.service.domain.specification import Parallelism
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler, ProfilingRules
 from perseus.solver import Kind, one_forward_one_backward
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import CLOCKS_MHZ, estimate, time_s
 
 SHAPE = Parallelism(2, 2, 1)
@@ -50,9 +51,9 @@ class Bench:
             profile.stage: profile.measurements[0, Kind.FORWARD].time_s for profile in self.profiler.profiles
         }
 
-    def events(self) -> list[EventType]:
+    def events(self) -> list[event_pb2.JobEventType.ValueType]:
         commands: list[Command] = self.journal.take()
-        return [command.happening.type for command in commands if isinstance(command, Announce)]
+        return [command.event.type for command in commands if isinstance(command, Announce)]
 
 
 def true_s(stage: int) -> float:
@@ -66,7 +67,7 @@ def test_a_pipeline_that_was_slow_in_a_round_does_not_count_in_it() -> None:
     bench.iterate(disturbed=set(), measured={0, 1})
     assert not bench.goes_on()
     assert bench.measured_s() == pytest.approx({stage: true_s(stage) for stage in range(2)})
-    assert bench.events() == [EventType.CLOCK_PROFILED]
+    assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
 
 
 def test_it_says_how_far_it_is() -> None:
@@ -86,7 +87,7 @@ def test_where_all_pipelines_are_slow_all_of_them_count() -> None:
     bench.iterate(disturbed={0, 1}, measured={0, 1})
     assert not bench.goes_on()
     assert bench.measured_s() == pytest.approx({stage: 3.0 * true_s(stage) for stage in range(2)})
-    assert bench.events() == [EventType.CLOCK_PROFILED], "nothing is given up"
+    assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED], "nothing is given up"
 
 
 def test_a_slow_pipeline_need_not_be_measured() -> None:
@@ -114,7 +115,7 @@ def test_a_clock_that_does_not_get_measured_is_given_up() -> None:
     bench.iterate(disturbed=set(), measured={0})
     following = bench.profiler.next_round(bench.held, USABLE_MHZ)
     assert following == HoldClocks((1300, 1300))
-    assert bench.events() == [EventType.CLOCK_GIVEN_UP] * 2
+    assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP] * 2
 
 
 def test_what_was_estimated_at_stock_counts_for_a_stage_that_stays_there() -> None:

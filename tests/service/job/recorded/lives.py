@@ -19,7 +19,6 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from perseus.service.api.translate_agents import ceiling_to_proto, offer_to_proto
-from perseus.service.api.translate_events import event_to_proto
 from perseus.service.api.translate_jobs import (
     job_to_proto,
     period_to_proto,
@@ -43,7 +42,6 @@ from perseus.service.domain.commands import (
     Store,
 )
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.events import JobEvent
 from perseus.service.domain.inputs import Input
 from perseus.service.domain.ledger import HourFilter
 from perseus.service.domain.model import FaultyPart, RankFilter
@@ -52,7 +50,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
 from perseus.service.job.recording import Begun, SolverAnswered, from_json, to_json
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, JobEntry, NewRun
+from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
 from tests.service.service_fakes import refined, solved
 
 FILES = Path(__file__).parent / "lives"
@@ -121,7 +119,11 @@ class Life:
             case Broken(part, error):
                 shown, stored = await self._look(), await self._stored()
                 self._run = QuarantinedRun(
-                    stored, Fault(FaultyPart(part), error), self._the.rules, self._the.epoch
+                    stored,
+                    Fault(FaultyPart(part), error),
+                    self._the.rules,
+                    self._the.epoch,
+                    step.wall_time_s,
                 )
                 return [*shown, *self._take(self._run.begin(), step), *await self._look()]
             case event:
@@ -158,10 +160,9 @@ class Life:
                 case Store(record):
                     self._entries.append(JobEntry(job_id, number, record))
                     continue
-                case Announce(happening):
-                    event = JobEvent(job_id, number, step.wall_time_s, happening)
-                    self._entries.append(event)
-                    out.append({"event": _shown(event_to_proto(event))})
+                case Announce(event):
+                    self._entries.append(EventEntry(job_id, number, event))
+                    out.append({"event": _shown(event)})
                 case SendOffer(rank, _, offer):
                     lease_s = self._the.rules.lease_s
                     out.append(

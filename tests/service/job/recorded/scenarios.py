@@ -73,7 +73,8 @@ def _stage_1_is_slower(stage: int, clock_mhz: int) -> float:
 def _broken(cluster: Cluster, steps: Steps, part: FaultyPart) -> QuarantinedRun:
     """Quarantine the cluster's run, and keep what follows as its store would."""
     steps.append(Step(Broken(part.value, "ValueError: odd"), cluster.now_s, START_S + cluster.now_s))
-    run = QuarantinedRun(cluster.stored(), Fault(part, "ValueError: odd"), cluster.rules, EPOCH)
+    fault, wall_time_s = Fault(part, "ValueError: odd"), START_S + cluster.now_s
+    run = QuarantinedRun(cluster.stored(), fault, cluster.rules, EPOCH, wall_time_s)
     cluster.history.extend(run.begin())
     return run
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 
 from perseus.service.domain.commands import Announce, SendOffer
-from perseus.service.domain.events import Happening
 from perseus.service.domain.inputs import TelemetryArrived
-from perseus.service.domain.model import EventType, HoldClocks, JobState, PlannedClocks
+from perseus.service.domain.model import HoldClocks, JobState, PlannedClocks
 from perseus.service.domain.specification import JobSpec
 from perseus.solver import Computation
+from perseus.v1 import event_pb2
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, time_s
 
-CHANGES = (EventType.STRAGGLER_DETECTED, EventType.STRAGGLER_WITHDRAWN)
+CHANGES = (event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED, event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN)
 
 
 class TimedCluster(Cluster):
@@ -26,7 +26,7 @@ class TimedCluster(Cluster):
         self._noise = noise
         self._rng = np.random.default_rng(seed)
 
-    def run(self, count: int = 1, slowdowns: Mapping[int, float] | None = None) -> list[Happening]:
+    def run(self, count: int = 1, slowdowns: Mapping[int, float] | None = None) -> list[event_pb2.JobEvent]:
         """Let iterations go by, some pipelines slower than others; return what was found of stragglers."""
         for pipeline, slowdown in (slowdowns or {}).items():
             self.slowdowns[pipeline] = slowdown
@@ -41,9 +41,9 @@ class TimedCluster(Cluster):
             for event in ended:
                 self.send(event)
         return [
-            command.happening
+            command.event
             for command in self.history[before:]
-            if isinstance(command, Announce) and command.happening.type in CHANGES
+            if isinstance(command, Announce) and command.event.type in CHANGES
         ]
 
     def run_until(self, state: JobState) -> None:

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from perseus.service.domain.commands import Announce, SendOffer
-from perseus.service.domain.events import Happening
-from perseus.service.domain.evidence import StragglerFinding
 from perseus.service.domain.inputs import PolicySet, StragglerCleared, StragglerReported
-from perseus.service.domain.model import EventType, JobState, Straggler
+from perseus.service.domain.model import JobState, Straggler
 from perseus.service.domain.specification import OperatingPolicy
 from perseus.service.job.stragglers.detector import ENTER
+from perseus.v1 import event_pb2
 from tests.service.job.stragglers.straggler_cluster import TimedCluster
 from tests.service.service_fakes import make_spec
 
@@ -22,11 +21,6 @@ def planned(pipelines: int = 2, seed: int = 0, **changes: float) -> TimedCluster
     return cluster
 
 
-def evidence_of(happening: Happening) -> StragglerFinding:
-    assert isinstance(happening.evidence, StragglerFinding)
-    return happening.evidence
-
-
 def detected(cluster: TimedCluster) -> dict[int, float]:
     """T' over T_min of the stragglers that are known."""
     details, t_min_s = cluster.machine.details(), cluster.machine.summary().t_min_s
@@ -36,8 +30,7 @@ def detected(cluster: TimedCluster) -> dict[int, float]:
 
 def found_factor(cluster: TimedCluster) -> float:
     """The factor of the latest finding."""
-    findings = [c.happening.evidence for c in cluster.history if isinstance(c, Announce)]
-    return [finding for finding in findings if isinstance(finding, StragglerFinding)][-1].slowdown_factor
+    return cluster.announced(event_pb2.StragglerFinding)[-1].slowdown_factor
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -54,7 +47,7 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
     assert (count <= 3, offered) == (True, others)
     assert found_factor(cluster) == pytest.approx(1.2, abs=0.02)
     assert detected(cluster) == {slow: pytest.approx(1.18, abs=0.02)}, "and no more than is surely waited for"
-    assert all(evidence_of(change).pipeline == slow for change in cluster.run(10))
+    assert all(change.straggler_finding.pipeline == slow for change in cluster.run(10))
     for pipeline, time_s in enumerate(cluster.planned_times_s()):
         assert time_s == t_min_s if pipeline == slow else t_min_s < time_s <= 1.22 * t_min_s
 
@@ -79,9 +72,9 @@ def test_nothing_is_found_while_all_are_well(seed: int) -> None:
     cluster.send(StragglerCleared(1))
     cluster.run(40)
     assert not [
-        command.happening
+        command.event
         for command in cluster.history
-        if isinstance(command, Announce) and command.happening.type is EventType.STRAGGLER_DETECTED
+        if isinstance(command, Announce) and command.event.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED
     ]
 
 
@@ -115,21 +108,24 @@ def test_a_step_of_the_whole_job_is_no_straggler() -> None:
     assert cluster.run(10, {0: 1.0, 1: 1.0}) == []
 
 
-def test_the_evidence_is_in_the_event() -> None:
+def test_what_was_found_is_in_the_event() -> None:
     cluster = planned(noise=0.0)
     (found,) = cluster.run(3, {1: 1.2})
-    assert found.type is EventType.STRAGGLER_DETECTED
+    assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED
     assert found.message == (
         "pipeline 1 is slow: 1.199 × its plan, stage 1 the most; 1.194 × surely waited for"
     )
-    finding = evidence_of(found)
+    finding = found.straggler_finding
     assert finding.span_s == pytest.approx(1.2 * finding.planned_span_s, rel=0.002)
     assert finding.excess == pytest.approx(0.2, rel=0.01)
     assert finding.limit == ENTER
     assert finding.iteration_count == 2
     assert not finding.is_overridden
     (found,) = cluster.run(3, {1: 1.0})
-    assert (found.type, found.message) == (EventType.STRAGGLER_WITHDRAWN, "pipeline 1 is itself again")
+    assert (found.type, found.message) == (
+        event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN,
+        "pipeline 1 is itself again",
+    )
 
 
 def test_a_gpu_that_says_it_is_hot_is_believed_at_once() -> None:
@@ -147,7 +143,7 @@ def test_without_a_plan_peers_are_the_measure() -> None:
     cluster.run(5)
     found = cluster.run(4, {2: 1.2})
     assert cluster.machine.state in (JobState.BASELINE, JobState.PROFILING)
-    assert [evidence_of(change).pipeline for change in found] == [2]
+    assert [change.straggler_finding.pipeline for change in found] == [2]
     assert "its peers" in found[0].message
     assert cluster.machine.details().straggler_times_s == {2: 0.0}
 
@@ -157,13 +153,15 @@ def test_a_report_overrides_what_is_found_until_it_is_cleared() -> None:
     t_min_s = cluster.machine.summary().t_min_s
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
     found = cluster.run(6, {1: 1.2})
-    assert {evidence_of(change).is_overridden for change in found} == {True}
+    assert {change.straggler_finding.is_overridden for change in found} == {True}
     details = cluster.machine.details()
     assert (details.straggler_times_s, details.detected_stragglers) == ({1: 1.3 * t_min_s}, frozenset())
 
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {1: pytest.approx(1.18, abs=0.02)}, "what was found meanwhile counts"
-    assert [change.type for change in cluster.run(3, {1: 1.0})] == [EventType.STRAGGLER_WITHDRAWN]
+    assert [change.type for change in cluster.run(3, {1: 1.0})] == [
+        event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
+    ]
     assert detected(cluster) == {}
 
 
@@ -172,7 +170,7 @@ def test_what_was_found_can_be_cleared_and_is_found_again() -> None:
     cluster.run(3, {1: 1.2})
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {}
-    assert {evidence_of(change).pipeline for change in cluster.run(3)} == {1}
+    assert {change.straggler_finding.pipeline for change in cluster.run(3)} == {1}
 
 
 def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
@@ -196,7 +194,9 @@ def test_a_restarted_coordinator_keeps_what_it_found() -> None:
     assert cluster.run(6) == []
     assert detected(cluster) == {1: pytest.approx(1.2, rel=0.01)}
     assert cluster.planned_times_s() == before
-    assert [change.type for change in cluster.run(3, {1: 1.0})] == [EventType.STRAGGLER_WITHDRAWN]
+    assert [change.type for change in cluster.run(3, {1: 1.0})] == [
+        event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
+    ]
 
 
 def test_offers_for_a_straggler_reach_only_the_others() -> None:
@@ -217,6 +217,6 @@ def test_a_straggler_that_takes_a_while_to_be_sure_of_breaks_no_promise(seed: in
     cluster.slowdowns[1] = 1.3
     count, offered = cluster.run_until_offered(limit=8)
     assert offered == {0, 2, 3}, f"after {count} iterations"
-    announced = {each.happening.type for each in cluster.history if isinstance(each, Announce)}
-    assert EventType.PROMISE_BROKEN not in announced
+    announced = {event.type for event in cluster.events()}
+    assert event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN not in announced
     assert cluster.machine.state is JobState.PLANNED

@@ -1,0 +1,142 @@
+"""Values as the contract's messages: what the state machines announce, and the adapters answer.
+
+What comes in is checked by the adapters in `service/api`; only times are read here, beside their counterpart.
+"""
+
+import enum
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.model import (
+    FaultyPart,
+    GpuErrorReason,
+    JobState,
+    NoSlowdownBasis,
+    RankLeftReason,
+    RankState,
+    RefusalReason,
+)
+from perseus.service.domain.power import BudgetStage
+from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingCost, ProfilingLimit
+from perseus.service.domain.signals import PacingState, SignalKind, SignalPacing
+from perseus.service.domain.specification import Coordinates, OperatingPolicy, Parallelism, ScheduleName
+from perseus.service.domain.stall import StallReason
+from perseus.solver import Kind
+from perseus.v1 import computation_pb2, event_pb2, job_pb2, power_service_pb2, rank_pb2
+
+_CONTRACT: Mapping[type[enum.Enum], Any] = {
+    BudgetStage: power_service_pb2.BudgetState,
+    ClockGivenUpReason: event_pb2.ClockGivenUpReason,
+    FaultyPart: event_pb2.FaultyPart,
+    GpuErrorReason: rank_pb2.GpuErrorReason,
+    JobState: job_pb2.JobState,
+    Kind: computation_pb2.ComputationKind,
+    NoSlowdownBasis: job_pb2.NoSlowdownBasis,
+    PacingState: job_pb2.SignalPacingState,
+    ProfilingLimit: event_pb2.ProfilingLimit,
+    RankLeftReason: rank_pb2.RankLeftReason,
+    RankState: rank_pb2.RankState,
+    RefusalReason: rank_pb2.PlanRefusalReason,
+    ScheduleName: computation_pb2.ScheduleName,
+    SignalKind: event_pb2.SignalKind,
+    StallReason: event_pb2.StallReason,
+}
+
+NUMBERS: Mapping[enum.Enum, Any] = {
+    member: contract.Value(contract.DESCRIPTOR.values[0].name.removesuffix("UNSPECIFIED") + member.name)
+    for members, contract in _CONTRACT.items()
+    for member in members
+}
+"""The contract's number of each enumeration's member, found by its name."""
+
+_MIN_TIME_S = -62_135_596_800
+_MAX_TIME_S = 253_402_300_799
+"""The contract of Timestamp: 0001-01-01T00:00:00Z to 9999-12-31T23:59:59Z."""
+
+
+def time_to_proto(time_s: float) -> Timestamp:
+    """Return a time, to the nanosecond: `time_from_proto` gives the same float back."""
+    whole_s = math.floor(time_s)
+    nanos = round((time_s - whole_s) * 1e9)
+    return Timestamp(seconds=whole_s + nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+def time_from_proto(field: str, message: Timestamp) -> float:
+    """Return a time.
+
+    Raises:
+        InvalidFieldError: it is none of the years 1 to 9999.
+    """
+    if not (_MIN_TIME_S <= message.seconds <= _MAX_TIME_S and 0 <= message.nanos < 1_000_000_000):
+        found = f"{message.seconds} s and {message.nanos} ns"
+        raise InvalidFieldError(field=field, expected="a time of the years 1 to 9999", found=found)
+    return message.seconds + message.nanos / 1e9
+
+
+def coordinates_to_proto(rank: Coordinates) -> rank_pb2.RankCoordinates:
+    """Return a rank's place."""
+    return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
+
+
+def parallelism_to_proto(counts: Parallelism) -> job_pb2.Parallelism:
+    """Return the layout of a job's ranks."""
+    return job_pb2.Parallelism(
+        pipeline_count=counts.pipeline_count,
+        stage_count=counts.stage_count,
+        tensor_count=counts.tensor_count,
+    )
+
+
+def cost_to_proto(cost: ProfilingCost) -> job_pb2.ProfilingCost:
+    """Return what profiling has taken."""
+    return job_pb2.ProfilingCost(
+        iteration_count=cost.iteration_count,
+        time_s=cost.time_s,
+        extra_time_s=cost.extra_time_s,
+        energy_j=cost.energy_j,
+        extra_energy_j=cost.extra_energy_j,
+    )
+
+
+def pacing_to_proto(pacing: SignalPacing) -> job_pb2.SignalPacing:
+    """Return how a job runs by a signal."""
+    return job_pb2.SignalPacing(
+        state=NUMBERS[pacing.state],
+        begin_time=time_to_proto(pacing.window.begin_s),
+        end_time=time_to_proto(pacing.window.end_s),
+        iteration_count=pacing.window.iteration_count,
+        done_count=pacing.done_count,
+        iteration_time_s=pacing.pace_s,
+        value_per_kwh=pacing.value,
+    )
+
+
+def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
+    """Return the policy."""
+    message = job_pb2.OperatingPolicy()
+    if (deadline := policy.deadline) is not None:
+        message.deadline.iteration_count = deadline.iteration_count
+        message.deadline.time_s = deadline.time_s
+    elif policy.max_average_power_w is not None:
+        message.max_average_power_w = policy.max_average_power_w
+    elif (rule := policy.signal) is not None:
+        least = message.least_carbon if rule.kind is SignalKind.CARBON else message.least_cost
+        least.SetInParent()
+        if rule.extra_time is not None:
+            least.extra_time.percent = rule.extra_time.percent
+            least.extra_time.horizon_s = rule.extra_time.horizon_s
+        if rule.work_until is not None:
+            least.work_until.iteration_count = rule.work_until.iteration_count
+            least.work_until.end_time.CopyFrom(time_to_proto(rule.work_until.end_s))
+    elif policy.max_slowdown_percent == 0:
+        message.no_slowdown.SetInParent()
+    else:
+        message.max_slowdown_percent = policy.max_slowdown_percent
+    if (terms := policy.budget_terms) is not None:
+        message.budget_terms.tolerance_percent = terms.tolerance_percent
+        message.budget_terms.weight = terms.weight
+    return message

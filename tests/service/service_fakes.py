@@ -199,13 +199,6 @@ def clock_statistics(version: int, set_latency_s: float, set_latency_count: int 
 Details = TypeVar("Details", bound=Message)
 
 
-def details_of(commands: Iterable[Command], kind: type[Details]) -> list[Details]:
-    """The details of this class in the events that are announced."""
-    events = [command.event for command in commands if isinstance(command, Announce)]
-    found = [getattr(event, field) for event in events if (field := event.WhichOneof("details")) is not None]
-    return [details for details in found if isinstance(details, kind)]
-
-
 def solved(command: Solve) -> Solved | SolveFailed | LagNotFound:
     """What comes back of a problem."""
     return _solved(pickle.dumps(command))
@@ -476,7 +469,8 @@ class Cluster:
 
     def announced(self, kind: type[Details]) -> list[Details]:
         """The details of this class in all events so far."""
-        return details_of(self.history, kind)
+        found = [getattr(event, field) for event in self.events() if (field := event.WhichOneof("details"))]
+        return [details for details in found if isinstance(details, kind)]
 
     def rank_states(self) -> list[RankState]:
         """The states of all ranks, in their order."""

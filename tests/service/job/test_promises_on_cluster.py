@@ -80,6 +80,10 @@ def test_a_promise_that_is_broken_for_no_reason_that_computations_show_ends_at_s
     assert cluster.announced(event_pb2.ProfileCorrected) == []
     (found,) = cluster.announced(event_pb2.MeasurementsUnexplained)
     assert found.median_time_s == 5.0
+    unset = {field.name for field in found.DESCRIPTOR.fields} - {
+        field.name for field, _ in found.ListFields()
+    }
+    assert unset <= {"transfer_lag_s"}, "which is 0 where the model has none"
 
 
 def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_iterations_agree() -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -135,19 +136,25 @@ async def test_a_job_that_is_being_deleted_is_brought_back_by_no_reader(
         assert registered.state is not job_pb2.JOB_STATE_FINISHED, "it is known nowhere any more"
 
 
-async def test_an_event_of_a_later_version_hides_no_other(tmp_path: Path) -> None:
+LATER_TYPE: Any = 1_000
+LATER_DETAILS = b"\x82\x3f\x03abc"
+"""A field of number 1008."""
+
+
+async def test_an_event_of_a_later_version_is_listed_as_it_is_and_hides_no_other(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         await client.register()
         await client.finish()
     with sqlite3.connect(settings.database) as connection:
-        connection.execute("UPDATE events SET type = 'beamed up' WHERE sequence = 1")
+        later = event_pb2.JobEvent(sequence=1, type=LATER_TYPE, message="beamed up").SerializeToString()
+        values = (LATER_TYPE, later + LATER_DETAILS)
+        connection.execute("UPDATE events SET type = ?, event = ? WHERE sequence = 1", values)
     connection.close()
     async with connected(settings) as client:
         events = await client.events()
         assert [event.sequence for event in events][:2] == [1, 2]
-        assert events[0].type == event_pb2.JOB_EVENT_TYPE_UNSPECIFIED
-        assert events[0].message.startswith("registered")
+        assert events[0].SerializeToString() == later + LATER_DETAILS
 
 
 async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_path: Path) -> None:

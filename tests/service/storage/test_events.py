@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,15 +58,15 @@ KNOWN = [
         pipeline_clocks=event_pb2.PipelineClocks(stock=event_pb2.StockStages()),
     ),
 ]
-NEWER_TYPE = 1_000
-NEWER_DETAILS = b"\x82\x3f\x03abc"
+LATER_TYPE: Any = 1_000
+LATER_DETAILS = b"\x82\x3f\x03abc"
 """A field of number 1008 that this version does not know."""
 
 
 async def test_events_come_back_as_they_were_those_of_a_later_version_too(store: SqlStore) -> None:
     job_id = f"job-{next(JOB_NUMBERS)}"
-    newer = JobEvent(sequence=4, create_time=TIME, message="new", type=NEWER_TYPE)  # type: ignore[arg-type]
-    written = [*KNOWN, JobEvent.FromString(newer.SerializeToString() + NEWER_DETAILS)]
+    later = JobEvent(sequence=4, create_time=TIME, message="new", type=LATER_TYPE)
+    written = [*KNOWN, JobEvent.FromString(later.SerializeToString() + LATER_DETAILS)]
 
     async def read(wanted: EventFilter) -> list[bytes]:
         found = await store.events(job_id, 1, 0, ALL, wanted)
@@ -73,9 +74,9 @@ async def test_events_come_back_as_they_were_those_of_a_later_version_too(store:
 
     await store.write([NewRun(make_spec(job_id), 1, 1.0), *entries(job_id, 1, written)])
     assert await read(ALL_EVENTS) == [event.SerializeToString() for event in written]
-    assert (await read(ALL_EVENTS))[-1].endswith(NEWER_DETAILS)
-    of_newer_type = EventFilter([NEWER_TYPE], start_time_s=1.7e9)  # type: ignore[list-item]
-    assert await read(of_newer_type) == [written[-1].SerializeToString()]
+    assert (await read(ALL_EVENTS))[-1].endswith(LATER_DETAILS)
+    of_later_type = EventFilter([LATER_TYPE], start_time_s=1.7e9)
+    assert await read(of_later_type) == [written[-1].SerializeToString()]
 
 
 async def test_an_event_that_can_not_be_read_is_listed_with_what_is_known_of_it(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ REPLICATED = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.06, 0.12, pipeline_c
 DATA_PARALLEL = Case("replica_trainer", "ddp", (1.0,), 1, 0.04, 0.1, pipeline_count=4)
 # FSDP2 waits between parts: three of each forward, four or five of each backward take these times. All ranks
 # meet after each of them, and really compute a little then: so there is a core for each, and parts are few.
-FULLY_SHARDED = Case("replica_trainer", "fsdp2", (1.0,), 1, 0.03, 0.06, pipeline_count=2, microbatch_count=2)
+FULLY_SHARDED = Case("replica_trainer", "fsdp2", (1.0,), 1, 0.08, 0.16, pipeline_count=2, microbatch_count=1)
 STRAGGLER, SLOWDOWN = 1, 1.3
 BUDGET_PERCENT = 20
 

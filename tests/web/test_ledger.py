@@ -258,16 +258,16 @@ async def test_a_running_jobs_ledger_is_that_of_grpc(tmp_path: Path) -> None:
 async def test_figures_that_nobody_renews_are_stale(site: Site) -> None:
     async with browsing(expected=["ERR_FAILED"]) as page:
         await site.open(page)
-        await expect(page.locator("#feed-state")).to_have_text("live")
+        await expect(page.locator("#stream-state")).to_have_text("live")
         shown = await figure(page, "used").inner_text()
         await page.route("**/ListLedgerEntries", lambda route: asyncio.ensure_future(route.abort()))
         await choose(page, "Period", "today")
-        await expect(page.locator("#feed-state")).to_contain_text("stale since")
+        await expect(page.locator("#stream-state")).to_contain_text("stale since")
         await expect(figure(page, "used")).to_have_text(shown)
         # What is shown is still that of the period before, and says so.
         await expect(page.get_by_text("2026-11-01 00:00 UTC to now")).to_be_visible()
         await page.unroute("**/ListLedgerEntries")
-        await expect(page.locator("#feed-state")).to_have_text("live")
+        await expect(page.locator("#stream-state")).to_have_text("live")
         await expect(page.get_by_text("2026-11-22 00:00 UTC to now")).to_be_visible()
 
 

@@ -355,7 +355,7 @@ async def test_what_ends_a_job_is_asked_twice(site: Site) -> None:
         await panel(page, "Controls").get_by_role("button", name="Finish job…").click()
         await dialog.get_by_role("button", name="Finish the job").click()
         await expect(page.locator("#content .state")).to_have_text("finished")
-        await expect(page.locator("#feed-state")).to_have_text("the run has ended")
+        await expect(page.locator("#stream-state")).to_have_text("the run has ended")
         assert (await site.client.job()).state == job_pb2.JOB_STATE_FINISHED
 
 
@@ -443,9 +443,9 @@ async def test_a_new_run_replaces_what_was_shown(site: Site) -> None:
         await page.goto(site.of())
         await expect(panel(page, "Frontier").locator("svg")).to_be_visible()
         await site.client.finish()
-        await expect(page.locator("#feed-state")).to_have_text("the run has ended")
+        await expect(page.locator("#stream-state")).to_have_text("the run has ended")
         await site.client.register()
         await expect(page.get_by_text(re.compile("^run 2"))).to_be_visible()
-        await expect(page.locator("#feed-state")).to_have_text("live")
+        await expect(page.locator("#stream-state")).to_have_text("live")
         await expect(panel(page, "Frontier").locator("svg")).to_have_count(0)
         await expect(panel(page, "Events").locator("li")).to_have_count(1)

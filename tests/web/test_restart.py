@@ -52,19 +52,19 @@ async def test_the_page_is_stale_and_live_again(tmp_path: Path) -> None:
     async with browsing(
         expected=["ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE", "ERR_EMPTY", "ERR_CONNECTION_RESET"]
     ) as page:
-        feed = page.locator("#feed-state")
+        state = page.locator("#stream-state")
         with coordinator(tmp_path, address, http):
             async with connected_to(address) as client:
                 await until(lambda: is_registered(client))
             await page.goto(f"http://{http}/#/jobs/job")
-            await expect(feed).to_have_text("live")
+            await expect(state).to_have_text("live")
             await expect(figure(page, "ranks")).to_have_text("0 of 4")
             await page.evaluate("window.isTheSamePage = true")
-        await expect(feed).to_contain_text("stale since")
+        await expect(state).to_contain_text("stale since")
         await expect(page.locator("main.stale")).to_be_visible()
         await expect(figure(page, "ranks")).to_have_text("0 of 4")  # what was known stays, and is marked
         with coordinator(tmp_path, address, http):
-            await expect(feed).to_have_text("live")
+            await expect(state).to_have_text("live")
             await expect(page.locator("main.stale")).to_have_count(0)
             async with connected_to(address) as client:
                 await client.register(job_id="another")

@@ -15,7 +15,6 @@ page_api    what the page asks
 json_text   messages as JSON
 shared      answers that are made once for all
 rank_grid   all ranks of a job in columns
-listener    one reader of server-sent events
-jobs_feed   all jobs, told to those who look at the list
-job_feed    one job, told to those who look at it
+event_stream   streams of server-sent events, each made once for all its readers
+event_sources  what they are made of: the list of jobs, one job
 """

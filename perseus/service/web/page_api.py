@@ -6,7 +6,7 @@ See docs/web-api.md.
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from aiohttp import hdrs, web
 
@@ -21,10 +21,9 @@ from perseus.service.domain.errors import (
 from perseus.service.domain.principals import ANYBODY, Principal, Scope
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.web.access import Access, cookie_name, drop_cookie, set_cookie
-from perseus.service.web.job_feed import JobFeeds
-from perseus.service.web.jobs_feed import JobsFeed
+from perseus.service.web.event_sources import JobList, JobUpdates
+from perseus.service.web.event_stream import EventSource, EventStreams
 from perseus.service.web.json_text import as_json, from_json, large_to_json
-from perseus.service.web.listener import Listener, Places
 from perseus.service.web.origin import check_origin
 from perseus.service.web.rank_grid import RankGrid
 from perseus.service.web.sessions import Attempts
@@ -61,10 +60,9 @@ class PageApi:
         self._calls: Mapping[str, Call] = {call.rpc: call for call in calls}
         self._access = access
         self._attempts = Attempts()
-        self._jobs_feed = JobsFeed(coordinator.live)
-        self._job_feeds = JobFeeds(coordinator.jobs)
+        self._coordinator = coordinator
+        self._streams = EventStreams()
         self._grid = RankGrid(coordinator.jobs)
-        self._places = Places()
         self._answers: Shared[str] = Shared(_MOST_ANSWERS)
 
     def add_to(self, app: web.Application) -> None:
@@ -144,22 +142,22 @@ class PageApi:
     # ------------------------------------------------------------------ what is new
 
     async def _watch_jobs(self, request: web.Request) -> web.StreamResponse:
-        principal = self._check_reader(request)
-        listener = Listener()
-        with self._places.place(principal.name), self._jobs_feed.telling(listener) as beginning:
-            return await listener.serve(request, lambda: self._check_reader(request), beginning)
+        return await self._stream(request, lambda: JobList(self._coordinator.live))
 
     async def _watch_job(self, request: web.Request) -> web.StreamResponse:
+        job_id = request.match_info["job_id"]
+        return await self._stream(request, lambda: JobUpdates(self._coordinator.jobs, job_id))
+
+    async def _stream(
+        self, request: web.Request, open_source: Callable[[], EventSource]
+    ) -> web.StreamResponse:
         principal = self._check_reader(request)
-        job_id, after = request.match_info["job_id"], _after(request)
-        listener = Listener()
-        with self._places.place(principal.name):
-            async with self._job_feeds.telling(job_id, listener, after) as beginning:
-                return await listener.serve(request, lambda: self._check_reader(request), beginning)
+        asked = principal.name, request.path, open_source, _after(request)
+        async with self._streams.reading(*asked) as (reader, opening):
+            return await reader.serve(request, lambda: self._check_reader(request), opening)
 
     async def _end_streams(self, _: web.Application) -> None:
-        self._jobs_feed.end("DRAINING")
-        self._job_feeds.end("DRAINING")
+        self._streams.end("DRAINING")
 
 
 def _session_answer(principal: Principal | None, *, is_open: bool = False) -> web.Response:

@@ -16,7 +16,7 @@ from perseus.service.domain.errors import (
     TokenRevokedError,
 )
 from perseus.service.domain.principals import Grant, Scope
-from perseus.service.web import listener, sessions
+from perseus.service.web import event_stream, sessions
 from perseus.service.web.sessions import Attempts, Sessions
 from tests.ports import free_port
 from tests.service.grpc_fakes import make_secured_settings, make_settings, running_here
@@ -184,7 +184,7 @@ async def test_nobody_is_asked_under_insecure(tmp_path: Path) -> None:
 async def test_a_revoked_token_ends_session_and_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(listener, "CHECK_S", 0.05)
+    monkeypatch.setattr(event_stream, "CHECK_S", 0.05)
     async with serving(tmp_path, is_open=False) as server, browser() as session:
         url = server.url
         operator = {"Authorization": f"Bearer {await token(server, Scope.OPERATOR, 'op')}"}
@@ -202,7 +202,7 @@ async def test_a_revoked_token_ends_session_and_streams(
 
 
 async def test_logging_out_ends_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "CHECK_S", 0.05)
+    monkeypatch.setattr(event_stream, "CHECK_S", 0.05)
     async with serving(tmp_path, is_open=False) as server, browser() as session:
         secret = await token(server, Scope.READER)
         await ask(session, "POST", f"{server.url}/session", {"token": secret}, server.origin)
@@ -213,7 +213,7 @@ async def test_logging_out_ends_the_streams(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_streams_of_one_principal_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "MOST_STREAMS_OF_ONE", 2)
+    monkeypatch.setattr(event_stream, "MAX_STREAMS_OF_ONE", 2)
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
         url = f"{server.url}/api/watch/jobs"
         async with streaming(session, url) as first, streaming(session, url) as second:

@@ -15,7 +15,7 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from perseus.service.shell.live_runs import LiveRuns
-from perseus.service.web import job_feed, jobs_feed, listener
+from perseus.service.web import event_sources, event_stream
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.ports import free_port
 from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, make_settings, until
@@ -29,9 +29,9 @@ OF_OTHERS = 2
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is gathered is sent soon."""
-    monkeypatch.setattr(jobs_feed, "PERIOD_S", 0.05)
-    monkeypatch.setattr(job_feed, "GATHER_S", 0.05)
-    monkeypatch.setattr(job_feed, "FIGURES_S", 0.1)
+    monkeypatch.setattr(event_sources, "LIST_PERIOD_S", 0.05)
+    monkeypatch.setattr(event_sources, "GATHER_S", 0.05)
+    monkeypatch.setattr(event_sources, "FIGURES_S", 0.1)
 
 
 @asynccontextmanager
@@ -99,13 +99,13 @@ async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    text = jobs_feed._text
+    text = event_sources._job_text
 
     def counted(view: Any) -> str:
         made.append(view.job_id)
         return text(view)
 
-    monkeypatch.setattr(jobs_feed, "_text", counted)
+    monkeypatch.setattr(event_sources, "_job_text", counted)
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
         live: LiveRuns = server.coordinator.live
 
@@ -136,7 +136,7 @@ async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
         await until(is_over)
         made.clear()
         await register("e")
-        await asyncio.sleep(3 * jobs_feed.PERIOD_S)
+        await asyncio.sleep(3 * event_sources.LIST_PERIOD_S)
         assert made == []
 
 
@@ -193,7 +193,7 @@ async def rest(stream: Stream) -> list[dict[str, Any]]:
 
 
 async def test_who_comes_again_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_feed, "FIRST_EVENTS", 2)
+    monkeypatch.setattr(event_sources, "FIRST_EVENTS", 2)
     async with watched(tmp_path) as (client, url, session):
         await client.register()
         await FakeAgent(client, "agent", ALL_PLACES).join()
@@ -251,16 +251,16 @@ async def test_those_who_look_at_the_same_job_share_one_watcher(tmp_path: Path) 
 async def test_who_does_not_read_is_cut_off_and_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "MOST_WAITING_BYTES", 200_000)
+    monkeypatch.setattr(event_stream, "MAX_WAITING_BYTES", 200_000)
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
-        feed_listeners: list[listener.Listener] = []
-        initialise = listener.Listener.__init__
+        readers: list[event_stream.Reader] = []
+        initialise = event_stream.Reader.__init__
 
-        def noted(self: listener.Listener) -> None:
+        def noted(self: event_stream.Reader) -> None:
             initialise(self)
-            feed_listeners.append(self)
+            readers.append(self)
 
-        monkeypatch.setattr(listener.Listener, "__init__", noted)
+        monkeypatch.setattr(event_stream.Reader, "__init__", noted)
         port = int(server.url.rpartition(":")[2])
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
@@ -271,17 +271,17 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else(
             await loop.sock_sendall(slow, request.encode())
 
             async def is_there() -> bool:
-                return len(feed_listeners) == 1
+                return len(readers) == 1
 
             await until(is_there)
             async with streaming(session, f"{server.url}/api/watch/jobs") as quick:
                 await quick.next()
-                slow_one, _ = feed_listeners
+                slow_one, _ = readers
                 most = 0
                 for number in range(2_000):
-                    chunk = listener.event("jobs", f'{{"number":{number},"filling":"{"x" * 5_000}"}}')
-                    for each in feed_listeners:
-                        each.tell(chunk)
+                    chunk = event_stream.event("jobs", f'{{"number":{number},"filling":"{"x" * 5_000}"}}')
+                    for each in readers:
+                        each.send(chunk)
                     most = max(most, slow_one._waiting_bytes)
                     assert (await quick.next())[1]["number"] == number
                     if slow_one._end_reason:
@@ -299,8 +299,8 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else(
                     return len(server.coordinator.live._followers) == OF_OTHERS + 1
 
                 await until(is_gone)
-                quick_one = feed_listeners[1]
-                quick_one.tell(listener.event("jobs", '{"number":-1}'))
+                quick_one = readers[1]
+                quick_one.send(event_stream.event("jobs", '{"number":-1}'))
                 assert (await quick.next())[1]["number"] == -1
 
 
@@ -309,10 +309,10 @@ async def test_who_leaves_before_the_first_word_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watching: str
 ) -> None:
     asked, answered = asyncio.Event(), asyncio.Event()
-    serve = listener.Listener.serve
+    serve = event_stream.Reader.serve
 
     async def serve_once_it_has_left(
-        self: listener.Listener, request: web.Request, *rest: Any
+        self: event_stream.Reader, request: web.Request, *rest: Any
     ) -> web.StreamResponse:
         async def has_left() -> bool:
             return request.transport is None
@@ -324,7 +324,7 @@ async def test_who_leaves_before_the_first_word_is_no_error(
         finally:
             answered.set()
 
-    monkeypatch.setattr(listener.Listener, "serve", serve_once_it_has_left)
+    monkeypatch.setattr(event_stream.Reader, "serve", serve_once_it_has_left)
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
         register = f"{server.url}/api/JobService/RegisterJob"
         await ask(session, "POST", register, registration(), server.origin)
@@ -362,8 +362,8 @@ async def test_streams_end_when_the_coordinator_stops(tmp_path: Path) -> None:
 async def test_a_stream_without_news_shows_that_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "CHECK_S", 0.01)
-    monkeypatch.setattr(listener, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(event_stream, "CHECK_S", 0.01)
+    monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.02)
     async with (
         serving(tmp_path) as server,
         aiohttp.ClientSession() as session,

@@ -4,7 +4,7 @@ import { CallError, call, pages } from "./api.js";
 import { ControlsPanel } from "./controls_panel.js";
 import { el, say } from "./dom.js";
 import { EventsPanel } from "./events_panel.js";
-import { Feed } from "./feed.js";
+import { EventStream } from "./event_stream.js";
 import { FrontierPanel } from "./frontier_panel.js";
 import { IterationsPanel } from "./iterations_panel.js";
 import { JobModel } from "./job_model.js";
@@ -59,13 +59,13 @@ export class JobView {
 
   _watch(app) {
     this._hasEnded = false;
-    this._feed = new Feed(
+    this._stream = new EventStream(
       () => this._address(),
       ["updates"],
       (_, told) => this._take(told),
       (state) => {
         this._hasEnded = state.hasEnded;
-        app.onFeed(state);
+        app.onStream(state);
       },
       async () => (await app.mayGoOn()) && this._isThere(),
     );
@@ -74,7 +74,7 @@ export class JobView {
 
   close() {
     clearInterval(this._timer);
-    this._feed.close();
+    this._stream.close();
     this._timeline.close();
     this._ranks.close();
   }

@@ -1,7 +1,7 @@
 /** All jobs: what state they are in, and what they save. */
 
 import { el, put, say } from "./dom.js";
-import { Feed } from "./feed.js";
+import { EventStream } from "./event_stream.js";
 import { Feeds } from "./feeds.js";
 import * as n from "./numbers.js";
 import { cardTable, figure, numberCell, waiting } from "./panel.js";
@@ -41,17 +41,17 @@ export class JobsView {
       this._table,
     );
     this._table.hidden = true;
-    this._feed = new Feed(
+    this._stream = new EventStream(
       () => "api/watch/jobs",
       ["jobs"],
       (_, told) => this._take(told),
-      app.onFeed,
+      app.onStream,
       app.mayGoOn,
     );
   }
 
   close() {
-    this._feed.close();
+    this._stream.close();
     this._feeds.close();
   }
 

@@ -11,13 +11,13 @@ import * as n from "./numbers.js";
 const content = document.getElementById("content");
 const trail = document.getElementById("trail");
 const who = document.getElementById("who");
-const feedState = document.getElementById("feed-state");
+const streamState = document.getElementById("stream-state");
 
 const app = {
   session: null,
-  /** Told by a view's feed. */
-  onFeed: (state) => showFeed(state),
-  /** Asked by a feed before it is opened again: a session that has ended leads to the login. */
+  /** Told by a view's stream. */
+  onStream: (state) => showStream(state),
+  /** Asked by a stream before it is opened again: a session that has ended leads to the login. */
   mayGoOn: async () => {
     const found = await session.show();
     if (isLoggedIn(found)) return true;
@@ -28,12 +28,12 @@ const app = {
 };
 
 let view = null;
-let feed = null;
+let stream = null;
 let retrying = 0;
 
-document.addEventListener("session-ended", () => app.mayGoOn().catch(() => {})); // nobody answers: the feed says so
+document.addEventListener("session-ended", () => app.mayGoOn().catch(() => {})); // nobody answers: the stream says so
 window.addEventListener("hashchange", () => route(true));
-setInterval(() => feed && showFeed(feed), 1_000);
+setInterval(() => stream && showStream(stream), 1_000);
 start();
 
 async function start() {
@@ -96,23 +96,23 @@ function route(isMoved) {
 function show(next) {
   view?.close();
   view = next;
-  feed = null;
-  feedState.className = "feed";
-  say(feedState, "");
+  stream = null;
+  streamState.className = "stream";
+  say(streamState, "");
   document.title = `${next.title} · Perseus`;
   content.classList.remove("stale");
   put(content, next.element);
 }
 
-function showFeed(state) {
-  feed = state;
+function showStream(state) {
+  stream = state;
   const isStale = !state.isLive && !state.hasEnded;
-  feedState.className = `feed ${state.hasEnded ? "ended" : isStale ? "stale" : "live"}`;
+  streamState.className = `stream ${state.hasEnded ? "ended" : isStale ? "stale" : "live"}`;
   content.classList.toggle("stale", isStale && state.heardAt !== null);
-  if (state.hasEnded) say(feedState, "the run has ended");
-  else if (state.isLive) say(feedState, "live");
-  else if (state.heardAt === null) say(feedState, "connecting…");
-  else say(feedState, `stale since ${n.clock(state.heardAt)}, reconnecting…`);
+  if (state.hasEnded) say(streamState, "the run has ended");
+  else if (state.isLive) say(streamState, "live");
+  else if (state.heardAt === null) say(streamState, "connecting…");
+  else say(streamState, `stale since ${n.clock(state.heardAt)}, reconnecting…`);
 }
 
 function decoded(text) {

@@ -79,7 +79,7 @@ export class RanksPanel {
     try {
       this._told = await ranks(this._jobId);
     } catch (error) {
-      if (error instanceof CallError) return; // asked again soon; the feed says that nobody answers
+      if (error instanceof CallError) return; // asked again soon; the stream says that nobody answers
       throw error;
     }
     const [pipelines, stages, tensors] = this._told.shape;

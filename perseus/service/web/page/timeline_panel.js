@@ -130,7 +130,7 @@ export class TimelinePanel {
       const found = await call("JobService", "GetTimeline", { job_id: this._jobId, ...request });
       return found.entries?.length ? found : null;
     } catch (error) {
-      if (error instanceof CallError) return null; // none yet, or the feed says that nobody answers
+      if (error instanceof CallError) return null; // none yet, or the stream says that nobody answers
       throw error;
     }
   }

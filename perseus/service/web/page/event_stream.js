@@ -9,7 +9,7 @@
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8_000;
 
-export class Feed {
+export class EventStream {
   /**
    * @param {() => string} address where the stream is, asked anew for each connection
    * @param {string[]} names of the events wanted

@@ -1,0 +1,239 @@
+"""Streams of server-sent events: each made once for all its readers, and bounded for each of them."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+
+from aiohttp import ClientConnectionError, hdrs, web
+
+from perseus.service.api.statuses import MAPPED, STATUSES, unexpected
+from perseus.service.domain.errors import LimitReachedError
+from perseus.service.web.json_text import as_json
+
+HEARTBEAT_S = 15.0
+"""After so long without news a comment is sent: proxies keep the connection, and what is gone is noticed."""
+
+CHECK_S = 1.0
+"""How often it is looked whether a quiet reader may still read."""
+
+MAX_WAITING_BYTES = 4 * 2**20
+"""For one reader. The bytes themselves are the same for all readers of the same stream."""
+
+MAX_STREAMS = 512
+MAX_STREAMS_OF_ONE = 64
+
+_HEARTBEAT = b": \n\n"
+_HEADERS = {
+    hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
+    hdrs.CACHE_CONTROL: "no-store",
+    "X-Accel-Buffering": "no",  # proxies of that kind would hold it back
+}
+
+
+def event(name: str, data: str, event_id: str = "") -> bytes:
+    """Return a server-sent event; `data` is JSON on one line."""
+    head = f"id: {event_id}\n" if event_id else ""
+    return f"{head}event: {name}\ndata: {data}\n\n".encode()
+
+
+class Reader:
+    """One reader's end of a stream: the events that wait for it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._wake = asyncio.Event()
+        self._end_reason = ""
+        self._cut_off: Callable[[], None] | None = None
+
+    def send(self, chunk: bytes) -> None:
+        """Queue a chunk, unless the reader has ended; a reader that does not keep up is cut off."""
+        if self._end_reason:
+            return
+        if self._waiting_bytes + len(chunk) > MAX_WAITING_BYTES:
+            self._waiting.clear()
+            self._waiting_bytes = 0
+            self.end("READER_TOO_SLOW")
+            if self._cut_off is not None:
+                self._cut_off()  # it does not read: it would not get the event `end` either
+            return
+        self._waiting.append(chunk)
+        self._waiting_bytes += len(chunk)
+        self._wake.set()
+
+    def end(self, reason: str) -> None:
+        """End the stream for this reader, once it has read what waits."""
+        self._end_reason = self._end_reason or reason
+        self._wake.set()
+
+    async def serve(
+        self, request: web.Request, check: Callable[[], object], opening: AsyncIterator[bytes]
+    ) -> web.StreamResponse:
+        """Write the opening, and then what is queued, until either side ends the stream.
+
+        `check` raises AuthenticationError once the reader may read no more: called before every write, and
+        while nothing is written.
+        """
+        response = web.StreamResponse(headers=_HEADERS)
+        with suppress(ConnectionResetError, ClientConnectionError):  # it is gone, maybe before the first word
+            await response.prepare(request)
+            transport = request.transport
+            if transport is not None:
+                self._cut_off = transport.abort
+            try:
+                async for first in opening:
+                    check()
+                    await response.write(first)
+                while (chunk := await self._next(check)) is not None:
+                    check()
+                    await response.write(chunk)
+                reason = self._end_reason
+            except (ConnectionResetError, ClientConnectionError):
+                raise
+            except Exception as error:
+                reason = STATUSES[type(_mapped(error, request.path))].reason
+            await response.write(event("end", as_json({"reason": reason})))
+            await response.write_eof()
+        return response
+
+    async def _next(self, check: Callable[[], object]) -> bytes | None:
+        """Return what comes next, a heartbeat where nothing comes for long, None at the end."""
+        quiet_s = 0.0
+        while True:
+            if self._waiting:
+                chunk = self._waiting.popleft()
+                self._waiting_bytes -= len(chunk)
+                return chunk
+            if self._end_reason:
+                return None
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(CHECK_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                check()
+                quiet_s += CHECK_S
+                if quiet_s >= HEARTBEAT_S:
+                    return _HEARTBEAT
+
+
+class EventSource(Protocol):
+    """What a stream is made of."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """Yield what is new, as events; b"" where nothing is. Openings can be had from the first one on."""
+
+    def opening(self, after: tuple[int, int] | None) -> AsyncIterator[bytes]:
+        """Return what a new reader gets first, up to the last chunk yielded so far.
+
+        `after`: the run and the event after which the reader wants to begin, if it says so; run 0 is the
+        latest one.
+        """
+
+
+class EventStream:
+    """One source's events, sent to all readers."""
+
+    def __init__(self, name: str, source: EventSource) -> None:
+        self.user_count = 0  # readers, and those who wait until it is ready
+        self.end_reason = ""
+        self._name = name
+        self._source = source
+        self._readers: set[Reader] = set()
+        self._is_ready = asyncio.Event()
+        self._error: Exception | None = None
+        self._task = asyncio.create_task(self._run())
+
+    async def join(self, reader: Reader, after: tuple[int, int] | None) -> AsyncIterator[bytes]:
+        """Add a reader once the source is ready; return its opening, which the source's next chunk follows.
+
+        Raises:
+            Exception: the source failed.
+        """
+        await self._is_ready.wait()
+        if self._error is not None:
+            raise self._error
+        self._readers.add(reader)
+        if self.end_reason:
+            reader.end(self.end_reason)
+        return self._source.opening(after)
+
+    def leave(self, reader: Reader) -> None:
+        """Remove a reader."""
+        self._readers.discard(reader)
+
+    def end(self, reason: str) -> None:
+        """End the stream for all readers."""
+        self.end_reason = self.end_reason or reason
+        self._is_ready.set()
+        for reader in self._readers:
+            reader.end(self.end_reason)
+
+    async def close(self) -> None:
+        """Stop the source."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            async for chunk in self._source.chunks():
+                self._is_ready.set()
+                if chunk:
+                    for reader in self._readers:
+                        reader.send(chunk)
+            self.end("RUN_ENDED")
+        except Exception as error:
+            self._error = _mapped(error, self._name)
+            self.end(STATUSES[type(self._error)].reason)
+
+
+class EventStreams:
+    """The streams that somebody reads, by their names."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, EventStream] = {}
+        self._counts: dict[str, int] = {}  # of readers, by principal
+
+    @asynccontextmanager
+    async def reading(
+        self, principal: str, name: str, open_source: Callable[[], EventSource], after: tuple[int, int] | None
+    ) -> AsyncIterator[tuple[Reader, AsyncIterator[bytes]]]:
+        """For the length of a block: a reader of a stream and its opening; the first reader opens the source.
+
+        Raises:
+            LimitReachedError: the principal, or all together, would read too many.
+            CoordinatorError: the source failed, as for a job that does not exist.
+        """
+        own, total = self._counts.get(principal, 0) + 1, sum(self._counts.values()) + 1
+        for who, count, limit in ((principal, own, MAX_STREAMS_OF_ONE), ("everybody", total, MAX_STREAMS)):
+            if count > limit:
+                raise LimitReachedError(principal=who, what="event streams at once", limit=limit, found=count)
+        stream = self._streams.get(name)
+        if stream is None or stream.end_reason:
+            stream = self._streams[name] = EventStream(name, open_source())
+        reader = Reader()
+        stream.user_count += 1
+        self._counts[principal] = own
+        try:
+            yield reader, await stream.join(reader, after)
+        finally:
+            self._counts[principal] -= 1
+            if not self._counts[principal]:
+                del self._counts[principal]
+            stream.leave(reader)
+            stream.user_count -= 1
+            if not stream.user_count:
+                if self._streams.get(name) is stream:
+                    del self._streams[name]
+                await stream.close()
+
+    def end(self, reason: str) -> None:
+        """End all streams."""
+        for stream in self._streams.values():
+            stream.end(reason)
+
+
+def _mapped(error: Exception, where: str) -> Exception:
+    return error if isinstance(error, MAPPED) else unexpected(error, where)

@@ -31,8 +31,7 @@ from perseus.service.domain.model import JobState
 from perseus.service.domain.retention import Retention
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import NewRun
 from perseus.service.web.app import make_app
@@ -92,7 +91,7 @@ async def _serving(cluster: LiveCluster) -> AsyncIterator[str]:
     """Serve the page of a coordinator with this job, which goes on; yields its URL."""
     with TemporaryDirectory(prefix="perseus-pages-") as folder:
         store = await SqlStore.open(Path(folder) / "jobs.db")
-        job_solver, request_solver = JobLane(1, 60.0), RequestLane(1, 60.0)
+        job_solver, request_solver = WorkerPool(JOBS, 1, 60.0), WorkerPool(REQUESTS, 1, 60.0)
         coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
         try:
             await coordinator.start()

@@ -23,8 +23,7 @@ from perseus.service.domain.specification import (
 from perseus.service.job.rules import Rules
 from perseus.service.shell import live_runs
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 
 STAGES = 16
@@ -52,7 +51,7 @@ async def _measure(large_size: int, microbatches: int) -> tuple[float, float]:
     found: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         store = await SqlStore.open(Path(directory) / "perseus.db")
-        jobs, requests = JobLane(1, 60), RequestLane(1, 60)
+        jobs, requests = WorkerPool(JOBS, 1, 60), WorkerPool(REQUESTS, 1, 60)
         coordinator = Coordinator(store, jobs, requests, Rules(), Retention())
         await coordinator.start()
         running = asyncio.create_task(coordinator.run())

@@ -24,8 +24,7 @@ from perseus.service.domain.retention import Retention
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.web.app import make_app
 from perseus.service.web.collector import CoordinatorCollector
@@ -80,7 +79,7 @@ async def _serving(machines: Iterable[JobMachine], *, has_ranks: bool) -> AsyncI
     """Serve the metrics of a coordinator with these jobs; yields their URL."""
     with tempfile.TemporaryDirectory(prefix="perseus-scrape-") as folder:
         store = await SqlStore.open(Path(folder) / "jobs.db")
-        job_solver, request_solver = JobLane(1, 60.0), RequestLane(1, 60.0)
+        job_solver, request_solver = WorkerPool(JOBS, 1, 60.0), WorkerPool(REQUESTS, 1, 60.0)
         try:
             coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
             await coordinator.start()

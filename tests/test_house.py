@@ -194,8 +194,8 @@ HOUSE: Mapping[str, Room] = {
         "v1",
         needs=["alembic", "google", "numpy", "pydantic", "sqlalchemy"],
     ),
-    "service.storage.migrations": room("service.domain", "v1", needs=["alembic", "sqlalchemy", "structlog"]),
-    # What workers do, and the lanes that lead to them.
+    "service.storage.migrations": room(needs=["alembic", "sqlalchemy"]),
+    # What workers do, and the pools of them.
     "service.solving.fair_queue": pure(),
     "service.solving": room(
         "metrics.distribution",

@@ -41,9 +41,8 @@ from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.signals import NamedSignal
 from perseus.service.shell.tokens import Tokens, new_secret
 from perseus.service.signals.opening import open_source
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
 from perseus.service.solving.worker import Worker
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.watchdog import Watchdog
 from perseus.service.web.access import Access
@@ -199,14 +198,16 @@ async def running(
         stack.push_async_callback(store.close)
         percent = settings.solver_hull_tolerance_percent
         tolerance = None if percent is None else percent / 100
-        job_solver = JobLane(
+        job_solver = WorkerPool(
+            JOBS,
             settings.solver_processes,
             settings.solver_limit_s,
             hull_tolerance=tolerance,
             new_worker=new_worker,
         )
         stack.callback(job_solver.close)
-        request_solver = RequestLane(
+        request_solver = WorkerPool(
+            REQUESTS,
             settings.request_processes,
             settings.request_limit_s,
             hull_tolerance=tolerance,

@@ -22,9 +22,8 @@ from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import KINDS
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
-from perseus.service.shell import coordinator, pacing, power, writer
+from perseus.service.shell import answers, coordinator, pacing, power, writer
 from perseus.service.signals.csv_source import CsvSource
-from perseus.service.solving import job_lane
 from perseus.service.solving.worker import Answer, Worker, WorkError
 from perseus.solver import Pipeline, Plan, PlannedComputation, Schedule, SolverError, one_forward_one_backward
 from perseus.tls.channels import Channels
@@ -151,7 +150,6 @@ class ThreadWorker(Worker):
         return True
 
     def start(self) -> None:
-        self.generation += 1
         self.is_ready = True
 
     async def ready(self) -> None:
@@ -188,7 +186,7 @@ _IN_A_HURRY: Sequence[tuple[object, str, float]] = (
     (power, "PERIOD_S", 0.02),
     (pacing, "LEAST_BETWEEN_S", 0.05),
     (CsvSource, "period_s", 0.05),
-    (job_lane, "POINT_COUNT", 10),
+    (answers, "POINT_COUNT", 10),
 )
 """Less waiting where nothing happens, and fewer points of frontiers: they prove nothing."""
 

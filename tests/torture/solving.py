@@ -20,9 +20,8 @@ from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.model import EventFilter, JobState
 from perseus.service.domain.retention import Retention
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
 from perseus.service.solving.worker import Worker
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
 from perseus.v1 import event_pb2
@@ -72,11 +71,12 @@ async def fill(path: Path, job_count: int, microbatches: int) -> None:
 @asynccontextmanager
 async def _coordinator(
     path: Path, new_worker: Callable[[], Worker]
-) -> AsyncIterator[tuple[Coordinator, JobLane]]:
+) -> AsyncIterator[tuple[Coordinator, WorkerPool]]:
     store = await SqlStore.open(path)
     # The ranks are gone, and their leases must not run out before the last job is solved.
     rules = replace(Cluster(make_spec()).rules, lease_s=2 * _PATIENCE_S)
-    jobs, requests = JobLane(1, _PATIENCE_S, new_worker=new_worker), RequestLane(1, _PATIENCE_S)
+    jobs = WorkerPool(JOBS, 1, _PATIENCE_S, new_worker=new_worker)
+    requests = WorkerPool(REQUESTS, 1, _PATIENCE_S)
     coordinator = Coordinator(store, jobs, requests, rules, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
@@ -94,15 +94,15 @@ async def _coordinator(
 
 async def restarted(
     path: Path,
-    disturb: Callable[[JobLane], None] = lambda _: None,
+    disturb: Callable[[WorkerPool], None] = lambda _: None,
     new_worker: Callable[[], Worker] = Worker,
 ) -> Outcome:
     """Start a coordinator on a filled database, and wait until every job is solved or has given up."""
     began_s = time.monotonic()
-    async with _coordinator(path, new_worker) as (coordinator, lane):
+    async with _coordinator(path, new_worker) as (coordinator, pool):
         while True:
             for _ in range(_TURNS):
-                disturb(lane)
+                disturb(pool)
                 await asyncio.sleep(_TURN_S)
             views = [view for _, view in coordinator.jobs.jobs("", (), lambda view: view, has_details=False)]
             solved = [view for view in views if view.t_min_s and view.state is JobState.PLANNED]
@@ -124,8 +124,11 @@ class KillOnce:
         self._due_s: dict[str, float] = {}
         self.killed: set[str] = set()
 
-    def __call__(self, lane: JobLane) -> None:
-        for job_id, process_id in lane.busy_process_ids.items():
+    def __call__(self, pool: WorkerPool) -> None:
+        for job_id, problem in pool._problems.items():
+            if problem.worker is None or not problem.worker.is_ready:
+                continue
+            process_id = problem.worker.process_id
             due_s = self._due_s.setdefault(job_id, time.monotonic() + self._draw.uniform(0, 0.05))
             if job_id not in self.killed and time.monotonic() >= due_s and process_id is not None:
                 os.kill(process_id, signal.SIGKILL)

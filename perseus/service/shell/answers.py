@@ -22,7 +22,8 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.model import FaultyPart
 from perseus.service.shell.live_run import LiveRun, Machine
 from perseus.service.shell.writer import Work, Writer
-from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.work import POINT_COUNT
+from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.solver import LagError, Refinement, SolverError
 from perseus.v1 import event_pb2
@@ -48,7 +49,7 @@ class Runs(Protocol):
 class Answers:
     """Looks for what runs ask for, each in a task of its own."""
 
-    def __init__(self, runs: Runs, store: SqlStore, writer: Writer, solver: JobLane) -> None:
+    def __init__(self, runs: Runs, store: SqlStore, writer: Writer, solver: WorkerPool) -> None:
         self._runs = runs
         self._store = store
         self._writer = writer
@@ -82,14 +83,21 @@ class Answers:
         """Ask for the frontier that a run wants; a run has at most one problem at a time."""
         tell_retry = partial(self._tell_retry, run, machine)
         run.solving = self._begin(
-            self._solver.solve(run.job_id, wanted.problem, wanted.slow, tell_retry, wanted.set_latency_s)
+            self._solver.solve(
+                wanted.problem,
+                POINT_COUNT,
+                slow=wanted.slow,
+                set_latency_s=wanted.set_latency_s,
+                job_id=run.job_id,
+                on_retry=tell_retry,
+            )
         )
         run.solving.add_done_callback(partial(self._take_answer, run, machine, Solved, SolveFailed))
 
     def refine(self, run: LiveRun, machine: Machine, refinement: Refinement) -> None:
         """Ask for a plan that a run wants; it has no problem at that time."""
         tell_retry = partial(self._tell_retry, run, machine)
-        run.solving = self._begin(self._solver.refine(run.job_id, refinement, tell_retry))
+        run.solving = self._begin(self._solver.refine(refinement, run.job_id, tell_retry))
         taken = partial(Refined, refinement), partial(RefineFailed, refinement)
         run.solving.add_done_callback(partial(self._take_answer, run, machine, *taken))
 

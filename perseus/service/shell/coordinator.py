@@ -28,8 +28,7 @@ from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.signals import NamedSignal, Signals
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 
 log = structlog.get_logger(__name__)
@@ -69,8 +68,8 @@ class Coordinator:
     def __init__(
         self,
         store: SqlStore,
-        job_solver: JobLane,
-        request_solver: RequestLane,
+        job_solver: WorkerPool,
+        request_solver: WorkerPool,
         rules: Rules,
         retention: Retention,
         limits: Limits | None = None,

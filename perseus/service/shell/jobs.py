@@ -44,7 +44,7 @@ from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher
 from perseus.service.shell.writer import Work, Writer
-from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import JobDeleted, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
@@ -60,7 +60,7 @@ class Jobs:
     """All jobs, as clients see them. None but the awaited methods waits."""
 
     def __init__(
-        self, store: SqlStore, writer: Writer, solver: RequestLane, live: LiveRuns, quotas: Quotas
+        self, store: SqlStore, writer: Writer, solver: WorkerPool, live: LiveRuns, quotas: Quotas
     ) -> None:
         self._store = store
         self._writer = writer

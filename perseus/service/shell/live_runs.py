@@ -68,7 +68,7 @@ from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.live_run import LiveRun, Machine
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Work, Writer
-from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, EventEntry, JobEntry
 from perseus.v1 import event_pb2
@@ -127,7 +127,7 @@ class LiveRuns:
         self,
         store: SqlStore,
         writer: Writer,
-        solver: JobLane,
+        solver: WorkerPool,
         rules: Rules,
         clock: JobClock,
         rates_at: Callable[[str, float], Rates],

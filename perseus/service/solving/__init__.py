@@ -1,1 +1,1 @@
-"""Solving in worker processes: a lane for jobs, fair and patient, and one for callers, who may leave."""
+"""Solving in worker processes: a pool for jobs, fair and patient, and one for callers, who may leave."""

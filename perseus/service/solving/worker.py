@@ -12,6 +12,7 @@ import pickle
 import signal
 import threading
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 import structlog
 
-from perseus.solver import SolverError
+from perseus.solver import Frontier, SolverError
 
 Answer = TypeVar("Answer")
 
@@ -55,13 +56,14 @@ class Worker:
     """A process that is started anew whenever it is gone.
 
     Attributes:
-        generation: how many processes there were: what one of them remembers, the next one does not know.
+        known: frontiers that the process of now remembers, oldest first, by their addresses: no other comes
+            to be at the same address while one is kept here.
         is_ready: whether the process of now has started.
     """
 
     def __init__(self) -> None:
         """Start nothing yet: the process is started by `start`, or when there is something to do."""
-        self.generation = 0
+        self.known: OrderedDict[int, Frontier] = OrderedDict()
         self.is_ready = False
         self._process: SpawnProcess | None = None
         # Killed, and perhaps not ended yet.
@@ -164,7 +166,7 @@ class Worker:
         self._process.start()
         theirs.close()
         self.is_ready = False
-        self.generation += 1
+        self.known.clear()
 
     def _replace(self) -> None:
         # The connection is left to whichever thread still reads or writes it: that ends with the process.

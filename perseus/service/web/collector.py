@@ -104,12 +104,12 @@ class CoordinatorCollector:
         for name, is_known, failure_count in coordinator.signals.states():
             readings.put(names.SIGNAL_KNOWN, is_known, name)
             readings.put(names.SIGNAL_FAILURES, failure_count, name)
-        for name, lane in (("jobs", coordinator.job_solver), ("requests", coordinator.request_solver)):
-            readings.put(names.SOLVER_QUEUE, lane.waiting_count, name)
-            readings.put(names.SOLVER_BUSY, lane.busy_count, name)
-            readings.put(names.SOLVES, lane.tally.solved, name)
-            readings.put(names.SOLVER_FAILURES, lane.tally.failure_count, name)
-            readings.put(names.SOLVER_CRASHES, lane.tally.crash_count, name)
+        for name, pool in (("jobs", coordinator.job_solver), ("requests", coordinator.request_solver)):
+            readings.put(names.SOLVER_QUEUE, pool.waiting_count, name)
+            readings.put(names.SOLVER_BUSY, pool.busy_count, name)
+            readings.put(names.SOLVES, pool.solved, name)
+            readings.put(names.SOLVER_FAILURES, pool.failure_count, name)
+            readings.put(names.SOLVER_CRASHES, pool.crash_count, name)
 
     def _read_store(self, readings: Readings) -> None:
         writer = self._coordinator.writer

@@ -29,8 +29,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.shell import writer
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, rank_pb2
@@ -76,14 +75,9 @@ class _Context:
         return False
 
 
-class _UnusedJobLane(JobLane):
-    def __init__(self) -> None:
-        pass
-
-
-class _UnusedRequestLane(RequestLane):
-    def __init__(self) -> None:
-        pass
+def unused_solvers() -> tuple[WorkerPool, WorkerPool]:
+    """Return solvers without workers, for jobs and for requests."""
+    return WorkerPool(JOBS, 0, 60.0), WorkerPool(REQUESTS, 0, 60.0)
 
 
 def place(rank: Coordinates) -> rank_pb2.RankCoordinates:
@@ -247,7 +241,7 @@ async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.C
 
 async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
     store = await SqlStore.open(path)
-    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
+    coordinator = Coordinator(store, *unused_solvers(), RULES, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:
@@ -302,7 +296,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         await store.close()
     # What was stored can be loaded, and gone on with.
     again = await SqlStore.open(path)
-    restarted = Coordinator(again, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
+    restarted = Coordinator(again, *unused_solvers(), RULES, Retention())
     await restarted.start()
     assert said_by(restarted, THEIRS)[1:3] == before[1:3]
     await again.close()

@@ -25,7 +25,7 @@ from perseus.service.domain.records import JobRecord
 from perseus.service.job.course import Course
 from perseus.service.job.machine import JobMachine
 from perseus.service.settings import CoordinatorSettings
-from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.worker_pool import WorkerPool
 from perseus.solver import Computation, Frontier, Pipeline
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
@@ -112,14 +112,14 @@ def break_action(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve = JobLane.solve
+    solve = WorkerPool.solve
 
-    async def failing(self: JobLane, job_id: str, problem: Pipeline, *args: Any) -> Frontier:
+    async def failing(self: WorkerPool, problem: Pipeline, point_count: int, **options: Any) -> Frontier:
         if len(problem.schedule.orders[0]) == 2 * 3:
             raise BrokenError("no answer")
-        return await solve(self, job_id, problem, *args)
+        return await solve(self, problem, point_count, **options)
 
-    monkeypatch.setattr(JobLane, "solve", failing)
+    monkeypatch.setattr(WorkerPool, "solve", failing)
 
 
 async def trigger(client: Client, agent: FakeAgent) -> None:

@@ -26,9 +26,8 @@ from perseus.service.job.rules import Rules
 from perseus.service.shell import writer
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.jobs import LATEST
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
 from perseus.service.solving.work import solve_explaining
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.solver import Computation, Frontier, Pipeline
 from tests.service.service_fakes import FakeRank, make_spec
@@ -43,31 +42,24 @@ QUIET, FAULTY = "quiet", "faulty"
 ITERATIONS = 24
 
 
-class InlineSolver(JobLane):
+class InlineSolver(WorkerPool):
     """It remembers: the jobs are the same in every example."""
 
     _known: ClassVar[dict[bytes, Frontier]] = {}
 
-    def __init__(self) -> None:
-        pass
-
     async def solve(
         self,
-        job_id: str,
         problem: Pipeline,
-        slow: SlowPlan | None,
-        on_retry: object,
+        point_count: int,
+        *,
+        slow: SlowPlan | None = None,
         set_latency_s: float = 0.0,
+        **_: object,
     ) -> Frontier:
         key = pickle.dumps((problem, slow, set_latency_s))
         if key not in self._known:
             self._known[key] = solve_explaining(problem, 5, slow, set_latency_s)
         return self._known[key]
-
-
-class UnusedRequestLane(RequestLane):
-    def __init__(self) -> None:
-        pass
 
 
 class Dice:
@@ -186,7 +178,9 @@ class World:
 async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[object], JobState]:
     """Let both jobs live for a while, and return what was seen of the quiet one."""
     store = await SqlStore.open(path)
-    coordinator = Coordinator(store, InlineSolver(), UnusedRequestLane(), RULES, Retention())
+    coordinator = Coordinator(
+        store, InlineSolver(JOBS, 0, 60.0), WorkerPool(REQUESTS, 0, 60.0), RULES, Retention()
+    )
     await coordinator.start()
     writing = asyncio.create_task(coordinator.run())
     try:

@@ -21,7 +21,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.live_runs import _LARGE_SIZE
 from perseus.service.storage.sql_store import SqlStore
-from tests.service.api.test_mutated_requests import RULES, _UnusedJobLane, _UnusedRequestLane
+from tests.service.api.test_mutated_requests import RULES, unused_solvers
 
 
 def spec(microbatches: int, stages: int = 16) -> JobSpec:
@@ -44,7 +44,7 @@ async def test_a_large_job_is_made_beside_the_loop_and_once(
 
     monkeypatch.setattr(JobMachine, "__init__", noting)
     store = await SqlStore.open(tmp_path / "jobs.db")
-    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
+    coordinator = Coordinator(store, *unused_solvers(), RULES, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.worker_pool import WorkerPool
 from perseus.solver import Frontier, LagError, Plan, Refinement
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
@@ -31,16 +31,16 @@ async def test_the_exact_plan_of_a_worker_takes_the_place_of_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few points, what lies between them is far from exact."""
-    monkeypatch.setattr("perseus.service.solving.job_lane.POINT_COUNT", 3)
+    monkeypatch.setattr("perseus.service.shell.answers.POINT_COUNT", 3)
     made: list[tuple[Refinement, Plan]] = []
-    refine = JobLane.refine
+    refine = WorkerPool.refine
 
-    async def noting(self: JobLane, job_id: str, refinement: Refinement, on_retry: Any) -> Plan:
-        plan = await refine(self, job_id, refinement, on_retry)
+    async def noting(self: WorkerPool, refinement: Refinement, job_id: str, on_retry: Any) -> Plan:
+        plan = await refine(self, refinement, job_id, on_retry)
         made.append((refinement, plan))
         return plan
 
-    monkeypatch.setattr(JobLane, "refine", noting)
+    monkeypatch.setattr(WorkerPool, "refine", noting)
     async with connected(make_settings(tmp_path)) as client:
         agent = await reaching(client, job_pb2.JOB_STATE_PLANNED)
         policy = job_pb2.OperatingPolicy(max_slowdown_percent=7.0)
@@ -73,10 +73,10 @@ async def test_that_no_lag_explains_a_plan_is_told_and_the_job_goes_to_stock(
         "transfer_lag_s": 0.0,
     }
 
-    async def failing(*_: Any) -> Frontier:
+    async def failing(*_: Any, **__: Any) -> Frontier:
         raise LagError("no lag between stages explains it", **times_s)
 
-    monkeypatch.setattr(JobLane, "solve", failing)
+    monkeypatch.setattr(WorkerPool, "solve", failing)
     async with connected(make_settings(tmp_path)) as client:
         await reaching(client, job_pb2.JOB_STATE_STOCK)
         await client.finish()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from perseus.service.solving import job_lane
+from perseus.service.shell import answers
+from perseus.service.solving import worker_pool
 from perseus.service.solving.worker import Answer, WorkerDiedError
 from tests.service.grpc_fakes import ThreadWorker
 from tests.torture.solving import fill, restarted
@@ -16,7 +17,7 @@ from tests.torture.solving import fill, restarted
 
 @pytest.fixture(autouse=True)
 def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_lane, "POINT_COUNT", 10)
+    monkeypatch.setattr(answers, "POINT_COUNT", 10)
 
 
 class MortalWorker(ThreadWorker):
@@ -42,7 +43,7 @@ async def test_all_jobs_of_a_restarted_coordinator_are_planned(tmp_path: Path) -
 
 
 async def test_jobs_whose_solver_dies_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_lane, "LEAST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(worker_pool, "MIN_BACKOFF_S", 0.01)
     await fill(tmp_path / "jobs.db", 3, 2)
     worker = MortalWorker()
     outcome = await restarted(tmp_path / "jobs.db", new_worker=lambda: worker)

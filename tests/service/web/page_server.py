@@ -19,8 +19,7 @@ from perseus.service.api.power_service import PowerService
 from perseus.service.domain.retention import Retention
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.web.access import Access
 from perseus.service.web.app import make_app
@@ -69,8 +68,8 @@ async def serving(
     """Serve the page; `is_open`: nobody is asked who they are; `is_at_rest`: no lease runs."""
     store = await SqlStore.open(folder / "jobs.db")
     job_solver, request_solver = (
-        JobLane(1, 60.0, new_worker=ThreadWorker),
-        RequestLane(1, 60.0, new_worker=ThreadWorker),
+        WorkerPool(JOBS, 1, 60.0, new_worker=ThreadWorker),
+        WorkerPool(REQUESTS, 1, 60.0, new_worker=ThreadWorker),
     )
     try:
         coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())

@@ -1,4 +1,4 @@
-"""Both lanes, with workers that a test lets answer, die or wait: what ends a worker ends nothing else."""
+"""The pool under both policies, with workers that a test lets answer, die or wait."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -12,11 +12,10 @@ from perseus.service.domain.errors import (
     SolverCrashedError,
     SolverTimeoutError,
 )
-from perseus.service.solving import job_lane
-from perseus.service.solving.job_lane import JobLane
-from perseus.service.solving.request_lane import MOST_WAITING, RequestLane
+from perseus.service.solving import worker_pool
 from perseus.service.solving.work import POINT_COUNT, _frontiers, plan_of, refine, solve_explaining
 from perseus.service.solving.worker import Answer, Worker, WorkerDiedError, WorkError
+from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.solver import Frontier, Pipeline, SolverError, solve
 from tests.service.solving.problems import make_problem, until
 
@@ -29,18 +28,20 @@ class ScriptedWorker(Worker):
         self.asked: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self.answer: asyncio.Future[Any] | None = None
         self.works_itself = False
+        self.start_count = 0
 
     @property
     def process_id(self) -> int | None:
-        return self.generation or None
+        return self.start_count or None
 
     @property
     def is_alive(self) -> bool:
         return self.is_ready
 
     def start(self) -> None:
-        self.generation += 1
+        self.start_count += 1
         self.is_ready = True
+        self.known.clear()
         _frontiers.clear()
 
     async def ready(self) -> None:
@@ -109,13 +110,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def jobs(worker: ScriptedWorker, clock: Clock) -> JobLane:
-    return JobLane(1, 600.0, turn_s=60.0, clock=clock, draw=lambda: 0.0, new_worker=lambda: worker)
+async def jobs(worker: ScriptedWorker, clock: Clock) -> WorkerPool:
+    return WorkerPool(JOBS, 1, 600.0, clock=clock, draw=lambda: 0.0, new_worker=lambda: worker)
 
 
 @pytest.fixture
-def requests(worker: ScriptedWorker) -> RequestLane:
-    return RequestLane(1, 600.0, new_worker=lambda: worker)
+def requests(worker: ScriptedWorker) -> WorkerPool:
+    return WorkerPool(REQUESTS, 1, 600.0, new_worker=lambda: worker)
 
 
 @pytest.fixture
@@ -134,9 +135,10 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def solving(
-    lane: JobLane, job_id: str, problem: Pipeline = PROBLEMS[0], retries: Retries | None = None
+    pool: WorkerPool, job_id: str, problem: Pipeline = PROBLEMS[0], retries: Retries | None = None
 ) -> asyncio.Task[Frontier]:
-    return asyncio.create_task(lane.solve(job_id, problem, None, Retries() if retries is None else retries))
+    on_retry = Retries() if retries is None else retries
+    return asyncio.create_task(pool.solve(problem, POINT_COUNT, job_id=job_id, on_retry=on_retry))
 
 
 # ---------------------------------------------------------------------- jobs
@@ -145,12 +147,12 @@ def solving(
 async def test_what_is_asked_is_worked_on_with_the_tolerance_that_is_set(
     worker: ScriptedWorker, frontier: Frontier
 ) -> None:
-    jobs = JobLane(1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
-    requests = RequestLane(1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
+    jobs = WorkerPool(JOBS, 1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
+    requests = WorkerPool(REQUESTS, 1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
     problem, refinement = make_problem(), frontier.refinement(1.03 * frontier.t_min_s)
     for asked in (
-        jobs.solve("job", problem, None, Retries(), 0.001),
-        jobs.refine("job", refinement, Retries()),
+        jobs.solve(problem, POINT_COUNT, set_latency_s=0.001, job_id="job", on_retry=Retries()),
+        jobs.refine(refinement, "job", Retries()),
         requests.solve(problem, 5),
     ):
         task = asyncio.ensure_future(asked)
@@ -165,10 +167,10 @@ async def test_what_is_asked_is_worked_on_with_the_tolerance_that_is_set(
 
 
 async def test_an_exact_plan_makes_way_for_a_frontier_of_its_job(
-    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     refinement = frontier.refinement(1.03 * frontier.t_min_s)
-    refining = asyncio.create_task(jobs.refine("job", refinement, Retries()))
+    refining = asyncio.create_task(jobs.refine(refinement, "job", Retries()))
     await worker.begun()
     solved = solving(jobs, "job")
     await worker.begun(PROBLEMS[0])
@@ -179,23 +181,23 @@ async def test_an_exact_plan_makes_way_for_a_frontier_of_its_job(
 
 
 async def test_the_solvers_error_comes_back(
-    jobs: JobLane, requests: RequestLane, worker: ScriptedWorker
+    jobs: WorkerPool, requests: WorkerPool, worker: ScriptedWorker
 ) -> None:
     error = SolverError("no such thing", found="1")
-    for lane, problem in ((jobs, jobs.solve("job", PROBLEMS[0], None, Retries())), (requests, None)):
+    for pool, problem in ((jobs, jobs.solve(PROBLEMS[0], 1, job_id="job")), (requests, None)):
         asked = asyncio.ensure_future(problem or requests.solve(PROBLEMS[0], 1))
         await worker.begun()
         worker.end(error)
         with pytest.raises(SolverError, match="no such thing") as caught:
             await asked
         assert caught.value is error
-        assert (lane.tally.failure_count, lane.tally.crash_count) == (1, 0)
+        assert (pool.failure_count, pool.crash_count) == (1, 0)
 
 
 async def test_a_fault_of_the_solver_is_an_internal_error(
-    jobs: JobLane, requests: RequestLane, worker: ScriptedWorker
+    jobs: WorkerPool, requests: WorkerPool, worker: ScriptedWorker
 ) -> None:
-    for work in (jobs.solve("job", PROBLEMS[0], None, Retries()), requests.solve(PROBLEMS[0], 1)):
+    for work in (jobs.solve(PROBLEMS[0], 1, job_id="job"), requests.solve(PROBLEMS[0], 1)):
         asked = asyncio.ensure_future(work)
         await worker.begun()
         worker.end(WorkError("ZeroDivisionError: nobody thought of it"))
@@ -204,13 +206,13 @@ async def test_a_fault_of_the_solver_is_an_internal_error(
 
 
 async def test_a_problem_whose_worker_dies_is_solved_again(
-    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     retries = Retries()
     for _ in range(3):
         task = solving(jobs, "job", PROBLEMS[0], retries)
         await worker.begun()
-        assert jobs.busy_process_ids == {"job": worker.process_id}
+        assert (jobs.busy_count, jobs.waiting_count) == (1, 0)
         asked_count = len(worker.asked)
         worker.end(DIED)
         await until(lambda count=asked_count: len(worker.asked) > count)  # type: ignore[misc]
@@ -218,13 +220,13 @@ async def test_a_problem_whose_worker_dies_is_solved_again(
         assert await task is frontier
     assert [(count, delay_s) for _, count, delay_s in retries] == [(1, 0.0)] * 3
     assert "SIGKILL" in retries[0][0]
-    assert (jobs.tally.solved.count, jobs.tally.failure_count, jobs.tally.crash_count) == (3, 0, 3)
+    assert (jobs.solved.count, jobs.failure_count, jobs.crash_count) == (3, 0, 3)
 
 
 async def test_a_problem_that_ends_every_worker_is_given_up_and_no_other(
-    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier, monkeypatch: pytest.MonkeyPatch
+    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_lane, "MOST_CRASHES", 3)
+    monkeypatch.setattr(worker_pool, "MAX_CRASHES", 3)
     retries = Retries()
     poison = solving(jobs, "poison", PROBLEMS[1], retries)
     others = [solving(jobs, f"job-{number}") for number in range(3)]
@@ -240,10 +242,10 @@ async def test_a_problem_that_ends_every_worker_is_given_up_and_no_other(
 
 
 async def test_retries_wait_longer_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = JobLane(1, 600.0, draw=lambda: 1.0, clock=lambda: 0.0, new_worker=ScriptedWorker)
+    pool = WorkerPool(JOBS, 1, 600.0, draw=lambda: 1.0, clock=lambda: 0.0, new_worker=ScriptedWorker)
     waits_s: list[float] = []
     retries = Retries()
-    put = lane._queue.put
+    put = pool._queue.put
 
     def put_now(key: str, not_before_s: float = 0.0) -> None:
         waits_s.append(not_before_s)
@@ -252,30 +254,30 @@ async def test_retries_wait_longer_from_time_to_time(monkeypatch: pytest.MonkeyP
     async def die(*_arguments: object) -> Frontier:
         raise DIED
 
-    monkeypatch.setattr(lane._queue, "put", put_now)
-    monkeypatch.setattr(lane._workers[0], "run", die)
+    monkeypatch.setattr(pool._queue, "put", put_now)
+    monkeypatch.setattr(pool._workers[0], "run", die)
     with pytest.raises(SolverCrashedError):
-        await lane.solve("job", make_problem(), None, retries)
+        await pool.solve(make_problem(), POINT_COUNT, job_id="job", on_retry=retries)
     assert [delay_s for _, _, delay_s in retries] == [1, 2, 4, 8, 16, 32, 60]
     assert waits_s == [0, 1, 2, 4, 8, 16, 32, 60]
 
 
 async def test_a_worker_that_does_not_start_is_nobodys_fault(
-    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     retries = Retries()
     task = solving(jobs, "job", PROBLEMS[0], retries)
-    for asked_count in range(1, 2 * job_lane.MOST_CRASHES):
+    for asked_count in range(1, 2 * worker_pool.MAX_CRASHES):
         await until(lambda count=asked_count: len(worker.asked) == count)  # type: ignore[misc]
         worker.end(WorkerDiedError(1, is_of_its_work=False))
-    await until(lambda: len(worker.asked) == 2 * job_lane.MOST_CRASHES)
+    await until(lambda: len(worker.asked) == 2 * worker_pool.MAX_CRASHES)
     worker.end(frontier)
     assert await task is frontier
     assert retries == []
 
 
 async def test_a_large_problem_makes_way_for_small_ones(
-    quick_looks: None, jobs: JobLane, worker: ScriptedWorker, clock: Clock, frontier: Frontier
+    quick_looks: None, jobs: WorkerPool, worker: ScriptedWorker, clock: Clock, frontier: Frontier
 ) -> None:
     large = solving(jobs, "large", PROBLEMS[3])
     await worker.begun()
@@ -290,7 +292,7 @@ async def test_a_large_problem_makes_way_for_small_ones(
         assert await task is frontier
     await worker.begun(PROBLEMS[3])
     assert not large.done()
-    assert jobs._wanted["large"].turn_s == 120.0
+    assert jobs._problems["large"].turn_s == 120.0
     clock.now_s += 200.0  # alone, it just goes on
     await asyncio.sleep(0.05)
     worker.end(frontier)
@@ -298,7 +300,7 @@ async def test_a_large_problem_makes_way_for_small_ones(
 
 
 async def test_a_newer_problem_of_a_job_replaces_the_older(
-    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     older = solving(jobs, "job", PROBLEMS[0])
     await worker.begun()
@@ -313,36 +315,36 @@ async def test_a_newer_problem_of_a_job_replaces_the_older(
 
 
 async def test_a_problem_that_takes_longer_than_the_limit_fails(
-    quick_looks: None, jobs: JobLane, worker: ScriptedWorker, clock: Clock
+    quick_looks: None, jobs: WorkerPool, worker: ScriptedWorker, clock: Clock
 ) -> None:
     task = solving(jobs, "job")
     await worker.begun()
     clock.now_s += 600.0
     with pytest.raises(SolverTimeoutError, match="longer than 600 s"):
         await task
-    assert (jobs.tally.solved.count, jobs.tally.failure_count, jobs.tally.crash_count) == (0, 1, 0)
+    assert (jobs.solved.count, jobs.failure_count, jobs.crash_count) == (0, 1, 0)
 
 
 async def test_nothing_is_left_of_what_is_cancelled_at_any_moment(
-    jobs: JobLane, worker: ScriptedWorker, frontier: Frontier
+    jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     running = solving(jobs, "running")
     waiting = solving(jobs, "waiting")
     unborn = solving(jobs, "unborn")
     unborn.cancel()
     await worker.begun()
-    before = jobs.process_ids[0]
+    before = worker.process_id
     for task in (waiting, running):
         task.cancel()
     await asyncio.gather(running, waiting, unborn, return_exceptions=True)
-    assert jobs._wanted == {}
+    assert jobs._problems == {}
     assert len(jobs._queue) == 0
-    assert jobs.busy_process_ids == {}
-    assert jobs.process_ids[0] != before
+    assert (jobs.busy_count, jobs.waiting_count) == (0, 0)
+    assert worker.process_id != before
     # Just taken, and not begun.
     taken = solving(jobs, "taken")
     await asyncio.sleep(0)
-    assert jobs._wanted["taken"].attempt is not None
+    assert jobs._problems["taken"].attempt is not None
     taken.cancel()
     await asyncio.gather(taken, return_exceptions=True)
     again = solving(jobs, "taken")
@@ -362,7 +364,7 @@ class AnyFrontier:
 
 
 async def test_frontiers_go_to_a_worker_once_while_it_knows_them(
-    requests: RequestLane, worker: ScriptedWorker
+    requests: WorkerPool, worker: ScriptedWorker
 ) -> None:
     worker.works_itself = True
     frontiers: list[Any] = [AnyFrontier() for _ in range(7)]
@@ -384,26 +386,26 @@ async def test_frontiers_go_to_a_worker_once_while_it_knows_them(
 
 
 async def test_who_leaves_takes_the_worker_along(
-    requests: RequestLane, worker: ScriptedWorker, frontier: Frontier
+    requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     gone = asyncio.create_task(requests.solve(PROBLEMS[3], 1000))
     waiting = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
     leaving = asyncio.create_task(requests.solve(PROBLEMS[1], 3))
     await worker.begun()
-    before = requests.process_ids[0]
+    before = worker.process_id
     leaving.cancel()
     gone.cancel()
     await worker.begun(PROBLEMS[0])
     worker.end(frontier)
     assert await waiting is frontier
-    assert requests.process_ids[0] != before
+    assert worker.process_id != before
     with pytest.raises(asyncio.CancelledError):
         await gone
 
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_who_leaves_as_a_worker_comes_free_leaves_nothing(
-    requests: RequestLane, worker: ScriptedWorker, frontier: Frontier, turns: int
+    requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier, turns: int
 ) -> None:
     first = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
     leaving = asyncio.create_task(requests.solve(PROBLEMS[1], 3))
@@ -419,14 +421,14 @@ async def test_who_leaves_as_a_worker_comes_free_leaves_nothing(
 
 
 async def test_what_takes_too_long_is_ended() -> None:
-    lane = RequestLane(1, 0.02, new_worker=ScriptedWorker)
+    pool = WorkerPool(REQUESTS, 1, 0.02, new_worker=ScriptedWorker)
     with pytest.raises(SolverTimeoutError):
-        await lane.solve(PROBLEMS[0], 1000)
-    assert len(lane._idle) == 1
+        await pool.solve(PROBLEMS[0], 1000)
+    assert len(pool._idle) == 1
 
 
 async def test_a_dead_worker_fails_its_caller_and_not_the_next(
-    requests: RequestLane, worker: ScriptedWorker, frontier: Frontier
+    requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     doomed = asyncio.create_task(requests.solve(PROBLEMS[3], 1000))
     await worker.begun()
@@ -438,15 +440,15 @@ async def test_a_dead_worker_fails_its_caller_and_not_the_next(
     await worker.begun()
     worker.end(frontier)
     assert await following is frontier
-    tally = requests.tally
-    assert (tally.solved.count, tally.failure_count, tally.crash_count) == (1, 1, 1)
+    assert (requests.solved.count, requests.failure_count, requests.crash_count) == (1, 1, 1)
     assert (requests.busy_count, requests.waiting_count) == (0, 0)
 
 
 async def test_too_many_callers_are_refused(
-    requests: RequestLane, worker: ScriptedWorker, frontier: Frontier
+    requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
-    tasks = [asyncio.create_task(requests.solve(PROBLEMS[0], 3)) for _ in range(MOST_WAITING + 2)]
+    assert REQUESTS.max_waiting is not None
+    tasks = [asyncio.create_task(requests.solve(PROBLEMS[0], 3)) for _ in range(REQUESTS.max_waiting + 2)]
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0)
         if worker.answer is not None and not worker.answer.done():

@@ -83,11 +83,11 @@ STORE_COMMIT = _histogram("store_commit_seconds", "What commits took, from askin
 STORE_ENTRIES = _counter("store_entries", "Records written.")
 STORE_SIZE = _gauge("store_size_bytes", "Size of the database, as of the last minute.")
 
-SOLVER_QUEUE = _gauge("solver_queue", "Problems that wait for a solver's process.", "lane")
-SOLVER_BUSY = _gauge("solver_busy", "Problems that a solver's process is at.", "lane")
-SOLVES = _histogram("solver_seconds", "What problems took, from asking to the answer.", "lane")
-SOLVER_FAILURES = _counter("solver_failures", "Problems that came to nothing.", "lane")
-SOLVER_CRASHES = _counter("solver_crashes", "Solver's processes that died.", "lane")
+SOLVER_QUEUE = _gauge("solver_queue", "Problems that wait for a solver's process.", "pool")
+SOLVER_BUSY = _gauge("solver_busy", "Problems that a solver's process is at.", "pool")
+SOLVES = _histogram("solver_seconds", "What problems took, from asking to the answer.", "pool")
+SOLVER_FAILURES = _counter("solver_failures", "Problems that came to nothing.", "pool")
+SOLVER_CRASHES = _counter("solver_crashes", "Solver's processes that died.", "pool")
 
 SERVER = (
     SERVING,

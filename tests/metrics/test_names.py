@@ -23,7 +23,7 @@ BOUNDED = {
     "part": "enumeration",
     "outcome": "three",
     "reason": "enumeration",
-    "lane": "two",
+    "pool": "two",
     "job_id": "the newest 1,000",
     "feed": "those that are configured",
     "signal": "those that are configured",

@@ -86,7 +86,7 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
         assert value(samples, "perseus_telemetry_batches_total", outcome="taken") == agent.sequence
         assert value(samples, "perseus_agent_streams") == 1
         assert value(samples, "perseus_refusals_total", reason=reason) >= 1
-        assert value(samples, "perseus_solver_seconds_count", lane="jobs") >= 1
+        assert value(samples, "perseus_solver_seconds_count", pool="jobs") >= 1
         assert value(samples, "perseus_store_commit_seconds_count") > 0
         assert value(samples, "perseus_store_size_bytes") > 10_000
         assert value(samples, "perseus_coordinator_serving") == 1

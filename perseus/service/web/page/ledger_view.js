@@ -72,7 +72,7 @@ export class LedgerView {
       this._heardAt = Date.now();
       this._show(wanted, statement);
     }
-    this._app.onFeed({ isLive: Boolean(statement), hasEnded: false, heardAt: this._heardAt });
+    this._app.onStream({ isLive: Boolean(statement), hasEnded: false, heardAt: this._heardAt });
     this._timer = setTimeout(() => this._ask(), statement ? ASK_EVERY_MS : ASK_AGAIN_MS);
   }
 

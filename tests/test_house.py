@@ -67,7 +67,7 @@ HOUSE: Mapping[str, Room] = {
     "solver.study": pure("solver", needs=["igraph", "numpy"]),
     # The coordinator, from the values up to the process.
     "service": pure(),
-    "service.domain": pure("solver", "v1", needs=["google", "numpy"]),
+    "service.domain": pure("solver", "v1", needs=["google", "numpy", "pydantic"]),
     "service.job": pure(),
     "service.job.event_budget": pure("v1"),
     "service.job.journal": pure("service.domain", "service.job.event_budget", "v1", needs=["google"]),

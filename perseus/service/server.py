@@ -26,10 +26,8 @@ from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import AddressUnavailableError, TokenFileUnusableError
 from perseus.service.domain.ledger import Rates
-from perseus.service.domain.limits import Limits
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.profiling import ProfilingBudget
-from perseus.service.domain.retention import DAY_S, Retention
 from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.job.planning.guard import GuardRules
@@ -150,48 +148,25 @@ async def running(
     The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
     database fails); its error is raised when the block ends. `new_worker` makes each of the solver's workers.
     """
-    retention = Retention(
-        settings.keep_events_days * DAY_S,
-        settings.keep_event_count,
-        settings.keep_finished_days * DAY_S,
-        settings.keep_finished_count,
-        settings.keep_telemetry_days * DAY_S,
-        settings.keep_telemetry_count,
-        settings.keep_ledger_days * DAY_S,
-        settings.keep_budgets_days * DAY_S,
-        settings.keep_budget_count,
-    )
-    rates = Rates(settings.price_per_kwh, settings.intensity_g_per_kwh)
     rules = Rules(
-        settings.lease_s,
-        settings.baseline_iterations,
-        ProfilingRules(
-            settings.profile_iterations,
-            settings.profile_accuracy_percent / 100,
-            settings.profile_clocks,
-            ProfilingBudget(
-                settings.profile_budget_iterations,
-                settings.profile_budget_s,
-                settings.profile_budget_extra_s,
-                settings.profile_budget_j,
+        lease_s=settings.lease_s,
+        baseline_iterations=settings.baseline_iterations,
+        profiling=ProfilingRules(
+            iterations=settings.profile_iterations,
+            accuracy=settings.profile_accuracy_percent / 100,
+            most_clocks=settings.profile_clocks,
+            budget=ProfilingBudget(
+                iteration_count=settings.profile_budget_iterations,
+                time_s=settings.profile_budget_s,
+                extra_time_s=settings.profile_budget_extra_s,
+                extra_energy_j=settings.profile_budget_j,
             ),
         ),
-        GuardRules(
-            settings.guard_tolerance_percent / 100, settings.guard_iterations, settings.baseline_iterations
+        guard=GuardRules(
+            tolerance=settings.guard_tolerance_percent / 100,
+            iterations=settings.guard_iterations,
+            baseline_iterations=settings.baseline_iterations,
         ),
-    )
-    limits = Limits(
-        settings.limit_streams,
-        settings.limit_messages_per_s,
-        settings.limit_stream_messages_per_s,
-        settings.limit_jobs,
-        settings.limit_ranks,
-        settings.limit_computations,
-        settings.limit_solves,
-        settings.limit_solve_computations,
-        settings.limit_batch_rows,
-        settings.limit_message_bytes,
-        settings.limit_budgets,
     )
     async with contextlib.AsyncExitStack() as stack:
         store = await SqlStore.open(settings.database)
@@ -224,7 +199,15 @@ async def running(
             for name, some in settings.signals.items()
         ]
         coordinator = Coordinator(
-            store, job_solver, request_solver, rules, retention, limits, rates, feeds, signals
+            store,
+            job_solver,
+            request_solver,
+            rules=rules,
+            retention=settings,
+            limits=settings,
+            rates=Rates(settings.price_per_kwh, settings.intensity_g_per_kwh),
+            feeds=feeds,
+            signals=signals,
         )
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())

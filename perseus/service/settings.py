@@ -8,6 +8,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
+from perseus.service.domain.limits import MAX_SETTING, Limits
+from perseus.service.domain.retention import Retention
 from perseus.service.signal_settings import SignalSettings
 from perseus.tls.address import host_and_port
 from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
@@ -16,9 +18,6 @@ from perseus.tls.tokens import default_token_file
 
 if TYPE_CHECKING:
     from perseus.service.domain.power import Feed
-
-# What a double, a column and a field of the wire hold alike.
-_MOST = 2**53
 
 _by_tls = keeps_plaintext_here("tls_certificate", wanted="tls_certificate and tls_key", least_port=0)
 
@@ -65,15 +64,12 @@ class FeedSettings(BaseModel):
 
         return Feed(
             name,
-            self.limit_w if self.reference_w is None else self.reference_w,
-            self.ramp_down_w_per_s,
-            self.ramp_up_w_per_s,
-            self.limit_w,
-            self.default_w,
+            reference_w=self.limit_w if self.reference_w is None else self.reference_w,
+            **self.model_dump(exclude={"hosts", "reference_w", "fail_safe"}),
         )
 
 
-class CoordinatorSettings(BaseSettings):
+class CoordinatorSettings(Limits, Retention, BaseSettings):
     """How one coordinator runs."""
 
     model_config = SettingsConfigDict(env_prefix="PERSEUS_COORDINATOR_", extra="forbid", frozen=True)
@@ -139,7 +135,7 @@ class CoordinatorSettings(BaseSettings):
     )
     profile_clocks: int = Field(default=12, ge=2, le=1000, description="Clocks measured per stage, at most.")
     profile_budget_iterations: int = Field(
-        default=1000, ge=1, le=_MOST, description="Iterations that profiling may take."
+        default=1000, ge=1, le=MAX_SETTING, description="Iterations that profiling may take."
     )
     profile_budget_s: float = Field(default=math.inf, gt=0, description="Seconds that profiling may take.")
     profile_budget_extra_s: float = Field(
@@ -174,66 +170,6 @@ class CoordinatorSettings(BaseSettings):
     request_limit_s: float = Field(
         default=120.0, gt=0, description="Seconds that a client's solve or plan may take."
     )
-    limit_streams: int = Field(
-        default=16_384, ge=1, le=_MOST, description="Agents and watchers of one principal at once, at most."
-    )
-    limit_messages_per_s: float = Field(
-        default=20_000.0, ge=1, description="Messages a second that all agents of one principal may send."
-    )
-    limit_stream_messages_per_s: float = Field(
-        default=1_000.0, ge=1, description="Messages a second that one agent may send."
-    )
-    limit_jobs: int = Field(
-        default=1_024,
-        ge=1,
-        le=_MOST,
-        description="Jobs that one principal has registered and that live, at most.",
-    )
-    limit_ranks: int = Field(default=524_288, ge=1, le=_MOST, description="Ranks of these jobs, at most.")
-    limit_computations: int = Field(
-        default=1_048_576, ge=1, le=_MOST, description="Computations of the schedules of these jobs, at most."
-    )
-    limit_solves: int = Field(
-        default=8,
-        ge=1,
-        le=_MOST,
-        description="Solves and plans that one principal may wait for at once, and listings of the "
-        "ledger likewise.",
-    )
-    limit_solve_computations: int = Field(
-        default=8_192, ge=1, le=65_536, description="Computations of a problem that a client has solved."
-    )
-    limit_batch_rows: int = Field(
-        default=100_000, ge=1, le=1_000_000, description="Computations in one batch of telemetry, at most."
-    )
-    limit_message_bytes: int = Field(
-        default=4_194_304, ge=65_536, le=2**30, description="Bytes of one message, unpacked, at most."
-    )
-    keep_events_days: float = Field(default=90.0, gt=0, le=36_500, description="Days that events are kept.")
-    keep_event_count: int = Field(
-        default=100_000, ge=1, le=_MOST, description="Events kept of each run, at most."
-    )
-    keep_finished_days: float = Field(
-        default=90.0, gt=0, le=36_500, description="Days before only the report is left of a run that ended."
-    )
-    keep_finished_count: int = Field(
-        default=1_000,
-        ge=0,
-        le=_MOST,
-        description="Runs that ended and of which more is kept than the report, at most.",
-    )
-    keep_telemetry_days: float = Field(
-        default=30.0, gt=0, le=36_500, description="Days that it is known what telemetry an agent has sent."
-    )
-    keep_telemetry_count: int = Field(
-        default=100_000, ge=1, le=_MOST, description="Agents of which that is known, at most."
-    )
-    keep_ledger_days: float = Field(
-        default=1_100.0,
-        gt=0,
-        le=36_500,
-        description="Days that the ledger is kept, of ended and deleted jobs, too.",
-    )
     price_per_kwh: float | None = Field(
         default=None,
         ge=0,
@@ -251,18 +187,6 @@ class CoordinatorSettings(BaseSettings):
     )
     signals: dict[str, SignalSettings] = Field(
         default={}, description="Signals of carbon intensity and price by name, each with its source."
-    )
-    keep_budgets_days: float = Field(
-        default=90.0, gt=0, le=36_500, description="Days that power budgets are kept that have ended."
-    )
-    keep_budget_count: int = Field(
-        default=10_000, ge=1, le=_MOST, description="Power budgets kept that have ended, at most."
-    )
-    limit_budgets: int = Field(
-        default=256,
-        ge=1,
-        le=_MOST,
-        description="Power budgets of one principal that have not ended, at most.",
     )
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."

@@ -63,7 +63,7 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
             raise InvalidFieldError(
                 field="point_count", expected=f"0, or {LEAST_POINT_COUNT} to {MOST_POINT_COUNT}", found=count
             )
-        check_problem_size(request.problem, count, self._quotas.limits.solve_computations)
+        check_problem_size(request.problem, count, self._quotas.limits.limit_solve_computations)
         with self._quotas.solve(caller().name):
             problem = await asyncio.to_thread(problem_from_proto, request.problem)
             frontier = await self._jobs.solve(problem, count)

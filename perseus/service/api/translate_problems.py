@@ -265,7 +265,13 @@ def profiles_from_proto(
             fixed_s[key[:2]] = times_s[0]
         else:
             profiles[key] = tuple(
-                Measurement(m.clock_mhz, m.time_s, m.energy_j, m.time_se_s, m.energy_se_j)
+                Measurement(
+                    clock_mhz=m.clock_mhz,
+                    time_s=m.time_s,
+                    energy_j=m.energy_j,
+                    time_se_s=m.time_se_s,
+                    energy_se_j=m.energy_se_j,
+                )
                 for m in profile.measurements
             )
     return profiles, fixed_s

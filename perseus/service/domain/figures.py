@@ -22,10 +22,10 @@ class Totals:
     def with_iteration(self, iteration: JobIteration) -> "Totals":
         """Return them with one more."""
         return Totals(
-            self.regular_count + iteration.is_regular,
-            self.irregular_count + (not iteration.is_regular),
-            self.time_s + iteration.iteration_time_s + iteration.gap_time_s,
-            self.energy_j + sum(iteration.pipeline_energy_j) + iteration.gap_energy_j,
+            regular_count=self.regular_count + iteration.is_regular,
+            irregular_count=self.irregular_count + (not iteration.is_regular),
+            time_s=self.time_s + iteration.iteration_time_s + iteration.gap_time_s,
+            energy_j=self.energy_j + sum(iteration.pipeline_energy_j) + iteration.gap_energy_j,
         )
 
 

@@ -5,59 +5,93 @@ What a single stream may say is limited by itself. Whatever is beyond a limit is
 again where time helps; what comes too often is not refused but waits, and flow control lets its sender wait.
 """
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from perseus.service.domain.bounds import check_size
+from pydantic import BaseModel, ConfigDict, Field
+
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.specification import JobSpec
+
+if TYPE_CHECKING:  # settings are read where no solver is installed
+    from perseus.service.domain.specification import JobSpec
+
+MAX_SETTING = 2**53
+"""What a double, a column and a field of the wire hold alike."""
 
 ROWS_LIKE_A_MESSAGE = 1024
 """So many rows of telemetry count as one message more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of each principal, if nothing else is said.
+class Limits(BaseModel):
+    """Of each principal, as the operator sets them.
 
-    Attributes:
-        streams: agents and watchers at once.
-        messages_per_s: what all its agents may say, on average.
-        stream_messages_per_s: what one agent may say, on average.
-        jobs: that it has registered and that have not ended.
-        ranks, computations: of all these jobs, as they state them: a rank takes some 1.4 KB of memory, a
-            computation some 0.4 KB.
-        solves: problems and plans asked for by a client at once, waiting or being made; and as many listings
-            of the ledger.
-        solve_computations: of one such problem.
-        batch_rows: computations in one batch of telemetry.
-        message_bytes: of one message, unpacked.
-        budgets: power budgets that it has set and that have not ended.
+    Of the jobs' ranks and computations as they state them, a rank takes some 1.4 KB of memory, a computation
+    some 0.4 KB.
     """
 
-    streams: int = 16_384
-    messages_per_s: float = 20_000.0
-    stream_messages_per_s: float = 1_000.0
-    jobs: int = 1_024
-    ranks: int = 524_288
-    computations: int = 1_048_576
-    solves: int = 8
-    solve_computations: int = 8_192
-    batch_rows: int = 100_000
-    message_bytes: int = 4_194_304
-    budgets: int = 256
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def check_job(self, spec: JobSpec) -> None:
+    limit_streams: int = Field(
+        default=16_384,
+        ge=1,
+        le=MAX_SETTING,
+        description="Agents and watchers of one principal at once, at most.",
+    )
+    limit_messages_per_s: float = Field(
+        default=20_000.0, ge=1, description="Messages a second that all agents of one principal may send."
+    )
+    limit_stream_messages_per_s: float = Field(
+        default=1_000.0, ge=1, description="Messages a second that one agent may send."
+    )
+    limit_jobs: int = Field(
+        default=1_024,
+        ge=1,
+        le=MAX_SETTING,
+        description="Jobs that one principal has registered and that live, at most.",
+    )
+    limit_ranks: int = Field(
+        default=524_288, ge=1, le=MAX_SETTING, description="Ranks of these jobs, at most."
+    )
+    limit_computations: int = Field(
+        default=1_048_576,
+        ge=1,
+        le=MAX_SETTING,
+        description="Computations of the schedules of these jobs, at most.",
+    )
+    limit_solves: int = Field(
+        default=8,
+        ge=1,
+        le=MAX_SETTING,
+        description="Solves and plans that one principal may wait for at once, and listings of the "
+        "ledger likewise.",
+    )
+    limit_solve_computations: int = Field(
+        default=8_192, ge=1, le=65_536, description="Computations of a problem that a client has solved."
+    )
+    limit_batch_rows: int = Field(
+        default=100_000, ge=1, le=1_000_000, description="Computations in one batch of telemetry, at most."
+    )
+    limit_message_bytes: int = Field(
+        default=4_194_304, ge=65_536, le=2**30, description="Bytes of one message, unpacked, at most."
+    )
+    limit_budgets: int = Field(
+        default=256,
+        ge=1,
+        le=MAX_SETTING,
+        description="Power budgets of one principal that have not ended, at most.",
+    )
+
+    def check_job(self, spec: "JobSpec") -> None:
         """Refuse a job that is beyond the limits by itself: waiting helps nothing.
 
         Raises:
             InvalidFieldError: names the field.
         """
         spec.parallelism.check()
-        if spec.rank_count > self.ranks:
-            expected = f"at most {self.ranks} ranks, the limit for one principal"
+        if spec.rank_count > self.limit_ranks:
+            expected = f"at most {self.limit_ranks} ranks, the limit for one principal"
             raise InvalidFieldError(field="parallelism", expected=expected, found=spec.rank_count)
-        if spec.computation_count > self.computations:
-            expected = f"at most {self.computations} computations, the limit for one principal"
+        if spec.computation_count > self.limit_computations:
+            expected = f"at most {self.limit_computations} computations, the limit for one principal"
             raise InvalidFieldError(field="schedule", expected=expected, found=spec.computation_count)
 
     def check_rows(self, row_count: int) -> None:
@@ -66,7 +100,9 @@ class Limits:
         Raises:
             InvalidFieldError: names the field.
         """
-        check_size("computations.iteration", row_count, self.batch_rows)
+        from perseus.service.domain.bounds import check_size
+
+        check_size("computations.iteration", row_count, self.limit_batch_rows)
 
 
 class Bucket:

@@ -166,14 +166,19 @@ class Saving:
 def saving(period: Period, baseline: Period) -> Saving:
     """Hold a period against a stock baseline."""
     slowdown = _relative(
-        period.iteration_time_s,
-        period.iteration_time_se_s,
-        baseline.iteration_time_s,
-        baseline.iteration_time_se_s,
+        mean=period.iteration_time_s,
+        se=period.iteration_time_se_s,
+        reference=baseline.iteration_time_s,
+        reference_se=baseline.iteration_time_se_s,
     )
     has_energy = period.energy_j > 0 and baseline.energy_j > 0
     energy = (
-        _relative(period.energy_j, period.energy_se_j, baseline.energy_j, baseline.energy_se_j)
+        _relative(
+            mean=period.energy_j,
+            se=period.energy_se_j,
+            reference=baseline.energy_j,
+            reference_se=baseline.energy_se_j,
+        )
         if has_energy
         else None
     )

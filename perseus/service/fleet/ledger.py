@@ -19,7 +19,7 @@ geometrically.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 from perseus.service.domain.ledger import (
@@ -63,11 +63,11 @@ def statement(groups: Iterable[EnergyGroup], now: Rates) -> Statement:
         entries.append(
             LedgerEntry(
                 job_id,
-                deletion,
-                run_number,
-                min(group.first_hour for group in own) * HOUR_S,
-                (max(group.last_hour for group in own) + 1) * HOUR_S,
-                account(own),
+                deletion=deletion,
+                run_number=run_number,
+                start_time_s=min(group.first_hour for group in own) * HOUR_S,
+                end_time_s=(max(group.last_hour for group in own) + 1) * HOUR_S,
+                account=account(own),
             )
         )
     return Statement(tuple(entries), account(everything))
@@ -75,7 +75,9 @@ def statement(groups: Iterable[EnergyGroup], now: Rates) -> Statement:
 
 def account(groups: Sequence[EnergyGroup]) -> Account:
     """Add up groups; those of one run and baseline share the baseline's error."""
-    sums = EnergySums(*map(sum, zip(*(astuple(group.sums) for group in groups), strict=True)))
+    sums = EnergySums(
+        **{each.name: sum(getattr(group.sums, each.name) for group in groups) for each in fields(EnergySums)}
+    )
     energy_j, errors = _quantity(groups, lambda _rates: 1.0)
     cost, _ = _quantity(groups, lambda rates: _per_joule(rates.price_per_kwh))
     carbon_g, _ = _quantity(groups, lambda rates: _per_joule(rates.intensity_g_per_kwh))
@@ -153,7 +155,9 @@ def _quantity(
     if errors is None:
         return Quantity(math.fsum(used), saved), None
     se = errors.standard_error
-    return Quantity(math.fsum(used), saved, se, interval_factor(errors.freedom) * se), errors
+    return Quantity(
+        used=math.fsum(used), saved=saved, saved_se=se, saved_margin=interval_factor(errors.freedom) * se
+    ), errors
 
 
 def _errors(held: Iterable[_Held]) -> _Errors | None:

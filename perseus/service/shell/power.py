@@ -143,11 +143,11 @@ class Power:
         budget = Budget(
             wanted.budget_id,
             wanted.feed,
-            self._limit_w(wanted),
-            start_s,
-            wanted.end_s,
-            wanted.correlation_id,
-            wanted.ramp_w_per_s,
+            limit_w=self._limit_w(wanted),
+            start_s=start_s,
+            end_s=wanted.end_s,
+            correlation_id=wanted.correlation_id,
+            ramp_w_per_s=wanted.ramp_w_per_s,
         )
         others = (
             record

@@ -54,8 +54,8 @@ class Quotas:
         Raises:
             LimitReachedError: it would be too many.
         """
-        with self._one_more(principal, "streams at once", self.limits.streams) as account:
-            yield Pace(Bucket(self.limits.stream_messages_per_s), account.bucket, self._monotonic)
+        with self._one_more(principal, "streams at once", self.limits.limit_streams) as account:
+            yield Pace(Bucket(self.limits.limit_stream_messages_per_s), account.bucket, self._monotonic)
 
     def solve(self, principal: str) -> AbstractContextManager[object]:
         """For the length of a block: one problem, or plan, more.
@@ -63,7 +63,7 @@ class Quotas:
         Raises:
             LimitReachedError: it would be too many.
         """
-        return self._one_more(principal, "solves at once", self.limits.solves)
+        return self._one_more(principal, "solves at once", self.limits.limit_solves)
 
     def listing(self, principal: str) -> AbstractContextManager[object]:
         """For the length of a block: one listing of the ledger more. Nothing is stored while one is added up.
@@ -71,7 +71,7 @@ class Quotas:
         Raises:
             LimitReachedError: it would be too many.
         """
-        return self._one_more(principal, "ledger listings at once", self.limits.solves)
+        return self._one_more(principal, "ledger listings at once", self.limits.limit_solves)
 
     def check_job(self, principal: str, spec: JobSpec, others: Iterable[JobSpec]) -> None:
         """Refuse a job beside the others that a principal has.
@@ -87,9 +87,9 @@ class Quotas:
             job_count += 1
             rank_count += other.rank_count
             computation_count += other.computation_count
-        _check(principal, "jobs", job_count, limits.jobs)
-        _check(principal, "ranks", rank_count, limits.ranks)
-        _check(principal, "computations", computation_count, limits.computations)
+        _check(principal, "jobs", job_count, limits.limit_jobs)
+        _check(principal, "ranks", rank_count, limits.limit_ranks)
+        _check(principal, "computations", computation_count, limits.limit_computations)
 
     def check_budgets(self, principal: str, count: int) -> None:
         """Refuse a power budget where a principal has as many already.
@@ -97,7 +97,7 @@ class Quotas:
         Raises:
             LimitReachedError: it has.
         """
-        _check(principal, "power budgets that have not ended", count + 1, self.limits.budgets)
+        _check(principal, "power budgets that have not ended", count + 1, self.limits.limit_budgets)
 
     @contextmanager
     def _one_more(self, principal: str, what: str, limit: int) -> Iterator[_Account]:
@@ -112,7 +112,7 @@ class Quotas:
     def _account(self, principal: str) -> _Account:
         account = self._accounts.get(principal)
         if account is None:
-            account = self._accounts[principal] = _Account(Bucket(self.limits.messages_per_s))
+            account = self._accounts[principal] = _Account(Bucket(self.limits.limit_messages_per_s))
         return account
 
 

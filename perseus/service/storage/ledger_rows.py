@@ -34,7 +34,9 @@ def row_of(job_id: str, run_number: int, hour: EnergyHour) -> tuple[Any, ...]:
     Raises:
         UnstorableError: a figure is not finite, or a count beyond 64 bits.
     """
-    reference = hour.reference or Reference(NO_BASELINE, 0, 0.0, 0.0)
+    reference = hour.reference or Reference(
+        number=NO_BASELINE, iteration_count=0, energy_j=0.0, energy_m2=0.0
+    )
     price, intensity = astuple(hour.rates)
     sums = [
         integer(f"ledger.{name}", value) if isinstance(value, int) else figure(f"ledger.{name}", value)
@@ -94,13 +96,13 @@ def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
     return [
         EnergyGroup(
             row.job_id,
-            row.deletion,
-            row.run_number,
-            row.first_hour,
-            row.last_hour,
-            _reference(row),
-            _rates(row),
-            _sums(row),
+            deletion=row.deletion,
+            run_number=row.run_number,
+            first_hour=row.first_hour,
+            last_hour=row.last_hour,
+            reference=_reference(row),
+            rates=_rates(row),
+            sums=_sums(row),
         )
         for row in found
     ]
@@ -119,7 +121,10 @@ def _reference(row: Row[Any]) -> Reference | None:
     if row.baseline_number == NO_BASELINE:
         return None
     return Reference(
-        row.baseline_number, row.baseline_iteration_count, row.baseline_energy_j, row.baseline_energy_m2
+        number=row.baseline_number,
+        iteration_count=row.baseline_iteration_count,
+        energy_j=row.baseline_energy_j,
+        energy_m2=row.baseline_energy_m2,
     )
 
 
@@ -128,7 +133,7 @@ def _rates(row: Row[Any]) -> Rates:
 
 
 def _sums(row: Row[Any]) -> EnergySums:
-    return EnergySums(*(_number(getattr(row, name)) for name in _SUMS))
+    return EnergySums(**{name: _number(getattr(row, name)) for name in _SUMS})
 
 
 def _number(value: Any) -> Any:

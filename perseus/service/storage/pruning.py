@@ -156,7 +156,7 @@ class Pruner:
             return count
         excess = (
             self._connection.scalar(select(func.count()).select_from(table)) or 0
-        ) - retention.telemetry_count
+        ) - retention.keep_telemetry_count
         if excess <= 0:
             return 0
         oldest = self._connection.execute(

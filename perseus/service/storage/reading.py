@@ -310,7 +310,13 @@ def token_of(row: Row[Any]) -> Token:
 
 def _profile(stage: int, row: Row[Any]) -> StageProfile:
     by_key = dict(codecs.MEASUREMENTS.load(row.measurements))
-    return StageProfile(stage, row.clock_mhz, by_key, row.blocking_power_w, row.blocking_power_se_w)
+    return StageProfile(
+        stage=stage,
+        clock_mhz=row.clock_mhz,
+        measurements=by_key,
+        blocking_power_w=row.blocking_power_w,
+        blocking_power_se_w=row.blocking_power_se_w,
+    )
 
 
 def _iteration(row: Row[Any]) -> IterationRows:

@@ -14,9 +14,7 @@ from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
 from perseus.service.api.translate_problems import problem_to_proto
-from perseus.service.domain.limits import Limits
 from perseus.service.domain.statement import Statement
-from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.ledger import Ledger
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
@@ -45,14 +43,6 @@ from tests.service.solving.problems import large_problem
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_the_settings_defaults_are_the_limits() -> None:
-    fields = CoordinatorSettings.model_fields
-    limits = Limits()
-    assert {name: fields[f"limit_{name}"].default for name in limits.__slots__} == {
-        name: getattr(limits, name) for name in limits.__slots__
-    }
 
 
 async def refused_stream(client: Client) -> grpc.aio.AioRpcError:

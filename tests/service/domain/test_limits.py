@@ -60,7 +60,7 @@ def test_a_burst_passes_at_once_and_all_after_it_at_the_rate(rate: float, more: 
 
 
 def test_what_is_too_large_by_itself_names_its_field() -> None:
-    limits = Limits(ranks=8, computations=100, batch_rows=10)
+    limits = Limits(limit_ranks=8, limit_computations=100, limit_batch_rows=10)
     limits.check_job(make_spec(pipelines=4, stages=2, microbatches=25))
     with pytest.raises(InvalidFieldError, match=r"parallelism: expected at most 8 ranks.*found 10"):
         limits.check_job(make_spec(pipelines=5, stages=2, microbatches=1))

@@ -12,7 +12,7 @@ from perseus.service.domain.limits import Limits
 from perseus.service.shell.quotas import Quotas
 from tests.service.service_fakes import make_spec
 
-LIMITS = Limits(streams=3, solves=2, jobs=3, ranks=10, computations=60)
+LIMITS = Limits(limit_streams=3, limit_solves=2, limit_jobs=3, limit_ranks=10, limit_computations=60)
 
 
 @given(
@@ -39,7 +39,7 @@ def test_counts_are_what_is_open(steps: list[tuple[str, str | int]]) -> None:
             continue
         count = sum((one, name) == (kind, what) for one, name, _ in open_)
         stack = ExitStack()
-        most = LIMITS.streams if kind == "stream" else LIMITS.solves
+        most = LIMITS.limit_streams if kind == "stream" else LIMITS.limit_solves
         if count < most:
             stack.enter_context(of_kind[kind](what))
             open_.append((kind, what, stack))
@@ -66,7 +66,7 @@ def test_a_principals_jobs_count_together() -> None:
 
 def test_a_stream_is_as_fast_as_it_and_all_of_its_principal_may_be() -> None:
     now_s = 10.0
-    quotas = Quotas(Limits(messages_per_s=100, stream_messages_per_s=20), lambda: now_s)
+    quotas = Quotas(Limits(limit_messages_per_s=100, limit_stream_messages_per_s=20), lambda: now_s)
     with ExitStack() as stack:
         streams = [stack.enter_context(quotas.stream("a")) for _ in range(10)]
         other = stack.enter_context(quotas.stream("b"))

@@ -46,11 +46,18 @@ async def test_ended_budgets_go_by_age_and_count_and_others_never(database: Path
         BudgetRecord(Budget(f"b{n}", "default", 1.0, NOW_S, NOW_S + n), "r", "", NOW_S) for n in range(1, 6)
     ]
     await store.write([BudgetEntry(record) for record in [OPEN, *ended]])
-    assert await pruned(store, Retention(budget_count=1), NOW_S) == ["b1", "b2", "b3", "b4", "b5", "open"]
-    assert await pruned(store, Retention(budget_count=3), NOW_S + 5) == ["b3", "b4", "b5", "open"]
+    assert await pruned(store, Retention(keep_budget_count=1), NOW_S) == [
+        "b1",
+        "b2",
+        "b3",
+        "b4",
+        "b5",
+        "open",
+    ]
+    assert await pruned(store, Retention(keep_budget_count=3), NOW_S + 5) == ["b3", "b4", "b5", "open"]
     later_s = NOW_S + 4.5 + DAY_S
-    assert await pruned(store, Retention(budget_age_s=DAY_S), later_s) == ["b5", "open"]
-    assert await pruned(store, Retention(budget_age_s=DAY_S), later_s + 1000 * DAY_S) == ["open"]
+    assert await pruned(store, Retention(keep_budgets_days=1), later_s) == ["b5", "open"]
+    assert await pruned(store, Retention(keep_budgets_days=1), later_s + 1000 * DAY_S) == ["open"]
     await store.close()
 
 

@@ -120,7 +120,7 @@ async def test_an_archived_run_keeps_its_ledger_until_that_is_old_itself(store: 
     now_s = 1_000 * DAY_S
     old, new = (int((now_s - days * DAY_S) // HOUR_S) for days in (40, 20))
     await store.write([*finished("job", now_s - 10 * DAY_S), hour(old), hour(new)])
-    retention = Retention(finished_age_s=DAY_S, ledger_age_s=30 * DAY_S)
+    retention = Retention(keep_finished_days=1, keep_ledger_days=30)
     assert await prune(store, retention, now_s) == [("job", 1)]
     (found,) = await store.ledger(HourFilter())
     assert (found.first_hour, found.last_hour) == (new, new)

@@ -90,7 +90,7 @@ async def test_events_go_by_age_and_by_number_but_for_the_last(store: SqlStore) 
             *events("new", 5, NOW_S - DAY_S, first=6),
         ]
     )
-    await prune(store, Retention(event_age_s=2 * DAY_S, event_count=100))
+    await prune(store, Retention(keep_events_days=2, keep_event_count=100))
 
     async def left(job_id: str) -> list[int]:
         return [event.sequence for event in await store.events(job_id, 1, 0, 10_000)]
@@ -161,7 +161,7 @@ async def test_of_many_runs_that_ended_the_latest_are_kept(store: SqlStore) -> N
     for number in range(5):
         entries += finished(f"job-{number}", NOW_S - number)
     await store.write(entries)
-    assert await prune(store, Retention(finished_count=2)) == [("job-2", 1), ("job-3", 1), ("job-4", 1)]
+    assert await prune(store, Retention(keep_finished_count=2)) == [("job-2", 1), ("job-3", 1), ("job-4", 1)]
     await store.close()
 
 
@@ -177,9 +177,9 @@ async def test_agents_are_forgotten_by_the_time_of_their_last_word_and_by_number
         names = ["busy", *(f"agent-{number}" for number in (1, 2, 3, 4))]
         return [await store.telemetry_sequence(name) for name in names]
 
-    await prune(store, Retention(telemetry_age_s=2.5), now_s=4.0)
+    await prune(store, Retention(keep_telemetry_days=2.5 / DAY_S), now_s=4.0)
     assert await known() == [4, 0, 7, 7, 7]
-    await prune(store, Retention(telemetry_age_s=100, telemetry_count=2), now_s=4.0)
+    await prune(store, Retention(keep_telemetry_days=100 / DAY_S, keep_telemetry_count=2), now_s=4.0)
     assert (await known()).count(0) == 3
     assert await known() in ([4, 0, 0, 0, 7], [4, 0, 0, 7, 0])
     await store.close()
@@ -192,7 +192,7 @@ async def test_the_file_stops_growing_when_as_much_goes_as_comes(tmp_path: Path)
     sizes = []
     for number in range(12):
         await store.write(events("job", 1000, NOW_S, first=1 + 1000 * number))
-        await prune(store, Retention(event_count=2000))
+        await prune(store, Retention(keep_event_count=2000))
         sizes.append(path.stat().st_size)
     await store.close()
     assert sizes[-1] <= 1.1 * max(sizes[3:6])
@@ -202,7 +202,7 @@ async def test_the_file_stops_growing_when_as_much_goes_as_comes(tmp_path: Path)
 def test_a_run_is_due_if_it_is_old_or_more_than_enough_have_ended_after_it(
     times_s: list[float], count: int, age_s: float
 ) -> None:
-    retention = Retention(finished_count=count, finished_age_s=age_s)
+    retention = Retention(keep_finished_count=count, keep_finished_days=age_s / DAY_S)
     latest_first = sorted(times_s, reverse=True)
     kept = [t for n, t in enumerate(latest_first) if not retention.is_run_due(t, n, now_s=100.0)]
     assert len(kept) <= count

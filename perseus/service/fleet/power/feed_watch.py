@@ -63,7 +63,11 @@ class FeedWatch:
         goal_w, self._down_w_per_s = budgets.goal_w(some, self.feed, now_s)
         before_w = self.ceiling_w
         self.ceiling_w = budgets.moved_ceiling_w(
-            before_w, min(drawn_w, most_w), goal_w, (self._down_w_per_s, self.feed.ramp_up_w_per_s), elapsed_s
+            ceiling_w=before_w,
+            drawn_w=min(drawn_w, most_w),
+            goal=goal_w,
+            ramps_w_per_s=(self._down_w_per_s, self.feed.ramp_up_w_per_s),
+            elapsed_s=elapsed_s,
         )
         if before_w < self.ceiling_w < math.inf:
             self.rose_s = now_s

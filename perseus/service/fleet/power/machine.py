@@ -227,12 +227,19 @@ class FleetMachine:
                     planned_w = sum(job.point.power_w.values())
                 elif job.point is not None and job_id in event.outdated:
                     counted_w = job.drawn_w()
-                job.meter.take(now_s, event.duration_s, power_w, planned_w, job.iteration_time_s)
+                job.meter.take(
+                    now_s,
+                    event.duration_s,
+                    power_w,
+                    planned_w=planned_w,
+                    iteration_time_s=job.iteration_time_s,
+                )
             for feed, drawn_w in counted_w.items():
                 totals_w[feed] = totals_w.get(feed, 0.0) + drawn_w
         longest_s = max((job.iteration_time_s for job in self._jobs.values()), default=0.0)
         for name, watch in self._watches.items():
-            watch.take(now_s, event.duration_s, totals_w.get(name, 0.0), longest_s)
+            total_w = totals_w.get(name, 0.0)
+            watch.take(now_s, event.duration_s, total_w, longest_iteration_s=longest_s)
 
     def _on_tick(self, event: Tick, now_s: float) -> None:
         """Hold down who has no plans; what else time brings is looked at after every input."""

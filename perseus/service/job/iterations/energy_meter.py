@@ -47,7 +47,12 @@ class EnergyMeter:
         `baseline`: the report's latest one.
         """
         reference = (
-            Reference(baseline.number, baseline.iteration_count, baseline.energy_j, baseline.energy_m2)
+            Reference(
+                number=baseline.number,
+                iteration_count=baseline.iteration_count,
+                energy_j=baseline.energy_j,
+                energy_m2=baseline.energy_m2,
+            )
             if baseline is not None and baseline.energy_j > 0
             else None
         )

@@ -45,11 +45,12 @@ class Spending:
         extra_s = max(0.0, iteration.iteration_time_s - baseline.time_s)
         energy_j = math.fsum(iteration.pipeline_energy_j)
         self.cost = ProfilingCost(
-            self.cost.iteration_count + 1,
-            self.cost.time_s + iteration.iteration_time_s,
-            self.cost.extra_time_s + extra_s,
-            self.cost.energy_j + energy_j,
-            self.cost.extra_energy_j + (energy_j - baseline.energy_j if baseline.energy_j else 0.0),
+            iteration_count=self.cost.iteration_count + 1,
+            time_s=self.cost.time_s + iteration.iteration_time_s,
+            extra_time_s=self.cost.extra_time_s + extra_s,
+            energy_j=self.cost.energy_j + energy_j,
+            extra_energy_j=self.cost.extra_energy_j
+            + (energy_j - baseline.energy_j if baseline.energy_j else 0.0),
         )
         return extra_s
 

@@ -86,7 +86,13 @@ def merge(
         energy_j, energy_se_j = _mean(
             [_sum([(sample.energy_j, sample.energy_se_j) for sample in row]) for row in found]
         )
-        measurements[key] = Measurement(clock_mhz, time_s, energy_j, time_se_s, energy_se_j)
+        measurements[key] = Measurement(
+            clock_mhz=clock_mhz,
+            time_s=time_s,
+            energy_j=energy_j,
+            time_se_s=time_se_s,
+            energy_se_j=energy_se_j,
+        )
     told = [
         (estimate.blocking_power_w, estimate.blocking_power_se_w)
         for row in rows
@@ -94,10 +100,22 @@ def merge(
         if estimate.blocking_power_w is not None
     ]
     if not told:
-        return StageProfile(stage, clock_mhz, measurements, None, 0.0)
+        return StageProfile(
+            stage=stage,
+            clock_mhz=clock_mhz,
+            measurements=measurements,
+            blocking_power_w=None,
+            blocking_power_se_w=0.0,
+        )
     power_w, power_se_w = _mean(told)
     count = parallelism.tensor_count
-    return StageProfile(stage, clock_mhz, measurements, count * power_w, count * power_se_w)
+    return StageProfile(
+        stage=stage,
+        clock_mhz=clock_mhz,
+        measurements=measurements,
+        blocking_power_w=count * power_w,
+        blocking_power_se_w=count * power_se_w,
+    )
 
 
 def is_power_known(profiles: Iterable[StageProfile]) -> bool:
@@ -161,11 +179,11 @@ def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
         return at_high + share * (at_low - at_high)
 
     return Measurement(
-        clock_mhz,
-        between("time_s"),
-        between("energy_j"),
-        max(low.time_se_s, high.time_se_s),
-        max(low.energy_se_j, high.energy_se_j),
+        clock_mhz=clock_mhz,
+        time_s=between("time_s"),
+        energy_j=between("energy_j"),
+        time_se_s=max(low.time_se_s, high.time_se_s),
+        energy_se_j=max(low.energy_se_j, high.energy_se_j),
     )
 
 
@@ -259,7 +277,14 @@ def corrected(
                 own_ratio = newer_s[m.clock_mhz] / m.time_s if m.clock_mhz in newer_s else ratio
                 newer = replace(m, time_s=own_ratio * m.time_s, energy_j=own_ratio * m.energy_j)
                 entry = found.setdefault(
-                    (stage, m.clock_mhz), StageProfile(stage, m.clock_mhz, {}, None, 0.0)
+                    (stage, m.clock_mhz),
+                    StageProfile(
+                        stage=stage,
+                        clock_mhz=m.clock_mhz,
+                        measurements={},
+                        blocking_power_w=None,
+                        blocking_power_se_w=0.0,
+                    ),
                 )
                 found[stage, m.clock_mhz] = replace(entry, measurements={**entry.measurements, key: newer})
         for profile in own:

@@ -138,11 +138,6 @@ def figures(field: str, values: Sequence[float]) -> Sequence[float]:
     return values
 
 
-def text(value: str) -> str:
-    """Return a text without the one character that not every engine stores."""
-    return value.replace("\0", "\N{REPLACEMENT CHARACTER}")
-
-
 SPEC: Json[JobSpec] = Json("spec", JobSpec)
 REGISTRATIONS: Json[tuple[Registration, ...]] = Json("registrations", tuple[Registration, ...])
 NO_REGISTRATIONS = REGISTRATIONS.dump(())

@@ -17,6 +17,9 @@ _FIELDS = {
 }
 """The field of an event for each message of details."""
 
+_TYPES = {kind: name.removeprefix("JOB_EVENT_TYPE_").lower() for name, kind in event_pb2.JobEventType.items()}
+"""The field of each type's details, unless several types share them, or it has none."""
+
 
 class Journal:
     """Commands of one input, in order; of records with the same key only the last.
@@ -75,10 +78,9 @@ class Journal:
             type=kind,
             message=message,
         )
-        own_field = event_pb2.JobEventType.Name(kind).removeprefix("JOB_EVENT_TYPE_").lower()
-        field = None if details is None else _FIELDS[details.DESCRIPTOR.full_name]
-        # Types that share their details have no field of their own.
-        assert field == own_field or own_field not in _FIELDS.values(), f"{own_field} has no {field}"
+        own_field, field = _TYPES[kind], None if details is None else _FIELDS[details.DESCRIPTOR.full_name]
+        is_shared = own_field not in _FIELDS.values() and field not in _TYPES.values()
+        assert field == own_field or is_shared, f"{own_field} does not go with {field}"
         if details is not None and field is not None:
             getattr(event, field).CopyFrom(details)
         self._commands.append(Announce(event))

@@ -62,7 +62,9 @@ def test_an_event_has_its_number_its_time_and_the_details_of_its_type(
     ("kind", "details"),
     [
         (event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.SolveFailed()),
+        (event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.Stall()),
         (event_pb2.JOB_EVENT_TYPE_SOLVED, None),
+        (event_pb2.JOB_EVENT_TYPE_STALLED, event_pb2.Solved()),
     ],
 )
 def test_a_type_goes_with_no_other_details(

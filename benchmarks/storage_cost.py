@@ -146,7 +146,7 @@ class ByHand:
 
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, isolation_level=None)
-        for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+        for pragma in ("journal_mode = WAL", "synchronous = FULL"):
             self._connection.execute(f"PRAGMA {pragma}")
         self._connection.executescript(self.SCHEMA)
         self._rank, self._period = TypeAdapter(Rank), TypeAdapter(Period)

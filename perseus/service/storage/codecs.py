@@ -34,7 +34,7 @@ T = TypeVar("T")
 VERSION = 1
 """Of the documents that are written here, and the only one that is read."""
 
-_BEGINNING = re.compile(r"\[([0-9]+),")
+_BEGINNING = re.compile(r"\s*\[\s*([0-9]+)\s*,")
 """Of a document: its version."""
 
 _MAX_INTEGER = 2**63 - 1

@@ -117,7 +117,7 @@ def database_name(database: Path | str) -> str:
 
 
 def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
-    """Open a database, and hold it.
+    """Open a database, and hold it if it is not only read.
 
     Args:
         database: the path of a SQLite file, made if it isn't there, or postgresql://….

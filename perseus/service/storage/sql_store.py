@@ -70,8 +70,6 @@ class SqlStore:
         self._reader = reader
         self._reader_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-reader")
         self._connection = opened.connection
-        for thread in (self._thread, self._reader_thread):
-            thread.submit(int).result()  # begun with the store, and not by whoever asks first
         with self._connection.begin():
             migrate(self._connection, opened.name)
             self._commit_number = _create_state(self._connection)

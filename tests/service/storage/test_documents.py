@@ -63,7 +63,7 @@ def change(path: Path, table: str, column: str, changed: Callable[[Any], Any]) -
         for (text,) in found:
             connection.execute(
                 f"UPDATE {table} SET {column} = ? WHERE {column} = ?",
-                (json.dumps(changed(json.loads(text))), text),
+                (json.dumps(changed(json.loads(text)), indent=1), text),
             )
     connection.close()
 

@@ -32,7 +32,14 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     database: Path | str = tmp_path_factory.mktemp("events") / "jobs.db"
     if request.param == "postgresql":
         database = request.getfixturevalue("postgresql_server").new_database()
-    opened = asyncio.run(SqlStore.open(database))
+
+    async def open_it() -> SqlStore:
+        store = await SqlStore.open(database)
+        await store.write([])
+        await store.run_numbers("job")  # its threads begin here, and not in a test
+        return store
+
+    opened = asyncio.run(open_it())
     yield opened
     asyncio.run(opened.close())
 

@@ -53,9 +53,10 @@ class _Agent:
     principal: Principal = ANYBODY
     received_sequence: int = 0
     is_greeted: bool = False
-    job_ids: set[str] = field(default_factory=set)
-    gpus: dict[Place, Gpu] = field(default_factory=dict)
-    """Of the ranks that it joined: the GPU that it said last."""
+    ranks: dict[str, set[Coordinates]] = field(default_factory=dict)
+    """By job, those that it joined and that have not left."""
+    gpus: dict[str, tuple[Place, Gpu]] = field(default_factory=dict)
+    """By UUID, the rank that it joined last on that GPU."""
 
 
 class Agents:
@@ -222,8 +223,8 @@ class Agents:
             raise
         self._gpus.put(principal.name, job_id, event.rank, event.gpu.uuid)
         if agent is not None:
-            agent.job_ids.add(job_id)
-            agent.gpus[job_id, event.rank] = event.gpu
+            agent.ranks.setdefault(job_id, set()).add(event.rank)
+            agent.gpus[event.gpu.uuid] = (job_id, event.rank), event.gpu
 
     def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
         """Take what an agent says of a rank.
@@ -234,6 +235,11 @@ class Agents:
         """
         run = self._live.find(job_id)
         self._live.handle(run, event)
+        agent = self._agents.get(event.instance_id)
+        if isinstance(event, RankLeft) and agent is not None and job_id in agent.ranks:
+            agent.ranks[job_id].discard(event.rank)
+            if not agent.ranks[job_id]:
+                del agent.ranks[job_id]
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
         """Take what an agent says of a rank's GPU.
@@ -262,7 +268,7 @@ class Agents:
             return {}
         return {
             gpu.uuid: JoinedGpu(place[0], gpu.model)
-            for place, gpu in agent.gpus.items()
+            for place, gpu in agent.gpus.values()
             if self._gpus.is_last_on(agent.principal.name, place, gpu.uuid)
         }
 
@@ -338,6 +344,9 @@ class Agents:
         return self._live.read(run, lambda machine: machine.is_on_gpu(rank, gpu_uuid), FaultyPart.MACHINE)
 
     def _tell_jobs(self, agent: _Agent, event: Input) -> None:
-        for job_id in agent.job_ids:
-            if run := self._live.get(job_id):
+        for job_id in list(agent.ranks):
+            run = self._live.get(job_id)
+            if run is not None and run.machine.has_live_rank:
                 self._live.handle(run, event)
+            else:
+                del agent.ranks[job_id]

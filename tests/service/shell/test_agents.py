@@ -1,0 +1,98 @@
+"""Agents and the jobs that they serve."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from perseus.service.domain.inputs import AgentDisconnected, AgentHeard, Input, RankJoined, RankLeft
+from perseus.service.domain.model import RankLeftReason
+from perseus.service.domain.specification import Coordinates
+from perseus.service.fleet.power.feeds import Feeds
+from perseus.service.shell.agents import Agents
+from tests.service import service_fakes
+
+RANK = Coordinates(0, 0, 0)
+
+
+@dataclass
+class Jobs:
+    """The runs of jobs of one rank, which is live until its agent says that it has left."""
+
+    handled: list[tuple[str, Input]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.runs: dict[str, Any] = {}
+        self.ports: dict[str, object] = {}
+        self.epoch = "epoch"
+
+    def get(self, job_id: str) -> Any:
+        return self.runs.get(job_id)
+
+    def find(self, job_id: str) -> Any:
+        registrations = SimpleNamespace(is_owner=lambda owner: True)
+        machine = SimpleNamespace(registrations=registrations, has_live_rank=False)
+        return self.runs.setdefault(job_id, SimpleNamespace(job_id=job_id, machine=machine))
+
+    def tick_run(self, run: Any) -> None:
+        pass
+
+    def read(self, run: Any, ask: object, part: object) -> bool:
+        return False  # it has left its GPU
+
+    def handle(self, run: Any, event: Input) -> None:
+        self.handled.append((run.job_id, event))
+        if isinstance(event, RankJoined | RankLeft):
+            run.machine.has_live_rank = isinstance(event, RankJoined)
+
+
+class Store:
+    def instance_key(self, instance_id: str) -> str:
+        return "key"
+
+    async def telemetry_principal(self, instance_id: str) -> str:
+        return ""
+
+    async def telemetry_sequence(self, instance_id: str) -> int:
+        return 0
+
+    async def flush(self) -> None:
+        pass
+
+
+async def greeted(jobs: Jobs) -> tuple[Agents, Any]:
+    store, port = cast(Any, Store()), cast(Any, SimpleNamespace())
+    agents = Agents(store, store, cast(Any, jobs), Feeds())
+    await agents.greet("agent", port)
+    return agents, port
+
+
+def join(agents: Agents, job_id: str) -> None:
+    gpu = service_fakes.make_gpu(RANK)
+    agents.join(job_id, RankJoined(RANK, "agent", "host", gpu, 0, "", 0, 0))
+
+
+async def test_a_heartbeat_feeds_none_of_a_thousand_jobs_that_have_finished() -> None:
+    jobs = Jobs()
+    agents, _ = await greeted(jobs)
+    for number in range(1000):
+        join(agents, f"job-{number}")
+        agents.tell(f"job-{number}", RankLeft(RANK, "agent", RankLeftReason.FINISHED))
+    for job_id in ("lives", "lives, too"):
+        join(agents, job_id)
+    jobs.handled.clear()
+    agents.hear("agent")
+    assert jobs.handled == [(job_id, AgentHeard("agent")) for job_id in ("lives", "lives, too")]
+
+
+async def test_a_job_without_a_live_rank_is_forgotten_however_it_came_to_that() -> None:
+    jobs = Jobs()
+    agents, port = await greeted(jobs)
+    for job_id in ("deleted", "lost", "lives"):
+        join(agents, job_id)
+    del jobs.runs["deleted"]
+    jobs.runs["lost"].machine.has_live_rank = False
+    jobs.handled.clear()
+    agents.hear("agent")
+    jobs.runs["lost"].machine.has_live_rank = True  # served by another agent now
+    agents.part("agent", port, is_goodbye=False)
+    assert jobs.handled == [("lives", AgentHeard("agent")), ("lives", AgentDisconnected("agent"))]

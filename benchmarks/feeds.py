@@ -1,7 +1,7 @@
 """What 64 power feeds with 500 jobs keep the event loop from, second by second.
 
-The coordinator's power task itself runs, in real seconds, on jobs and agents that are made up: every job ends an
-iteration and every agent tells what its GPUs draw each second. What adding up the agents' readings costs is
+The coordinator's power task itself runs, in real seconds, on made-up jobs and agents: every second each job
+ends an iteration, and each agent reports what its GPUs draw. What adding up the agents' readings costs is
 measured by `benchmarks.power_readings`. Figures are CPU time, so other processes don't count.
 """
 
@@ -173,8 +173,8 @@ def run() -> Sequence[Table]:
                 Column("longest turn of the loop [CPU ms]", ".1f"),
             ),
             tuple(rows),
-            f"Every other job is on two feeds. Each limit is {LIMIT_PERCENT} % of what its feed draws without, "
-            f"power varies by {100 * _NOISE:.0f} % from second to second, and every job changes every second.",
+            f"Every other job is on two feeds. Limits are {LIMIT_PERCENT} % of what feeds draw without them. "
+            f"Power varies by {100 * _NOISE:.0f} % from second to second; every job changes every second.",
         )
     ]
 
@@ -199,7 +199,7 @@ async def _measure(
     longest_s = 0.0
     while time.monotonic() < began_s + MEASURED_S:
         before_s = time.thread_time()
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
         longest_s = max(longest_s, time.thread_time() - before_s)
     wall_s = time.monotonic() - began_s
     loop_s, all_s = time.thread_time() - loop_s, time.process_time() - all_s

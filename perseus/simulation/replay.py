@@ -322,7 +322,7 @@ class _Replayer:
     def _next_s(self, now_s: float) -> float:
         """Return when the step ends: before anything that is known to happen."""
         wake_s = self._machine.wake_s(now_s)
-        is_fine = now_s < self._fine_until_s or self._is_moving(now_s)
+        is_fine = now_s < self._fine_until_s or self._is_moving()
         times_s = [
             now_s + (_FINE_S if is_fine else _COARSE_S),
             self._fleet.end_s,
@@ -343,8 +343,8 @@ class _Replayer:
             times_s += [time_s for time_s, _ in running.told]
         return min(time_s for time_s in times_s if time_s > now_s + 1e-6)
 
-    def _is_moving(self, now_s: float) -> bool:
-        return any(self._machine.status(name, now_s).in_transition for name in self._machine.feeds)
+    def _is_moving(self) -> bool:
+        return any(status.in_transition for status in self._machine.statuses.values())
 
     def _draw(self, now_s: float, until_s: float) -> None:
         """Let time pass, and tell what was drawn."""

@@ -1,14 +1,14 @@
 """Power budgets: what clients ask of them, and the one task that keeps them.
 
 Once a second the fleet's machine (`fleet.power.machine`) is told what has changed of jobs and what they draw,
-and jobs (`powered_jobs`) are told the paces and ceilings that it wants.
+in a thread, as an allocation over many jobs takes long; and jobs (`powered_jobs`) are told the paces and
+ceilings that it wants.
 
 A fault in it is logged, and the fleet begun anew from the budgets that were accepted; jobs keep their paces.
 """
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -87,9 +87,10 @@ class Power:
         self._records: dict[str, BudgetRecord] = {}
         self._fleet = FleetMachine(feeds.all())
         self._jobs = PoweredJobs(live, feeds)
+        self._statuses: Mapping[str, FeedStatus] = {}
         self._is_urgent: dict[str, bool] = {}
         # What the fleet is to be told with the next look, which is at once if there is any.
-        self._inbox: deque[Input] = deque()
+        self._inbox: list[Input] = []
         self._has_news = asyncio.Event()
         self._readers: set[asyncio.Event] = set()
         self._end: Exception | None = None
@@ -100,6 +101,7 @@ class Power:
             for record in [found] if isinstance(found, BudgetRecord) else self._in_its_place(found):
                 self._records[record.budget.budget_id] = record
         self._begin()
+        await self._tell_inbox()
 
     def _in_its_place(self, lost: UnreadableBudget) -> list[BudgetRecord]:
         budgets = lost.in_its_place(self._feeds.all())
@@ -119,7 +121,7 @@ class Power:
         self._fleet, self._jobs = FleetMachine(self._feeds.all()), PoweredJobs(self._live, self._feeds)
         now_s = self.now_s()
         current = [record.budget for record in self._records.values() if not record.is_over(now_s)]
-        self._inbox = deque(map(BudgetSet, current))
+        self._inbox = [BudgetSet(budget) for budget in current]
 
     # ------------------------------------------------------------------ what clients ask
 
@@ -189,11 +191,11 @@ class Power:
         Raises:
             FeedNotFoundError: there is no such feed.
         """
-        known, now_s = self._feeds.all(), self.now_s()
+        known = self._feeds.all()
         if name:
             self._check_feed(name)
-        names = [name] if name else sorted(self._fleet.feeds)
-        return [(known.get(each) or Feed(each), self._fleet.status(each, now_s)) for each in names]
+        names = [name] if name else sorted(self._statuses)
+        return [(known.get(each) or Feed(each), self._statuses[each]) for each in names]
 
     def now_s(self) -> float:
         """Return the time by which budgets begin and end: the wall clock's, back only in `_follow_clock`."""
@@ -291,15 +293,13 @@ class Power:
         """Tell the fleet what has changed, which empties the set, and the jobs what follows."""
         # Budgets first, by themselves: a ceiling's way down begins at what is drawn then, and that is what
         # jobs that are known draw. After a restart none is, and those that come keep the limit at once.
-        inbox = list(self._inbox)
-        self._inbox.clear()
-        self._tell(inbox)
+        await self._tell_inbox()
         looked_at = list(changed)
         changed.clear()
         found = [await self._jobs.follow(job_id) for job_id in looked_at]
         of_jobs = (event for event in found if event is not None)
         drawn = self._agents.drawn(self._jobs.job_ids)
-        self._tell([*of_jobs, self._jobs.measured(self._since_look_s(), drawn), Tick()])
+        await self._tell([*of_jobs, self._jobs.measured(self._since_look_s(), drawn), Tick()])
         self._jobs.order(self._fleet, self._is_urgent, self.now_s())
         self._is_urgent.clear()
         self._forget()
@@ -314,9 +314,15 @@ class Power:
         """Return the share of a job's GPUs that is on each feed; empty where nothing is known."""
         return self._jobs.shares(job_id)
 
-    def _tell(self, events: Iterable[Input]) -> None:
+    async def _tell_inbox(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        await self._tell(inbox)
+
+    async def _tell(self, events: Iterable[Input]) -> None:
         """Let the fleet take inputs, if there are any; its paces are ordered when this look ends."""
-        for command in self._fleet.handle_all(events, self.now_s()):
+        commands = await asyncio.to_thread(self._fleet.handle_all, events, self.now_s())
+        self._statuses = self._fleet.statuses
+        for command in commands:
             match command:
                 case SetPace(job_id, _, is_urgent):
                     self._is_urgent[job_id] = is_urgent

@@ -550,7 +550,7 @@ async def test_a_fault_of_the_fleet_s_machine_ends_nothing_and_budgets_count_aga
 
     async with serving(tmp_path) as (client, power), planned(client):
         with capture_logs() as logs, monkeypatch.context() as patch:
-            patch.setattr(FleetMachine, "_statuses", fail)
+            patch.setattr(FleetMachine, "_judge", fail)
             await power.set(limit_w=1.0)
 
             async def is_logged() -> bool:

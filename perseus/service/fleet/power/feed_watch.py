@@ -3,13 +3,18 @@
 Plans promise a power that GPUs do not keep to the watt. Each job's deviation is known from what it drew
 before (:mod:`perseus.service.fleet.power.meter`), and what still goes wrong is paid back: what was drawn
 above a limit in the window over which it counts is taken off the target until the window's mean is right.
+
+Jobs without plans (their baseline is measured, they are profiled, at stock) draw what they like, and others
+make room for that as far as their owners allow. What is missing then is taken from their clocks: power falls
+at least as fast as the clock where voltage falls with it, so a share of the power is had by no more than the
+same share of the highest clock. Below that, where it does not, the limit may not be kept, which is said.
 """
 
 import math
 
 from perseus.service.domain.power import Budget, Feed
 from perseus.service.fleet.power import budgets
-from perseus.service.fleet.power.meter import TrailingMean
+from perseus.service.fleet.power.meter import RECENT_S, TrailingMean
 
 LEAST_WINDOW_S = 60.0
 WINDOW_ITERATIONS = 3
@@ -28,6 +33,9 @@ jobs draw up to 2 % more than their others let expect."""
 SETTLE_S = 5.0
 """Until a change of pace has come to all GPUs, at most."""
 
+CLOCK_STEP = 0.05
+"""Of the highest clock: noise is not to move ceilings, as each change spoils an iteration."""
+
 _PAY_BACK_S = 15.0
 _DIGITS = 1e-9
 
@@ -39,12 +47,16 @@ class FeedWatch:
         feed: its name and ramps.
         ceiling_w: what may be drawn now; infinite where nothing limits it.
         rose_s: when the ceiling was on its way up last.
+        others: what GPUs in no job drew.
+        clock_share: of their highest clocks, what jobs without plans may have; 1 if all.
     """
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
         self.ceiling_w = math.inf
         self.rose_s = -math.inf
+        self.others = TrailingMean(RECENT_S)
+        self.clock_share = 1.0
         self._moved_s: float | None = None
         self._down_w_per_s = math.inf
         self._limit_w = math.inf
@@ -83,8 +95,21 @@ class FeedWatch:
         elif limit_w == math.inf:
             self._judged_from_s = math.inf
 
-    def take(self, now_s: float, duration_s: float, power_w: float, longest_iteration_s: float) -> None:
-        """Take what was drawn in all over the time until now."""
+    def share_clocks(self, free_w: float, left_w: float) -> None:
+        """Take what jobs without plans draw if nothing holds them down, and what is left to them.
+
+        Their share falls at once, and rises when there is room for more than a step.
+        """
+        share = math.inf if free_w <= 0 else max(0.0, left_w) / free_w
+        if self.clock_share <= share < self.clock_share + 2 * CLOCK_STEP and self.clock_share < 1:
+            return
+        self.clock_share = 1.0 if share >= 1 else math.floor(share / CLOCK_STEP) * CLOCK_STEP
+
+    def take(
+        self, now_s: float, duration_s: float, power_w: float, others_w: float, longest_iteration_s: float
+    ) -> None:
+        """Take what was drawn over the time until now, in all and by GPUs in no job."""
+        self.others.take(now_s, duration_s, others_w)
         self._longest_iteration_s = longest_iteration_s
         window_s = max(LEAST_WINDOW_S, WINDOW_ITERATIONS * longest_iteration_s)
         for mean in (self._drawn, self._judged):

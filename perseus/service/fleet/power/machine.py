@@ -11,17 +11,18 @@ target, and jobs are given paces so that what they will draw keeps it:
 A change inside of it (a straggler, another frontier, a job that comes or goes) is answered as a budget is.
 
 What is under no plan has a ceiling clock: a job with a pace that of the pace's plans, for whatever leaves
-them; one without plans as `ceilings` says.
+them; one without plans as `feed_watch` says.
+
+What is expected on each feed is added up in one pass over the jobs, however many feeds there are.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.service.fleet.power.allocation import Allocation, allocate
 from perseus.service.fleet.power.budgets import limit_w, next_change_s, ramp_down_w_per_s
-from perseus.service.fleet.power.ceilings import ClockShares
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.feed_watch import LEAST_WINDOW_S, SETTLE_S, WINDOW_ITERATIONS, FeedWatch
 from perseus.service.fleet.power.messages import (
@@ -35,7 +36,7 @@ from perseus.service.fleet.power.messages import (
     SetPace,
     Tick,
 )
-from perseus.service.fleet.power.meter import JobMeter, TrailingMean
+from perseus.service.fleet.power.meter import JobMeter
 
 PERIOD_S = 1.0
 """Between two looks while anything is limited."""
@@ -51,7 +52,7 @@ class _Job:
     """A job, what it draws, and the point that it was told to run at; None if its own policy counts."""
 
     def __init__(self, demand: JobDemand, iteration_time_s: float) -> None:
-        self.demand = demand
+        self._offer(demand)
         self.iteration_time_s = iteration_time_s
         self.meter = JobMeter()
         self.pace: PowerPoint | None = None
@@ -60,6 +61,15 @@ class _Job:
         self.held_mhz: int | None = None
         """The ceiling that it has been under since before the fleet knew of it. What it would draw without is
         not known: at least in proportion to the clock."""
+
+    def _offer(self, demand: JobDemand) -> None:
+        self.demand = demand
+        allowed = demand.allowed
+        self._least_w = (
+            {feed: min(point.power_w[feed] for point in allowed) for feed in allowed[0].power_w}
+            if allowed
+            else {}
+        )
 
     @property
     def point(self) -> PowerPoint | None:
@@ -96,13 +106,20 @@ class _Job:
             share = min(1.0, self.held_mhz / self.demand.highest_clock_mhz) if self.held_mhz else 1.0
             self.free_w = {feed: max(w / share, self.free_w.get(feed, 0.0)) for feed, w in drawn_w.items()}
 
-    def least_w(self, feed: str) -> float:
-        """Return the least that its owner lets it draw on a feed, under a plan."""
-        return self.meter.ratio * min(point.power_w.get(feed, 0.0) for point in self.demand.allowed)
+    def least_w(self) -> Mapping[str, float]:
+        """Return the least that its owner lets it draw on each feed, under a plan."""
+        return {feed: self.meter.ratio * power_w for feed, power_w in self._least_w.items()}
+
+    def most_w(self, drawn_w: Mapping[str, float]) -> Mapping[str, float]:
+        """Return what it would draw on each feed if nothing limited it; `drawn_w`: what it is expected to."""
+        if self.pace is None:
+            return drawn_w
+        return {feed: self.meter.ratio * power_w for feed, power_w in self.demand.points[0].power_w.items()}
 
     def take(self, changed: JobChanged) -> None:
         """Take what it can offer now; it goes on at the pace that it was told, or the next slower one."""
-        before, self.demand = self.demand, changed.demand
+        before = self.demand
+        self._offer(changed.demand)
         self.iteration_time_s = changed.iteration_time_s
         if changed.demand.points:
             self.free_w, self.held_mhz = {}, None
@@ -118,22 +135,44 @@ class _Job:
             self.pace = next(slower, points[-1] if points else None)
 
 
+@dataclass(slots=True)
+class _Load:
+    """What is expected to be drawn on a feed at the paces in force.
+
+    Attributes:
+        managed_w, unmanaged_w: by planned jobs, and by all others.
+        most_w: by all, if nothing were limited.
+        job_ids: jobs that draw on it.
+    """
+
+    managed_w: float
+    unmanaged_w: float
+    most_w: float
+    job_ids: list[str] = field(default_factory=list)
+
+    @property
+    def expected_w(self) -> float:
+        """By all."""
+        return self.managed_w + self.unmanaged_w
+
+
 class FleetMachine:
-    """Keeps the limits of some feeds. A feed that nobody has configured has no ramps and no reference."""
+    """Keeps the limits of some feeds. A feed that nobody has configured has no ramps and no reference.
+
+    Attributes:
+        statuses: how each feed stood when the last input had been taken; none before the first.
+    """
 
     def __init__(self, feeds: Mapping[str, Feed]) -> None:
         self._watches = {name: FeedWatch(feed) for name, feed in feeds.items()}
         self._budgets: dict[str, Budget] = {}
         self._jobs: dict[str, _Job] = {}
-        self._others: dict[str, TrailingMean] = {}
-        self._clock_shares = ClockShares()
+        self._loads: dict[str, _Load] = {}
         self._allocation: Allocation | None = None
-        self._said: dict[str, FeedStatus] = {}
+        self.statuses: Mapping[str, FeedStatus] = {}
         self._cut_s = self._looked_s = -math.inf
         self._worth_since_s: float | None = None
         self._doubtful_counts: Mapping[str, int] = {}
-        self._is_stale = False
-        """Something else than measurements has changed since the last look."""
         self._handlers: dict[type, Callable[..., None]] = {
             BudgetSet: self._on_budget_set,
             BudgetCancelled: self._on_budget_cancelled,
@@ -152,26 +191,29 @@ class FleetMachine:
 
         Each costs what it changes. What is decided over all jobs is decided once, however many have changed.
         """
-        is_measured_only = True
+        kinds = set()
         for event in events:
             self._handlers[type(event)](event, now_s)
-            is_measured_only &= isinstance(event, PowerMeasured)
+            kinds.add(type(event))
         for budget_id in [b.budget_id for b in self._budgets.values() if b.is_over(now_s)]:
             del self._budgets[budget_id]
+        self._add_up()
         for name, watch in self._watches.items():
-            most_w = sum(_most_w(job, name) for job in self._jobs.values())
-            others_w = self._others_w().get(name, 0.0)
-            watch.move(self._on(name), now_s, self._expected_w(name), most_w + others_w)
+            load = self._loads[name]
+            watch.move(self._on(name), now_s, load.expected_w, load.most_w)
         # Measurements wait for the next second: there may be many, and one look is enough for all.
-        commands = [] if is_measured_only else self._steer(now_s)
-        return commands + self._statuses(now_s)
+        is_measured_only = kinds <= {PowerMeasured}
+        commands = [] if is_measured_only else self._steer(now_s, is_new=not kinds <= {PowerMeasured, Tick})
+        if commands:
+            self._add_up()
+        return commands + self._judge(now_s)
 
     def wake_s(self, now_s: float) -> float:
         """Return when a `Tick` is due at the latest; infinite if nothing is to come."""
         if any(watch.ceiling_w < math.inf for watch in self._watches.values()):
             return now_s + PERIOD_S
         starts_s = [
-            budget.start_s - max(0.0, self._expected_w(budget.feed) - budget.limit_w) / ramp_w_per_s
+            budget.start_s - max(0.0, self._loads[budget.feed].expected_w - budget.limit_w) / ramp_w_per_s
             for budget in self._budgets.values()
             for ramp_w_per_s in [ramp_down_w_per_s(budget, self._watches[budget.feed].feed)]
         ]
@@ -191,11 +233,9 @@ class FleetMachine:
     def _on_budget_set(self, event: BudgetSet, now_s: float) -> None:
         self._budgets[event.budget.budget_id] = event.budget
         self._watches.setdefault(event.budget.feed, FeedWatch(Feed(event.budget.feed)))
-        self._is_stale = True
 
     def _on_budget_cancelled(self, event: BudgetCancelled, now_s: float) -> None:
         self._budgets.pop(event.budget_id, None)
-        self._is_stale = True
 
     def _on_job_changed(self, event: JobChanged, now_s: float) -> None:
         job = self._jobs.get(event.demand.job_id)
@@ -206,19 +246,13 @@ class FleetMachine:
         else:
             job.take(event)
             job.meter.changed(now_s, SETTLE_S + event.iteration_time_s)
-        self._is_stale = True
 
     def _on_job_left(self, event: JobLeft, now_s: float) -> None:
         self._jobs.pop(event.job_id, None)
-        self._is_stale = True
 
     def _on_power_measured(self, event: PowerMeasured, now_s: float) -> None:
         self._doubtful_counts = event.doubtful_counts
         totals_w: dict[str, float] = dict(event.others_w)
-        for feed, drawn_w in event.others_w.items():
-            if feed not in self._others:
-                self._others[feed] = TrailingMean(JobMeter.RECENT_S)
-            self._others[feed].take(now_s, event.duration_s, drawn_w)
         for job_id, power_w in event.jobs_w.items():
             counted_w = power_w
             if (job := self._jobs.get(job_id)) is not None:
@@ -238,45 +272,54 @@ class FleetMachine:
                 totals_w[feed] = totals_w.get(feed, 0.0) + drawn_w
         longest_s = max((job.iteration_time_s for job in self._jobs.values()), default=0.0)
         for name, watch in self._watches.items():
-            total_w = totals_w.get(name, 0.0)
-            watch.take(now_s, event.duration_s, total_w, longest_iteration_s=longest_s)
+            watch.take(
+                now_s,
+                event.duration_s,
+                totals_w.get(name, 0.0),
+                others_w=event.others_w.get(name, 0.0),
+                longest_iteration_s=longest_s,
+            )
 
     def _on_tick(self, event: Tick, now_s: float) -> None:
         """Hold down who has no plans; what else time brings is looked at after every input."""
-        limited = {name: w.ceiling_w for name, w in self._watches.items() if w.ceiling_w < math.inf}
-        self._clock_shares.release(limited)
-        unplanned = [job for job in self._jobs.values() if not job.demand.points]
-        for job in unplanned:
-            if limited.keys().isdisjoint(job.demand.measured_w):
-                job.held_mhz = None
-            job.look(is_held=self._clock_shares.share(job.demand.measured_w) < 1)
-        others_w = self._others_w()
-        for name, ceiling_w in limited.items():
-            least_w = sum(job.least_w(name) for job in self._jobs.values() if job.demand.points)
-            left_w = ceiling_w - others_w.get(name, 0.0) - least_w
-            self._clock_shares.look(name, sum(job.free_w.get(name, 0.0) for job in unplanned), left_w)
+        limited = {name: w for name, w in self._watches.items() if w.ceiling_w < math.inf}
+        for name in self._watches.keys() - limited.keys():
+            self._watches[name].clock_share = 1.0
+        free_w, least_w = dict.fromkeys(limited, 0.0), dict.fromkeys(limited, 0.0)
+        for job in self._jobs.values():
+            is_planned = bool(job.demand.points)
+            if not is_planned:
+                if limited.keys().isdisjoint(job.demand.measured_w):
+                    job.held_mhz = None
+                job.look(is_held=self._clock_share(job) < 1)
+            sums_w = least_w if is_planned else free_w
+            for name, power_w in (job.least_w() if is_planned else job.free_w).items():
+                if name in limited:
+                    sums_w[name] += power_w
+        for name, watch in limited.items():
+            left_w = watch.ceiling_w - watch.others.mean_w() - least_w[name]
+            watch.share_clocks(free_w[name], left_w)
 
     # --- Decisions ------------------------------------------------------------------------------------------
 
-    def _steer(self, now_s: float) -> list[Command]:
+    def _steer(self, now_s: float, *, is_new: bool) -> list[Command]:
+        """Give jobs other paces where that is due; `is_new`: something else than measurements has changed."""
         limited = {name: w for name, w in self._watches.items() if w.ceiling_w < math.inf}
         if not limited:
-            self._allocation, self._is_stale = None, False
+            self._allocation = None
             return self._tell({}, now_s)
         targets_w = {name: watch.target_w for name, watch in limited.items()}
-        is_over = any(self._expected_w(name) > target_w for name, target_w in targets_w.items())
-        is_new = self._is_stale or self._allocation is None
+        is_over = any(self._loads[name].expected_w > target_w for name, target_w in targets_w.items())
+        is_new |= self._allocation is None
         if not is_new and is_over and now_s < self._cut_s + SETTLE_S:
             # Measurement asks for it, or a falling ceiling; only that one can't wait.
-            is_over = any(self._expected_w(n) > w.ramped_w for n, w in limited.items())
+            is_over = any(self._loads[name].expected_w > watch.ramped_w for name, watch in limited.items())
         if not (is_new or is_over or self._has_room(targets_w, now_s)):
             return []
-        others_w = self._others_w()
         demands = [job.corrected() for job in self._jobs.values()]
-        found = allocate(demands, {n: t - others_w.get(n, 0.0) for n, t in targets_w.items()})
+        found = allocate(demands, {n: t - limited[n].others.mean_w() for n, t in targets_w.items()})
         if not (is_new or is_over or self._is_worth_it(found, now_s)):
             return []
-        self._is_stale = False
         self._worth_since_s = None
         self._allocation = found
         if is_over:
@@ -288,7 +331,7 @@ class FleetMachine:
         if now_s < self._looked_s + SETTLE_S or all(job.pace is None for job in self._jobs.values()):
             return False
         self._looked_s = now_s
-        if any(target_w - self._expected_w(n) > _LEAST_ROOM * target_w for n, target_w in targets_w.items()):
+        if any(w - self._loads[name].expected_w > _LEAST_ROOM * w for name, w in targets_w.items()):
             return True
         self._worth_since_s = None
         return False
@@ -314,9 +357,11 @@ class FleetMachine:
         commands: list[Command] = []
         for job_id, job in self._jobs.items():
             before = job.point
-            told_s = paces[job_id].iteration_time_s if job_id in paces else None
-            # The first of its points is what its own policy says.
-            pace = next((p for p in job.demand.points[1:] if p.iteration_time_s == told_s), None)
+            pace = None
+            if job_id in paces:
+                told_s = paces[job_id].iteration_time_s
+                # The first of its points is what its own policy says.
+                pace = next((p for p in job.demand.points[1:] if p.iteration_time_s == told_s), None)
             if pace is job.pace:
                 continue
             job.pace = pace
@@ -327,23 +372,19 @@ class FleetMachine:
             commands.append(SetPace(job_id, None if pace is None else pace.iteration_time_s, is_urgent))
         return commands
 
-    def _statuses(self, now_s: float) -> list[Command]:
-        found: list[Command] = []
-        for name in self._watches:
-            status = self.status(name, now_s)
-            said = self._said.get(name)
-            if said is None or _words(status) != _words(said):
-                self._said[name] = status
-                if said is not None or status.limit_w is not None:
-                    found.append(status)
-        return found
+    def _judge(self, now_s: float) -> list[Command]:
+        """Find how all feeds stand; return the statuses that are to be said."""
+        before, self.statuses = self.statuses, {name: self._status(name, now_s) for name in self._watches}
+        return [
+            status
+            for name, status in self.statuses.items()
+            if (status.limit_w is not None if name not in before else _words(status) != _words(before[name]))
+        ]
 
-    def status(self, name: str, now_s: float) -> FeedStatus:
-        """Return how a feed stands."""
-        watch = self._watches[name]
+    def _status(self, name: str, now_s: float) -> FeedStatus:
+        watch, load = self._watches[name], self._loads[name]
         limit = limit_w(self._on(name), watch.feed, now_s)
         allocation = self._allocation
-        on_feed = {job_id for job_id, job in self._jobs.items() if job.drawn_w().get(name, 0.0) > 0}
         is_limited = limit < math.inf
         in_transition = watch.in_transition(now_s)
         can_be_kept = (
@@ -356,24 +397,18 @@ class FleetMachine:
             is_compliant=not is_limited or (can_be_kept and (in_transition or watch.is_kept())),
             to_pause=() if allocation is None or can_be_kept else allocation.to_pause,
             beyond_tolerance=tuple(
-                job_id for job_id in (allocation.beyond_tolerance if allocation else ()) if job_id in on_feed
+                job_id
+                for job_id in (allocation.beyond_tolerance if allocation else ())
+                if job_id in load.job_ids
             ),
             measured_w=watch.measured_w,
-            managed_w=sum(
-                job.drawn_w().get(name, 0.0) for job in self._jobs.values() if job.point is not None
-            ),
-            unmanaged_w=self._others_w().get(name, 0.0)
-            + sum(job.drawn_w().get(name, 0.0) for job in self._jobs.values() if job.point is None),
+            managed_w=load.managed_w,
+            unmanaged_w=load.unmanaged_w,
             ceiling_w=None if watch.ceiling_w == math.inf else watch.ceiling_w,
-            held=tuple(job_id for job_id in self._jobs if job_id in on_feed and self.pace_s(job_id)),
+            held=tuple(job_id for job_id in load.job_ids if self.pace_s(job_id)),
             judged_w=watch.judged_w,
             doubtful_gpu_count=self._doubtful_counts.get(name, 0),
         )
-
-    @property
-    def feeds(self) -> tuple[str, ...]:
-        """The feeds that are known."""
-        return tuple(self._watches)
 
     def pace_s(self, job_id: str) -> float | None:
         """Return the iteration time that a job was told last; None if its own policy counts."""
@@ -387,7 +422,7 @@ class FleetMachine:
             return None
         if job.pace is not None:
             return job.pace.highest_clock_mhz or None
-        share = self._clock_shares.share(job.demand.measured_w)
+        share = self._clock_share(job)
         if job.demand.points or share == 1 or not job.demand.highest_clock_mhz:
             return job.held_mhz
         own_mhz = max(1, int(share * job.demand.highest_clock_mhz))
@@ -404,28 +439,38 @@ class FleetMachine:
 
     # --- What is drawn --------------------------------------------------------------------------------------
 
+    def _add_up(self) -> None:
+        """Add up what is expected on all feeds; what is drawn on others that nobody knows counts nowhere."""
+        self._loads = {
+            name: _Load(0.0, others_w, others_w)
+            for name, watch in self._watches.items()
+            for others_w in [watch.others.mean_w()]
+        }
+        for job_id, job in self._jobs.items():
+            drawn_w = job.drawn_w()
+            most_w = job.most_w(drawn_w)
+            for name, power_w in drawn_w.items():
+                if (load := self._loads.get(name)) is not None:
+                    if job.point is None:
+                        load.unmanaged_w += power_w
+                    else:
+                        load.managed_w += power_w
+                    load.most_w += most_w[name]
+                    if power_w > 0:
+                        load.job_ids.append(job_id)
+
     def _is_paying_back(self, name: str, limit: float) -> bool:
         """Whether only the target, which lies below the limit, can't be kept."""
         assert self._allocation is not None
-        return self._allocation.power_w[name] + self._others_w().get(name, 0.0) <= limit
+        return self._allocation.power_w[name] + self._watches[name].others.mean_w() <= limit
 
     def _on(self, name: str) -> list[Budget]:
         return [budget for budget in self._budgets.values() if budget.feed == name]
 
-    def _others_w(self) -> dict[str, float]:
-        return {feed: mean.mean_w() for feed, mean in self._others.items()}
-
-    def _expected_w(self, name: str) -> float:
-        """Return what will be drawn on a feed at the paces in force."""
-        jobs_w = sum(job.drawn_w().get(name, 0.0) for job in self._jobs.values())
-        return jobs_w + self._others_w().get(name, 0.0)
-
-
-def _most_w(job: _Job, name: str) -> float:
-    """Return what a job draws on a feed if nothing limits it."""
-    if not job.demand.points:
-        return job.drawn_w().get(name, 0.0)
-    return job.meter.ratio * job.demand.points[0].power_w.get(name, 0.0)
+    def _clock_share(self, job: _Job) -> float:
+        """Return the share of its highest clock that a job without plans may have on its feeds; 1 if all."""
+        feeds = self._watches.keys() & job.demand.measured_w
+        return min((self._watches[name].clock_share for name in feeds), default=1.0)
 
 
 def _words(status: FeedStatus) -> tuple[object, ...]:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0
 """Of measured to planned power that is believed; beyond that something else is wrong."""
 
+RECENT_S = 10.0
+"""The time over which what is drawn without plans is a mean."""
+
 
 class TrailingMean:
     """The mean of a power over the last so many seconds; each sample holds for the time before it."""
@@ -54,7 +57,7 @@ class JobMeter:
     _FIRST_S, _LATER_S, _WINDOW_S = 5.0, 20.0, 60.0
     _FIRST_ITERATIONS, _LATER_ITERATIONS = 1, 3
     _NOISE = 0.003
-    RECENT_S, _LATEST_S = 10.0, 3.0
+    _LATEST_S = 3.0
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -79,7 +82,7 @@ class JobMeter:
         """Take what was drawn on each feed until now; `planned_w`: in all, None for a job without plans."""
         for feed, drawn_w in power_w.items():
             if feed not in self._recent:
-                self._recent[feed] = TrailingMean(self.RECENT_S)
+                self._recent[feed] = TrailingMean(RECENT_S)
             self._recent[feed].take(now_s, duration_s, drawn_w)
         if planned_w is None or now_s - duration_s < self._settled_s:
             return

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.power import Budget, Feed
-from perseus.service.fleet.power.ceilings import STEP, ClockShares
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
+from perseus.service.fleet.power.feed_watch import CLOCK_STEP, FeedWatch
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import (
     BudgetCancelled,
@@ -153,21 +153,21 @@ def test_a_job_that_came_under_a_ceiling_counts_with_what_it_draws_there() -> No
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), min_size=1))
 def test_a_share_never_exceeds_what_is_left_and_moves_by_steps(looks: list[tuple[float, float]]) -> None:
-    shares = ClockShares()
+    watch = FeedWatch(Feed("a"))
     for free_w, left_w in looks:
-        before = shares.share(["a"])
-        shares.look("a", free_w, left_w)
-        share = shares.share(["a", "another"])
+        before = watch.clock_share
+        watch.share_clocks(free_w, left_w)
+        share = watch.clock_share
         assert 0 <= share <= 1
         assert share * free_w <= max(0.0, left_w) * (1 + 1e-9) or free_w == 0
-        assert share == before or share < before or share > before + 0.9 * STEP
-        assert share == pytest.approx(round(share / STEP) * STEP)
+        assert share == before or share < before or share > before + 0.9 * CLOCK_STEP
+        assert share == pytest.approx(round(share / CLOCK_STEP) * CLOCK_STEP)
 
 
 def test_noise_moves_no_ceiling() -> None:
-    shares = ClockShares()
+    watch = FeedWatch(Feed("a"))
     seen = []
     for left_w in (520, 480, 520, 540, 480, 520, 549, 480):
-        shares.look("a", 1000.0, float(left_w))
-        seen.append(shares.share(["a"]))
+        watch.share_clocks(1000.0, float(left_w))
+        seen.append(watch.clock_share)
     assert seen[1:] == pytest.approx([0.45] * 7)

@@ -186,13 +186,13 @@ def test_who_falls_out_of_its_plans_counts_with_what_it_draws_when_nothing_holds
     run = site(demand("x", weight=0.2), demand("y", 1500.0), feed=Feed("a"))
     run.tell(BudgetSet(Budget("b", "a", 1800.0, 0.0)))
     run.pass_time(60)
-    assert run.machine.status("a", run.now_s).managed_w <= 1800
+    assert run.machine.statuses["a"].managed_w <= 1800
     held_w = run.drawn_w[-1] - 1500
     assert held_w < 500
     told = run.tell(JobChanged(JobDemand("x", measured_w={"a": held_w}), 1.0))
     (slower,) = [each for each in told if isinstance(each, SetPace) and each.job_id == "y"]
     assert slower.is_urgent
-    status = run.machine.status("a", run.now_s)
+    status = run.machine.statuses["a"]
     assert status.unmanaged_w == pytest.approx(1000), "as its fastest plan does"
     assert status.managed_w + 1000 <= 1800
 
@@ -230,13 +230,13 @@ def test_what_is_judged_is_what_was_drawn_since_the_limit_had_to_be_kept() -> No
     run.tell(BudgetSet(Budget("b", "a", 700.0, 0.0)))
     run.errors = {"x": 3.0}
     run.pass_time(4)
-    assert run.machine.status("a", run.now_s).judged_w is None
+    assert run.machine.statuses["a"].judged_w is None
     run.pass_time(30)
-    judged_w = run.machine.status("a", run.now_s).judged_w
+    judged_w = run.machine.statuses["a"].judged_w
     assert judged_w == pytest.approx(sum(run.drawn_w[-10:]) / 10)
     run.tell(BudgetCancelled("b"))
     run.pass_time(1)
-    assert run.machine.status("a", run.now_s).judged_w is None
+    assert run.machine.statuses["a"].judged_w is None
 
 
 def test_a_default_limits_a_feed_while_no_budget_does() -> None:
@@ -260,7 +260,7 @@ def test_what_was_drawn_under_other_plans_says_nothing_of_the_present_ones(
     for now_s in range(1, 60):
         measured = PowerMeasured(1.0, {"x": {"a": 1500.0}}, {}, changing, outdated)
         machine.handle(measured, float(now_s))
-    status = machine.status("a", 60.0)
+    status = machine.statuses["a"]
     assert status.managed_w == pytest.approx(expected_w)
     assert status.measured_w == pytest.approx(measured_w)
 
@@ -268,7 +268,7 @@ def test_what_was_drawn_under_other_plans_says_nothing_of_the_present_ones(
 def test_who_is_held_back_is_said_and_what_jobs_without_plans_draw() -> None:
     run = site(demand("x"), JobDemand("z", measured_w={"a": 300.0}), feed=Feed("a"))
     run.tell(BudgetSet(Budget("b", "a", 1200.0, 0.0)))
-    status = run.machine.status("a", 0.0)
+    status = run.machine.statuses["a"]
     assert (status.held, status.unmanaged_w) == (("x",), 300.0)
     assert run.machine.pace_s("x") is not None
     assert run.machine.pace_s("z") is None
@@ -303,7 +303,7 @@ def test_a_job_that_is_not_planned_counts_as_it_is_measured() -> None:
     run.tell(BudgetSet(Budget("b", "a", 1400.0, 0.0)))
     run.pass_time(60)
     assert run.drawn_w[-1] <= 1400
-    status = run.machine.status("a", run.now_s)
+    status = run.machine.statuses["a"]
     assert status.measured_w - status.managed_w == pytest.approx(600, rel=0.1)
 
 
@@ -347,7 +347,7 @@ def test_each_of_several_feeds_is_kept() -> None:
     run.tell(BudgetSet(Budget("b", "b", 300.0, 0.0)))
     run.pass_time(100)
     for feed, limit_w in (("a", 1200.0), ("b", 300.0)):
-        status = run.machine.status(feed, run.now_s)
+        status = run.machine.statuses[feed]
         assert status.is_compliant
         assert 0.9 * limit_w < status.managed_w <= limit_w
 
@@ -358,7 +358,7 @@ def test_gpus_in_no_job_count() -> None:
     machine.handle(PowerMeasured(1.0, {"x": {"a": 1000.0}}, {"a": 500.0}), 1.0)
     (told, *_) = machine.handle(BudgetSet(Budget("b", "a", 1300.0, 0.0)), 1.0)
     assert isinstance(told, SetPace)
-    status = machine.status("a", 1.0)
+    status = machine.statuses["a"]
     assert 0.9 * 800 < status.managed_w <= 800
 
 

@@ -6,6 +6,9 @@ what power is left then goes where it brings most. With one feed that is never w
 more than one piece of one job's hull. Tolerances are kept by every plan, not only on average: points beyond
 them are never offered.
 
+With several feeds, limits that mixtures keep are kept wherever slower points draw no more on any feed. Where
+jobs can only trade one feed's power for another's, rounding may miss the choice that keeps them all.
+
 Where a limit can't be kept, jobs draw the least that their tolerances allow, and those are named that would
 have to be paused: slowing beyond a tolerance is the owner's decision, not ours.
 """
@@ -119,17 +122,7 @@ def _choose(jobs: Sequence[Choices], limits_w: Floats) -> tuple[list[int], float
             limits_w = limits_w + relaxation.least_excess_w(jobs, limits_w) * (1 + _DIGITS) + 1e-6
             relaxed = relaxation.relax(jobs, limits_w)
             assert relaxed is not None
-    chosen = _lowered(jobs, relaxed, limits_w)
-    if _excess(jobs, chosen, limits_w) > 0:
-        chosen = relaxation.choose_exactly(jobs, limits_w) or chosen
-    return _filled(jobs, chosen, limits_w), relaxed.loss
-
-
-def _excess(jobs: Sequence[Choices], chosen: Sequence[int], limits_w: Floats) -> float:
-    """Return by what share of their limits the feeds are overdrawn, all together."""
-    total_w: Floats = np.sum([job.power_w[k] for job, k in zip(jobs, chosen, strict=True)], axis=0)
-    scale_w = np.maximum(limits_w, 1.0)
-    return float(np.sum(np.maximum(0.0, (total_w - limits_w) / scale_w - _DIGITS)))
+    return _filled(jobs, _lowered(jobs, relaxed, limits_w), limits_w), relaxed.loss
 
 
 def _lowered(jobs: Sequence[Choices], relaxed: Relaxed, limits_w: Floats) -> list[int]:

@@ -113,17 +113,6 @@ def least_excess_w(jobs: Sequence[Choices], limits_w: Floats) -> Floats:
     return excess_w
 
 
-def choose_exactly(jobs: Sequence[Choices], limits_w: Floats) -> list[int] | None:
-    """Return one point for each job that keeps the limits; None if no choice does, or none was found.
-
-    An integer program: only for where rounding fails though mixtures keep the limits. It is cut off after
-    some thousand nodes, which takes seconds with hundreds of jobs.
-    """
-    model = _Model(jobs, limits_w)
-    values = model.minimise(np.concatenate([job.loss for job in jobs]), is_integer=True)
-    return None if values is None else [int(np.argmax(own)) for own in model.by_job(values)]
-
-
 def _loss(jobs: Sequence[Choices], shares: Sequence[Sequence[tuple[int, float]]]) -> float:
     return float(sum(share * job.loss[k] for job, own in zip(jobs, shares, strict=True) for k, share in own))
 
@@ -135,8 +124,6 @@ def _scale_w(limits_w: Floats) -> Floats:
 
 class _Model:
     """The program: a column for each job's point, a row for each job (shares add up to 1) and each feed."""
-
-    _MOST_NODES = 2_000
 
     def __init__(self, jobs: Sequence[Choices], limits_w: Floats, *, with_excess: bool = False) -> None:
         self._sizes = [len(job.loss) for job in jobs]
@@ -161,7 +148,7 @@ class _Model:
         """Return the columns' values of each job."""
         return np.split(values[: sum(self._sizes)], np.cumsum(self._sizes)[:-1])
 
-    def minimise(self, loss: Floats | None, *, is_integer: bool = False) -> Floats | None:
+    def minimise(self, loss: Floats | None) -> Floats | None:
         """Return the columns' values of least loss, or least excess; None if there are none."""
         import highspy  # takes a tenth of a second, and most coordinators have one feed at most
 
@@ -180,11 +167,8 @@ class _Model:
         program.a_matrix_.start_ = np.array(starts)
         program.a_matrix_.index_ = np.array(rows)
         program.a_matrix_.value_ = np.array(values)
-        if is_integer:
-            program.integrality_ = [highspy.HighsVarType.kInteger] * column_count
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("mip_max_nodes", self._MOST_NODES)
         solver.passModel(program)
         solver.run()
         if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:

@@ -376,7 +376,9 @@ class Welcome(google.protobuf.message.Message):
     instance_key: builtins.str
     """To be said in every further Hello of this instance, and to nobody else. Opaque to agents."""
     power_interval_s: builtins.float
-    """How often a PowerReading is wanted, seconds; 0 for never, and never is what an older coordinator says."""
+    """How often a PowerReading is wanted, seconds; 0 if none is, until a Heartbeat asks for it. An older coordinator
+    says 0.
+    """
     def __init__(
         self,
         *,
@@ -1347,9 +1349,17 @@ class Heartbeat(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
+    power_interval_s: builtins.float
+    """Of the coordinator, which may say it unasked: from now on a PowerReading is wanted that often, seconds; 0 if what
+    it said last still counts. Agents leave it 0.
+    """
     def __init__(
         self,
+        *,
+        power_interval_s: builtins.float = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["power_interval_s", b"power_interval_s"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 

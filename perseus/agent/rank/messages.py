@@ -356,7 +356,9 @@ class TelemetryRefused:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """A sign of life."""
+    """A sign of life. `power_interval_s`: how often power readings are wanted now; None: as before."""
+
+    power_interval_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,9 +101,9 @@ class PowerReadings:
     async def _tell(self) -> None:
         told_s: float | None = None
         while True:
-            interval_s = self._uplink.power_interval_s
+            interval_s = self._uplink.coordinator.power_interval_s
             await asyncio.sleep(_UNASKED_S if interval_s is None else interval_s)
-            if self._uplink.power_interval_s is None:
+            if self._uplink.coordinator.power_interval_s is None:
                 told_s = None
                 continue
             powers_w = self._drawn.take(await self._counters())

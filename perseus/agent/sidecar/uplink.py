@@ -68,11 +68,6 @@ class Uplink:
         """What the coordinator grants on the stream that is open; None if none is."""
         return self._welcome.lease_s if self._welcome is not None else None
 
-    @property
-    def power_interval_s(self) -> float | None:
-        """How often the coordinator wants to know what GPUs draw; None if it does not, or is not there."""
-        return self._welcome.power_interval_s if self._welcome is not None else None
-
     def describe(self) -> str:
         """Where the coordinator is, and whether it is there, for people."""
         state = "connected" if self.coordinator.is_connected else "not connected"

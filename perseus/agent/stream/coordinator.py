@@ -62,6 +62,7 @@ class Coordinator:
     Attributes:
         telemetry: what is kept for it.
         lease_s: that it granted last, None before it did.
+        power_interval_s: how often it wants to know what GPUs draw; None if it does not, or is not there.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Coordinator:
         self._listener = listener
         self.telemetry = TelemetryRing()
         self.lease_s: float | None = None
+        self.power_interval_s: float | None = None
         self._channels = channels
         self._farewells: list[RankLeft | GpuErrorReport] = []
         self._connection = Connection(channels, agent, self, random)
@@ -130,6 +132,7 @@ class Coordinator:
     def connected(self, welcome: Welcome) -> None:
         """See `connection.Handler.connected`."""
         self.lease_s = welcome.lease_s
+        self.power_interval_s = welcome.power_interval_s
         self._acknowledge(welcome.acknowledged_sequence)
         self.telemetry.rewind()
         # First of all: a rank that has left may be served for another trainer by now.
@@ -141,6 +144,7 @@ class Coordinator:
 
     def disconnected(self) -> None:
         """See `connection.Handler.disconnected`."""
+        self.power_interval_s = None
         self._listener.disconnected()
 
     def received(self, message: Incoming) -> None:
@@ -167,8 +171,9 @@ class Coordinator:
                 )
             case Drain(reason):
                 _log.info("the coordinator is about to stop", reason=reason)
-            case HeartbeatAnswer():
-                pass
+            case HeartbeatAnswer(power_interval_s):
+                if power_interval_s is not None:
+                    self.power_interval_s = power_interval_s
             case Welcome():
                 _log.error("message ignored", reason="expected one welcome on a stream, found another")
             case _:

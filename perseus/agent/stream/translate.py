@@ -365,9 +365,7 @@ def response(message: wire.ConnectResponse) -> Incoming:
                 _within("welcome.lease_s", welcome.lease_s, _MIN_LEASE_S, _MAX_TIME_S),
                 _count("welcome.acknowledged_sequence", welcome.acknowledged_sequence),
                 _count("welcome.protocol_version", welcome.protocol_version) or 1,
-                _within("welcome.power_interval_s", welcome.power_interval_s, _MIN_INTERVAL_S, _MAX_TIME_S)
-                if welcome.power_interval_s
-                else None,
+                _power_interval_s("welcome", welcome),
             )
         case "telemetry_ack":
             return TelemetryAck(_count("telemetry_ack.sequence", message.telemetry_ack.sequence))
@@ -379,7 +377,7 @@ def response(message: wire.ConnectResponse) -> Incoming:
             about = _place(refused.job_id, refused.rank) if refused.HasField("rank") else None
             return MessageRefused(refused.reason, refused.field, refused.expected, refused.found, about)
         case "heartbeat":
-            return HeartbeatAnswer()
+            return HeartbeatAnswer(_power_interval_s("heartbeat", message.heartbeat))
         case "drain":
             return Drain(message.drain.reason)
         case "rank_accepted":
@@ -510,6 +508,12 @@ def _computation(
 
 def _count(where: str, value: int) -> int:
     return _within(where, value, 0, _MAX_COUNT)
+
+
+def _power_interval_s(where: str, message: wire.Welcome | wire.Heartbeat) -> float | None:
+    if not message.power_interval_s:
+        return None
+    return _within(f"{where}.power_interval_s", message.power_interval_s, _MIN_INTERVAL_S, _MAX_TIME_S)
 
 
 def _within(where: str, value: N, least: float, most: float) -> N:

@@ -141,6 +141,11 @@ class OutboxPort:
         message = offer_to_proto(job_id, rank, offer, self.epoch, lease_s)
         self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
 
+    def beat(self, power_interval_s: float) -> None:
+        """See `shell.ports.AgentPort`."""
+        heartbeat = agent_service_pb2.Heartbeat(power_interval_s=power_interval_s)
+        self._outbox.replace("heartbeat", ConnectResponse(heartbeat=heartbeat))
+
     def acknowledge(self, sequence: int) -> None:
         """See `shell.ports.AgentPort`."""
         self._outbox.acknowledge(sequence)
@@ -330,8 +335,7 @@ class _Stream:
                 raise HelloRepeatedError(instance_id=self.instance_id)
             case "heartbeat":
                 self._agents.hear(self.instance_id)
-                answer_beat = ConnectResponse(heartbeat=agent_service_pb2.Heartbeat())
-                self._outbox.replace("heartbeat", answer_beat)
+                self._port.beat(self._agents.power_interval_s)
             case "power_reading":
                 self._take_power(request.power_reading)
             case "message_refused":

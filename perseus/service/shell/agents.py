@@ -65,6 +65,7 @@ class Agents:
     Attributes:
         taken_count, repeated_count, passed_count: batches of telemetry that were taken, that had been taken
             before, and that are to be had no more, as they were refused.
+        power_interval_s: how often agents are to report what their GPUs draw; 0 while nobody wants to know.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Agents:
         self._readings = PowerReadings()
         self._checking = asyncio.Lock()
         self.taken_count = self.repeated_count = self.passed_count = 0
+        self.power_interval_s = 0.0
 
     @property
     def stream_count(self) -> int:
@@ -101,10 +103,12 @@ class Agents:
         is_lasting = self._feeds.of_host(hostname) in self._feeds.with_last_plan
         return LAST_PLAN_LEASE_S if is_lasting else self.lease_s
 
-    @property
-    def power_interval_s(self) -> float:
-        """How often agents are to tell what their GPUs draw."""
-        return INTERVAL_S
+    def ask_for_power(self) -> None:
+        """Ask all agents, and those that come later, to report what their GPUs draw."""
+        self.power_interval_s = INTERVAL_S
+        for agent in self._agents.values():
+            if agent.is_greeted:  # else its Welcome, which comes first, says so
+                agent.port.beat(INTERVAL_S)
 
     @property
     def check_word(self) -> str:

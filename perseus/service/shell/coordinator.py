@@ -115,7 +115,7 @@ class Coordinator:
             self.writer.run(),
             self._tick(),
             self.power.run(),
-            self.signals.run(),
+            *([self.signals.run()] if self.signals.are_configured else []),
             self.pacing.run(),
             self.ledger.run(),
             self._prune(),

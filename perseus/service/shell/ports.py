@@ -28,6 +28,9 @@ class AgentPort(Protocol):
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """Offer clocks to a rank; an offer that still waits for the rank is replaced."""
 
+    def beat(self, power_interval_s: float) -> None:
+        """Give a sign of life, with how often power readings are wanted, seconds; 0 for never."""
+
     def acknowledge(self, sequence: int) -> None:
         """Say that all telemetry up to the sequence is stored."""
 

@@ -4,6 +4,9 @@ Once a second the fleet's machine (`fleet.power.machine`) is told what has chang
 in a thread, as an allocation over many jobs takes long; and jobs (`powered_jobs`) are told the paces and
 ceilings that it wants.
 
+Until a feed is configured, a budget set or somebody watches feeds, it looks at nothing, and agents are not
+asked what their GPUs draw.
+
 A fault in it is logged, and the fleet begun anew from the budgets that were accepted; jobs keep their paces.
 """
 
@@ -23,6 +26,7 @@ from perseus.service.domain.errors import (
     InvalidFieldError,
 )
 from perseus.service.domain.power import (
+    DEFAULT_FEED,
     MAX_TIME_S,
     Budget,
     BudgetRecord,
@@ -84,6 +88,8 @@ class Power:
         self._retention = retention
         self._clock = clock
         self._latest_s = self._looked_s = 0.0
+        # No feed is configured, no budget known, and nobody has watched feeds so far.
+        self._is_idle = True
         self._records: dict[str, BudgetRecord] = {}
         self._fleet = FleetMachine(feeds.all())
         self._jobs = PoweredJobs(live, feeds)
@@ -100,6 +106,7 @@ class Power:
         for found in await self._store.load_budgets():
             for record in [found] if isinstance(found, BudgetRecord) else self._in_its_place(found):
                 self._records[record.budget.budget_id] = record
+        self._is_idle = not (self._feeds.feeds or self._records)
         self._begin()
         await self._tell_inbox()
 
@@ -195,11 +202,22 @@ class Power:
         if name:
             self._check_feed(name)
         names = [name] if name else sorted(self._statuses)
-        return [(known.get(each) or Feed(each), self._statuses[each]) for each in names]
+        return [(known.get(each) or Feed(each), self._status(each)) for each in names]
+
+    def _status(self, name: str) -> FeedStatus:
+        status = self._statuses[name]
+        if not self._is_idle:
+            return status
+        # What jobs drew in their latest iterations is all that is known.
+        runs = [run for run in self._live if run.machine.has_live_rank and not run.machine.has_finished]
+        powers = [self._live.read(run, lambda machine: machine.power()) for run in runs]
+        measured_w = sum(power.power_w or 0.0 for power in powers)
+        managed_w = sum(power.power_w or 0.0 for power in powers if power.basis is not None)
+        return replace(status, measured_w=measured_w, managed_w=managed_w, unmanaged_w=measured_w - managed_w)
 
     def now_s(self) -> float:
         """Return the time by which budgets begin and end: the wall clock's, back only in `_follow_clock`."""
-        self._latest_s = max(self._latest_s, self._clock())
+        self._latest_s = self._clock() if self._is_idle else max(self._latest_s, self._clock())
         return self._latest_s
 
     def _follow_clock(self, changed: set[str]) -> None:
@@ -220,6 +238,8 @@ class Power:
         told: dict[str, FeedStatus] = {}
         looked = asyncio.Event()
         self._readers.add(looked)
+        if self._is_idle:
+            self._has_news.set()
         try:
             while True:
                 looked.clear()
@@ -272,13 +292,23 @@ class Power:
 
     async def run(self) -> None:
         """Look once a second, and at once where a budget is set or cancelled, until cancelled."""
+        is_woken = self._is_idle
+        if is_woken:
+            await self._has_news.wait()
+            self._is_idle = False
+        self._agents.ask_for_power()
         with self._live.changes() as changed:
             changed.update(self._live.job_ids)
-            self._jobs.begin(self.now_s() + self._live.rules.lease_s)
+            if not is_woken:
+                self._jobs.begin(self.now_s() + self._live.rules.lease_s)
             while True:
-                self._has_news.clear()
                 self._follow_clock(changed)
                 try:
+                    # Budgets first, by themselves: a ceiling's way down begins at what is drawn then, by jobs
+                    # that are known. After idling none is, so the budget waits for the look that follows.
+                    if not is_woken:
+                        await self._tell_inbox()
+                    is_woken = False
                     await self._look(changed)
                 except Exception as error:
                     log.error("the fleet's machine failed, and begins anew", exc_info=error)
@@ -291,9 +321,6 @@ class Power:
 
     async def _look(self, changed: set[str]) -> None:
         """Tell the fleet what has changed, which empties the set, and the jobs what follows."""
-        # Budgets first, by themselves: a ceiling's way down begins at what is drawn then, and that is what
-        # jobs that are known draw. After a restart none is, and those that come keep the limit at once.
-        await self._tell_inbox()
         looked_at = list(changed)
         changed.clear()
         found = [await self._jobs.follow(job_id) for job_id in looked_at]
@@ -312,9 +339,10 @@ class Power:
 
     def shares(self, job_id: str) -> Mapping[str, float]:
         """Return the share of a job's GPUs that is on each feed; empty where nothing is known."""
-        return self._jobs.shares(job_id)
+        return {DEFAULT_FEED: 1.0} if self._is_idle else self._jobs.shares(job_id)
 
     async def _tell_inbox(self) -> None:
+        self._has_news.clear()
         inbox, self._inbox = self._inbox, []
         await self._tell(inbox)
 

@@ -55,12 +55,16 @@ class Signals:
             (signal.kind, feed): signal.book for signal in signals for feed in signal.feeds or [""]
         }
 
+    @property
+    def are_configured(self) -> bool:
+        """Whether there is any."""
+        return bool(self._signals)
+
     async def run(self) -> None:
-        """Read all sources until cancelled."""
+        """Read all sources, of which there is at least one, until cancelled."""
         following = [asyncio.ensure_future(self._follow(signal)) for signal in self._signals]
         try:
-            # Without a signal there is nothing to do, and nothing to end for.
-            await asyncio.gather(asyncio.Event().wait(), *following)
+            await asyncio.gather(*following)
         finally:
             for task in following:
                 task.cancel()

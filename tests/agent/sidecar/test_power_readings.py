@@ -11,6 +11,7 @@ from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.sidecar.backends import EmulatedBackend
 from perseus.agent.sidecar.power_readings import OtherGpus
 from perseus.agent.sidecar.shell import serving
+from perseus.v1 import agent_service_pb2 as wire
 from tests.agent.coordinator_stub import Book
 from tests.agent.sidecar.training import UUID, Start, Trainer, settings
 
@@ -52,13 +53,16 @@ async def test_the_power_of_a_rank_s_gpu_and_of_an_idle_one_is_told(
     idle.close()
 
 
-async def test_a_coordinator_that_does_not_ask_is_told_nothing(
+async def test_a_coordinator_is_told_nothing_until_it_asks(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     coordinator = await start(Book(lease_s=0.9))
     async with serving(settings(tmp_path, coordinator.port)):
         await coordinator.until(lambda book: len(book.all("heartbeat")) > 4, "more than a second to pass")
         assert not coordinator.book.all("power_reading")
+        coordinator.say(wire.ConnectResponse(heartbeat=wire.Heartbeat(power_interval_s=INTERVAL_S)))
+        # Further heartbeats, which say nothing of it, change nothing.
+        await coordinator.until(lambda book: len(book.all("power_reading")) > 4, "readings")
 
 
 class Failing(EmulatedBackend):

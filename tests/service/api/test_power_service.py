@@ -2,7 +2,7 @@
 
 import sqlite3
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, closing
 from functools import partialmethod
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from perseus.service.fleet.power.machine import FleetMachine
+from perseus.service.fleet.power.messages import Command, Input
 from perseus.service.shell.power import Power
 from perseus.service.storage.checking import check_database
 from perseus.v1 import agent_service_pb2 as pb_agents
@@ -468,13 +469,67 @@ async def test_a_budget_that_ends_after_a_restart_lets_go_whatever_is_not_known(
         await agent.end()
 
 
-async def test_what_is_told_of_this_second_counts_and_not_the_latest_iteration(tmp_path: Path) -> None:
+def asked_s(agent: FakeAgent) -> float:
+    """How often the agent is to report what its GPUs draw."""
+    beats_s = [m.heartbeat.power_interval_s for m in agent.received if m.WhichOneof("message") == "heartbeat"]
+    return max([agent.welcome.power_interval_s, *beats_s])
+
+
+async def test_until_a_budget_is_set_nothing_looks_at_feeds_and_no_agent_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    handle_all = FleetMachine.handle_all
+
+    def counting(self: FleetMachine, events: Iterable[Input], now_s: float) -> list[Command]:
+        looks.append(now_s)
+        return handle_all(self, events, now_s)
+
+    monkeypatch.setattr(FleetMachine, "handle_all", counting)
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client, planned(client) as agent:
+        power = Budgets(client)
+        await agent.say(heartbeat=pb_agents.Heartbeat())
+        await agent.until(lambda: any(m.WhichOneof("message") == "heartbeat" for m in agent.received))
+        assert asked_s(agent) == 0.0
+        assert len(looks) == 1, "at the start, which tells the limits that are configured"
+        idle, drawn_w = await power.feed(), (await client.job()).figures.power_w
+        assert drawn_w > 0
+        assert (idle.measured_w, idle.managed_w, idle.unmanaged_w) == pytest.approx((drawn_w, drawn_w, 0.0))
+        await power.set(limit_w=1.0, ramp_w_per_s=0.001)
+        await agent.until(lambda: asked_s(agent) == 1.0)
+
+        async def is_falling() -> bool:
+            return (await power.feed()).HasField("ceiling_w")
+
+        await until(is_falling)
+        assert (await power.feed()).ceiling_w == pytest.approx(drawn_w, rel=0.02), "from what is drawn"
+    async with connected(settings) as client:
+        agent.received.clear()
+        agent.use(client)
+        await agent.join()
+        assert agent.welcome.power_interval_s == 1.0, "the budget is known"
+        await agent.end()
+
+
+async def test_who_watches_feeds_is_told_what_is_drawn_though_nothing_is_configured(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, power), planned(client) as agent:
+        call: Any = power.stub.WatchFeeds(pb.WatchFeedsRequest(), timeout=TIMEOUT_S)
+        assert (await call.read()).feed.managed_w > 0
+        await agent.until(lambda: asked_s(agent) == 1.0)
+        await agent.say(**reading(agent, 250.0, idle=60.0))
+        while not (await call.read()).feed.unmanaged_w:
+            pass
+        call.cancel()
+
+
+async def test_what_is_told_of_this_second_counts_and_not_the_latest_iteration(tmp_path: Path) -> None:
+    async with serving(tmp_path, feeds=FEEDS) as (client, power), planned(client) as agent:
         iteration_w = (await client.job()).figures.power_w
 
         async def is_more() -> bool:
             await agent.say(**reading(agent, iteration_w))
-            return (await power.feed()).measured_w > 2 * iteration_w
+            return (await power.feed("hall")).measured_w > 2 * iteration_w
 
         await until(is_more)
 

@@ -107,6 +107,9 @@ class Port:
         self.told.append(("offer", rank, offer))
         self.offers.append((rank, offer))
 
+    def beat(self, power_interval_s: float) -> None:
+        self.told.append(("beat", power_interval_s))
+
     def acknowledge(self, sequence: int) -> None:
         self.told.append(("acknowledged", sequence))
 

@@ -161,6 +161,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against $(CONTRACT)
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 bench: $(STAMP)

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, delete, func, select
 
 from perseus.service.domain.errors import StoreFailedError
 from perseus.service.storage import engines, schema
+from perseus.service.storage.checking import check_database
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import EventEntry, NewRun
 from perseus.v1 import event_pb2
@@ -84,3 +85,11 @@ async def test_readers_who_follow_each_other_closely_do_not_let_the_log_grow_for
         sizes.append(log.stat().st_size)
     await store.close()
     assert max(sizes) < 2 * limit_bytes
+
+
+async def test_a_database_in_use_can_be_checked(database: Path | str) -> None:
+    store = await SqlStore.open(database)
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    assert await asyncio.to_thread(check_database, database) == []
+    await store.write([event(1)])
+    await store.close()

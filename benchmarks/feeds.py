@@ -116,6 +116,9 @@ class _Fleet:
         else:
             run.ceiling = order.to_ceiling()
 
+    def ask_for_power(self) -> None:
+        """They report without being asked."""
+
     def drawn(self, job_ids: object) -> Drawn:
         found = Drawn()
         for job in self._jobs.values():

@@ -13,7 +13,6 @@ from benchmarks.harness import Cell, Column, Table, main
 from perseus.service.domain.commands import Command, Solve, Store
 from perseus.service.domain.inputs import FinishRequested, Input, SolveFailed, TelemetryArrived
 from perseus.service.domain.model import JobState
-from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from tests.service.service_fakes import Cluster, make_spec
 
@@ -34,7 +33,7 @@ class TimedCluster(Cluster):
 
     def __init__(self, rank_count: int, job_id: str = "job") -> None:
         spec = make_spec(job_id, rank_count // STAGES, STAGES, microbatches=MICROBATCHES)
-        super().__init__(spec, Rules(baseline_iterations=3, profiling=ProfilingRules(3, most_clocks=2)))
+        super().__init__(spec, Rules(baseline_iterations=3, profile_iterations=3, profile_clocks=2))
         self.seconds: dict[JobState, list[float]] = defaultdict(list)
         self.is_solving_allowed = True
         self.waiting: list[Command] = []

@@ -92,7 +92,9 @@ async def _serving(cluster: LiveCluster) -> AsyncIterator[str]:
     with TemporaryDirectory(prefix="perseus-pages-") as folder:
         store = await SqlStore.open(Path(folder) / "jobs.db")
         job_solver, request_solver = WorkerPool(JOBS, 1, 60.0), WorkerPool(REQUESTS, 1, 60.0)
-        coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
+        coordinator = Coordinator(
+            store, job_solver, request_solver, Rules(lease_s=30.0, baseline_iterations=3), Retention()
+        )
         try:
             await coordinator.start()
             machine = cluster.machine

@@ -81,7 +81,9 @@ async def _serving(machines: Iterable[JobMachine], *, has_ranks: bool) -> AsyncI
         store = await SqlStore.open(Path(folder) / "jobs.db")
         job_solver, request_solver = WorkerPool(JOBS, 1, 60.0), WorkerPool(REQUESTS, 1, 60.0)
         try:
-            coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
+            coordinator = Coordinator(
+                store, job_solver, request_solver, Rules(lease_s=30.0, baseline_iterations=3), Retention()
+            )
             await coordinator.start()
             for machine in machines:
                 coordinator.live.begin(machine, [], [])

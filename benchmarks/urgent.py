@@ -17,7 +17,6 @@ from perseus.service.api.translate_agents import offer_to_proto
 from perseus.service.domain.commands import Command, SendCeiling, SendOffer
 from perseus.service.domain.inputs import CeilingOrdered, Input, PaceOrdered
 from perseus.service.domain.model import JobState
-from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.v1.agent_service_pb2 import ConnectResponse
 from tests.service.service_fakes import Cluster, make_spec
@@ -62,9 +61,7 @@ def run() -> Sequence[Table]:
 
 def _measure(rank_count: int) -> list[tuple[float, ...]]:
     spec = make_spec("job", rank_count // STAGES, STAGES, microbatches=MICROBATCHES)
-    cluster = QuietCluster(
-        spec, Rules(baseline_iterations=3, profiling=ProfilingRules(iterations=3, most_clocks=2))
-    )
+    cluster = QuietCluster(spec, Rules(baseline_iterations=3, profile_iterations=3, profile_clocks=2))
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(4)

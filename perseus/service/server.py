@@ -27,12 +27,8 @@ from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import AddressUnavailableError, TokenFileUnusableError
 from perseus.service.domain.ledger import Rates
 from perseus.service.domain.principals import Grant
-from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.power.feeds import Feeds
-from perseus.service.job.planning.guard import GuardRules
-from perseus.service.job.profiling.profiler import ProfilingRules
-from perseus.service.job.rules import Rules
 from perseus.service.listening import Port
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
@@ -148,26 +144,6 @@ async def running(
     The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
     database fails); its error is raised when the block ends. `new_worker` makes each of the solver's workers.
     """
-    rules = Rules(
-        lease_s=settings.lease_s,
-        baseline_iterations=settings.baseline_iterations,
-        profiling=ProfilingRules(
-            iterations=settings.profile_iterations,
-            accuracy=settings.profile_accuracy_percent / 100,
-            most_clocks=settings.profile_clocks,
-            budget=ProfilingBudget(
-                iteration_count=settings.profile_budget_iterations,
-                time_s=settings.profile_budget_s,
-                extra_time_s=settings.profile_budget_extra_s,
-                extra_energy_j=settings.profile_budget_j,
-            ),
-        ),
-        guard=GuardRules(
-            tolerance=settings.guard_tolerance_percent / 100,
-            iterations=settings.guard_iterations,
-            baseline_iterations=settings.baseline_iterations,
-        ),
-    )
     async with contextlib.AsyncExitStack() as stack:
         store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
@@ -202,7 +178,7 @@ async def running(
             store,
             job_solver,
             request_solver,
-            rules=rules,
+            rules=settings,
             retention=settings,
             limits=settings,
             rates=Rates(settings.price_per_kwh, settings.intensity_g_per_kwh),

@@ -8,8 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
-from perseus.service.domain.limits import MAX_SETTING, Limits
+from perseus.service.domain.limits import Limits
 from perseus.service.domain.retention import Retention
+from perseus.service.job.rules import Rules
 from perseus.service.signal_settings import SignalSettings
 from perseus.tls.address import host_and_port
 from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
@@ -69,7 +70,7 @@ class FeedSettings(BaseModel):
         )
 
 
-class CoordinatorSettings(Limits, Retention, BaseSettings):
+class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
     """How one coordinator runs."""
 
     model_config = SettingsConfigDict(env_prefix="PERSEUS_COORDINATOR_", extra="forbid", frozen=True)
@@ -114,44 +115,6 @@ class CoordinatorSettings(Limits, Retention, BaseSettings):
     database: Path | str = Field(
         default=Path("perseus.db"),
         description="SQLite file, made if absent; or postgresql://USER@HOST/NAME.",
-    )
-    lease_s: float = Field(
-        default=30.0,
-        ge=0.1,
-        le=3600,
-        description="How long plans outlive the last word between agent and coordinator, seconds.",
-    )
-    baseline_iterations: int = Field(
-        default=5, ge=1, le=1000, description="Iterations of the stock baseline."
-    )
-    profile_iterations: int = Field(
-        default=3,
-        ge=1,
-        le=1000,
-        description="Iterations measured at a clock; noisier ones than others get more, clean ones fewer.",
-    )
-    profile_accuracy_percent: float = Field(
-        default=0.3, gt=0, le=100, description="Profile until plans can change by no more energy than this."
-    )
-    profile_clocks: int = Field(default=12, ge=2, le=1000, description="Clocks measured per stage, at most.")
-    profile_budget_iterations: int = Field(
-        default=1000, ge=1, le=MAX_SETTING, description="Iterations that profiling may take."
-    )
-    profile_budget_s: float = Field(default=math.inf, gt=0, description="Seconds that profiling may take.")
-    profile_budget_extra_s: float = Field(
-        default=360.0, gt=0, description="Seconds that profiling may take beyond stock."
-    )
-    profile_budget_j: float = Field(
-        default=math.inf, gt=0, description="Joules that profiling may take beyond stock."
-    )
-    guard_tolerance_percent: float = Field(
-        default=1.0,
-        gt=0,
-        le=1000,
-        description="Back to stock when iterations surely exceed the plan by this much.",
-    )
-    guard_iterations: int = Field(
-        default=5, ge=1, le=1000, description="Iterations of which the median has to exceed it, at least."
     )
     solver_processes: int = Field(default=1, ge=1, le=64, description="Jobs' problems solved at a time.")
     solver_limit_s: float = Field(

@@ -79,7 +79,6 @@ from perseus.service.domain.telemetry import (
     TelemetryBatch,
 )
 from perseus.service.job.machine import JobMachine
-from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.service.solving.work import solve_explaining
 from perseus.solver import Computation, Kind, LagError, Plan, Refinement, Schedule, SolverError
@@ -394,7 +393,7 @@ class Cluster:
 
     def __init__(self, spec: JobSpec, rules: Rules | None = None, run_number: int = 1) -> None:
         self.spec = spec
-        self.rules = rules or Rules(30.0, 2, ProfilingRules(iterations=2))
+        self.rules = rules or Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2)
         self.machine = JobMachine(spec, run_number, self.rules, EPOCH, START_S, created_s=0.0)
         self.schedule: Schedule = self.machine.schedule
         self.now_s = 0.0

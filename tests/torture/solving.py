@@ -74,7 +74,7 @@ async def _coordinator(
 ) -> AsyncIterator[tuple[Coordinator, WorkerPool]]:
     store = await SqlStore.open(path)
     # The ranks are gone, and their leases must not run out before the last job is solved.
-    rules = replace(Cluster(make_spec()).rules, lease_s=2 * _PATIENCE_S)
+    rules = Cluster(make_spec()).rules.model_copy(update={"lease_s": 2 * _PATIENCE_S})
     jobs = WorkerPool(JOBS, 1, _PATIENCE_S, new_worker=new_worker)
     requests = WorkerPool(REQUESTS, 1, _PATIENCE_S)
     coordinator = Coordinator(store, jobs, requests, rules, Retention())

@@ -95,13 +95,13 @@ class Course:
         self.offers = OfferBoard(counts, self.ranks, self.journal)
         self.limiter = Limiter(self.ranks, self.offers, self.journal)
         self.baseline = Baseline(rules.baseline_iterations)
-        self.profiler = Profiler(counts, self.schedule, rules.profiling, self.journal)
+        self.profiler = Profiler(counts, self.schedule, rules, self.journal)
         self.stragglers = StragglerBook(self.schedule, counts, self.journal)
         self.planner = Planner(
             counts,
             self.schedule,
             spec.policy,
-            rules.guard,
+            rules,
             self.ranks,
             self.offers,
             self.profiler,
@@ -115,13 +115,13 @@ class Course:
             self.baseline,
             self.offers,
             self.profiler,
-            rules.profiling.iterations,
+            rules.profile_iterations,
             self.journal,
             created_s,
             create_time_s,
         )
         # As many as make the guard's median.
-        self.caps = CapWatch(rules.guard.iterations // 2 + 1)
+        self.caps = CapWatch(rules.guard_iterations // 2 + 1)
         # What is measured is of this work on these GPUs; empty while nothing is.
         self._measured_work: tuple[str, ...] = ()
         # The state and the frontier for which the report and the detection know the offers.

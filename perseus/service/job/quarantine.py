@@ -221,7 +221,7 @@ class QuarantinedRun:
             baseline=record.baseline,
             profiled_clock_count=0,
             profiling_cost=record.profiling_cost,
-            profiling_budget=self._rules.profiling.budget,
+            profiling_budget=self._rules.profiling_budget,
             profiling_progress=None,
             t_min_s=0.0,
             t_star_s=0.0,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from google.protobuf.message import Message
+from pydantic import BaseModel
 
 from perseus import solver
 from perseus.service.domain import (
@@ -37,9 +38,6 @@ from perseus.service.domain.errors import RecordingUnreadableError
 from perseus.service.domain.inputs import Input, Refined, RefineFailed, Solved, TelemetryArrived
 from perseus.service.domain.records import StoredJob
 from perseus.service.domain.specification import JobSpec, Registration
-from perseus.service.job import rules as job_rules
-from perseus.service.job.planning import guard
-from perseus.service.job.profiling import profiler
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
 
@@ -148,6 +146,8 @@ def to_json(value: Any) -> Any:
     match value:
         case enum.Enum():
             return {"enum": type(value).__name__, "name": value.name}
+        case BaseModel():
+            return {"type": type(value).__name__, **{name: to_json(each) for name, each in value}}
         case Message():  # of numbers only
             found = {field.name: getattr(value, field.name) for field in value.DESCRIPTOR.fields}
             return {"type": value.DESCRIPTOR.name, **found}
@@ -196,11 +196,11 @@ _CLASSES: dict[str, Any] = {
         ledger,
         records,
         inputs,
-        guard,
-        profiler,
-        job_rules,
     )
     for name, kind in vars(module).items()
     if is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, enum.Enum | tuple))
-} | {kind.__name__: kind for kind in (Begun, Restored, SolverAnswered, event_pb2.MeasurementsUnexplained)}
+} | {
+    kind.__name__: kind
+    for kind in (Rules, Begun, Restored, SolverAnswered, event_pb2.MeasurementsUnexplained)
+}
 """What beginnings and inputs are made of, beside numbers and texts."""

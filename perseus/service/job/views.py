@@ -60,7 +60,7 @@ class VisibleRun:
         self.registrations = Registrations(())
         self.create_time_s = create_time_s
         self._epoch = epoch
-        self._profiling_budget = rules.profiling.budget
+        self._profiling_budget = rules.profiling_budget
         self._course = course = Course(spec, rules, create_time_s, created_s)
         self.schedule = course.schedule
         self._journal, self._ranks, self._offers = course.journal, course.ranks, course.offers

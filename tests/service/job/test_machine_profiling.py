@@ -9,7 +9,6 @@ import pytest
 from perseus.service.domain.commands import Command, SendOffer, Solve
 from perseus.service.domain.inputs import SolveFailed, TelemetryArrived
 from perseus.service.domain.model import STOCK, HoldClocks, JobState, Offer
-from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind
 from perseus.v1 import event_pb2
@@ -92,9 +91,7 @@ def test_gpus_without_a_common_clock_stay_at_stock() -> None:
 
 
 def test_a_clock_is_measured_when_every_rank_has_every_computation_often_enough() -> None:
-    cluster = Cluster(
-        make_spec(pipelines=1), Rules(baseline_iterations=1, profiling=ProfilingRules(iterations=3))
-    )
+    cluster = Cluster(make_spec(pipelines=1), Rules(baseline_iterations=1, profile_iterations=3))
     cluster.join_all()
     cluster.iterate(4)
     version = cluster.machine._offers.version
@@ -121,9 +118,7 @@ def test_a_clock_is_measured_when_every_rank_has_every_computation_often_enough(
 
 
 def test_an_estimate_of_an_older_version_does_not_count() -> None:
-    cluster = Cluster(
-        make_spec(pipelines=1), Rules(baseline_iterations=1, profiling=ProfilingRules(iterations=1))
-    )
+    cluster = Cluster(make_spec(pipelines=1), Rules(baseline_iterations=1, profile_iterations=1))
     cluster.join_all()
     cluster.iterate(5)
     held = cluster.machine._offers[0]

@@ -48,7 +48,6 @@ from perseus.service.domain.model import (
     stage_clocks,
 )
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
-from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.solver import solve
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, FakeRank, make_spec
@@ -60,7 +59,9 @@ LEASE_S = 10.0
 class RandomLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = Cluster(make_spec(microbatches=2), Rules(LEASE_S, 1, ProfilingRules(iterations=1)))
+        self.cluster = Cluster(
+            make_spec(microbatches=2), Rules(lease_s=LEASE_S, baseline_iterations=1, profile_iterations=1)
+        )
         self.waiting: deque[SendOffer] = deque()
         self.problems: deque[Solve] = deque()
         self.joined: set[Coordinates] = set()

@@ -23,7 +23,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
-from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.job.profiling.profiler import HOLD_LIMIT
 from perseus.service.job.profiling.work_keys import work_keys
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2, job_pb2
@@ -189,7 +189,7 @@ def test_broken_promises_survive_a_restart_and_are_made_up_for_by_kept_ones(
 
 
 def test_what_was_given_up_is_tried_again() -> None:
-    cluster = Cluster(make_spec(), Rules(30.0, 1, ProfilingRules(iterations=1)))
+    cluster = Cluster(make_spec(), Rules(lease_s=30.0, baseline_iterations=1, profile_iterations=1))
     cluster.join_all()
     for rank in cluster.ranks.values():
         rank.tells_energy = rank.place.stage != 1

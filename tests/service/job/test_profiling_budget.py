@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.inputs import TelemetryArrived, Tick
 from perseus.service.domain.model import HoldClocks, JobState
-from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.specification import Coordinates
-from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.job.profiling.profiler import HOLD_LIMIT
 from perseus.service.job.progress import PATIENCE_ITERATIONS, PATIENCE_S
 from perseus.service.job.rules import Rules
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, make_spec
@@ -54,8 +53,8 @@ class Misbehaving(Cluster):
     """A cluster whose ranks may tell anything, and obey offers all the same."""
 
     def __init__(self) -> None:
-        rules = ProfilingRules(iterations=ITERATIONS, budget=ProfilingBudget(extra_time_s=BUDGET_S))
-        super().__init__(make_spec(), Rules(1e9, 2, rules))
+        rules = Rules(baseline_iterations=2, profile_iterations=ITERATIONS, profile_budget_extra_s=BUDGET_S)
+        super().__init__(make_spec(), rules.model_copy(update={"lease_s": 1e9}))
         self.conduct = dict.fromkeys(PLACES, Conduct.HONEST)
         self.extra_s = 0.0
         self.stuck_s = 0.0

@@ -24,11 +24,9 @@ from perseus.service.domain.model import (
     RefusalReason,
     StockClocks,
 )
-from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.stall import StallReason
 from perseus.service.domain.telemetry import TelemetryBatch
-from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.progress import PATIENCE_ITERATIONS, PATIENCE_S
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
@@ -46,7 +44,9 @@ class Troubled(Cluster):
     """A cluster of which some ranks are silent, or spoil what they report."""
 
     def __init__(self, rules: Rules | None = None) -> None:
-        super().__init__(make_spec(), rules or Rules(1000.0, 2, ProfilingRules(iterations=2)))
+        super().__init__(
+            make_spec(), rules or Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=2)
+        )
         self.silent: set[Coordinates] = set()
         self.spoiling: dict[Coordinates, Spoil] = {}
 
@@ -228,7 +228,7 @@ def test_the_one_rank_that_reports_nothing_is_named() -> None:
 
 @pytest.mark.parametrize("state", [JobState.BASELINE, JobState.PLANNED])
 def test_patience_grows_with_the_iteration_time(state: JobState) -> None:
-    cluster = joined(Rules(1e6, 2, ProfilingRules(iterations=2)))
+    cluster = joined(Rules(baseline_iterations=2, profile_iterations=2).model_copy(update={"lease_s": 1e6}))
     cluster.run(1, duration_s=60.0)
     cluster.run_until(state, duration_s=60.0)
     cluster.run(1, duration_s=60.0)
@@ -347,7 +347,7 @@ def test_a_job_that_ends_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("spoil", [without_estimate, without_energy])
 def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_why(spoil: Spoil) -> None:
-    cluster = joined(Rules(1000.0, 2, ProfilingRules(iterations=3)))
+    cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3))
     cluster.spoiling[SECOND] = spoil
     cluster.run_until(JobState.STOCK)
     assert [(kind, stall.rank) for kind, stall in cluster.told()] == [
@@ -370,7 +370,7 @@ def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_wh
 
 
 def test_estimates_that_come_at_last_end_the_stall() -> None:
-    cluster = joined(Rules(1000.0, 2, ProfilingRules(iterations=3)))
+    cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3))
     cluster.spoiling[FIRST] = without_estimate
     cluster.run(22)
     assert cluster.reasons() == [("STALLED", "NO_ENERGY_ESTIMATES")]
@@ -399,8 +399,8 @@ def test_clocks_are_released_while_nobody_tells_what_they_cost() -> None:
 
 
 def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> None:
-    rules = ProfilingRules(iterations=3, budget=ProfilingBudget(iteration_count=5))
-    cluster = joined(Rules(1000.0, 2, rules))
+    rules = Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3, profile_budget_iterations=5)
+    cluster = joined(rules)
     cluster.spoiling[LAST] = without_estimate
     cluster.run_until(JobState.STOCK)
     assert cluster.machine.profiler.cost.iteration_count == 5
@@ -415,7 +415,7 @@ def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> Non
 
 
 def test_what_profiling_cost_and_gave_up_survives_a_restart() -> None:
-    cluster = joined(Rules(1000.0, 2, ProfilingRules(iterations=2)))
+    cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=2))
     cluster.spoiling[FIRST] = without_estimate
     while not cluster.machine.profiler.given_up:
         cluster.run()

@@ -16,11 +16,10 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.measured import KnownProfile, StageProfile
 from perseus.service.domain.model import JobState, RankLeftReason, Straggler
-from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.specification import Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MOST_SUSPECTED
-from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.job.profiling.profiler import HOLD_LIMIT
 from perseus.service.job.profiling.stage_profiles import corrected
 from perseus.service.job.rules import Rules
 from perseus.service.job.stragglers.straggler_book import StragglerBook
@@ -186,7 +185,7 @@ def test_a_policy_is_a_point_on_the_frontier() -> None:
 
 
 def test_a_profile_from_before_is_verified_and_used() -> None:
-    rules = Rules(30.0, 2, ProfilingRules(iterations=2, accuracy=1e-9))
+    rules = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2, profile_accuracy_percent=1e-7)
     before = TruthfulCluster(rules=rules).plan().machine.profiler.profiles
     cluster = TruthfulCluster(rules=rules)
     cluster.join_all()
@@ -238,7 +237,7 @@ def test_one_that_differs_from_the_baseline_is_not_adopted() -> None:
 
 
 def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:
-    rules = Rules(30.0, 2, ProfilingRules(iterations=2, accuracy=1e-9))
+    rules = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2, profile_accuracy_percent=1e-7)
     before = TruthfulCluster(rules=rules).plan().machine.profiler.profiles
     slower = corrected(
         before,
@@ -269,21 +268,21 @@ def known(profiles: Iterable[StageProfile], *stages: int) -> tuple[KnownProfile,
 
 
 @pytest.mark.parametrize(
-    "budget",
+    "rules",
     [
-        ProfilingRules(2, 1e-9, most_clocks=3),
-        ProfilingRules(2, 1e-9, budget=ProfilingBudget(iteration_count=13)),
-        ProfilingRules(2, 1e-9, budget=ProfilingBudget(time_s=12.0)),
-        ProfilingRules(2, 1e-9, budget=ProfilingBudget(extra_energy_j=400.0)),
+        Rules(profile_iterations=2, profile_accuracy_percent=1e-7, profile_clocks=3),
+        Rules(profile_iterations=2, profile_accuracy_percent=1e-7, profile_budget_iterations=13),
+        Rules(profile_iterations=2, profile_accuracy_percent=1e-7, profile_budget_s=12.0),
+        Rules(profile_iterations=2, profile_accuracy_percent=1e-7, profile_budget_j=400.0),
     ],
 )
-def test_profiling_keeps_its_budget(budget: ProfilingRules) -> None:
-    cluster = TruthfulCluster(rules=Rules(30.0, 2, budget)).plan()
+def test_profiling_keeps_its_budget(rules: Rules) -> None:
+    cluster = TruthfulCluster(rules=rules.model_copy(update={"baseline_iterations": 2})).plan()
     assert 2 <= cluster.machine.profiler.clock_count < len(CLOCKS_MHZ)
 
 
 def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the_job_stays_at_stock() -> None:
-    cluster = Cluster(make_spec(), Rules(30.0, 1, ProfilingRules(iterations=1)))
+    cluster = Cluster(make_spec(), Rules(lease_s=30.0, baseline_iterations=1, profile_iterations=1))
     cluster.join_all()
     for rank in cluster.ranks.values():
         if rank.place.stage == 1:

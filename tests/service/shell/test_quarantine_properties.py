@@ -21,7 +21,6 @@ from perseus.service.domain.model import Ceiling, JobState, Offer
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.job.machine import JobMachine
-from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.service.shell import writer
 from perseus.service.shell.coordinator import Coordinator
@@ -37,7 +36,7 @@ class BrokenError(Exception):
     """A mistake of ours, in one job."""
 
 
-RULES = Rules(30.0, 2, ProfilingRules(iterations=1))
+RULES = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=1)
 QUIET, FAULTY = "quiet", "faulty"
 ITERATIONS = 24
 

@@ -72,7 +72,9 @@ async def serving(
         WorkerPool(REQUESTS, 1, 60.0, new_worker=ThreadWorker),
     )
     try:
-        coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
+        coordinator = Coordinator(
+            store, job_solver, request_solver, Rules(lease_s=30.0, baseline_iterations=3), Retention()
+        )
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.writer.run() if is_at_rest else coordinator.run())
         jobs, quotas = coordinator.jobs, coordinator.quotas

@@ -25,6 +25,7 @@ import numpy as np
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import PlannedClocks
 from perseus.service.job.planning.operating_point import overhead_s
+from perseus.service.job.rules import Rules
 from perseus.service.job.statistics.noise import Noise
 from perseus.service.job.statistics.sequential_test import LEAST_LEVEL, SequentialTest
 from perseus.solver import Frontier
@@ -37,18 +38,6 @@ _BASELINE_ERRORS = 2.0
 
 _ERROR_OF_MEDIAN = 1.25
 """Standard error of a median over that of a mean."""
-
-
-@dataclass(frozen=True, slots=True)
-class GuardRules:
-    """By what share the median of so many iterations may exceed what was promised, at least.
-
-    `baseline_iterations`: of how many iterations the baseline is the median.
-    """
-
-    tolerance: float = 0.01
-    iterations: int = 5
-    baseline_iterations: int = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +69,9 @@ def promise_of_s(planned_time_s: float, frontier: Frontier, baseline_time_s: flo
 class Guard:
     """Watches the iterations under the plans that are in force."""
 
-    def __init__(self, rules: GuardRules) -> None:
+    def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._times_s: deque[float] = deque(maxlen=rules.iterations)
+        self._times_s: deque[float] = deque(maxlen=rules.guard_iterations)
         self._versions: tuple[int, ...] | None = None
         self._noise = Noise(1)
         self._learned_versions: tuple[int, ...] | None = None
@@ -92,7 +81,7 @@ class Guard:
     def tolerance(self) -> float:
         """By what share iterations may exceed the promise, now that so much is known of them."""
         error = _ERROR_OF_MEDIAN * self._noise.scale / math.sqrt(self._rules.baseline_iterations)
-        return max(self._rules.tolerance, math.expm1(_BASELINE_ERRORS * error))
+        return max(self._rules.guard_tolerance, math.expm1(_BASELINE_ERRORS * error))
 
     def learn(self, iteration: JobIteration) -> None:
         """Take any iteration, before it is judged: how much they jump is no matter of plans."""
@@ -133,7 +122,9 @@ class Guard:
         self._test.add(np.array([excess]), self._noise)
         middle_s = median(self._times_s)
         is_shown = self._test.evidence_above()[0] >= self._test.threshold_above
-        is_exceeded = len(self._times_s) == self._rules.iterations and middle_s > promise_s * (1 + tolerance)
+        is_exceeded = len(self._times_s) == self._rules.guard_iterations and middle_s > promise_s * (
+            1 + tolerance
+        )
         if not (is_shown and is_exceeded):
             return None
         evidence = BrokenPromise(

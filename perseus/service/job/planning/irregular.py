@@ -15,7 +15,7 @@ from collections import deque
 from statistics import median
 
 from perseus.service.domain.measured import JobIteration
-from perseus.service.job.planning.guard import GuardRules
+from perseus.service.job.rules import Rules
 
 _KEPT = 20
 
@@ -23,10 +23,10 @@ _KEPT = 20
 class IrregularWatch:
     """Watches the irregular iterations of a job."""
 
-    def __init__(self, rules: GuardRules) -> None:
+    def __init__(self, rules: Rules) -> None:
         self._rules = rules
         # Of iterations under the same plans: the time of each that was irregular, 0 of the others.
-        self._times_s: deque[float] = deque(maxlen=rules.iterations)
+        self._times_s: deque[float] = deque(maxlen=rules.guard_iterations)
         self._versions: tuple[int, ...] | None = None
         self._stock_times_s: deque[float] = deque(maxlen=_KEPT)
 
@@ -42,11 +42,14 @@ class IrregularWatch:
             self._versions = iteration.versions
         self._times_s.append(0.0 if iteration.is_regular else iteration.iteration_time_s)
         irregular_s = [time_s for time_s in self._times_s if time_s]
-        if len(self._times_s) < self._rules.iterations or 2 * len(irregular_s) <= self._rules.iterations:
+        if (
+            len(self._times_s) < self._rules.guard_iterations
+            or 2 * len(irregular_s) <= self._rules.guard_iterations
+        ):
             return None
         expected_s = max([promise_s, *([median(self._stock_times_s)] if self._stock_times_s else [])])
         found_s = median(irregular_s)
-        return found_s if found_s > expected_s * (1 + self._rules.tolerance) else None
+        return found_s if found_s > expected_s * (1 + self._rules.guard_tolerance) else None
 
     def restart(self) -> None:
         """What is under way counts for nothing; what was seen at stock stays."""

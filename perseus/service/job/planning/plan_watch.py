@@ -17,10 +17,11 @@ from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import Drift, DriftWatch
-from perseus.service.job.planning.guard import BrokenPromise, Guard, GuardRules, promised_time_s
+from perseus.service.job.planning.guard import BrokenPromise, Guard, promised_time_s
 from perseus.service.job.planning.irregular import IrregularWatch
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.profiling.stage_profiles import corrected
+from perseus.service.job.rules import Rules
 from perseus.solver import Frontier
 from perseus.v1 import event_pb2
 
@@ -60,9 +61,7 @@ class PlanWatch:
         broken_count: promises that were broken and not made up for.
     """
 
-    def __init__(
-        self, parallelism: Parallelism, rules: GuardRules, profiler: Profiler, journal: Journal
-    ) -> None:
+    def __init__(self, parallelism: Parallelism, rules: Rules, profiler: Profiler, journal: Journal) -> None:
         self._guard = Guard(rules)
         self._irregular = IrregularWatch(rules)
         self._drift = DriftWatch(parallelism)

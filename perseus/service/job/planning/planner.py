@@ -22,7 +22,7 @@ from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
-from perseus.service.job.planning.guard import GuardRules, promise_of_s
+from perseus.service.job.planning.guard import promise_of_s
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import (
     no_slowdown,
@@ -39,6 +39,7 @@ from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.profiling.stage_profiles import build_problem, is_power_known
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.ranks.usable_clocks import stages_at_stock
+from perseus.service.job.rules import Rules
 from perseus.service.job.stragglers.straggler_book import StragglerBook
 from perseus.solver import (
     Frontier,
@@ -72,7 +73,7 @@ class Planner:
         parallelism: Parallelism,
         schedule: Schedule,
         policy: OperatingPolicy,
-        rules: GuardRules,
+        rules: Rules,
         ranks: RankTable,
         offers: OfferBoard,
         profiler: Profiler,

@@ -17,7 +17,7 @@ agrees with what the stock baseline, as the highest clock, or the first rounds m
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from perseus.service.domain.measured import JobIteration, KnownProfile, StageProfile
@@ -26,7 +26,6 @@ from perseus.service.domain.model import STOCK_MHZ, HoldClocks, StockIteration
 from perseus.service.domain.profiling import (
     ClockGivenUpReason,
     GivenUpClock,
-    ProfilingBudget,
     ProfilingCost,
     ProfilingLimit,
     ProfilingProgress,
@@ -42,6 +41,7 @@ from perseus.service.job.profiling.round import Round
 from perseus.service.job.profiling.spending import Spending
 from perseus.service.job.profiling.stage_profiles import agree, is_power_known
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
+from perseus.service.job.rules import Rules
 from perseus.solver import Schedule
 from perseus.v1 import event_pb2
 
@@ -51,23 +51,6 @@ HOLD_LIMIT = 8
 _SAME_TIME_SHARE = 0.02
 _SAME_ENERGY_SHARE = 0.1
 """By how much a profile from before may differ from what is measured now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfilingRules:
-    """How much profiling may cost, and how good it has to be.
-
-    Attributes:
-        iterations: measured at a clock; at noisier ones than the others more, at clean ones fewer (`effort`).
-        accuracy: by what share the plan's energy may still change.
-        most_clocks: of a stage, those given up included.
-        budget: what all rounds may take together.
-    """
-
-    iterations: int = 3
-    accuracy: float = 0.003
-    most_clocks: int = 12
-    budget: ProfilingBudget = field(default_factory=ProfilingBudget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +79,22 @@ class Profiler:
         given_up: the clocks that could not be measured, in the order in which they were given up.
     """
 
-    def __init__(
-        self, parallelism: Parallelism, schedule: Schedule, rules: ProfilingRules, journal: Journal
-    ) -> None:
+    def __init__(self, parallelism: Parallelism, schedule: Schedule, rules: Rules, journal: Journal) -> None:
         self.profiles: tuple[StageProfile, ...] = ()
         self.known: tuple[KnownProfile, ...] = ()
         self._parallelism = parallelism
         self._schedule = schedule
         self._rules = rules
-        self._effort = Effort(rules.iterations, rules.accuracy)
+        self._budget = rules.profiling_budget
+        self._effort = Effort(rules.profile_iterations, rules.profile_accuracy)
         # A round may take the share of the extra time of one clock out of the most.
         self._round = Round(
-            parallelism, schedule, self._effort, rules.budget.extra_time_s / rules.most_clocks
+            parallelism, schedule, self._effort, self._budget.extra_time_s / rules.profile_clocks
         )
         self._journal = journal
-        self.spending = Spending(rules.budget)
+        self.spending = Spending(self._budget)
         self.whole_round_count = 0
-        self._pace = Pace(rules.budget)
+        self._pace = Pace(self._budget)
         self.given_up: tuple[GivenUpClock, ...] = ()
         # The stage and rank that the round was waiting for when the budget ended it.
         self._unmeasured: GivenUpClock | None = None
@@ -198,7 +180,7 @@ class Profiler:
             at_stock = stages_at_stock(clocks_mhz)
             self._round.begin(at_stock)
             self._unmeasured = None
-            most_count = min(self._rules.most_clocks, max(map(len, clocks_mhz)))
+            most_count = min(self._rules.profile_clocks, max(map(len, clocks_mhz)))
             self._pace.begin_round(self.cost, self._tried_count(), most_count)
             return HoldClocks(
                 tuple(
@@ -233,12 +215,12 @@ class Profiler:
             why = f"stage {stage} has no clock that can be measured, {doubt}"
         elif self._measured_places().issuperset(enumerate(choice.clocks_mhz)):
             why = f"{clocks}, all there are" + ("" if is_enough else f", {doubt}")
-        elif choice.doubt <= self._rules.accuracy:
+        elif choice.doubt <= self._rules.profile_accuracy:
             why = f"{clocks}: the plan's energy can change by {100 * choice.doubt:.2f} %"
-        elif self._tried_count() >= self._rules.most_clocks:
+        elif self._tried_count() >= self._rules.profile_clocks:
             why = f"{clocks}, as many as may be; {doubt}"
         elif limit is not None:
-            budget = f"{self._rules.budget.limit_of(limit):g} {limit.value}"
+            budget = f"{self._budget.limit_of(limit):g} {limit.value}"
             return ProfileEnd(is_enough, limit, f"{clocks}, and the budget of {budget} is used up; {doubt}")
         else:
             return None
@@ -260,13 +242,15 @@ class Profiler:
     def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks, *, is_last: bool) -> bool:
         """Keep what was measured, if the round has ended; the last one ends whatever it has."""
         round_ = self._round
-        has_lasted = round_.held_count >= HOLD_LIMIT * self._rules.iterations
+        has_lasted = round_.held_count >= HOLD_LIMIT * self._rules.profile_iterations
         if not has_lasted and not is_last:
             counted = partial(self._counted_mhz, held, clocks_mhz)
             if round_.is_waiting(held, counted, self.profiles):
                 return False
         counted_mhz = self._counted_mhz(held, clocks_mhz)
-        missing = round_.unmeasured(held, counted_mhz, min(round_.wanted_count, self._rules.iterations))
+        missing = round_.unmeasured(
+            held, counted_mhz, min(round_.wanted_count, self._rules.profile_iterations)
+        )
         if not missing and counted_mhz:
             self._effort.take_round(*round_.judge(held, counted_mhz, self.profiles))
         for stage, clock_mhz in counted_mhz.items():
@@ -356,7 +340,7 @@ class Profiler:
         others: list[KnownProfile] = []
         for known in self.known:
             at_stock = self._round.found_at_stock(
-                known.stage, clocks_mhz[known.stage][0], self._rules.iterations
+                known.stage, clocks_mhz[known.stage][0], self._rules.profile_iterations
             )
             is_same = at_stock is not None and agree(
                 [at_stock], known.profiles, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE

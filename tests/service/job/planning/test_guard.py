@@ -10,7 +10,8 @@ import pytest
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.job.planning.drift import BLOCK, Drift, DriftWatch
-from perseus.service.job.planning.guard import BrokenPromise, Guard, GuardRules
+from perseus.service.job.planning.guard import BrokenPromise, Guard
+from perseus.service.job.rules import Rules
 from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward
 from tests.service.service_fakes import CLOCKS_MHZ, energy_j, estimate, time_s
 
@@ -38,7 +39,7 @@ def iteration(number: int, seconds: float, version: int = 1, is_regular: bool = 
 
 def knowing(noise: float, seed: int = 0) -> Guard:
     """A guard that has learned from iterations at stock how much they jump."""
-    guard = Guard(GuardRules())
+    guard = Guard(Rules())
     for jump in noise * np.random.default_rng(seed).standard_normal(60):
         guard.learn(iteration(0, 0.9 * float(np.exp(jump)), version=0))
     return guard
@@ -72,8 +73,8 @@ def test_amid_jumps_a_promise_is_broken_once_it_is_sure(noise: float) -> None:
 
 
 def test_before_it_is_known_how_iterations_jump_a_promise_is_not_broken_by_a_few() -> None:
-    assert broken_at([1.02] * 5, Guard(GuardRules())) == []
-    assert broken_at([1.02] * 20, Guard(GuardRules()))[0] < 15
+    assert broken_at([1.02] * 5, Guard(Rules())) == []
+    assert broken_at([1.02] * 20, Guard(Rules()))[0] < 15
 
 
 def test_the_baseline_is_no_more_exact_than_its_iterations() -> None:

@@ -2,8 +2,8 @@
 
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import JobState
-from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.planning.irregular import IrregularWatch
+from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 
@@ -28,16 +28,16 @@ def judged(watch: IrregularWatch, times_s: list[float], regular_every: int = 0) 
 
 
 def test_plans_go_where_most_of_the_latest_iterations_are_irregular_and_slow() -> None:
-    assert judged(IrregularWatch(GuardRules()), [1.02] * 5) == [4]
-    assert judged(IrregularWatch(GuardRules()), [1.005] * 20) == []
-    assert judged(IrregularWatch(GuardRules()), [0.5] * 20) == [], "shorter ones harm nobody"
-    assert judged(IrregularWatch(GuardRules()), [5.0] * 20, regular_every=2)[:1] == [5]
-    watch = IrregularWatch(GuardRules())
+    assert judged(IrregularWatch(Rules()), [1.02] * 5) == [4]
+    assert judged(IrregularWatch(Rules()), [1.005] * 20) == []
+    assert judged(IrregularWatch(Rules()), [0.5] * 20) == [], "shorter ones harm nobody"
+    assert judged(IrregularWatch(Rules()), [5.0] * 20, regular_every=2)[:1] == [5]
+    watch = IrregularWatch(Rules())
     assert [watch.judge(iteration(n, 5.0, is_regular=n % 3 > 0), PROMISE_S) for n in range(20)] == [None] * 20
 
 
 def test_what_takes_as_long_at_stock_is_not_the_plans_doing() -> None:
-    watch = IrregularWatch(GuardRules())
+    watch = IrregularWatch(Rules())
     for number in range(6):
         watch.take_stock(iteration(number, 1.5, version=0))
         watch.take_stock(iteration(number, 0.9, version=0, is_regular=True))
@@ -47,7 +47,7 @@ def test_what_takes_as_long_at_stock_is_not_the_plans_doing() -> None:
 
 
 def test_iterations_under_other_plans_do_not_count() -> None:
-    watch = IrregularWatch(GuardRules())
+    watch = IrregularWatch(Rules())
     assert all(watch.judge(iteration(n, 5.0, version=n // 4), PROMISE_S) is None for n in range(40))
 
 

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.measured import JobIteration, StageProfile
 from perseus.service.domain.model import HoldClocks, StockIteration
-from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.effort import LEAST_ITERATIONS, LONGEST_HOLD, round_error
-from perseus.service.job.profiling.profiler import ProfileEnd, Profiler, ProfilingRules
+from perseus.service.job.profiling.profiler import ProfileEnd, Profiler
+from perseus.service.job.rules import Rules
 from perseus.solver import Kind, Measurement, one_forward_one_backward
 from tests.service.service_fakes import CLOCKS_MHZ, energy_j, time_s
 
@@ -22,14 +22,14 @@ ITERATIONS = 4
 MICROBATCHES = 6
 SHAPE = Parallelism(1, 1, 1)
 SCHEDULE = one_forward_one_backward(1, MICROBATCHES)
-RULES = ProfilingRules(iterations=ITERATIONS, accuracy=1e-9)
+RULES = Rules(profile_iterations=ITERATIONS, profile_accuracy_percent=1e-7)
 KINDS = Kind.FORWARD, Kind.BACKWARD
 
 
 class NoisyJob:
     """A job of one stage whose computations' energies jump, at each clock by a share of its own."""
 
-    def __init__(self, noise: Mapping[int, float], seed: int, rules: ProfilingRules = RULES) -> None:
+    def __init__(self, noise: Mapping[int, float], seed: int, rules: Rules = RULES) -> None:
         self.profiler = Profiler(SHAPE, SCHEDULE, rules, Journal())
         self._noise = noise
         self._random = np.random.default_rng(seed)
@@ -103,7 +103,7 @@ def test_where_all_clocks_are_as_noisy_they_get_what_was_asked_for(seed: int) ->
 
 
 def test_what_is_sure_enough_is_left_as_soon_as_its_errors_can_be_believed() -> None:
-    job = NoisyJob(dict.fromkeys(CLOCKS_MHZ, 1e-4), 0, ProfilingRules(iterations=ITERATIONS))
+    job = NoisyJob(dict.fromkeys(CLOCKS_MHZ, 1e-4), 0, Rules(profile_iterations=ITERATIONS))
     job.profile()
     assert set(job.iteration_counts.values()) == {2}
 
@@ -119,8 +119,15 @@ def test_noise_holds_no_clock_for_ever_nor_gives_it_up() -> None:
 
 def test_noise_does_not_go_beyond_the_budget() -> None:
     noise = {mhz: 0.001 if mhz == CLOCKS_MHZ[0] else 0.05 for mhz in CLOCKS_MHZ}
-    budget = ProfilingBudget(iteration_count=3 * ITERATIONS)
-    job = NoisyJob(noise, 0, ProfilingRules(iterations=ITERATIONS, accuracy=1e-9, budget=budget))
+    job = NoisyJob(
+        noise,
+        0,
+        Rules(
+            profile_iterations=ITERATIONS,
+            profile_accuracy_percent=1e-7,
+            profile_budget_iterations=3 * ITERATIONS,
+        ),
+    )
     job.profile()
     assert sum(job.iteration_counts.values()) == 3 * ITERATIONS
     assert job.profiler.clock_count == 2, "what the budget cut short counts, as it was asked for"

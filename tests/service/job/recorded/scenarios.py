@@ -36,7 +36,6 @@ from perseus.service.domain.model import (
     RankLeftReason,
     Straggler,
 )
-from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.signals import ExtraTime, PacingState, SignalKind, SignalRule, WorkWindow
 from perseus.service.domain.specification import (
     BudgetTerms,
@@ -46,7 +45,6 @@ from perseus.service.domain.specification import (
     Registration,
 )
 from perseus.service.domain.telemetry import GpuLimits
-from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.quarantine import Fault, QuarantinedRun
 from perseus.service.job.rules import Rules
 from tests.service.job.recorded.lives import Broken, Step
@@ -55,7 +53,7 @@ from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, START_S, Cluster, make_spec
 
 Steps = list[Step]
-QUICK = Rules(10.0, 1, ProfilingRules(iterations=1))
+QUICK = Rules(lease_s=10.0, baseline_iterations=1, profile_iterations=1)
 FIRST = Coordinates(0, 0, 0)
 
 
@@ -122,7 +120,10 @@ def a_policy_for_every_need(_steps: Steps) -> None:
 
 
 def a_budget_of_profiling_that_is_used_up(_steps: Steps) -> None:
-    TruthfulCluster(rules=Rules(30.0, 2, ProfilingRules(2, 1e-9, budget=ProfilingBudget(time_s=12.0)))).plan()
+    rules = Rules(
+        baseline_iterations=2, profile_iterations=2, profile_accuracy_percent=1e-7, profile_budget_s=12.0
+    )
+    TruthfulCluster(rules=rules).plan()
 
 
 def slow_clock_changes(_steps: Steps) -> None:

@@ -77,6 +77,7 @@ async def test_a_tenant_s_own_gpus_count_with_what_they_can_draw_at_most(site: S
     gpus = {service_fakes.make_gpu(place).uuid: MADE_UP_W for place in ALL_PLACES}
     async with agent_of(site, "agent:a-*", "a-1") as liar, site.as_(site.operator) as operator:
         power = Budgets(operator)
+        await power.set(limit_w=1e6)  # no agent is heard of its GPUs before there is a budget
         await liar.join_ranks()
 
         async def is_known() -> bool:
@@ -95,6 +96,7 @@ async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(
         site.as_(site.operator) as operator,
     ):
         power = Budgets(operator)
+        await power.set(limit_w=1e6)  # no agent is heard of its GPUs before there is a budget
 
         async def is_known() -> bool:
             await tell_powers(agent, idle=60.0)

@@ -22,8 +22,8 @@ from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, m
 from tests.service.web.page_server import Stream, ask, serving, streaming
 from tests.service.web.test_page_api import assert_refused, registration
 
-OF_OTHERS = 2
-"""Power budgets and who paces jobs by signals follow changes of jobs, too."""
+OF_OTHERS = 1
+"""Who paces jobs by signals follows changes of jobs, too."""
 
 
 @pytest.fixture(autouse=True)

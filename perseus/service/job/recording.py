@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from google.protobuf.message import Message
-from pydantic import BaseModel
 
 from perseus import solver
 from perseus.service.domain import (
@@ -146,8 +145,8 @@ def to_json(value: Any) -> Any:
     match value:
         case enum.Enum():
             return {"enum": type(value).__name__, "name": value.name}
-        case BaseModel():
-            return {"type": type(value).__name__, **{name: to_json(each) for name, each in value}}
+        case Rules():  # they may come with all other settings
+            return {"type": "Rules", **{name: getattr(value, name) for name in Rules.model_fields}}
         case Message():  # of numbers only
             found = {field.name: getattr(value, field.name) for field in value.DESCRIPTOR.fields}
             return {"type": value.DESCRIPTOR.name, **found}

@@ -16,6 +16,7 @@ from perseus.service.job import recording as module
 from perseus.service.job.machine import JobMachine, replay
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.recording import Recording
+from perseus.service.job.rules import Rules
 from tests.service.job.machine_bench import planned
 from tests.service.service_fakes import Cluster, make_spec, refined, solved
 
@@ -96,6 +97,16 @@ def test_it_is_dropped_when_it_has_grown_too_large_and_when_the_run_ends(
     cluster.send(FinishRequested())
     cluster.expect(JobState.FINISHED)
     assert recording.beginning is None
+
+
+def test_of_settings_only_the_rules_are_kept() -> None:
+    class Settings(Rules):
+        database: str
+
+    cluster = Cluster(make_spec(), Settings(lease_s=12.0, database="postgresql://a:secret@b/c"))
+    beginning = copied(recording_of(cluster.machine)).beginning
+    assert beginning is not None
+    assert beginning.rules == Rules(lease_s=12.0)
 
 
 def test_rows_of_telemetry_count() -> None:

@@ -1,6 +1,7 @@
 """Power budgets over gRPC, on a real coordinator with a real store: set, listed, cancelled, kept, watched."""
 
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, closing
@@ -12,6 +13,9 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from perseus.service.domain.power import FeedStatus
+from perseus.service.fleet.power import machine as machine_module
+from perseus.service.fleet.power.allocation import Allocation, allocate
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import Command, Input
 from perseus.service.shell.power import Power
@@ -629,6 +633,34 @@ async def test_who_watches_is_told_how_feeds_stand_and_what_changes(tmp_path: Pa
         call.cancel()
         other = power.stub.WatchFeeds(pb.WatchFeedsRequest(feed="cellar"), timeout=TIMEOUT_S)
         assert (await refusal(other.read()))[1] == "FEED_NOT_FOUND"
+
+
+async def test_an_allocation_is_found_beside_the_loop_and_statuses_once_for_all_who_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_in = set()
+    count = 0
+    status = FleetMachine._status
+
+    def found(*args: Any) -> Allocation:
+        found_in.add(threading.current_thread())
+        return allocate(*args)
+
+    def counted(self: FleetMachine, name: str, now_s: float) -> FeedStatus:
+        nonlocal count
+        count += 1
+        return status(self, name, now_s)
+
+    monkeypatch.setattr(machine_module, "allocate", found)
+    async with serving(tmp_path) as (client, power), planned(client):
+        await power.set(limit_w=1.0)
+        await until(lambda: is_held(client))
+        assert found_in
+        assert threading.current_thread() not in found_in
+        monkeypatch.setattr(FleetMachine, "_status", counted)
+        for _ in range(100):
+            await power.feed()
+        assert count < 50, "of looks, once a second, and not of readers"
 
 
 async def test_a_feed_says_what_it_bears_and_its_default(tmp_path: Path) -> None:

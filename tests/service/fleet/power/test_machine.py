@@ -365,6 +365,30 @@ def test_gpus_in_no_job_count() -> None:
 JOB_COUNT = 30
 
 
+@pytest.mark.parametrize("feed_count", [1, 16])
+def test_a_look_asks_each_job_as_often_however_many_feeds_there_are(
+    monkeypatch: pytest.MonkeyPatch, feed_count: int
+) -> None:
+    count = 0
+    drawn_w = machine_module._Job.drawn_w
+
+    def counting(self: Any) -> Mapping[str, float]:
+        nonlocal count
+        count += 1
+        return drawn_w(self)
+
+    names = ["a", *(f"another-{number}" for number in range(1, feed_count))]
+    machine = FleetMachine({name: Feed(name) for name in names})
+    for name in names:
+        machine.handle(BudgetSet(Budget(name, name, 750.0 * JOB_COUNT, 0.0)), 0.0)
+    jobs = [JobChanged(demand(f"job-{number}"), 1.0) for number in range(JOB_COUNT)]
+    machine.handle_all([*jobs, Tick()], 0.0)
+    monkeypatch.setattr(machine_module._Job, "drawn_w", counting)
+    drawn = {f"job-{number}": {"a": 700.0} for number in range(JOB_COUNT)}
+    machine.handle_all([PowerMeasured(1.0, drawn, {}), Tick()], 1.0)
+    assert 0 < count <= 2 * JOB_COUNT
+
+
 def test_many_jobs_that_change_at_once_are_decided_upon_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, everything over all jobs would be made once for each of them."""
     count = 0

@@ -256,7 +256,7 @@ async def test_a_quarantined_run_is_replayed_offline_to_the_same_fault(
         with monkeypatch.context() as patched:
             breaking(patched)
             await trigger(client, agent)
-        assert (await client.job()).state == job_pb2.JOB_STATE_STOCK
+        await until(lambda: is_stored_as_quarantined(client))
         await agent.end()
     with monkeypatch.context() as patched:
         breaking(patched)
@@ -280,7 +280,7 @@ async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(
     with monkeypatch.context() as patched:
         patched.setattr(Course, "restore", lambda *_: 1 / 0)
         async with running_here(settings) as (address, _), connected_to(address) as client:
-            assert (await client.job()).state == job_pb2.JOB_STATE_STOCK
+            await until(lambda: is_stored_as_quarantined(client))
         done = await asyncio.to_thread(replayed, settings)
     assert done.exit_code == 0, done.output
     assert "the same fault comes again" in done.stdout
@@ -294,6 +294,13 @@ async def test_what_is_not_recorded_is_not_replayed(tmp_path: Path) -> None:
         done = await asyncio.to_thread(replayed, settings, *more)
         assert done.exit_code == 1
         assert "nothing is recorded of a fault" in done.stderr
+
+
+async def is_stored_as_quarantined(client: Client) -> bool:
+    listed = await client.jobs.ListJobEvents(
+        job_service_pb2.ListJobEventsRequest(job_id="job"), timeout=TIMEOUT_S
+    )
+    return any(event.HasField("quarantined") for event in listed.events)
 
 
 def replayed(settings: CoordinatorSettings, *more: str) -> Result:

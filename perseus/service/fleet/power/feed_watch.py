@@ -49,6 +49,9 @@ class FeedWatch:
         rose_s: when the ceiling was on its way up last.
         others: what GPUs in no job drew.
         clock_share: of their highest clocks, what jobs without plans may have; 1 if all.
+        managed_w, unmanaged_w: what planned jobs, and all others, are expected to draw at the paces in force.
+        most_w: what all would draw if nothing were limited.
+        job_ids: jobs that draw on it.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -57,6 +60,7 @@ class FeedWatch:
         self.rose_s = -math.inf
         self.others = TrailingMean(RECENT_S)
         self.clock_share = 1.0
+        self.begin_sums()
         self._moved_s: float | None = None
         self._down_w_per_s = math.inf
         self._limit_w = math.inf
@@ -65,18 +69,36 @@ class FeedWatch:
         self._judged = TrailingMean(LEAST_WINDOW_S)
         self._longest_iteration_s = 0.0
 
-    def move(self, some: list[Budget], now_s: float, drawn_w: float, most_w: float) -> None:
-        """Let time pass: the ceiling goes where the budgets want it.
+    def begin_sums(self) -> None:
+        """Begin to add up what is expected; jobs are to follow."""
+        self.managed_w = 0.0
+        self.unmanaged_w = self.most_w = self.others.mean_w()
+        self.job_ids: list[str] = []
 
-        `drawn_w`: what jobs are expected to draw now; `most_w`: what they would if nothing limited them.
-        """
+    def add(self, job_id: str, power_w: float, most_w: float, *, is_planned: bool) -> None:
+        """Add what a job is expected to draw, and would if nothing were limited."""
+        if is_planned:
+            self.managed_w += power_w
+        else:
+            self.unmanaged_w += power_w
+        self.most_w += most_w
+        if power_w > 0:
+            self.job_ids.append(job_id)
+
+    @property
+    def expected_w(self) -> float:
+        """What is expected to be drawn in all."""
+        return self.managed_w + self.unmanaged_w
+
+    def move(self, some: list[Budget], now_s: float) -> None:
+        """Let time pass: the ceiling goes where the budgets want it."""
         elapsed_s = 0.0 if self._moved_s is None else now_s - self._moved_s
         self._moved_s = now_s
         goal_w, self._down_w_per_s = budgets.goal_w(some, self.feed, now_s)
         before_w = self.ceiling_w
         self.ceiling_w = budgets.moved_ceiling_w(
             ceiling_w=before_w,
-            drawn_w=min(drawn_w, most_w),
+            drawn_w=min(self.expected_w, self.most_w),
             goal=goal_w,
             ramps_w_per_s=(self._down_w_per_s, self.feed.ramp_up_w_per_s),
             elapsed_s=elapsed_s,
@@ -84,7 +106,7 @@ class FeedWatch:
         if before_w < self.ceiling_w < math.inf:
             self.rose_s = now_s
         limit_w = budgets.limit_w(some, self.feed, now_s)
-        if limit_w == math.inf and min(goal_w, self.ceiling_w) >= most_w:
+        if limit_w == math.inf and min(goal_w, self.ceiling_w) >= self.most_w:
             self.ceiling_w = math.inf  # nobody would draw more
         is_reached = limit_w < math.inf and self.ceiling_w <= limit_w * (1 + _DIGITS)
         if limit_w != self._limit_w or not is_reached:

@@ -18,7 +18,7 @@ What is expected on each feed is added up in one pass over the jobs, however man
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.service.fleet.power.allocation import Allocation, allocate
@@ -135,27 +135,6 @@ class _Job:
             self.pace = next(slower, points[-1] if points else None)
 
 
-@dataclass(slots=True)
-class _Load:
-    """What is expected to be drawn on a feed at the paces in force.
-
-    Attributes:
-        managed_w, unmanaged_w: by planned jobs, and by all others.
-        most_w: by all, if nothing were limited.
-        job_ids: jobs that draw on it.
-    """
-
-    managed_w: float
-    unmanaged_w: float
-    most_w: float
-    job_ids: list[str] = field(default_factory=list)
-
-    @property
-    def expected_w(self) -> float:
-        """By all."""
-        return self.managed_w + self.unmanaged_w
-
-
 class FleetMachine:
     """Keeps the limits of some feeds. A feed that nobody has configured has no ramps and no reference.
 
@@ -167,7 +146,6 @@ class FleetMachine:
         self._watches = {name: FeedWatch(feed) for name, feed in feeds.items()}
         self._budgets: dict[str, Budget] = {}
         self._jobs: dict[str, _Job] = {}
-        self._loads: dict[str, _Load] = {}
         self._allocation: Allocation | None = None
         self.statuses: Mapping[str, FeedStatus] = {}
         self._cut_s = self._looked_s = -math.inf
@@ -199,8 +177,7 @@ class FleetMachine:
             del self._budgets[budget_id]
         self._add_up()
         for name, watch in self._watches.items():
-            load = self._loads[name]
-            watch.move(self._on(name), now_s, load.expected_w, load.most_w)
+            watch.move(self._on(name), now_s)
         # Measurements wait for the next second: there may be many, and one look is enough for all.
         is_measured_only = kinds <= {PowerMeasured}
         commands = [] if is_measured_only else self._steer(now_s, is_new=not kinds <= {PowerMeasured, Tick})
@@ -213,7 +190,7 @@ class FleetMachine:
         if any(watch.ceiling_w < math.inf for watch in self._watches.values()):
             return now_s + PERIOD_S
         starts_s = [
-            budget.start_s - max(0.0, self._loads[budget.feed].expected_w - budget.limit_w) / ramp_w_per_s
+            budget.start_s - max(0.0, self._watches[budget.feed].expected_w - budget.limit_w) / ramp_w_per_s
             for budget in self._budgets.values()
             for ramp_w_per_s in [ramp_down_w_per_s(budget, self._watches[budget.feed].feed)]
         ]
@@ -309,11 +286,11 @@ class FleetMachine:
             self._allocation = None
             return self._tell({}, now_s)
         targets_w = {name: watch.target_w for name, watch in limited.items()}
-        is_over = any(self._loads[name].expected_w > target_w for name, target_w in targets_w.items())
+        is_over = any(watch.expected_w > targets_w[name] for name, watch in limited.items())
         is_new |= self._allocation is None
         if not is_new and is_over and now_s < self._cut_s + SETTLE_S:
             # Measurement asks for it, or a falling ceiling; only that one can't wait.
-            is_over = any(self._loads[name].expected_w > watch.ramped_w for name, watch in limited.items())
+            is_over = any(watch.expected_w > watch.ramped_w for watch in limited.values())
         if not (is_new or is_over or self._has_room(targets_w, now_s)):
             return []
         demands = [job.corrected() for job in self._jobs.values()]
@@ -331,7 +308,7 @@ class FleetMachine:
         if now_s < self._looked_s + SETTLE_S or all(job.pace is None for job in self._jobs.values()):
             return False
         self._looked_s = now_s
-        if any(w - self._loads[name].expected_w > _LEAST_ROOM * w for name, w in targets_w.items()):
+        if any(w - self._watches[name].expected_w > _LEAST_ROOM * w for name, w in targets_w.items()):
             return True
         self._worth_since_s = None
         return False
@@ -382,7 +359,7 @@ class FleetMachine:
         ]
 
     def _status(self, name: str, now_s: float) -> FeedStatus:
-        watch, load = self._watches[name], self._loads[name]
+        watch = self._watches[name]
         limit = limit_w(self._on(name), watch.feed, now_s)
         allocation = self._allocation
         is_limited = limit < math.inf
@@ -399,13 +376,13 @@ class FleetMachine:
             beyond_tolerance=tuple(
                 job_id
                 for job_id in (allocation.beyond_tolerance if allocation else ())
-                if job_id in load.job_ids
+                if job_id in watch.job_ids
             ),
             measured_w=watch.measured_w,
-            managed_w=load.managed_w,
-            unmanaged_w=load.unmanaged_w,
+            managed_w=watch.managed_w,
+            unmanaged_w=watch.unmanaged_w,
             ceiling_w=None if watch.ceiling_w == math.inf else watch.ceiling_w,
-            held=tuple(job_id for job_id in load.job_ids if self.pace_s(job_id)),
+            held=tuple(job_id for job_id in watch.job_ids if self.pace_s(job_id)),
             judged_w=watch.judged_w,
             doubtful_gpu_count=self._doubtful_counts.get(name, 0),
         )
@@ -441,23 +418,14 @@ class FleetMachine:
 
     def _add_up(self) -> None:
         """Add up what is expected on all feeds; what is drawn on others that nobody knows counts nowhere."""
-        self._loads = {
-            name: _Load(0.0, others_w, others_w)
-            for name, watch in self._watches.items()
-            for others_w in [watch.others.mean_w()]
-        }
+        for watch in self._watches.values():
+            watch.begin_sums()
         for job_id, job in self._jobs.items():
             drawn_w = job.drawn_w()
             most_w = job.most_w(drawn_w)
             for name, power_w in drawn_w.items():
-                if (load := self._loads.get(name)) is not None:
-                    if job.point is None:
-                        load.unmanaged_w += power_w
-                    else:
-                        load.managed_w += power_w
-                    load.most_w += most_w[name]
-                    if power_w > 0:
-                        load.job_ids.append(job_id)
+                if (known := self._watches.get(name)) is not None:
+                    known.add(job_id, power_w, most_w[name], is_planned=job.point is not None)
 
     def _is_paying_back(self, name: str, limit: float) -> bool:
         """Whether only the target, which lies below the limit, can't be kept."""

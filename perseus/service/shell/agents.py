@@ -53,8 +53,8 @@ class _Agent:
     principal: Principal = ANYBODY
     received_sequence: int = 0
     is_greeted: bool = False
-    ranks: dict[str, set[Coordinates]] = field(default_factory=dict)
-    """By job, those that it joined and that have not left."""
+    job_ids: set[str] = field(default_factory=set)
+    """Of ranks that it joined; without those that had no live rank when it was heard last."""
     gpus: dict[str, tuple[Place, Gpu]] = field(default_factory=dict)
     """By UUID, the rank that it joined last on that GPU."""
 
@@ -227,7 +227,7 @@ class Agents:
             raise
         self._gpus.put(principal.name, job_id, event.rank, event.gpu.uuid)
         if agent is not None:
-            agent.ranks.setdefault(job_id, set()).add(event.rank)
+            agent.job_ids.add(job_id)
             agent.gpus[event.gpu.uuid] = (job_id, event.rank), event.gpu
 
     def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
@@ -239,11 +239,6 @@ class Agents:
         """
         run = self._live.find(job_id)
         self._live.handle(run, event)
-        agent = self._agents.get(event.instance_id)
-        if isinstance(event, RankLeft) and agent is not None and job_id in agent.ranks:
-            agent.ranks[job_id].discard(event.rank)
-            if not agent.ranks[job_id]:
-                del agent.ranks[job_id]
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
         """Take what an agent says of a rank's GPU.
@@ -348,9 +343,9 @@ class Agents:
         return self._live.read(run, lambda machine: machine.is_on_gpu(rank, gpu_uuid), FaultyPart.MACHINE)
 
     def _tell_jobs(self, agent: _Agent, event: Input) -> None:
-        for job_id in list(agent.ranks):
+        for job_id in list(agent.job_ids):
             run = self._live.get(job_id)
             if run is not None and run.machine.has_live_rank:
                 self._live.handle(run, event)
             else:
-                del agent.ranks[job_id]
+                agent.job_ids.remove(job_id)

@@ -84,7 +84,7 @@ class Coordinator:
         self.lag_s = self.late_total_s = 0.0
         self.store_size_bytes: int | None = None
         self.job_solver, self.request_solver = job_solver, request_solver
-        self.signals = Signals(signals, rates)
+        self.signals, self._has_signals = Signals(signals, rates), bool(signals)
         self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, self._rates_at)
         self.quotas = Quotas(limits or Limits(), time.monotonic)
         self.jobs = Jobs(store, self.writer, request_solver, self.live, self.quotas)
@@ -115,7 +115,7 @@ class Coordinator:
             self.writer.run(),
             self._tick(),
             self.power.run(),
-            *([self.signals.run()] if self.signals.are_configured else []),
+            *([self.signals.run()] if self._has_signals else []),
             self.pacing.run(),
             self.ledger.run(),
             self._prune(),

@@ -98,7 +98,8 @@ class Power:
         # What the fleet is to be told with the next look, which is at once if there is any.
         self._inbox: list[Input] = []
         self._has_news = asyncio.Event()
-        self._readers: set[asyncio.Event] = set()
+        # Set when the present look ends.
+        self._look_ended = asyncio.Event()
         self._end: Exception | None = None
 
     async def load(self) -> None:
@@ -236,22 +237,16 @@ class Power:
             DrainingError: the coordinator is about to stop.
         """
         told: dict[str, FeedStatus] = {}
-        looked = asyncio.Event()
-        self._readers.add(looked)
         if self._is_idle:
             self._has_news.set()
-        try:
-            while True:
-                looked.clear()
-                if self._end is not None:
-                    raise self._end
-                for feed, status in self.feeds(name):
-                    if told.get(feed.name) != status:
-                        told[feed.name] = status
-                        yield feed, status
-                await looked.wait()
-        finally:
-            self._readers.discard(looked)
+        while self._end is None:
+            looked = self._look_ended
+            for feed, status in self.feeds(name):
+                if told.get(feed.name) != status:
+                    told[feed.name] = status
+                    yield feed, status
+            await looked.wait()
+        raise self._end
 
     def end(self, error: Exception) -> None:
         """End all who watch."""
@@ -379,8 +374,8 @@ class Power:
             del self._records[budget_id]
 
     def _wake_readers(self) -> None:
-        for looked in self._readers:
-            looked.set()
+        self._look_ended.set()
+        self._look_ended = asyncio.Event()
 
 
 def _check_times(start_s: float, end_s: float | None, now_s: float) -> None:

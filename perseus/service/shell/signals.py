@@ -55,11 +55,6 @@ class Signals:
             (signal.kind, feed): signal.book for signal in signals for feed in signal.feeds or [""]
         }
 
-    @property
-    def are_configured(self) -> bool:
-        """Whether there is any."""
-        return bool(self._signals)
-
     async def run(self) -> None:
         """Read all sources, of which there is at least one, until cancelled."""
         following = [asyncio.ensure_future(self._follow(signal)) for signal in self._signals]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ pytest_plugins = ["pytester", "tests.leaks", "tests.ports", "tests.tiers"]
 
 # Workers of pytest share the cores: threads of BLAS would only wait for each other, and that counts as work.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+
+# A run in the background of a shell ignores Ctrl-C, and so would commands that tests start and end by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How many examples a property gets is the run's: few by default, more in `make test-all`, and many in a
 # search (--hypothesis-profile=search). How long one takes is the machine's: no test fails for that.

@@ -151,6 +151,8 @@ class JobMachine(VisibleRun):
         if stored.record is not None:
             machine._baseline_request_ids = stored.record.baseline_request_ids
         machine._course.restore(stored, now_s, wall_time_s)
+        if machine.has_finished:
+            machine.recording.drop()
         return machine, machine._take_commands()
 
     def handle(self, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
@@ -482,7 +484,7 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
 def replay(
     recording: Recording, solve: Callable[[Solve | Refine], Input]
 ) -> Iterator[tuple[Input | None, JobMachine, list[Command] | CoordinatorError]]:
-    """Live a recorded run again: yield each input, the machine, and what it wants or why it refuses.
+    """Replay a recorded run: yield each input, the machine, and what it wants or why it refuses.
 
     First comes how the run began (None). `solve` gives the answer to what the machine asks the solver for.
 

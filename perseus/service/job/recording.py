@@ -1,4 +1,4 @@
-"""What a run's state machine was given, so that the run can be lived again.
+"""What a run's state machine was given, so that the run can be replayed.
 
 A machine is a function of how it began and of its inputs with their times. Whoever has both gets the same
 commands again, and the same fault. Frontiers and plans are not kept: the machine asks for them, and solving
@@ -92,6 +92,10 @@ class Recording:
         self.beginning: Begun | Restored | None = beginning
         self.inputs: list[tuple[Input | SolverAnswered, float, float]] = []
         self.size_bytes = 0
+        if isinstance(beginning, Restored):  # nobody else keeps what was stored
+            stored = beginning.stored
+            parts = stored.ranks, stored.offers, stored.profiles, stored.periods, stored.open_rows
+            self.size_bytes = _INPUT_BYTES * sum(map(len, parts))
 
     def add(self, event: Input, now_s: float, wall_time_s: float) -> None:
         """Keep one more input."""

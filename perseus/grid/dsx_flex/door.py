@@ -108,6 +108,8 @@ class Door:
         """Feeds whose open breach is to be told once more."""
         self._unanswered: dict[str, TargetSet] = {}
         self._unkept: set[str] = set()
+        # Feeds whose latest reading is looked at once a target is answered.
+        self._held_back: set[str] = set()
         """Messages of which it was told that they are not kept as yet."""
         self._all_pieces: list[Piece] | None = None
         """Of all that was accepted, over or not; None when that has changed."""
@@ -183,6 +185,7 @@ class Door:
         before = set(self._readings)
         # A feed that nothing is said of can't be told of: the contract wants its capacity.
         self._readings = {each.feed: each for each in event.readings if each.maximum_w is not None}
+        self._held_back &= self._readings.keys()
         commands: list[Command] = []
         if before != set(self._readings):
             self._all_pieces = None
@@ -297,13 +300,28 @@ class Door:
         enforced = budgets.in_force(some, self._budgets, self._identifier)
         waiting = {piece.event_id for piece in some if piece not in enforced}
         commands: list[Command] = []
+        answered: set[str] = set()
         for event_id, each in list(self._unanswered.items()):
-            named = {feed for target in each.targets for feed in target.feeds or self._readings}
+            named = self._named(each)
             if event_id not in waiting and named.isdisjoint(changes.outdated):
                 del self._unanswered[event_id]
                 self._unkept.discard(event_id)
                 commands += self._status(dict.fromkeys(named, FeedEvent.TARGET_SET), now_s, each)
+                answered |= named
+        for feed in sorted(answered & self._held_back):
+            commands += self._looked(self._readings[feed], now_s)
         return commands
+
+    def _named(self, some: TargetSet) -> set[str]:
+        return {feed for target in some.targets for feed in target.feeds or self._readings}
+
+    def _is_answer_due(self, feed: str) -> bool:
+        """Whether `TARGET_SET` is yet to be told of a feed: what the target leads to is told after it."""
+        return any(
+            feed in self._named(each)
+            for event_id, each in self._unanswered.items()
+            if event_id not in self._unkept
+        )
 
     def _forget(self, now_s: float) -> tuple[str, ...]:
         """Forget messages from which nothing follows any more, neither now nor for older ones."""
@@ -334,8 +352,12 @@ class Door:
         target = schedule.active(self._enforced(feed, now_s), now_s)
         transitions = self._transitions.setdefault(feed, Transitions())
         commands: list[Command] = []
-        for event in transitions.take(reading, has_target=target is not None, now_s=now_s):
-            commands += self._status({feed: event}, now_s, self._set_of(target))
+        if self._is_answer_due(feed):
+            self._held_back.add(feed)
+        else:
+            self._held_back.discard(feed)
+            for event in transitions.take(reading, has_target=target is not None, now_s=now_s):
+                commands += self._status({feed: event}, now_s, self._set_of(target))
         watch = self._breaches.setdefault(feed, BreachWatch(self._new_id))
         if self._budgets is None and watch.open_breach is not None:
             return commands  # whether its target still holds is not known

@@ -13,6 +13,7 @@ from perseus.grid.dsx_flex.breaches import Breach, BreachStatus
 from perseus.grid.dsx_flex.budgets import MOST_BUDGETS, KnownBudget, Stage
 from perseus.grid.dsx_flex.commands import (
     AskForBudgets,
+    BudgetAnswered,
     BudgetsListed,
     CoordinatorLost,
     FeedRead,
@@ -335,6 +336,21 @@ def test_ramps_are_told_from_their_begin_to_their_end(driven: Driven) -> None:
     assert [each.is_compliant for each in seen] == [False, True, True, True]
     assert [each.since_s for each in seen] == [NOW_S + 1, NOW_S + 1, NOW_S + 1, None]
     assert [each.correlation_id for each in told] == [some.correlation_id, some.correlation_id, None, None]
+
+
+def test_a_target_is_told_to_be_set_before_the_ramp_that_it_leads_to(driven: Driven) -> None:
+    """The feed may be read before the coordinator has answered the budget."""
+    some = message(1, target(700, NOW_S, NOW_S + 60))
+    told = statuses(driven.door.handle(TargetsReceived(some), NOW_S))
+    ramping = reading(limit_w=7e5, ceiling_w=8e5, in_transition=True)
+    told += statuses(driven.door.handle(FeedRead(ramping), NOW_S))
+    assert told == []
+    (wanted,) = driven.door.changes(NOW_S).to_set
+    known = driven.coordinator.set(wanted)
+    assert known is not None
+    told += statuses(driven.door.handle(BudgetAnswered(known), NOW_S))
+    events = [each.feeds["hall-a"].event for each in told]
+    assert [event.value for event in events if event is not None] == ["target_set", "start_ramp_down"]
 
 
 def breaching(judged_kw: float) -> FeedRead:

@@ -95,7 +95,7 @@ def replay(
     config: Config = None,
     database: Database = None,
 ) -> None:
-    """Live a quarantined run again, from what it was given, to the fault: exit code 1 if it does not come."""
+    """Replay a quarantined run from its recorded inputs; exit code 1 if the same fault does not come."""
     from perseus.service.job.quarantine import Fault
     from perseus.service.job.recording import Recording
     from perseus.service.storage.checking import recordings
@@ -115,7 +115,7 @@ def replay(
     percent = settings.solver_hull_tolerance_percent
     error = _replayed(recording, fault.part, None if percent is None else percent / 100)
     if error is None:
-        fail("the run lives on: no fault comes", FAILURE)
+        fail("the run goes on: no fault comes", FAILURE)
     for line in "".join(traceback.format_exception(error)).splitlines():
         _say(line)
     if (found_fault := Fault.of(fault.part, error)) != fault:
@@ -124,16 +124,16 @@ def replay(
 
 
 def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float | None) -> Exception | None:
-    """Live a run again, and print its events; return what the coordinator fails at, if it does."""
+    """Replay a run, and print its events; return what the coordinator fails at, if it does."""
     from perseus.service.domain.commands import Announce, Refine, Solve
     from perseus.service.domain.model import FaultyPart
-    from perseus.service.job.machine import replay as lived
+    from perseus.service.job.machine import replay as steps_of
     from perseus.service.solving.work import answer
     from perseus.v1 import event_pb2
 
     machine = asked = None
     try:
-        steps = lived(recording, partial(answer, hull_tolerance))
+        steps = steps_of(recording, partial(answer, hull_tolerance))
         for number, (_, machine, commands) in enumerate(steps):  # noqa: B007
             for command in commands if isinstance(commands, list) else ():
                 if isinstance(command, Announce):

@@ -1,8 +1,8 @@
 """Power budgets: what clients ask of them, and the one task that keeps them.
 
 Once a second the fleet's machine (`fleet.power.machine`) is told what has changed of jobs and what they draw,
-in a thread where there are many jobs, as an allocation over them takes long; and jobs (`powered_jobs`) are
-told the paces and ceilings that it wants.
+in a thread, as an allocation over many jobs takes long; and jobs (`powered_jobs`) are told the paces and
+ceilings that it wants.
 
 Until a feed is configured, a budget set or somebody watches feeds, it looks at nothing, and agents are not
 asked what their GPUs draw.
@@ -58,9 +58,6 @@ from perseus.service.storage.store import BudgetEntry
 
 STEP_BACK_S = 1.0
 """A wall clock that goes back by less is as exact as wall clocks are: time stands still meanwhile."""
-
-FEW_JOBS = 8
-"""An allocation over so many takes milliseconds: the loop has the time."""
 
 LEAST_PERIOD_S, MOST_PERIOD_S = 0.5 * PERIOD_S, 10 * PERIOD_S
 """For how long a power is believed to have held: the wall clock may jump."""
@@ -346,10 +343,7 @@ class Power:
 
     async def _tell(self, events: Iterable[Input]) -> None:
         """Let the fleet take inputs, if there are any; its paces are ordered when this look ends."""
-        if len(self._jobs.job_ids) <= FEW_JOBS:
-            commands = self._fleet.handle_all(events, self.now_s())
-        else:
-            commands = await asyncio.to_thread(self._fleet.handle_all, events, self.now_s())
+        commands = await asyncio.to_thread(self._fleet.handle_all, events, self.now_s())
         self._statuses = self._fleet.statuses
         for command in commands:
             match command:

@@ -34,16 +34,15 @@ def recordings(database: Path | str, job_id: str) -> dict[int, str]:
     """Return, by run, the documents that are kept of a job's quarantined runs (`job/recording.py`).
 
     Raises:
-        DatabaseUnavailableError: it can't be opened, is in use, or has another schema.
+        DatabaseUnavailableError: it can't be opened, or has another schema.
         StoreFailedError: it can't be read.
     """
     with _opened(database) as connection:
         try:
-            found = schema_of(connection)
+            if (found := schema_of(connection)) != schema.HEAD:
+                raise ValueError(f"expected schema {schema.HEAD}, found {found or 'an empty database'}")
         except ValueError as error:
             raise DatabaseUnavailableError(database=database_name(database), cause=error) from None
-        if found != schema.HEAD:
-            return {}
         table = schema.recordings.c
         rows = connection.execute(
             select(table.run_number, table.document).where(table.job_id == job_id).order_by(table.run_number)

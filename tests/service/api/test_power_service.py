@@ -18,7 +18,6 @@ from perseus.service.fleet.power import machine as machine_module
 from perseus.service.fleet.power.allocation import Allocation, allocate
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import Command, Input
-from perseus.service.shell import power as power_module
 from perseus.service.shell.power import Power
 from perseus.service.storage.checking import check_database
 from perseus.v1 import agent_service_pb2 as pb_agents
@@ -653,7 +652,6 @@ async def test_an_allocation_is_found_beside_the_loop_and_statuses_once_for_all_
         return status(self, name, now_s)
 
     monkeypatch.setattr(machine_module, "allocate", found)
-    monkeypatch.setattr(power_module, "FEW_JOBS", 0)
     async with serving(tmp_path) as (client, power), planned(client):
         await power.set(limit_w=1.0)
         await until(lambda: is_held(client))

@@ -109,6 +109,17 @@ def test_of_settings_only_the_rules_are_kept() -> None:
     assert beginning.rules == Rules(lease_s=12.0)
 
 
+def test_what_a_restored_run_begins_with_counts_and_is_not_kept_of_one_that_has_ended() -> None:
+    cluster = planned()
+    cluster.restart()
+    assert recording_of(cluster.machine).size_bytes > 1000 * len(cluster.ranks)
+    cluster.join_all()
+    cluster.send(FinishRequested())
+    cluster.restart()
+    assert cluster.machine.has_finished
+    assert recording_of(cluster.machine).beginning is None
+
+
 def test_rows_of_telemetry_count() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()

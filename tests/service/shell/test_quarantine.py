@@ -268,7 +268,7 @@ async def test_a_quarantined_run_is_replayed_offline_to_the_same_fault(
         assert "Traceback" in done.stdout
         assert done.stdout.splitlines()[-1] == "the same fault comes again"
     done = await asyncio.to_thread(replayed, settings)
-    assert (done.exit_code, done.stderr) == (1, "error: the run lives on: no fault comes\n")
+    assert (done.exit_code, done.stderr) == (1, "error: the run goes on: no fault comes\n")
 
 
 async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(

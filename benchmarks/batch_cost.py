@@ -39,7 +39,7 @@ class TimedCluster(Cluster):
         self.waiting: list[Command] = []
 
     def tell(self, event: Input) -> list[Command]:
-        state = self.machine.state
+        state = self.machine.record.state
         started_s = time.thread_time()
         commands = self.machine.handle(event, self.now_s, self.now_s)
         if isinstance(event, TelemetryArrived):
@@ -68,7 +68,7 @@ def _states(rank_count: int) -> dict[JobState, float]:
     first.iteration = others[0].iteration
     cluster.send(first.joined())
     cluster.is_solving_allowed = False
-    while cluster.machine.state is not JobState.SOLVING:
+    while cluster.machine.record.state is not JobState.SOLVING:
         cluster.iterate()
     cluster.iterate(_ITERATIONS)
     cluster.is_solving_allowed = True

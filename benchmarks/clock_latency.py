@@ -11,8 +11,8 @@ from statistics import fmean
 from benchmarks.harness import Column, Table, main
 from benchmarks.training_simulation import Job, Machine, Outcome, train
 from perseus import solver
-from perseus.agent.gpu.physics import A100_SXM, GpuModel, Work
 from perseus.agent.link.computation import Computation, Kind
+from perseus.emulation.physics import A100_SXM, GpuModel, Work
 
 _KINDS = {solver.Kind.FORWARD: Kind.FORWARD, solver.Kind.BACKWARD: Kind.BACKWARD}
 STAGE_WEIGHTS = (0.84, 0.90, 0.87, 1.0)

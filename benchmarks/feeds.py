@@ -60,6 +60,10 @@ class _Job:
         return self
 
     @property
+    def record(self) -> "_Job":
+        return self
+
+    @property
     def point(self) -> PowerPoint:
         pace_s = self.pace_s or 0.0
         return next((p for p in self.points if p.iteration_time_s >= pace_s), self.points[-1])
@@ -107,8 +111,8 @@ class _Fleet:
     def get(self, job_id: str) -> _Job:
         return self._jobs[job_id]
 
-    def read(self, run: _Job, ask: Callable[[_Job], object]) -> object:
-        return ask(run)
+    def read(self, run: _Job, ask: Callable[..., object], otherwise: object) -> object:
+        return getattr(run, ask.__name__)()
 
     def handle(self, run: _Job, order: PaceOrdered | CeilingOrdered) -> None:
         if isinstance(order, PaceOrdered):

@@ -16,11 +16,11 @@ import grpc
 from benchmarks.clock_latency import STAGE_WEIGHTS, job, pipeline, stage_clocks
 from benchmarks.harness import Column, Table, main
 from perseus import solver
-from perseus.agent.gpu.physics import GpuModel
 from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
 from perseus.demo.security import Security
 from perseus.demo.workload import Workload
+from perseus.emulation.physics import GpuModel
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc, clock_statistics_pb2, computation_pb2, frontier_pb2
 

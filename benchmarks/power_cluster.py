@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.harness import Cell, Column, Table, main
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo.power_log import PowerLog
 from perseus.demo.site import Site
 from perseus.demo.site_watch import SiteWatch, watching
 from perseus.demo.workload import Workload
+from perseus.emulation.physics import A100_SXM, Work
 
 LOGS = Path("demo-out") / "power-cluster"
 CUT = 0.3

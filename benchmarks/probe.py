@@ -20,8 +20,8 @@ from time import perf_counter_ns
 
 from benchmarks.harness import Column, Table, main
 from perseus.agent import Kind, Probe
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 
 UUID = "GPU-benchmark"
 COMPUTATIONS = 4000

@@ -1,6 +1,6 @@
 """One pipeline training on emulated GPUs under the agent's real sessions, in simulated time.
 
-Nothing sleeps: each stage's trainer, GPU (`perseus.agent.gpu.dynamics`), session and clock worker are moved
+Nothing sleeps: each stage's trainer, GPU (`perseus.emulation.dynamics`), session and clock worker are moved
 on from event to event. What is simulated is what a machine adds: durations that vary, marks that arrive a
 little late, threads that wake up a little late, sets whose latency varies. Every draw comes from one seed.
 """
@@ -13,8 +13,6 @@ from itertools import count
 import numpy as np
 
 from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
-from perseus.agent.gpu.dynamics import GpuState
-from perseus.agent.gpu.physics import GpuModel, Work
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, IterationMark
 from perseus.agent.rank.commands import Send
@@ -29,6 +27,8 @@ from perseus.agent.rank.messages import (
     Telemetry,
 )
 from perseus.agent.rank.session import Session
+from perseus.emulation.dynamics import GpuState
+from perseus.emulation.physics import GpuModel, Work
 
 _LEASE_S = 1e9
 

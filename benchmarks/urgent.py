@@ -17,6 +17,7 @@ from perseus.service.api.translate_agents import offer_to_proto
 from perseus.service.domain.commands import Command, SendCeiling, SendOffer
 from perseus.service.domain.inputs import CeilingOrdered, Input, PaceOrdered
 from perseus.service.domain.model import JobState
+from perseus.service.job import views
 from perseus.service.job.rules import Rules
 from perseus.v1.agent_service_pb2 import ConnectResponse
 from tests.service.service_fakes import Cluster, make_spec
@@ -65,7 +66,7 @@ def _measure(rank_count: int) -> list[tuple[float, ...]]:
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(4)
-    basis = cluster.machine.power().basis
+    basis = views.power(cluster.machine.run).basis
     assert basis is not None
     slowest_s = basis.frontier.t_slow_s
     found = []
@@ -102,7 +103,7 @@ def _cut(cluster: Cluster, pace_s: float, clock_mhz: int) -> tuple[float, ...]:
         cluster.tell(rank.answer(command.offer))
         if (in_force := rank.apply()) is not None:
             cluster.tell(in_force)
-    assert cluster.machine.power().is_in_force
+    assert views.power(cluster.machine.run).is_in_force
     end_s = time.process_time()
     return (
         decided_s - begun_s,

@@ -7,9 +7,10 @@ that both name a mistake in the same words.
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
@@ -48,6 +49,24 @@ def load(model: type[Settings], toml: Path | None, overrides: Mapping[str, objec
         lines = [_explain(problem, given, from_file, prefix, toml) for problem in error.errors()]
         raise ConfigurationError("\n".join(lines)) from None
     return model.model_construct(**{name: getattr(layered, name) for name in model.model_fields})
+
+
+def flags(model: type[BaseSettings]) -> dict[str, type]:
+    """Return the settings that a command line has flags for, with what it reads each as.
+
+    A model's own come first, then those that it inherits. Secrets are none, as everybody sees a command line,
+    nor are tables. What is neither a number, a path nor a switch is text to the command line.
+    """
+    found: dict[str, type] = {}
+    for name in (name for base in model.__mro__ for name in vars(base).get("__annotations__", ())):
+        if name not in model.model_fields:
+            continue
+        annotation = model.model_fields[name].annotation
+        is_union = get_origin(annotation) in (Union, UnionType)
+        kinds = set(get_args(annotation) if is_union else (annotation,)) - {NoneType}
+        if SecretStr not in kinds and all(get_origin(kind) is not dict for kind in kinds):
+            found[name] = kinds.pop() if len(kinds) == 1 and kinds < {bool, int, float, Path} else str
+    return found
 
 
 def describe(model: type[BaseSettings], name: str) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.gpu.physics import Work
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
+from perseus.emulation.physics import Work
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.service.grpc_fakes import Client
 from tests.workloads import QUICK_GPU

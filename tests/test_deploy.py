@@ -97,7 +97,8 @@ def test_everybody_looks_where_the_install_script_puts_it() -> None:
 def test_commands_are_parsed(key: str) -> None:
     perseus, name, *flags = unit()[key].split()
     assert (perseus, name) == (INSTALLED, "agent")
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    command = typer.main.get_group(app).get_command(None, name)  # type: ignore[arg-type]
+    assert command is not None
     context = command.make_context("agent", flags)
     assert context.params["config"] == Path("/etc/perseus/agent.toml")
     assert context.params["restore"] == (key == "ExecStopPost")
@@ -113,7 +114,8 @@ def test_the_settings_that_it_shows_are_settings() -> None:
 def test_the_coordinators_command_is_parsed_and_its_settings_are_settings() -> None:
     perseus, name, *flags = unit(COORDINATOR_UNIT)["ExecStart"].split()
     assert (perseus, name) == (INSTALLED, "coordinator")
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    command = typer.main.get_group(app).get_command(None, name)  # type: ignore[arg-type]
+    assert command is not None
     assert command.make_context(name, flags).params["config"] == Path("/etc/perseus/coordinator.toml")
     settings = configuration.load(CoordinatorSettings, None, shown_settings(COORDINATOR_UNIT))
     state = Path("/var/lib") / unit(COORDINATOR_UNIT)["StateDirectory"]

@@ -65,7 +65,7 @@ def check_command(words: list[str]) -> None:
     words = list(words)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"no command {words[0]!r}"
-        command, words = command.commands[words[0]], words[1:]
+        command, words = command.get_command(None, words[0]), words[1:]
     flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
     given = {word.partition("=")[0] for word in words if word.startswith("--") and word != "--"}
     assert given <= flags | {"--help"}, f"no flags {sorted(given - flags)}"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM, GpuModel
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM, GpuModel
 from perseus.v1 import (
     event_pb2,
     frontier_pb2,

@@ -10,12 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from perseus.agent.gpu.physics import Work
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
+from perseus.emulation.physics import Work
 from perseus.service.server import running
 from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import Client, connected_to, make_settings

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from perseus.agent import Kind, NamedSchedule, Probe
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM, Work
 from perseus.service.server import running
 from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import Client, connected_to, make_settings

@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe import rejoin
 from perseus.demo.trainer import STOP_FILE, RankTask, train
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from perseus.service import server
 from perseus.service.domain.model import JobState, RankFilter, RankState
 from perseus.service.domain.power import DEFAULT_FEED, WantedBudget
+from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.shell.coordinator import Coordinator
 from perseus.solver import Kind as SolverKind
@@ -152,26 +153,26 @@ class Ordering:
     @property
     def ceiling_mhz(self) -> int:
         """The clock that the job's ceiling leaves to the GPUs."""
-        ceiling = self.machine.ceiling
+        ceiling = self.machine.record.ceiling
         assert ceiling is not None
         lower = (clock_mhz for clock_mhz in MODEL.clocks_mhz if clock_mhz <= ceiling.clock_mhz)
         return max(lower, default=MODEL.clocks_mhz[-1])
 
     def iteration_count(self) -> int:
-        latest = self.machine.log.latest
+        latest = self.machine.run.log.latest
         return 0 if latest is None else latest.iteration + 1
 
     def connected_count(self) -> int:
         wanted = RankFilter(frozenset({RankState.CONNECTED}))
-        return sum(1 for _ in self.machine.ranks(wanted)) if self.is_registered else 0
+        return sum(1 for _ in self.machine.run.ranks.select(wanted)) if self.is_registered else 0
 
     def are_all_in_force(self) -> bool:
         """Whether all ranks have said that what they are offered is in force."""
-        ranks = (rank for _, rank in self.machine.ranks(RankFilter()))
+        ranks = (rank for _, rank in self.machine.run.ranks.select(RankFilter(), 0))
         return all(rank.in_force_version == rank.offered_version > 0 for rank in ranks)
 
     async def set_budget(self) -> None:
-        power_w = self.machine.power().power_w
+        power_w = views.power(self.machine.run).power_w
         assert power_w is not None
         wanted = WantedBudget("b", "r", DEFAULT_FEED, LIMIT_SHARE * power_w, None, None, None, None, "")
         await self._coordinator.power.set_budget(wanted, "operator")
@@ -232,17 +233,19 @@ async def test_a_budget_s_ceiling_is_in_force_within_an_iteration_and_on_an_agen
         assert processes.clocks_mhz() == {MODEL.max_clock_mhz}
         before = ordering.iteration_count()
         await ordering.set_budget()
-        await until(lambda: ordering.machine.ceiling is not None, "the ceiling is ordered")
+        await until(lambda: ordering.machine.record.ceiling is not None, "the ceiling is ordered")
         await until(lambda: processes.clocks_mhz() == {ordering.ceiling_mhz}, "all clocks are at the ceiling")
         await until(ordering.are_all_in_force, "the coordinator knows")
         assert ordering.iteration_count() == before, "and that within the iteration"
 
         await until(
-            lambda: ordering.machine.log.latest is not None and ordering.machine.log.latest.is_touched,
+            lambda: (
+                ordering.machine.run.log.latest is not None and ordering.machine.run.log.latest.is_touched
+            ),
             "the iteration that it touched is told as such",
         )
-        assert ordering.machine.state is JobState.BASELINE
-        assert ordering.machine.summary().baseline is None
+        assert ordering.machine.record.state is JobState.BASELINE
+        assert ordering.machine.record.baseline is None
 
         processes.agents[0].kill()
         processes.agents[0].wait()

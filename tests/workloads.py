@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo.workload import Workload
+from perseus.emulation.physics import A100_SXM, Work
 
 QUICK_GPU = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
 """Few clocks and a quick counter: what computations need at a clock is known after a few iterations."""

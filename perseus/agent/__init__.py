@@ -8,7 +8,7 @@
     rank, clocks, energy        agent process, pure: a rank's session; when to set clocks; watts from counters
     stream                      agent process: the gRPC stream to the coordinator
     restore                     agent process and its supervisor: records, bringing GPUs back
-    gpu                         agent process: one small interface to a GPU, real or emulated
+    gpu                         agent process: GPUs, through NVML; what is asked of them is in `perseus.gpu`
 
 Here is what a trainer needs, and it is standard library only. `Probe` marks at the host's time, which under
 CUDA is that of the launches; the hooks mark at the device's (`probe.torch_marks`). Of the agent's rooms

@@ -3,50 +3,22 @@
 import asyncio
 import os
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from perseus import configuration, logs
+from perseus import logs
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.cli.flags import configured
 from perseus.cli.progress import working
 from perseus.cli.rows import print_json
 from perseus.cli.terminal import FAILURE, error_console, fail, print_whole, said
 from perseus.printable import printable
 
 
-def _flag(name: str, *declarations: str) -> Any:
-    text = escape(configuration.describe(AgentSettings, name))  # what is in brackets is no markup
-    return typer.Option(*declarations, help=text, show_default=False)
-
-
+@configured(AgentSettings)
 def agent(
-    config: Annotated[Path | None, typer.Option(help="TOML file with the settings below.")] = None,
-    coordinator: Annotated[str | None, _flag("coordinator")] = None,
-    tls_ca: Annotated[Path | None, _flag("tls_ca")] = None,
-    tls_certificate: Annotated[Path | None, _flag("tls_certificate")] = None,
-    tls_key: Annotated[Path | None, _flag("tls_key")] = None,
-    insecure: Annotated[bool | None, _flag("insecure", "--insecure")] = None,
-    token_file: Annotated[Path | None, _flag("token_file")] = None,
-    socket: Annotated[Path | None, _flag("socket")] = None,
-    socket_group: Annotated[str | None, _flag("socket_group")] = None,
-    socket_mode: Annotated[str | None, _flag("socket_mode")] = None,
-    grants: Annotated[Path | None, _flag("grants")] = None,
-    gpu_backend: Annotated[str | None, _flag("gpu_backend")] = None,
-    emulated_gpus: Annotated[Path | None, _flag("emulated_gpus")] = None,
-    device_folder: Annotated[Path | None, _flag("device_folder")] = None,
-    observe: Annotated[bool | None, _flag("observe", "--observe")] = None,
-    restore_folder: Annotated[Path | None, _flag("restore_folder")] = None,
-    restore_clocks: Annotated[str | None, _flag("restore_clocks")] = None,
-    metrics_listen: Annotated[str | None, _flag("metrics_listen")] = None,
-    metrics_token_file: Annotated[Path | None, _flag("metrics_token_file")] = None,
-    metrics_tls_certificate: Annotated[Path | None, _flag("metrics_tls_certificate")] = None,
-    metrics_tls_key: Annotated[Path | None, _flag("metrics_tls_key")] = None,
-    job_mapping_folder: Annotated[Path | None, _flag("job_mapping_folder")] = None,
-    log_level: Annotated[str | None, _flag("log_level")] = None,
-    log_format: Annotated[str | None, _flag("log_format")] = None,
+    settings: AgentSettings,
     restore: Annotated[
         bool, typer.Option("--restore", help="Bring back the GPUs that a dead agent left locked, and end.")
     ] = False,
@@ -56,35 +28,6 @@ def agent(
     ] = False,
 ) -> None:
     """Run the agent of one node. Every flag is also PERSEUS_AGENT_… in the environment."""
-    flags = {
-        "coordinator": coordinator,
-        "tls_ca": tls_ca,
-        "tls_certificate": tls_certificate,
-        "tls_key": tls_key,
-        "insecure": insecure,
-        "token_file": token_file,
-        "socket": socket,
-        "socket_group": socket_group,
-        "socket_mode": socket_mode,
-        "grants": grants,
-        "gpu_backend": gpu_backend,
-        "emulated_gpus": emulated_gpus,
-        "device_folder": device_folder,
-        "observe": observe,
-        "restore_folder": restore_folder,
-        "restore_clocks": restore_clocks,
-        "metrics_listen": metrics_listen,
-        "metrics_token_file": metrics_token_file,
-        "metrics_tls_certificate": metrics_tls_certificate,
-        "metrics_tls_key": metrics_tls_key,
-        "job_mapping_folder": job_mapping_folder,
-        "log_level": log_level,
-        "log_format": log_format,
-    }
-    try:
-        settings = configuration.load(AgentSettings, config, flags)
-    except configuration.ConfigurationError as error:
-        fail(str(error))
     logs.configure(settings.log_level, settings.log_format)
     if restore:
         _restore(settings)

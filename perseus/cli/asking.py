@@ -2,17 +2,18 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from perseus.cli.terminal import fail
 
 if TYPE_CHECKING:
-    from datetime import datetime
+    from datetime import datetime, timedelta
 
 TIMEOUT_S = 10.0
 PAGE_SIZE = 1000
 
-_AGO = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
+_DURATION = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
@@ -28,37 +29,38 @@ def pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:
 
 def later(flag: str, text: str) -> "datetime":
     """Return a time that a flag has, or one in so long; exits if it is none."""
-    from datetime import UTC, datetime, timedelta
-
-    if lasting := _AGO.fullmatch(text):
-        try:
-            return datetime.now(UTC) + timedelta(**{_UNITS[lasting["unit"]]: int(lasting["count"])})
-        except OverflowError:
-            fail(f"{flag}: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
-    return moment(flag, text)
-
-
-def duration_s(flag: str, text: str) -> float:
-    """Return how long a flag says, seconds; exits if it is no duration."""
-    from datetime import timedelta
-
-    lasting = _AGO.fullmatch(text)
-    try:
-        if lasting is None:
-            raise ValueError
-        return timedelta(**{_UNITS[lasting["unit"]]: int(lasting["count"])}).total_seconds()
-    except (ValueError, OverflowError):
-        fail(f"{flag}: expected a duration such as 90s, 15m, 2h or 7d, found {text!r}")
+    return _moment(flag, text, sign=1)
 
 
 def moment(flag: str, text: str) -> "datetime":
     """Return a time that a flag has, or one so long ago; exits if it is none."""
-    from datetime import UTC, datetime, timedelta
+    return _moment(flag, text, sign=-1)
+
+
+def duration_s(flag: str, text: str) -> float:
+    """Return how long a flag says, seconds; exits if it is no duration."""
+    duration = None
+    with suppress(OverflowError):
+        duration = _duration(text)
+    if duration is None:
+        fail(f"{flag}: expected a duration such as 90s, 15m, 2h or 7d, found {text!r}")
+    return duration.total_seconds()
+
+
+def _moment(flag: str, text: str, *, sign: int) -> "datetime":
+    from datetime import UTC, datetime
 
     try:
-        if ago := _AGO.fullmatch(text):
-            return datetime.now(UTC) - timedelta(**{_UNITS[ago["unit"]]: int(ago["count"])})
+        if (duration := _duration(text)) is not None:
+            return datetime.now(UTC) + sign * duration
         given = datetime.fromisoformat(text)
         return given.astimezone(UTC) if given.tzinfo is not None else given.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         fail(f"{flag}: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
+
+
+def _duration(text: str) -> "timedelta | None":
+    from datetime import timedelta
+
+    found = _DURATION.fullmatch(text)
+    return timedelta(**{_UNITS[found["unit"]]: int(found["count"])}) if found is not None else None

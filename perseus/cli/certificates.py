@@ -10,7 +10,7 @@ import typer
 
 from perseus.cli.terminal import console, fail, said
 
-app = typer.Typer(help="Keep a small certificate authority, for TLS.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 Folder = Annotated[
     Path, typer.Option(help="The authority's folder: ca.pem is for everybody, ca.key for nobody else.")

@@ -5,12 +5,13 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from perseus.cli.flags import Command, in_place_of
 from perseus.cli.progress import working
 from perseus.cli.terminal import BAD_INPUT, FAILURE, fail, warn
 from perseus.printable import printable
@@ -116,27 +117,17 @@ class Connection:
         }
 
 
-def connecting(command: Callable[..., None]) -> Callable[..., None]:
+def connecting(command: Command) -> Command:
     """Give a command the flags that `Connection` has, in place of its parameter `connection`."""
-    own = inspect.signature(command, eval_str=True).parameters
-    shared = inspect.signature(Connection).parameters
-    flags = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in shared.values()]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        for name, value in given.items():
+    def check(connection: Connection, **given: Any) -> None:
+        for name, value in (given | asdict(connection)).items():
             _check_text(name, value)
-        connection = Connection(**{name: given.pop(name) for name in shared})
-        command(**given, connection=connection)
+        command(connection=connection, **given)
 
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in own.items()
-        if name != "connection"
-    ]
-    run.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in (*parameters, *flags)}
-    return run
+    flags = list(inspect.signature(Connection).parameters.values())
+    return in_place_of("connection", flags, Connection)(check)
 
 
 def _check_text(name: str, value: object) -> None:

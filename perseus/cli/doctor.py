@@ -78,7 +78,7 @@ def _way_checks(connection: Connection) -> "list[Check]":
 
 def _node_checks(config: Path | None) -> "list[Check]":
     from perseus.agent.sidecar.settings import AgentSettings
-    from perseus.agent.sidecar.way import channels_of
+    from perseus.agent.sidecar.uplink import channels_of
     from perseus.doctor.checks import Check, Verdict
     from perseus.doctor.coordinator import coordinator_checks
     from perseus.doctor.node import node_checks

@@ -1,42 +1,41 @@
 """Environment variables that look like ours and are none: a setting misspelt is a setting not made."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
-
-from perseus.agent.restore.supervisor import LIFELINE
-from perseus.agent.sidecar.settings import AgentSettings
-from perseus.grid.settings import DsxFlexSettings
-from perseus.service.settings import CoordinatorSettings
 
 PREFIX = "PERSEUS_"
 
 # What is read where no setting and no flag says so.
-_OTHERS = frozenset({"PERSEUS_TOKEN", LIFELINE, "PERSEUS_NVML_STUB", "PERSEUS_SPEED", "PERSEUS_JOB"})
+_OTHERS = frozenset({"PERSEUS_TOKEN", "PERSEUS_NVML_STUB", "PERSEUS_SPEED", "PERSEUS_JOB"})
 
 
-def unknown(environment: Mapping[str, str], command: Any) -> Iterator[str]:
+def unknown(environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each variable with our prefix that nothing reads.
 
-    `command` is the whole command line, whose flags' variables are known.
+    None under a supervisor, which was started by a command that has said it.
     """
-    known = {*_OTHERS, *_of_settings(), *_of_flags(command)}
-    for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f": did you mean {close[0]}?" if close else ""
-            yield f"environment variable {name} is none of Perseus{hint}"
+    named = {name for name in environment if name.startswith(PREFIX)} - _OTHERS
+    if not named:
+        return
+    from perseus.agent.restore.supervisor import LIFELINE
+    from perseus.cli.connection import Connection
+
+    of_flags = {f"{PREFIX}{field.name}".upper() for field in fields(Connection)}
+    if LIFELINE in named or named <= of_flags:
+        return
+    known = _OTHERS | of_flags | {LIFELINE, *_of_settings()}
+    for name in sorted(named - known):
+        close = get_close_matches(name, known, n=1)
+        hint = f": did you mean {close[0]}?" if close else ""
+        yield f"environment variable {name} is none of Perseus{hint}"
 
 
 def _of_settings() -> Iterator[str]:
+    from perseus.agent.sidecar.settings import AgentSettings
+    from perseus.grid.settings import DsxFlexSettings
+    from perseus.service.settings import CoordinatorSettings
+
     for model in (AgentSettings, CoordinatorSettings, DsxFlexSettings):
         prefix = model.model_config["env_prefix"]
         yield from (f"{prefix}{field}".upper() for field in model.model_fields)
-
-
-def _of_flags(command: Any) -> Iterator[str]:
-    for parameter in command.params:
-        names: str | Iterable[str] = getattr(parameter, "envvar", None) or ()
-        yield from [names] if isinstance(names, str) else names
-    for each in getattr(command, "commands", {}).values():
-        yield from _of_flags(each)

@@ -34,7 +34,7 @@ class WatchFormat(StrEnum):
     JSON = "json"
 
 
-app = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 JobId = Annotated[str, typer.Argument(help="The job's identifier.", show_default=False)]
 RunNumber = Annotated[

@@ -1,34 +1,74 @@
-"""The command `perseus`. Each command imports what it runs on only when it is called: the base install has no
-solver, and `perseus --help` should not wait for numpy.
+"""The command `perseus`. A command is imported when it is called, and imports what it runs on only then.
+
+The base install has no solver, and `perseus --help` waits for none of them.
 """
 
 import os
-from importlib.metadata import version
-from typing import Annotated
+from pkgutil import resolve_name
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from perseus.agent.restore.supervisor import LIFELINE
-from perseus.cli import (
-    agent,
-    certificates,
-    coordinator,
-    demo,
-    doctor,
-    grid,
-    health,
-    jobs,
-    ledger,
-    power,
-    simulate,
-    slurm,
-    solve,
-    store,
-    tokens,
-    top,
-)
 from perseus.cli.environment import unknown
 from perseus.cli.terminal import FAILURE, console, fail, warn
+
+# Where each command is, and the summary that `perseus --help` shows: the first paragraph of its own help.
+_COMMANDS = {
+    "solve": (
+        "perseus.cli.solve:solve",
+        "Compute the iteration time-energy frontier of one pipeline from its profile.",
+    ),
+    "plan": (
+        "perseus.cli.solve:plan",
+        "Make the plan of least energy that is not slower than an iteration time, or than stock.",
+    ),
+    "simulate": (
+        "perseus.cli.simulate:simulate",
+        "Replay jobs, power budgets and signals, as they would be decided on, and say what comes of it.",
+    ),
+    "coordinator": (
+        "perseus.cli.coordinator:coordinator",
+        "Run the coordinator of many jobs. Every flag is also PERSEUS_COORDINATOR_… in the environment.",
+    ),
+    "agent": (
+        "perseus.cli.agent:agent",
+        "Run the agent of one node. Every flag is also PERSEUS_AGENT_… in the environment.",
+    ),
+    "demo": (
+        "perseus.cli.demo:demo",
+        "Train emulated jobs under Perseus: from profiling to a straggler's end, or to a power budget's.",
+    ),
+    "top": (
+        "perseus.cli.top:top",
+        "Show jobs by what they draw, and feeds that have a limit, until you press Ctrl-C.",
+    ),
+    "doctor": (
+        "perseus.cli.doctor:doctor",
+        "Look for what is wrong between here and a coordinator, or with a node, and say what to do.",
+    ),
+    "health": (
+        "perseus.cli.health:health",
+        "Ask a coordinator whether it serves, or an agent whether it has GPUs to serve: exit code 0 if so.",
+    ),
+    "ledger": (
+        "perseus.cli.ledger:ledger",
+        "Show energy, cost and carbon of all runs against their stock baselines, and the total.",
+    ),
+    "jobs": ("perseus.cli.jobs:app", "Look at jobs, and steer them."),
+    "power": ("perseus.cli.power:app", "Limit what jobs draw, and see how feeds stand."),
+    "grid": ("perseus.cli.grid:app", "Let the grid set power budgets."),
+    "slurm": (
+        "perseus.cli.slurm:app",
+        "What slurmd runs on a node before and after a job: see docs/slurm.md.",
+    ),
+    "tokens": ("perseus.cli.tokens:app", "Make, list and revoke tokens."),
+    "certificates": ("perseus.cli.certificates:app", "Keep a small certificate authority, for TLS."),
+    "store": (
+        "perseus.cli.store:app",
+        "Check, export and import the coordinator's database; replay a quarantined job.",
+    ),
+}
 
 # Module that a command may miss → the extra that brings it.
 _EXTRAS = {
@@ -45,48 +85,66 @@ _EXTRAS = {
     "joserfc": "grid",
 }
 
+
+class _Commands(TyperGroup):
+    """All commands; whoever gets one imports it, and the overview has their summaries alone."""
+
+    _shows_overview = False
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """See `TyperGroup.get_command`."""
+        if self._shows_overview or cmd_name not in _COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        place, summary = _COMMANDS[cmd_name]
+        found, alone = resolve_name(place), typer.Typer()
+        if isinstance(found, typer.Typer):
+            alone.add_typer(found, name=cmd_name, help=summary)
+        else:
+            alone.command(cmd_name)(found)
+        return typer.main.get_group(alone).commands[cmd_name]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See `TyperGroup.parse_args`."""
+        for each in self.get_params(ctx):
+            if each.default is None and getattr(each, "is_flag", False):
+                each.default = False  # for the None of typer's own flags it imports pydantic
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See `TyperGroup.format_help`."""
+        self._shows_overview = True
+        super().format_help(ctx, formatter)
+        self._shows_overview = False
+
+
 app = typer.Typer(
     name="perseus",
     help="Cut the energy of pipeline-parallel training without slowing it down.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    cls=_Commands,
 )
-app.command("solve")(solve.solve)
-app.command("plan")(solve.plan)
-app.command("simulate")(simulate.simulate)
-app.command("coordinator")(coordinator.coordinator)
-app.command("agent")(agent.agent)
-app.command("demo")(demo.demo)
-app.command("top")(top.top)
-app.command("doctor")(doctor.doctor)
-app.command("health")(health.health)
-app.command("ledger")(ledger.ledger)
-app.add_typer(jobs.app, name="jobs")
-app.add_typer(power.app, name="power")
-app.add_typer(grid.app, name="grid")
-app.add_typer(slurm.app, name="slurm")
-app.add_typer(tokens.app, name="tokens")
-app.add_typer(certificates.app, name="certificates")
-app.add_typer(store.app, name="store")
+for _name, (_, _summary) in _COMMANDS.items():
+    app.command(_name, help=_summary)(lambda: None)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         console.print(f"perseus {version('perseus-energy')}", highlight=False)
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    context: typer.Context,
     show_version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    if LIFELINE not in os.environ:  # who has it was started by a command that has said it
-        for complaint in unknown(os.environ, context.command):
-            warn(complaint)
+    for complaint in unknown(os.environ):
+        warn(complaint)
 
 
 def main() -> None:

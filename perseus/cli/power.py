@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from perseus.v1.power_service_pb2 import Budget
     from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 
-app = typer.Typer(help="Limit what jobs draw, and see how feeds stand.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 BudgetId = Annotated[str, typer.Argument(help="The budget's identifier.", show_default=False)]
 Feed = Annotated[str, typer.Option(help="Only this feed.", show_default=False)]

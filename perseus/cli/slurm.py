@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from perseus.agent.sidecar.settings import AgentSettings
     from perseus.agent.slurm.job import SlurmJob
 
-app = typer.Typer(
-    help="What slurmd runs on a node before and after a job: see docs/slurm.md.", no_args_is_help=True
-)
+app = typer.Typer(no_args_is_help=True)
 
 _Config = Annotated[Path | None, typer.Option(help="The agent's TOML file.", show_default=False)]
 

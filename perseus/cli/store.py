@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from perseus.service.domain.model import FaultyPart
     from perseus.service.job.recording import Recording
 
-app = typer.Typer(
-    help="Check, export and import the coordinator's database; replay a quarantined job.",
-    no_args_is_help=True,
-)
+app = typer.Typer(no_args_is_help=True)
 
 Config = Annotated[Path | None, typer.Option(help="TOML file with the coordinator's settings.")]
 Database = Annotated[
@@ -96,7 +93,7 @@ def replay(
     database: Database = None,
 ) -> None:
     """Replay a quarantined run from its recorded inputs; exit code 1 if the same fault does not come."""
-    from perseus.service.job.quarantine import Fault
+    from perseus.service.domain.snapshot import Fault
     from perseus.service.job.recording import Recording
     from perseus.service.storage.checking import recordings
 
@@ -127,6 +124,7 @@ def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float 
     """Replay a run, and print its events; return what the coordinator fails at, if it does."""
     from perseus.service.domain.commands import Announce, Refine, Solve
     from perseus.service.domain.model import FaultyPart
+    from perseus.service.job import views
     from perseus.service.job.machine import replay as steps_of
     from perseus.service.solving.work import answer
     from perseus.v1 import event_pb2
@@ -142,7 +140,7 @@ def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float 
                 elif isinstance(command, Solve | Refine):
                     asked = command
         if machine is not None and part is FaultyPart.VIEW:
-            machine.view()
+            views.job(machine.run, is_full=True)
         elif asked is not None and part is FaultyPart.SOLVING:
             answer(hull_tolerance, asked)
     except Exception as error:

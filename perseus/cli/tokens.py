@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perseus.cli.asking import TIMEOUT_S
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.destination import Destination
 from perseus.cli.rows import Format, FormatOption, row_of, show_message, show_messages, show_row
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 
     from perseus.v1.token_service_pb2 import Token
 
-_TIMEOUT_S = 10.0
 _SCOPES = ("agent", "operator", "reader", "grid")
 _LASTING = re.compile(r"(?P<count>[1-9][0-9]{0,5})(?P<unit>[mhd])")
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
 
-app = typer.Typer(help="Make, list and revoke tokens.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The token's name.", show_default=False)]
 
@@ -87,7 +87,7 @@ def create(
         expire_time=expire_time,
     )
     with connected(connection) as channel:
-        made = token_service_pb2_grpc.TokenServiceStub(channel).CreateToken(request, timeout=_TIMEOUT_S)
+        made = token_service_pb2_grpc.TokenServiceStub(channel).CreateToken(request, timeout=TIMEOUT_S)
     if output is None:
         # As it is, not as a table: whoever takes it from a pipe gets nothing else.
         show_row(form, {**row_of(made.token), "secret": made.secret}, lambda: [made.secret])
@@ -115,7 +115,7 @@ def list_tokens(connection: Connection, form: FormatOption = Format.TABLE) -> No
 
     with connected(connection) as channel:
         stub = token_service_pb2_grpc.TokenServiceStub(channel)
-        tokens = stub.ListTokens(token_service_pb2.ListTokensRequest(), timeout=_TIMEOUT_S).tokens
+        tokens = stub.ListTokens(token_service_pb2.ListTokensRequest(), timeout=TIMEOUT_S).tokens
     show_messages(form, tokens, token_service_pb2.Token.DESCRIPTOR, lambda: _table(tokens))
 
 
@@ -148,7 +148,7 @@ def revoke(connection: Connection, name: Name, form: FormatOption = Format.TABLE
 
     with connected(connection) as channel:
         stub = token_service_pb2_grpc.TokenServiceStub(channel)
-        token = stub.RevokeToken(token_service_pb2.RevokeTokenRequest(name=name), timeout=_TIMEOUT_S).token
+        token = stub.RevokeToken(token_service_pb2.RevokeTokenRequest(name=name), timeout=TIMEOUT_S).token
     show_message(form, token, lambda: [Text(f"{token.name} is revoked since {_shown(token.revoke_time)}")])
 
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.demo import nvml_stub
 from perseus.demo.security import Security
 from perseus.demo.tasks import rank_tasks
 from perseus.demo.trainer import STOP_FILE, evaluations_file
 from perseus.demo.workload import Workload
+from perseus.emulation.gpu import EmulatedGpu
 
 _START_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 15.0

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import Work
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.marks import Connect
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import Work
 
 Works = Mapping[tuple[Kind, int], Work]
 """(kind, chunk) → the work of such a computation on this rank; of each part, where it waits for others."""

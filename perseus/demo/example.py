@@ -12,13 +12,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
 from perseus.demo.example_rank import HOOKS, RankOfScript
 from perseus.demo.observation import Observer, registered_job
 from perseus.demo.summary import Measurements
 from perseus.demo.workload import Workload
+from perseus.emulation.physics import A100_SXM, Work
 from perseus.v1 import job_pb2
 
 _REGISTRATION_TIMEOUT_S = 120.0

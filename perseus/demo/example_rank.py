@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perseus.agent.gpu.physics import Work
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.marks import Marks
 from perseus.demo.emulated_probe import Works, emulated_connect
+from perseus.emulation.physics import Work
 
 HOOKS = ("perseus.agent.torch", "perseus.agent.megatron", "perseus.agent.deepspeed")
 """The modules whose `attach` a script may import."""

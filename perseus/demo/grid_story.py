@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from perseus import pictures
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo.power_log import PowerLog, summary
 from perseus.demo.site import Site
 from perseus.demo.site_watch import SiteWatch, watching
 from perseus.demo.workload import Workload
+from perseus.emulation.physics import A100_SXM, Work
 
 PLANNING, FREE, CUT, DEEPER, OVER = "planning", "no budget", "budget", "lower budget", "budget over"
 STEPS = (PLANNING, FREE, CUT, DEEPER, OVER)

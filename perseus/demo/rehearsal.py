@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.demo.tasks import rank_tasks
 from perseus.demo.trainer import STOP_FILE
 from perseus.demo.workload import DEMO
+from perseus.emulation.gpu import EmulatedGpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

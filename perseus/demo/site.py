@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.demo.cluster import Cluster
 from perseus.demo.security import Security
 from perseus.demo.workload import Workload
+from perseus.emulation.gpu import EmulatedGpu
 
 _GUARD_PERCENT = 10.0
 """Dozens of processes share a machine: that they wait for each other is not to look like a broken promise."""

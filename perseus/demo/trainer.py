@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import Work
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.demo.exchange import Exchange
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import Work
 
 STOP_FILE = "stop"
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perseus.agent.gpu.physics import A100_SXM, GpuModel, Work
+from perseus.emulation.physics import A100_SXM, GpuModel, Work
 
 
 @dataclass(frozen=True, slots=True)

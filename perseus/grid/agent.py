@@ -51,13 +51,15 @@ from perseus.grid.journal import Journal, JournalError
 from perseus.grid.power_client import PowerClient, is_transient
 from perseus.grid.settings import DsxFlexSettings
 from perseus.grid.signing import KeyFileError, SenderKeys, SignatureRefusedError, Signer
+from perseus.rate_limited_log import RateLimitedLog
+from perseus.retry import Retry
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
 
 _TICK_S = 1.0
 _LOOK_S = 20.0
 """Between two looks at the coordinator's budgets, and whether it is there at all."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 15.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 15.0
 _MOST_UNSENT = 1000
 
 _log = structlog.get_logger(__name__)
@@ -250,23 +252,22 @@ class Agent:
 
     async def _follow_broker(self) -> None:
         await self._is_met.wait()
-        attempt, said = 0, ""
+        retry, problems = _retry(), RateLimitedLog(_log)
         while True:
             try:
                 async with self._session.client() as client:
                     await subscribe(client)
                     _log.info("connected to the broker", broker=self._settings.broker)
-                    attempt = 0
+                    retry.succeeded()
+                    problems.reset()
                     async with asyncio.TaskGroup() as group:
                         group.create_task(until_disconnected(client))
                         group.create_task(self._publish(client))
             except* (aiomqtt.MqttError, BrokerUnavailableError, OSError) as several:
                 reason = str(_flat(several)[0])
             self._check_going_on()
-            if attempt == 0 or reason != said:  # not at every attempt
-                _log.warning("no broker", broker=self._settings.broker, reason=reason)
-            attempt, said = attempt + 1, reason
-            await asyncio.sleep(_wait_s(attempt))
+            problems.warning("no broker", broker=self._settings.broker, reason=reason)
+            await asyncio.sleep(retry.failed())
 
     async def _publish(self, client: aiomqtt.Client) -> None:
         while True:
@@ -323,7 +324,7 @@ class Agent:
     # --- The coordinator ------------------------------------------------------------------------------------
 
     async def _follow_coordinator(self) -> None:
-        attempt, said = 0, ""
+        retry, problems = _retry(), RateLimitedLog(_log)
         while True:
             reason = ""
             try:
@@ -331,7 +332,8 @@ class Agent:
                     self._take(FeedsListed(await client.feeds()))
                     self._take(BudgetsListed(await client.budgets()))
                     _log.info("connected to the coordinator", coordinator=self._settings.coordinator)
-                    attempt = 0
+                    retry.succeeded()
+                    problems.reset()
                     self._client = client
                     if self._door.knows_feeds:
                         self._is_met.set()
@@ -350,10 +352,8 @@ class Agent:
             self._check_going_on()
             self._take(CoordinatorLost())
             reason = await self._channels.diagnosis() or reason
-            if attempt == 0 or reason != said:
-                _log.warning("no coordinator", coordinator=self._settings.coordinator, reason=reason)
-            attempt, said = attempt + 1, reason
-            await asyncio.sleep(_wait_s(attempt))
+            problems.warning("no coordinator", coordinator=self._settings.coordinator, reason=reason)
+            await asyncio.sleep(retry.failed())
 
     async def _watch(self, client: PowerClient) -> None:
         async for reading in client.watch():
@@ -370,16 +370,15 @@ class Agent:
 
     async def _ask(self, client: PowerClient) -> None:
         """Ask for the budgets that are needed, whenever that may have changed; again, if one is refused."""
-        attempt = 0
+        retry = _retry()
         while True:
             await self._asks.wait()
             self._asks.clear()
             if await self._ask_once(client):
-                attempt = 0
+                retry.succeeded()
                 continue
-            attempt += 1
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_wait_s(attempt)):
+                async with asyncio.timeout(retry.failed()):
                     await self._asks.wait()
             self._asks.set()
 
@@ -428,9 +427,8 @@ class Agent:
         return True
 
 
-def _wait_s(attempt: int) -> float:
-    """Full jitter: anywhere up to a ceiling that doubles."""
-    return random.uniform(0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**attempt))
+def _retry() -> Retry:
+    return Retry(_FIRST_WAIT_S, _LONGEST_WAIT_S, jitter=1.0, random=random.random)
 
 
 def _continued(trace: Trace | None) -> Trace:

@@ -14,14 +14,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from perseus.service.api.agent_service import AgentService
 from perseus.service.api.authentication import Authentication, Unasked
 from perseus.service.api.calls import unary_calls
-from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.info_service import InfoService
+from perseus.service.api.interceptors import Decoding, Releasing
 from perseus.service.api.job_service import JobService
 from perseus.service.api.ledger_service import LedgerService
 from perseus.service.api.power_service import PowerService
 from perseus.service.api.reflection import enable_reflection
-from perseus.service.api.releasing import Releasing
 from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import AddressUnavailableError, TokenFileUnusableError

@@ -3,7 +3,8 @@
 For `Annotated`. The other fields are named, and are declared before; the rules are those of `tls.rules`.
 """
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 from pydantic import AfterValidator, ValidationInfo
 
@@ -13,32 +14,17 @@ from perseus.tls.rules import check_insecure, check_needs, check_plaintext, chec
 
 def goes_with(other: str) -> AfterValidator:
     """A path that is given if and only if `other` is; a field with `validate_default`."""
-
-    def check(path: Path | None, info: ValidationInfo) -> Path | None:
-        check_together(path, info.data.get(other), other)
-        return path
-
-    return AfterValidator(check)
+    return _beside(other, check_together)
 
 
 def needs(other: str) -> AfterValidator:
     """A path that is only given beside `other`."""
-
-    def check(path: Path | None, info: ValidationInfo) -> Path | None:
-        check_needs(path, info.data.get(other), other)
-        return path
-
-    return AfterValidator(check)
+    return _beside(other, check_needs)
 
 
 def contradicts(tls: str) -> AfterValidator:
     """Whether plaintext is meant, which it can't be where `tls` is given."""
-
-    def check(insecure: bool, info: ValidationInfo) -> bool:
-        check_insecure(insecure, info.data.get(tls), tls)
-        return insecure
-
-    return AfterValidator(check)
+    return _beside(tls, check_insecure)
 
 
 def keeps_plaintext_here(tls: str, *, wanted: str | None = None, least_port: int = 1) -> AfterValidator:
@@ -56,5 +42,13 @@ def keeps_plaintext_here(tls: str, *, wanted: str | None = None, least_port: int
             insecure=bool(info.data.get("insecure")),
             wanted=wanted or tls,
         )
+
+    return AfterValidator(check)
+
+
+def _beside(other: str, rule: Callable[[Any, object, str], None]) -> AfterValidator:
+    def check(value: object, info: ValidationInfo) -> object:
+        rule(value, info.data.get(other), other)
+        return value
 
     return AfterValidator(check)

@@ -916,7 +916,7 @@ class Job(google.protobuf.message.Message):
 
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Label]:
-        """What it is to whoever runs it, as its latest registration said; empty for a run that is archived."""
+        """What it is to whoever runs it, as its latest registration said."""
 
     @property
     def spec(self) -> Global___JobSpec:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.cli.main import app
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 
 
 @pytest.fixture

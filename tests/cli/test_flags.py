@@ -1,16 +1,17 @@
-"""Every setting of a process is a flag of its command, but for those that can be none."""
+"""Every setting of a process is a flag of its command, but for those that can be none; what flags say."""
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic_settings import BaseSettings
+from typer.main import get_group
 from typer.testing import CliRunner
 
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.cli.agent import agent
-from perseus.cli.coordinator import coordinator
-from perseus.cli.grid import dsx_flex
+from perseus.cli.connection import Connection
 from perseus.cli.main import app
 from perseus.grid.settings import DsxFlexSettings
 from perseus.service.settings import CoordinatorSettings
@@ -18,26 +19,68 @@ from perseus.service.settings import CoordinatorSettings
 # A secret is not for the command line, which everybody sees; a table is for the configuration's file.
 NO_FLAGS = {"token", "certificate_scopes", "feeds", "signals"}
 
+COMMANDS = [
+    (["coordinator"], CoordinatorSettings),
+    (["agent"], AgentSettings),
+    (["grid", "dsx-flex"], DsxFlexSettings),
+]
 
-@pytest.mark.parametrize(
-    ("command", "settings"),
-    [(coordinator, CoordinatorSettings), (agent, AgentSettings), (dsx_flex, DsxFlexSettings)],
-)
-def test_every_setting_is_a_flag(command: Callable[..., None], settings: type[BaseSettings]) -> None:
-    assert set(settings.model_fields) - NO_FLAGS <= set(inspect.signature(command).parameters)
+RECORDED = Path(__file__).with_name("flags.txt")
+"""A line for each flag of these."""
+
+# What of defaults is this user's.
+FOLDERS: list[tuple[type[BaseSettings], str]] = [
+    (CoordinatorSettings, "operator_token_file"),
+    (AgentSettings, "restore_folder"),
+    (DsxFlexSettings, "state"),
+]
 
 
-@pytest.mark.parametrize(
-    ("command", "settings"),
-    [
-        (["coordinator"], CoordinatorSettings),
-        (["agent"], AgentSettings),
-        (["grid", "dsx-flex"], DsxFlexSettings),
-    ],
-)
-def test_the_help_has_every_word_of_what_settings_are_described_with(
+def flags(names: list[str]) -> Iterator[str]:
+    """Say of each flag of a command how it is given, what stands where it is not, and its help."""
+    command: Any = get_group(app)
+    for name in names:
+        command = command.get_command(None, name)
+    for each in command.params:
+        text = each.help
+        for model, name in FOLDERS:
+            text = text.replace(
+                str(model.model_fields[name].get_default(call_default_factory=True)), f"<{name}>"
+            )
+        yield f"{' '.join([*names, *each.opts])} ({each.default}): {text}"
+
+
+def test_flags_are_those_recorded() -> None:
+    found = sorted(line for names, _ in COMMANDS for line in flags(names))
+    assert found == RECORDED.read_text().splitlines()
+
+
+@pytest.mark.parametrize(("command", "settings"), COMMANDS)
+def test_every_setting_is_a_flag_and_its_description_is_shown_whole(
     command: list[str], settings: type[BaseSettings]
 ) -> None:
     told = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "1000"}, catch_exceptions=False)
     for name in set(settings.model_fields) - NO_FLAGS:
+        assert f"--{name.replace('_', '-')} " in told.stdout
         assert str(settings.model_fields[name].description) in told.stdout
+    for name in NO_FLAGS:
+        assert f"--{name.replace('_', '-')} " not in told.stdout
+
+
+def tree(command: Any) -> Iterator[Any]:
+    """Yield all commands below one."""
+    for name in command.list_commands(None) if hasattr(command, "commands") else ():
+        below = command.get_command(None, name)
+        yield below
+        yield from tree(below)
+
+
+def test_variables_of_flags_are_named_like_the_flags() -> None:
+    # `perseus.cli.environment` knows them by their names.
+    read = {
+        (each.name, each.envvar)
+        for command in tree(get_group(app))
+        for each in command.params
+        if each.envvar is not None
+    }
+    assert read == {(field.name, f"PERSEUS_{field.name.upper()}") for field in fields(Connection)}

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.cli.main import app
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_UID": "1004", "SLURM_JOB_GPUS": "0"}
 

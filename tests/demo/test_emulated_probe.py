@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A40, Work
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 from perseus.demo.emulated_probe import Works, emulated_connect
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A40, Work
 
 WORKS: Works = {
     (Kind.FORWARD, 0): Work(compute_s=0.02, memory_s=0.0),

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.computation import Kind
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
 from perseus.configuration import load
 from perseus.demo.trainer import STOP_FILE, RankTask, evaluations_file, train
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2, frontier_pb2, rank_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A40
 from perseus.demo.example_rank import RankOfScript
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A40
 
 SCRIPT = """
 import json, os, sys, time

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from perseus import configuration
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.lanes import Lanes
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.restore.records import Record, RecordFolder
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
 from perseus.doctor import node
 from perseus.doctor.checks import Check, Verdict
 from perseus.doctor.node import node_checks
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 
 GOOD, BAD, UNKNOWN = Verdict.GOOD, Verdict.BAD, Verdict.UNKNOWN
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from perseus import solver
-from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.emulation.physics import A100_SXM, Work
 from perseus.agent.link.computation import Kind
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload

@@ -21,10 +21,10 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.torch import attach
+from perseus.emulation.gpu import EmulatedGpu
 from tests.frameworks.torch_trainer import LENGTH, MICROBATCH_SIZE, VOCABULARY, make_chunks, schedule_of
 from tests.frameworks.trainers import TrainerTask, main
 

@@ -24,12 +24,12 @@ from typing import BinaryIO
 
 import grpc.aio
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.agent.link.computation import Kind
 from perseus.demo.cluster import Cluster
 from perseus.demo.trainer import STOP_FILE
 from perseus.demo.workload import Workload
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM, Work
 from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
 from tests.frameworks.case_table import CaseResult
 from tests.frameworks.restart_plan import MOST_RANKS, Launch, Layout, launches

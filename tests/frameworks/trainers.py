@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perseus.agent.gpu.physics import Work
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.tested_versions import met
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.trainer import STOP_FILE
+from perseus.emulation.physics import Work
 from tests.frameworks.punctual import make_punctual
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.nvml import NvmlGpu
-from perseus.agent.gpu.physics import Work
 from perseus.agent.sidecar import self_test
 from perseus.demo import nvml_stub
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import Work
 from tests.agent.counter_simulation import POWER_W, simulate
 from tests.gpu import edges
 from tests.gpu.claims import AgentError, claim_findings, observing_agent

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from perseus import configuration
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.demo.security import Security
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from perseus.service.settings import CoordinatorSettings
 from tests.ports import free_port
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.demo import nvml_stub
+from perseus.emulation.gpu import EmulatedGpu
 from tests.nvml.stub_gpus import MODEL, UUIDS
 
 

@@ -17,13 +17,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
 from perseus.demo.security import Security
 from perseus.demo.trainer import RankTask
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from tests.agent.other_users import command_as
 
 UUID = "GPU-0"

@@ -1,6 +1,6 @@
 """The emulated GPUs that the tests look at through the NVML stub."""
 
-from perseus.agent.gpu.physics import A100_SXM
+from perseus.emulation.physics import A100_SXM
 
 MODEL = A100_SXM
 UUIDS = ("GPU-0a", "GPU-0b", "GPU-1c")

@@ -15,9 +15,7 @@ import pytest
 
 from perseus.agent import Kind, NamedSchedule, Probe
 from perseus.agent.gpu import GpuError
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.nvml import NvmlGpu
-from perseus.agent.gpu.physics import Work
 from perseus.agent.link.packets import Registration
 from perseus.agent.probe.job_spec import job_spec
 from perseus.agent.sidecar.settings import AgentSettings
@@ -25,6 +23,8 @@ from perseus.agent.sidecar.shell import serving
 from perseus.agent.stream.translate import register_job_request
 from perseus.configuration import load
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import Work
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.v1 import event_pb2, job_service_pb2, rank_pb2

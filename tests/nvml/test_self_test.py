@@ -8,10 +8,10 @@ import pynvml
 import pytest
 from typer.testing import CliRunner, Result
 
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.sidecar import self_test
 from perseus.cli.main import app
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
+from perseus.emulation.gpu import EmulatedGpu
 from tests.nvml.stub_gpus import MODEL, UUIDS
 
 

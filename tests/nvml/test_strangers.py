@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.link.packets import encode
-from perseus.agent.sidecar.allowance import BURST_BYTES, HELLO_BYTES, USER_BYTES_PER_S
-from perseus.agent.sidecar.local import MAX_CONNECTIONS_PER_USER
+from perseus.agent.sidecar.local import BURST_BYTES, HELLO_BYTES, MAX_CONNECTIONS_PER_USER, USER_BYTES_PER_S
 from perseus.demo import nvml_stub
+from perseus.emulation.gpu import EmulatedGpu
 from tests.agent.other_users import NOBODY, OWNER, needs_root, passable_folder, start_as
 from tests.nvml.stack import MODEL, UUID, Stack
 from tests.nvml.strangers import marks

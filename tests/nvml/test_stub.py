@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from perseus.agent.gpu.dynamics import GpuState
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.interface import ClockEventReason
 from perseus.agent.gpu.nvml import NvmlGpu
-from perseus.agent.gpu.physics import A40, A100_SXM, GpuModel, Work
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
+from perseus.emulation.dynamics import GpuState
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A40, A100_SXM, GpuModel, Work
+from perseus.gpu import ClockEventReason
 from tests.nvml.stub_gpus import UUIDS
 
 STATE = struct.Struct("<dd q dd q dddddd qqq d q")

@@ -78,11 +78,13 @@ from perseus.service.domain.telemetry import (
     IterationColumns,
     TelemetryBatch,
 )
+from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
+from perseus.service.job.run import Run
 from perseus.service.solving.work import solve_explaining
 from perseus.solver import Computation, Kind, LagError, Plan, Refinement, Schedule, SolverError
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 
 EPOCH = "epoch-of-the-tests"
 REGISTRATION = Registration("request", "fingerprint")
@@ -394,8 +396,8 @@ class Cluster:
     def __init__(self, spec: JobSpec, rules: Rules | None = None, run_number: int = 1) -> None:
         self.spec = spec
         self.rules = rules or Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2)
-        self.machine = JobMachine(spec, run_number, self.rules, EPOCH, START_S, created_s=0.0)
-        self.schedule: Schedule = self.machine.schedule
+        self.machine = JobMachine(Run(spec, run_number, self.rules, EPOCH, START_S, created_s=0.0))
+        self.schedule: Schedule = self.machine.run.schedule
         self.now_s = 0.0
         self.history: list[Command] = []
         self.offered_versions: list[int] = []
@@ -457,10 +459,10 @@ class Cluster:
 
     def iterate_until(self, state: JobState, limit: int = 100) -> None:
         for _ in range(limit):
-            if self.machine.state is state:
+            if self.machine.record.state is state:
                 return
             self.iterate()
-        raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
+        raise AssertionError(f"{self.machine.record.state} after {limit} iterations, expected {state}")
 
     def events(self) -> list[event_pb2.JobEvent]:
         """All events so far."""
@@ -473,24 +475,28 @@ class Cluster:
 
     def rank_states(self) -> list[RankState]:
         """The states of all ranks, in their order."""
-        return [rank.state for _, rank in self.machine.ranks(RankFilter())]
+        return [rank.state for _, rank in self.machine.run.ranks.select(RankFilter(), 0)]
 
     def expect(self, state: JobState) -> None:
-        assert self.machine.state is state
+        assert self.machine.record.state is state
 
     def planned_times_s(self) -> list[float]:
         """Iteration time of the plan in force on each pipeline; all its ranks must have their share of it."""
         self.expect_in_force()
         times_s = []
-        for offer in self.machine._offers:
+        for offer in self.machine.run.offers:
             assert isinstance(offer.clocks, PlannedClocks)
             times_s.append(offer.clocks.plan.iteration_time_s)
         return times_s
 
+    def job(self, *, is_full: bool = False) -> job_pb2.Job:
+        """Return the job as clients see it."""
+        return views.job(self.machine.run, is_full=is_full)
+
     def expect_in_force(self) -> None:
         """Every rank has its share of what its pipeline should have."""
         for place, rank in self.ranks.items():
-            offer = self.machine._offers.of_rank(place)
+            offer = self.machine.run.offers.of_rank(place)
             assert rank.in_force.version == offer.version
             in_force, wanted = (stage_clocks(some.clocks, place.stage) for some in (rank.in_force, offer))
             assert in_force == wanted

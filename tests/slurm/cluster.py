@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from perseus import solver
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.computation import Kind
 from perseus.agent.sidecar.asking import ask_health
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
 from perseus.demo.security import Security
 from perseus.demo.trainer import STOP_FILE, RankTask
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from tests.ports import free_port
 
 REPOSITORY = Path(__file__).parent.parent.parent

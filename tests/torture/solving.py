@@ -24,7 +24,7 @@ from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import START_S, Cluster, make_spec
 
 _PATIENCE_S = 1800.0
@@ -104,16 +104,16 @@ async def restarted(
             for _ in range(_TURNS):
                 disturb(pool)
                 await asyncio.sleep(_TURN_S)
-            views = [view for _, view in coordinator.jobs.jobs("", (), lambda view: view, has_details=False)]
-            solved = [view for view in views if view.t_min_s and view.state is JobState.PLANNED]
-            stock = [view for view in views if view.state is JobState.STOCK]
-            if len(solved) + len(stock) == len(views) or time.monotonic() > began_s + _PATIENCE_S:
+            jobs = [job for _, job in coordinator.jobs.jobs("", (), is_full=False)]
+            solved = [job for job in jobs if job.t_min_s and job.state == job_pb2.JOB_STATE_PLANNED]
+            stock = [job for job in jobs if job.state == job_pb2.JOB_STATE_STOCK]
+            if len(solved) + len(stock) == len(jobs) or time.monotonic() > began_s + _PATIENCE_S:
                 break
         await coordinator.flush()
         wanted = EventFilter(types=frozenset({event_pb2.JOB_EVENT_TYPE_SOLVE_RETRIED}))
-        retried = [await coordinator.jobs.events(view.job_id, 0, wanted, 1, 1) for view in views]
+        retried = [await coordinator.jobs.events(job.job_id, 0, wanted, 1, 1) for job in jobs]
     time_s = time.monotonic() - began_s
-    return Outcome(len(views), len(solved), sum(map(bool, retried)), len(stock), time_s)
+    return Outcome(len(jobs), len(solved), sum(map(bool, retried)), len(stock), time_s)
 
 
 class KillOnce:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from perseus.agent.energy.beat import find_beat
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.least_squares import generalised_least_squares
-from perseus.agent.gpu.interface import ClockEventReason
+from perseus.gpu import ClockEventReason
 
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)

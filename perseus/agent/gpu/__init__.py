@@ -1,6 +1,6 @@
-"""The GPU behind one small interface: a real one through NVML, or an emulated one."""
+"""The GPUs of a node, behind the small interface of `perseus.gpu`: through NVML, and in lanes."""
 
-from perseus.agent.gpu.interface import (
+from perseus.gpu import (
     ClockEventReason,
     ClockNotSupportedError,
     EmulatedGpuError,

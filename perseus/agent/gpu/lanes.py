@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from perseus.agent.gpu.interface import GpuHungError
+from perseus.gpu import GpuHungError
 
 T = TypeVar("T")
 

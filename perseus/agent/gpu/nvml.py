@@ -9,7 +9,7 @@ from typing import Any
 import pynvml
 import structlog
 
-from perseus.agent.gpu.interface import (
+from perseus.gpu import (
     ClockNotSupportedError,
     GpuDriverError,
     GpuError,

@@ -9,7 +9,7 @@ from perseus.agent.rank.sampling import EstimateRequest
 
 @dataclass(frozen=True, slots=True)
 class EstimateEnergy:
-    """Work an energy estimate out, which takes milliseconds; answered with `Estimated` if there is one."""
+    """Work an energy estimate out, which takes milliseconds; an `EnergyEstimate` answers, if there is one."""
 
     request: EstimateRequest
 

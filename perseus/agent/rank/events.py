@@ -1,7 +1,7 @@
 """What can happen to a rank's session; `rank.session` says what it does then.
 
-Some events are values of other modules: the trainer's marks, the coordinator's messages, counter changes and
-clocks that were set.
+Some events are values of other modules: the trainer's marks, the coordinator's messages, counter changes,
+clocks that were set, energy estimates that were asked for, and limits of the GPU that others have changed.
 """
 
 from dataclasses import dataclass
@@ -54,20 +54,6 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimated:
-    """An energy estimate that was asked for is there."""
-
-    estimate: EnergyEstimate
-
-
-@dataclass(frozen=True, slots=True)
-class LimitsRead:
-    """What others have set that bounds the GPU was read, and is another."""
-
-    limits: GpuLimits
-
-
-@dataclass(frozen=True, slots=True)
 class SetNotPermitted:
     """The GPU does not let this agent set clocks."""
 
@@ -108,8 +94,8 @@ Event = (
     | PlanOffer
     | CounterChange
     | ClockSet
-    | Estimated
-    | LimitsRead
+    | EnergyEstimate
+    | GpuLimits
     | SetNotPermitted
     | GpuFailed
     | AgentStops

@@ -1,14 +1,19 @@
-"""What agent and coordinator tell each other about one rank, as plain values.
+"""What agent and coordinator tell each other about one rank.
 
-The twins of the messages in `protos/perseus/v1/agent_service.proto`, which say what each means; only
+What only goes out is the contract's own message (`protos/perseus/v1/agent_service.proto` says what each
+means), made where it arises. Measurements are rows here and columns there, and what comes in was checked:
 `stream.translate` knows both. Clocks are MHz, None standing for stock.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import rank_pb2
+
+MAX_SENTENCE_LENGTH = 1024
+"""Of texts for people, in the contract."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,41 +89,21 @@ class AgentIdentity:
     hostname: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankJoined:
-    """A rank is served. `iteration`: the highest begun, -1 if none.
-
-    Telemetry up to `after_sequence` is of an earlier trainer of the rank. `spec_fingerprint`: what the
-    trainer belongs to; empty where nobody checks that. `owner`: whose process the trainer is, as the kernel
-    says; empty where it does not.
-    """
-
-    rank: Rank
-    gpu: GpuDescription
-    iteration: int
-    in_force: PlanId
-    after_sequence: int
-    spec_fingerprint: str = ""
-    owner: str = ""
+def coordinates(rank: Rank) -> rank_pb2.RankCoordinates:
+    """A rank's place, as the contract writes it."""
+    return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class RankLeft:
+def sentence(text: str) -> str:
+    """The text as the contract allows it: a driver's message may be long, and hold line breaks."""
+    shown = "".join(each if each.isprintable() else " " for each in text[:MAX_SENTENCE_LENGTH])
+    return shown if len(text) <= MAX_SENTENCE_LENGTH else f"{shown[:-1]}…"
+
+
+def rank_left(rank: Rank, reason: RankLeftReason) -> wire.RankLeft:
     """A rank is no longer served; its GPU is back on stock."""
-
-    rank: Rank
-    reason: RankLeftReason
-
-
-@dataclass(frozen=True, slots=True)
-class GpuErrorReport:
-    """A rank's GPU, or the way to it, refused or failed to do something; for the coordinator's event log."""
-
-    rank: Rank
-    gpu_uuid: str
-    reason: GpuErrorReason
-    message: str
-    owner: str = ""
+    number = rank_pb2.RankLeftReason.ValueType(int(reason))
+    return wire.RankLeft(job_id=rank.job_id, rank=coordinates(rank), reason=number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +115,21 @@ class PlanRefusal:
     clocks_mhz: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PlanAnswer:
-    """Answer to an offer: accepted where there is no refusal. `iteration`: the highest begun, -1 if none."""
-
-    rank: Rank
-    plan: PlanId
-    refusal: PlanRefusal | None
-    iteration: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInForce:
-    """The plan in force has changed, from this iteration on."""
-
-    rank: Rank
-    plan: PlanId
-    iteration: int
+def plan_answer(rank: Rank, plan: PlanId, refusal: PlanRefusal | None, iteration: int) -> wire.PlanAnswer:
+    """Answer an offer: accepted where there is no refusal. `iteration`: the highest begun, -1 if none."""
+    answer = wire.PlanAnswer(
+        job_id=rank.job_id,
+        rank=coordinates(rank),
+        epoch=plan.epoch,
+        version=plan.version,
+        accepted=refusal is None,
+        iteration=iteration,
+    )
+    if refusal is not None:
+        answer.refusal_reason = rank_pb2.PlanRefusalReason.ValueType(int(refusal.reason))
+        answer.message = sentence(refusal.message)
+        answer.refused_clocks_mhz.extend(refusal.clocks_mhz)
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +242,7 @@ class Telemetry:
     gpu_limits: GpuLimits | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PowerReading:
-    """What GPUs have drawn in the mean over some time until now, by UUID."""
-
-    duration_s: float
-    powers_w: Mapping[str, float]
-
-
-FromSession = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
+FromSession = wire.RankJoined | wire.RankLeft | wire.PlanAnswer | wire.PlanInForce | Telemetry
 """What a rank's session says."""
 
 

@@ -19,9 +19,9 @@ from perseus.agent.energy.regression import (
     estimate_power,
     typical_duration_s,
 )
-from perseus.agent.gpu.interface import ClockEventReason
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.rank.messages import EnergyEstimate, EnergySample
+from perseus.gpu import ClockEventReason
 
 # Between iterations nothing is marked. So short a gap holds no work worth noticing and counts as waiting;
 # what a longer one holds is unknown.

@@ -30,8 +30,8 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     IterationMark, ComputationMark                 as above
     WaitMark                 what the computation under way waits for others is left out of its time
     CounterChange, ClockSet  measurement
-    Estimated                telemetry
-    LimitsRead               said with all telemetry to come
+    EnergyEstimate           telemetry
+    GpuLimits                said with all telemetry to come
     SetNotPermitted          stock from now on; offers of clocks are refused
     GpuFailed                reset, RankLeft(GPU_FAILED); the session has ended
     Finish, TrainerGone      reset, RankLeft(FINISHED, TRAINER_GONE); the session has ended
@@ -51,11 +51,9 @@ from perseus.agent.rank.events import (
     AgentStops,
     Connected,
     Disconnected,
-    Estimated,
     Event,
     GpuFailed,
     Heard,
-    LimitsRead,
     SetNotPermitted,
     Tick,
     TrainerGone,
@@ -65,24 +63,27 @@ from perseus.agent.rank.events import (
 from perseus.agent.rank.messages import (
     NO_PLAN,
     Ceiling,
+    EnergyEstimate,
     FromSession,
     GpuDescription,
-    PlanAnswer,
-    PlanInForce,
+    GpuLimits,
+    PlanId,
     PlanOffer,
     RankAccepted,
     RankCeiling,
-    RankJoined,
-    RankLeft,
     RankLeftReason,
     RankRefused,
     Telemetry,
+    coordinates,
+    plan_answer,
+    rank_left,
 )
 from perseus.agent.rank.order import Order
 from perseus.agent.rank.pacing import Pacer
 from perseus.agent.rank.plans import Plans
 from perseus.agent.rank.recorder import Recorder
 from perseus.agent.rank.standing import Standing
+from perseus.v1 import agent_service_pb2 as wire
 
 
 class Session:
@@ -104,6 +105,7 @@ class Session:
         owner: str = "",
     ) -> None:
         self.rank = rank
+        self.observe = observe
         self.has_ended = False
         self._gpu = gpu
         self._owner = owner
@@ -138,7 +140,7 @@ class Session:
         self._pacer.abandon_iteration()
         self._recorder.drop_finished()
         self._commands = []
-        return [RankLeft(self.rank, RankLeftReason.GPU_FAILED)]
+        return [rank_left(self.rank, RankLeftReason.GPU_FAILED)]
 
     def _dispatch(self, event: Event, now_s: float) -> None:
         match event:
@@ -148,10 +150,10 @@ class Session:
                 self._on_counter_change(event, now_s)
             case ClockSet():
                 self._on_clock_set(event)
-            case Estimated():
-                self._on_estimated(event)
-            case LimitsRead():
-                self._gpu = replace(self._gpu, limits=event.limits)
+            case EnergyEstimate():
+                self._on_energy_estimate(event)
+            case GpuLimits():
+                self._gpu = replace(self._gpu, limits=event)
             case Tick():
                 self._on_tick(now_s)
             case Heard():
@@ -210,7 +212,7 @@ class Session:
 
     def _leave(self, reason: RankLeftReason, now_s: float) -> None:
         self._end(now_s)
-        self._commands.append(Send(RankLeft(self.rank, reason)))
+        self._commands.append(Send(rank_left(self.rank, reason)))
 
     def _end(self, now_s: float) -> None:
         self._plans.follow(None)
@@ -273,19 +275,28 @@ class Session:
     def _announce(self) -> None:
         if not self._standing.may_announce():
             return
+        in_force, limits = self._plans.id_in_force, self._gpu.limits
         self._send(
-            RankJoined(
-                self.rank,
-                self._gpu,
-                self._pacer.begun_iteration,
-                self._plans.id_in_force,
-                self._after_sequence,
-                self._standing.spec_fingerprint or "",
-                self._owner,
+            wire.RankJoined(
+                job_id=self.rank.job_id,
+                rank=coordinates(self.rank),
+                gpu=wire.Gpu(
+                    uuid=self._gpu.uuid,
+                    model=self._gpu.model,
+                    supported_clocks_mhz=self._gpu.supported_clocks_mhz,
+                    power_limit_w=limits.power_limit_w,
+                    workload_power_profiles=limits.power_profiles,
+                ),
+                iteration=self._pacer.begun_iteration,
+                in_force_epoch=in_force.epoch,
+                in_force_version=in_force.version,
+                after_sequence=self._after_sequence,
+                spec_fingerprint=self._standing.spec_fingerprint or "",
+                owner=self._owner,
             )
         )
 
-    def _send(self, message: RankJoined | PlanAnswer | PlanInForce) -> None:
+    def _send(self, message: wire.RankJoined | wire.PlanAnswer | wire.PlanInForce) -> None:
         if self._standing.is_connected:
             self._commands.append(Send(message))
 
@@ -294,12 +305,12 @@ class Session:
     def _on_plan_offer(self, offer: PlanOffer, now_s: float) -> None:
         begun_iteration = self._pacer.begun_iteration
         refusal = self._plans.consider(offer, begun_iteration, is_accepted=self._standing.is_accepted)
-        self._send(PlanAnswer(self.rank, offer.plan, refusal, begun_iteration))
+        self._send(plan_answer(self.rank, offer.plan, refusal, begun_iteration))
         plan = self._plans.pending
         if offer.is_urgent and refusal is None and plan is not None:
             self._plans.follow(plan)
             self._commands += self._pacer.change_at_once(now_s)
-            self._send(PlanInForce(self.rank, plan.plan, begun_iteration))
+            self._tell_in_force(plan.plan, begun_iteration)
 
     def _bring_into_force(self, iteration: int) -> None:
         """The plan that is due when this iteration begins, if one is."""
@@ -307,7 +318,19 @@ class Session:
         if plan is not None:
             self._plans.follow(plan)
             self._pacer.follow_plan()
-            self._send(PlanInForce(self.rank, plan.plan, iteration))
+            self._tell_in_force(plan.plan, iteration)
+
+    def _tell_in_force(self, plan: PlanId, iteration: int) -> None:
+        """The plan in force has changed, from this iteration on."""
+        self._send(
+            wire.PlanInForce(
+                job_id=self.rank.job_id,
+                rank=coordinates(self.rank),
+                epoch=plan.epoch,
+                version=plan.version,
+                iteration=iteration,
+            )
+        )
 
     def _drop_plans(self) -> None:
         """The fallback at once, no plan in force, and none to come: the coordinator must know of either."""
@@ -317,7 +340,7 @@ class Session:
             self._pacer.follow_plan()
             self._commands += self._pacer.deviate()
         if has_any:
-            self._send(PlanInForce(self.rank, NO_PLAN, self._pacer.begun_iteration + 1))
+            self._tell_in_force(NO_PLAN, self._pacer.begun_iteration + 1)
         self._commands += self._pacer.fall_back()
 
     # --- Clocks ---------------------------------------------------------------------------------------------
@@ -352,8 +375,8 @@ class Session:
         self._recorder.clock_set(done)
         self._pacer.keeper.lead.clock_set(done)
 
-    def _on_estimated(self, event: Estimated) -> None:
-        self._commands.append(Send(Telemetry(self.rank, (), (), event.estimate, None)))
+    def _on_energy_estimate(self, estimate: EnergyEstimate) -> None:
+        self._commands.append(Send(Telemetry(self.rank, (), (), estimate, None)))
 
     def _report(self, now_s: float, *, waits: bool = True) -> None:
         """Tell of all iterations that can be measured by now; of all that have ended, if nothing waits."""

@@ -6,6 +6,8 @@ may not be registered yet, or another agent's lease may still run): then the ran
 ranks of a job that is put aside ask for days.
 """
 
+from perseus.retry import Retry
+
 JOIN_RETRY_S = 1.0
 """How long after the first refusal a rank is announced again."""
 LONGEST_JOIN_RETRY_S = 8.0
@@ -29,7 +31,7 @@ class Standing:
         self.heard_at_s = 0.0
         self.lease_s = 0.0
         self._announce_at_s: float | None = None
-        self._retry_s = JOIN_RETRY_S
+        self._retry = Retry(JOIN_RETRY_S, LONGEST_JOIN_RETRY_S)
 
     def specify(self, spec_fingerprint: str) -> bool:
         """The trainer has said what it belongs to; whether that is news, and the rank stands anew."""
@@ -37,7 +39,7 @@ class Standing:
             return False
         self.spec_fingerprint = spec_fingerprint
         self.is_accepted = False
-        self._retry_s = JOIN_RETRY_S
+        self._retry.succeeded()
         return True
 
     def connect(self, lease_s: float, now_s: float) -> None:
@@ -45,7 +47,7 @@ class Standing:
         self.is_connected = True
         self.lease_s = lease_s
         self.heard_at_s = now_s
-        self._retry_s = JOIN_RETRY_S
+        self._retry.succeeded()
 
     def disconnect(self) -> None:
         """There is none any more."""
@@ -55,13 +57,12 @@ class Standing:
     def accept(self) -> None:
         """The rank is served."""
         self.is_accepted = True
-        self._retry_s = JOIN_RETRY_S
+        self._retry.succeeded()
 
     def refuse(self, now_s: float) -> None:
         """The rank is not served, or no longer."""
         self.is_accepted = False
-        self._announce_at_s = now_s + self._retry_s
-        self._retry_s = min(2 * self._retry_s, LONGEST_JOIN_RETRY_S)
+        self._announce_at_s = now_s + self._retry.failed()
 
     def is_announcement_due(self, now_s: float) -> bool:
         """Whether it is time to announce the rank again."""

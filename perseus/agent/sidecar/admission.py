@@ -1,6 +1,6 @@
 """Who may train here: a trainer's claim, from its hello on, and for as long as it stays.
 
-`claims` decides that, of what `door` sees, before anything is done; and again, as what can be seen changes.
+`claims` decides that, of what `access` finds, before anything is done; and again, as what is found changes.
 """
 
 import asyncio
@@ -8,18 +8,22 @@ import contextlib
 import time
 from weakref import WeakValueDictionary
 
+import structlog
+
 from perseus.agent.claims.book import GPU_TAKEN, Claim
 from perseus.agent.claims.decision import Allowed, Refused
 from perseus.agent.claims.grants import User
 from perseus.agent.gpu import GpuError, GpuInUseError
 from perseus.agent.link.packets import Hello, Reply
 from perseus.agent.rank.events import TrainerGone
-from perseus.agent.sidecar.complaints import Complaints
-from perseus.agent.sidecar.door import Door
-from perseus.agent.sidecar.local import Line
+from perseus.agent.sidecar.access import AccessChecker
+from perseus.agent.sidecar.gpus import Vitals
+from perseus.agent.sidecar.local import COMPLAINT_PERIOD_S, Line
+from perseus.agent.sidecar.peer import check_clock
 from perseus.agent.sidecar.roster import Roster, Trainer
-from perseus.agent.sidecar.same_clock import check_clock
-from perseus.agent.sidecar.vitals import Vitals
+from perseus.rate_limited_log import RateLimitedLog
+
+_log = structlog.get_logger(__name__)
 
 # How often a claim is judged again: one that nothing speaks for yet, and one that something does.
 _WATCH_UNPROVEN_S = 1.0
@@ -34,11 +38,11 @@ _CLAIM_LOST = "CLAIM_LOST"
 class Admission:
     """Admits trainers to a roster and turns them away; `vitals` counts those."""
 
-    def __init__(self, roster: Roster, door: Door, vitals: Vitals, complaints: Complaints) -> None:
+    def __init__(self, roster: Roster, access: AccessChecker, vitals: Vitals) -> None:
         self._roster = roster
-        self._door = door
+        self._access = access
         self._vitals = vitals
-        self._complaints = complaints
+        self._complaints = RateLimitedLog(_log, COMPLAINT_PERIOD_S)
         # By user: what a hello costs (threads, processes, looks at the driver) is for others, too.
         self._judging: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
@@ -63,12 +67,12 @@ class Admission:
         if (refused := self._roster.book.refusal(hello.rank, hello.gpu_uuid, unnamed)) is not None:
             return refused
         await line.pay_hello()
-        user = await self._door.user(line.peer)
+        user = await self._access.user(line.peer)
         verdict: Allowed | Refused | None
         problem = None
         try:
             async with self._one_at_a_time(user.uid):
-                verdict = await self._door.judge(line.peer, user, hello.gpu_uuid, None)
+                verdict = await self._access.judge(line.peer, user, hello.gpu_uuid, None)
         except GpuError as error:  # whoever serves it will meet the same, and tell
             verdict, problem = None, error
         if isinstance(verdict, Refused):
@@ -100,7 +104,7 @@ class Admission:
     async def may_have_its_gpu(self, trainer: Trainer) -> bool:
         """Judge the claim to a GPU that could not be used before; `GpuError` if that can't be done now."""
         claim = trainer.claim
-        verdict = await self._door.judge(trainer.line.peer, claim.user, claim.gpu_uuid, None)
+        verdict = await self._access.judge(trainer.line.peer, claim.user, claim.gpu_uuid, None)
         if isinstance(verdict, Refused):
             self._end(trainer, verdict)
             return False
@@ -121,13 +125,21 @@ class Admission:
                     async with asyncio.timeout(pause_s):
                         await trainer.has_marked.wait()
             try:
-                verdict = await self._door.judge(trainer.line.peer, claim.user, claim.gpu_uuid, claim.verdict)
+                verdict = await self._access.judge(
+                    trainer.line.peer, claim.user, claim.gpu_uuid, claim.verdict
+                )
             except GpuError:  # whoever serves the GPU meets it, too
                 continue
             except Exception as error:  # of the system, say: what was found holds until it can be asked again
                 uid, reason = trainer.line.peer.uid, type(error).__name__
-                self._complaints.complain(
-                    uid, "claim not judged again", reason, rank=str(claim.rank), message=str(error)
+                self._complaints.warning(
+                    "claim not judged again",
+                    uid,
+                    reason,
+                    uid=uid,
+                    reason=reason,
+                    rank=str(claim.rank),
+                    message=str(error),
                 )
                 continue
             if claim.verdict is None:  # it could not be served meanwhile: it is judged when it comes back
@@ -151,5 +163,8 @@ class Admission:
     def _refuse(self, line: Line, rank: str, refused: Refused) -> None:
         self._vitals.refusal_counts[refused.reason] += 1
         reason, message = refused.reason, refused.message
-        self._complaints.complain(line.peer.uid, "rank refused", reason, rank=rank, message=message)
+        uid = line.peer.uid
+        self._complaints.warning(
+            "rank refused", uid, reason, uid=uid, reason=reason, rank=rank, message=message
+        )
         line.end(Reply(False, reason, message))

@@ -1,16 +1,24 @@
-"""The GPUs of this node, found by UUID."""
+"""The GPUs of this node: found by UUID, left visible by CUDA_VISIBLE_DEVICES, and counted.
+
+An agent without a driver or without GPUs runs all the same: the driver may come later, and trainers are told
+what is wrong with theirs. But whoever looks is to see it before the first trainer does (`Inventory`).
+"""
 
 import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import pynvml
+import structlog
 
 from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
-from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.lanes import ALL_GPUS, Lanes
 from perseus.agent.gpu.nvml import NvmlGpu, calling, look
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.agent.sidecar.visible import visible_uuids
+from perseus.emulation.gpu import EmulatedGpu
 
 
 class Backend(Protocol):
@@ -167,3 +175,71 @@ def _not_found(uuid: str, listed: list[str | GpuError]) -> GpuNotFoundError:
 
 def _names(listed: list[str | GpuError]) -> str:
     return ", ".join(map(str, listed)) or "none"
+
+
+def visible_uuids(visible_devices: str, uuids: Sequence[str]) -> list[str]:
+    """The UUIDs among `uuids` (in the order of their bus numbers) that `visible_devices` names, in its order.
+
+    Devices are named by index or by a UUID's beginning that fits only one. The first name that is none hides
+    itself and all after it, and so does -1; a device that is named twice hides all. An index counts in the
+    order of bus numbers: with CUDA_DEVICE_ORDER=PCI_BUS_ID, and on nodes whose GPUs are of one model, that is
+    CUDA's own order.
+    """
+    visible: list[str] = []
+    for name in (part.strip() for part in visible_devices.split(",")):
+        if name.isdecimal():
+            named = list(uuids[int(name) : int(name) + 1])
+        else:
+            named = [uuid for uuid in uuids if name and uuid.startswith(name)]
+        if len(named) != 1:
+            break
+        visible += named
+    return visible if len(set(visible)) == len(visible) else []
+
+
+_log = structlog.get_logger(__name__)
+
+_KEPT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How many GPUs there are, and what is wrong: with all of them, or with some."""
+
+    gpu_count: int
+    problems: tuple[str, ...] = ()
+
+
+class Inventory:
+    """Looks at a backend's GPUs, in a lane of its own: a driver that hangs keeps nobody else waiting."""
+
+    def __init__(self, gpus: Backend, lanes: Lanes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gpus = gpus
+        self._lanes = lanes
+        self._clock = clock
+        self._found = Found(0)
+        self._found_s = float("-inf")
+
+    async def look(self) -> Found:
+        """What is found now; who asks often is told the same for a moment."""
+        if self._clock() >= self._found_s + _KEPT_S:
+            self._found, self._found_s = await self._look(), self._clock()
+        return self._found
+
+    async def tell(self) -> None:
+        """Say in the log what is found."""
+        found = await self.look()
+        for problem in found.problems:
+            _log.error("no GPU can be served" if not found.gpu_count else "GPU lost", reason=problem)
+        if found.gpu_count:
+            _log.info("GPUs found", count=found.gpu_count)
+
+    async def _look(self) -> Found:
+        try:
+            listed = await self._lanes.run(ALL_GPUS, self._gpus.listed)
+        except GpuError as error:
+            return Found(0, (str(error),))
+        problems = [str(each) for each in listed if isinstance(each, GpuError)]
+        if not listed:
+            problems = ["this node has no GPU, or none that the agent may see (CUDA_VISIBLE_DEVICES)"]
+        return Found(sum(isinstance(each, str) for each in listed), tuple(problems))

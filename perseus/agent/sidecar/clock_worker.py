@@ -16,8 +16,8 @@ from typing import Final
 
 import structlog
 
-from perseus.agent.clocks.patience import Patience
 from perseus.agent.gpu import Gpu, GpuError, is_transient
+from perseus.retry import Retry
 
 _log = structlog.get_logger(__name__)
 
@@ -29,6 +29,8 @@ _UNKNOWN_MHZ = -1
 # How often, and how long at most, the effective clock is looked at after a set.
 _LOOK_INTERVAL_S = 0.001
 _LOOK_S = 0.050
+# Calls of the driver that fail: the first and the longest delay, and for how long they may fail in a row.
+_FIRST_DELAY_S, _LONGEST_DELAY_S, _GIVE_UP_S = 0.01, 0.5, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,15 @@ class _Wish:
     due_s: float
 
 
+def driver_retry() -> Retry:
+    """Return how calls of a driver are tried again.
+
+    One that is busy, or another of its clients, makes single calls fail that succeed a moment later. A rank
+    is given up only when nothing has succeeded for a while.
+    """
+    return Retry(_FIRST_DELAY_S, _LONGEST_DELAY_S, forget_after_s=_GIVE_UP_S, give_up_after_s=_GIVE_UP_S)
+
+
 class ClockWorker:
     """Sets one GPU's clock on a thread of its own.
 
@@ -74,7 +85,7 @@ class ClockWorker:
         self._monotonic = monotonic
         self._changed = threading.Condition()
         # Resets may succeed for as long as sets fail.
-        self._patience_with = {True: Patience(), False: Patience()}
+        self._retries = {True: driver_retry(), False: driver_retry()}
         self._retried: _Wish | None = None
         self._retry_at_s = 0.0
         self._told_failure: tuple[str, bool] | None = None
@@ -177,7 +188,7 @@ class ClockWorker:
         self._begun_at_s = None
         in_force_at_s = self._monotonic()
         if error is None:
-            self._patience_with[wish.target_mhz is STOCK].succeeded()
+            self._retries[wish.target_mhz is STOCK].succeeded()
             self._told_failure = None
             if wish.target_mhz is not STOCK:
                 in_force_at_s = self._seen_at_s(wish.target_mhz, in_force_at_s)
@@ -196,9 +207,9 @@ class ClockWorker:
 
     def _try_again(self, wish: _Wish, error: Exception, now_s: float) -> bool:
         """Try again where that may help, or must; whether the failure is borne."""
-        patience = self._patience_with[wish.target_mhz is STOCK]
-        retry_at_s = patience.failed(now_s)
-        is_borne = is_transient(error) and not patience.is_over(now_s)
+        retry = self._retries[wish.target_mhz is STOCK]
+        retry_at_s = now_s + retry.failed(now_s)
+        is_borne = is_transient(error) and not retry.is_over(now_s)
         with self._changed:
             is_tried_again = is_borne or (wish.target_mhz is STOCK and not self._closing)
             if is_tried_again and self._wanted is None:

@@ -1,6 +1,7 @@
 """Watching a GPU's energy counter on a thread of its own; `energy.counter` says what is made of the polls.
 
-The same thread looks at the GPU's limits now and then.
+The same thread looks now and then at what others have set that bounds the GPU, power limit and workload power
+profiles: read, never set.
 """
 
 import threading
@@ -9,12 +10,54 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from perseus.agent.clocks.patience import Patience
+import structlog
+
 from perseus.agent.energy.counter import ChangeDetector, CounterChange
 from perseus.agent.gpu import ClockEventReason, Gpu, GpuError, is_transient
-from perseus.agent.sidecar.limits_watch import LimitsWatch
+from perseus.agent.rank.messages import GpuLimits
+from perseus.agent.sidecar.clock_worker import driver_retry
+from perseus.agent.sidecar.optional import part_retry
+from perseus.rate_limited_log import RateLimitedLog
+
+_log = structlog.get_logger(__name__)
+
+LOOK_INTERVAL_S = 2.0
 
 T = TypeVar("T")
+
+
+def read_limits(gpu: Gpu) -> GpuLimits:
+    """Ask a GPU; `GpuError` if it fails."""
+    return GpuLimits(gpu.power_limit_w(), gpu.power_profiles())
+
+
+class LimitsWatch:
+    """Looks at one GPU's limits every `LOOK_INTERVAL_S`, on whatever thread calls `look`.
+
+    `on_change` hears of them when they are others than before, on that thread. Where they can't be read, they
+    stay as they were: who polls the GPU's counter will meet the same error.
+    """
+
+    def __init__(self, gpu: Gpu, known: GpuLimits, on_change: Callable[[GpuLimits], None]) -> None:
+        self._gpu = gpu
+        self._known = known
+        self._on_change = on_change
+        self._next_s = 0.0
+        self._failures = RateLimitedLog(_log)
+
+    def look(self, now_s: float) -> None:
+        """Look, if it is time to."""
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + LOOK_INTERVAL_S
+        try:
+            limits = read_limits(self._gpu)
+        except GpuError as error:
+            self._failures.warning("power limit not read", gpu=self._gpu.uuid, reason=str(error))
+            return
+        if limits != self._known:
+            self._known = limits
+            self._on_change(limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +73,8 @@ class CounterPoller:
     """Polls one GPU's counter on a thread of its own.
 
     `on_change` hears of every change, on that thread. An error that does not pass within a moment ends the
-    polling and goes to `on_error`. Every `reading_interval_s`, if that is given, the rest is read, too.
+    polling and goes to `on_error`. An error in what the rank can do without (limits, readings) goes to
+    `on_part_failed` and puts that off. Every `reading_interval_s`, if that is given, the rest is read, too.
 
     Attributes:
         reading: what was read last.
@@ -43,6 +87,7 @@ class CounterPoller:
         on_change: Callable[[CounterChange], None],
         on_error: Callable[[Exception], None],
         limits: LimitsWatch | None = None,
+        on_part_failed: Callable[[str, Exception], None] | None = None,
         *,
         interval_s: float = 0.005,
         reading_interval_s: float | None = None,
@@ -56,9 +101,12 @@ class CounterPoller:
         self._on_change = on_change
         self._on_error = on_error
         self._limits = limits
+        self._on_part_failed = on_part_failed
+        self._part_retry = part_retry()
+        self._parts_from_s = float("-inf")
         self._interval_s = interval_s
         self._monotonic = monotonic
-        self._patience = Patience()
+        self._retry = driver_retry()
         self._begun_at_s: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"energy counter of {gpu.uuid}", daemon=True)
@@ -81,11 +129,11 @@ class CounterPoller:
             pause_s = self._interval_s
             try:
                 change = self._poll(detector)
-                self._patience.succeeded()
+                self._retry.succeeded()
             except Exception as error:
                 now_s = self._monotonic()
-                pause_s = self._patience.failed(now_s) - now_s
-                if not is_transient(error) or self._patience.is_over(now_s):
+                pause_s = self._retry.failed(now_s)
+                if not is_transient(error) or self._retry.is_over(now_s):
                     self._on_error(error)
                     return
                 detector = ChangeDetector()  # what it saw last was too long ago to date a change by
@@ -102,12 +150,24 @@ class CounterPoller:
         after_s = self._monotonic()
         reasons = self._gpu.clock_event_reasons()
         capped_mhz = self._gpu.sm_clock_mhz() if reasons & ClockEventReason.THROTTLED else 0
-        if self._limits is not None:
-            self._limits.look(after_s)
-        if self._reading_interval_s is not None and after_s >= self._read_at_s + self._reading_interval_s:
-            self._read_at_s = after_s
-            self.reading = GpuReading(energy_j, _told(self._gpu.power_w), _told(self._gpu.sm_clock_mhz))
+        if after_s >= self._parts_from_s:
+            self._look_further(energy_j, after_s)
         return detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)
+
+    def _look_further(self, energy_j: float, now_s: float) -> None:
+        """What the rank can do without: an error that nobody has foreseen only puts it off."""
+        part = "limits watch"
+        try:
+            if self._limits is not None:
+                self._limits.look(now_s)
+            part = "GPU readings"
+            if self._reading_interval_s is not None and now_s >= self._read_at_s + self._reading_interval_s:
+                self._read_at_s = now_s
+                self.reading = GpuReading(energy_j, _told(self._gpu.power_w), _told(self._gpu.sm_clock_mhz))
+        except Exception as error:
+            self._parts_from_s = now_s + self._part_retry.failed(now_s)
+            if self._on_part_failed is not None:
+                self._on_part_failed(part, error)
 
 
 def _told(ask: Callable[[], T]) -> T | None:

@@ -3,18 +3,29 @@
 Anybody who may connect may also misbehave, so nothing here is without a limit: connections of a user, and all
 together; the time until a connection's hello; the bytes read of a user in a second; what is read on the loop
 rather than in a thread. What exceeds a limit concerns its user alone.
+
+The socket is made in a folder that nobody else can enter, gets its permissions and its group there, listens,
+and only then is moved into place: at no moment can somebody connect who may not.
+
+OSError
+ ├─ SocketInUseError     another agent, or something else, has the path
+ └─ NoSuchGroupError     the group that was asked for is none of this node's
 """
 
 import asyncio
 import contextlib
 import errno
+import grp
 import os
 import resource
 import socket
+import stat
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -29,14 +40,186 @@ from perseus.agent.link.packets import (
     encode,
     is_quick,
 )
-from perseus.agent.sidecar.allowance import ALL_BYTES_PER_S, HELLO_BYTES, USER_BYTES_PER_S, Allowance
-from perseus.agent.sidecar.complaints import Complaints
-from perseus.agent.sidecar.listening import Listener, SocketAccess
 from perseus.agent.sidecar.peer import Peer, UnknownPeerError, identify
+from perseus.rate_limited_log import RateLimitedLog
 
 _log = structlog.get_logger(__name__)
 
+DEFAULT_GROUP = "perseus"
+"""The group that may connect where none is named, if the node has it."""
+
+# Whoever connects without waiting (a probe does) is turned away by the kernel where it is full.
+_BACKLOG = 1024
+_MAX_PATH_BYTES = 107  # sockaddr_un, less the final zero
+_NOBODY_ELSE = 0o600
+
+
+class SocketInUseError(OSError):
+    """The socket's path is taken."""
+
+
+class NoSuchGroupError(OSError):
+    """There is no such group, or the agent may not give files to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SocketAccess:
+    """Who may connect: permissions, and the name of a group (None: `DEFAULT_GROUP`, if the node has it)."""
+
+    mode: int = 0o660
+    group: str | None = None
+
+
+class Listener:
+    """A listening socket at a path."""
+
+    def __init__(self, path: Path, access: SocketAccess) -> None:
+        """Listen at `path`, whose folder is made where it is missing. OSError, see above."""
+        size = len(os.fsencode(path))
+        if size > _MAX_PATH_BYTES:
+            raise OSError(f"{path}: expected a socket path of at most {_MAX_PATH_BYTES} bytes, found {size}")
+        self._path = path
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _check_free(path)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._identity = self._put_in_place(access)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening, and remove the socket, unless another one has its place."""
+        self.socket.close()
+        try:
+            found = self._path.lstat()
+        except FileNotFoundError:
+            return
+        if (found.st_dev, found.st_ino) == self._identity:
+            self._path.unlink()
+
+    def _put_in_place(self, access: SocketAccess) -> tuple[int, int]:
+        private = Path(tempfile.mkdtemp(prefix=".perseus-", dir=self._path.parent))  # 0700
+        folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fchmod(self.socket.fileno(), _NOBODY_ELSE)  # what bind makes has this, whatever the umask
+            self.socket.bind(f"/proc/self/fd/{folder}/socket")
+            gid = _group_to_give(private / "socket", access)
+            if gid is not None:
+                os.chown("socket", -1, gid, dir_fd=folder, follow_symlinks=False)
+            os.chmod("socket", access.mode, dir_fd=folder)
+            self.socket.listen(_BACKLOG)
+            self.socket.setblocking(False)
+            found = os.stat("socket", dir_fd=folder, follow_symlinks=False)
+            os.rename("socket", self._path, src_dir_fd=folder)
+        except BaseException:
+            (private / "socket").unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(folder)
+            private.rmdir()
+        return found.st_dev, found.st_ino
+
+
+def _group_to_give(path: Path, access: SocketAccess) -> int | None:
+    """The group that the socket is to have; None to leave it with the agent's own."""
+    name = access.group
+    wanted = DEFAULT_GROUP if name is None else name
+    try:
+        gid = grp.getgrnam(wanted).gr_gid
+        os.chown(path, -1, gid)
+    except KeyError:
+        problem = "this node has no such group (groupadd makes one)"
+    except PermissionError:
+        problem = "the agent is neither root nor a member of it"
+    else:
+        return gid
+    if name is not None:
+        raise NoSuchGroupError(
+            f"socket_group: expected a group to give the socket to, found {name!r}: {problem}"
+        )
+    if os.geteuid() == 0 and not access.mode & stat.S_IWOTH:  # who may write may connect
+        _log.warning("only root may connect", group=wanted, reason=problem)
+    return None
+
+
+def _check_free(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise SocketInUseError(f"{path}: expected no file, or an agent's socket, found something else")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return  # left by an agent that died
+        except OSError as error:
+            raise SocketInUseError(f"{path}: expected an agent's socket, found another: {error}") from error
+    raise SocketInUseError(f"{path}: expected no agent there, found one that listens")
+
+
+# --- How much users may say ---------------------------------------------------------------------------------
+#
+# What they send is read no faster than this, and the rest waits in their sockets. A trainer's probe drops
+# marks that its socket has no room for, so who says too much loses marks of their own; the agent's loop has
+# time for others. All users together may fill a third of it. Who says less than half of that is not held
+# up, however many others say more.
+
+
+ALL_BYTES_PER_S = 512 * 1024
+"""Of all users: some 16,000 marks; 48,000 fill a core, and a node with 8 GPUs sends a few thousand."""
+
+USER_BYTES_PER_S = ALL_BYTES_PER_S / 2
+"""Nobody alone has all."""
+
+BURST_BYTES = 1024 * 1024
+
+HELLO_BYTES = 64 * 1024
+"""What a hello costs, and a question after health: both are looked into, by processes and in the driver."""
+
+_LITTLE_BYTES = BURST_BYTES / 2
+"""Who has so much left said little lately, and does not wait for others."""
+
+
+class Allowance:
+    """A user's, or that of all. It fills at a rate, up to a burst, and may be overdrawn by one packet.
+
+    `of_all` is what all users have together: what one spends is spent there, too.
+    """
+
+    def __init__(
+        self, now_s: float, rate_bytes_per_s: float = USER_BYTES_PER_S, of_all: "Allowance | None" = None
+    ) -> None:
+        self._rate_bytes_per_s = rate_bytes_per_s
+        self._of_all = of_all
+        self._left = float(BURST_BYTES)
+        self._at_s = now_s
+
+    def spend(self, size: int, now_s: float) -> None:
+        """Something of `size` bytes was read."""
+        self._left = min(BURST_BYTES, self._left + (now_s - self._at_s) * self._rate_bytes_per_s) - size
+        self._at_s = now_s
+        if self._of_all is not None:
+            self._of_all.spend(size, now_s)
+
+    def is_full(self, now_s: float) -> bool:
+        """Whether nothing would be lost by forgetting it."""
+        return self._left + (now_s - self._at_s) * self._rate_bytes_per_s >= BURST_BYTES
+
+    def wait_s(self) -> float:
+        """How long to read nothing more of this user, as of the latest `spend`."""
+        own_s = max(0.0, -self._left / self._rate_bytes_per_s)
+        if self._of_all is None or self._left >= _LITTLE_BYTES:
+            return own_s
+        return max(own_s, self._of_all.wait_s())
+
+
 HELLO_TIMEOUT_S = 5.0
+COMPLAINT_PERIOD_S = 10.0
+"""How often the log tells that a user does the same wrong."""
 MAX_CONNECTIONS_PER_USER = 64
 """A trainer has one; no node has more GPUs."""
 
@@ -174,7 +357,7 @@ class LocalServer:
         """OSError as `Listener`."""
         self._serve = serve
         self._most = _most_connections()
-        self._complaints = Complaints(_log)
+        self._complaints = RateLimitedLog(_log, COMPLAINT_PERIOD_S)
         # One, so that reading what is large takes no more than one core.
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._conversations: dict[asyncio.Task[None], Line] = {}
@@ -214,7 +397,7 @@ class LocalServer:
 
     def _pause(self, error: OSError) -> None:
         """Accept nobody for a moment: they wait, and whoever is served is not disturbed."""
-        self._complaints.complain(os.geteuid(), "no room for connections", "NO_ROOM", error=error.strerror)
+        self._complaints.warning("no room for connections", error=error.strerror)
         self._loop.remove_reader(self._listener.socket)
 
         def resume() -> None:
@@ -243,7 +426,7 @@ class LocalServer:
         self._turn_away(connection, uid, *problem)
 
     def _turn_away(self, connection: socket.socket, uid: int, reason: str, message: str) -> None:
-        self._complaints.complain(uid, "connection refused", reason, message=message)
+        self._complaints.warning("connection refused", uid, reason, uid=uid, reason=reason, message=message)
         with contextlib.suppress(OSError):
             connection.send(encode(Reply(False, reason, message)))
         connection.close()

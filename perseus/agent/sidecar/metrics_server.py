@@ -9,8 +9,10 @@ import hmac
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,14 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import structlog
 
-from perseus.agent.sidecar.collector import AgentCollector
+from perseus.agent.link.computation import Rank
+from perseus.agent.rank.messages import GpuErrorReason
+from perseus.agent.restore.restorer import Restorer
+from perseus.agent.sidecar.gpus import NOT_SERVED, Vitals
+from perseus.agent.sidecar.optional import OptionalParts, part_retry
+from perseus.agent.sidecar.served import ServedRank
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.stream.coordinator import Coordinator
 from perseus.metrics import names
 from perseus.metrics.exposition import check_installed, render
 from perseus.metrics.readings import Readings
@@ -27,6 +35,83 @@ from perseus.tls.address import host_and_port
 from perseus.tls.files import Role, TlsSource
 from perseus.tls.server import server_context
 from perseus.tls.tokens import TokenFileError, read_token
+
+_HZ_PER_MHZ = 1e6
+
+
+class AgentCollector:
+    """Reads an agent; to be called on its event loop. `ranks` are those that are served now."""
+
+    def __init__(
+        self,
+        ranks: Mapping[Rank, ServedRank],
+        coordinator: Coordinator,
+        restorer: Restorer,
+        vitals: Vitals,
+        optional: OptionalParts,
+    ) -> None:
+        self._ranks = ranks
+        self._coordinator = coordinator
+        self._restorer = restorer
+        self._vitals = vitals
+        self.optional = optional
+        self._version = version("perseus-energy")
+
+    def collect(self) -> Readings:
+        """Read everything."""
+        readings = Readings()
+        readings.put(names.BUILD_INFO, 1, self._version)
+        for file, expiry_s in self._coordinator.certificate_expiries_s.items():
+            readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
+        self._read_stream(readings)
+        for reason, count in sorted(self._vitals.refusal_counts.items()):
+            readings.put(names.AGENT_TRAINERS_REFUSED, count, reason)
+        for part, count in sorted(self.optional.failure_counts.items()):
+            readings.put(names.AGENT_PART_FAILURES, count, part)
+        for rank, served in self._ranks.items():
+            _read_rank(readings, rank, served)
+        for gpu_uuid, vitals in self._vitals.gpus.items():
+            for error in GpuErrorReason:
+                readings.put(names.GPU_ERRORS, vitals.error_counts[error], gpu_uuid, error.name.lower())
+            if gpu_uuid != NOT_SERVED:
+                readings.put(names.GPU_SETS, vitals.sets, gpu_uuid)
+                readings.put(names.GPU_MARKS_DROPPED, vitals.dropped_mark_count, gpu_uuid)
+        self._read_restores(readings)
+        return readings
+
+    def _read_stream(self, readings: Readings) -> None:
+        coordinator, ring = self._coordinator, self._coordinator.telemetry
+        readings.put(names.AGENT_CONNECTED, coordinator.is_connected)
+        lease_s, heard_at_s = coordinator.lease_s, coordinator.heard_at_s
+        if lease_s is not None:
+            readings.put(names.AGENT_LEASE, lease_s)
+            readings.put(names.AGENT_LEASE_LEFT, max(0.0, heard_at_s + lease_s - time.monotonic()))
+        readings.put(names.AGENT_BATCHES_KEPT, ring.kept_count)
+        readings.put(names.AGENT_BATCHES, ring.sequence)
+        readings.put(names.AGENT_BATCHES_DROPPED, ring.dropped_batch_count)
+
+    def _read_restores(self, readings: Readings) -> None:
+        restored, failing = self._restorer.restore_counts, self._restorer.not_restored
+        for gpu_uuid in sorted({*self._vitals.gpus, *restored, *failing} - {NOT_SERVED}):
+            readings.put(names.GPU_RESTORES, restored[gpu_uuid], gpu_uuid)
+            readings.put(names.GPU_NOT_RESTORED, gpu_uuid in failing, gpu_uuid)
+
+
+def _read_rank(readings: Readings, rank: Rank, served: ServedRank) -> None:
+    gpu_uuid, reading = served.gpu_uuid, served.reading
+    labels = (gpu_uuid, rank.job_id, str(rank.pipeline), str(rank.stage), str(rank.tensor))
+    readings.put(names.GPU_RANK, 1, *labels)
+    readings.put(names.GPU_CLOCK_WANTED, (served.wanted_clock_mhz or 0) * _HZ_PER_MHZ, gpu_uuid)
+    readings.put(names.GPU_PLANNED, served.has_plan, gpu_uuid)
+    if served.is_set_known:
+        readings.put(names.GPU_CLOCK_SET, (served.set_clock_mhz or 0) * _HZ_PER_MHZ, gpu_uuid)
+    if reading is None:
+        return
+    if reading.sm_clock_mhz is not None:
+        readings.put(names.GPU_CLOCK_IN_FORCE, reading.sm_clock_mhz * _HZ_PER_MHZ, gpu_uuid)
+    readings.put(names.GPU_POWER, reading.power_w, gpu_uuid)
+    readings.put(names.GPU_ENERGY, reading.energy_j, gpu_uuid)
+
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -63,7 +148,9 @@ def serving_metrics_of(collector: AgentCollector, settings: AgentSettings) -> It
 
     found = host_and_port(settings.metrics_listen)
     assert found is not None  # the settings see to it
-    with serving_metrics(*found, collect, tls=tls, token_file=settings.metrics_token_file) as (host, port):
+    with serving_metrics(
+        *found, collect, collector.optional, tls=tls, token_file=settings.metrics_token_file
+    ) as (host, port):
         _log.info("metrics served", host=host, port=port)
         yield
 
@@ -73,6 +160,7 @@ def serving_metrics(
     host: str,
     port: int,
     collect: Callable[[], Readings],
+    optional: OptionalParts,
     *,
     tls: TlsSource | None = None,
     token_file: Path | None = None,
@@ -91,11 +179,25 @@ def serving_metrics(
         read_token(token_file)
     server = _Server((host, port), _Quiet, tls)
     server.set_app(_app(collect, token_file))
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    closing = threading.Event()
+
+    def serve() -> None:
+        retry = part_retry()
+        while True:
+            try:
+                server.serve_forever()
+                return
+            except Exception as error:
+                optional.failed("metrics server", error)
+            if closing.wait(retry.failed(time.monotonic())):
+                return
+
+    thread = threading.Thread(target=serve, name="metrics", daemon=True)
     thread.start()
     try:
         yield host, int(server.server_address[1])
     finally:
+        closing.set()
         server.shutdown()
         server.server_close()
 

@@ -5,6 +5,9 @@ process is known by a pidfd, since its number may be another's by the time it is
 itself where the kernel has SO_PEERPIDFD (Linux 6.5), else opened by number and checked (`_opened_by_number`).
 A peer in a pid namespace that is not inside of the agent's has number 0: then the user and the connection's
 end are all there is to go by.
+
+Also what else the kernel tells of that process: its CLOCK_MONOTONIC, by which alone marks and clocks can be
+brought together, and the cgroups that can deny it a device.
 """
 
 import os
@@ -14,8 +17,9 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from perseus.agent.claims.decision import Refused
 from perseus.agent.claims.grants import User
 from perseus.agent.link.packets import MAX_NAME_LENGTH
 
@@ -167,3 +171,133 @@ def _overflow_uid() -> int:
 
 def _is_initial_user_namespace() -> bool:
     return Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+
+
+# --- Its clock ----------------------------------------------------------------------------------------------
+#
+# In a time namespace (`unshare --time`, a container that was checkpointed and restored) CLOCK_MONOTONIC
+# runs apart by an offset. The kernel tells the offset of a process that can be seen. Of one that can't, the
+# time in its hello tells: one from the future is another clock's, and so is one from long ago, unless the
+# agent stood still, and then the probe will try again.
+
+
+ANOTHER_CLOCK = "ANOTHER_CLOCK"
+
+_OLDEST_HELLO_NS = 30 * 10**9
+
+
+def check_clock(peer: Peer, hello_time_ns: int, now_ns: int) -> Refused | None:
+    """Refuse a peer on another clock. `hello_time_ns`: what its clock said in its hello, 0 if it did not."""
+    ahead_s = _seen_ahead_s(peer)
+    if ahead_s is None and hello_time_ns and not 0 <= now_ns - hello_time_ns <= _OLDEST_HELLO_NS:
+        ahead_s = (hello_time_ns - now_ns) / 1e9
+    if not ahead_s:
+        return None
+    return Refused(
+        ANOTHER_CLOCK,
+        f"expected the agent's CLOCK_MONOTONIC, found one that is {abs(ahead_s):g} s "
+        f"{'ahead of' if ahead_s > 0 else 'behind'} it: trainer and agent must be in one time namespace",
+    )
+
+
+def _seen_ahead_s(peer: Peer) -> float | None:
+    """By how much a peer's clock is ahead of ours; None if that can't be seen."""
+    if peer.pid == 0:
+        return None
+    try:
+        if os.stat(f"/proc/{peer.pid}/ns/time").st_ino == os.stat("/proc/self/ns/time").st_ino:
+            ahead_s = 0.0
+        else:
+            ahead_s = _offset_s(str(peer.pid)) - _offset_s("self")
+    except (OSError, ValueError):  # not ours to see, or a kernel without time namespaces
+        return None
+    return None if peer.has_ended else ahead_s
+
+
+def _offset_s(pid: str) -> float:
+    """From lines of `CLOCK SECONDS NANOSECONDS`."""
+    for line in Path(f"/proc/{pid}/timens_offsets").read_text().splitlines():
+        clock, seconds, nanoseconds = line.split()
+        if clock == "monotonic":
+            return int(seconds) + int(nanoseconds) / 1e9
+    raise ValueError("expected a line for the clock monotonic")
+
+
+# --- Its cgroups --------------------------------------------------------------------------------------------
+#
+# Devices are denied by the controller `devices` of cgroup v1 and by programs on cgroups of v2; a node may
+# have both.
+
+
+_V2 = "cgroup2"
+_V1_CONTROLLER = "devices"
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted hierarchy: `root` is what of it is mounted at `folder`."""
+
+    is_v2: bool
+    root: PurePosixPath
+    folder: Path
+
+
+def parse_mounts(mountinfo: str) -> list[Mount]:
+    """The hierarchies that can deny devices, by /proc/PID/mountinfo."""
+    found = []
+    for line in mountinfo.splitlines():
+        place, _, kind = line.partition(" - ")
+        fields, kinds = place.split(), kind.split()
+        if len(fields) < 5 or len(kinds) < 3:
+            continue
+        is_v2 = kinds[0] == _V2
+        if is_v2 or (kinds[0] == "cgroup" and _V1_CONTROLLER in kinds[2].split(",")):
+            found.append(Mount(is_v2, PurePosixPath(fields[3]), Path(fields[4])))
+    return found
+
+
+def parse_memberships(cgroup: str) -> dict[bool, PurePosixPath]:
+    """The cgroups of a process in these hierarchies (`is_v2` → path), by /proc/PID/cgroup."""
+    found = {}
+    for line in cgroup.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found[True] = PurePosixPath(path)
+        elif _V1_CONTROLLER in controllers.split(","):
+            found[False] = PurePosixPath(path)
+    return found
+
+
+def cgroups_to_enter(
+    mounts: list[Mount], own: dict[bool, PurePosixPath], others: dict[bool, PurePosixPath]
+) -> list[Path] | None:
+    """The cgroups that a process must enter to be where another one is; None if one is out of reach."""
+    folders = []
+    for is_v2, path in others.items():
+        if own.get(is_v2) == path:
+            continue
+        folder = next(
+            (mount.folder / inside for mount in mounts if (inside := _inside(mount, is_v2, path))), None
+        )
+        if folder is None:
+            return None
+        folders.append(folder)
+    return folders
+
+
+def _inside(mount: Mount, is_v2: bool, path: PurePosixPath) -> PurePosixPath | None:
+    if mount.is_v2 != is_v2 or not path.is_relative_to(mount.root):
+        return None
+    inside = path.relative_to(mount.root)
+    # What is outside of the agent's own cgroup namespace begins with "/..".
+    return None if ".." in inside.parts else inside
+
+
+def cgroups_of(pid: int | str) -> dict[bool, PurePosixPath]:
+    """The cgroups of a process. OSError if there is none."""
+    return parse_memberships(Path(f"/proc/{pid}/cgroup").read_text())
+
+
+def cgroup_mounts() -> list[Mount]:
+    """The hierarchies that the agent has at hand."""
+    return parse_mounts(Path("/proc/self/mountinfo").read_text())

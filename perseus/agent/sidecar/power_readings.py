@@ -15,11 +15,11 @@ from perseus.agent.energy.drawn import DrawnPower
 from perseus.agent.gpu import Gpu, GpuError
 from perseus.agent.gpu.lanes import Lanes
 from perseus.agent.link.computation import Rank
-from perseus.agent.rank.messages import PowerReading
 from perseus.agent.sidecar.backends import Backend
 from perseus.agent.sidecar.served import ServedRank
 from perseus.agent.sidecar.uplink import Uplink
-from perseus.agent.stream.once import Once
+from perseus.rate_limited_log import RateLimitedLog
+from perseus.v1 import agent_service_pb2 as wire
 
 _log = structlog.get_logger(__name__)
 
@@ -39,7 +39,7 @@ class OtherGpus:
         self._opened: dict[str, Gpu] = {}
         self._listed: list[str] = []
         self._listed_at_s = float("-inf")
-        self._once = Once(_log)
+        self._failures = RateLimitedLog(_log)
 
     def read(self, served: Collection[str]) -> dict[str, tuple[float, float]]:
         """Return when each counter was read and what it said. One that fails is asked again in a minute."""
@@ -55,7 +55,7 @@ class OtherGpus:
                 else:
                     counters[gpu_uuid] = self._read(gpu_uuid)
             except GpuError as error:
-                self._once.warn("power not known", gpu_uuid, str(error), gpu=gpu_uuid, reason=str(error))
+                self._failures.warning("power not known", gpu=gpu_uuid, reason=str(error))
                 self._listed = [each for each in self._listed if each != gpu_uuid]
                 with contextlib.suppress(GpuError):
                     self._let_go(gpu_uuid)
@@ -88,7 +88,7 @@ class PowerReadings:
         self._served = served
         self._uplink = uplink
         self._drawn = DrawnPower()
-        self._once = Once(_log)
+        self._failures = RateLimitedLog(_log)
 
     async def tell(self) -> None:
         """Tell for as long as the coordinator wants to know, until cancelled."""
@@ -110,7 +110,11 @@ class PowerReadings:
             before_s, told_s = told_s, time.monotonic()
             if powers_w and before_s is not None:
                 powers_w = dict(list(powers_w.items())[:_MOST_GPUS])
-                self._uplink.coordinator.say(PowerReading(told_s - before_s, powers_w))
+                self._uplink.coordinator.say(
+                    wire.PowerReading(
+                        duration_s=told_s - before_s, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
+                    )
+                )
 
     async def _counters(self) -> dict[str, tuple[float, float]]:
         """When each GPU's counter moved last, or was read, and what it says."""
@@ -119,5 +123,5 @@ class PowerReadings:
         try:
             counters |= await self._lanes.run(_LANE, lambda: self._others.read(served.keys()))
         except GpuError as error:
-            self._once.warn("power of GPUs without a rank not known", str(error), reason=str(error))
+            self._failures.warning("power of GPUs without a rank not known", reason=str(error))
         return counters

@@ -1,89 +1,74 @@
-"""Serving the ranks of trainers that are here: their GPUs opened, given back, and tried again.
+"""The ranks of the trainers that are here: each from its trainer's hello to its end.
+
+    converse         a trainer's connection, from its first packet to its last
+      admit            may it have this GPU and this job? (`admission`, which goes on watching)
+      _take_up         its GPU is opened and the rank served (`served`), or the trainer told why not
+      _keep_serving    a rank whose GPU has failed is taken up again, for as long as its trainer stays
+      _on_message      marks go to the rank's session, registrations to the coordinator
+      _let_go          the rank ends; its GPU is back on stock before its claim ends
 
 A rank whose GPU can't be used is not served, but its trainer's line stays open: its job can be registered,
-and the coordinator learns what is wrong. The GPU is tried again from time to time, and the rank served when
-it has come back.
+and the coordinator learns what is wrong. What the coordinator says of a rank comes by `uplink`.
 """
 
 import asyncio
-import contextlib
 import time
+from collections.abc import Awaitable, Callable
+from typing import assert_never
 
 import structlog
 
-from perseus.agent.clocks.patience import Comeback
+from perseus.agent.claims.decision import Refused
 from perseus.agent.gpu import GpuError, GpuInUseError
-from perseus.agent.gpu.lanes import Lanes
-from perseus.agent.link.packets import Reply
+from perseus.agent.link.packets import (
+    ComputationMark,
+    Finish,
+    HealthQuestion,
+    Hello,
+    IterationMark,
+    MalformedPacket,
+    Membership,
+    Message,
+    Registration,
+    Reply,
+    WaitMark,
+)
 from perseus.agent.rank.events import AgentStops, Connected, TrainerGone, TrainerSpecified
-from perseus.agent.restore.guarded import GuardedGpu
-from perseus.agent.restore.records import RecordFolder
-from perseus.agent.restore.restorer import Restorer
+from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.admission import Admission
-from perseus.agent.sidecar.backends import Backend
-from perseus.agent.sidecar.estimator import Estimator
-from perseus.agent.sidecar.job_mapping import JobMapping
+from perseus.agent.sidecar.gpus import RankGpus
+from perseus.agent.sidecar.local import COMPLAINT_PERIOD_S, HELLO_TIMEOUT_S, Line
 from perseus.agent.sidecar.roster import Roster, Trainer
-from perseus.agent.sidecar.served import OpenedGpu, ServedRank, gpu_error_report
-from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.served import Estimator, ServedRank, gpu_error_report
 from perseus.agent.sidecar.uplink import Uplink
-from perseus.agent.sidecar.vitals import Vitals
+from perseus.rate_limited_log import RateLimitedLog
+from perseus.retry import Retry
 
 _log = structlog.get_logger(__name__)
 
-# How often power and clock are read for the metrics.
-_READING_S = 1.0
+# A GPU that failed is tried again soon at first, then at least once a minute; one that was well for some
+# minutes has not failed before.
+_FIRST_DELAY_S, _LONGEST_DELAY_S, _FORGET_S = 1.0, 60.0, 120.0
 
 
 class Ranks:
-    """The served ranks of a roster, on GPUs of `gpus`, which `restorer` hands out; recorded in `records`."""
+    """The ranks of a roster's trainers; `health` answers who asks whether GPUs can be served."""
 
     def __init__(
         self,
-        settings: AgentSettings,
-        gpus: Backend,
-        lanes: Lanes,
-        records: RecordFolder,
-        restorer: Restorer,
         roster: Roster,
         admission: Admission,
+        gpus: RankGpus,
         uplink: Uplink,
-        vitals: Vitals,
+        health: Callable[[], Awaitable[Reply]],
     ) -> None:
-        self._settings = settings
-        self._gpus = gpus
-        self._lanes = lanes
-        self._records = records
-        self._restorer = restorer
         self._roster = roster
         self._admission = admission
+        self._gpus = gpus
         self._uplink = uplink
-        self._vitals = vitals
+        self._health = health
         self._estimator = Estimator()
-        self._mapping = JobMapping(settings.job_mapping_folder) if settings.job_mapping_folder else None
-        if self._mapping is not None:
-            self._mapping.clear()
-
-    async def serve(self, trainer: Trainer) -> None:
-        """Serve a trainer's rank from now on; the trainer was answered when this returns."""
-        served = await self._take_up(trainer)
-        trainer.serving = asyncio.create_task(self._keep_serving(trainer, served))
-
-    async def let_go(self, trainer: Trainer) -> None:
-        """End the rank of a trainer that is gone; its GPU is back on stock when this returns."""
-        tasks = [task for task in (trainer.watching, trainer.serving) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if (served := self._roster.served.get(trainer.rank)) is not None:
-            served.handle(TrainerGone())
-            await served.ended()
-
-    def forget(self, trainer: Trainer) -> None:
-        """Its rank has ended, whatever came of that."""
-        self._roster.served.pop(trainer.rank, None)
-        if self._mapping is not None and trainer.gpu_index is not None:
-            self._mapping.leave(trainer.gpu_index)
+        self._complaints = RateLimitedLog(_log, COMPLAINT_PERIOD_S)
 
     async def stop(self) -> None:
         """End all ranks; their GPUs are back on stock when this returns."""
@@ -94,6 +79,105 @@ class Ranks:
     def close(self) -> None:
         """Blocks while an energy estimate is under way; the ranks were stopped before."""
         self._estimator.close()
+
+    # --- A trainer's connection -----------------------------------------------------------------------------
+
+    async def converse(self, line: Line) -> None:
+        """One trainer's connection, from its first packet to its last."""
+        trainer: Trainer | None = None
+        try:
+            hello = await self._hello(line)
+            if hello is None:
+                return
+            if isinstance(hello, HealthQuestion):
+                await line.pay_hello()
+                line.reply(await self._health())
+                return
+            admitted = await self._admission.admit(hello, line)
+            if isinstance(admitted, Refused):
+                self._admission.turn_away(line, hello, admitted)
+                return
+            trainer = admitted
+            self._uplink.begin(trainer.rank)
+            served = await self._take_up(trainer)
+            trainer.serving = asyncio.create_task(self._keep_serving(trainer, served))
+            while (message := await line.receive()) is not None:
+                await self._on_message(trainer, message)
+        except MalformedPacket as error:
+            rank = str(trainer.rank) if trainer else None
+            self._complain("trainer not understood", "MALFORMED_PACKET", line, str(error), rank=rank)
+        finally:
+            if trainer is not None:
+                await self._let_go(trainer)
+
+    async def _hello(self, line: Line) -> Hello | HealthQuestion | None:
+        """The first packet of a connection; None if there is none to come."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await line.receive_small()
+        except TimeoutError:
+            message = f"expected a hello within {HELLO_TIMEOUT_S:g} s, found silence"
+            self._complain("connection refused", "HELLO_TIMEOUT", line, message)
+            return None
+        if hello is not None and not isinstance(hello, Hello | HealthQuestion):
+            raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
+        return hello
+
+    def _complain(self, event: str, reason: str, line: Line, message: str, **details: object) -> None:
+        """Say what a peer did wrong, in the log and to it."""
+        uid = line.peer.uid
+        self._complaints.warning(event, uid, reason, uid=uid, reason=reason, message=message, **details)
+        line.reply(Reply(False, reason, message))
+
+    async def _on_message(self, trainer: Trainer, message: Message) -> None:
+        match message:
+            case IterationMark() | ComputationMark() | WaitMark() | Finish():
+                trainer.has_marked.set()
+                if isinstance(message, IterationMark) and message.dropped_mark_count:
+                    dropped_count = message.dropped_mark_count - trainer.dropped_mark_count
+                    trainer.dropped_mark_count = message.dropped_mark_count
+                    self._gpus.vitals.note_dropped(trainer.claim.gpu_uuid, max(0, dropped_count))
+                self._roster.tell(trainer.rank, message)
+            case Registration():
+                claim = trainer.claim
+                labels = claim.verdict.labels if claim.verdict is not None else ()
+                trainer.line.reply(
+                    await self._uplink.register(claim.rank.job_id, message, claim.user.name, labels)
+                )
+                self._specify(trainer, message.spec_fingerprint)
+            case Membership(spec_fingerprint):
+                self._specify(trainer, spec_fingerprint)
+            case HealthQuestion() | Hello() | Reply():
+                raise MalformedPacket(
+                    f"expected a registration, a membership or a mark, found {type(message).__name__}"
+                )
+            case _:
+                assert_never(message)
+
+    def _specify(self, trainer: Trainer, spec_fingerprint: str) -> None:
+        """Its trainer has said what it belongs to; the coordinator refuses what was not registered."""
+        trainer.spec_fingerprint = spec_fingerprint
+        self._roster.tell(trainer.rank, TrainerSpecified(spec_fingerprint))
+
+    async def _let_go(self, trainer: Trainer) -> None:
+        """End a trainer's rank; its GPU is back on stock when its claim ends."""
+        try:
+            tasks = [task for task in (trainer.watching, trainer.serving) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if (served := self._roster.served.get(trainer.rank)) is not None:
+                served.handle(TrainerGone())
+                await served.ended()
+        finally:
+            self._roster.served.pop(trainer.rank, None)
+            if trainer.gpu_index is not None:
+                self._gpus.unmap_job(trainer.gpu_index)
+            self._roster.leave(trainer)
+            self._uplink.end(trainer.rank)
+            trainer.gone.set()
+
+    # --- Its rank -------------------------------------------------------------------------------------------
 
     async def _take_up(self, trainer: Trainer) -> ServedRank | None:
         """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
@@ -109,13 +193,13 @@ class Ranks:
             rank = await self._open(trainer)
         except GpuError as error:
             claim.verdict = None
-            if trainer.told_problem != str(error):
-                _log.error("GPU not usable", rank=str(claim.rank), gpu=claim.gpu_uuid, reason=str(error))
-            trainer.told_problem = str(error)
+            trainer.problems.error(
+                "GPU not usable", rank=str(claim.rank), gpu=claim.gpu_uuid, reason=str(error)
+            )
             if is_first:
                 line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
             report = gpu_error_report(claim.rank, claim.gpu_uuid, error, claim.user.name)
-            self._uplink.reports.report(report, reports)
+            self._uplink.reports.report(claim.rank, report, reports)
             return None
         if is_first:
             line.reply(Reply(True))
@@ -129,60 +213,51 @@ class Ranks:
 
     async def _open(self, trainer: Trainer) -> ServedRank:
         """`GpuError` if the GPU can't be had; whatever is raised, it is free again."""
-        claim, owner, observe = trainer.claim, trainer.claim.user.name, self._settings.observe
+        claim, owner = trainer.claim, trainer.claim.user.name
         uuid, coordinator, reports = claim.gpu_uuid, self._uplink.coordinator, self._uplink.reports
         own = reports.of(claim.rank)
-
-        def open_gpu(uuid: str) -> OpenedGpu:
-            gpu = self._gpus.open(uuid)
-            try:
-                return OpenedGpu.of(gpu if observe else GuardedGpu(gpu, self._records, self._settings.stock))
-            except BaseException:
-                gpu.close()
-                raise
-
-        opened = await self._restorer.take(uuid, open_gpu)
+        opened = await self._gpus.open(uuid)
         try:
             if self._roster.is_stopping:
                 raise GpuInUseError(f"GPU {uuid}: the agent is being stopped")
-            rank = ServedRank(
+            session = Session(
                 claim.rank,
-                opened,
-                self._estimator,
-                observe=observe,
+                opened.description,
+                observe=self._gpus.observe,
                 after_sequence=coordinator.telemetry_sequence,
                 is_registered=trainer.is_registered,
                 owner=owner,
+            )
+            rank = ServedRank(
+                session,
+                opened,
+                self._estimator,
+                self._gpus.vitals.opened(uuid),
                 say=coordinator.say,
-                report=lambda error: reports.report(gpu_error_report(claim.rank, uuid, error, owner), own),
-                give_back=lambda close: self._restorer.give_back(uuid, close),
-                vitals=self._vitals.opened(uuid),
-                reading_interval_s=_READING_S if self._settings.metrics_listen is not None else None,
+                report=lambda error: reports.report(
+                    claim.rank, gpu_error_report(claim.rank, uuid, error, owner), own
+                ),
             )
         except BaseException:
-            await self._restorer.give_back(uuid, opened.close)
+            await opened.give_back(opened.close)
             raise
         self._roster.served[claim.rank] = rank
-        trainer.told_problem = ""
-        if self._mapping is not None and trainer.gpu_index is None:
-            with contextlib.suppress(GpuError):  # whoever serves it meets the same
-                trainer.gpu_index = (await self._lanes.run(uuid, lambda: self._gpus.look(uuid))).index
-                self._mapping.enter(trainer.gpu_index, claim.rank.job_id)
+        trainer.problems.reset()
+        if trainer.gpu_index is None:
+            trainer.gpu_index = await self._gpus.map_job(uuid, claim.rank.job_id)
         _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid, user=owner)
         return rank
 
     async def _keep_serving(self, trainer: Trainer, rank: ServedRank | None) -> None:
         """Take a rank up again whose GPU has failed, for as long as its trainer stays."""
-        comeback = Comeback()
+        retry = Retry(_FIRST_DELAY_S, _LONGEST_DELAY_S, forget_after_s=_FORGET_S)
         while not self._roster.is_stopping:
             if rank is not None:
-                comeback.served(time.monotonic())
                 await rank.ended()
                 if not rank.has_failed:
                     return
                 del self._roster.served[trainer.rank]
-            now_s = time.monotonic()
-            await asyncio.sleep(comeback.failed(now_s) - now_s)
+            await asyncio.sleep(retry.failed(time.monotonic()))
             try:
                 rank = await self._take_up(trainer)
             except Exception:  # a mistake of ours; it is tried again all the same

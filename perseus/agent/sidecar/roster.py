@@ -5,6 +5,8 @@ What trainers say and what the coordinator says meet here.
 
 import asyncio
 
+import structlog
+
 from perseus.agent.claims.book import Book, Claim
 from perseus.agent.gpu import GpuError
 from perseus.agent.link.computation import Rank
@@ -12,6 +14,9 @@ from perseus.agent.link.packets import Reply
 from perseus.agent.rank.events import Event
 from perseus.agent.sidecar.local import Line
 from perseus.agent.sidecar.served import ServedRank
+from perseus.rate_limited_log import RateLimitedLog
+
+_log = structlog.get_logger(__name__)
 
 
 class Trainer:
@@ -22,7 +27,7 @@ class Trainer:
         self.line = line
         self.is_registered = is_registered
         self.problem = problem
-        self.told_problem = ""
+        self.problems = RateLimitedLog(_log)
         self.dropped_mark_count = 0
         self.gpu_index: int | None = None
         self.spec_fingerprint: str | None = None

@@ -3,13 +3,16 @@
 Thread-safe towards the GPU's threads: what they say is handed over to the event loop. Everything else happens
 on the loop, and nothing there waits for the driver, which may hang. Whatever goes wrong here ends this rank
 and brings its GPU back.
+
+Energy estimates take milliseconds, so one thread works them out for all ranks (`Estimator`): the event loop
+and its clocks must not wait for them.
 """
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TypeVar
 
 import structlog
@@ -17,7 +20,6 @@ import structlog
 from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.gpu import (
-    Gpu,
     GpuError,
     GpuHungError,
     GpuInUseError,
@@ -29,12 +31,11 @@ from perseus.agent.gpu import (
 )
 from perseus.agent.gpu.lanes import PATIENCE_S
 from perseus.agent.link.computation import Rank
+from perseus.agent.link.packets import MAX_NAME_LENGTH
 from perseus.agent.rank.commands import EstimateEnergy, Send
 from perseus.agent.rank.events import (
-    Estimated,
     Event,
     GpuFailed,
-    LimitsRead,
     SetNotPermitted,
     Tick,
     TrainerJoined,
@@ -42,23 +43,65 @@ from perseus.agent.rank.events import (
 from perseus.agent.rank.messages import (
     EnergyEstimate,
     FromSession,
-    GpuDescription,
     GpuErrorReason,
-    GpuErrorReport,
     GpuLimits,
-    PlanAnswer,
-    PlanInForce,
-    RankLeft,
+    PlanRefusalReason,
     RankLeftReason,
+    coordinates,
+    sentence,
 )
+from perseus.agent.rank.sampling import EstimateRequest, estimate
 from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
-from perseus.agent.sidecar.counter_poller import CounterPoller, GpuReading
-from perseus.agent.sidecar.estimator import Estimator
-from perseus.agent.sidecar.limits_watch import LimitsWatch, read_limits
-from perseus.agent.sidecar.vitals import GpuVitals
+from perseus.agent.sidecar.counter_poller import CounterPoller, GpuReading, LimitsWatch
+from perseus.agent.sidecar.gpus import GpuVitals, OpenedGpu
+from perseus.printable import printable
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import rank_pb2
 
 _log = structlog.get_logger(__name__)
+
+Listener = Callable[[EnergyEstimate], None]
+
+
+class Estimator:
+    """One thread for all ranks of an agent. Of a rank's requests under one plan only the newest counts."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[tuple[Rank, int], tuple[EstimateRequest, Listener]] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="energy estimates", daemon=True)
+        self._thread.start()
+
+    def request(self, rank: Rank, request: EstimateRequest, on_estimate: Listener) -> None:
+        """Estimate, and tell the listener, on the thread, what the windows determine; returns at once."""
+        with self._changed:
+            self._waiting[rank, request.plan_version] = (request, on_estimate)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread and drop what waits; blocks while an estimate is under way."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if self._closing:
+                    return
+                rank, plan_version = key = next(iter(self._waiting))
+                request, on_estimate = self._waiting.pop(key)
+            try:
+                found = estimate(request)
+                if found is not None:
+                    on_estimate(found)
+            except Exception:  # of one estimate; the others go on
+                _log.exception("energy not estimated", rank=str(rank), version=plan_version)
+
 
 T = TypeVar("T")
 
@@ -72,79 +115,48 @@ _REASONS: dict[type[GpuError], GpuErrorReason] = {
 }
 
 
-def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError, owner: str) -> GpuErrorReport:
+def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError, owner: str) -> wire.GpuError:
     """What the coordinator is told of a GPU's error, met by a trainer of `owner`'s."""
     reasons = (reason for error_class, reason in _REASONS.items() if isinstance(error, error_class))
-    return GpuErrorReport(rank, gpu_uuid, next(reasons, GpuErrorReason.DRIVER_FAILED), str(error), owner)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedGpu:
-    """A GPU that is open, and what there is to say of it: asking may block."""
-
-    gpu: Gpu
-    description: GpuDescription
-
-    @classmethod
-    def of(cls, gpu: Gpu) -> "OpenedGpu":
-        """Ask a GPU."""
-        try:
-            limits = read_limits(gpu)
-        except GpuError as error:  # of a GPU that fails: who polls its counter will say so
-            _log.warning("power limit not known", gpu=gpu.uuid, reason=str(error))
-            limits = GpuLimits()
-        return cls(gpu, GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz, limits))
-
-    def close(self) -> None:
-        """Let go of it."""
-        self.gpu.close()
+    return wire.GpuError(
+        job_id=rank.job_id,
+        rank=coordinates(rank),
+        # As a trainer said it: it may be no GPU's.
+        gpu_uuid=printable(gpu_uuid)[:MAX_NAME_LENGTH],
+        reason=rank_pb2.GpuErrorReason.ValueType(int(next(reasons, GpuErrorReason.DRIVER_FAILED))),
+        message=sentence(str(error)),
+        owner=owner,
+    )
 
 
 class ServedRank:
     """A rank from its trainer's hello, or its GPU's coming back, to its end.
 
-    `say` takes what is for the coordinator, `report` what went wrong with the GPU. Telemetry up to
-    `after_sequence` was there before. `is_registered`: the trainer will not say what it belongs to. `owner`:
-    whose process it is. `give_back` is called with what closes the GPU (and may block), once it is not needed
-    any more. `vitals` counts what is done; power and clock are read every `reading_interval_s`, if at all.
+    `vitals` counts what is done, `say` takes what is for the coordinator, `report` what went wrong with the
+    GPU, which is given back once it is not needed any more.
     """
 
     def __init__(
         self,
-        rank: Rank,
+        session: Session,
         opened: OpenedGpu,
         estimator: Estimator,
-        *,
-        observe: bool,
-        after_sequence: int,
-        is_registered: bool,
-        owner: str,
+        vitals: GpuVitals,
         say: Callable[[FromSession], None],
         report: Callable[[GpuError], None],
-        give_back: Callable[[Callable[[], None]], Awaitable[None]],
-        vitals: GpuVitals,
-        reading_interval_s: float | None = None,
     ) -> None:
-        self.rank = rank
+        self.rank = session.rank
         self.has_failed = False
         """Whether it ended as its GPU failed, which may come back."""
-        self._gpu = gpu = opened.gpu
-        self._give_back = give_back
+        self._session = session
+        self._opened = opened
         self._vitals = vitals
+        self._gpu = gpu = opened.gpu
         self._estimator = estimator
-        self._observe = observe
         self._say = say
         self._report = report
         self._loop = asyncio.get_running_loop()
-        self._log = _log.bind(rank=str(rank), gpu=gpu.uuid)
-        self._session = Session(
-            rank,
-            opened.description,
-            observe=observe,
-            after_sequence=after_sequence,
-            is_registered=is_registered,
-            owner=owner,
-        )
+        self._log = _log.bind(rank=str(self.rank), gpu=gpu.uuid)
         self._ending: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         # To be said once the GPU is back on stock.
@@ -157,7 +169,8 @@ class ServedRank:
             LimitsWatch(
                 gpu, opened.description.limits, lambda limits: self._hand_over(self._limits_read, limits)
             ),
-            reading_interval_s=reading_interval_s,
+            opened.on_part_failed,
+            reading_interval_s=opened.reading_interval_s,
         )
         self.handle(TrainerJoined())
 
@@ -225,10 +238,10 @@ class ServedRank:
                     self._worker.schedule(clock_mhz, at_s)
                 case EstimateEnergy(request):
                     self._estimator.request(
-                        self.rank, request, lambda estimate: self._hand_over(self._estimated, estimate)
+                        self.rank, request, lambda estimate: self._hand_over(self.handle, estimate)
                     )
-                case Send(RankLeft(_, reason) as message):
-                    self.has_failed = reason is RankLeftReason.GPU_FAILED
+                case Send(wire.RankLeft(reason=reason) as message):
+                    self.has_failed = reason == rank_pb2.RANK_LEFT_REASON_GPU_FAILED
                     self._last_words.append(message)  # it says that the GPU is back on stock
                 case Send(message):
                     self._note(message)
@@ -252,10 +265,10 @@ class ServedRank:
         await self._over.wait()
 
     async def _end(self) -> None:
-        if not self._observe:  # also where setting was forbidden on the way: resetting may not be
+        if not self._session.observe:  # also where setting was forbidden on the way: resetting may not be
             self._worker.request(STOCK)
         try:
-            await self._give_back(self._close)
+            await self._opened.give_back(self._close)
         except Exception as error:
             self._log.warning("GPU not closed", reason=str(error) or repr(error))
             if isinstance(error, GpuError):
@@ -304,10 +317,7 @@ class ServedRank:
         self._log.warning(
             "GPU's limits changed", power_limit_w=limits.power_limit_w, power_profiles=limits.power_profiles
         )
-        self.handle(LimitsRead(limits))
-
-    def _estimated(self, estimate: EnergyEstimate) -> None:
-        self.handle(Estimated(estimate))
+        self.handle(limits)
 
     def _gpu_failed(self, error: Exception) -> None:
         if isinstance(error, GpuError):
@@ -319,13 +329,12 @@ class ServedRank:
 
     def _note(self, message: FromSession) -> None:
         match message:
-            case PlanInForce(_, plan, iteration):
-                self._log.info("plan in force", version=plan.version, epoch=plan.epoch, iteration=iteration)
-            case PlanAnswer(_, plan, refusal, _) if refusal is not None:
-                self._log.warning(
-                    "plan refused", version=plan.version, reason=refusal.reason.name, message=refusal.message
-                )
-            case RankLeft(_, reason):
-                self._log.info("rank left", reason=reason.name)
+            case wire.PlanInForce(epoch=epoch, version=version, iteration=iteration):
+                self._log.info("plan in force", version=version, epoch=epoch, iteration=iteration)
+            case wire.PlanAnswer(accepted=False, version=version, refusal_reason=reason, message=text):
+                name = PlanRefusalReason(reason).name
+                self._log.warning("plan refused", version=version, reason=name, message=text)
+            case wire.RankLeft(reason=why):
+                self._log.info("rank left", reason=RankLeftReason(why).name)
             case _:
                 pass

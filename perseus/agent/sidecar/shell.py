@@ -1,6 +1,6 @@
 """The agent's life: its parts brought together, started and stopped. `run` is the entry point.
 
-    trainers ──► admission ──► door, claims      who may train here
+    trainers ──► admission ──► access, claims     who may train here
         │  └───► ranks ──────► served, restorer  their ranks, each with its GPU
         ▼          ▼
       roster ◄── uplink ─────► stream            what the coordinator says, and is told
@@ -24,25 +24,22 @@ from contextlib import asynccontextmanager
 import structlog
 
 from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.link.packets import Reply
 from perseus.agent.rank.events import Tick
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.restore.restorer import Restorer
+from perseus.agent.sidecar.access import AccessChecker
 from perseus.agent.sidecar.admission import Admission
-from perseus.agent.sidecar.backends import Backend, VisibleGpus, backend
-from perseus.agent.sidecar.collector import AgentCollector
-from perseus.agent.sidecar.complaints import Complaints
-from perseus.agent.sidecar.door import Door
-from perseus.agent.sidecar.inventory import Inventory
-from perseus.agent.sidecar.listening import SocketAccess
-from perseus.agent.sidecar.local import LocalServer
-from perseus.agent.sidecar.metrics_server import serving_metrics_of
+from perseus.agent.sidecar.backends import Backend, Inventory, VisibleGpus, backend
+from perseus.agent.sidecar.gpus import RankGpus
+from perseus.agent.sidecar.local import LocalServer, SocketAccess
+from perseus.agent.sidecar.metrics_server import AgentCollector, serving_metrics_of
+from perseus.agent.sidecar.optional import OptionalParts
 from perseus.agent.sidecar.power_readings import PowerReadings
 from perseus.agent.sidecar.ranks import Ranks
 from perseus.agent.sidecar.roster import Roster
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.agent.sidecar.trainers import Trainers
 from perseus.agent.sidecar.uplink import Uplink
-from perseus.agent.sidecar.vitals import Vitals
 
 _log = structlog.get_logger(__name__)
 
@@ -98,7 +95,7 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
     metrics = contextlib.ExitStack()
     async with contextlib.AsyncExitStack() as unless_opened:
         unless_opened.callback(agent.close)
-        server = LocalServer(settings.socket, access, agent.trainers.converse)
+        server = LocalServer(settings.socket, access, agent.ranks.converse)
         unless_opened.push_async_callback(server.close)
         metrics.enter_context(serving_metrics_of(agent.collector, settings))
         unless_opened.pop_all()
@@ -122,53 +119,50 @@ class Agent:
     Trainers may use `gpus`; whatever a dead agent has left is restored on `all_gpus`.
 
     Attributes:
-        trainers: takes the connections of the local socket.
+        ranks: takes the connections of the local socket.
         collector: reads its metrics.
     """
 
     def __init__(self, settings: AgentSettings, gpus: Backend, all_gpus: Backend) -> None:
         self._settings = settings
         lanes = Lanes()
+        self._optional = OptionalParts()
         records = RecordFolder(settings.restore_folder)
         self._restorer = Restorer(records, all_gpus.open, lanes)
-        self._door = Door(gpus, settings.grants, lanes)
+        self._access = AccessChecker(gpus, settings.grants, lanes)
         self._inventory = Inventory(gpus, lanes)
         self._roster = Roster()
-        vitals = Vitals()
-        complaints = Complaints(_log)
-        self._uplink = Uplink(settings, self._roster, vitals)
+        rank_gpus = RankGpus(settings, gpus, lanes, records, self._restorer, self._optional)
+        self._uplink = Uplink(settings, self._roster, rank_gpus.vitals)
         self._connecting: asyncio.Task[None] | None = None
-        admission = Admission(self._roster, self._door, vitals, complaints)
-        self._ranks = Ranks(
-            settings, gpus, lanes, records, self._restorer, self._roster, admission, self._uplink, vitals
-        )
-        self.trainers = Trainers(
-            self._roster, admission, self._ranks, self._inventory, self._uplink, vitals, complaints
-        )
+        admission = Admission(self._roster, self._access, rank_gpus.vitals)
+        self.ranks = Ranks(self._roster, admission, rank_gpus, self._uplink, self._health)
         self._readings = PowerReadings(gpus, lanes, self._roster.served, self._uplink)
-        self.collector = AgentCollector(self._roster.served, self._uplink.coordinator, self._restorer, vitals)
+        self.collector = AgentCollector(
+            self._roster.served, self._uplink.coordinator, self._restorer, rank_gpus.vitals, self._optional
+        )
 
     async def work(self) -> None:
-        """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if a part fails."""
+        """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if either fails."""
         async with asyncio.TaskGroup() as parts:
             self._connecting = parts.create_task(self._uplink.coordinator.run())
             parts.create_task(self._tick())
-            parts.create_task(self._inventory.tell())
-            parts.create_task(self._readings.tell())
+            parts.create_task(self._optional.keep_running("inventory", self._inventory.tell))
+            parts.create_task(self._optional.keep_running("power readings", self._readings.tell))
             if not self._settings.observe:
                 parts.create_task(self._restorer.keep_restoring())
 
     def close(self) -> None:
         """End the threads of an agent that has served nobody."""
-        self._door.close()
-        self._ranks.close()
+        self._access.close()
+        self.ranks.close()
 
     async def stop(self) -> None:
         """Every GPU back to stock, then goodbye."""
         self._roster.is_stopping = True
-        await self._ranks.stop()
-        self._door.close()
-        await asyncio.to_thread(self._ranks.close)
+        await self.ranks.stop()
+        self._access.close()
+        await asyncio.to_thread(self.ranks.close)
         self._uplink.close("the agent was stopped")
         if self._uplink.coordinator.is_connected and self._connecting is not None:
             await asyncio.wait([self._connecting], timeout=_STOP_S)
@@ -177,6 +171,17 @@ class Agent:
         """Bring back what dead agents have left, trying for a while. `RecordError` if a GPU can't be."""
         if not self._settings.observe:
             await self._restorer.restore_all()
+
+    async def _health(self) -> Reply:
+        """Whether GPUs can be served; a coordinator that is away is no fault of the agent's."""
+        found = await self._inventory.look()
+        parts = [
+            f"GPUs: {found.gpu_count}",
+            f"ranks: {len(self._roster.served)}",
+            self._uplink.describe(),
+            *found.problems,
+        ]
+        return Reply(found.gpu_count > 0, "" if found.gpu_count else "NO_GPU", "; ".join(parts))
 
     async def _tick(self) -> None:
         while True:

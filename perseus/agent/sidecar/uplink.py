@@ -20,7 +20,7 @@ from perseus.agent.rank.messages import (
     JOB_ALREADY_EXISTS,
     JOB_NOT_FOUND,
     AgentIdentity,
-    PlanAnswer,
+    GpuErrorReason,
     PlanOffer,
     PlanRefusal,
     PlanRefusalReason,
@@ -29,14 +29,82 @@ from perseus.agent.rank.messages import (
     RankRefused,
     ToSession,
     Welcome,
+    plan_answer,
 )
-from perseus.agent.sidecar.gpu_reports import GpuReports
+from perseus.agent.sidecar.gpus import Vitals
 from perseus.agent.sidecar.roster import Roster
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.agent.sidecar.vitals import Vitals
-from perseus.agent.sidecar.way import channels_of
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.registration import Outcome, Refused, Registered, Registrar, Unreachable
+from perseus.tls.address import is_local
+from perseus.tls.channels import Channels
+from perseus.tls.tokens import find_token
+from perseus.v1 import agent_service_pb2 as wire
+
+# Of one trainer's GPU; a text may have a figure in it, and so be another every time.
+_MOST_REPORTS = 16
+
+
+class GpuReports:
+    """The reports of an agent's trainers, from a trainer's coming to its going; `vitals` counts them."""
+
+    def __init__(self, coordinator: Coordinator, vitals: Vitals) -> None:
+        self._coordinator = coordinator
+        self._vitals = vitals
+        self._reports: dict[Rank, list[wire.GpuError]] = {}
+
+    def begin(self, rank: Rank) -> None:
+        """A rank's trainer is here."""
+        self._reports[rank] = []
+
+    def end(self, rank: Rank) -> None:
+        """It is gone: what the coordinator could not be told yet is kept for the next stream."""
+        self._coordinator.say_next(self._reports.pop(rank))
+
+    def has_any(self, rank: Rank) -> bool:
+        """Whether something went wrong with a trainer's GPU."""
+        return bool(self._reports.get(rank))
+
+    def of(self, rank: Rank) -> list[wire.GpuError]:
+        """Those of the trainer that is here now: what is reported later with them is of no other."""
+        return self._reports.get(rank, [])
+
+    def report(self, rank: Rank, report: wire.GpuError, reports: list[wire.GpuError]) -> None:
+        """Let the coordinator know, once; of a trainer that has gone, too."""
+        self._vitals.note_error(report.gpu_uuid, GpuErrorReason(report.reason))
+        if reports is not self._reports.get(rank):
+            self._coordinator.say(report)
+            self._coordinator.say_next([report])  # where no stream is open
+        elif report not in reports:
+            reports.append(report)
+            del reports[:-_MOST_REPORTS]
+            self._coordinator.say(report)
+
+    def say_again(self, rank: Rank) -> None:
+        """Say all there is of a rank's GPU, to a coordinator that may not know it."""
+        for report in self._reports.get(rank, []):
+            self._coordinator.say(report)
+
+    def say_all_again(self) -> None:
+        """Say all there is, on a stream that is new."""
+        for rank in self._reports:
+            self.say_again(rank)
+
+
+def channels_of(settings: AgentSettings) -> Channels:
+    """Return how an agent reaches its coordinator, and what it shows there.
+
+    Raises:
+        TlsError: a certificate can't be used.
+        TokenFileError: what is said to hold a token holds none.
+    """
+    token = find_token(
+        path=settings.token_file,
+        token=settings.token.get_secret_value() if settings.token is not None else None,
+        is_local=is_local(settings.coordinator),
+    )
+    return Channels(settings.coordinator, settings.tls_files, token)
+
 
 _log = structlog.get_logger(__name__)
 
@@ -135,7 +203,7 @@ class Uplink:
             served.handle(offer)
         else:
             unknown = PlanRefusal(PlanRefusalReason.UNKNOWN_RANK, f"{offer.rank}: not served by this agent")
-            self.coordinator.say(PlanAnswer(offer.rank, offer.plan, unknown, -1))
+            self.coordinator.say(plan_answer(offer.rank, offer.plan, unknown, -1))
 
     def _on_rank_accepted(self, accepted: RankAccepted) -> None:
         self._notify(accepted.rank, self._registrar.rank_accepted(accepted.rank))

@@ -25,8 +25,8 @@ import structlog
 from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
 from perseus.agent.stream import statuses, translate
 from perseus.agent.stream.call import Call
-from perseus.agent.stream.once import Once
-from perseus.agent.stream.outage import Outage
+from perseus.rate_limited_log import RateLimitedLog
+from perseus.retry import Retry
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
@@ -35,6 +35,7 @@ _log = structlog.get_logger(__name__)
 
 _HANDSHAKE_S = 10.0
 _GOODBYE_S = 2.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 15.0
 _MAX_CHECK_WORD_LENGTH = 256
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
 
@@ -44,31 +45,6 @@ CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 class _NoWelcomeError(Exception):
     """The coordinator's first word on a stream is another."""
-
-
-class Backoff:
-    """Full jitter: the n-th delay in a row is anywhere between 0 and first_s · 2ⁿ, at most longest_s.
-
-    `random` yields numbers in [0, 1).
-    """
-
-    def __init__(
-        self, random: Callable[[], float], *, first_s: float = 0.25, longest_s: float = 15.0
-    ) -> None:
-        self._random = random
-        self._first_s = first_s
-        self._longest_s = longest_s
-        self._ceiling_s = first_s
-
-    def next_s(self) -> float:
-        """The delay before the next attempt."""
-        delay_s = self._random() * self._ceiling_s
-        self._ceiling_s = min(2 * self._ceiling_s, self._longest_s)
-        return delay_s
-
-    def reset(self) -> None:
-        """An attempt has succeeded."""
-        self._ceiling_s = self._first_s
 
 
 class Handler(Protocol):
@@ -94,7 +70,7 @@ class Connection:
         self._address = channels.address
         self._agent = agent
         self._handler = handler
-        self._backoff = Backoff(random)
+        self._retry = Retry(_FIRST_DELAY_S, _LONGEST_DELAY_S, jitter=1.0, random=random)
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._was_welcome = False
@@ -104,8 +80,8 @@ class Connection:
         self._check_word = ""
         # Likewise: by it the coordinator knows this agent again, with whatever token it comes.
         self._instance_key = ""
-        self._once = Once(_log)
-        self._outage = Outage(_log)
+        self._misunderstood = RateLimitedLog(_log)
+        self._outage = RateLimitedLog(_log)
 
     @property
     def is_connected(self) -> bool:
@@ -143,11 +119,17 @@ class Connection:
                 reason = "the call was cancelled"  # by gRPC: nobody wants us to end
             except Exception as error:
                 reason = repr(error)
-                self._outage.error("stream failed", reason, exc_info=True, coordinator=self._address)
+                self._outage.error(
+                    "stream failed", reason, reason=reason, exc_info=True, coordinator=self._address
+                )
             if not self._is_closing and renewed is None:
-                delay_s = self._asked_delay_s + self._backoff.next_s()
-                self._outage.warn(
-                    "no coordinator", reason, coordinator=self._address, retry_in_s=round(delay_s, 3)
+                delay_s = self._asked_delay_s + self._retry.failed()
+                self._outage.warning(
+                    "no coordinator",
+                    reason,
+                    reason=reason,
+                    coordinator=self._address,
+                    retry_in_s=round(delay_s, 3),
                 )
                 await asyncio.sleep(delay_s)
         if renewed is not None:
@@ -169,7 +151,9 @@ class Connection:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
                 reason = await self._channels.diagnosis() or reason
             elif error.code() not in _TRANSIENT and retry_s is None:
-                self._outage.error("coordinator refuses the stream", reason, coordinator=self._address)
+                self._outage.error(
+                    "coordinator refuses the stream", reason, reason=reason, coordinator=self._address
+                )
         except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
             reason = str(error)
         return renewed, reason
@@ -182,13 +166,13 @@ class Connection:
         try:
             welcome = await self._handshake(call)
             self._was_welcome = True
-            self._backoff.reset()
-            self._outage.end()
+            self._retry.succeeded()
+            self._outage.reset()
             self._heard_at_s = time.monotonic()
             self._outbox = asyncio.Queue()
             _log.info("connected", coordinator=self._address, epoch=welcome.epoch, lease_s=welcome.lease_s)
             if welcome.protocol_version != translate.PROTOCOL_VERSION:
-                self._once.warn(
+                self._misunderstood.warning(
                     "the coordinator speaks another protocol version: what one side doesn't know is refused",
                     str(welcome.protocol_version),
                     coordinator=self._address,
@@ -276,7 +260,7 @@ class Connection:
     def _refusal(self, error: translate.MalformedMessageError) -> MessageRefused:
         """Say in the log what the coordinator said wrong, or newly, and return what it is told."""
         refused = error.refused
-        self._once.warn(
+        self._misunderstood.warning(
             "message of the coordinator refused",
             refused.reason,
             refused.field,

@@ -14,15 +14,12 @@ from perseus.agent.rank.messages import (
     AgentIdentity,
     Drain,
     FromSession,
-    GpuErrorReport,
     HeartbeatAnswer,
     Incoming,
     MessageRefused,
     PlanOffer,
-    PowerReading,
     RankAccepted,
     RankCeiling,
-    RankLeft,
     RankRefused,
     Telemetry,
     TelemetryAck,
@@ -31,9 +28,10 @@ from perseus.agent.rank.messages import (
     Welcome,
 )
 from perseus.agent.stream.connection import Connection
-from perseus.agent.stream.once import Once
 from perseus.agent.stream.telemetry import TelemetryRing
+from perseus.rate_limited_log import RateLimitedLog
 from perseus.tls.channels import Channels
+from perseus.v1 import agent_service_pb2 as wire
 
 _log = structlog.get_logger(__name__)
 
@@ -57,7 +55,7 @@ class Listener(Protocol):
 
 
 class Coordinator:
-    """The coordinator that `channels` lead to (a `connection.Handler`); `random` is as for `Backoff`.
+    """The coordinator that `channels` lead to (a `connection.Handler`); `random` is as for `Retry`.
 
     Attributes:
         telemetry: what is kept for it.
@@ -73,9 +71,9 @@ class Coordinator:
         self.lease_s: float | None = None
         self.power_interval_s: float | None = None
         self._channels = channels
-        self._farewells: list[RankLeft | GpuErrorReport] = []
+        self._farewells: list[wire.RankLeft | wire.GpuError] = []
         self._connection = Connection(channels, agent, self, random)
-        self._once = Once(_log)
+        self._refusals = RateLimitedLog(_log)
 
     @property
     def is_connected(self) -> bool:
@@ -105,24 +103,24 @@ class Coordinator:
         """Say goodbye; `run` then returns. Without an open stream it must be cancelled."""
         self._connection.close(reason)
 
-    def say(self, message: FromSession | GpuErrorReport | PowerReading) -> None:
+    def say(self, message: FromSession | wire.GpuError | wire.PowerReading) -> None:
         """Say it: telemetry and the end of a rank sooner or later, all else now or not at all."""
         match message:
             case Telemetry():
                 self.telemetry.append(message)
                 self._send_telemetry()
-            case RankLeft() if not self.is_connected:
+            case wire.RankLeft() if not self.is_connected:
                 self._keep_farewell(message)
             case _:
                 self._connection.send(message)
 
-    def say_next(self, reports: Iterable[GpuErrorReport]) -> None:
+    def say_next(self, reports: Iterable[wire.GpuError]) -> None:
         """Say it on the next stream, unless one is open: whoever said it before is about to be gone."""
         if not self.is_connected:
             for report in reports:
                 self._keep_farewell(report)
 
-    def _keep_farewell(self, message: RankLeft | GpuErrorReport) -> None:
+    def _keep_farewell(self, message: wire.RankLeft | wire.GpuError) -> None:
         """For the next stream; what has been said already, or too long ago, is not said again."""
         if message in self._farewells:
             self._farewells.remove(message)
@@ -159,7 +157,7 @@ class Coordinator:
             case TelemetryRefused():
                 self._drop_refused(message)
             case MessageRefused(reason, field, expected, found, rank):
-                self._once.warn(
+                self._refusals.warning(
                     "the coordinator refuses a message",
                     reason,
                     field,
@@ -182,7 +180,7 @@ class Coordinator:
     def _drop_refused(self, refused: TelemetryRefused) -> None:
         dropped_batch_count = self.telemetry.refuse(refused.sequence)
         if dropped_batch_count is not None:
-            self._once.warn(
+            self._refusals.warning(
                 "telemetry refused, and dropped",
                 refused.reason,
                 refused.field,

@@ -18,35 +18,31 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import (
+    MAX_SENTENCE_LENGTH,
     AgentIdentity,
     Ceiling,
     ClockStatistics,
     ComputationRow,
     Drain,
     EnergyEstimate,
-    GpuDescription,
-    GpuErrorReport,
     GpuLimits,
     HeartbeatAnswer,
     Hold,
     Incoming,
     IterationRow,
     MessageRefused,
-    PlanAnswer,
     PlanId,
-    PlanInForce,
     PlanOffer,
-    PowerReading,
     RankAccepted,
     RankCeiling,
-    RankJoined,
-    RankLeft,
     RankRefused,
     StageClocks,
     Stock,
     TelemetryAck,
     TelemetryRefused,
     Welcome,
+    coordinates,
+    sentence,
 )
 from perseus.agent.stream.telemetry import Batch
 from perseus.printable import printable
@@ -56,8 +52,21 @@ from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_
 N = TypeVar("N", int, float)
 
 Sendable = (
-    RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce | PowerReading | MessageRefused | Batch
+    wire.RankJoined
+    | wire.RankLeft
+    | wire.GpuError
+    | wire.PlanAnswer
+    | wire.PlanInForce
+    | wire.PowerReading
+    | MessageRefused
+    | Batch
 )
+
+_FIELDS = {
+    field.message_type.full_name: field.name
+    for field in wire.ConnectRequest.DESCRIPTOR.oneofs_by_name["message"].fields
+    if field.message_type is not None
+}
 
 PROTOCOL_VERSION = 1
 """Of the contract; `Hello` in it says when it rises."""
@@ -67,7 +76,6 @@ _EMPTY_MESSAGE = "EMPTY_MESSAGE"
 _INVALID_FIELD = "INVALID_FIELD"
 
 _MAX_NAME_LENGTH = 256
-_MAX_SENTENCE_LENGTH = 1024
 _MAX_COUNT = 2**53
 _MAX_CLOCK_MHZ = 100_000
 _MIN_LEASE_S = 0.01
@@ -85,7 +93,7 @@ class MalformedMessageError(ValueError):
 
     def __init__(self, field: str, expected: str, found: object, reason: str = _INVALID_FIELD) -> None:
         super().__init__(f"{field}: expected {expected}, found {found}")
-        self.refused = MessageRefused(reason, field, expected, str(found)[:_MAX_SENTENCE_LENGTH])
+        self.refused = MessageRefused(reason, field, expected, str(found)[:MAX_SENTENCE_LENGTH])
 
 
 # --- What the agent says ------------------------------------------------------------------------------------
@@ -131,84 +139,21 @@ def request(message: Sendable) -> wire.ConnectRequest:
     """What a session, or the agent on behalf of one, wants to say."""
     match message:
         case Batch():
-            return wire.ConnectRequest(telemetry=_telemetry(message))
-        case RankJoined(rank, gpu, iteration, in_force, after_sequence, spec_fingerprint, owner):
-            return wire.ConnectRequest(
-                rank_joined=wire.RankJoined(
-                    job_id=rank.job_id,
-                    rank=_coordinates(rank),
-                    gpu=_gpu(gpu),
-                    iteration=iteration,
-                    in_force_epoch=in_force.epoch,
-                    in_force_version=in_force.version,
-                    after_sequence=after_sequence,
-                    spec_fingerprint=spec_fingerprint,
-                    owner=owner,
-                )
+            said: Message = _telemetry(message)
+        case MessageRefused(reason, field, expected, found, about):
+            said = wire.MessageRefused(
+                reason=reason,
+                field=field,
+                expected=expected,
+                found=sentence(found),
+                job_id=about.job_id if about is not None else "",
+                rank=coordinates(about) if about is not None else None,
             )
-        case RankLeft(rank, reason):
-            return wire.ConnectRequest(
-                rank_left=wire.RankLeft(
-                    job_id=rank.job_id,
-                    rank=_coordinates(rank),
-                    reason=rank_pb2.RankLeftReason.ValueType(int(reason)),
-                )
-            )
-        case GpuErrorReport(rank, gpu_uuid, gpu_reason, text, owner):
-            return wire.ConnectRequest(
-                gpu_error=wire.GpuError(
-                    job_id=rank.job_id,
-                    rank=_coordinates(rank),
-                    # As a trainer said it: it may be no GPU's.
-                    gpu_uuid=printable(gpu_uuid)[:_MAX_NAME_LENGTH],
-                    reason=rank_pb2.GpuErrorReason.ValueType(int(gpu_reason)),
-                    message=_sentence(text),
-                    owner=owner,
-                )
-            )
-        case PlanAnswer(rank, plan, refusal, iteration):
-            return wire.ConnectRequest(
-                plan_answer=wire.PlanAnswer(
-                    job_id=rank.job_id,
-                    rank=_coordinates(rank),
-                    epoch=plan.epoch,
-                    version=plan.version,
-                    accepted=refusal is None,
-                    refusal_reason=rank_pb2.PlanRefusalReason.ValueType(
-                        int(refusal.reason) if refusal else 0
-                    ),
-                    message=_sentence(refusal.message) if refusal else "",
-                    iteration=iteration,
-                    refused_clocks_mhz=refusal.clocks_mhz if refusal else (),
-                )
-            )
-        case PlanInForce(rank, plan, iteration):
-            return wire.ConnectRequest(
-                plan_in_force=wire.PlanInForce(
-                    job_id=rank.job_id,
-                    rank=_coordinates(rank),
-                    epoch=plan.epoch,
-                    version=plan.version,
-                    iteration=iteration,
-                )
-            )
-        case PowerReading(duration_s, powers_w):
-            return wire.ConnectRequest(
-                power_reading=wire.PowerReading(
-                    duration_s=duration_s, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
-                )
-            )
-        case MessageRefused(refused_reason, field, expected, found, about):
-            return wire.ConnectRequest(
-                message_refused=wire.MessageRefused(
-                    reason=refused_reason,
-                    field=field,
-                    expected=expected,
-                    found=_sentence(found),
-                    job_id=about.job_id if about is not None else "",
-                    rank=_coordinates(about) if about is not None else None,
-                )
-            )
+        case _:
+            said = message
+    request = wire.ConnectRequest()
+    getattr(request, _FIELDS[said.DESCRIPTOR.full_name]).CopyFrom(said)
+    return request
 
 
 def register_job_request(
@@ -222,10 +167,10 @@ def register_job_request(
     try:
         spec = json_format.ParseDict(registration.spec, job_pb2.JobSpec())
     except json_format.ParseError as error:
-        raise ValueError(_sentence(f"registration: expected a JobSpec as JSON: {error}")) from error
+        raise ValueError(sentence(f"registration: expected a JobSpec as JSON: {error}")) from error
     except SystemError as error:  # what protobuf makes of a name that is half a surrogate pair
         raise ValueError(
-            _sentence(f"registration: expected a JobSpec as JSON: {error.__cause__ or error}")
+            sentence(f"registration: expected a JobSpec as JSON: {error.__cause__ or error}")
         ) from error
     return job_service_pb2.RegisterJobRequest(
         spec=spec,
@@ -233,26 +178,6 @@ def register_job_request(
         spec_fingerprint=registration.spec_fingerprint,
         owner=owner,
         labels=[job_pb2.Label(key=key, value=value) for key, value in labels],
-    )
-
-
-def _sentence(text: str) -> str:
-    """The text as the contract allows it: a driver's message may be long, and hold line breaks."""
-    shown = "".join(each if each.isprintable() else " " for each in text[:_MAX_SENTENCE_LENGTH])
-    return shown if len(text) <= _MAX_SENTENCE_LENGTH else f"{shown[:-1]}…"
-
-
-def _coordinates(rank: Rank) -> rank_pb2.RankCoordinates:
-    return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
-
-
-def _gpu(gpu: GpuDescription) -> wire.Gpu:
-    return wire.Gpu(
-        uuid=gpu.uuid,
-        model=gpu.model,
-        supported_clocks_mhz=gpu.supported_clocks_mhz,
-        power_limit_w=gpu.limits.power_limit_w,
-        workload_power_profiles=gpu.limits.power_profiles,
     )
 
 
@@ -266,7 +191,7 @@ def _telemetry(batch: Batch) -> wire.TelemetryBatch:
     return wire.TelemetryBatch(
         sequence=batch.sequence,
         job_id=measured.rank.job_id,
-        rank=_coordinates(measured.rank),
+        rank=coordinates(measured.rank),
         iterations=_iteration_columns(measured.iterations),
         computations=_computation_columns(measured.computations),
         energy=_energy(measured.energy) if measured.energy is not None else None,

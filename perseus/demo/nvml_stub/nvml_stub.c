@@ -1,9 +1,9 @@
-/* A stand-in for libnvidia-ml.so.1 that shows emulated GPUs (perseus.agent.gpu.emulated) to whoever uses NVML.
+/* A stand-in for libnvidia-ml.so.1 that shows emulated GPUs (perseus.emulation.gpu) to whoever uses NVML.
  *
  * PERSEUS_NVML_STUB names a folder. Every emulated GPU's file in it is a device, in the order of the files'
  * names. Device state lives in that file and nowhere else: the trainer that executes work on the emulated GPU
  * and the process that sets its clocks through this library look at the same GPU. Every access takes the file's
- * lock and moves the state on to now; `advance` is perseus.agent.gpu.dynamics.GpuState.advance once more, and a
+ * lock and moves the state on to now; `advance` is perseus.emulation.dynamics.GpuState.advance once more, and a
  * test holds the two against each other.
  *
  * What NVML knows and an emulated GPU does not, the locks themselves, lies beside it in `.NAME.locks`. Like a
@@ -82,7 +82,7 @@ typedef struct {
     double set_latency_s, counter_period_s;
 } model_t;
 
-/* As perseus.agent.gpu.emulated writes GpuState: eight bytes a field. */
+/* As perseus.emulation.gpu writes GpuState: eight bytes a field. */
 typedef struct {
     double at_s, counter_origin_s;
     int64_t clock_mhz;

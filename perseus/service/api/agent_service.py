@@ -25,7 +25,6 @@ from perseus.service.api.kept import Kept
 from perseus.service.api.outbox import Outbox
 from perseus.service.api.statuses import (
     MAPPED,
-    STATUSES,
     MappedError,
     count_refusal,
     error_info,
@@ -47,7 +46,6 @@ from perseus.service.api.translate_agents import (
     telemetry_from_proto,
     unknown_fields,
 )
-from perseus.service.api.translate_problems import order_to_proto
 from perseus.service.domain.bounds import MAX_COUNT
 from perseus.service.domain.errors import (
     CoordinatorError,
@@ -63,7 +61,7 @@ from perseus.service.domain.errors import (
     cut,
 )
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
-from perseus.service.domain.messages import coordinates_to_proto
+from perseus.service.domain.messages import coordinates_to_proto, order_to_proto
 from perseus.service.domain.model import Ceiling, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
@@ -179,8 +177,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
                     _Stream(self._agents, self._quotas, pace, context), request_iterator, context
                 )
         except LimitReachedError as error:
-            reason = STATUSES[LimitReachedError].reason
-            self._complaints.complain(context.peer(), "agent turned away", reason, error=str(error))
+            self._complaints.complain(context.peer(), "agent turned away", error.reason, error=str(error))
             await context.abort_with_status(to_status(error))
 
     async def _serve(

@@ -4,19 +4,25 @@ A token goes before a certificate: who shows a wrong one is refused, whatever el
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-import grpc
 import structlog
 
 from perseus.service.api.complaints import Complaints
-from perseus.service.api.interception import Behaviour, Context, Handler, serve_stream, wrapped
+from perseus.service.api.interceptors import (
+    Behaviour,
+    Context,
+    Interceptor,
+    RpcHandler,
+    serve_stream,
+    wrapped,
+)
 from perseus.service.api.rpc_scopes import NOBODY, RPC_SCOPES, check_scope
-from perseus.service.api.statuses import STATUSES, to_status
+from perseus.service.api.statuses import to_status
 from perseus.service.domain.errors import CoordinatorError, CredentialMissingError, ScopeTooNarrowError
 from perseus.service.domain.principals import ANYBODY, Grant, Principal
 from perseus.service.shell.tokens import Tokens
@@ -45,18 +51,11 @@ def calling(principal: Principal) -> Iterator[None]:
         _caller.reset(before)
 
 
-class Unasked(grpc.aio.ServerInterceptor):
+class Unasked(Interceptor):
     """Lets everybody make every call, for a coordinator that asks nobody who they are."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """See `grpc.aio.ServerInterceptor`."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
+    def wrap(self, rpc: str, handler: RpcHandler) -> RpcHandler:
+        """See Interceptor."""
         return wrapped(handler, unary=self._unary, unary_stream=self._stream, stream_stream=self._stream)
 
     @staticmethod
@@ -76,7 +75,7 @@ class Unasked(grpc.aio.ServerInterceptor):
         return serve
 
 
-class Authentication(grpc.aio.ServerInterceptor):
+class Authentication(Interceptor):
     """Lets calls through whose caller is known and may make them.
 
     `certificates`: what the identities of certificates (common name, or alternative names) stand for.
@@ -87,15 +86,9 @@ class Authentication(grpc.aio.ServerInterceptor):
         self._certificates = certificates
         self._complaints = Complaints()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """See `grpc.aio.ServerInterceptor`."""
-        rpc = handler_call_details.method
-        handler = await continuation(handler_call_details)
-        if handler is None or RPC_SCOPES.get(rpc) == NOBODY:  # None: there is no such call
+    def wrap(self, rpc: str, handler: RpcHandler) -> RpcHandler:
+        """See Interceptor."""
+        if RPC_SCOPES.get(rpc) == NOBODY:
             return handler
         unary, stream = partial(self._unary, rpc), partial(self._stream, rpc)
         return wrapped(handler, unary=unary, unary_stream=stream, stream_stream=stream)
@@ -138,9 +131,7 @@ class Authentication(grpc.aio.ServerInterceptor):
 
     async def _refuse(self, rpc: str, context: Context, error: CoordinatorError) -> None:
         event = "call refused" if isinstance(error, ScopeTooNarrowError) else "caller refused"
-        self._complaints.complain(
-            context.peer(), event, STATUSES[type(error)].reason, rpc=rpc, error=str(error)
-        )
+        self._complaints.complain(context.peer(), event, error.reason, rpc=rpc, error=str(error))
         await context.abort_with_status(to_status(error))
 
     def _principal(self, context: Context) -> Principal:

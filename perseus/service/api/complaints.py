@@ -5,22 +5,20 @@ from collections.abc import Callable
 
 import structlog
 
-from perseus.seldom import Seldom
+from perseus.rate_limited_log import RateLimitedLog
 
 _log = structlog.get_logger(__name__)
 
-_QUIET_S = 10.0
-_MOST = 256
+_PERIOD_S = 10.0
 
 
 class Complaints:
-    """Logs a refusal of each kind and peer at most once in a while, with how many were left out."""
+    """Logs a refusal of each kind and host at most once in a while, with how many were left out."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._seldom = Seldom(_QUIET_S, _MOST, monotonic)
+        self._log = RateLimitedLog(_log, _PERIOD_S, monotonic=monotonic)
 
     def complain(self, peer: str, event: str, reason: str, **details: object) -> None:
         """Warn about a peer, as gRPC names it; `reason` is a stable one."""
         host = peer.rpartition(":")[0] or peer  # each connection has another port
-        if (more := self._seldom.due(host, reason)) is not None:
-            _log.warning(event, peer=peer, reason=reason, **details, **more)
+        self._log.warning(event, host, reason, peer=peer, reason=reason, **details)

@@ -11,30 +11,30 @@ from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
 from perseus.service.api.translate_jobs import (
-    budget_to_proto,
     event_filter_from_proto,
     is_full,
     job_states_from_proto,
-    job_to_proto,
     labels_from_proto,
-    no_slowdown_to_proto,
     period_to_proto,
     policy_from_proto,
     rank_filter_from_proto,
     rank_to_proto,
     spec_from_proto,
     straggler_from_proto,
-    summary_to_proto,
     timeline_to_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.messages import cost_to_proto
-from perseus.service.domain.model import IterationSummary
+from perseus.service.domain.inputs import (
+    BaselineRequested,
+    FinishRequested,
+    PolicySet,
+    StragglerCleared,
+    StragglerReported,
+)
 from perseus.service.domain.specification import Registration
-from perseus.service.domain.views import JobView
 from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.service.shell.quotas import Quotas
-from perseus.v1 import event_pb2, job_service_pb2_grpc
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2_grpc
 from perseus.v1 import job_service_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -58,16 +58,16 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             caller().name,
             labels_from_proto(request.labels),
         )
-        view = await self._jobs.register(spec_from_proto(request.spec), registration)
-        return pb.RegisterJobResponse(job=job_to_proto(view))
+        job = await self._jobs.register(spec_from_proto(request.spec), registration)
+        return pb.RegisterJobResponse(job=job)
 
     @mapped
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
         """See the contract."""
-        view = await self._jobs.job(
-            request.job_id, request.run_number, has_details=is_full(request.view, default=True)
+        job = await self._jobs.job(
+            request.job_id, request.run_number, is_full=is_full(request.view, default=True)
         )
-        return pb.GetJobResponse(job=job_to_proto(view))
+        return pb.GetJobResponse(job=job)
 
     @mapped
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
@@ -76,8 +76,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         found = self._jobs.jobs(
             page.after,
             job_states_from_proto(request.states),
-            job_to_proto,
-            has_details=is_full(request.view, default=False),
+            is_full=is_full(request.view, default=False),
         )
         jobs, next_page_token = page.fill(found)
         return pb.ListJobsResponse(jobs=jobs, next_page_token=next_page_token)
@@ -86,7 +85,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksResponse:
         """See the contract."""
         page = Page.asked(request)
-        found = self._jobs.ranks(request.job_id, rank_filter_from_proto(request), page.first_number)
+        found = await self._jobs.ranks(request.job_id, rank_filter_from_proto(request), page.first_number)
         ranks, next_page_token = page.fill((index, rank_to_proto(rank)) for index, rank in found)
         return pb.ListRanksResponse(ranks=ranks, next_page_token=next_page_token)
 
@@ -96,7 +95,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         page = Page.asked(request)
         before = page.first_number - 1 if page.after else LATEST
         views = await self._jobs.runs(request.job_id, before, page.size + 1)
-        runs, next_page_token = page.fill((view.run_number, job_to_proto(view)) for view in views)
+        runs, next_page_token = page.fill((view.run_number, view) for view in views)
         return pb.ListRunsResponse(runs=runs, next_page_token=next_page_token)
 
     @mapped
@@ -124,42 +123,42 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: Context) -> pb.ResumeJobResponse:
         """See the contract."""
-        return pb.ResumeJobResponse(job=job_to_proto(await self._jobs.resume(request.job_id)))
+        return pb.ResumeJobResponse(job=await self._jobs.resume(request.job_id))
 
     @mapped
     async def FinishJob(self, request: pb.FinishJobRequest, context: Context) -> pb.FinishJobResponse:
         """See the contract."""
-        return pb.FinishJobResponse(job=job_to_proto(await self._jobs.finish(request.job_id)))
+        return pb.FinishJobResponse(job=await self._jobs.change(request.job_id, FinishRequested()))
 
     @mapped
     async def ReportStraggler(
         self, request: pb.ReportStragglerRequest, context: Context
     ) -> pb.ReportStragglerResponse:
         """See the contract."""
-        view = await self._jobs.report_straggler(request.job_id, straggler_from_proto(request))
-        return pb.ReportStragglerResponse(job=job_to_proto(view))
+        job = await self._jobs.change(request.job_id, StragglerReported(straggler_from_proto(request)))
+        return pb.ReportStragglerResponse(job=job)
 
     @mapped
     async def ClearStraggler(
         self, request: pb.ClearStragglerRequest, context: Context
     ) -> pb.ClearStragglerResponse:
         """See the contract."""
-        view = await self._jobs.clear_straggler(request.job_id, request.pipeline)
-        return pb.ClearStragglerResponse(job=job_to_proto(view))
+        job = await self._jobs.change(request.job_id, StragglerCleared(request.pipeline))
+        return pb.ClearStragglerResponse(job=job)
 
     @mapped
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
         """See the contract."""
-        view = await self._jobs.set_policy(request.job_id, policy_from_proto(request.policy))
-        return pb.SetPolicyResponse(job=job_to_proto(view))
+        job = await self._jobs.change(request.job_id, PolicySet(policy_from_proto(request.policy)))
+        return pb.SetPolicyResponse(job=job)
 
     @mapped
     async def MeasureBaseline(
         self, request: pb.MeasureBaselineRequest, context: Context
     ) -> pb.MeasureBaselineResponse:
         """See the contract."""
-        view = await self._jobs.measure_baseline(request.job_id, request.request_id)
-        return pb.MeasureBaselineResponse(job=job_to_proto(view))
+        job = await self._jobs.change(request.job_id, BaselineRequested(request.request_id))
+        return pb.MeasureBaselineResponse(job=job)
 
     @mapped
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
@@ -169,13 +168,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         periods, next_page_token = page.fill(
             (period.number, period_to_proto(period, saving)) for period, saving in found
         )
-        view = await self._jobs.job(request.job_id, request.run_number, has_details=False)
+        job = await self._jobs.job(request.job_id, request.run_number, is_full=False)
         return pb.GetReportResponse(
             periods=periods,
-            profiling_cost=cost_to_proto(view.profiling_cost),
-            profiling_budget=budget_to_proto(view.profiling_budget),
+            profiling_cost=job.profiling_cost,
+            profiling_budget=job.profiling_budget,
             next_page_token=next_page_token,
-            no_slowdown_time=no_slowdown_to_proto(view.no_slowdown) if view.no_slowdown else None,
+            no_slowdown_time=job.no_slowdown_time if job.HasField("no_slowdown_time") else None,
         )
 
     @mapped
@@ -198,15 +197,15 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                 request.job_id,
                 request.run_number,
                 request.after_sequence,
-                has_details=is_full(request.view, default=False),
+                is_full=is_full(request.view, default=False),
             ):
                 match update:
-                    case JobView():
-                        yield pb.WatchJobResponse(job=job_to_proto(update))
+                    case job_pb2.Job():
+                        yield pb.WatchJobResponse(job=update)
                     case event_pb2.JobEvent():
                         yield pb.WatchJobResponse(event=update)
-                    case IterationSummary():
-                        yield pb.WatchJobResponse(iteration=summary_to_proto(update))
+                    case job_pb2.IterationSummary():
+                        yield pb.WatchJobResponse(iteration=update)
                     case pb.CaughtUp():
                         yield pb.WatchJobResponse(caught_up=update)
                     case pb.WatchGap():

@@ -4,39 +4,30 @@
 InvalidFieldError with the field's name.
 """
 
-import math
 from collections.abc import Iterable
 from typing import TypeVar
 
 from perseus.service.api.translate_problems import (
-    computation_to_proto,
     schedule_spec_from_proto,
-    schedule_spec_to_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.figures import JobFigures
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
 from perseus.service.domain.messages import (
     NUMBERS,
+    computation_to_proto,
     coordinates_to_proto,
-    cost_to_proto,
-    pacing_to_proto,
-    parallelism_to_proto,
-    policy_to_proto,
+    saving_to_proto,
     time_from_proto,
     time_to_proto,
 )
 from perseus.service.domain.model import (
     EventFilter,
-    IterationSummary,
     JobState,
-    NoSlowdown,
     Rank,
     RankFilter,
     RankState,
     Straggler,
 )
-from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.signals import (
     ExtraTime,
     SignalKind,
@@ -52,7 +43,6 @@ from perseus.service.domain.specification import (
     Parallelism,
 )
 from perseus.service.domain.telemetry import KINDS, ClockStatistics
-from perseus.service.domain.views import JobDetails, JobView
 from perseus.solver import Computation
 from perseus.v1 import (
     clock_statistics_pb2,
@@ -213,99 +203,6 @@ def labels_from_proto(labels: Iterable[job_pb2.Label]) -> tuple[tuple[str, str],
     return tuple(sorted((label.key, label.value) for label in labels))
 
 
-def job_to_proto(view: JobView) -> job_pb2.Job:
-    """Return a job, with its details if the view has them."""
-    job = job_pb2.Job(
-        job_id=view.job_id,
-        run_number=view.run_number,
-        state=NUMBERS[view.state],
-        state_reason=_state_reason(view),
-        epoch=view.epoch,
-        parallelism=parallelism_to_proto(view.parallelism),
-        rank_counts=job_pb2.RankCounts(
-            expected_count=view.rank_counts[RankState.EXPECTED],
-            connected_count=view.rank_counts[RankState.CONNECTED],
-            disconnected_count=view.rank_counts[RankState.DISCONNECTED],
-            lost_count=view.rank_counts[RankState.LOST],
-            finished_count=view.rank_counts[RankState.FINISHED],
-        ),
-        policy=policy_to_proto(view.policy),
-        profiled_clock_count=view.profiled_clock_count,
-        t_min_s=view.t_min_s,
-        t_star_s=view.t_star_s,
-        t_slow_s=view.t_slow_s,
-        min_planned_iteration_time_s=view.min_planned_time_s,
-        max_planned_iteration_time_s=view.max_planned_time_s,
-        straggler_count=view.straggler_count,
-        create_time=time_to_proto(view.create_time_s),
-        profiling_cost=cost_to_proto(view.profiling_cost),
-        profiling_budget=budget_to_proto(view.profiling_budget),
-        last_event_sequence=view.last_event_sequence,
-        set_latency_s=view.set_latency_s,
-        latency_cost_percent=view.latency_cost_percent,
-        figures=_figures_to_proto(view.figures),
-        budget_iteration_time_s=view.budget_time_s,
-        labels=[job_pb2.Label(key=key, value=value) for key, value in view.labels],
-    )
-    if view.signal_pacing is not None:
-        job.signal_pacing.CopyFrom(pacing_to_proto(view.signal_pacing))
-    if view.no_slowdown is not None:
-        job.no_slowdown_time.CopyFrom(no_slowdown_to_proto(view.no_slowdown))
-    if (baseline := view.baseline) is not None:
-        job.baseline.iteration_time_s = baseline.time_s
-        job.baseline.energy_j = baseline.energy_j
-        job.baseline.has_timeline = view.has_baseline_timeline
-    if (progress := view.profiling_progress) is not None:
-        job.profiling_progress.tried_clock_count = progress.tried_clock_count
-        job.profiling_progress.max_clock_count = progress.max_clock_count
-        if progress.remaining_s is not None:
-            job.profiling_progress.remaining_s = progress.remaining_s
-    if view.finish_time_s is not None:
-        job.finish_time.CopyFrom(time_to_proto(view.finish_time_s))
-    if view.details is not None:
-        _add_details(job, view.details)
-    return job
-
-
-def no_slowdown_to_proto(found: NoSlowdown) -> job_pb2.NoSlowdownTime:
-    """Return what is not slower than stock."""
-    return job_pb2.NoSlowdownTime(iteration_time_s=found.time_s, basis=NUMBERS[found.basis])
-
-
-def budget_to_proto(budget: ProfilingBudget) -> job_pb2.ProfilingBudget:
-    """Return what profiling may take."""
-
-    def limit(figure: float) -> float | None:
-        return None if math.isinf(figure) else figure
-
-    count = limit(budget.iteration_count)
-    return job_pb2.ProfilingBudget(
-        iteration_count=None if count is None else int(count),
-        time_s=limit(budget.time_s),
-        extra_time_s=limit(budget.extra_time_s),
-        extra_energy_j=limit(budget.extra_energy_j),
-    )
-
-
-def _state_reason(view: JobView) -> str:
-    """Return why a job is in its state, and why it does not get on in it, if it does not."""
-    if view.stall is None:
-        return view.state_reason
-    since = time_to_proto(math.floor(view.stall.since_time_s)).ToJsonString()
-    return f"{view.state_reason}; {view.stall}, since {since}"
-
-
-def summary_to_proto(summary: IterationSummary) -> job_pb2.IterationSummary:
-    """Return an iteration of a pipeline."""
-    return job_pb2.IterationSummary(
-        pipeline=summary.pipeline,
-        iteration=summary.iteration,
-        plan_version=summary.plan_version,
-        iteration_time_s=summary.iteration_time_s,
-        energy_j=summary.energy_j,
-    )
-
-
 def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeriod:
     """Return a period of the report, and what it saved if there is something to hold it against."""
     are_same = len(set(period.versions)) == 1
@@ -324,7 +221,7 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
         energy_j=period.energy_j,
         energy_se_j=period.energy_se_j,
         pipeline_energy_j=period.pipeline_energy_j,
-        saving=_saving_to_proto(saving) if saving is not None else None,
+        saving=saving_to_proto(saving) if saving is not None else None,
         gap_time_s=period.gap_time_s,
         gap_energy_j=period.gap_energy_j,
         gap_slowed_time_s=period.gap_slowed_time_s,
@@ -367,44 +264,6 @@ def _states_from_proto(numbers: Iterable[int], known: type[State]) -> frozenset[
         if number not in by_number:
             raise InvalidFieldError(field="states", expected="states that are known", found=number)
     return frozenset(by_number[number] for number in numbers)
-
-
-def _add_details(job: job_pb2.Job, details: JobDetails) -> None:
-    spec = details.spec
-    job.spec.job_id = spec.job_id
-    job.spec.parallelism.CopyFrom(parallelism_to_proto(spec.parallelism))
-    job.spec.schedule.CopyFrom(schedule_spec_to_proto(spec.schedule))
-    job.spec.policy.CopyFrom(policy_to_proto(spec.policy))
-    job.spec.stage_work.extend(job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in spec.stage_work)
-    for pipeline, time_s in sorted(details.straggler_times_s.items()):
-        job.stragglers.add(
-            pipeline=pipeline, iteration_time_s=time_s, is_detected=pipeline in details.detected_stragglers
-        )
-    job.planned_iteration_time_s.extend(details.planned_iteration_time_s)
-
-
-def _saving_to_proto(saving: Saving) -> job_pb2.Saving:
-    return job_pb2.Saving(
-        baseline_period_number=saving.baseline_number,
-        energy_percent=saving.energy_percent,
-        energy_se_percent=saving.energy_se_percent,
-        slowdown_percent=saving.slowdown_percent,
-        slowdown_se_percent=saving.slowdown_se_percent,
-    )
-
-
-def _figures_to_proto(figures: JobFigures) -> job_pb2.JobFigures:
-    latest, period = figures.latest, figures.period
-    energy_j = sum(latest.pipeline_energy_j) if latest is not None else 0.0
-    return job_pb2.JobFigures(
-        iteration_time_s=latest.iteration_time_s if latest is not None else None,
-        energy_j=energy_j or None,
-        power_w=energy_j / latest.iteration_time_s if latest is not None and energy_j else None,
-        mean_iteration_time_s=period.iteration_time_s if period is not None else None,
-        saving=_saving_to_proto(figures.saving) if figures.saving is not None else None,
-        promised_iteration_time_s=figures.promised_time_s,
-        straggler_iteration_time_s=figures.straggler_time_s or None,
-    )
 
 
 def _clocks_to_proto(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStatistics:

@@ -3,7 +3,7 @@
 Jobs and agents need them, and so does a solve without a job.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from perseus.service.domain.bounds import (
     MAX_CLOCK_COUNT,
@@ -13,7 +13,7 @@ from perseus.service.domain.bounds import (
     check_size,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.messages import NUMBERS
+from perseus.service.domain.messages import NUMBERS, schedule_to_proto
 from perseus.service.domain.specification import (
     MAX_COMPUTATION_COUNT,
     MAX_STAGE_COUNT,
@@ -28,7 +28,6 @@ from perseus.solver import (
     Frontier,
     Kind,
     Measurement,
-    Path,
     Pipeline,
     PipelineError,
     Plan,
@@ -60,20 +59,6 @@ def kind_from_proto(number: int, field: str) -> Kind:
         return KIND_FROM_PROTO[number]
     except KeyError:
         raise InvalidFieldError(field=field, expected="a known kind", found=number) from None
-
-
-def computation_to_proto(computation: Computation) -> computation_pb2.Computation:
-    """Return the computation without its stage, which the wire gives by position."""
-    return computation_pb2.Computation(
-        kind=NUMBERS[computation.kind], microbatch=computation.microbatch, chunk=computation.chunk
-    )
-
-
-def order_to_proto(order: Iterable[Computation]) -> computation_pb2.StageOrder:
-    """Return one stage's order."""
-    return computation_pb2.StageOrder(
-        computations=[computation_to_proto(computation) for computation in order]
-    )
 
 
 def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
@@ -125,34 +110,6 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
             )
         case _:
             raise InvalidFieldError(field="schedule", expected="named or explicit", found="none")
-
-
-def schedule_spec_to_proto(spec: ScheduleSpec) -> computation_pb2.Schedule:
-    """Return the schedule in the form in which it was given."""
-    if isinstance(spec, NamedSchedule):
-        return computation_pb2.Schedule(
-            named=computation_pb2.NamedSchedule(
-                name=NUMBERS[spec.name], microbatch_count=spec.microbatch_count
-            )
-        )
-    return schedule_to_proto(spec.orders, spec.paths)
-
-
-def schedule_to_proto(
-    orders: Sequence[Sequence[Computation]], paths: Sequence[Path]
-) -> computation_pb2.Schedule:
-    """Return explicit orders, stage 0 first, and how activations flow."""
-    return computation_pb2.Schedule(
-        explicit=computation_pb2.ExplicitSchedule(
-            stages=[order_to_proto(order) for order in orders],
-            paths=[
-                computation_pb2.Path(
-                    steps=[computation_pb2.PathStep(stage=stage, chunk=chunk) for stage, chunk in path]
-                )
-                for path in paths
-            ],
-        )
-    )
 
 
 # ---------------------------------------------------------------------- problems, frontiers and plans

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.model import Ceiling, IterationSummary, Offer
+from perseus.service.domain.model import Ceiling, Offer
 from perseus.service.domain.records import Record
 from perseus.service.domain.specification import Coordinates
 from perseus.solver import Pipeline, Plan, Refinement
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Announce:
 class ReportIteration(NamedTuple):
     """Tell a finished iteration of a pipeline to whoever watches."""
 
-    summary: IterationSummary
+    summary: job_pb2.IterationSummary
 
 
 class Store(NamedTuple):

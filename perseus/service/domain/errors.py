@@ -1,73 +1,11 @@
 """What the coordinator refuses, and why.
 
-    CoordinatorError
-    ├── InvalidInputError           what arrived is not what the contract says
-    │   ├── InvalidFieldError       a value is missing, out of range or inconsistent
-    │   ├── InvalidJobIdError       not an identifier
-    │   ├── RankOutOfRangeError     the job's parallelism has no such rank
-    │   ├── PipelineOutOfRangeError the job's parallelism has no such pipeline
-    │   ├── RankNotServedError      telemetry of a rank that this agent has not joined
-    │   ├── TelemetryOutdatedError  telemetry of an earlier trainer of the rank
-    │   ├── UnknownMessageError     a message of a newer protocol, say
-    │   ├── EmptyMessageError       a message without content
-    │   └── MalformedMessageError   no protocol buffer of its kind
-    ├── UnknownCallError            asked for over HTTP, and none that is served there
-    ├── ProtocolError               a stream that does not follow the protocol
-    │   ├── HelloExpectedError      something else came first
-    │   └── HelloRepeatedError      it came twice
-    ├── JobNotFoundError
-    ├── JobUnreadableError          what is stored of the job can't be read
-    ├── RunNotFoundError            the job has no run of that number
-    ├── JobAlreadyExistsError       another specification has that identifier, and live ranks
-    ├── JobFinishedError            the job has ended
-    ├── JobNotFinishedError         the job has not ended yet
-    ├── JobQuarantinedError         a fault of the coordinator's own has put the job aside
-    ├── JobNotSolvedError           there is no frontier yet
-    ├── TimelineNotReadyError       no whole iteration has been seen yet
-    ├── RankAlreadyServedError      another agent serves the rank, or its lease still runs
-    ├── GpuAlreadyServedError       another rank is on the GPU, or its lease still runs
-    ├── SpecMismatchError           the rank belongs to another specification than the job's run
-    ├── StreamReplacedError         the agent opened a newer stream
-    ├── StateLostError              the coordinator has lost state that the agent knows of
-    ├── LeaseExpiredError           the agent was silent for too long
-    ├── ReaderTooSlowError          a stream's reader does not keep up
-    ├── LimitReachedError           a principal would have more at once than it may
-    ├── SolverBusyError             too many problems wait to be solved
-    ├── SolverCrashedError          the solver's process died
-    ├── SolverTimeoutError          solving took too long
-    ├── DrainingError               the coordinator is about to stop
-    ├── BudgetNotFoundError         there is no power budget of that identifier
-    ├── FeedNotFoundError           there is no feed of that name
-    ├── TokenNotFoundError          there is no token of that name
-    ├── TokenAlreadyExistsError     there is one
-    ├── AuthenticationError         nobody knows who calls
-    │   ├── CredentialMissingError  no token, and no certificate that stands for one
-    │   ├── TokenUnknownError       no token of ours
-    │   ├── TokenExpiredError       its time is over
-    │   └── TokenRevokedError       it was revoked
-    ├── ForbiddenError              who calls is known, and may not do that
-    │   ├── ScopeTooNarrowError     the call needs another scope
-    │   ├── JobOutOfScopeError      the agent may not speak for the job
-    │   ├── HostOutOfScopeError     the agent may not run on the host
-    │   ├── OriginMismatchError     another site's page asks over HTTP
-    │   ├── HostUnknownError        asked for over HTTP by a name that is not the coordinator's
-    │   ├── OwnerMismatchError      the job is another owner's
-    │   └── InstanceServedError     the agent's instance is another credential's
-    └── InternalError               a fault of the coordinator's own
-    StartupError                    the coordinator can not start; never seen over gRPC
-    ├── AddressUnavailableError
-    ├── CertificatesUnusableError
-    ├── TokenFileUnusableError
-    ├── SignalUnusableError
-    └── DatabaseUnavailableError
-    RecordingUnreadableError        a recorded run that can't be replayed
-    StoreFailedError                the database fails while the coordinator runs: it stops
-
 Each error's text is its class's template filled with `metadata`: the changing values by name, cut where they
-are long: whoever sends a megabyte of nonsense gets a line back. `statuses.py` maps every class to its gRPC
-status.
+are long: whoever sends a megabyte of nonsense gets a line back. Callers see its gRPC status code and its
+reason, which is the class's name (docs/errors.md has them all).
 """
 
+import re
 from typing import ClassVar
 
 _MAX_VALUE_LENGTH = 256
@@ -91,7 +29,20 @@ class ServiceError(Exception):
 
 
 class CoordinatorError(ServiceError):
-    """A request, message or stream is refused."""
+    """A request, message or stream is refused.
+
+    Attributes:
+        code: the name of its gRPC status code.
+        reason: what programs know it by: JobNotFoundError is JOB_NOT_FOUND.
+        retry_delay_s: when the same request may be answered otherwise; None if it will not be.
+    """
+
+    code: ClassVar[str]
+    reason: ClassVar[str]
+    retry_delay_s: ClassVar[int | None] = None
+
+    def __init_subclass__(cls) -> None:
+        cls.reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__.removesuffix("Error")).upper()
 
 
 class InvalidInputError(CoordinatorError):
@@ -102,10 +53,12 @@ class InvalidInputError(CoordinatorError):
         expected, found: what should be there, and what is.
     """
 
+    code = "INVALID_ARGUMENT"
     parts: ClassVar[tuple[str, str, str]]
     """Templates of the three."""
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         cls.template = "{}: expected {}, found {}".format(*cls.parts)
 
     def __init__(self, **metadata: object) -> None:
@@ -165,6 +118,7 @@ class TelemetryOutdatedError(InvalidInputError):
 class UnknownMessageError(InvalidInputError):
     """A message that is not known here: the sender speaks a newer protocol, say."""
 
+    code = "UNIMPLEMENTED"
     parts = ("{field_numbers}", "a message of protocol version {protocol_version}", "field {field_numbers}")
 
 
@@ -183,11 +137,14 @@ class MalformedMessageError(InvalidInputError):
 class UnknownCallError(CoordinatorError):
     """A call that is not served over HTTP, or that there is not."""
 
+    code = "UNIMPLEMENTED"
     template = "{rpc} is not served over HTTP"
 
 
 class ProtocolError(CoordinatorError):
     """A stream that does not follow the protocol."""
+
+    code = "INVALID_ARGUMENT"
 
 
 class HelloExpectedError(ProtocolError):
@@ -205,12 +162,14 @@ class HelloRepeatedError(ProtocolError):
 class JobNotFoundError(CoordinatorError):
     """There is no such job."""
 
+    code = "NOT_FOUND"
     template = "job {job_id!r} is not registered"
 
 
 class JobUnreadableError(CoordinatorError):
     """What is stored of the job can't be read. It can be deleted."""
 
+    code = "DATA_LOSS"
     template = (
         "job {job_id!r}: run {run_number} can't be read from the store, delete the job to go on: {cause}"
     )
@@ -219,12 +178,14 @@ class JobUnreadableError(CoordinatorError):
 class RunNotFoundError(CoordinatorError):
     """The job has no run of that number."""
 
+    code = "NOT_FOUND"
     template = "job {job_id!r} has no run {run_number}"
 
 
 class JobAlreadyExistsError(CoordinatorError):
     """Another specification has that identifier, and live ranks."""
 
+    code = "ALREADY_EXISTS"
     template = (
         "job {job_id!r} is registered with another specification, and has live ranks: its {field} differs"
     )
@@ -233,36 +194,45 @@ class JobAlreadyExistsError(CoordinatorError):
 class JobFinishedError(CoordinatorError):
     """The job has ended."""
 
+    code = "FAILED_PRECONDITION"
     template = "job {job_id!r} has finished"
 
 
 class JobNotFinishedError(CoordinatorError):
     """The job has not ended yet."""
 
+    code = "FAILED_PRECONDITION"
     template = "job {job_id!r} has not finished: it is {state}"
 
 
 class JobQuarantinedError(CoordinatorError):
     """A fault of the coordinator's own has put the job aside, at stock, until somebody resumes it."""
 
+    code = "FAILED_PRECONDITION"
     template = "job {job_id!r} is quarantined, at stock: {cause}; ResumeJob begins anew from what is stored"
 
 
 class JobNotSolvedError(CoordinatorError):
     """There is no frontier yet."""
 
+    code = "FAILED_PRECONDITION"
+    retry_delay_s = 1
     template = "job {job_id!r} has no frontier yet: it is {state}"
 
 
 class TimelineNotReadyError(CoordinatorError):
     """No whole iteration has been seen yet."""
 
+    code = "FAILED_PRECONDITION"
+    retry_delay_s = 1
     template = "job {job_id!r}: no whole iteration of pipeline {pipeline} has been seen yet"
 
 
 class RankAlreadyServedError(CoordinatorError):
     """Another agent serves the rank, or its lease still runs."""
 
+    code = "FAILED_PRECONDITION"
+    retry_delay_s = 1
     template = (
         "pipeline {pipeline}, stage {stage}, tensor {tensor} of job {job_id!r} is served by agent instance "
         "{instance_id!r} on {hostname!r}"
@@ -272,6 +242,8 @@ class RankAlreadyServedError(CoordinatorError):
 class GpuAlreadyServedError(CoordinatorError):
     """Another rank is on the GPU, or its lease still runs."""
 
+    code = "FAILED_PRECONDITION"
+    retry_delay_s = 1
     template = (
         "GPU {gpu_uuid!r} is that of pipeline {pipeline}, stage {stage}, tensor {tensor} of job {job_id!r}: "
         "a GPU runs one rank"
@@ -281,6 +253,7 @@ class GpuAlreadyServedError(CoordinatorError):
 class SpecMismatchError(CoordinatorError):
     """The rank belongs to another specification than the job's run."""
 
+    code = "FAILED_PRECONDITION"
     template = (
         "pipeline {pipeline}, stage {stage}, tensor {tensor} belongs to specification {spec_fingerprint!r}, "
         "with which run {run_number} of job {job_id!r} was not registered"
@@ -290,83 +263,105 @@ class SpecMismatchError(CoordinatorError):
 class StreamReplacedError(CoordinatorError):
     """The agent opened a newer stream."""
 
+    code = "ABORTED"
     template = "agent instance {instance_id!r} has opened another stream"
 
 
 class StateLostError(CoordinatorError):
     """The coordinator's state is older than what an agent knows of it: everybody is to begin anew."""
 
+    code = "UNAVAILABLE"
+    retry_delay_s = 1
     template = "the coordinator has lost state that it had acknowledged, and begins epoch {epoch}"
 
 
 class LeaseExpiredError(CoordinatorError):
     """The agent was silent for too long."""
 
+    code = "UNAVAILABLE"
+    retry_delay_s = 1
     template = "agent instance {instance_id!r} was silent for longer than its lease of {lease_s} s"
 
 
 class ReaderTooSlowError(CoordinatorError):
     """A stream's reader does not keep up."""
 
+    code = "RESOURCE_EXHAUSTED"
+    retry_delay_s = 1
     template = "more than {limit} bytes wait to be read"
 
 
 class LimitReachedError(CoordinatorError):
     """Who calls would have more at once than one principal may."""
 
+    code = "RESOURCE_EXHAUSTED"
+    retry_delay_s = 5
     template = "{principal}: expected at most {limit} {what}, found {found} with this one"
 
 
 class SolverBusyError(CoordinatorError):
     """Too many problems wait to be solved."""
 
+    code = "RESOURCE_EXHAUSTED"
+    retry_delay_s = 1
     template = "{limit} problems wait to be solved already"
 
 
 class SolverCrashedError(CoordinatorError):
     """The solver's process died."""
 
+    code = "INTERNAL"
+    retry_delay_s = 1
     template = "the solver's process died: {cause}"
 
 
 class SolverTimeoutError(CoordinatorError):
     """Solving took longer than it may."""
 
+    code = "DEADLINE_EXCEEDED"
     template = "the solver was stopped: it took longer than {limit_s} s"
 
 
 class DrainingError(CoordinatorError):
     """The coordinator is about to stop."""
 
+    code = "UNAVAILABLE"
+    retry_delay_s = 1
     template = "the coordinator is about to stop"
 
 
 class BudgetNotFoundError(CoordinatorError):
     """There is no such power budget."""
 
+    code = "NOT_FOUND"
     template = "there is no power budget {budget_id!r}"
 
 
 class FeedNotFoundError(CoordinatorError):
     """There is no such feed."""
 
+    code = "NOT_FOUND"
     template = "there is no feed {feed!r}: expected one of {expected}"
 
 
 class TokenNotFoundError(CoordinatorError):
     """There is no token of that name."""
 
+    code = "NOT_FOUND"
     template = "there is no token {name!r}"
 
 
 class TokenAlreadyExistsError(CoordinatorError):
     """There is a token of that name, be it revoked or expired."""
 
+    code = "ALREADY_EXISTS"
     template = "there is a token {name!r} already"
 
 
 class AuthenticationError(CoordinatorError):
     """Nobody knows who calls."""
+
+    code = "UNAUTHENTICATED"
 
 
 class CredentialMissingError(AuthenticationError):
@@ -395,6 +390,8 @@ class TokenRevokedError(AuthenticationError):
 
 class ForbiddenError(CoordinatorError):
     """Who calls is known, and may not do that."""
+
+    code = "PERMISSION_DENIED"
 
 
 class ScopeTooNarrowError(ForbiddenError):
@@ -442,6 +439,7 @@ class InstanceServedError(ForbiddenError):
 class InternalError(CoordinatorError):
     """A fault of the coordinator's own; its log has the traceback."""
 
+    code = "INTERNAL"
     template = "the coordinator failed: {cause}"
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perseus.service.domain.measured import JobIteration, Period, Saving
-from perseus.service.domain.model import RankState
+from perseus.service.domain.model import Rank, RankState
+from perseus.service.domain.stall import Stall
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +31,26 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class JobFigures:
+class RunFigures:
     """A run's figures at one moment.
 
     Attributes:
+        stall: why it does not get on, if it does not.
         latest: the latest complete iteration.
         totals: of all of them.
         period: what is measured under the clocks that are offered now, and `saving` that against stock.
         promised_time_s: the iteration time that the plans promise.
-        detected_count: of the stragglers, those that nobody reported.
         straggler_time_s: T' of the slowest one.
         switch_count: how often pipelines were given other plans.
         saved_energy_j: against stock, since the coordinator began with the run.
     """
 
+    stall: Stall | None = None
     latest: JobIteration | None = None
     totals: Totals | None = None
     period: Period | None = None
     saving: Saving | None = None
     promised_time_s: float | None = None
-    detected_count: int = 0
     straggler_time_s: float | None = None
     switch_count: int | None = None
     saved_energy_j: float | None = None
@@ -73,3 +74,22 @@ class RankColumns:
     clock_mhz: Sequence[float | None]
     slowness: Sequence[float | None]
     power_w: Sequence[float | None]
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[Rank]) -> "RankColumns":
+        """Return ranks of which nothing is measured any more."""
+        nothing = (None,) * len(ranks)
+        return cls(
+            state=[rank.state for rank in ranks],
+            iteration=[rank.iteration if rank.iteration >= 0 else None for rank in ranks],
+            clock_mhz=nothing,
+            slowness=nothing,
+            power_w=nothing,
+        )
+
+    def cut(self, first_index: int, count: int) -> "RankColumns":
+        """Return so many ranks from one on; fewer where there are no more."""
+        own = slice(first_index, first_index + count)
+        return RankColumns(
+            self.state[own], self.iteration[own], self.clock_mhz[own], self.slowness[own], self.power_w[own]
+        )

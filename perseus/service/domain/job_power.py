@@ -56,3 +56,7 @@ class JobPower:
     is_changing: bool = False
     is_in_force: bool = False
     placement_count: int = 0
+
+
+NO_POWER = JobPower(None, BudgetTerms())
+"""Of a run that measures nothing."""

@@ -5,12 +5,13 @@ What comes in is checked by the adapters in `service/api`; only times are read h
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.measured import Saving
 from perseus.service.domain.model import (
     FaultyPart,
     GpuErrorReason,
@@ -21,11 +22,24 @@ from perseus.service.domain.model import (
     RefusalReason,
 )
 from perseus.service.domain.power import BudgetStage
-from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingCost, ProfilingLimit
+from perseus.service.domain.profiling import (
+    ClockGivenUpReason,
+    ProfilingBudget,
+    ProfilingCost,
+    ProfilingLimit,
+)
 from perseus.service.domain.signals import PacingState, SignalKind, SignalPacing
-from perseus.service.domain.specification import Coordinates, OperatingPolicy, Parallelism, ScheduleName
+from perseus.service.domain.specification import (
+    Coordinates,
+    JobSpec,
+    NamedSchedule,
+    OperatingPolicy,
+    Parallelism,
+    ScheduleName,
+    ScheduleSpec,
+)
 from perseus.service.domain.stall import StallReason
-from perseus.solver import Kind
+from perseus.solver import Computation, Kind, Path
 from perseus.v1 import computation_pb2, event_pb2, job_pb2, power_service_pb2, rank_pb2
 
 _CONTRACT: Mapping[type[enum.Enum], Any] = {
@@ -140,3 +154,82 @@ def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
         message.budget_terms.tolerance_percent = terms.tolerance_percent
         message.budget_terms.weight = terms.weight
     return message
+
+
+def budget_to_proto(budget: ProfilingBudget) -> job_pb2.ProfilingBudget:
+    """Return what profiling may take."""
+
+    def limit(figure: float) -> float | None:
+        return None if math.isinf(figure) else figure
+
+    count = limit(budget.iteration_count)
+    return job_pb2.ProfilingBudget(
+        iteration_count=None if count is None else int(count),
+        time_s=limit(budget.time_s),
+        extra_time_s=limit(budget.extra_time_s),
+        extra_energy_j=limit(budget.extra_energy_j),
+    )
+
+
+def saving_to_proto(saving: Saving) -> job_pb2.Saving:
+    """Return what was saved against stock."""
+    return job_pb2.Saving(
+        baseline_period_number=saving.baseline_number,
+        energy_percent=saving.energy_percent,
+        energy_se_percent=saving.energy_se_percent,
+        slowdown_percent=saving.slowdown_percent,
+        slowdown_se_percent=saving.slowdown_se_percent,
+    )
+
+
+def spec_to_proto(spec: JobSpec) -> job_pb2.JobSpec:
+    """Return a job as it was registered."""
+    return job_pb2.JobSpec(
+        job_id=spec.job_id,
+        parallelism=parallelism_to_proto(spec.parallelism),
+        schedule=schedule_spec_to_proto(spec.schedule),
+        policy=policy_to_proto(spec.policy),
+        stage_work=[job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in spec.stage_work],
+    )
+
+
+def computation_to_proto(computation: Computation) -> computation_pb2.Computation:
+    """Return the computation without its stage, which the wire gives by position."""
+    return computation_pb2.Computation(
+        kind=NUMBERS[computation.kind], microbatch=computation.microbatch, chunk=computation.chunk
+    )
+
+
+def order_to_proto(order: Iterable[Computation]) -> computation_pb2.StageOrder:
+    """Return one stage's order."""
+    return computation_pb2.StageOrder(
+        computations=[computation_to_proto(computation) for computation in order]
+    )
+
+
+def schedule_spec_to_proto(spec: ScheduleSpec) -> computation_pb2.Schedule:
+    """Return the schedule in the form in which it was given."""
+    if isinstance(spec, NamedSchedule):
+        return computation_pb2.Schedule(
+            named=computation_pb2.NamedSchedule(
+                name=NUMBERS[spec.name], microbatch_count=spec.microbatch_count
+            )
+        )
+    return schedule_to_proto(spec.orders, spec.paths)
+
+
+def schedule_to_proto(
+    orders: Sequence[Sequence[Computation]], paths: Sequence[Path]
+) -> computation_pb2.Schedule:
+    """Return explicit orders, stage 0 first, and how activations flow."""
+    return computation_pb2.Schedule(
+        explicit=computation_pb2.ExplicitSchedule(
+            stages=[order_to_proto(order) for order in orders],
+            paths=[
+                computation_pb2.Path(
+                    steps=[computation_pb2.PathStep(stage=stage, chunk=chunk) for stage, chunk in path]
+                )
+                for path in paths
+            ],
+        )
+    )

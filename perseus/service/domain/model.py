@@ -293,17 +293,6 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class IterationSummary:
-    """One iteration of one pipeline: the time of its slowest rank, the energy of all of them."""
-
-    pipeline: int
-    iteration: int
-    plan_version: int
-    iteration_time_s: float
-    energy_j: float
-
-
-@dataclass(frozen=True, slots=True)
 class StockIteration:
     """An iteration at stock: time of the slowest pipeline, energy of all GPUs (0 where it is not known).
 

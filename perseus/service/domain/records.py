@@ -1,49 +1,75 @@
 """What is stored of a job: each record replaces an older one of the same key."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
-from perseus.service.domain.model import Ceiling, JobState, PipelineOffer, Rank, StockIteration, Straggler
+from perseus.service.domain.model import (
+    NO_VERSION,
+    Ceiling,
+    JobState,
+    PipelineOffer,
+    Rank,
+    StockIteration,
+    Straggler,
+)
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
 from perseus.service.domain.signals import SignalPacing
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
 from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import IterationColumns
+from perseus.v1 import job_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JobRecord:
-    """A run's own figures; `lag_s` is 0 before plans showed it.
+    """What a run knows of itself and must not forget: its parts change it in place, and a copy is stored.
 
-    `state_reason` is the sentence of the last change of state, `finish_time_s` on the wall clock.
-    `profiling_cost` and `given_up_clocks` are those of profiling so far; `stall` is what was told last of why
-    the job does not get on, None once it does. `baseline_request_ids`: the latest requests to measure the
-    baseline again. `broken_promise_count`: promises of plans that were broken and not made up for.
-    `set_latency_s`: of the GPUs, as plans are made with it; 0 before it is known. `pace_s`: what a power
-    budget makes iterations take, None if none does; `ceiling`: as one ordered it last. `pacing`: how it runs
-    by a signal, None where it does not, or was not told yet.
+    Attributes:
+        policy: the operating policy in force.
+        state: where the job stands.
+        state_reason: why it is there; one sentence.
+        version: the highest version of clocks used so far.
+        baseline: what an iteration takes at stock; None until that is measured.
+        is_profile_complete: whether what is measured is enough to plan on.
+        stragglers: which pipelines are slow, by pipeline.
+        lag_s: how long a transfer between stages takes, as far as plans have shown; 0 before.
+        profiling_cost: what profiling has taken so far, since it was begun or renewed.
+        given_up_clocks: the clocks that could not be measured, in the order in which they were given up.
+        stall: what was told last of why the job does not get on; None once it does.
+        finish_time_s: when it finished, on the wall clock; None if it has not.
+        baseline_request_ids: the latest requests to measure the baseline again.
+        broken_promise_count: promises of plans that were broken and not made up for.
+        set_latency_s: of the GPUs, as plans are made with it; 0 before it is known.
+        pace_s: what a power budget makes iterations take, on the frontier's scale; None if none does.
+        ceiling: the highest clock where nothing is planned, as a budget ordered it last; None without one.
+        pacing: how the job runs by a signal; None where its policy follows none, or nothing was told yet.
     """
 
     policy: OperatingPolicy
-    state: JobState
-    state_reason: str
-    version: int
-    baseline: StockIteration | None
-    is_profile_complete: bool
-    stragglers: tuple[Straggler, ...]
-    lag_s: float
-    profiling_cost: ProfilingCost
-    given_up_clocks: tuple[GivenUpClock, ...]
-    stall: Stall | None
-    finish_time_s: float | None
+    state: JobState = JobState.WAITING
+    state_reason: str = "some ranks have not joined yet"
+    version: int = NO_VERSION
+    baseline: StockIteration | None = None
+    is_profile_complete: bool = False
+    stragglers: tuple[Straggler, ...] = ()
+    lag_s: float = 0.0
+    profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
+    given_up_clocks: tuple[GivenUpClock, ...] = ()
+    stall: Stall | None = None
+    finish_time_s: float | None = None
     baseline_request_ids: tuple[str, ...] = ()
     broken_promise_count: int = 0
     set_latency_s: float = 0.0
     pace_s: float | None = None
     ceiling: Ceiling | None = None
     pacing: SignalPacing | None = None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the job has ended."""
+        return self.state is JobState.FINISHED
 
 
 MOST_REQUEST_IDS = 64
@@ -79,6 +105,13 @@ class Registrations:
         """Return these with one more; it is there once."""
         others = (some for some in self.registrations if some != newest)
         return Registrations((*others, newest)[-MOST_REQUEST_IDS:])
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """The run has ended and none of its ranks is served any more: it is shown like this from now on."""
+
+    job: job_pb2.Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +158,7 @@ class RecordedInputs:
 
 Record = (
     JobRecord
+    | EndedRun
     | Registrations
     | Rank
     | OfferRecord
@@ -146,6 +180,8 @@ def record_key(record: Record) -> Hashable:
             return id(record)
         case JobRecord():
             return (JobRecord,)
+        case EndedRun():
+            return (EndedRun,)
         case Registrations():
             return (Registrations,)
         case ForgetIterations():

@@ -18,6 +18,7 @@ there to be told to people, and nothing is decided by it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -70,65 +71,101 @@ from perseus.service.domain.model import (
     RankLeftReason,
     RankState,
 )
-from perseus.service.domain.records import MOST_REQUEST_IDS, JobRecord, StoredJob
-from perseus.service.domain.specification import JobSpec, Registration
+from perseus.service.domain.records import (
+    MOST_REQUEST_IDS,
+    EndedRun,
+    JobRecord,
+    Registrations,
+    StoredJob,
+)
+from perseus.service.domain.specification import JobSpec, Registration, check_request_id
 from perseus.service.domain.telemetry import Order
+from perseus.service.job import views
+from perseus.service.job.course import Course
 from perseus.service.job.iteration_judge import IterationJudge
 from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.recording import Begun, Recording, Restored, SolverAnswered
 from perseus.service.job.rules import Rules
-from perseus.service.job.views import VisibleRun
+from perseus.service.job.run import Run
 from perseus.v1 import event_pb2
 
 
-class JobMachine(VisibleRun):
+class JobMachine:
     """One run of a job. `handle` is the only way in; what it returns is the only way out.
 
     Attributes:
+        run: its state, to be looked at.
         recording: its inputs so far; None before it is registered.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        run_number: int,
-        rules: Rules,
-        epoch: str,
-        create_time_s: float,
-        created_s: float,
-    ) -> None:
-        """Begin where nothing is known. See `VisibleRun`."""
-        super().__init__(spec, run_number, rules, epoch, create_time_s, created_s)
-        self._judge = IterationJudge(self._course)
-        self._refusals = Refusals(self._ranks, self._offers, self._journal)
-        self._orders = [Order(order) for order in self.schedule.orders]
-        self._baseline_request_ids: tuple[str, ...] = ()
-        self._stored_figures: tuple[object, ...] = ()
-        self._rules, self._created_s = rules, created_s
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.recording: Recording | None = None
+        self._course = Course(run)
+        self._judge = IterationJudge(run, self._course)
+        self._refusals = Refusals(run.ranks, run.offers, run.journal)
+        self._orders = [Order(order) for order in run.schedule.orders]
+        # As they were given out last.
+        self._stored_record: JobRecord | None = None
+        self._has_ended = False
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job as registered."""
+        return self.run.spec
+
+    @property
+    def run_number(self) -> int:
+        """Which run of it this is, from 1."""
+        return self.run.run_number
+
+    @property
+    def create_time_s(self) -> float:
+        """When it was registered, on the wall clock."""
+        return self.run.create_time_s
+
+    @property
+    def registrations(self) -> Registrations:
+        """Who registered it."""
+        return self.run.registrations
+
+    @property
+    def record(self) -> JobRecord:
+        """What it knows of itself and must not forget."""
+        return self.run.record
+
+    @property
+    def has_live_rank(self) -> bool:
+        """Whether a rank is connected, or may come back within its lease."""
+        return self.run.has_live_rank
+
+    @property
+    def last_event_sequence(self) -> int:
+        """Number of the last event."""
+        return self.run.journal.sequence
 
     # ------------------------------------------------------------------ the way in and out
 
     def register(self, registration: Registration, version: int) -> list[Command]:
         """Begin the run's life: what is to be stored and told of it. Versions up to `version` are used up."""
-        counts = self.spec.parallelism
+        run, counts = self.run, self.spec.parallelism
         self.recording = Recording(
             Begun(
-                self.spec,
-                self.run_number,
-                self._rules,
-                self._epoch,
-                self.create_time_s,
-                self._created_s,
+                run.spec,
+                run.run_number,
+                run.rules,
+                run.epoch,
+                run.create_time_s,
+                run.created_s,
                 registration,
                 version,
             )
         )
-        self._offers.version = version
+        run.record.version = version
         self._note_registration(registration)
-        self._journal.announce(
+        self.run.journal.announce(
             event_pb2.JOB_EVENT_TYPE_REGISTERED,
             f"registered with {counts.pipeline_count} pipelines × {counts.stage_count} stages × "
             f"{counts.tensor_count} tensor-parallel ranks",
@@ -145,13 +182,14 @@ class JobMachine(VisibleRun):
         A frontier is not stored: a complete profile is solved again, while plans in force stay as they are.
         """
         created_s = now_s - (wall_time_s - stored.create_time_s)
-        machine = cls(stored.spec, stored.run_number, rules, epoch, stored.create_time_s, created_s)
+        run = Run(
+            stored.spec, stored.run_number, rules, epoch, stored.create_time_s, created_s, stored.record
+        )
+        run.restore(stored, now_s, wall_time_s)
+        machine = cls(run)
         machine.recording = Recording(Restored(stored, rules, epoch, now_s, wall_time_s))
-        machine.registrations = stored.registrations
-        if stored.record is not None:
-            machine._baseline_request_ids = stored.record.baseline_request_ids
-        machine._course.restore(stored, now_s, wall_time_s)
-        if machine.has_finished:
+        machine._course.go_on(stored.open_rows)
+        if run.record.has_finished:
             machine.recording.drop()
         return machine, machine._take_commands()
 
@@ -167,10 +205,10 @@ class JobMachine(VisibleRun):
         """
         if self.recording is not None:
             self.recording.add(event, now_s, wall_time_s)
-        self._course.begin(now_s, wall_time_s)
+        self.run.begin(now_s, wall_time_s)
         _HANDLERS[type(event)](self, event, now_s)
         self._course.settle()
-        if self.recording is not None and self.has_finished:
+        if self.recording is not None and self.record.has_finished:
             self.recording.drop()
         return self._take_commands()
 
@@ -178,37 +216,15 @@ class JobMachine(VisibleRun):
         """Check what must always hold between two inputs."""
         self._course.validate()
 
-    def next_deadline_s(self) -> float | None:
-        """When the next lease or the patience with the job runs out, if any does: a Tick is due then."""
-        deadlines_s = (self._ranks.next_deadline_s(), self._progress.next_deadline_s())
-        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
-
     def _take_commands(self) -> list[Command]:
-        course, planner = self._course, self._planner
-        figures = (
-            planner.policy,
-            course.state,
-            course.state_reason,
-            self._offers.version,
-            self._baseline.iteration,
-            course.is_profile_complete,
-            tuple(self._stragglers) if self._stragglers else (),
-            planner.lag_s,
-            self.profiler.cost,
-            self.profiler.given_up,
-            self._progress.told,
-            course.finish_time_s,
-            self._baseline_request_ids,
-            planner.watch.broken_count,
-            planner.latency.planned_s,
-            planner.pace_s,
-            course.limiter.ceiling,
-            planner.pacing,
-        )
-        if figures != self._stored_figures:  # of every message; most change none of them
-            self._stored_figures = figures
-            self._journal.store(JobRecord(*figures))
-        return self._journal.take()
+        run = self.run
+        if run.record != self._stored_record:  # of every message; most change none of it
+            self._stored_record = copy(run.record)
+            run.journal.store(self._stored_record)
+        if run.record.has_finished and not run.has_live_rank and not self._has_ended:
+            self._has_ended = True
+            run.journal.store(EndedRun(views.job(run, is_full=True)))
+        return run.journal.take()
 
     # ------------------------------------------------------------------ inputs
 
@@ -219,14 +235,14 @@ class JobMachine(VisibleRun):
         self._course.enter(JobState.FINISHED, f"abandoned: {event.why}")
 
     def _on_epoch_renewed(self, event: EpochRenewed, _now_s: float) -> None:
-        self._epoch = event.epoch
+        self.run.epoch = event.epoch
         # Telemetry doesn't say of which epoch a version is: those that may be lost are not used again.
-        self._offers.version += LOST_VERSIONS
+        self.record.version += LOST_VERSIONS
 
     def _on_rank_joined(self, event: RankJoined, now_s: float) -> None:
         self._course.check_running()
         self.spec.check_rank(event.rank)
-        if not self.takes(event.spec_fingerprint):
+        if not self._takes(event.spec_fingerprint):
             raise SpecMismatchError(
                 job_id=self.spec.job_id,
                 run_number=self.run_number,
@@ -235,178 +251,181 @@ class JobMachine(VisibleRun):
                 tensor=event.rank.tensor,
                 spec_fingerprint=event.spec_fingerprint,
             )
-        rank = self._ranks[event.rank]
+        rank = self.run.ranks[event.rank]
         if rank.instance_id == event.instance_id and rank.state in LIVE and event.iteration < rank.iteration:
             self._course.lose([rank], "its trainer is back at an earlier iteration")
-        has_refused = self._ranks[event.rank].has_refused
-        self._ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)
+        has_refused = self.run.ranks[event.rank].has_refused
+        self.run.ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)
         if rank.gpu is not None and rank.gpu != event.gpu:
             self._course.check_work(f"{event.rank} is back on another GPU, or under other limits")
-        self._offers.forget_sent(event.rank)
-        self._progress.forget(event.rank)
-        self._journal.do(AcceptRank(event.rank, event.instance_id, self.ceiling))
-        if has_refused and not self._ranks[event.rank].has_refused:
+        self.run.offers.forget_sent(event.rank)
+        self.run.progress.forget(event.rank)
+        self.run.journal.do(AcceptRank(event.rank, event.instance_id, self.record.ceiling))
+        if has_refused and not self.run.ranks[event.rank].has_refused:
             self._course.profile_more(f"{event.rank} has another agent")
 
     def _on_rank_left(self, event: RankLeft, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
-        rank = self._ranks[event.rank]
+        rank = self.run.ranks[event.rank]
         if rank.instance_id == event.instance_id and rank.state in LIVE:
             if event.reason is RankLeftReason.FINISHED:
-                self._offers.forget_sent(event.rank)
-                self._ranks.finish(event.rank, event.reason.value)
+                self.run.offers.forget_sent(event.rank)
+                self.run.ranks.finish(event.rank, event.reason.value)
             else:
                 self._course.lose([rank], event.reason.value)
 
     def _on_gpu_error_reported(self, event: GpuErrorReported, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
-        self._ranks.note_gpu_error(event)
+        self.run.ranks.note_gpu_error(event)
 
     def _on_agent_disconnected(self, event: AgentDisconnected, now_s: float) -> None:
-        for rank in self._ranks.of_instance(event.instance_id, RankState.CONNECTED):
-            self._offers.forget_sent(rank.coordinates)
-        self._ranks.disconnect(event.instance_id, now_s)
+        for rank in self.run.ranks.of_instance(event.instance_id, RankState.CONNECTED):
+            self.run.offers.forget_sent(rank.coordinates)
+        self.run.ranks.disconnect(event.instance_id, now_s)
 
     def _on_agent_left(self, event: AgentLeft, _now_s: float) -> None:
-        self._course.lose(self._ranks.of_instance(event.instance_id, *LIVE), "its agent ended")
+        self._course.lose(self.run.ranks.of_instance(event.instance_id, *LIVE), "its agent ended")
 
     def _on_agent_heard(self, event: AgentHeard, now_s: float) -> None:
-        self._ranks.hear_agent(event.instance_id, now_s)
+        self.run.ranks.hear_agent(event.instance_id, now_s)
 
     def _on_telemetry_arrived(self, event: TelemetryArrived, now_s: float) -> None:
-        if not self._ranks.hear(event.rank, event.instance_id, now_s):
+        if not self.run.ranks.hear(event.rank, event.instance_id, now_s):
             raise RankNotServedError(
                 job_id=self.spec.job_id,
                 pipeline=event.rank.pipeline,
                 stage=event.rank.stage,
                 tensor=event.rank.tensor,
             )
-        rank, batch = self._ranks[event.rank], event.batch
+        rank, batch = self.run.ranks[event.rank], event.batch
         place, gpu = rank.coordinates, rank.gpu  # the tables' own place: they find it without a comparison
-        self._ranks.check_trainer(place, batch.sequence)
+        self.run.ranks.check_trainer(place, batch.sequence)
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
         is_plain = batch.check_order(self._orders[place.stage])
-        if batch.gpu_limits is not None and self._ranks.note_limits(place, batch.gpu_limits):
+        if batch.gpu_limits is not None and self.run.ranks.note_limits(place, batch.gpu_limits):
             self._course.check_work(f"{place} has a GPU under other limits")
-        self._stragglers.take_telemetry(place, batch, is_plain=is_plain)
+        self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
         if batch.iterations.iteration:
             reasons = batch.iterations.clock_event_reasons[-1]
-            self._ranks.note_iteration(place, max(batch.iterations.iteration), reasons)
+            self.run.ranks.note_iteration(place, max(batch.iterations.iteration), reasons)
             self._judge.take_iterations(place, batch.iterations)
         computations = batch.computations
-        self.timelines.add(
+        self.run.timelines.add(
             place, self._orders[place.stage].compact(computations) if is_plain else computations
         )
         if batch.clocks is not None:
-            self._ranks.note_clocks(place, batch.clocks)
-            self._planner.latency.take(place, batch.clocks)
+            self.run.ranks.note_clocks(place, batch.clocks)
+            self.run.planner.latency.take(place, batch.clocks)
         energy = batch.energy
-        if energy is not None and energy.plan_version == self._offers.of_rank(place).version:
-            if self.state is JobState.PLANNED:
-                self._planner.watch.take_estimate(place, energy)
+        if energy is not None and energy.plan_version == self.run.offers.of_rank(place).version:
+            if self.record.state is JobState.PLANNED:
+                self.run.planner.watch.take_estimate(place, energy)
             else:
-                self.profiler.take_estimate(place, energy)
+                self.run.profiler.take_estimate(place, energy)
 
     def _on_offer_answered(self, event: OfferAnswered, now_s: float) -> None:
-        if not self._ranks.hear(event.rank, event.instance_id, now_s):
+        if not self.run.ranks.hear(event.rank, event.instance_id, now_s):
             return
-        self._ranks.note_iteration(event.rank, event.iteration)
-        why = self._refusals.take(event) if event.epoch == self._epoch else None
+        self.run.ranks.note_iteration(event.rank, event.iteration)
+        why = self._refusals.take(event) if event.epoch == self.run.epoch else None
         if why is not None:
             self._course.plan_without(why)
 
     def _on_plan_in_force(self, event: PlanInForce, now_s: float) -> None:
-        if not self._ranks.hear(event.rank, event.instance_id, now_s):
+        if not self.run.ranks.hear(event.rank, event.instance_id, now_s):
             return
-        self._ranks.note_iteration(event.rank, event.iteration)
-        rank = self._ranks[event.rank]
+        self.run.ranks.note_iteration(event.rank, event.iteration)
+        rank = self.run.ranks[event.rank]
         version = self._known_version(event.epoch, event.version)
-        offered = self._offers.of_rank(event.rank).version
+        offered = self.run.offers.of_rank(event.rank).version
         if version != offered and (version == NO_VERSION or rank.in_force_version == offered):
             # It fell back: what it had in force, and what it had accepted for an iteration to come, is gone.
-            self._offers.forget_sent(event.rank)
-        self._ranks.change(replace(rank, in_force_version=version))
+            self.run.offers.forget_sent(event.rank)
+        self.run.ranks.change(replace(rank, in_force_version=version))
 
     def _on_straggler_reported(self, event: StragglerReported, _now_s: float) -> None:
         self._course.check_running()
         straggler = event.straggler
         self.spec.check_pipeline(straggler.pipeline)
         check_straggler(straggler)
-        if self._stragglers.report(straggler):
-            self._planner.announce_straggler(straggler)
+        if self.run.stragglers.report(straggler):
+            self.run.planner.announce_straggler(straggler)
             self._course.after_straggler_change()
 
     def _on_straggler_cleared(self, event: StragglerCleared, _now_s: float) -> None:
         self._course.check_running()
         self.spec.check_pipeline(event.pipeline)
-        if self._stragglers.clear(event.pipeline):
+        if self.run.stragglers.clear(event.pipeline):
             self._course.after_straggler_change()
 
     def _on_policy_set(self, event: PolicySet, _now_s: float) -> None:
         self._course.check_running()
         event.policy.check()
-        if self._planner.set_policy(event.policy):
+        if self.run.planner.set_policy(event.policy):
             self._course.retarget()
 
     def _on_pace_ordered(self, event: PaceOrdered, _now_s: float) -> None:
         self._course.check_running()
         if event.deadline_s is not None:
             check_range("deadline_s", event.deadline_s, MIN_DURATION_S, MAX_DURATION_S)
-        if self._planner.order_pace(event.deadline_s, is_urgent=event.is_urgent):
+        if self.run.planner.order_pace(event.deadline_s, is_urgent=event.is_urgent):
             self._course.retarget(is_urgent=event.is_urgent)
 
     def _on_signal_paced(self, event: SignalPaced, _now_s: float) -> None:
         self._course.check_running()
         if event.pace_s is not None:
             check_range("pace_s", event.pace_s, MIN_DURATION_S, MAX_DURATION_S)
-        if self._planner.order_signal_pace(event):
+        if self.run.planner.order_signal_pace(event):
             self._course.retarget()
 
     def _on_ceiling_ordered(self, event: CeilingOrdered, _now_s: float) -> None:
         self._course.limit(event.to_ceiling())
 
     def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
-        if self.state is not JobState.FINISHED:
+        if self.record.state is not JobState.FINISHED:
             self._course.enter(JobState.FINISHED, "ended on request")
 
     def _on_resume_requested(self, _event: ResumeRequested, _now_s: float) -> None:
-        if self.state is not JobState.STOCK:
+        if self.record.state is not JobState.STOCK:
             return
-        self._journal.announce(
+        self.run.journal.announce(
             event_pb2.JOB_EVENT_TYPE_RESUMED, "the job goes on from stock, as it was asked to"
         )
-        self._planner.drop_frontier()
-        self._planner.watch.forgive()
-        self.profiler.renew()
-        self._baseline.forget()
-        everybody = self._ranks.are_all(RankState.CONNECTED)
+        self.run.planner.drop_frontier()
+        self.run.planner.watch.forgive()
+        self.run.profiler.renew()
+        self.run.baseline.forget()
+        everybody = self.run.ranks.are_all(RankState.CONNECTED)
         self._course.enter(JobState.BASELINE if everybody else JobState.WAITING, "it was asked to go on")
 
     def _on_baseline_requested(self, event: BaselineRequested, _now_s: float) -> None:
-        if event.request_id in self._baseline_request_ids:
+        check_request_id(event.request_id)
+        if event.request_id in self.record.baseline_request_ids:
             return
         self._course.check_running()
-        if self.state is not JobState.PLANNED:
-            raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
-        self._journal.announce(
+        if self.record.state is not JobState.PLANNED:
+            raise JobNotSolvedError(job_id=self.spec.job_id, state=self.record.state.value)
+        self.run.journal.announce(
             event_pb2.JOB_EVENT_TYPE_BASELINE_REQUESTED,
-            f"the stock iteration, {self._baseline.time_s:.6f} s so far, is measured again",
-            event_pb2.BaselineRequested(baseline_time_s=self._baseline.time_s),
+            f"the stock iteration, {self.run.baseline.time_s:.6f} s so far, is measured again",
+            event_pb2.BaselineRequested(baseline_time_s=self.run.baseline.time_s),
         )
-        self._baseline_request_ids = (*self._baseline_request_ids, event.request_id)[-MOST_REQUEST_IDS:]
-        self._baseline.forget()
+        self.record.baseline_request_ids = (*self.record.baseline_request_ids, event.request_id)[
+            -MOST_REQUEST_IDS:
+        ]
+        self.run.baseline.forget()
         self._course.enter(JobState.BASELINE, "the stock baseline is measured again")
 
     def _on_profile_found(self, event: ProfileFound, _now_s: float) -> None:
-        self.profiler.known = event.found
+        self.run.profiler.known = event.found
 
     def _on_solved(self, event: Solved, _now_s: float) -> None:
         self._course.take_frontier(event.frontier)
 
     def _on_solve_retried(self, event: SolveRetried, _now_s: float) -> None:
-        if self._course.state is not JobState.FINISHED:
-            self._course.planner.announce_retry(event.cause, event.crash_count, event.delay_s)
+        if self.record.state is not JobState.FINISHED:
+            self.run.planner.announce_retry(event.cause, event.crash_count, event.delay_s)
 
     def _on_solve_failed(self, event: SolveFailed, _now_s: float) -> None:
         self._course.take_failure(event.cause)
@@ -421,30 +440,35 @@ class JobMachine(VisibleRun):
         self._course.do_without_plan(event.refinement, event.cause)
 
     def _on_tick(self, _event: Tick, now_s: float) -> None:
-        expired = self._ranks.expired(now_s)
+        expired = self.run.ranks.expired(now_s)
         silent = {rank.instance_id: None for rank in expired if rank.state is RankState.CONNECTED}
         self._course.lose(expired, "its lease ran out")
         for instance_id in silent:
-            self._journal.do(EndStream(instance_id))
+            self.run.journal.do(EndStream(instance_id))
+
+    def _takes(self, spec_fingerprint: str) -> bool:
+        """Tell whether ranks of this specification may join; what names none is not checked."""
+        known = (some.spec_fingerprint for some in self.registrations.registrations)
+        return not spec_fingerprint or spec_fingerprint in known
 
     def _known_version(self, epoch: str, version: int) -> int:
         """Return what a rank says is in force, as a version of this coordinator's."""
         if not epoch:
             return NO_VERSION
-        if epoch != self._epoch:
+        if epoch != self.run.epoch:
             return FOREIGN_VERSION
-        if version > self._offers.version:
+        if version > self.record.version:
             # It was offered, and that is lost: never use it again, unless it can only be a lie.
-            if version - self._offers.version <= LOST_VERSIONS:
-                self._offers.version = version
+            if version - self.record.version <= LOST_VERSIONS:
+                self.record.version = version
             return FOREIGN_VERSION
         return version
 
     def _note_registration(self, registration: Registration) -> None:
         registrations = self.registrations.with_newest(registration)
         if registrations != self.registrations:
-            self.registrations = registrations
-            self._journal.store(registrations)
+            self.run.registrations = registrations
+            self.run.journal.store(registrations)
 
 
 # Looked up for every message: a table costs a tenth of what `functools.singledispatchmethod` does.
@@ -493,9 +517,10 @@ def replay(
     """
     match recording.beginning:
         case Begun() as begun:
-            machine = JobMachine(
+            run = Run(
                 begun.spec, begun.run_number, begun.rules, begun.epoch, begun.create_time_s, begun.created_s
             )
+            machine = JobMachine(run)
             commands = machine.register(begun.registration, begun.version)
         case Restored() as restored:
             machine, commands = JobMachine.restore(

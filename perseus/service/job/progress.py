@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.messages import NUMBERS, coordinates_to_proto, time_to_proto
 from perseus.service.domain.model import HoldClocks, JobState, RankState
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
@@ -53,6 +54,7 @@ class Progress:
 
     def __init__(
         self,
+        record: JobRecord,
         ranks: RankTable,
         log: IterationLog,
         baseline: Baseline,
@@ -64,6 +66,7 @@ class Progress:
         wall_time_s: float,
     ) -> None:
         self.is_silent = False
+        self._record = record
         self._ranks = ranks
         self._log = log
         self._baseline = baseline
@@ -73,10 +76,8 @@ class Progress:
         self._journal = journal
         # What the wall clock shows more than the clock that never goes back.
         self._wall_offset_s = wall_time_s - now_s
-        self._state = JobState.WAITING
-        self._told: Stall | None = None
         # Since the job got on last.
-        self._told_reasons: set[StallReason] = set()
+        self._told_reasons = set() if record.stall is None else {record.stall.reason}
         self._heard_s = self._checked_s = self._useful_s = now_s
         self._useless_count = 0
         # Since the first iteration of a round of profiling, and how many rounds had been measured whole.
@@ -88,30 +89,26 @@ class Progress:
         self._repeating: set[Coordinates] = set()
 
     @property
-    def told(self) -> Stall | None:
-        """The reason that was announced last, while the job has not got on."""
-        return self._told
-
-    @property
     def stall(self) -> Stall | None:
         """Why the job does not get on as things are now; None if it does, or may yet."""
         return self._find_missing() if self._state is JobState.WAITING else self._told
 
-    def restore(self, state: JobState, told: Stall | None, now_s: float) -> None:
-        """Take what is stored; all timers begin anew."""
-        self._state = state
-        self._told = told
-        if told is not None:
-            self._told_reasons.add(told.reason)
-        self._restart(now_s)
+    @property
+    def _state(self) -> JobState:
+        return self._record.state
 
-    def enter(self, state: JobState, now_s: float) -> None:
+    @property
+    def _told(self) -> Stall | None:
+        """The reason that was announced last, while the job has not got on."""
+        return self._record.stall
+
+    def enter(self, before: JobState, now_s: float) -> None:
         """The job's state has changed, and with it what is waited for."""
-        before, self._state = self._state, state
+        state = self._state
         self.is_silent = False
-        self._restart(now_s)
+        self.restart(now_s)
         if state not in _RUNNING | {JobState.WAITING}:
-            self._told = None
+            self._record.stall = None
             self._told_reasons.clear()
         elif self._told is not None and state is not before:
             reason = self._told.reason
@@ -198,7 +195,8 @@ class Progress:
         assert (self._told is None) == (not self._told_reasons)
         assert not self.is_silent or self._state in _RUNNING
 
-    def _restart(self, now_s: float) -> None:
+    def restart(self, now_s: float) -> None:
+        """All timers begin anew."""
         self._heard_s = self._checked_s = self._useful_s = now_s
         self._useless_count = 0
         self._measuring_s = None
@@ -259,7 +257,7 @@ class Progress:
         return Stall(reason, None if is_all else ranks[0], count, since_time_s, self._latest_iteration)
 
     def _tell(self, stall: Stall, now_s: float) -> None:
-        self._told = stall
+        self._record.stall = stall
         if stall.reason not in self._told_reasons:
             self._told_reasons.add(stall.reason)
             lasted_s = now_s + self._wall_offset_s - stall.since_time_s
@@ -267,7 +265,7 @@ class Progress:
 
     def _get_on(self) -> None:
         assert self._told is not None
-        stall, self._told = self._told, None
+        stall, self._record.stall = self._told, None
         self._told_reasons.clear()
         self._announce(event_pb2.JOB_EVENT_TYPE_STALL_ENDED, f"the job gets on again; before, {stall}", stall)
 

@@ -1,306 +1,323 @@
-"""One run of a job as others may see it: summary, details, figures, ranks, what was measured.
+"""What is told of a run: the contract's `Job`, and values for metrics, budgets and pacing.
 
 What is asked for often costs no work over the run's ranks or pipelines; what grows with it says so.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
 from perseus.service.domain.errors import JobNotSolvedError, TimelineNotReadyError
-from perseus.service.domain.figures import JobFigures, RankColumns
+from perseus.service.domain.figures import RankColumns, RunFigures
 from perseus.service.domain.job_pacing import JobPacing
 from perseus.service.domain.job_power import JobPower
-from perseus.service.domain.measured import MeasuredTimeline, Period, Powers, Saving
-from perseus.service.domain.model import Ceiling, JobState, Rank, RankFilter
-from perseus.service.domain.records import Registrations
-from perseus.service.domain.specification import BudgetTerms, Coordinates, JobSpec
-from perseus.service.domain.views import JobDetails, JobView
-from perseus.service.job.course import Course
+from perseus.service.domain.measured import MeasuredTimeline, Powers, Timeline
+from perseus.service.domain.messages import (
+    NUMBERS,
+    budget_to_proto,
+    cost_to_proto,
+    pacing_to_proto,
+    parallelism_to_proto,
+    policy_to_proto,
+    saving_to_proto,
+    spec_to_proto,
+    time_to_proto,
+)
+from perseus.service.domain.model import JobState, RankState
+from perseus.service.domain.records import JobRecord, StoredJob
+from perseus.service.domain.snapshot import LastMeasured, RunSnapshot
+from perseus.service.domain.specification import BudgetTerms, Coordinates
+from perseus.service.domain.stall import Stall
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
-from perseus.solver import Computation, Frontier
+from perseus.service.job.run import Run
+from perseus.solver import Frontier
+from perseus.v1 import job_pb2
+
+# ---------------------------------------------------------------------- the job as clients see it
 
 
-class VisibleRun:
-    """What is known of a run, and how it is told; `JobMachine` takes the inputs that change it.
+def job(run: Run, *, is_full: bool) -> job_pb2.Job:
+    """Return the job; without what grows with its size, there is no work over its ranks or pipelines."""
+    record, planner, frontier = run.record, run.planner, run.planner.frontier
+    shown = _of_record(run, record, run.rules, run.epoch, run.ranks.counts, run.journal.sequence)
+    shown.state_reason = _state_reason(record, run.progress.stall)
+    shown.profiled_clock_count = run.profiler.least_clock_count
+    if record.state is JobState.PROFILING:
+        progress = run.profiler.progress
+        shown.profiling_progress.tried_clock_count = progress.tried_clock_count
+        shown.profiling_progress.max_clock_count = progress.max_clock_count
+        if progress.remaining_s is not None:
+            shown.profiling_progress.remaining_s = progress.remaining_s
+    if record.baseline is not None:
+        shown.baseline.has_timeline = run.timelines.baseline is not None
+    if frontier is not None:
+        shown.t_min_s, shown.t_star_s, shown.t_slow_s = frontier.t_min_s, frontier.t_star_s, frontier.t_slow_s
+        shown.latency_cost_percent = frontier.points[0].latency_cost_percent
+    if (found := planner.no_slowdown) is not None:
+        shown.no_slowdown_time.iteration_time_s = found.time_s
+        shown.no_slowdown_time.basis = NUMBERS[found.basis]
+    shown.min_planned_iteration_time_s, shown.max_planned_iteration_time_s = run.offers.planned_range_s
+    if record.pace_s is not None:
+        shown.budget_iteration_time_s = record.pace_s
+    shown.figures.CopyFrom(_figures_to_proto(figures(run)))
+    if is_full:
+        shown.spec.CopyFrom(spec_to_proto(run.spec))
+        straggler_times_s = planner.straggler_times_s()
+        for straggler in run.stragglers:
+            shown.stragglers.add(
+                pipeline=straggler.pipeline,
+                iteration_time_s=straggler_times_s[straggler.pipeline],
+                is_detected=straggler.is_detected,
+            )
+        shown.planned_iteration_time_s.extend(run.offers.planned_times_s)
+    return shown
 
-    Attributes:
-        spec: the job as registered.
-        run_number: which run of it this is, from 1.
-        registrations: who registered it.
-        create_time_s: when it was registered, on the wall clock.
-        schedule: its order of computations.
-        log: its iterations and the report.
-        timelines: the latest iteration of each pipeline.
-        profiler: what is measured of its stages.
+
+def stored_job(
+    stored: StoredJob, record: JobRecord, rules: Rules, epoch: str, rank_counts: Mapping[RankState, int]
+) -> job_pb2.Job:
+    """Return a job, with its details, of which nothing is known but what is stored."""
+    shown = _of_record(stored, record, rules, epoch, rank_counts, stored.last_sequence)
+    shown.spec.CopyFrom(spec_to_proto(stored.spec))
+    for straggler in record.stragglers:
+        shown.stragglers.add(pipeline=straggler.pipeline, is_detected=straggler.is_detected)
+    return shown
+
+
+def without_details(full: job_pb2.Job) -> job_pb2.Job:
+    """Return a job without what grows with its size."""
+    summary = job_pb2.Job()
+    summary.CopyFrom(full)
+    summary.ClearField("spec")
+    summary.ClearField("stragglers")
+    summary.ClearField("planned_iteration_time_s")
+    return summary
+
+
+def _of_record(
+    run: Run | StoredJob,
+    record: JobRecord,
+    rules: Rules,
+    epoch: str,
+    rank_counts: Mapping[RankState, int],
+    last_sequence: int,
+) -> job_pb2.Job:
+    shown = job_pb2.Job(
+        job_id=run.spec.job_id,
+        run_number=run.run_number,
+        state=NUMBERS[record.state],
+        state_reason=record.state_reason,
+        epoch=epoch,
+        parallelism=parallelism_to_proto(run.spec.parallelism),
+        rank_counts=job_pb2.RankCounts(
+            **{f"{state.name.lower()}_count": rank_counts.get(state, 0) for state in RankState}
+        ),
+        policy=policy_to_proto(record.policy),
+        profiling_cost=cost_to_proto(record.profiling_cost),
+        profiling_budget=budget_to_proto(rules.profiling_budget),
+        straggler_count=len(record.stragglers),
+        create_time=time_to_proto(run.create_time_s),
+        last_event_sequence=last_sequence,
+        set_latency_s=record.set_latency_s,
+        figures=job_pb2.JobFigures(),
+        labels=[job_pb2.Label(key=key, value=value) for key, value in run.registrations.labels],
+    )
+    if record.baseline is not None:
+        shown.baseline.iteration_time_s = record.baseline.time_s
+        shown.baseline.energy_j = record.baseline.energy_j
+    if record.finish_time_s is not None:
+        shown.finish_time.CopyFrom(time_to_proto(record.finish_time_s))
+    if record.pacing is not None:
+        shown.signal_pacing.CopyFrom(pacing_to_proto(record.pacing))
+    return shown
+
+
+def _state_reason(record: JobRecord, stall: Stall | None) -> str:
+    """Return why a job is in its state, and why it does not get on in it, if it does not."""
+    if stall is None:
+        return record.state_reason
+    since = time_to_proto(math.floor(stall.since_time_s)).ToJsonString()
+    return f"{record.state_reason}; {stall}, since {since}"
+
+
+def _figures_to_proto(found: RunFigures) -> job_pb2.JobFigures:
+    latest, period = found.latest, found.period
+    energy_j = sum(latest.pipeline_energy_j) if latest is not None else 0.0
+    return job_pb2.JobFigures(
+        iteration_time_s=latest.iteration_time_s if latest is not None else None,
+        energy_j=energy_j or None,
+        power_w=energy_j / latest.iteration_time_s if latest is not None and energy_j else None,
+        mean_iteration_time_s=period.iteration_time_s if period is not None else None,
+        saving=saving_to_proto(found.saving) if found.saving is not None else None,
+        promised_iteration_time_s=found.promised_time_s,
+        straggler_iteration_time_s=found.straggler_time_s or None,
+    )
+
+
+# ---------------------------------------------------------------------- for metrics, budgets and pacing
+
+
+def figures(run: Run) -> RunFigures:
+    """Return what metrics tell beyond the job: no work over its ranks, either."""
+    found = run.log.latest_period()
+    period, saving = found if found and found[0].versions == run.offers.versions else (None, None)
+    return RunFigures(
+        stall=run.progress.stall,
+        latest=run.log.latest,
+        totals=run.log.totals,
+        period=period,
+        saving=saving,
+        promised_time_s=run.planner.promised_time_s(),
+        straggler_time_s=max(run.planner.straggler_times_s().values(), default=None),
+        switch_count=run.offers.switch_count,
+        saved_energy_j=run.meter.saved_j,
+    )
+
+
+def power(run: Run) -> JobPower:
+    """Return what it draws and can offer: no work over its ranks, but over its pipelines."""
+    planner, record, latest = run.planner, run.record, run.log.latest
+    energy_j = sum(latest.pipeline_energy_j) + latest.gap_energy_j if latest is not None else 0.0
+    return JobPower(
+        basis=planner.curve_basis() if record.state is JobState.PLANNED else None,
+        terms=record.policy.budget_terms or BudgetTerms(),
+        pace_s=record.pace_s,
+        power_w=energy_j / (latest.iteration_time_s + latest.gap_time_s) if latest and energy_j else None,
+        iteration_time_s=latest.iteration_time_s if latest is not None else 0.0,
+        is_changing=latest is not None and (latest.is_touched or latest.versions != run.offers.versions),
+        is_in_force=latest is not None and run.offers.are_in_force,
+        placement_count=run.ranks.placement_count,
+    )
+
+
+def pacing(run: Run) -> JobPacing | None:
+    """Return what it wants of a signal, and can do; None if its policy follows none."""
+    return run.planner.job_pacing(is_planned=run.record.state is JobState.PLANNED)
+
+
+def hostnames(run: Run) -> list[str]:
+    """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""
+    return [rank.hostname for rank in run.ranks]
+
+
+def highest_clock_mhz(run: Run) -> int:
+    """Return the highest clock that a GPU of it has; 0 where none is known."""
+    gpus = (rank.gpu for rank in run.ranks)
+    return max((gpu.supported_clocks_mhz[0] for gpu in gpus if gpu is not None), default=0)
+
+
+def gpu_models(run: Run) -> list[str]:
+    """Return the models of the GPUs that the ranks are on, or were last, in their order; "" for none."""
+    return ["" if rank.gpu is None else rank.gpu.model for rank in run.ranks]
+
+
+def gpus(run: Run) -> dict[Coordinates, str]:
+    """Return the UUIDs of the GPUs that the ranks are on, or were last."""
+    return {rank.coordinates: rank.gpu.uuid for rank in run.ranks if rank.gpu is not None}
+
+
+def is_on_gpu(run: Run, place: Coordinates, gpu_uuid: str) -> bool:
+    """Tell whether a rank is served, or its lease still runs, on a GPU, and may have clocks there."""
+    if place not in run.ranks or run.record.has_finished:
+        return False
+    rank = run.ranks[place]
+    return rank.state in LIVE and rank.gpu is not None and rank.gpu.uuid == gpu_uuid
+
+
+def instance_of(run: Run, place: Coordinates) -> str:
+    """Return the agent instance that serves a rank, or did last; "" for none."""
+    return run.ranks[place].instance_id if place in run.ranks else ""
+
+
+# ---------------------------------------------------------------------- measured and planned
+
+
+def timeline(run: Run, pipeline: int, *, from_baseline: bool = False) -> MeasuredTimeline:
+    """Return the latest whole iteration of a pipeline; or the one that is kept of the stock baseline.
+
+    Raises:
+        PipelineOutOfRangeError: the job has no such pipeline.
+        TimelineNotReadyError: there is none yet.
     """
+    run.spec.check_pipeline(pipeline)
+    found = run.timelines.baseline if from_baseline else None
+    if not from_baseline and (latest := run.timelines.latest(pipeline)) is not None:
+        found = pipeline, latest
+    if found is None:
+        raise TimelineNotReadyError(job_id=run.spec.job_id, pipeline=pipeline)
+    return _measured_timeline(run, *found)
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        run_number: int,
-        rules: Rules,
-        epoch: str,
-        create_time_s: float,
-        created_s: float,
-    ) -> None:
-        """Begin where nothing is known.
 
-        Args:
-            spec: the job.
-            run_number: which run of it this is, from 1.
-            rules: what the operator has set.
-            epoch: of the coordinator's state.
-            create_time_s: when it was registered, on the wall clock.
-            created_s: the same on the clock that never goes back.
-        """
-        self.spec = spec
-        self.run_number = run_number
-        self.registrations = Registrations(())
-        self.create_time_s = create_time_s
-        self._epoch = epoch
-        self._profiling_budget = rules.profiling_budget
-        self._course = course = Course(spec, rules, create_time_s, created_s)
-        self.schedule = course.schedule
-        self._journal, self._ranks, self._offers = course.journal, course.ranks, course.offers
-        self._baseline, self._stragglers = course.baseline, course.stragglers
-        self._planner, self._progress = course.planner, course.progress
-        self.log, self.timelines, self.profiler = course.log, course.timelines, course.profiler
+def _measured_timeline(run: Run, pipeline: int, found: Timeline) -> MeasuredTimeline:
+    frontier = run.planner.frontier
+    return MeasuredTimeline(
+        pipeline,
+        found,
+        Powers(run.profiler.profiles),
+        tuple(frontier.pipeline.blocking_power_w) if frontier is not None else (),
+    )
 
-    @property
-    def state(self) -> JobState:
-        """Where the job stands."""
-        return self._course.state
 
-    @property
-    def ceiling(self) -> Ceiling | None:
-        """The highest clock where nothing is planned, as a power budget wants it; None without one."""
-        return self._course.limiter.ceiling
+def rank_columns(run: Run, first_pipeline: int, pipeline_count: int) -> RankColumns:
+    """Return so many pipelines' ranks from one on, in columns; fewer where there are no more."""
+    counts, paces = run.spec.parallelism, run.stragglers.paces
+    places = [
+        (pipeline, stage)
+        for pipeline in range(counts.pipeline_count)[first_pipeline:][:pipeline_count]
+        for stage in range(counts.stage_count)
+    ]
+    ranks = [
+        run.ranks[Coordinates(pipeline, stage, tensor)]
+        for pipeline, stage in places
+        for tensor in range(counts.tensor_count)
+    ]
 
-    def summary(self) -> JobView:
-        """Return the job as others may see it, without details: no work over its ranks or pipelines."""
-        frontier = self._planner.frontier
-        min_planned_s, max_planned_s = self._offers.planned_range_s
-        return JobView(
-            job_id=self.spec.job_id,
-            run_number=self.run_number,
-            state=self.state,
-            state_reason=self._course.state_reason,
-            stall=self._progress.stall,
-            epoch=self._epoch,
-            parallelism=self.spec.parallelism,
-            rank_counts=self._ranks.counts.copy(),
-            policy=self._planner.policy,
-            baseline=self._baseline.iteration,
-            profiled_clock_count=self.profiler.least_clock_count,
-            profiling_cost=self.profiler.cost,
-            profiling_budget=self._profiling_budget,
-            profiling_progress=self.profiler.progress if self.state is JobState.PROFILING else None,
-            t_min_s=frontier.t_min_s if frontier else 0.0,
-            t_star_s=frontier.t_star_s if frontier else 0.0,
-            t_slow_s=frontier.t_slow_s if frontier else 0.0,
-            no_slowdown=self._planner.no_slowdown,
-            min_planned_time_s=min_planned_s,
-            max_planned_time_s=max_planned_s,
-            straggler_count=len(self._stragglers),
-            set_latency_s=self._planner.latency.planned_s,
-            latency_cost_percent=frontier.points[0].latency_cost_percent if frontier else 0.0,
-            create_time_s=self.create_time_s,
-            finish_time_s=self._course.finish_time_s,
-            last_event_sequence=self.last_event_sequence,
-            figures=self.figures(),
-            budget_time_s=self._planner.pace_s,
-            signal_pacing=self._planner.pacing,
-            has_baseline_timeline=self.timelines.baseline is not None,
-            labels=self.registrations.labels,
-        )
+    def to_ranks(of_stages: Iterable[float | None]) -> list[float | None]:
+        return [value for value in of_stages for _ in range(counts.tensor_count)]
 
-    def details(self) -> JobDetails:
-        """Return what of the job grows with its size."""
-        return JobDetails(
-            spec=self.spec,
-            straggler_times_s=self._planner.straggler_times_s(),
-            detected_stragglers=frozenset(
-                straggler.pipeline for straggler in self._stragglers if straggler.is_detected
-            ),
-            planned_iteration_time_s=self._offers.planned_times_s,
-        )
-
-    def view(self) -> JobView:
-        """Return the job as others may see it, with its details."""
-        return replace(self.summary(), details=self.details())
-
-    def figures(self) -> JobFigures:
-        """Return what metrics tell beyond the summary: no work over its ranks, either."""
-        found = self.log.latest_period()
-        period, saving = found if found and found[0].versions == self._offers.versions else (None, None)
-        return JobFigures(
-            latest=self.log.latest,
-            totals=self.log.totals,
-            period=period,
-            saving=saving,
-            promised_time_s=self._planner.promised_time_s(),
-            detected_count=sum(straggler.is_detected for straggler in self._stragglers),
-            straggler_time_s=max(self._planner.straggler_times_s().values(), default=None),
-            switch_count=self._offers.switch_count,
-            saved_energy_j=self._course.meter.saved_j,
-        )
-
-    def power(self) -> JobPower:
-        """Return what it draws and can offer: no work over its ranks, but over its pipelines."""
-        planner, latest = self._planner, self.log.latest
-        known = JobPower(
-            basis=planner.curve_basis() if self.state is JobState.PLANNED else None,
-            terms=planner.policy.budget_terms or BudgetTerms(),
-            pace_s=planner.pace_s,
-            placement_count=self._ranks.placement_count,
-        )
-        if latest is None:
-            return known
-        energy_j = sum(latest.pipeline_energy_j) + latest.gap_energy_j
-        return replace(
-            known,
-            power_w=energy_j / (latest.iteration_time_s + latest.gap_time_s) if energy_j else None,
-            iteration_time_s=latest.iteration_time_s,
-            is_changing=latest.is_touched or latest.versions != self._offers.versions,
-            is_in_force=self._offers.are_in_force,
-        )
-
-    def pacing(self) -> JobPacing | None:
-        """Return what it wants of a signal, and can do; None if its policy follows none."""
-        return self._planner.job_pacing(is_planned=self.state is JobState.PLANNED)
-
-    def hostnames(self) -> list[str]:
-        """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""
-        return [rank.hostname for rank in self._ranks]
-
-    def highest_clock_mhz(self) -> int:
-        """Return the highest clock that a GPU of it has; 0 where none is known."""
-        gpus = (rank.gpu for rank in self._ranks)
-        return max((gpu.supported_clocks_mhz[0] for gpu in gpus if gpu is not None), default=0)
-
-    def gpu_models(self) -> list[str]:
-        """Return the models of the GPUs that the ranks are on, or were last, in their order; "" for none."""
-        return ["" if rank.gpu is None else rank.gpu.model for rank in self._ranks]
-
-    def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
-        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
-
-        Raises:
-            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
-        """
-        return self._ranks.select(wanted, first_index)
-
-    @property
-    def last_event_sequence(self) -> int:
-        """Number of the last event."""
-        return self._journal.sequence
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether the job has ended."""
-        return self.state is JobState.FINISHED
-
-    @property
-    def finish_time_s(self) -> float | None:
-        """When the job ended, on the wall clock."""
-        return self._course.finish_time_s
-
-    @property
-    def has_live_rank(self) -> bool:
-        """Whether a rank is connected, or may come back within its lease."""
-        return any(self._ranks.counts[state] for state in LIVE)
-
-    @property
-    def version(self) -> int:
-        """The highest version of clocks that was used so far."""
-        return self._offers.version
-
-    def takes(self, spec_fingerprint: str) -> bool:
-        """Tell whether ranks of this specification may join; what names none is not checked."""
-        known = (some.spec_fingerprint for some in self.registrations.registrations)
-        return not spec_fingerprint or spec_fingerprint in known
-
-    def order(self, stage: int) -> tuple[Computation, ...]:
-        """Return what the ranks of a stage compute, in order."""
-        return self.schedule.orders[stage]
-
-    def is_on_gpu(self, place: Coordinates, gpu_uuid: str) -> bool:
-        """Tell whether a rank is served, or its lease still runs, on a GPU, and may have clocks there."""
-        if place not in self._ranks or self.has_finished:
-            return False
-        rank = self._ranks[place]
-        return rank.state in LIVE and rank.gpu is not None and rank.gpu.uuid == gpu_uuid
-
-    def instance_of(self, place: Coordinates) -> str:
-        """Return the agent instance that serves a rank, or did last; "" for none."""
-        return self._ranks[place].instance_id if place in self._ranks else ""
-
-    def gpus(self) -> dict[Coordinates, str]:
-        """Return the UUIDs of the GPUs that the ranks are on, or were last."""
-        return {rank.coordinates: rank.gpu.uuid for rank in self._ranks if rank.gpu is not None}
-
-    def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
-        """Yield what was measured, from the period of a number on, and what it saved against stock."""
-        return self.log.report(first_number)
-
-    def timeline(self, pipeline: int, *, from_baseline: bool = False) -> MeasuredTimeline:
-        """Return the latest whole iteration of a pipeline; or the one that is kept of the stock baseline.
-
-        Raises:
-            PipelineOutOfRangeError: the job has no such pipeline.
-            TimelineNotReadyError: there is none yet.
-        """
-        self.spec.check_pipeline(pipeline)
-        timeline = self.timelines.latest(pipeline)
-        if from_baseline:
-            pipeline, timeline = self.timelines.baseline or (pipeline, None)
-        if timeline is None:
-            raise TimelineNotReadyError(job_id=self.spec.job_id, pipeline=pipeline)
-        frontier = self._planner.frontier
-        return MeasuredTimeline(
-            pipeline,
-            timeline,
-            Powers(self.profiler.profiles),
-            tuple(frontier.pipeline.blocking_power_w) if frontier is not None else (),
-        )
-
-    def rank_columns(self, first_pipeline: int, pipeline_count: int) -> RankColumns:
-        """Return so many pipelines' ranks from one on, in columns; fewer where there are no more."""
-        counts, paces = self.spec.parallelism, self._stragglers.paces
-        places = [
-            (pipeline, stage)
-            for pipeline in range(counts.pipeline_count)[first_pipeline:][:pipeline_count]
-            for stage in range(counts.stage_count)
-        ]
-        ranks = [
-            self._ranks[Coordinates(pipeline, stage, tensor)]
+    first_index = first_pipeline * counts.stage_count * counts.tensor_count
+    return RankColumns(
+        state=[rank.state for rank in ranks],
+        iteration=[rank.iteration if rank.iteration >= 0 else None for rank in ranks],
+        clock_mhz=to_ranks(run.timelines.mean_clock_mhz(*place) for place in places),
+        slowness=to_ranks(
+            None if paces is None or math.isnan(paces[stage, pipeline]) else float(paces[stage, pipeline])
             for pipeline, stage in places
-            for tensor in range(counts.tensor_count)
-        ]
+        ),
+        power_w=run.log.rank_powers_w(first_index, len(ranks)),
+    )
 
-        def to_ranks(of_stages: Iterable[float | None]) -> list[float | None]:
-            return [value for value in of_stages for _ in range(counts.tensor_count)]
 
-        first_index = first_pipeline * counts.stage_count * counts.tensor_count
-        return RankColumns(
-            state=[rank.state for rank in ranks],
-            iteration=[rank.iteration if rank.iteration >= 0 else None for rank in ranks],
-            clock_mhz=to_ranks(self.timelines.mean_clock_mhz(*place) for place in places),
-            slowness=to_ranks(
-                None if paces is None or math.isnan(paces[stage, pipeline]) else float(paces[stage, pipeline])
-                for pipeline, stage in places
-            ),
-            power_w=self.log.rank_powers_w(first_index, len(ranks)),
-        )
+def solved_frontier(run: Run) -> Frontier:
+    """Return the frontier.
 
-    def solved_frontier(self) -> Frontier:
-        """Return the frontier.
+    Raises:
+        JobNotSolvedError: there is none yet.
+    """
+    if run.planner.frontier is None:
+        raise JobNotSolvedError(job_id=run.spec.job_id, state=run.record.state.value)
+    return run.planner.frontier
 
-        Raises:
-            JobNotSolvedError: there is none yet.
-        """
-        if self._planner.frontier is None:
-            raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
-        return self._planner.frontier
+
+def snapshot(run: Run) -> RunSnapshot:
+    """Return what is kept in memory of a run that has ended."""
+    pipelines = range(run.spec.parallelism.pipeline_count)
+    latest = {pipeline: run.timelines.latest(pipeline) for pipeline in pipelines}
+    return RunSnapshot(
+        run.spec,
+        run.run_number,
+        run.create_time_s,
+        run.registrations,
+        run.record,
+        job(run, is_full=True),
+        measured=LastMeasured(
+            run.planner.frontier,
+            {
+                pipeline: _measured_timeline(run, pipeline, found)
+                for pipeline, found in latest.items()
+                if found is not None
+            },
+            _measured_timeline(run, *run.timelines.baseline) if run.timelines.baseline else None,
+            rank_columns(run, 0, len(pipelines)),
+        ),
+    )

@@ -35,6 +35,7 @@ from perseus.service.domain.specification import Coordinates
 from perseus.service.fleet.gpus import GpuIndex, Place
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.fleet.power.readings import INTERVAL_S, Drawn, JoinedGpu, PowerReadings
+from perseus.service.job import views
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Writer
@@ -118,7 +119,7 @@ class Agents:
     def load(self) -> None:
         """Learn which GPUs the loaded runs' ranks are on."""
         for run in self._live:
-            for place, gpu_uuid in self._live.read(run, lambda machine: machine.gpus()).items():
+            for place, gpu_uuid in self._live.read(run, views.gpus, lambda _: {}).items():
                 if self._is_on_gpu(run.job_id, place, gpu_uuid):
                     self._gpus.put("", run.job_id, place, gpu_uuid)
 
@@ -325,13 +326,15 @@ class Agents:
     def ceiling(self, job_id: str) -> Ceiling | None:
         """The ceiling that a job's ranks are under, whether they are served or not; None without one."""
         run = self._live.get(job_id)
-        return run.machine.ceiling if run is not None else None
+        return run.machine.record.ceiling if run is not None else None
 
     def _principal_of(self, job_id: str, rank: Coordinates) -> str:
         run = self._live.get(job_id)
         if run is None:
             return ""
-        instance_id = self._live.read(run, lambda machine: machine.instance_of(rank), FaultyPart.MACHINE)
+        instance_id = self._live.read(
+            run, partial(views.instance_of, place=rank), lambda _: "", FaultyPart.MACHINE
+        )
         agent = self._agents.get(instance_id)
         return "" if agent is None else agent.principal.name
 
@@ -340,7 +343,12 @@ class Agents:
         if run is None:
             return False
         self._live.tick_run(run)
-        return self._live.read(run, lambda machine: machine.is_on_gpu(rank, gpu_uuid), FaultyPart.MACHINE)
+        return self._live.read(
+            run,
+            partial(views.is_on_gpu, place=rank, gpu_uuid=gpu_uuid),
+            lambda _: False,
+            FaultyPart.MACHINE,
+        )
 
     def _tell_jobs(self, agent: _Agent, event: Input) -> None:
         for job_id in list(agent.job_ids):

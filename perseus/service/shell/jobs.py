@@ -3,9 +3,10 @@
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 from perseus.service.domain.errors import (
@@ -19,25 +20,32 @@ from perseus.service.domain.errors import (
 from perseus.service.domain.figures import RankColumns
 from perseus.service.domain.inputs import (
     Abandoned,
-    BaselineRequested,
-    FinishRequested,
     Input,
-    PolicySet,
     RegisteredAgain,
     ResumeRequested,
-    StragglerCleared,
-    StragglerReported,
 )
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
-from perseus.service.domain.model import EventFilter, JobState, Rank, RankFilter, Straggler
+from perseus.service.domain.model import (
+    EventFilter,
+    JobState,
+    Rank,
+    RankFilter,
+)
 from perseus.service.domain.records import UnreadableJob
 from perseus.service.domain.retention import Retention
-from perseus.service.domain.specification import JobSpec, OperatingPolicy, Registration, check_request_id
-from perseus.service.domain.views import JobView
-from perseus.service.job import runs
+from perseus.service.domain.snapshot import RunSnapshot
+from perseus.service.domain.specification import (
+    MAX_PIPELINE_COUNT,
+    Coordinates,
+    JobSpec,
+    Registration,
+)
+from perseus.service.job import quarantine, runs, views
+from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
-from perseus.service.job.quarantine import QuarantinedRun
+from perseus.service.job.ranks.rank_table import select
+from perseus.service.job.run import Run
 from perseus.service.shell.live_run import LiveRun, Machine
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.quotas import Quotas
@@ -48,7 +56,7 @@ from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import JobDeleted, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 
 T = TypeVar("T")
 
@@ -81,7 +89,7 @@ class Jobs:
 
     # ------------------------------------------------------------------ registering
 
-    async def register(self, spec: JobSpec, registration: Registration) -> JobView:
+    async def register(self, spec: JobSpec, registration: Registration) -> job_pb2.Job:
         """Register a job, durably: begin a run of it, or return the one that the request leads to.
 
         Raises:
@@ -99,14 +107,14 @@ class Jobs:
             known_to = self._requests.get(spec.job_id, {}).get(registration.request_id)
             if run is not None:
                 self._live.tick_run(run)
-                if not run.machine.has_finished and not run.machine.registrations.is_owner(
+                if not run.machine.record.has_finished and not run.machine.registrations.is_owner(
                     registration.owner
                 ):
                     raise OwnerMismatchError(job_id=spec.job_id, owner=registration.owner)
             match runs.way(_latest_run(run, spec), known_to):
                 case runs.Return(number):
                     await self._writer.flush()  # What it led to may be on its way to the store.
-                    return await self.job(spec.job_id, number, has_details=True)
+                    return await self.job(spec.job_id, number, is_full=True)
                 case runs.Refuse(difference):
                     raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
                 case runs.GoOn():
@@ -116,7 +124,7 @@ class Jobs:
                     done = self._live.handle(run, RegisteredAgain(owned))
                     self._note_requests(run.machine)
                     await done
-                    return self._live.view(run, has_details=True)
+                    return self._live.job(run, is_full=True)
                 case runs.Begin(number, abandons):
                     principal = registration.principal
                     self._quotas.check_job(principal, spec, self._specs_of(principal, spec.job_id))
@@ -131,21 +139,21 @@ class Jobs:
             machine = run.machine
             if (
                 machine.registrations.principal == principal
-                and not machine.has_finished
+                and not machine.record.has_finished
                 and run.job_id != but_job_id
             ):
                 yield machine.spec
 
     def _new_machine(self, spec: JobSpec, number: int) -> JobMachine:
         live = self._live
-        return JobMachine(spec, number, live.rules, live.epoch, time.time(), live.clock.now_s())
+        return JobMachine(Run(spec, number, live.rules, live.epoch, time.time(), live.clock.now_s()))
 
     async def _begin_run(
         self, machine: JobMachine, registration: Registration, abandons: str | None
-    ) -> JobView:
+    ) -> job_pb2.Job:
         spec, version = machine.spec, self._deleted_version
         if (before := self._live.get(spec.job_id)) is not None:
-            version = before.machine.version
+            version = before.machine.record.version
             if abandons is not None:
                 why = f"another specification was registered: its {abandons} differs"
                 self._live.handle(before, Abandoned(why))
@@ -154,7 +162,7 @@ class Jobs:
         run = self._live.find(spec.job_id)
         self._note_requests(machine)
         await done
-        return self._live.view(run, has_details=True)
+        return self._live.job(run, is_full=True)
 
     def _note_requests(self, machine: Machine) -> None:
         """Keep in mind which requests led to the latest run: no more than it knows itself."""
@@ -183,12 +191,12 @@ class Jobs:
                 raise JobNotFoundError(job_id=job_id)
             await self._writer.flush()  # It may be on its way out.
             return
-        if not run.machine.has_finished:
-            raise JobNotFinishedError(job_id=job_id, state=run.machine.state.value)
+        if not run.machine.record.has_finished:
+            raise JobNotFinishedError(job_id=job_id, state=run.machine.record.state.value)
         self._live.forget(run)
         self._requests.pop(job_id, None)
-        self._deleted_version = max(self._deleted_version, run.machine.version)
-        await self._delete_stored(job_id, run.machine.version)
+        self._deleted_version = max(self._deleted_version, run.machine.record.version)
+        await self._delete_stored(job_id, run.machine.record.version)
 
     def _delete_stored(self, job_id: str, version: int) -> Work:
         """Have a job's rows deleted; nobody reads what is there of it until then."""
@@ -200,105 +208,117 @@ class Jobs:
 
     # ------------------------------------------------------------------ reading
 
-    async def job(self, job_id: str, run_number: int, *, has_details: bool) -> JobView:
+    async def job(self, job_id: str, run_number: int, *, is_full: bool) -> job_pb2.Job:
         """Return a run of a job as it is.
 
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
         run = await self._run(job_id, run_number)
-        return self._live.view(run, has_details=has_details)
+        return self._live.job(run, is_full=is_full)
 
     def jobs(
         self,
         after_job_id: str,
         states: Collection[JobState],
-        show: Callable[[JobView], T],
         *,
-        has_details: bool,
-    ) -> Iterator[tuple[str, T]]:
+        is_full: bool,
+    ) -> Iterator[tuple[str, job_pb2.Job]]:
         """Yield the jobs that follow an identifier in order, those in one of these states (all if empty).
 
-        Each with its identifier, and as what `show` makes of it: one that can't be shown hides no other.
-        To be read before anything else may happen.
+        Each with its identifier. To be read before anything else may happen.
         """
         job_ids = self._live.job_ids
         for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
             run = self._live.find(job_id)
-            if not states or run.machine.state in states:
-                yield job_id, self._live.shown(run, show, has_details=has_details)
+            if not states or run.machine.record.state in states:
+                yield job_id, self._live.job(run, is_full=is_full)
 
-    async def runs(self, job_id: str, before: int, count: int) -> list[JobView]:
+    async def runs(self, job_id: str, before: int, count: int) -> list[job_pb2.Job]:
         """Return up to `count` runs of a job, the latest first; those numbered below `before`, or LATEST.
 
         Raises:
             JobNotFoundError: there is none.
         """
         await self._recall(job_id)
-        self._live.find(job_id)
+        run = self._live.find(job_id)
         await self._writer.flush()
-        numbers = [
-            number for number in await self._store.run_numbers(job_id) if before == LATEST or number < before
-        ]
-        return [await self.job(job_id, number, has_details=False) for number in numbers[:count]]
+        found: list[job_pb2.Job] = []
+        for number, ended in await self._store.ended_jobs(job_id, before or None, count):
+            if number == run.number:
+                found.append(self._live.job(run, is_full=False))
+            elif isinstance(ended, UnreadableJob):
+                raise JobUnreadableError(job_id=job_id, run_number=number, cause=ended.cause)
+            else:
+                ended.epoch = self._live.epoch
+                found.append(views.without_details(ended))
+        return found
 
-    def ranks(self, job_id: str, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
-        """Yield the wanted ranks of a job's latest run from an index on, each with its index.
+    async def ranks(self, job_id: str, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        """Return the wanted ranks of a job's latest run from an index on, each with its index.
 
         To be read before anything else may happen.
 
         Raises:
             PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
         """
-        return self._live.read(self._live.find(job_id), lambda machine: machine.ranks(wanted, first_index))
+        run = self._live.find(job_id)
+        found = self._live.read(run, lambda state: state.ranks.select(wanted, first_index), lambda _: None)
+        if found is None:
+            counts = run.machine.spec.parallelism
+            first = first_index // (counts.stage_count * counts.tensor_count)
+            found = select(run.machine.spec, await self._stored_ranks(run, first), wanted, first_index)
+        return found
 
-    def rank_columns(self, job_id: str, first_pipeline: int, pipeline_count: int) -> RankColumns:
+    async def rank_columns(self, job_id: str, first_pipeline: int, pipeline_count: int) -> RankColumns:
         """Return so many pipelines' ranks of a job's latest run, from a pipeline on, in columns.
 
         Raises:
             JobNotFoundError: there is none.
         """
-        return self._live.read(
-            self._live.find(job_id), lambda machine: machine.rank_columns(first_pipeline, pipeline_count)
+        run, wanted = self._live.find(job_id), (first_pipeline, pipeline_count)
+        found = self._live.read(
+            run, lambda state: views.rank_columns(state, *wanted), lambda snapshot: snapshot.columns(*wanted)
         )
+        if found is None:
+            spec, counts = run.machine.spec, run.machine.spec.parallelism
+            width = counts.stage_count * counts.tensor_count
+            ranks = select(spec, await self._stored_ranks(run, *wanted), RankFilter(), first_pipeline * width)
+            found = RankColumns.of_ranks([rank for _, rank in islice(ranks, pipeline_count * width)])
+        return found
+
+    async def _stored_ranks(
+        self, run: LiveRun, first_pipeline: int = 0, pipeline_count: int = MAX_PIPELINE_COUNT
+    ) -> dict[Coordinates, Rank]:
+        """Return the ranks of a run that has no machine; those of a quarantined one are lost for it."""
+        await self._writer.flush()  # They may be on their way to the store.
+        stored = await self._store.load_ranks(run.job_id, run.number, first_pipeline, pipeline_count)
+        return quarantine.lost(stored)
 
     # ------------------------------------------------------------------ steering
 
-    async def resume(self, job_id: str) -> JobView:
+    async def resume(self, job_id: str) -> job_pb2.Job:
         """Let a job go on from stock; nothing happens in another state.
 
         Raises:
             JobQuarantinedError: it was put aside, and can't go on from what is stored.
         """
         run = self._live.find(job_id)
-        if isinstance(run.machine, QuarantinedRun) and not run.machine.has_finished:
+        if isinstance(run.machine, RunSnapshot) and not run.machine.record.has_finished:
             await self._live.revive(run)
-        return await self._change(job_id, ResumeRequested())
+        return await self.change(job_id, ResumeRequested())
 
-    async def finish(self, job_id: str) -> JobView:
-        """End a job."""
-        return await self._change(job_id, FinishRequested())
-
-    async def report_straggler(self, job_id: str, straggler: Straggler) -> JobView:
-        """Take the report of a slow pipeline."""
-        return await self._change(job_id, StragglerReported(straggler))
-
-    async def clear_straggler(self, job_id: str, pipeline: int) -> JobView:
-        """Take the report that a pipeline is no longer slow."""
-        return await self._change(job_id, StragglerCleared(pipeline))
-
-    async def set_policy(self, job_id: str, policy: OperatingPolicy) -> JobView:
-        """Set the operating policy."""
-        return await self._change(job_id, PolicySet(policy))
-
-    async def measure_baseline(self, job_id: str, request_id: str) -> JobView:
-        """Measure the stock baseline again; the same request again changes nothing.
+    async def change(self, job_id: str, event: Input) -> job_pb2.Job:
+        """Let a job's latest run take an input, durably; return the job as it is then.
 
         Raises:
-            JobNotSolvedError: there are no plans yet, or no more.
+            JobNotFoundError: there is none.
+            CoordinatorError: the run refuses it (`JobMachine.handle`).
         """
-        check_request_id(request_id)
-        return await self._change(job_id, BaselineRequested(request_id))
+        await self._recall(job_id)
+        run = self._live.find(job_id)
+        await self._live.handle(run, event)
+        return self._live.job(run, is_full=True)
 
     # ------------------------------------------------------------------ measured and planned
 
@@ -313,7 +333,11 @@ class Jobs:
             JobNotFoundError, RunNotFoundError: there is none.
         """
         run = await self._run(job_id, run_number)
-        return self._live.read(run, lambda machine: machine.report(first_number))
+        found = self._live.read(run, lambda state: state.log.report(first_number), lambda _: None)
+        if found is None:
+            await self._writer.flush()
+            found = report(await self._store.load_periods(job_id, run.number), first_number)
+        return found
 
     def timeline(self, job_id: str, pipeline: int, *, from_baseline: bool) -> MeasuredTimeline:
         """Return the latest whole iteration of a pipeline, or the one that is kept of the stock baseline.
@@ -322,7 +346,9 @@ class Jobs:
             PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration yet.
         """
         return self._live.read(
-            self._live.find(job_id), lambda machine: machine.timeline(pipeline, from_baseline=from_baseline)
+            self._live.find(job_id),
+            partial(views.timeline, pipeline=pipeline, from_baseline=from_baseline),
+            partial(RunSnapshot.timeline, pipeline=pipeline, from_baseline=from_baseline),
         )
 
     def frontier(self, job_id: str) -> Frontier:
@@ -331,7 +357,7 @@ class Jobs:
         Raises:
             JobNotSolvedError: there is none yet.
         """
-        return self._live.read(self._live.find(job_id), lambda machine: machine.solved_frontier())
+        return self._live.read(self._live.find(job_id), views.solved_frontier, RunSnapshot.solved_frontier)
 
     async def plan(self, job_id: str, iteration_time_s: float) -> Plan:
         """Return the plan of least energy that is not slower than a time, FIXED computations in their places.
@@ -372,7 +398,7 @@ class Jobs:
         return await self._store.events(job_id, number, first_sequence - 1, limit, wanted)
 
     async def watch(
-        self, job_id: str, run_number: int, after_sequence: int, *, has_details: bool
+        self, job_id: str, run_number: int, after_sequence: int, *, is_full: bool
     ) -> AsyncIterator[Update]:
         """Yield a run, its events above a sequence, and then what is new, until the run has ended.
 
@@ -385,12 +411,14 @@ class Jobs:
         """
         run = await self._run(job_id, run_number)
         machine = run.machine
-        watcher = Watcher(WatchState(after_sequence, machine.last_event_sequence, machine.has_finished))
+        watcher = Watcher(
+            WatchState(after_sequence, machine.last_event_sequence, machine.record.has_finished)
+        )
         run.watchers.add(watcher)
         try:
             await self._writer.flush()
             fetch = partial(self._store.events, job_id, run.number)
-            view = partial(self._live.view, run, has_details=has_details)
+            view = partial(self._live.job, run, is_full=is_full)
             async for update in watcher.follow(view, fetch):
                 yield update
         finally:
@@ -407,7 +435,7 @@ class Jobs:
                 await self._writer.flush()
             deletion_count = self._deletion_count
             numbers = await self._store.run_numbers(job_id)
-            stored = await self._store.load_run(job_id, numbers[0]) if numbers else None
+            stored = await self._store.load_ended_run(job_id, numbers[0]) if numbers else None
             requests = await self._store.known_requests(job_id) if numbers else {}
             if deletion_count != self._deletion_count:
                 continue  # what was read may be gone
@@ -422,7 +450,9 @@ class Jobs:
     def retire(self, retention: Retention, now_s: float) -> None:
         """Drop the runs from memory that have ended too long ago; the store has their reports."""
         finished = [
-            (run.machine.finish_time_s, run) for run in self._live if run.machine.finish_time_s is not None
+            (run.machine.record.finish_time_s, run)
+            for run in self._live
+            if isinstance(run.machine, RunSnapshot) and run.machine.record.finish_time_s is not None
         ]
         finished.sort(key=lambda pair: pair[0], reverse=True)
         for later_count, (finish_time_s, run) in enumerate(finished):
@@ -437,19 +467,13 @@ class Jobs:
         if run_number in (LATEST, run.number):
             return run
         await self._writer.flush()  # A run that has just ended may be on its way to the store.
-        stored = await self._store.load_run(job_id, run_number)
+        stored = await self._store.load_ended_run(job_id, run_number)
         if stored is None:
             raise RunNotFoundError(job_id=job_id, run_number=run_number)
         if isinstance(stored, UnreadableJob):
             raise JobUnreadableError(job_id=job_id, run_number=run_number, cause=stored.cause)
-        machine, _ = await self._live.made(stored.spec, partial(self._live.restored, stored))
-        return LiveRun(machine)
-
-    async def _change(self, job_id: str, event: Input) -> JobView:
-        await self._recall(job_id)
-        run = self._live.find(job_id)
-        await self._live.handle(run, event)
-        return self._live.view(run, has_details=True)
+        stored.job.epoch = self._live.epoch
+        return LiveRun(stored)
 
 
 def _latest_run(run: LiveRun | None, spec: JobSpec) -> runs.LatestRun | None:
@@ -458,5 +482,5 @@ def _latest_run(run: LiveRun | None, spec: JobSpec) -> runs.LatestRun | None:
         return None
     machine = run.machine
     return runs.LatestRun(
-        machine.run_number, machine.has_finished, machine.has_live_rank, machine.spec.difference(spec)
+        machine.run_number, machine.record.has_finished, machine.has_live_rank, machine.spec.difference(spec)
     )

@@ -7,13 +7,13 @@ from typing import Any
 
 from perseus.service.domain.model import Rank
 from perseus.service.domain.records import JobRecord
+from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.machine import JobMachine
-from perseus.service.job.quarantine import QuarantinedRun
 from perseus.service.shell.watching import Watcher
 from perseus.v1 import event_pb2
 
-Machine = JobMachine | QuarantinedRun
+Machine = JobMachine | RunSnapshot
 
 
 @dataclass(slots=True, eq=False)
@@ -21,9 +21,10 @@ class LiveRun:
     """The latest run of a job; earlier ones have ended, and are in the store.
 
     Attributes:
-        machine: its state machine, or what stands in for one that failed.
+        machine: its state machine, or a snapshot where it has none any more.
         record, ranks, last_sequence: what the machine gave out last; all that counts of it should it fail.
         stored_record: the last record that is stored.
+        incarnation: counts the machines and stand-ins it has had: what one of before wanted is of no use.
         watchers: who watches it.
         event_counts: its events since the coordinator began with it, by type.
     """
@@ -33,6 +34,7 @@ class LiveRun:
     stored_record: JobRecord | None = None
     ranks: dict[Coordinates, Rank] = field(default_factory=dict)
     last_sequence: int = 0
+    incarnation: int = 0
     watchers: set[Watcher] = field(default_factory=set)
     solving: asyncio.Task[Any] | None = None
     event_counts: Counter[event_pb2.JobEventType.ValueType] = field(default_factory=Counter)

@@ -6,12 +6,15 @@ anything leaves for an agent, a watcher or the caller, in the order in which the
 A fault stays where it is. Whatever one run makes the coordinator fail at, be it an input, an action, a
 solve, a view or going on from what is stored: that run is put aside (`job/quarantine.py`), and nothing of any
 other run, stream or the process itself is touched. Only a store that fails ends more than that.
+
+A run that has ended gives up its machine once that is stored and none of its ranks is served any more: a
+snapshot is left of it.
 """
 
 import asyncio
 import gc
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +45,7 @@ from perseus.service.domain.errors import (
     JobUnreadableError,
     LeaseExpiredError,
 )
+from perseus.service.domain.figures import RunFigures
 from perseus.service.domain.inputs import (
     EpochRenewed,
     Input,
@@ -50,19 +54,21 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.ledger import EnergyHour, Rates
 from perseus.service.domain.model import FaultyPart, Rank
 from perseus.service.domain.records import (
+    EndedRun,
     JobRecord,
     OfferRecord,
     RecordedInputs,
     StoredJob,
     UnreadableJob,
 )
+from perseus.service.domain.snapshot import Fault, RunSnapshot
 from perseus.service.domain.specification import JobSpec
-from perseus.service.domain.views import JobView
 from perseus.service.fleet.ledger import priced
+from perseus.service.job import quarantine, views
 from perseus.service.job.machine import JobMachine
-from perseus.service.job.quarantine import Fault, QuarantinedRun
 from perseus.service.job.recording import Recording, Restored
 from perseus.service.job.rules import Rules
+from perseus.service.job.run import Run
 from perseus.service.shell.answers import Answers
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.live_run import LiveRun, Machine
@@ -71,7 +77,7 @@ from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, EventEntry, JobEntry
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
@@ -87,6 +93,9 @@ _LARGE_SIZE = 4096
 
 _MAX_RECORDED_BYTES = 64 * 2**20
 """What the recordings of all runs may take together, roughly."""
+
+_KEPT_MEASURED = 16
+"""Runs that have ended of which it is kept what was measured last, and the frontier."""
 
 T = TypeVar("T")
 
@@ -141,7 +150,7 @@ class LiveRuns:
         self.unreadable: dict[str, UnreadableJob] = {}
         self._store = store
         self._writer = writer
-        writer.keeper = self
+        writer.put_aside = self._put_aside
         self._answers = Answers(self, store, writer, solver)
         self._rates_at = rates_at
         self._runs: dict[str, LiveRun] = {}
@@ -150,6 +159,8 @@ class LiveRuns:
         # Of those who follow all jobs: what has changed since they looked.
         self._followers: list[set[str]] = []
         self._making = asyncio.Lock()
+        # The latest to have ended, of which more is kept than is stored.
+        self._just_ended: deque[LiveRun] = deque()
 
     async def load(self) -> None:
         """Load what is stored, and go on with it."""
@@ -160,9 +171,13 @@ class LiveRuns:
             "jobs loaded", job_count=len(self._runs), unreadable_count=len(self.unreadable), epoch=self.epoch
         )
 
-    def load_run(self, stored: StoredJob | UnreadableJob) -> None:
+    def load_run(self, stored: StoredJob | RunSnapshot | UnreadableJob) -> None:
         """Go on with the latest run of a job; without it, if it can't be read."""
-        if isinstance(stored, UnreadableJob):
+        if isinstance(stored, RunSnapshot):
+            stored.job.epoch = self.epoch
+            self._runs[stored.spec.job_id] = LiveRun(stored)
+            self._note_change(stored.spec.job_id)
+        elif isinstance(stored, UnreadableJob):
             log.error(
                 "stored job can't be read: it stays out until it is deleted",
                 job_id=stored.job_id,
@@ -183,11 +198,11 @@ class LiveRuns:
         machine: Machine
         now_s, wall_time_s = self.clock.now_s(), time.time()
         try:
-            machine, commands = JobMachine.restore(stored, self.rules, self.epoch, now_s, wall_time_s)
+            machine, commands = self._restored(stored)
         except Exception as error:
-            machine, commands = self._stand_in(stored, FaultyPart.STORED_STATE, error)
+            machine, commands = self._put_at_stock(stored, FaultyPart.STORED_STATE, error)
             recording = Recording(Restored(stored, self.rules, self.epoch, now_s, wall_time_s))
-            commands = [*_recorded(recording, machine.fault), *commands]
+            commands = [*_recorded(recording, Fault.of(FaultyPart.STORED_STATE, error)), *commands]
         self._runs[stored.spec.job_id] = run = LiveRun(
             machine,
             stored.record,
@@ -257,7 +272,7 @@ class LiveRuns:
         for changed in self._followers:
             changed.add(job_id)
 
-    def restored(self, stored: StoredJob) -> tuple[JobMachine, list[Command]]:
+    def _restored(self, stored: StoredJob) -> tuple[JobMachine, list[Command]]:
         """Return the machine of a stored run, and what it wants done to go on."""
         return JobMachine.restore(stored, self.rules, self.epoch, self.clock.now_s(), time.time())
 
@@ -275,6 +290,10 @@ class LiveRuns:
 
     def begin(self, machine: JobMachine, commands: Iterable[Command], entries: Iterable[Entry]) -> Work:
         """Begin a run, the latest of its job from now on. Await what is returned to know it stored."""
+        before = self._runs.get(machine.spec.job_id)
+        if before is not None and isinstance(before.machine, JobMachine):  # some rank is served still
+            ended = EndedRun(self.job(before, is_full=True))
+            entries = [JobEntry(before.job_id, before.number, ended), *entries]
         self._runs[machine.spec.job_id] = run = LiveRun(machine)
         return self._perform(run, commands, entries)
 
@@ -294,35 +313,54 @@ class LiveRuns:
                 that is put aside, because of this input or before it.
         """
         try:
-            commands = run.machine.handle(event, self.clock.now_s(), time.time())
+            commands = self._take(run, event)
         except CoordinatorError:
             raise
         except Exception as error:
             self.quarantine(run, FaultyPart.MACHINE, error)
-            commands = run.machine.handle(event, self.clock.now_s(), time.time())
+            commands = self._take(run, event)
         return self._perform(run, commands, entries, then)
 
-    def read(self, run: LiveRun, ask: Callable[[Machine], T], part: FaultyPart = FaultyPart.VIEW) -> T:
-        """Return what a run's machine answers.
+    def _take(self, run: LiveRun, event: Input) -> list[Command]:
+        now_s, wall_time_s = self.clock.now_s(), time.time()
+        if isinstance(run.machine, JobMachine):
+            return run.machine.handle(event, now_s, wall_time_s)
+        run.machine, commands = quarantine.handle(run.machine, event, now_s, wall_time_s)
+        return commands
+
+    def read(
+        self,
+        run: LiveRun,
+        ask: Callable[[Run], T],
+        otherwise: Callable[[RunSnapshot], T],
+        part: FaultyPart = FaultyPart.VIEW,
+    ) -> T:
+        """Return what a run answers, or what its snapshot does where it has no machine any more.
 
         Raises:
             CoordinatorError: it has no answer.
         """
-        try:
-            return ask(run.machine)
-        except CoordinatorError:
-            raise
-        except Exception as error:
-            self.quarantine(run, part, error)
-            return ask(run.machine)
+        if isinstance(run.machine, JobMachine):
+            try:
+                return ask(run.machine.run)
+            except CoordinatorError:
+                raise
+            except Exception as error:
+                self.quarantine(run, part, error)
+        assert isinstance(run.machine, RunSnapshot)
+        return otherwise(run.machine)
 
-    def view(self, run: LiveRun, *, has_details: bool) -> JobView:
-        """Return a run as others may see it."""
-        return self.shown(run, lambda view: view, has_details=has_details)
+    def job(self, run: LiveRun, *, is_full: bool) -> job_pb2.Job:
+        """Return a run as clients see it; without what grows with its size, unless that is wanted."""
+        return self.read(
+            run,
+            partial(views.job, is_full=is_full),
+            lambda snapshot: snapshot.job if is_full else views.without_details(snapshot.job),
+        )
 
-    def shown(self, run: LiveRun, show: Callable[[JobView], T], *, has_details: bool) -> T:
-        """Return what is made of a run's view; if that fails, the run is put aside, and shown as such."""
-        return self.read(run, lambda machine: show(machine.view() if has_details else machine.summary()))
+    def figures(self, run: LiveRun) -> RunFigures:
+        """Return what is measured of a run beyond what clients see of it; nothing without a machine."""
+        return self.read(run, views.figures, lambda _: RunFigures())
 
     def tick(self) -> None:
         """Let leases run out, and drop the largest recordings where all together are too large."""
@@ -358,14 +396,14 @@ class LiveRuns:
             self.handle(run, Tick())
 
     def _deadline_s(self, run: LiveRun) -> float | None:
-        return self.read(run, lambda machine: machine.next_deadline_s(), FaultyPart.MACHINE)
+        return self.read(run, lambda state: state.next_deadline_s(), lambda _: None, FaultyPart.MACHINE)
 
     # ------------------------------------------------------------------ faults
 
     def quarantine(self, run: LiveRun, part: FaultyPart, error: Exception) -> None:
         """Put a run aside; what it gave out before is still carried out, and then its ranks are told."""
         machine = run.machine
-        if isinstance(machine, QuarantinedRun):
+        if isinstance(machine, RunSnapshot):
             self._note_fault(run.job_id, run.number, part, error)
             return
         record = run.record
@@ -381,17 +419,18 @@ class LiveRuns:
             ranks=tuple(run.ranks.values()),
             offers=(),
             profiles=(),
-            periods=tuple(machine.log.periods),
+            periods=tuple(machine.run.log.periods),
             open_rows=(),
             last_sequence=run.last_sequence,
         )
         if run.solving is not None:
             run.solving.cancel()
-        run.machine, commands = self._stand_in(known, part, error)
+        run.machine, commands = self._put_at_stock(known, part, error)
+        run.incarnation += 1
         self._perform(run, [*_recorded(machine.recording, Fault.of(part, error)), *commands])
 
-    def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
-        """See `shell.writer.RunKeeper`."""
+    def _put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
+        """See `Writer.put_aside`."""
         run = self._runs.get(job_id)
         is_new = run is not None and run.number == run_number and isinstance(run.machine, JobMachine)
         if run is not None and is_new:
@@ -402,12 +441,11 @@ class LiveRuns:
             JobQuarantinedError(job_id=job_id, cause=Fault.of(FaultyPart.STORING, error)) if is_new else None
         )
 
-    def _stand_in(
+    def _put_at_stock(
         self, known: StoredJob, part: FaultyPart, error: Exception
-    ) -> tuple[QuarantinedRun, list[Command]]:
+    ) -> tuple[RunSnapshot, list[Command]]:
         self._note_fault(known.spec.job_id, known.run_number, part, error)
-        machine = QuarantinedRun(known, Fault.of(part, error), self.rules, self.epoch, time.time())
-        return machine, machine.begin()
+        return quarantine.quarantine(known, Fault.of(part, error), self.rules, self.epoch, time.time())
 
     def _note_fault(self, job_id: str, run_number: int, part: FaultyPart, error: Exception) -> None:
         self.fault_counts[part] += 1
@@ -430,11 +468,12 @@ class LiveRuns:
         if isinstance(stored, UnreadableJob):
             raise JobUnreadableError(job_id=run.job_id, run_number=run.number, cause=stored.cause)
         try:
-            run.machine, commands = self.restored(stored)
+            run.machine, commands = self._restored(stored)
         except Exception as error:
             self._note_fault(run.job_id, run.number, FaultyPart.STORED_STATE, error)
             cause = Fault.of(FaultyPart.STORED_STATE, error)
             raise JobQuarantinedError(job_id=run.job_id, cause=cause) from None
+        run.incarnation += 1
         log.info("job resumed from quarantine", job_id=run.job_id, run_number=run.number)
         self._perform(run, commands)
 
@@ -450,7 +489,7 @@ class LiveRuns:
         """Store what is to be stored; then do the rest."""
         to_store = list(entries)
         then: list[Callable[[], None]] = []
-        is_job_changed = False
+        is_job_changed = has_ended = False
         job_id, number = run.job_id, run.number
         for command in commands:
             match command:
@@ -458,6 +497,7 @@ class LiveRuns:
                     to_store.append(JobEntry(job_id, number, priced(hour, partial(self._rates_at, job_id))))
                 case Store(record):
                     to_store.append(JobEntry(job_id, number, record))
+                    has_ended = has_ended or isinstance(record, EndedRun)
                     if isinstance(record, _SHOWN):
                         is_job_changed = True
                         if isinstance(record, Rank):
@@ -473,23 +513,39 @@ class LiveRuns:
                 case ReportIteration() if not run.watchers:
                     pass
                 case _:
-                    then.append(partial(self._do, run, run.machine, command))
+                    then.append(partial(self._do, run, run.incarnation, command))
         if is_job_changed:
             then.append(partial(self._publish_job, run))
         if to_store or then:
             self._note_change(job_id)
         then.extend(more)
+        if has_ended:
+            then.append(partial(self._drop_machine, run))
         self._ticking.add(run)
         # An action that fails puts its run aside, and nothing else.
         return self._writer.later(to_store, then, partial(self.quarantine, run, FaultyPart.ACTION))
 
-    def _do(self, run: LiveRun, machine: Machine, command: Command) -> None:
-        if run.machine is not machine:
+    def _drop_machine(self, run: LiveRun) -> None:
+        """Keep no more than a snapshot of a run that has ended, and little of those that ended before."""
+        if not (isinstance(run.machine, JobMachine) and run.machine.record.has_finished):
+            return
+        run.machine = views.snapshot(run.machine.run)
+        run.ranks.clear()
+        self._just_ended.append(run)
+        if len(self._just_ended) > _KEPT_MEASURED:
+            oldest = self._just_ended.popleft()
+            assert isinstance(oldest.machine, RunSnapshot)
+            oldest.machine = replace(oldest.machine, measured=None)
+
+    def _do(self, run: LiveRun, incarnation: int, command: Command) -> None:
+        if run.incarnation != incarnation:
             return  # It was put aside, or has been revived: nothing that it wanted before is of use.
+        machine = run.machine
         match command:
             case AcceptRank(rank, instance_id, ceiling):
                 if (port := self.ports.get(instance_id)) and isinstance(machine, JobMachine):
-                    port.accept_rank(run.job_id, rank, machine.order(rank.stage), ceiling)
+                    order = machine.run.schedule.orders[rank.stage]
+                    port.accept_rank(run.job_id, rank, order, ceiling)
             case SendCeiling(rank, instance_id, ceiling):
                 if port := self.ports.get(instance_id):
                     port.limit_rank(run.job_id, rank, ceiling)

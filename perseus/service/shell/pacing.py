@@ -21,6 +21,7 @@ from perseus.service.fleet.pacing.curve import speed_curve
 from perseus.service.fleet.pacing.pacer import LEAST_BETWEEN_S, Decision, decide
 from perseus.service.fleet.pacing.spending import SpeedCurve
 from perseus.service.fleet.signals.outlook import SignalBook
+from perseus.service.job import views
 from perseus.service.shell.live_run import LiveRun
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.signals import Signals
@@ -87,7 +88,7 @@ class Pacing:
 
     async def _pace(self, job_id: str) -> None:
         run = self._live.get(job_id)
-        job = None if run is None else self._live.read(run, lambda machine: machine.pacing())
+        job = None if run is None else self._live.read(run, views.pacing, lambda _: None)
         if run is None or job is None or job.basis is None or not run.machine.has_live_rank:
             self._jobs.pop(job_id, None)
             return

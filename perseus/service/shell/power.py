@@ -25,6 +25,7 @@ from perseus.service.domain.errors import (
     FeedNotFoundError,
     InvalidFieldError,
 )
+from perseus.service.domain.job_power import NO_POWER
 from perseus.service.domain.power import (
     DEFAULT_FEED,
     MAX_TIME_S,
@@ -48,6 +49,7 @@ from perseus.service.fleet.power.messages import (
     SetPace,
     Tick,
 )
+from perseus.service.job import views
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.powered_jobs import PoweredJobs
@@ -210,8 +212,10 @@ class Power:
         if not self._is_idle:
             return status
         # What jobs drew in their latest iterations is all that is known.
-        runs = [run for run in self._live if run.machine.has_live_rank and not run.machine.has_finished]
-        powers = [self._live.read(run, lambda machine: machine.power()) for run in runs]
+        runs = [
+            run for run in self._live if run.machine.has_live_rank and not run.machine.record.has_finished
+        ]
+        powers = [self._live.read(run, views.power, lambda _: NO_POWER) for run in runs]
         measured_w = sum(power.power_w or 0.0 for power in powers)
         managed_w = sum(power.power_w or 0.0 for power in powers if power.basis is not None)
         return replace(status, measured_w=measured_w, managed_w=managed_w, unmanaged_w=measured_w - managed_w)

@@ -14,14 +14,16 @@ import structlog
 
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import CeilingOrdered, PaceOrdered
-from perseus.service.domain.job_power import CurveBasis, JobPower
+from perseus.service.domain.job_power import NO_POWER, CurveBasis, JobPower
 from perseus.service.domain.power_reading import most_power_w
+from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.fleet.power.curve import StageFeeds, power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.feeds import Feeds, placement, shares
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import JobChanged, JobLeft, PowerMeasured
 from perseus.service.fleet.power.readings import Drawn, completed_w
+from perseus.service.job import views
 from perseus.service.shell.live_run import LiveRun
 from perseus.service.shell.live_runs import LiveRuns
 
@@ -95,8 +97,8 @@ class PoweredJobs:
         One whose figures can't be is left out.
         """
         run = self._live.get(job_id)
-        if run is None or run.machine.has_finished or not run.machine.has_live_rank:
-            if run is not None and run.machine.ceiling is not None:
+        if run is None or run.machine.record.has_finished or not run.machine.has_live_rank:
+            if run is not None and run.machine.record.ceiling is not None:
                 self._aside[job_id] = set(shares(self._placed(run)))
             return self._leave(job_id)
         try:
@@ -177,7 +179,7 @@ class PoweredJobs:
     ) -> None:
         outlasts_lease = ceiling_mhz is not None and any(feed in self._feeds.with_last_plan for feed in feeds)
         ordered = CeilingOrdered(ceiling_mhz, outlasts_lease)
-        if run.machine.ceiling != ordered.to_ceiling():
+        if run.machine.record.ceiling != ordered.to_ceiling():
             self._tell(run, ordered)
 
     def _tell(self, run: LiveRun, order: PaceOrdered | CeilingOrdered) -> None:
@@ -188,7 +190,7 @@ class PoweredJobs:
         return None if self._jobs.pop(job_id, None) is None else JobLeft(job_id)
 
     async def _update(self, job_id: str, run: LiveRun) -> JobChanged | None:
-        power = self._live.read(run, lambda machine: machine.power())
+        power = self._live.read(run, views.power, lambda _: NO_POWER)
         known = self._jobs.get(job_id)
         if power.power_w is None and known is not None:
             power = replace(power, power_w=known.power.power_w)  # it goes on to draw what it drew
@@ -197,7 +199,7 @@ class PoweredJobs:
             power.placement_count,
         ):
             placed = self._placed(run)
-            highest_mhz = self._live.read(run, lambda machine: machine.highest_clock_mhz())
+            highest_mhz = self._live.read(run, views.highest_clock_mhz, lambda _: 0)
             own_shares, gpu_count = shares(placed), run.machine.spec.rank_count
             gpus = {feed: share * gpu_count for feed, share in own_shares.items()}
             known_now = _Known(run.number, power, placed, own_shares, gpus, highest_mhz, self._most_w(run))
@@ -208,22 +210,31 @@ class PoweredJobs:
                 known_now.points = await self._points(power.basis, known_now)
         self._jobs[job_id] = known_now
         if known is None or known_now.points is not known.points or power.terms != known.power.terms:
-            ceiling = run.machine.ceiling
+            ceiling = run.machine.record.ceiling
             return known_now.changed(job_id, None if ceiling is None else ceiling.clock_mhz)
         return None
 
     def _most_w(self, run: LiveRun) -> dict[str, float]:
-        hostnames = self._live.read(run, lambda machine: machine.hostnames())
-        models = self._live.read(run, lambda machine: machine.gpu_models())
+        hostnames = self._hostnames(run)
+        models = self._live.read(run, views.gpu_models, lambda _: [""] * len(hostnames))
         found: dict[str, float] = {}
         for hostname, model in zip(hostnames, models, strict=True):
             feed = self._feeds.of_host(hostname)
             found[feed] = found.get(feed, 0.0) + most_power_w(model)
         return found
 
+    def _hostnames(self, run: LiveRun) -> Sequence[str]:
+        """Return the hosts that a run's ranks are on; of a quarantined one, those that were served."""
+
+        def of_snapshot(snapshot: RunSnapshot) -> list[str]:
+            hosts = {rank.coordinates: rank.hostname for rank in snapshot.ranks}
+            return [hosts.get(place, "") for place in snapshot.spec.parallelism.all_coordinates()]
+
+        return self._live.read(run, views.hostnames, of_snapshot)
+
     def _placed(self, run: LiveRun) -> Sequence[Sequence[StageFeeds]]:
         counts = run.machine.spec.parallelism
-        hostnames = self._live.read(run, lambda machine: machine.hostnames())
+        hostnames = self._hostnames(run)
         return placement(self._feeds, hostnames, counts.stage_count, counts.tensor_count)
 
     async def _points(self, basis: CurveBasis | None, known: _Known) -> tuple[PowerPoint, ...]:
@@ -248,7 +259,7 @@ class PoweredJobs:
 
 def _is_lifted(run: LiveRun, ceiling_mhz: int | None) -> bool:
     """Whether a ceiling would be higher than the one that a run has."""
-    before = run.machine.ceiling
+    before = run.machine.record.ceiling
     if before is None or before.clock_mhz is None:
         return False
     return ceiling_mhz is None or ceiling_mhz > before.clock_mhz

@@ -12,13 +12,22 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from perseus.retry import Retry
 from perseus.service.domain.ledger import HOUR_S, UNKNOWN, Rates
 from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.signals.outlook import SignalBook
-from perseus.service.signals.backoff import Backoff
 from perseus.service.signals.source import Source, SourceError
 
 log = structlog.get_logger(__name__)
+
+FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 900.0
+
+
+def retry_of(period_s: float, draw: Callable[[], float]) -> Retry:
+    """Return when a source is asked again that fails, of which a working one is asked every `period_s`."""
+    if period_s < FIRST_DELAY_S:  # a file, say: looking at it costs nothing
+        return Retry(period_s, period_s)
+    return Retry(FIRST_DELAY_S, LONGEST_DELAY_S, jitter=0.5, random=draw)  # many do not come at once
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +110,7 @@ class Signals:
         return total
 
     async def _follow(self, signal: NamedSignal) -> None:
-        backoff = Backoff(signal.source.period_s)
+        retry = retry_of(signal.source.period_s, self._draw)
         said = ""
         while True:
             try:
@@ -113,7 +122,7 @@ class Signals:
                 cause = str(error) if isinstance(error, SourceError) else f"a fault: {error!r}"
                 retry_after_s = error.retry_after_s if isinstance(error, SourceError) else 0.0
                 signal.failure_count += 1
-                wait_s = backoff.failed(retry_after_s, self._draw())
+                wait_s = max(retry_after_s, retry.failed())
                 if cause != said:
                     known = signal.book.value_at(self._clock()) is not None
                     log.warning(
@@ -126,7 +135,8 @@ class Signals:
                 said = cause
             else:
                 if said:
-                    log.info("signal is read again", signal=signal.name, failure_count=backoff.failure_count)
+                    log.info("signal is read again", signal=signal.name, failure_count=retry.failure_count)
                 said = ""
-                wait_s = backoff.worked()
+                retry.succeeded()
+                wait_s = signal.source.period_s
             await asyncio.sleep(wait_s)

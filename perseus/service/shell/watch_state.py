@@ -21,12 +21,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perseus.service.domain.model import IterationSummary
 from perseus.v1 import job_pb2
 from perseus.v1.event_pb2 import JobEvent
 from perseus.v1.job_service_pb2 import CaughtUp, WatchGap
 
-News = JobEvent | IterationSummary
+News = JobEvent | job_pb2.IterationSummary
 
 QUEUE_LIMIT = 1024
 QUEUE_BYTES_LIMIT = 4 * 2**20
@@ -161,7 +160,7 @@ class WatchState:
         while self._queue:
             news = self._queue.popleft()
             self._queue_bytes -= _size(news)
-            if isinstance(news, IterationSummary):
+            if isinstance(news, job_pb2.IterationSummary):
                 return Tell(news)
             if news.sequence > self._cursor:
                 self._cursor = news.sequence
@@ -194,4 +193,4 @@ def _gap(first_sequence: int, last_sequence: int) -> WatchGap:
 
 def _size(news: News) -> int:
     """About how many bytes news takes: a message no more than some times what it takes on the wire."""
-    return _PLAIN_BYTES if isinstance(news, IterationSummary) else _PLAIN_BYTES + 4 * news.ByteSize()
+    return _PLAIN_BYTES if isinstance(news, job_pb2.IterationSummary) else _PLAIN_BYTES + 4 * news.ByteSize()

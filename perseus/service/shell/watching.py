@@ -5,11 +5,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from perseus.service.domain.views import JobView
 from perseus.service.shell.watch_state import End, Fetch, News, Tell, TellJob, Wait, WatchState
-from perseus.v1 import event_pb2, job_service_pb2
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 
-Update = JobView | News | job_service_pb2.CaughtUp | job_service_pb2.WatchGap
+Update = job_pb2.Job | News | job_service_pb2.CaughtUp | job_service_pb2.WatchGap
 
 
 class Watcher:
@@ -37,7 +36,7 @@ class Watcher:
 
     async def follow(
         self,
-        view: Callable[[], JobView],
+        view: Callable[[], job_pb2.Job],
         fetch: Callable[[int, int], Awaitable[Sequence[event_pb2.JobEvent]]],
     ) -> AsyncIterator[Update]:
         """Yield all that is to be told, until the job has ended.

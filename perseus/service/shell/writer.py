@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from perseus.metrics.distribution import Distribution
 from perseus.service.domain.errors import CoordinatorError
@@ -102,28 +102,19 @@ class Work:
         return True
 
 
-class RunKeeper(Protocol):
-    """Who knows the runs."""
-
-    def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
-        """Put a run aside that wants what can't be stored; return what its callers are told.
-
-        None if it is aside: then what it wants is done without being stored.
-        """
-
-
 class Writer:
     """The one writer of a store.
 
     Attributes:
-        keeper: who is told of a run that wants what can't be stored.
+        put_aside: called with a run (job, number) that wants what can't be stored, and the error; returns
+            what its callers are told, or None if it is aside already: then that is done without being stored.
         commits: what commits took.
         entry_count: how many entries they had.
         waiting_count: how much work waits to be stored and carried out.
     """
 
     def __init__(self, store: SqlStore) -> None:
-        self.keeper: RunKeeper | None = None
+        self.put_aside: Callable[[str, int, Exception], CoordinatorError | None] | None = None
         self.commits = Distribution(_COMMIT_BOUNDS_S)
         self.entry_count = 0
         self._store = store
@@ -184,9 +175,9 @@ class Writer:
         """Take out what the run wants that an error is about; what it wants once it is aside comes later."""
         wanted = [*work, *self._work]
         spoiled = [item for item in wanted if item.is_of(error.job_id, error.run_number)]
-        if self.keeper is None or not spoiled:
+        if self.put_aside is None or not spoiled:
             raise error
-        told = self.keeper.put_aside(error.job_id, error.run_number, error)
+        told = self.put_aside(error.job_id, error.run_number, error)
         for item in spoiled:
             item.spoil(told)
 

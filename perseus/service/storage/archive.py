@@ -107,7 +107,7 @@ def _import(connection: Connection, file: TextIO) -> int:
         if table is None or not isinstance(row, dict) or row.keys() != set(table.c.keys()):
             raise ArchiveError(f"line {number}: expected a row of one of the tables, found another line")
         for column in table.c:
-            if isinstance(column.type, LargeBinary):
+            if isinstance(column.type, LargeBinary) and not (column.nullable and row[column.name] is None):
                 try:
                     row[column.name] = base64.b64decode(row[column.name], validate=True)
                 except (TypeError, ValueError):

@@ -65,7 +65,7 @@ class Pruner:
         runs = schema.runs.c
         finished = self._connection.execute(
             select(runs.job_id, runs.run_number, runs.finish_time_s)
-            .where(runs.is_archived == 0, runs.finish_time_s.is_not(None))
+            .where(runs.is_archived == 0, runs.finish_time_s.is_not(None), runs.ended_job.is_not(None))
             .order_by(runs.finish_time_s.desc(), runs.job_id, runs.run_number)
         )
         return [

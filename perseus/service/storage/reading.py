@@ -11,25 +11,26 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from sqlalchemy import Connection, Row, Table, func, select, text
 
-from perseus.service.domain.errors import InvalidFieldError, cut
-from perseus.service.domain.measured import KnownProfile, StageProfile
+from perseus.service.domain.errors import InvalidFieldError, JobUnreadableError, cut
+from perseus.service.domain.measured import KnownProfile, Period, StageProfile
 from perseus.service.domain.messages import time_to_proto
-from perseus.service.domain.model import ALL_EVENTS, EventFilter, PipelineOffer
+from perseus.service.domain.model import ALL_EVENTS, EventFilter, PipelineOffer, Rank
 from perseus.service.domain.power import BudgetRecord, UnreadableBudget
 from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
+from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.storage import codecs, ledger_rows, schema
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DecodeError)
 """What reading a stored value may raise, whatever it is (pydantic's errors are ValueErrors)."""
 
 _NOT_ARCHIVED = schema.runs.c.is_archived == 0
 
 
-def load_jobs(connection: Connection) -> list[StoredJob | UnreadableJob]:
+def load_jobs(connection: Connection) -> list[StoredJob | RunSnapshot | UnreadableJob]:
     """Return the latest run of every job, by identifier, unless it is archived."""
     runs = schema.runs.c
     latest = (
@@ -41,7 +42,91 @@ def load_jobs(connection: Connection) -> list[StoredJob | UnreadableJob]:
         .where(_NOT_ARCHIVED)
         .order_by(runs.job_id)
     ).all()
-    return [job for run in found if (job := load_run(connection, *run)) is not None]
+    loaded = (load_ended_run(connection, *run) or load_run(connection, *run) for run in found)
+    return [job for job in loaded if job is not None]
+
+
+def load_ended_run(
+    connection: Connection, job_id: str, run_number: int
+) -> RunSnapshot | UnreadableJob | None:
+    """Return a run of a job that has ended, if there is such a one; archived or not."""
+    runs = schema.runs
+    row = connection.execute(
+        select(runs).where(
+            runs.c.job_id == job_id, runs.c.run_number == run_number, runs.c.ended_job.is_not(None)
+        )
+    ).first()
+    if row is None:
+        return None
+    try:
+        return RunSnapshot(
+            codecs.SPEC.load(row.spec),
+            run_number,
+            row.create_time_s,
+            Registrations(codecs.REGISTRATIONS.load(row.registrations)),
+            codecs.RECORD.load(row.record),
+            job_pb2.Job.FromString(row.ended_job),
+        )
+    except _UNREADABLE as error:
+        return UnreadableJob(job_id, run_number, _cause(error))
+
+
+def ended_jobs(
+    connection: Connection, job_id: str, before: int | None, count: int
+) -> list[tuple[int, job_pb2.Job | UnreadableJob]]:
+    """Return up to `count` runs of a job numbered below `before`, the latest first, as they ended."""
+    runs = schema.runs.c
+    query = select(runs.run_number, runs.ended_job).where(runs.job_id == job_id)
+    if before is not None:
+        query = query.where(runs.run_number < before)
+    found: list[tuple[int, job_pb2.Job | UnreadableJob]] = []
+    for number, content in connection.execute(query.order_by(runs.run_number.desc()).limit(count)):
+        try:
+            found.append((number, job_pb2.Job.FromString(content)))
+        except _UNREADABLE as error:
+            found.append((number, UnreadableJob(job_id, number, _cause(error))))
+    return found
+
+
+def load_ranks(
+    connection: Connection, job_id: str, run_number: int, first_pipeline: int, pipeline_count: int
+) -> list[Rank]:
+    """Return a run's ranks that are stored, of so many pipelines from one on.
+
+    Raises:
+        JobUnreadableError: one of them can't be read.
+    """
+    ranks = schema.ranks.c
+    rows = connection.execute(
+        select(ranks.rank).where(
+            ranks.job_id == job_id,
+            ranks.run_number == run_number,
+            ranks.pipeline >= first_pipeline,
+            ranks.pipeline < first_pipeline + pipeline_count,
+        )
+    )
+    try:
+        return [codecs.RANK.load(row.rank) for row in rows]
+    except _UNREADABLE as error:
+        raise JobUnreadableError(job_id=job_id, run_number=run_number, cause=_cause(error)) from None
+
+
+def load_periods(connection: Connection, job_id: str, run_number: int) -> list[Period]:
+    """Return a run's report.
+
+    Raises:
+        JobUnreadableError: a period can't be read.
+    """
+    periods = schema.periods.c
+    rows = connection.execute(
+        select(periods.period)
+        .where(periods.job_id == job_id, periods.run_number == run_number)
+        .order_by(periods.number)
+    )
+    try:
+        return [codecs.PERIOD.load(row.period) for row in rows]
+    except _UNREADABLE as error:
+        raise JobUnreadableError(job_id=job_id, run_number=run_number, cause=_cause(error)) from None
 
 
 def load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob | UnreadableJob | None:
@@ -49,8 +134,11 @@ def load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob 
     try:
         return _load_run(connection, job_id, run_number)
     except _UNREADABLE as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        return UnreadableJob(job_id, run_number, cut(cause))
+        return UnreadableJob(job_id, run_number, _cause(error))
+
+
+def _cause(error: Exception) -> str:
+    return cut(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob | None:

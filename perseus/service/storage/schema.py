@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "v0001"
+HEAD = "v0002"
 """The latest migration: what this schema is."""
 
 # Ordered by bytes wherever it is, as SQLite orders all texts.
@@ -68,7 +68,9 @@ generations = _table(
     "generations", _number("number", primary_key=True), _text("token"), _number("first_commit")
 )
 
-# `version` and `finish_time_s` repeat what is in the record. An archived run has its report and little else.
+# `version` and `finish_time_s` repeat what is in the record. `ended_job` is the serialised `perseus.v1.Job`
+# of a run that has ended and of which no rank is served any more. An archived run has that, its report and
+# little else.
 runs = _table(
     "runs",
     *_run_columns(),
@@ -79,6 +81,7 @@ runs = _table(
     _number("version"),
     _figure("finish_time_s", nullable=True),
     _number("is_archived"),
+    Column("ended_job", LargeBinary(), nullable=True),
     Index("runs_by_finish", "is_archived", "finish_time_s"),
 )
 

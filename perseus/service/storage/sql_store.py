@@ -54,6 +54,10 @@ class SqlStore:
     """Jobs by runs: profiles, offers, reports and events; and how far each agent's telemetry was taken."""
 
     load_jobs = _read_method(reading.load_jobs)
+    load_ended_run = _read_method(reading.load_ended_run)
+    ended_jobs = _read_method(reading.ended_jobs)
+    load_ranks = _read_method(reading.load_ranks)
+    load_periods = _read_method(reading.load_periods)
     load_run = _read_method(reading.load_run)
     run_numbers = _read_method(reading.run_numbers)
     known_requests = _read_method(reading.known_requests)

@@ -17,6 +17,7 @@ Row = tuple[Any, ...]
 
 UPDATE_RECORD = "update_record"
 UPDATE_REGISTRATIONS = "update_registrations"
+UPDATE_ENDED_JOB = "update_ended_job"
 INSERT_PLAN = "insert_plan"
 PRUNE_PLANS = "prune_plans"
 INSERT_ITERATION = "insert_iteration"
@@ -38,6 +39,7 @@ ORDER = (
     INSERT_RUN,
     UPDATE_RECORD,
     UPDATE_REGISTRATIONS,
+    UPDATE_ENDED_JOB,
     UPSERT_RANK,
     INSERT_PLAN,
     UPSERT_OFFER,
@@ -113,6 +115,7 @@ class Statements:
             UPDATE_REGISTRATIONS: update(runs)
             .where(*of_run(runs))
             .values(registrations=bindparam("registrations")),
+            UPDATE_ENDED_JOB: update(runs).where(*of_run(runs)).values(ended_job=bindparam("ended_job")),
             UPSERT_RANK: upsert(schema.ranks),
             INSERT_PLAN: insert(plans).on_conflict_do_nothing(),
             UPSERT_OFFER: upsert(offers),

@@ -17,6 +17,7 @@ from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.messages import time_from_proto
 from perseus.service.domain.model import Clocks, Rank
 from perseus.service.domain.records import (
+    EndedRun,
     ForgetIterations,
     ForgetProfile,
     IterationRows,
@@ -222,7 +223,7 @@ class GroupWriter:
                     )
                 case NewRun(spec, run_number, create_time_s):
                     beginning = spec.job_id, run_number, create_time_s, self._spec(entry)
-                    row = (*beginning, codecs.NO_REGISTRATIONS, None, 0, None, 0)
+                    row = (*beginning, codecs.NO_REGISTRATIONS, None, 0, None, 0, None)
                     group.rows[to.INSERT_RUN].append(row)
                 case JobDeleted(job_id):
                     self._drop_plans(job_id)
@@ -245,6 +246,8 @@ class GroupWriter:
                 rows[to.UPDATE_RECORD].append(
                     (codecs.RECORD.dump(record), version, record.finish_time_s, *run)
                 )
+            case EndedRun(job):
+                rows[to.UPDATE_ENDED_JOB].append((job.SerializeToString(), *run))
             case Registrations(registrations):
                 rows[to.UPDATE_REGISTRATIONS].append((codecs.REGISTRATIONS.dump(registrations), *run))
             case Rank():

@@ -12,15 +12,16 @@ from importlib.metadata import version
 
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
-from perseus.service.domain.figures import JobFigures
-from perseus.service.domain.model import FaultyPart, JobState, RankFilter, RankState
+from perseus.service.domain.figures import RunFigures
+from perseus.service.domain.model import FaultyPart, JobState, RankState
 from perseus.service.domain.power import FeedStatus
-from perseus.service.domain.profiling import ProfilingLimit
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingLimit
+from perseus.service.domain.records import JobRecord
+from perseus.service.domain.stall import Stall
 from perseus.service.domain.statement import LedgerTotals
-from perseus.service.domain.views import JobView
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.live_run import LiveRun
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 
 MOST_JOBS = 1_000
 """Jobs with series of their own."""
@@ -61,7 +62,7 @@ class CoordinatorCollector:
         """Read everything."""
         readings = Readings()
         self._read_process(readings)
-        unfinished = [run for run in self._coordinator.live if not run.machine.has_finished]
+        unfinished = [run for run in self._coordinator.live if not run.machine.record.has_finished]
         unfinished.sort(key=lambda run: run.machine.create_time_s)
         readings.put(names.HIDDEN_JOBS, max(0, len(unfinished) - MOST_JOBS))
         for number, run in enumerate(unfinished[-MOST_JOBS:]):
@@ -81,7 +82,7 @@ class CoordinatorCollector:
         for file, expiry_s in self._expiries_s().items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         readings.put(names.SERVING, coordinator.late_s() <= self._late_limit_s)
-        states = Counter(run.machine.state for run in live)
+        states = Counter(run.machine.record.state for run in live)
         for state in JobState:
             readings.put(names.JOBS, states[state], state.value)
         readings.put(names.UNREADABLE_JOBS, len(live.unreadable))
@@ -123,11 +124,13 @@ class CoordinatorCollector:
     # ------------------------------------------------------------------ jobs
 
     def _read_job(self, readings: Readings, run: LiveRun) -> None:
-        view = self._coordinator.live.view(run, has_details=False)
-        figures = view.figures
-        _put_state(readings, view)
-        _put_measured(readings, view, figures)
-        _put_profiling(readings, view)
+        live = self._coordinator.live
+        job = live.job(run, is_full=False)
+        figures = live.figures(run)
+        record = run.machine.record
+        _put_state(readings, job, record.state, figures.stall)
+        _put_measured(readings, job, record, figures)
+        _put_profiling(readings, job, record.profiling_cost, live.rules.profiling_budget)
         counts, job_id = run.event_counts, run.job_id
         readings.put(names.JOB_PLAN_SWITCHES, figures.switch_count, job_id)
         readings.put(names.JOB_BROKEN_PROMISES, counts[event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN], job_id)
@@ -136,8 +139,8 @@ class CoordinatorCollector:
         readings.put(names.JOB_QUARANTINES, counts[event_pb2.JOB_EVENT_TYPE_QUARANTINED], job_id)
 
     async def _read_ranks(self, readings: Readings, run: LiveRun) -> None:
-        ranks = self._coordinator.live.read(run, lambda machine: list(machine.ranks(RankFilter())))
-        for index, rank in ranks:
+        ranks = self._coordinator.live.read(run, lambda state: list(state.ranks), lambda _: [])
+        for index, rank in enumerate(ranks):
             if index % _TURN_RANKS == _TURN_RANKS - 1:
                 await asyncio.sleep(0)
             place, clocks = rank.coordinates, rank.clocks
@@ -173,20 +176,25 @@ def _put_feed(readings: Readings, name: str, status: FeedStatus) -> None:
     readings.put(names.FEED_HELD_JOBS, len(status.held), name)
 
 
-def _put_state(readings: Readings, view: JobView) -> None:
-    job_id = view.job_id
+def _put_state(readings: Readings, job: job_pb2.Job, now: JobState, stall: Stall | None) -> None:
+    job_id = job.job_id
     for state in JobState:
         if state is not JobState.FINISHED:
-            readings.put(names.JOB_STATE, view.state is state, job_id, state.value)
-    readings.put(names.JOB_RUN, view.run_number, job_id)
+            readings.put(names.JOB_STATE, now is state, job_id, state.value)
+    readings.put(names.JOB_RUN, job.run_number, job_id)
     for rank_state in RankState:
-        readings.put(names.JOB_RANKS, view.rank_counts.get(rank_state, 0), job_id, rank_state.value)
-    if view.stall is not None:
-        readings.put(names.JOB_STALLED, 1, job_id, view.stall.reason.name.lower())
+        readings.put(
+            names.JOB_RANKS,
+            getattr(job.rank_counts, f"{rank_state.name.lower()}_count"),
+            job_id,
+            rank_state.value,
+        )
+    if stall is not None:
+        readings.put(names.JOB_STALLED, 1, job_id, stall.reason.name.lower())
 
 
-def _put_measured(readings: Readings, view: JobView, figures: JobFigures) -> None:
-    job_id, latest, totals = view.job_id, figures.latest, figures.totals
+def _put_measured(readings: Readings, job: job_pb2.Job, record: JobRecord, figures: RunFigures) -> None:
+    job_id, latest, totals = job.job_id, figures.latest, figures.totals
     if totals is not None:
         readings.put(names.JOB_ITERATIONS, totals.regular_count, job_id, "yes")
         readings.put(names.JOB_ITERATIONS, totals.irregular_count, job_id, "no")
@@ -198,9 +206,9 @@ def _put_measured(readings: Readings, view: JobView, figures: JobFigures) -> Non
         readings.put(names.JOB_ITERATION_TIME, latest.iteration_time_s, job_id)
         readings.put(names.JOB_ITERATION_ENERGY, energy_j or None, job_id)
         readings.put(names.JOB_POWER, energy_j / latest.iteration_time_s or None, job_id)
-    if view.baseline is not None:
-        readings.put(names.JOB_BASELINE_TIME, view.baseline.time_s, job_id)
-        readings.put(names.JOB_BASELINE_ENERGY, view.baseline.energy_j or None, job_id)
+    if record.baseline is not None:
+        readings.put(names.JOB_BASELINE_TIME, record.baseline.time_s, job_id)
+        readings.put(names.JOB_BASELINE_ENERGY, record.baseline.energy_j or None, job_id)
     if figures.period is not None:
         readings.put(names.JOB_MEASURED, figures.period.iteration_time_s, job_id)
     readings.put(names.JOB_PROMISED, figures.promised_time_s, job_id)
@@ -208,27 +216,32 @@ def _put_measured(readings: Readings, view: JobView, figures: JobFigures) -> Non
         readings.put(names.JOB_SAVING, _ratio(saving.energy_percent), job_id)
         readings.put(names.JOB_SAVING_ERROR, _ratio(saving.energy_se_percent), job_id)
         readings.put(names.JOB_SLOWDOWN, _ratio(saving.slowdown_percent), job_id)
-    for point, time_s in (("t_min", view.t_min_s), ("t_star", view.t_star_s), ("t_slow", view.t_slow_s)):
+    for point, time_s in (("t_min", job.t_min_s), ("t_star", job.t_star_s), ("t_slow", job.t_slow_s)):
         readings.put(names.JOB_FRONTIER, time_s or None, job_id, point)
-    readings.put(names.JOB_STRAGGLERS, figures.detected_count, job_id, "detected")
-    readings.put(names.JOB_STRAGGLERS, view.straggler_count - figures.detected_count, job_id, "reported")
-    readings.put(names.JOB_BUDGET_TIME, view.budget_time_s, job_id)
+    detected_count = sum(straggler.is_detected for straggler in record.stragglers)
+    readings.put(names.JOB_STRAGGLERS, detected_count, job_id, "detected")
+    readings.put(names.JOB_STRAGGLERS, len(record.stragglers) - detected_count, job_id, "reported")
+    readings.put(names.JOB_BUDGET_TIME, record.pace_s, job_id)
     readings.put(names.JOB_STRAGGLER_TIME, figures.straggler_time_s or None, job_id)
 
 
-def _put_profiling(readings: Readings, view: JobView) -> None:
-    job_id, cost, budget = view.job_id, view.profiling_cost, view.profiling_budget
-    readings.put(names.JOB_PROFILED, view.profiled_clock_count, job_id)
+def _put_profiling(
+    readings: Readings, job: job_pb2.Job, cost: ProfilingCost, budget: ProfilingBudget
+) -> None:
+    job_id = job.job_id
+    readings.put(names.JOB_PROFILED, job.profiled_clock_count, job_id)
     readings.put(names.JOB_PROFILING_ITERATIONS, cost.iteration_count, job_id)
     readings.put(names.JOB_PROFILING_TIME, cost.time_s, job_id)
     readings.put(names.JOB_PROFILING_EXTRA_TIME, cost.extra_time_s, job_id)
     readings.put(names.JOB_PROFILING_EXTRA_ENERGY, cost.extra_energy_j, job_id)
     used = max(budget.used(cost, limit) / budget.limit_of(limit) for limit in ProfilingLimit)
     readings.put(names.JOB_PROFILING_BUDGET, max(0.0, used), job_id)
-    if (progress := view.profiling_progress) is not None:
+    if job.HasField("profiling_progress"):
+        progress = job.profiling_progress
         readings.put(names.JOB_PROFILING_TRIED, progress.tried_clock_count, job_id)
         readings.put(names.JOB_PROFILING_MOST, progress.max_clock_count, job_id)
-        readings.put(names.JOB_PROFILING_LEFT, progress.remaining_s, job_id)
+        if progress.HasField("remaining_s"):
+            readings.put(names.JOB_PROFILING_LEFT, progress.remaining_s, job_id)
 
 
 def _ratio(percent: float | None) -> float | None:

@@ -10,15 +10,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 
-from perseus.service.api.translate_jobs import job_to_proto, summary_to_proto
-from perseus.service.domain.model import ALL_EVENTS, IterationSummary
-from perseus.service.domain.views import JobView
+from perseus.service.domain.model import ALL_EVENTS
 from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.watching import Update
 from perseus.service.web.event_stream import event
 from perseus.service.web.json_text import as_json, to_json
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 from perseus.v1 import job_service_pb2 as pb
 
 LIST_PERIOD_S = 1.0
@@ -81,7 +79,7 @@ class JobList:
                 if self._texts.pop(job_id, None) is not None:
                     removed.append(job_id)
                 continue
-            text = self._live.shown(run, _job_text, has_details=False)
+            text = to_json(self._live.job(run, is_full=False))
             if text != self._texts.get(job_id):
                 self._texts[job_id] = text
                 texts.append(text)
@@ -105,10 +103,10 @@ class JobUpdates:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See EventSource."""
-        view = await self._jobs.job(self._job_id, LATEST, has_details=False)
-        self._run_number = view.run_number
-        self._sequence = self._sent_sequence = view.last_event_sequence
-        self._show(view)
+        job = await self._jobs.job(self._job_id, LATEST, is_full=False)
+        self._run_number = job.run_number
+        self._sequence = self._sent_sequence = job.last_event_sequence
+        self._show(job)
         self._gathered.clear()  # every opening has it
         yield b""
         watching = asyncio.create_task(self._watch())
@@ -117,7 +115,7 @@ class JobUpdates:
                 await asyncio.wait([watching], timeout=GATHER_S)
                 is_due = self._has_moved and time.monotonic() - self._shown_s >= FIGURES_S
                 if is_due and not watching.done():  # the watcher itself shows how the run ended
-                    self._show(await self._jobs.job(self._job_id, self._run_number, has_details=False))
+                    self._show(await self._jobs.job(self._job_id, self._run_number, is_full=False))
                 if self._gathered:
                     texts, self._gathered = self._gathered, []
                     self._sent_sequence = self._sequence
@@ -153,29 +151,29 @@ class JobUpdates:
         yield self._chunk([*first, to_json(caught_up)], through)
 
     async def _watch(self) -> None:
-        updates = self._jobs.watch(self._job_id, self._run_number, self._sequence, has_details=False)
+        updates = self._jobs.watch(self._job_id, self._run_number, self._sequence, is_full=False)
         async for update in updates:
             self._take(update)
 
     def _take(self, update: Update) -> None:
         match update:
-            case JobView():
+            case job_pb2.Job():
                 self._show(update)
             case event_pb2.JobEvent():
                 self._sequence = update.sequence
                 self._gathered.append(self._event_text(update))
-            case IterationSummary():
+            case job_pb2.IterationSummary():
                 self._has_moved = True
-                self._gathered.append(to_json(pb.WatchJobResponse(iteration=summary_to_proto(update))))
+                self._gathered.append(to_json(pb.WatchJobResponse(iteration=update)))
             case pb.WatchGap():
                 self._sequence = max(self._sequence, update.last_missed_sequence)
                 self._gathered.append(_gap_text(update))
             case pb.CaughtUp():
                 pass  # each reader gets its own
 
-    def _show(self, view: JobView) -> None:
+    def _show(self, job: job_pb2.Job) -> None:
         self._shown_s, self._has_moved = time.monotonic(), False
-        text = to_json(pb.WatchJobResponse(job=job_to_proto(view)))
+        text = to_json(pb.WatchJobResponse(job=job))
         if text != self._job_text:
             self._job_text = text
             self._gathered.append(text)
@@ -194,10 +192,6 @@ class JobUpdates:
             if len(self._event_texts) > _KEPT_EVENTS:
                 del self._event_texts[next(iter(self._event_texts))]
         return text
-
-
-def _job_text(view: JobView) -> str:
-    return to_json(job_to_proto(view))
 
 
 def _gap_text(gap: pb.WatchGap) -> str:

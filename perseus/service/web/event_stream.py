@@ -8,7 +8,7 @@ from typing import Protocol
 
 from aiohttp import ClientConnectionError, hdrs, web
 
-from perseus.service.api.statuses import MAPPED, STATUSES, unexpected
+from perseus.service.api.statuses import MAPPED, MappedError, reason_of, unexpected
 from perseus.service.domain.errors import LimitReachedError
 from perseus.service.web.json_text import as_json
 
@@ -93,7 +93,7 @@ class Reader:
             except (ConnectionResetError, ClientConnectionError):
                 raise
             except Exception as error:
-                reason = STATUSES[type(_mapped(error, request.path))].reason
+                reason = reason_of(_mapped(error, request.path))
             await response.write(event("end", as_json({"reason": reason})))
             await response.write_eof()
         return response
@@ -186,7 +186,7 @@ class EventStream:
             self.end("RUN_ENDED")
         except Exception as error:
             self._error = _mapped(error, self._name)
-            self.end(STATUSES[type(self._error)].reason)
+            self.end(reason_of(self._error))
 
 
 class EventStreams:
@@ -235,5 +235,5 @@ class EventStreams:
             stream.end(reason)
 
 
-def _mapped(error: Exception, where: str) -> Exception:
+def _mapped(error: Exception, where: str) -> MappedError:
     return error if isinstance(error, MAPPED) else unexpected(error, where)

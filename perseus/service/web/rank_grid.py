@@ -5,10 +5,10 @@ import gzip
 from functools import partial
 
 from perseus.service.domain.model import RankState
-from perseus.service.domain.views import JobView
 from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.service.web.json_text import as_json
 from perseus.service.web.shared import Shared
+from perseus.v1 import job_pb2
 
 _TURN_RANKS = 1_024
 """Ranks read at a time: some milliseconds."""
@@ -34,15 +34,15 @@ class RankGrid:
         Raises:
             CoordinatorError: there is no such job.
         """
-        view = await self._jobs.job(job_id, LATEST, has_details=False)
-        return await self._shared.get((job_id, view.run_number), partial(self._make, view))
+        job = await self._jobs.job(job_id, LATEST, is_full=False)
+        return await self._shared.get((job_id, job.run_number), partial(self._make, job))
 
-    async def _make(self, view: JobView) -> tuple[bytes, bytes]:
-        counts = view.parallelism
+    async def _make(self, job: job_pb2.Job) -> tuple[bytes, bytes]:
+        counts = job.parallelism
         step = max(1, _TURN_RANKS // (counts.stage_count * counts.tensor_count))
         texts: dict[str, list[str]] = {name: [] for name in _COLUMNS}
         for pipeline in range(0, counts.pipeline_count, step):
-            found = self._jobs.rank_columns(view.job_id, pipeline, step)
+            found = await self._jobs.rank_columns(job.job_id, pipeline, step)
             columns = (
                 [_STATE_NUMBERS[state] for state in found.state],
                 found.iteration,
@@ -53,12 +53,12 @@ class RankGrid:
             for name, column in zip(_COLUMNS, columns, strict=True):
                 texts[name].append(as_json(column)[1:-1])
             await asyncio.sleep(0)
-        now = await self._jobs.job(view.job_id, LATEST, has_details=False)
-        if now.run_number != view.run_number:  # another run has begun meanwhile
+        now = await self._jobs.job(job.job_id, LATEST, is_full=False)
+        if now.run_number != job.run_number:  # another run has begun meanwhile
             return await self._make(now)
         head = {
-            "job_id": view.job_id,
-            "run_number": view.run_number,
+            "job_id": job.job_id,
+            "run_number": job.run_number,
             "shape": [counts.pipeline_count, counts.stage_count, counts.tensor_count],
             "states": [state.name for state in _STATES],
         }

@@ -7,11 +7,11 @@ poller looks at the counter as the agent's thread does, and everything goes thro
 import numpy as np
 
 from perseus.agent.energy.counter import ChangeDetector, CounterChange
-from perseus.agent.gpu.dynamics import GpuState
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.rank.messages import EnergyEstimate
 from perseus.agent.rank.sampling import EstimateRequest, FinishedComputation, FinishedIteration, estimate
+from perseus.emulation.dynamics import GpuState
+from perseus.emulation.physics import A100_SXM, Work
 
 CLOCK_MHZ = 1200
 ITERATIONS = 40

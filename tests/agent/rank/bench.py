@@ -7,15 +7,13 @@ from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, IterationMark
 from perseus.agent.rank.commands import Command, EstimateEnergy, Send
-from perseus.agent.rank.events import Connected, Estimated, Event, Tick, TrainerJoined
+from perseus.agent.rank.events import Connected, Event, Tick, TrainerJoined
 from perseus.agent.rank.messages import (
     NO_PLAN,
     Ceiling,
     GpuDescription,
     Hold,
-    PlanAnswer,
     PlanId,
-    PlanInForce,
     PlanOffer,
     PlanRefusalReason,
     RankAccepted,
@@ -24,9 +22,12 @@ from perseus.agent.rank.messages import (
     StageClocks,
     Stock,
     Telemetry,
+    coordinates,
+    plan_answer,
 )
 from perseus.agent.rank.sampling import estimate
 from perseus.agent.rank.session import Session
+from perseus.v1 import agent_service_pb2 as wire
 
 RANK = Rank("job", 0, 1, 0)
 GPU = GpuDescription("GPU-1", "A100", (1400, 1200, 1000, 800))
@@ -53,7 +54,7 @@ class Bench:
         for command in self.session.handle(event, self.now_s):
             if isinstance(command, EstimateEnergy):
                 found = estimate(command.request)
-                commands += self.session.handle(Estimated(found), self.now_s) if found else []
+                commands += self.session.handle(found, self.now_s) if found else []
             else:
                 commands.append(command)
         self.session.validate()
@@ -118,11 +119,35 @@ def stage(*clocks_mhz: int, order: tuple[Computation, ...] = ORDER) -> StageCloc
 
 
 def accepted(version: int, iteration: int) -> Send:
-    return Send(PlanAnswer(RANK, PlanId("e", version), None, iteration))
+    return Send(plan_answer(RANK, PlanId("e", version), None, iteration))
 
 
 def in_force(version: int, iteration: int) -> Send:
-    return Send(PlanInForce(RANK, PlanId("e", version) if version else NO_PLAN, iteration))
+    plan = PlanId("e", version) if version else NO_PLAN
+    return Send(
+        wire.PlanInForce(
+            job_id="job",
+            rank=coordinates(RANK),
+            epoch=plan.epoch,
+            version=plan.version,
+            iteration=iteration,
+        )
+    )
+
+
+def joined(iteration: int, plan: PlanId = NO_PLAN, spec_fingerprint: str = "") -> Send:
+    gpu = wire.Gpu(uuid=GPU.uuid, model=GPU.model, supported_clocks_mhz=GPU.supported_clocks_mhz)
+    return Send(
+        wire.RankJoined(
+            job_id="job",
+            rank=coordinates(RANK),
+            gpu=gpu,
+            iteration=iteration,
+            in_force_epoch=plan.epoch,
+            in_force_version=plan.version,
+            spec_fingerprint=spec_fingerprint,
+        )
+    )
 
 
 def clock_set(clock_mhz: int, time_s: float) -> ClockSet:
@@ -132,9 +157,9 @@ def clock_set(clock_mhz: int, time_s: float) -> ClockSet:
 def refusal(commands: list[Command]) -> tuple[PlanRefusalReason, str]:
     (command,) = commands
     assert isinstance(command, Send)
-    assert isinstance(command.message, PlanAnswer)
-    assert command.message.refusal is not None
-    return command.message.refusal.reason, command.message.refusal.message
+    assert isinstance(command.message, wire.PlanAnswer)
+    assert not command.message.accepted
+    return PlanRefusalReason(command.message.refusal_reason), command.message.message
 
 
 def idle_from(bench: Bench) -> ScheduleClock:

@@ -19,22 +19,19 @@ from perseus.agent.rank.events import (
     TrainerSpecified,
 )
 from perseus.agent.rank.messages import (
-    NO_PLAN,
     Hold,
     PlanId,
     PlanRefusalReason,
     RankAccepted,
-    RankJoined,
-    RankLeft,
     RankLeftReason,
     RankRefused,
     Stock,
+    rank_left,
 )
 from perseus.agent.rank.standing import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S
 from tests.agent.rank.bench import (
     B0,
     F0,
-    GPU,
     LEASE_S,
     ORDER,
     RANK,
@@ -42,6 +39,7 @@ from tests.agent.rank.bench import (
     accepted,
     clock_set,
     in_force,
+    joined,
     refusal,
 )
 
@@ -49,13 +47,13 @@ from tests.agent.rank.bench import (
 def test_a_rank_is_reset_announced_and_accepted() -> None:
     bench = Bench()
     assert bench.do(TrainerJoined()) == [ResetClock()]
-    assert bench.do(Connected(LEASE_S)) == [Send(RankJoined(RANK, GPU, -1, NO_PLAN, 0))]
+    assert bench.do(Connected(LEASE_S)) == [joined(-1)]
     assert bench.do(RankAccepted(RANK, ORDER)) == []
 
 
 def test_a_refused_rank_is_announced_again_until_accepted() -> None:
     bench = Bench()
-    announcement = [Send(RankJoined(RANK, GPU, -1, NO_PLAN, 0))]
+    announcement = [joined(-1)]
     bench.do(Connected(LEASE_S))
     assert bench.do(RankRefused(RANK, "JOB_NOT_FOUND", "")) == []
     assert bench.after(JOIN_RETRY_S / 2, Tick()) == []
@@ -82,7 +80,7 @@ def test_a_rank_that_is_refused_over_and_over_asks_more_and_more_seldom() -> Non
 
 def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to() -> None:
     bench = Bench(is_registered=False)
-    announcement = [Send(RankJoined(RANK, GPU, -1, NO_PLAN, 0, "work"))]
+    announcement = [joined(-1, spec_fingerprint="work")]
     assert bench.do(Connected(LEASE_S)) == []
     assert bench.after(10 * JOIN_RETRY_S, Tick()) == []
     assert bench.do(TrainerSpecified("work")) == announcement
@@ -94,7 +92,7 @@ def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to() -> N
 def test_what_a_trainer_says_before_there_is_a_coordinator_is_announced_later() -> None:
     bench = Bench(is_registered=False)
     assert bench.do(TrainerSpecified("work")) == []
-    assert bench.do(Connected(LEASE_S)) == [Send(RankJoined(RANK, GPU, -1, NO_PLAN, 0, "work"))]
+    assert bench.do(Connected(LEASE_S)) == [joined(-1, spec_fingerprint="work")]
 
 
 def test_a_plan_ends_with_what_it_was_made_for(bench: Bench) -> None:
@@ -103,7 +101,7 @@ def test_a_plan_ends_with_what_it_was_made_for(bench: Bench) -> None:
     assert bench.do(TrainerSpecified("other work")) == [
         ResetClock(),
         in_force(0, 1),
-        Send(RankJoined(RANK, GPU, 0, NO_PLAN, 0, "other work")),
+        joined(0, spec_fingerprint="other work"),
     ]
     assert refusal(bench.offer(2, 5, Hold(1000)))[0] is PlanRefusalReason.UNKNOWN_RANK
 
@@ -112,7 +110,7 @@ def test_reconnecting_announces_what_is_in_force(bench: Bench) -> None:
     bench.offer(1, 0, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
     assert bench.do(Disconnected()) == []
-    assert bench.do(Connected(LEASE_S)) == [Send(RankJoined(RANK, GPU, 0, PlanId("e", 1), 0))]
+    assert bench.do(Connected(LEASE_S)) == [joined(0, PlanId("e", 1))]
     assert refusal(bench.offer(2, 5, Stock()))[0] is PlanRefusalReason.UNKNOWN_RANK
     assert bench.do(RankAccepted(RANK, ORDER)) == [], "the plan stays"
 
@@ -146,7 +144,7 @@ def test_a_lease_that_runs_out_while_disconnected_is_reported_afterwards(bench: 
     bench.iteration(Edge.BEGIN, 0)
     bench.do(Disconnected())
     assert bench.after(LEASE_S + 0.1, Tick()) == [ResetClock()]
-    assert bench.do(Connected(LEASE_S)) == [Send(RankJoined(RANK, GPU, 0, NO_PLAN, 0))]
+    assert bench.do(Connected(LEASE_S)) == [joined(0)]
     bench.do(RankAccepted(RANK, ORDER))
     assert bench.offer(1, 1, Hold(1000)) == [accepted(1, 0)]
     assert bench.iteration(Edge.BEGIN, 1) == [in_force(1, 1), SetClock(1000)]
@@ -176,7 +174,7 @@ def test_an_accepted_plan_that_can_not_be_kept_is_taken_back(bench: Bench) -> No
 def test_every_end_resets_the_clock_and_says_why(bench: Bench, event: Event, reason: RankLeftReason) -> None:
     bench.offer(1, 0, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
-    assert bench.do(event) == [ResetClock(), Send(RankLeft(RANK, reason))]
+    assert bench.do(event) == [ResetClock(), Send(rank_left(RANK, reason))]
     assert bench.session.has_ended
     for late in (TrainerGone(), Tick(), Connected(LEASE_S), clock_set(1000, 0.0)):
         assert bench.do(late) == []

@@ -19,12 +19,11 @@ from perseus.agent.rank.events import (
 from perseus.agent.rank.messages import (
     Ceiling,
     Hold,
-    PlanId,
     RankAccepted,
-    RankJoined,
     RankRefused,
     Stock,
 )
+from perseus.v1 import agent_service_pb2 as wire
 from tests.agent.rank.bench import (
     B0,
     F0,
@@ -210,8 +209,8 @@ def test_one_that_outlasts_the_lease_keeps_the_plan_with_it(bench: Bench) -> Non
     assert SetClock(1400) in bench.iteration(Edge.BEGIN, 1)
     (joined,) = bench.do(Connected(LEASE_S))
     assert isinstance(joined, Send)
-    assert isinstance(joined.message, RankJoined)
-    assert joined.message.in_force == PlanId("e", 1)
+    assert isinstance(joined.message, wire.RankJoined)
+    assert (joined.message.in_force_epoch, joined.message.in_force_version) == ("e", 1)
 
 
 @pytest.mark.parametrize("end", [Finish(0), TrainerGone(), AgentStops(), GpuFailed("lost")], ids=str)

@@ -9,14 +9,14 @@ from perseus.agent.rank.commands import Send
 from perseus.agent.rank.events import Connected, SetNotPermitted, TrainerJoined
 from perseus.agent.rank.messages import (
     Hold,
-    PlanAnswer,
     PlanRefusalReason,
     RankAccepted,
-    RankLeft,
     RankLeftReason,
     StageClocks,
     Stock,
+    rank_left,
 )
+from perseus.v1 import agent_service_pb2 as wire
 from tests.agent.rank.bench import (
     B0,
     B1,
@@ -85,11 +85,10 @@ def test_a_foreign_clock_is_refused_by_name(
 ) -> None:
     (command,) = bench.offer(1, 0, clocks)
     assert isinstance(command, Send)
-    assert isinstance(command.message, PlanAnswer)
-    refused = command.message.refusal
-    assert refused is not None
-    assert refused.reason is PlanRefusalReason.CLOCK_NOT_SUPPORTED
-    assert refused.clocks_mhz == found
+    refused = command.message
+    assert isinstance(refused, wire.PlanAnswer)
+    assert PlanRefusalReason(refused.refusal_reason) is PlanRefusalReason.CLOCK_NOT_SUPPORTED
+    assert tuple(refused.refused_clocks_mhz) == found
     assert refused.message.endswith(f"GPU GPU-1 supports, found {list(found)} MHz")
 
 
@@ -116,7 +115,7 @@ def test_an_observing_session_accepts_stock_only_and_sets_nothing() -> None:
     assert message.endswith("the agent only observes")
     assert bench.offer(2, 0, Stock()) == [accepted(2, -1)]
     assert bench.run(0) == [in_force(2, 0)]
-    assert bench.do(Finish(0))[-1] == Send(RankLeft(RANK, RankLeftReason.FINISHED))
+    assert bench.do(Finish(0))[-1] == Send(rank_left(RANK, RankLeftReason.FINISHED))
 
 
 def test_without_permission_the_plan_in_force_ends(bench: Bench) -> None:

@@ -13,7 +13,6 @@ from perseus.agent.rank.events import (
     AgentStops,
     Connected,
     Disconnected,
-    Estimated,
     Event,
     GpuFailed,
     Heard,
@@ -26,14 +25,10 @@ from perseus.agent.rank.messages import (
     Ceiling,
     GpuDescription,
     Hold,
-    PlanAnswer,
     PlanId,
-    PlanInForce,
     PlanOffer,
     RankAccepted,
     RankCeiling,
-    RankJoined,
-    RankLeft,
     RankRefused,
     StageClocks,
     Stock,
@@ -41,6 +36,7 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.rank.sampling import EstimateRequest, estimate
 from perseus.agent.rank.session import Session
+from perseus.v1 import agent_service_pb2 as wire
 
 RANK = Rank("job", 0, 0, 0)
 GPU = GpuDescription("GPU-1", "A100", (1400, 1000, 600))
@@ -119,19 +115,19 @@ class SessionMachine(RuleBasedStateMachine):
                     assert touched >= self.touched.intersection(row.iteration for row in iterations)
                     assert not touched.intersection(row.iteration for row in computations)
                     assert not any(row.is_regular for row in iterations if row.is_touched)
-                case Send(RankLeft()):
+                case Send(wire.RankLeft()):
                     assert not self.has_left
                     self.has_left = True
                 case Send(message):
                     assert self.connected, f"{message} without a connection"
                     match message:
-                        case PlanInForce(_, plan, _):
-                            assert plan.version == 0 or plan.version in self.accepted
-                            self.in_force = plan.version
-                        case PlanAnswer(_, plan, None, _):
-                            self.accepted.add(plan.version)
-                        case RankJoined(_, _, _, plan, _):
-                            self.in_force = plan.version
+                        case wire.PlanInForce(version=version):
+                            assert version == 0 or version in self.accepted
+                            self.in_force = version
+                        case wire.PlanAnswer(accepted=True, version=version):
+                            self.accepted.add(version)
+                        case wire.RankJoined(in_force_version=version):
+                            self.in_force = version
         is_urgent = isinstance(event, PlanOffer) and event.is_urgent
         if is_urgent and under_way is not None and any(_is_in_force(command) for command in commands):
             self.touched.add(under_way)
@@ -279,7 +275,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule()
     def estimate(self) -> None:
         if (found := estimate(self.requests.pop())) is not None:
-            self.do(Estimated(found))
+            self.do(found)
 
     @precondition(lambda self: self.iteration > 8)
     @rule(
@@ -313,7 +309,7 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 def _is_in_force(command: object) -> bool:
-    return isinstance(command, Send) and isinstance(command.message, PlanInForce)
+    return isinstance(command, Send) and isinstance(command.message, wire.PlanInForce)
 
 
 TestSession = SessionMachine.TestCase

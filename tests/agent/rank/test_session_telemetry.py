@@ -7,9 +7,10 @@ from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation
 from perseus.agent.link.packets import Edge, IterationMark, WaitMark
 from perseus.agent.rank.commands import Command, Send
-from perseus.agent.rank.events import Connected, Disconnected, LimitsRead, Tick
-from perseus.agent.rank.messages import ComputationRow, GpuLimits, Hold, IterationRow, RankJoined, Stock
+from perseus.agent.rank.events import Connected, Disconnected, Tick
+from perseus.agent.rank.messages import ComputationRow, GpuLimits, Hold, IterationRow, Stock
 from perseus.agent.rank.recorder import COUNTER_WAIT_S
+from perseus.v1 import agent_service_pb2 as wire
 from tests.agent.rank.bench import B1, F1, LEASE_S, ORDER, RANK, Bench, clock_set, counted, telemetry
 
 
@@ -159,7 +160,7 @@ def test_the_limits_that_were_read_last_are_told_with_telemetry_and_when_the_ran
 ) -> None:
     counted(bench, 0.0)
     limits = GpuLimits(250.0, (7,))
-    bench.do(LimitsRead(limits))
+    bench.do(limits)
     bench.run(0)
     (message,) = telemetry(counted(bench, 85.0))
     assert message.gpu_limits == limits
@@ -167,9 +168,9 @@ def test_the_limits_that_were_read_last_are_told_with_telemetry_and_when_the_ran
     (joined,) = [
         command.message
         for command in bench.do(Connected(LEASE_S))
-        if isinstance(command, Send) and isinstance(command.message, RankJoined)
+        if isinstance(command, Send) and isinstance(command.message, wire.RankJoined)
     ]
-    assert joined.gpu.limits == limits
+    assert (joined.gpu.power_limit_w, *joined.gpu.workload_power_profiles) == (250.0, 7)
 
 
 def test_a_counter_that_stands_still_is_not_waited_for_long(bench: Bench) -> None:

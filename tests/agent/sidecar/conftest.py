@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from tests.agent.coordinator_stub import Book, CoordinatorStub
 from tests.agent.sidecar.training import ORDER, UUID, Start, Trainer
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import structlog
 from structlog.testing import capture_logs
 
 from perseus.agent.claims.book import GPU_TAKEN, JOB_TAKEN, RANK_TAKEN, Claim
@@ -15,9 +14,8 @@ from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Hello
 from perseus.agent.sidecar import admission
 from perseus.agent.sidecar.admission import Admission
-from perseus.agent.sidecar.complaints import Complaints
+from perseus.agent.sidecar.gpus import Vitals
 from perseus.agent.sidecar.roster import Roster, Trainer
-from perseus.agent.sidecar.vitals import Vitals
 
 
 class Door:
@@ -64,7 +62,7 @@ class FakeLine:
 def admitting(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, SlowDoor, Roster]:
     monkeypatch.setattr(admission, "check_clock", lambda *_: None)
     door, roster = SlowDoor(), Roster()
-    found = Admission(roster, cast(Any, door), Vitals(), Complaints(structlog.get_logger()))
+    found = Admission(roster, cast(Any, door), Vitals())
     return found, door, roster
 
 
@@ -112,9 +110,9 @@ async def test_a_claim_is_judged_again_after_whatever_went_wrong(monkeypatch: py
     told: list[object] = []
     line = SimpleNamespace(peer=SimpleNamespace(uid=1000), end=told.append)
     roster = SimpleNamespace(tell=lambda *message: told.append(message))
-    door, complaints = Door(), Complaints(structlog.get_logger())
+    door = Door()
     claim = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "somebody"), Allowed())
-    watching = Admission(cast(Any, roster), cast(Any, door), Vitals(), complaints)
+    watching = Admission(cast(Any, roster), cast(Any, door), Vitals())
     with capture_logs() as logs:
         await watching.watch(Trainer(claim, cast(Any, line), is_registered=False, problem=None))
     assert [line["event"] for line in logs] == ["claim not judged again", "rank refused"]

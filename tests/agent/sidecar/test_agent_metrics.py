@@ -17,15 +17,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from perseus import configuration
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.rank.messages import GpuErrorReason
-from perseus.agent.sidecar import ranks
-from perseus.agent.sidecar.job_mapping import JobMapping
+from perseus.agent.sidecar import gpus
+from perseus.agent.sidecar.gpus import NOT_SERVED, JobMapping, Vitals
 from perseus.agent.sidecar.metrics_server import serving_metrics
+from perseus.agent.sidecar.optional import OptionalParts
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
-from perseus.agent.sidecar.vitals import NOT_SERVED, Vitals
 from perseus.certificates import Authority
+from perseus.emulation.gpu import EmulatedGpu
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
 from perseus.tls.files import Role, TlsFiles, TlsSource
@@ -56,7 +56,7 @@ def trusted(folder: Path) -> tuple[Path, Path, ssl.SSLContext]:
 async def test_an_agent_at_work_is_told(
     tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "_READING_S", 0.1)
+    monkeypatch.setattr(gpus, "_READING_S", 0.1)
     port, mapping = free_port(), tmp_path / "jobs"
     coordinator = CoordinatorStub(Book(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)
@@ -112,7 +112,7 @@ async def test_an_agent_at_work_is_told(
                 f"{metric.name}_count" if metric.kind is names.Kind.HISTOGRAM else metric.name
                 for metric in (names.BUILD_INFO, *names.AGENT)
             }
-            assert expected - told == {names.AGENT_TRAINERS_REFUSED.name}
+            assert expected - told == {names.AGENT_TRAINERS_REFUSED.name, names.AGENT_PART_FAILURES.name}
             await trainer.stop()
             await until(lambda: not list(mapping.iterdir()), "no job on the GPU")
     finally:
@@ -136,7 +136,10 @@ def test_tls_and_token(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("perseus_first\n")
     source = TlsSource(TlsFiles(certificate, key), Role.SERVER)
-    with serving_metrics("127.0.0.1", 0, Readings, tls=source, token_file=token_file) as (host, port):
+    with serving_metrics("127.0.0.1", 0, Readings, OptionalParts(), tls=source, token_file=token_file) as (
+        host,
+        port,
+    ):
         url = f"https://{host}:{port}"
         assert get(f"{url}/metrics", context=context)[0] == 401
         assert get(f"{url}/metrics", "perseus_wrong", context)[0] == 401
@@ -158,13 +161,16 @@ def test_a_fault_concerns_one_scrape() -> None:
             raise ArithmeticError("planted")
         return Readings()
 
-    with serving_metrics("127.0.0.1", 0, collect) as (host, port):
+    with serving_metrics("127.0.0.1", 0, collect, OptionalParts()) as (host, port):
         assert get(f"http://{host}:{port}/metrics")[0] == 500
         assert get(f"http://{host}:{port}/metrics")[0] == 200
 
 
 def test_those_who_say_nothing_keep_no_scraper_waiting() -> None:
-    with serving_metrics("127.0.0.1", 0, Readings) as (host, port), contextlib.ExitStack() as stack:
+    with (
+        serving_metrics("127.0.0.1", 0, Readings, OptionalParts()) as (host, port),
+        contextlib.ExitStack() as stack,
+    ):
         for _ in range(20):
             stack.enter_context(contextlib.closing(socket.create_connection((host, port))))
         assert get(f"http://{host}:{port}/metrics")[0] == 200

@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from perseus.agent.gpu import GpuNotFoundError
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.sidecar.backends import EmulatedBackend, NvmlBackend, backend
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.configuration import ConfigurationError, load
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 
 
 def test_defaults_are_those_of_a_node() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from perseus.agent import Kind, Probe
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.rank import standing
 from perseus.agent.sidecar import admission
 from perseus.agent.sidecar.shell import run, serving
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import frontier_pb2, rank_pb2
 from tests.agent.coordinator_stub import Book, until

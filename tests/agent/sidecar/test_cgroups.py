@@ -2,7 +2,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from perseus.agent.sidecar.cgroups import parse_memberships, parse_mounts, to_enter
+from perseus.agent.sidecar.peer import cgroups_to_enter, parse_memberships, parse_mounts
 
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 HYBRID = """31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
@@ -36,8 +36,8 @@ OF_THE_NODE = "31 23 0:28 /../../.. /host/cgroup rw - cgroup2 cgroup2 rw\n"
         (V2, "0::/", "0::/odd name:with/colons", ["/sys/fs/cgroup/odd name:with/colons"]),
     ],
 )
-def test_what_to_enter(mountinfo: str, own: str, other: str, expected: list[str] | None) -> None:
-    found = to_enter(parse_mounts(mountinfo), parse_memberships(own), parse_memberships(other))
+def test_what_cgroups_to_enter(mountinfo: str, own: str, other: str, expected: list[str] | None) -> None:
+    found = cgroups_to_enter(parse_mounts(mountinfo), parse_memberships(own), parse_memberships(other))
     assert (found if found is None else [*map(str, found)]) == expected
 
 

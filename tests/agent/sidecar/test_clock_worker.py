@@ -1,7 +1,6 @@
 import contextlib
 import queue
 import time
-from functools import partial
 from itertools import chain, count, repeat
 from typing import cast
 
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.agent.clocks.patience import Patience
 from perseus.agent.gpu import GpuDriverError, GpuLostError, GpuPermissionError
 from perseus.agent.sidecar import clock_worker
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
@@ -218,7 +216,7 @@ def test_a_set_that_goes_on_failing_is_reported() -> None:
 def test_a_set_that_goes_on_failing_is_reported_though_resets_succeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(clock_worker, "Patience", partial(Patience, borne_s=0.2))
+    monkeypatch.setattr(clock_worker, "_GIVE_UP_S", 0.2)
     gpu = FakeGpu()
     gpu.errors[1200] = error = GpuDriverError("unknown error")
     results: queue.Queue[ClockResult] = queue.Queue()

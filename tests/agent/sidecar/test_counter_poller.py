@@ -6,9 +6,10 @@ import pytest
 
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.gpu import GpuDriverError, GpuInUseError, GpuLostError
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A40
-from perseus.agent.sidecar.counter_poller import CounterPoller
+from perseus.agent.rank.messages import GpuLimits
+from perseus.agent.sidecar.counter_poller import CounterPoller, LimitsWatch
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A40
 from tests.agent.fake_gpu import FakeGpu
 
 
@@ -61,4 +62,26 @@ def test_a_mistake_of_ours_is_reported_too() -> None:
     errors: queue.Queue[Exception] = queue.Queue()
     poller = CounterPoller(gpu, lambda _: None, errors.put)
     assert isinstance(errors.get(timeout=10), StopIteration)
+    poller.close()
+
+
+def test_an_unforeseen_error_in_the_limits_watch_costs_the_rank_nothing() -> None:
+    class Odd(FakeGpu):
+        def power_limit_w(self) -> float:
+            raise ValueError("nobody has foreseen this")
+
+    gpu = Odd(readings=chain([1.0, 2.0, 3.0], repeat(3.0)))
+    changes: queue.Queue[CounterChange] = queue.Queue()
+    failed: queue.Queue[tuple[str, Exception]] = queue.Queue()
+    poller = CounterPoller(
+        gpu,
+        changes.put,
+        lambda error: pytest.fail(str(error)),
+        LimitsWatch(gpu, GpuLimits(), lambda _: None),
+        lambda part, error: failed.put((part, error)),
+        interval_s=0.0001,
+    )
+    assert [changes.get(timeout=10).energy_j for _ in range(2)] == [2.0, 3.0]
+    part, error = failed.get(timeout=10)
+    assert (part, type(error)) == ("limits watch", ValueError)
     poller.close()

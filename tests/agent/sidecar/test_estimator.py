@@ -8,8 +8,8 @@ import pytest
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.rank.messages import EnergyEstimate
 from perseus.agent.rank.sampling import EstimateRequest, FinishedComputation, FinishedIteration
-from perseus.agent.sidecar import estimator
-from perseus.agent.sidecar.estimator import Estimator
+from perseus.agent.sidecar import served
+from perseus.agent.sidecar.served import Estimator
 from tests.agent.counter_simulation import POWER_W, one_forward_one_backward, simulate
 
 RANK = Rank("job", 0, 0, 0)
@@ -51,7 +51,7 @@ def test_of_requests_under_one_plan_the_newest_counts(monkeypatch: pytest.Monkey
         taken.append(request)
         assert permit.wait(10)
 
-    monkeypatch.setattr(estimator, "estimate", estimate)
+    monkeypatch.setattr(served, "estimate", estimate)
     worker = Estimator()
     requests = [EstimateRequest(version, (), ()) for version in (1, 2, 2, 3)]
     for each in requests:
@@ -72,7 +72,7 @@ def test_a_failing_estimate_does_not_end_the_thread(monkeypatch: pytest.MonkeyPa
         done.release()
         raise ArithmeticError(request.plan_version)
 
-    monkeypatch.setattr(estimator, "estimate", estimate)
+    monkeypatch.setattr(served, "estimate", estimate)
     worker = Estimator()
     for version in (1, 2):
         worker.request(RANK, EstimateRequest(version, (), ()), lambda _: None)

@@ -17,10 +17,11 @@ from perseus.agent.gpu import (
     RecordHeldError,
 )
 from perseus.agent.link.computation import Rank
-from perseus.agent.rank.messages import GpuErrorReason, GpuErrorReport
-from perseus.agent.sidecar.gpu_reports import GpuReports
+from perseus.agent.rank.messages import GpuErrorReason
+from perseus.agent.sidecar.gpus import Vitals
 from perseus.agent.sidecar.served import gpu_error_report
-from perseus.agent.sidecar.vitals import Vitals
+from perseus.agent.sidecar.uplink import GpuReports
+from perseus.v1 import rank_pb2
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,17 @@ from perseus.agent.sidecar.vitals import Vitals
 def test_every_error_has_its_reason(error_class: type[GpuError], reason: GpuErrorReason) -> None:
     rank = Rank("job", 0, 0, 0)
     told = gpu_error_report(rank, "GPU-0", error_class("what it says"), "somebody")
-    assert told == GpuErrorReport(rank, "GPU-0", reason, "what it says", "somebody")
+    assert (told.job_id, told.rank, told.gpu_uuid) == ("job", rank_pb2.RankCoordinates(), "GPU-0")
+    assert (GpuErrorReason(told.reason), told.message, told.owner) == (reason, "what it says", "somebody")
+
+
+def test_a_drivers_words_are_said_as_the_contract_allows_them() -> None:
+    error = GpuLostError("fell\noff the bus\x00" + "x" * 2000)
+    text = gpu_error_report(Rank("job", 0, 0, 0), "GPU-0", error, "somebody").message
+    assert text.startswith("fell off the bus xx")
+    assert text.endswith("x…")
+    assert len(text) == 1024
+    assert text.isprintable()
 
 
 class Said:
@@ -60,14 +71,14 @@ class Said:
 def test_a_report_that_comes_after_its_trainer_s_end_is_said_and_is_not_the_next_one_s() -> None:
     said, rank = Said(), Rank("job", 0, 0, 0)
     reports = GpuReports(cast(Any, said), Vitals())
-    report = GpuErrorReport(rank, "GPU-0", GpuErrorReason.LOST, "fell off the bus", "somebody")
+    report = gpu_error_report(rank, "GPU-0", GpuLostError("fell off the bus"), "somebody")
     reports.begin(rank)
     own = reports.of(rank)
     reports.end(rank)
-    reports.report(report, own)
+    reports.report(rank, report, own)
     assert (said.now, said.later) == ([report], [report])
     reports.begin(rank)
-    reports.report(report, own)
+    reports.report(rank, report, own)
     assert not reports.has_any(rank)
-    reports.report(report, reports.of(rank))
+    reports.report(rank, report, reports.of(rank))
     assert reports.has_any(rank)

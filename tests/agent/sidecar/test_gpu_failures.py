@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.clocks.patience import Comeback
 from perseus.agent.gpu import GpuDriverError, GpuLostError, GpuPermissionError, RecordError
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.lanes import Lanes
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.packets import IterationMark
 from perseus.agent.probe.client import Probe
 from perseus.agent.rank.commands import Command
@@ -21,6 +18,8 @@ from perseus.agent.rank.session import Session
 from perseus.agent.restore.restorer import Restorer
 from perseus.agent.sidecar import ranks, served, shell
 from perseus.agent.sidecar.shell import serving
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from perseus.v1 import rank_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 from tests.agent.sidecar.failing_gpu import FailingBackend, Faults
@@ -73,7 +72,7 @@ async def coordinator() -> AsyncIterator[CoordinatorStub]:
 @pytest.fixture(autouse=True)
 def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "Restorer", partial(Restorer, retry_s=0.05))
-    monkeypatch.setattr(ranks, "Comeback", partial(Comeback, first_pause_s=0.05))
+    monkeypatch.setattr(ranks, "_FIRST_DELAY_S", 0.05)
 
 
 @pytest.fixture
@@ -124,8 +123,14 @@ async def test_a_reset_that_fails_is_tried_again_while_the_trainer_stays_and_its
             del faults.by_method["open"]
             await until(lambda: gpu.sm_clock_mhz() == STOCK_MHZ, "stock")
             await until(lambda: not records(tmp_path), "restored")
-        joined = joined_count(coordinator.book)
-        await coordinator.until(lambda book: joined_count(book) > joined, "the rank's coming back")
+        # It may have come back meanwhile, to fail once more or not: it stays once it goes on measuring.
+        measured = len(coordinator.book.all("telemetry"))
+        await coordinator.until(
+            lambda book: (
+                joined_count(book) > len(book.all("rank_left")) and len(book.all("telemetry")) > measured + 2
+            ),
+            "the rank's coming back",
+        )
         await bring_under_plan(coordinator, trainer, gpu, 2)
         await trainer.stop()
     assert gpu.sm_clock_mhz() == STOCK_MHZ
@@ -260,7 +265,8 @@ async def test_an_unexpected_error_in_a_session_brings_its_gpu_back_and_then_the
         await coordinator.until(lambda book: len(book.all("rank_left")) == 1, "rank left")
         is_broken = False
         assert gpu.sm_clock_mhz() == STOCK_MHZ
-        joined = joined_count(coordinator.book)
-        await coordinator.until(lambda book: joined_count(book) > joined, "the rank's coming back")
+        await coordinator.until(
+            lambda book: joined_count(book) > len(book.all("rank_left")), "the rank's coming back"
+        )
         await bring_under_plan(coordinator, trainer, gpu, 2)
         await trainer.stop()

@@ -10,15 +10,15 @@ from structlog.testing import capture_logs
 
 from perseus import configuration
 from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
-from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.lanes import Lanes
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.sidecar.asking import ask_health
-from perseus.agent.sidecar.inventory import Found, Inventory
+from perseus.agent.sidecar.backends import Found, Inventory
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
 from perseus.cli.health import _ask_agent
 from perseus.cli.rows import Format
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 
 
 class Listing:

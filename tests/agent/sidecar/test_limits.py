@@ -25,17 +25,19 @@ from perseus.agent.link.packets import (
     decode,
     encode,
 )
-from perseus.agent.sidecar import listening
-from perseus.agent.sidecar.allowance import (
+from perseus.agent.sidecar import local
+from perseus.agent.sidecar.local import (
     ALL_BYTES_PER_S,
     BURST_BYTES,
     HELLO_BYTES,
+    MAX_CONNECTIONS_PER_USER,
     USER_BYTES_PER_S,
     Allowance,
+    Line,
+    LocalServer,
+    NoSuchGroupError,
+    SocketAccess,
 )
-from perseus.agent.sidecar.complaints import Complaints
-from perseus.agent.sidecar.listening import NoSuchGroupError, SocketAccess
-from perseus.agent.sidecar.local import MAX_CONNECTIONS_PER_USER, Line, LocalServer
 from perseus.agent.sidecar.peer import identify
 from tests.agent.coordinator_stub import until
 
@@ -186,24 +188,6 @@ async def test_hellos_are_looked_into_no_faster_than_marks_are_read() -> None:
     theirs.close()
 
 
-def test_complaints_about_a_user_are_few_and_counted() -> None:
-    told: list[dict[str, object]] = []
-    now_s = [0.0]
-
-    class Log:
-        def warning(self, event: str, **details: object) -> None:
-            told.append(details)
-
-    complaints = Complaints(Log(), lambda: now_s[0])  # type: ignore[arg-type]
-    for _ in range(1000):
-        complaints.complain(1, "refused", "A")
-    complaints.complain(2, "refused", "A")
-    now_s[0] = 11.0
-    complaints.complain(1, "refused", "A")
-    again = {"uid": 1, "reason": "A", "left_out": 999}
-    assert told == [{"uid": 1, "reason": "A"}, {"uid": 2, "reason": "A"}, again]
-
-
 def worst_packets() -> list[bytes]:
     computations = b'{"version":2,"type":"registration","spec":{"x":[' + b'{"kind":1},' * (MAX_OBJECTS - 2)
     texts = b'{"version":2,"type":"registration","spec":{"x":[' + b'"",' * (4 * MAX_OBJECTS - 40)
@@ -275,7 +259,7 @@ async def test_the_socket_belongs_to_the_group_that_is_named(tmp_path: Path) -> 
 async def test_that_only_root_may_connect_is_said_where_it_is_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_said: bool
 ) -> None:
-    monkeypatch.setattr(listening, "DEFAULT_GROUP", "no-such-group")
+    monkeypatch.setattr(local, "DEFAULT_GROUP", "no-such-group")
     with capture_logs() as logs:
         server = LocalServer(tmp_path / "agent.sock", SocketAccess(mode), drain)
     assert [line["event"] for line in logs] == (["only root may connect"] if is_said else [])

@@ -6,7 +6,7 @@ import pytest
 
 from perseus.agent.gpu import GpuDriverError
 from perseus.agent.rank.messages import GpuLimits
-from perseus.agent.sidecar.limits_watch import LOOK_INTERVAL_S, LimitsWatch
+from perseus.agent.sidecar.counter_poller import LOOK_INTERVAL_S, LimitsWatch
 from tests.agent.fake_gpu import FakeGpu
 
 

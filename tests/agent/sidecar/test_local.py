@@ -9,8 +9,7 @@ import pytest
 
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import MAX_PACKET_BYTES, Finish, Hello, MalformedPacket, Reply, decode, encode
-from perseus.agent.sidecar.listening import SocketAccess, SocketInUseError
-from perseus.agent.sidecar.local import Line, LocalServer
+from perseus.agent.sidecar.local import Line, LocalServer, SocketAccess, SocketInUseError
 from perseus.agent.sidecar.peer import identify
 
 

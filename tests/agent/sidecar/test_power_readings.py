@@ -4,13 +4,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from perseus.agent.energy.drawn import DrawnPower
 from perseus.agent.gpu import Gpu, GpuError
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.sidecar import optional
 from perseus.agent.sidecar.backends import EmulatedBackend
 from perseus.agent.sidecar.power_readings import OtherGpus
 from perseus.agent.sidecar.shell import serving
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
 from tests.agent.coordinator_stub import Book
 from tests.agent.sidecar.training import UUID, Start, Trainer, settings
@@ -63,6 +66,29 @@ async def test_a_coordinator_is_told_nothing_until_it_asks(
         coordinator.say(wire.ConnectResponse(heartbeat=wire.Heartbeat(power_interval_s=INTERVAL_S)))
         # Further heartbeats, which say nothing of it, change nothing.
         await coordinator.until(lambda book: len(book.all("power_reading")) > 4, "readings")
+
+
+async def test_an_unforeseen_error_in_power_readings_ends_nothing_and_they_go_on(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optional, "_FIRST_DELAY_S", 0.05)
+    errors = iter([ValueError("nobody has foreseen this")])
+    take = DrawnPower.take
+
+    def failing(self: DrawnPower, counters: dict[str, tuple[float, float]]) -> dict[str, float]:
+        for error in errors:
+            raise error
+        return take(self, counters)
+
+    monkeypatch.setattr(DrawnPower, "take", failing)
+    coordinator = await start(Book(power_interval_s=INTERVAL_S))
+    with capture_logs() as logs:
+        async with serving(settings(tmp_path, coordinator.port)) as failure:
+            await coordinator.until(lambda book: len(book.all("power_reading")) > 1, "readings")
+            assert not failure.done()
+    (failed,) = [line for line in logs if line["event"] == "optional part failed"]
+    assert failed["part"] == "power readings"
+    assert "nobody has foreseen this" in repr(failed["exc_info"])
 
 
 class Failing(EmulatedBackend):

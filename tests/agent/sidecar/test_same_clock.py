@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.sidecar.peer import Peer
-from perseus.agent.sidecar.same_clock import ANOTHER_CLOCK, check_clock
+from perseus.agent.sidecar.peer import ANOTHER_CLOCK, Peer, check_clock
 from perseus.agent.sidecar.shell import serving
 from tests.agent.sidecar.training import UUID, settings
 

@@ -1,8 +1,7 @@
 import pytest
 
 from perseus.agent.gpu import Gpu, GpuError, GpuLostError, GpuNotFoundError, GpuUse
-from perseus.agent.sidecar.backends import VisibleGpus
-from perseus.agent.sidecar.visible import visible_uuids
+from perseus.agent.sidecar.backends import VisibleGpus, visible_uuids
 
 UUIDS = ["GPU-0a", "GPU-0b", "GPU-1c"]
 

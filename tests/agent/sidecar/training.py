@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from perseus.agent import Kind, NamedSchedule, Probe
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM, Work
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2, rank_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub

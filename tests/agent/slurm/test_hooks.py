@@ -8,14 +8,14 @@ import pytest
 
 from perseus import configuration
 from perseus.agent.gpu import Gpu, GpuError, GpuLostError, GpuUse
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.slurm import hooks
 from perseus.agent.slurm.hooks import NoAgentError, NotRestoredError, epilog, for_all_jobs, prolog
 from perseus.agent.slurm.job import NoSuchGpuError, SlurmJob
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
 
 MODEL = A100_SXM.with_clocks(4)
 JOB = SlurmJob("17", 1004, (1,), "physics")

@@ -9,17 +9,13 @@ from structlog.testing import capture_logs
 
 from perseus.agent.link.computation import Rank
 from perseus.agent.rank.messages import (
-    NO_PLAN,
     AgentIdentity,
-    GpuErrorReason,
-    GpuErrorReport,
-    PlanInForce,
-    RankLeft,
     RankLeftReason,
     RankRefused,
     Telemetry,
     ToSession,
     Welcome,
+    rank_left,
 )
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.tls.channels import Channels
@@ -29,8 +25,10 @@ from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
 RANK = Rank("job", 0, 0, 0)
 TELEMETRY = Telemetry(RANK, (), (), None, None)
-REPORT = GpuErrorReport(RANK, "GPU-0", GpuErrorReason.LOST, "fell off the bus")
-IN_FORCE = PlanInForce(RANK, NO_PLAN, 3)
+REPORT = wire.GpuError(
+    job_id="job", gpu_uuid="GPU-0", reason=rank_pb2.GPU_ERROR_REASON_LOST, message="fell off the bus"
+)
+IN_FORCE = wire.PlanInForce(job_id="job", iteration=3)
 
 
 class Agent:
@@ -92,12 +90,12 @@ async def test_what_is_said_without_a_stream_is_kept_or_forgotten(server: Coordi
     agent.coordinator.say(TELEMETRY)
     agent.coordinator.say(IN_FORCE)
     agent.coordinator.say(REPORT)
-    agent.coordinator.say(RankLeft(RANK, RankLeftReason.FINISHED))
+    agent.coordinator.say(rank_left(RANK, RankLeftReason.FINISHED))
     agent.coordinator.say_next([REPORT])
     async with running(agent):
         await server.until(lambda book: book.acknowledged_sequence == 1, "telemetry")
         assert said(server) == ["hello", "rank_left", "gpu_error", "plan_in_force", "telemetry"]
-        agent.coordinator.say(RankLeft(RANK, RankLeftReason.FINISHED))
+        agent.coordinator.say(rank_left(RANK, RankLeftReason.FINISHED))
         agent.coordinator.say(TELEMETRY)
         await server.until(lambda book: book.acknowledged_sequence == 2, "telemetry")
         assert said(server)[5:] == ["rank_left", "telemetry"]

@@ -12,23 +12,16 @@ from perseus.agent.rank.messages import (
     Drain,
     EnergyEstimate,
     EnergySample,
-    GpuDescription,
-    GpuErrorReason,
-    GpuErrorReport,
     HeartbeatAnswer,
     Hold,
     IterationRow,
     MessageRefused,
-    PlanAnswer,
     PlanId,
-    PlanInForce,
     PlanOffer,
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
     RankCeiling,
-    RankJoined,
-    RankLeft,
     RankLeftReason,
     RankRefused,
     StageClocks,
@@ -37,6 +30,8 @@ from perseus.agent.rank.messages import (
     TelemetryAck,
     TelemetryRefused,
     Welcome,
+    plan_answer,
+    rank_left,
 )
 from perseus.agent.stream import translate
 from perseus.agent.stream.telemetry import Batch
@@ -59,52 +54,36 @@ def test_the_agents_numbers_are_those_of_the_contract() -> None:
         assert {f"{prefix}_UNSPECIFIED": 0, **numbers} == dict(theirs.items())
 
 
-def test_what_a_session_says() -> None:
-    joined = translate.request(
-        RankJoined(
-            RANK, GpuDescription("GPU-1", "A100", (1410, 1200)), 7, PlanId("e", 3), 40, "work", "alice"
-        )
-    ).rank_joined
-    assert joined == wire.RankJoined(
-        job_id="job",
-        rank=COORDINATES,
-        gpu=wire.Gpu(uuid="GPU-1", model="A100", supported_clocks_mhz=[1410, 1200]),
-        iteration=7,
-        in_force_epoch="e",
-        in_force_version=3,
-        after_sequence=40,
-        spec_fingerprint="work",
-        owner="alice",
-    )
-    left = translate.request(RankLeft(RANK, RankLeftReason.GPU_FAILED)).rank_left
-    assert left == wire.RankLeft(job_id="job", rank=COORDINATES, reason=rank_pb2.RANK_LEFT_REASON_GPU_FAILED)
-    refusal = PlanRefusal(PlanRefusalReason.PAST_START, "too late")
-    refused = translate.request(PlanAnswer(RANK, PlanId("e", 3), refusal, 9)).plan_answer
+def test_what_a_session_says_goes_out_under_its_own_field() -> None:
+    refusal = PlanRefusal(PlanRefusalReason.CLOCK_NOT_SUPPORTED, "no such\nclock", (800, 7))
+    refused = plan_answer(RANK, PlanId("e", 3), refusal, 9)
     assert refused == wire.PlanAnswer(
         job_id="job",
         rank=COORDINATES,
         epoch="e",
         version=3,
-        refusal_reason=rank_pb2.PLAN_REFUSAL_REASON_PAST_START,
-        message="too late",
+        refusal_reason=rank_pb2.PLAN_REFUSAL_REASON_CLOCK_NOT_SUPPORTED,
+        message="no such clock",
         iteration=9,
+        refused_clocks_mhz=[800, 7],
     )
-    assert translate.request(PlanAnswer(RANK, PlanId("e", 3), None, 9)).plan_answer.accepted
-    foreign = PlanRefusal(PlanRefusalReason.CLOCK_NOT_SUPPORTED, "no such clock", (800, 7))
-    refused = translate.request(PlanAnswer(RANK, PlanId("e", 3), foreign, 9)).plan_answer
-    assert list(refused.refused_clocks_mhz) == [800, 7]
-    in_force = translate.request(PlanInForce(RANK, PlanId("e", 3), 9)).plan_in_force
-    assert in_force == wire.PlanInForce(job_id="job", rank=COORDINATES, epoch="e", version=3, iteration=9)
-
-
-def test_a_drivers_words_are_said_as_the_contract_allows_them() -> None:
-    report = GpuErrorReport(RANK, "GPU-1", GpuErrorReason.LOST, "fell\noff the bus\x00" + "x" * 2000, "alice")
-    assert translate.request(report).gpu_error.owner == "alice"
-    text = translate.request(report).gpu_error.message
-    assert text.startswith("fell off the bus xx")
-    assert text.endswith("x…")
-    assert len(text) == 1024
-    assert text.isprintable()
+    accepted = plan_answer(RANK, PlanId("e", 3), None, 9)
+    assert accepted == wire.PlanAnswer(
+        job_id="job", rank=COORDINATES, epoch="e", version=3, accepted=True, iteration=9
+    )
+    left = rank_left(RANK, RankLeftReason.GPU_FAILED)
+    assert left == wire.RankLeft(job_id="job", rank=COORDINATES, reason=rank_pb2.RANK_LEFT_REASON_GPU_FAILED)
+    assert translate.request(refused) == wire.ConnectRequest(plan_answer=refused)
+    assert translate.request(left) == wire.ConnectRequest(rank_left=left)
+    for name, message in (
+        ("rank_joined", wire.RankJoined(job_id="job")),
+        ("plan_in_force", wire.PlanInForce(job_id="job")),
+        ("gpu_error", wire.GpuError(job_id="job")),
+        ("power_reading", wire.PowerReading(duration_s=1.0)),
+    ):
+        request = translate.request(message)
+        assert request.WhichOneof("message") == name
+        assert getattr(request, name) == message
 
 
 def test_rows_become_columns() -> None:

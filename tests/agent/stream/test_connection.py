@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, Welcome
-from perseus.agent.stream.connection import Backoff, Connection
+from perseus.agent.stream.connection import Connection
 from perseus.agent.stream.translate import PROTOCOL_VERSION
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
@@ -27,13 +27,6 @@ AGENT = AgentIdentity("instance", "0", "host")
 
 def welcome(lease_s: float) -> wire.ConnectResponse:
     return wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=lease_s))
-
-
-def test_backoff_doubles_to_its_longest_and_starts_anew() -> None:
-    backoff = Backoff(lambda: 0.5, first_s=1.0, longest_s=3.0)
-    assert [backoff.next_s() for _ in range(4)] == [0.5, 1.0, 1.5, 1.5]
-    backoff.reset()
-    assert backoff.next_s() == 0.5
 
 
 class Witness:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from perseus.service.api.interception import serve_stream
+from perseus.service.api.interceptors import serve_stream
 from perseus.service.api.rpc_scopes import RPC_SCOPES
 from perseus.v1.agent_service_pb2 import ConnectRequest, Hello
 from tests.service.grpc_fakes import TIMEOUT_S, connected, make_settings, refusal

@@ -213,10 +213,10 @@ def offered(context: _Context) -> bool:
     return any(each.HasField("plan_offer") for each in context.written)
 
 
-def said_by(coordinator: Coordinator, rank: Coordinates) -> tuple[object, ...]:
+async def said_by(coordinator: Coordinator, rank: Coordinates) -> tuple[object, ...]:
     """What a job knows of a rank from its own agent."""
     found = next(
-        each for _, each in coordinator.jobs.ranks("job", RankFilter(), 0) if each.coordinates == rank
+        each for _, each in await coordinator.jobs.ranks("job", RankFilter(), 0) if each.coordinates == rank
     )
     return found.state, found.instance_id, found.gpu, found.in_force_version, found.iteration, found.clocks
 
@@ -265,7 +265,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         theirs = asyncio.create_task(service.Connect(speak(), others))  # type: ignore[arg-type]
         await others.answered.wait()
         await coordinator.flush()
-        before = said_by(coordinator, THEIRS)
+        before = await said_by(coordinator, THEIRS)
         assert before[0] is RankState.CONNECTED
 
         with capture_logs() as logs:
@@ -274,7 +274,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         if context.status is not None:
             assert context.status.details.startswith("Connect: expected hello once")
         await coordinator.flush()
-        assert said_by(coordinator, THEIRS) == before
+        assert await said_by(coordinator, THEIRS) == before
         for job in coordinator.live:
             assert isinstance(job.machine, JobMachine), "no job is quarantined"
             job.machine.validate()
@@ -298,7 +298,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
     again = await SqlStore.open(path)
     restarted = Coordinator(again, *unused_solvers(), RULES, Retention())
     await restarted.start()
-    assert said_by(restarted, THEIRS)[1:3] == before[1:3]
+    assert (await said_by(restarted, THEIRS))[1:3] == before[1:3]
     await again.close()
 
 

@@ -8,8 +8,7 @@ from weakref import WeakSet
 import grpc
 import pytest
 
-from perseus.service.api.interception import Context
-from perseus.service.api.releasing import Releasing
+from perseus.service.api.interceptors import Context, Releasing
 
 COUNT = 3
 

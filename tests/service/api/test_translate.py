@@ -1,7 +1,6 @@
 """Between messages and values, both ways."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.api.translate_agents import ceiling_to_proto, offer_to_proto, telemetry_from_proto
-from perseus.service.api.translate_jobs import event_filter_from_proto, job_to_proto, spec_from_proto
+from perseus.service.api.translate_jobs import event_filter_from_proto, spec_from_proto
 from perseus.service.api.translate_problems import (
     frontier_to_proto,
     plan_to_proto,
@@ -19,24 +18,17 @@ from perseus.service.api.translate_problems import (
 )
 from perseus.service.domain import model, specification
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.messages import spec_to_proto
 from perseus.service.domain.specification import ExplicitSchedule, JobSpec, OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import KINDS
-from perseus.service.job.machine import JobMachine
-from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind, solve, with_lag
 from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, frontier_pb2, job_pb2, rank_pb2
 from perseus.v1.job_service_pb2 import ListJobEventsRequest
 from tests.service.frontiers import FRONTIER
-from tests.service.service_fakes import make_spec
 
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
-    machine = JobMachine(make_spec(), 3, Rules(), "epoch", create_time_s=1.5, created_s=0.0)
-    view = replace(machine.summary(), details=replace(machine.details(), spec=spec))
-    message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
-    assert message.create_time.ToNanoseconds() == 1_500_000_000
-    assert message.run_number == 3
-    return spec_from_proto(message.spec)
+    return spec_from_proto(job_pb2.JobSpec.FromString(spec_to_proto(spec).SerializeToString()))
 
 
 @pytest.mark.parametrize("name", list(specification.ScheduleName))

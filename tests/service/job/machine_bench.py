@@ -24,7 +24,7 @@ def offers(commands: list[Command]) -> dict[Coordinates, Offer]:
 
 
 def measured_clocks_mhz(cluster: Cluster, stage: int = 0) -> list[int]:
-    profiles = cluster.machine.profiler.profiles
+    profiles = cluster.machine.run.profiler.profiles
     return sorted((profile.clock_mhz for profile in profiles if profile.stage == stage), reverse=True)
 
 

@@ -14,7 +14,8 @@ from perseus.service.domain.model import (
     PlannedClocks,
     StockClocks,
 )
-from perseus.service.job.quarantine import Fault, QuarantinedRun
+from perseus.service.domain.snapshot import Fault
+from perseus.service.job.quarantine import handle, quarantine
 from tests.service.job.machine_bench import (
     FIRST,
     FOURTH,
@@ -82,12 +83,12 @@ def test_the_baseline_waits_and_is_measured_without_it_only() -> None:
     cluster.send(CeilingOrdered(1000))
     cluster.iterate(20, duration_s=1.1)
     cluster.expect(JobState.BASELINE)
-    assert "once the ceiling of 1000 MHz has ended" in cluster.machine.summary().state_reason
+    assert "once the ceiling of 1000 MHz has ended" in cluster.job().state_reason
 
     cluster.send(CeilingOrdered(None))
-    assert cluster.machine.summary().state_reason == "the ceiling no longer holds it up"
+    assert cluster.job().state_reason == "the ceiling no longer holds it up"
     cluster.iterate_until(JobState.PROFILING)
-    baseline = cluster.machine.summary().baseline
+    baseline = cluster.machine.record.baseline
     assert baseline is not None
     assert baseline.time_s == pytest.approx(0.8)
 
@@ -96,7 +97,7 @@ def test_iterations_under_a_ceiling_are_no_baseline_in_the_report() -> None:
     cluster = joined()
     cluster.send(CeilingOrdered(1000))
     cluster.iterate(6, duration_s=1.1)
-    periods = [period for period, _ in cluster.machine.report(0)]
+    periods = [period for period, _ in cluster.machine.run.log.report(0)]
     assert [period.state for period in periods] == [JobState.STOCK]
 
 
@@ -180,7 +181,7 @@ def test_it_survives_the_coordinator() -> None:
     cluster = planned()
     cluster.send(CeilingOrdered(1000, outlasts_lease=True))
     cluster.restart()
-    assert cluster.machine.ceiling == Ceiling(1000, outlasts_lease=True)
+    assert cluster.machine.record.ceiling == Ceiling(1000, outlasts_lease=True)
     accepted, *_ = actions(cluster.tell(cluster.ranks[FIRST].joined()))
     assert accepted == AcceptRank(FIRST, "agent-0", Ceiling(1000, outlasts_lease=True))
 
@@ -188,28 +189,33 @@ def test_it_survives_the_coordinator() -> None:
 def test_a_job_that_was_put_aside_has_it_too() -> None:
     cluster = planned()
     cluster.send(CeilingOrdered(1000))
-    run = QuarantinedRun(cluster.stored(), Fault(FaultyPart.MACHINE, "a test"), cluster.rules, EPOCH, START_S)
-    refused = [command for command in run.begin() if isinstance(command, RefuseRank)]
+    fault = Fault(FaultyPart.MACHINE, "a test")
+    snapshot, commands = quarantine(cluster.stored(), fault, cluster.rules, EPOCH, START_S)
+    refused = [command for command in commands if isinstance(command, RefuseRank)]
     assert [command.ceiling for command in refused] == [Ceiling(1000)] * 4
 
-    assert run.ceiling == Ceiling(1000)
-    commands = run.handle(CeilingOrdered(None), 0.0, 0.0)
+    assert snapshot.record.ceiling == Ceiling(1000)
+    snapshot, commands = handle(snapshot, CeilingOrdered(None), 0.0, 0.0)
     assert ceilings(commands) == dict.fromkeys(RANKS)
-    assert run.ceiling is None
+    assert snapshot.record.ceiling is None
 
 
 def test_touched_iterations_are_told_apart_and_count_for_no_stall_and_no_promise() -> None:
     cluster = planned()
-    before = [period.iteration_count + period.irregular_count for period, _ in cluster.machine.report(0)]
+    before = [
+        period.iteration_count + period.irregular_count for period, _ in cluster.machine.run.log.report(0)
+    ]
     for rank in cluster.ranks.values():
         rank.begin()
         rank.is_touched = True
     for rank in cluster.ranks.values():
         cluster.send(rank.end(10.0))
 
-    latest = cluster.machine.log.latest
+    latest = cluster.machine.run.log.latest
     assert latest is not None
     assert latest.is_touched
-    after = [period.iteration_count + period.irregular_count for period, _ in cluster.machine.report(0)]
+    after = [
+        period.iteration_count + period.irregular_count for period, _ in cluster.machine.run.log.report(0)
+    ]
     assert before == after
     assert isinstance(cluster.ranks[FIRST].in_force.clocks, PlannedClocks)

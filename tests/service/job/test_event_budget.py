@@ -48,7 +48,7 @@ def test_a_job_whose_gpus_fail_without_end_says_so_twice_and_drops_the_rest() ->
     told = count_of(cluster, event_pb2.JOB_EVENT_TYPE_GPU_ERROR)
     assert told < _LEAST_CAPACITY * 2
     assert [dropped.is_over for dropped in cluster.announced(event_pb2.EventsDropped)] == [False]
-    assert len(cluster.machine._ranks._gpu_errors) == _MOST_GPU_ERRORS
+    assert len(cluster.machine.run.ranks._gpu_errors) == _MOST_GPU_ERRORS
     cluster.now_s += 3600
     cluster.send(AgentHeard("agent-0"))
     cluster.send(AgentHeard("agent-0"))

@@ -41,8 +41,8 @@ def test_another_limit_or_profile_is_measured_anew_and_breaks_no_promise(limits:
     cluster.work = lambda _stage: 1.2  # the first iteration under the limit is slower already
     cluster.run(1)
     cluster.expect(JobState.BASELINE)
-    assert "under other limits: it is measured anew" in cluster.machine.summary().state_reason
-    assert cluster.machine.profiler.profiles == ()
+    assert "under other limits: it is measured anew" in cluster.job().state_reason
+    assert cluster.machine.run.profiler.profiles == ()
     changed = cluster.announced(event_pb2.GpuLimitsChanged)[-len(cluster.ranks) :]
     assert {coordinates_from_proto(each.rank) for each in changed} == set(cluster.ranks)
     assert {(each.before_power_limit_w, each.power_limit_w) for each in changed} == {
@@ -53,7 +53,7 @@ def test_another_limit_or_profile_is_measured_anew_and_breaks_no_promise(limits:
     assert asked_keys(cluster)[-1] != keys, "it is not taken for the same work on the same GPUs"
     cluster.run(20)
     assert cluster.announced(event_pb2.PromiseBroken) == []
-    (_, rank), *_ = cluster.machine.ranks(RankFilter())
+    (_, rank), *_ = cluster.machine.run.ranks.select(RankFilter(), 0)
     assert rank.gpu is not None
     assert (rank.gpu.power_limit_w, rank.gpu.power_profiles) == limits
 
@@ -106,4 +106,4 @@ def test_a_job_at_stock_stays_there_but_goes_on_from_nothing_old() -> None:
     set_limits(cluster, GpuLimits(200.0))
     cluster.run(2)
     cluster.expect(JobState.STOCK)
-    assert cluster.machine.profiler.profiles == ()
+    assert cluster.machine.run.profiler.profiles == ()

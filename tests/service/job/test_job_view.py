@@ -1,6 +1,5 @@
 """What a job shows of itself: the summary that costs the same for every job, its details, its ranks."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.api.paging import PAGE_BYTES
-from perseus.service.api.translate_jobs import job_to_proto
 from perseus.service.domain.commands import Announce
 from perseus.service.domain.errors import InvalidFieldError, PipelineOutOfRangeError
 from perseus.service.domain.inputs import (
@@ -27,12 +25,13 @@ from perseus.service.domain.model import (
     RankState,
     Straggler,
 )
-from perseus.service.domain.specification import Coordinates, OperatingPolicy, Parallelism
-from perseus.service.domain.views import JobView
-from perseus.service.job.machine import JobMachine
+from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.job import views
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.rules import Rules
+from perseus.service.job.run import Run
+from perseus.v1 import job_pb2
 from tests.service.service_fakes import EPOCH, START_S, Cluster, batch, make_spec
 
 
@@ -44,55 +43,60 @@ def planned(pipelines: int = 3) -> Cluster:
 
 
 def test_a_new_job_says_what_it_waits_for() -> None:
-    view = Cluster(make_spec()).machine.view()
-    assert (view.state, view.state_reason) == (JobState.WAITING, "some ranks have not joined yet")
-    assert (view.job_id, view.run_number, view.parallelism) == ("job", 1, Parallelism(2, 2, 1))
-    assert view.rank_counts == {RankState.EXPECTED: 4}
-    assert (view.baseline, view.finish_time_s, view.last_event_sequence) == (None, None, 1)
-    assert (view.t_min_s, view.t_star_s, view.min_planned_time_s, view.max_planned_time_s) == (0, 0, 0, 0)
+    job = Cluster(make_spec()).job(is_full=True)
+    assert job.state == job_pb2.JOB_STATE_WAITING
+    assert job.state_reason.startswith("some ranks have not joined yet; all 4 ranks are missing, since ")
+    counts = job_pb2.Parallelism(pipeline_count=2, stage_count=2, tensor_count=1)
+    assert (job.job_id, job.run_number, job.parallelism) == ("job", 1, counts)
+    assert job.rank_counts == job_pb2.RankCounts(expected_count=4)
+    assert not job.HasField("baseline")
+    assert not job.HasField("finish_time")
+    assert job.last_event_sequence == 1
+    planned_s = job.min_planned_iteration_time_s, job.max_planned_iteration_time_s
+    assert (job.t_min_s, job.t_star_s, *planned_s) == (0, 0, 0, 0)
 
 
 def test_a_planned_job_shows_its_baseline_its_frontier_and_its_plans() -> None:
     cluster = planned()
-    frontier = cluster.machine.solved_frontier()
-    view = cluster.machine.summary()
-    assert (view.state, view.state_reason) == (JobState.PLANNED, "the frontier is solved")
+    frontier = views.solved_frontier(cluster.machine.run)
+    view = cluster.job()
+    assert (view.state, view.state_reason) == (job_pb2.JOB_STATE_PLANNED, "the frontier is solved")
     # Each of six ranks reports 100 W.
-    assert view.baseline is not None
-    assert view.baseline.time_s == pytest.approx(0.8)
+    assert view.baseline.iteration_time_s == pytest.approx(0.8)
     assert view.baseline.energy_j == pytest.approx(6 * 80.0)
     assert (view.t_min_s, view.t_star_s, view.t_slow_s) == (
         frontier.t_min_s,
         frontier.t_star_s,
         frontier.t_slow_s,
     )
-    assert (view.min_planned_time_s, view.max_planned_time_s) == (frontier.t_min_s, frontier.t_min_s)
+    assert view.min_planned_iteration_time_s == view.max_planned_iteration_time_s == frontier.t_min_s
     assert view.profiled_clock_count == 6
     assert view.last_event_sequence == max(
         command.event.sequence for command in cluster.history if isinstance(command, Announce)
     )
 
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
-    view, details = cluster.machine.summary(), cluster.machine.details()
-    assert view.straggler_count == len(details.straggler_times_s) == 1
-    assert view.min_planned_time_s == min(details.planned_iteration_time_s) == frontier.t_min_s
-    assert view.max_planned_time_s == max(details.planned_iteration_time_s) > frontier.t_min_s
+    view = cluster.job(is_full=True)
+    assert view.straggler_count == len(view.stragglers) == 1
+    assert view.min_planned_iteration_time_s == min(view.planned_iteration_time_s) == frontier.t_min_s
+    assert view.max_planned_iteration_time_s == max(view.planned_iteration_time_s) > frontier.t_min_s
+    assert views.without_details(view) == cluster.job()
 
 
 def test_a_baseline_that_is_measured_again_is_not_shown_before_it_is_there() -> None:
     cluster = planned()
     cluster.send(BaselineRequested("request"))
-    assert cluster.machine.summary().baseline is None
-    assert cluster.machine.summary().max_planned_time_s == 0.0
+    assert cluster.machine.record.baseline is None
+    assert cluster.job().max_planned_iteration_time_s == 0.0
     cluster.iterate_until(JobState.PLANNED)
-    assert cluster.machine.summary().baseline is not None
+    assert cluster.machine.record.baseline is not None
 
 
 def test_the_registered_policy_stays_beside_the_one_in_force() -> None:
     cluster = Cluster(make_spec(policy=OperatingPolicy(2.0)))
     cluster.send(PolicySet(OperatingPolicy(7.0)))
-    assert cluster.machine.details().spec.policy == OperatingPolicy(2.0)
-    assert cluster.machine.summary().policy == OperatingPolicy(7.0)
+    assert cluster.machine.spec.policy == OperatingPolicy(2.0)
+    assert cluster.machine.record.policy == OperatingPolicy(7.0)
 
 
 def test_ranks_are_counted_in_each_state() -> None:
@@ -101,39 +105,39 @@ def test_ranks_are_counted_in_each_state() -> None:
     cluster.send(AgentDisconnected("agent-1"))
     cluster.send(RankLeft(first.place, first.instance_id, RankLeftReason.FINISHED))
     counts = {RankState.FINISHED: 1, RankState.CONNECTED: 3, RankState.DISCONNECTED: 2}
-    assert {state: count for state, count in cluster.machine.summary().rank_counts.items() if count} == counts
+    assert {state: count for state, count in cluster.machine.run.ranks.counts.items() if count} == counts
 
 
 def test_what_is_shown_outlives_the_coordinator() -> None:
     cluster = planned()
     cluster.iterate(3)
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
-    before, report = cluster.machine.view(), list(cluster.machine.report(0))
+    before, report = cluster.job(is_full=True), list(cluster.machine.run.log.report(0))
     cluster.restart()
     cluster.join_all()
-    after = cluster.machine.view()
+    after = cluster.job(is_full=True)
     assert after.last_event_sequence > before.last_event_sequence
     # What was measured last is measured anew; no iteration of the baseline is kept to be looked at.
-    assert (before.has_baseline_timeline, after.has_baseline_timeline) == (True, False)
-    assert after == replace(
-        before,
-        last_event_sequence=after.last_event_sequence,
-        figures=after.figures,
-        has_baseline_timeline=False,
-    )
-    assert after.figures.promised_time_s == before.figures.promised_time_s
-    assert list(cluster.machine.report(0)) == report
+    assert (before.baseline.has_timeline, after.baseline.has_timeline) == (True, False)
+    assert after.figures.promised_iteration_time_s == before.figures.promised_iteration_time_s
+    for job in (before, after):
+        job.ClearField("figures")
+        job.ClearField("last_event_sequence")
+        job.baseline.ClearField("has_timeline")
+    assert after == before
+    assert list(cluster.machine.run.log.report(0)) == report
     assert {period.state for period, saving in report if saving is None} == {JobState.BASELINE}
 
     cluster.now_s += 5.0
     cluster.send(FinishRequested())
-    finished = cluster.machine.summary()
-    assert (finished.state_reason, finished.finish_time_s) == ("ended on request", START_S + cluster.now_s)
+    finished = cluster.job()
+    assert finished.state_reason == "ended on request"
+    assert finished.finish_time.ToNanoseconds() / 1e9 == START_S + cluster.now_s
     cluster.now_s += 5.0
     cluster.send(FinishRequested())
     cluster.restart()
-    assert cluster.machine.summary().finish_time_s == finished.finish_time_s
-    assert cluster.machine.summary().state_reason == finished.state_reason
+    assert cluster.job().finish_time == finished.finish_time
+    assert cluster.job().state_reason == finished.state_reason
 
 
 def test_neither_a_summary_nor_a_page_of_ranks_goes_over_the_whole_job(
@@ -144,31 +148,28 @@ def test_neither_a_summary_nor_a_page_of_ranks_goes_over_the_whole_job(
     def refuse(_: object) -> None:
         raise AssertionError("all ranks or pipelines were gone over")
 
-    expected = cluster.machine.summary()
+    expected = cluster.job()
     monkeypatch.setattr(RankTable, "__iter__", refuse)
     monkeypatch.setattr(OfferBoard, "__iter__", refuse)
-    assert cluster.machine.summary() == expected
-    assert next(cluster.machine.ranks(RankFilter(), 4))[0] == 4
+    assert cluster.job() == expected
+    assert next(cluster.machine.run.ranks.select(RankFilter(), 4))[0] == 4
 
 
-def largest(view: JobView) -> JobView:
+def largest(job: job_pb2.Job) -> job_pb2.Job:
     """A planned job's summary as large as one of 4,096 ranks can be, but for its state's reason."""
-    counts = dict.fromkeys(RankState, 4096 // len(RankState))
-    return replace(
-        view,
-        job_id="j" * 63,
-        epoch="e" * 32,
-        parallelism=Parallelism(64, 8, 8),
-        rank_counts=counts,
-        straggler_count=64,
-        finish_time_s=1e9 / 7,
-        last_event_sequence=2**40,
-    )
+    job.job_id, job.epoch = "j" * 63, "e" * 32
+    job.parallelism.CopyFrom(job_pb2.Parallelism(pipeline_count=64, stage_count=8, tensor_count=8))
+    for field in job.rank_counts.DESCRIPTOR.fields:
+        setattr(job.rank_counts, field.name, 4096 // len(job.rank_counts.DESCRIPTOR.fields))
+    job.straggler_count = 64
+    job.finish_time.FromNanoseconds(10**18 // 7)
+    job.last_event_sequence = 2**40
+    return job
 
 
 def test_a_summary_has_a_few_hundred_bytes_however_large_the_job_is() -> None:
-    small = job_to_proto(planned().machine.summary()).ByteSize()
-    large = job_to_proto(largest(planned(8).machine.summary())).ByteSize()
+    small = planned().job().ByteSize()
+    large = largest(planned(8).job()).ByteSize()
     assert small < 400
     assert large < 600
     # So that a page of 1,000 is whole, and half of what a message may have by default.
@@ -195,7 +196,7 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
     places = list(cluster.ranks)
     for index in joined:
         cluster.tell(cluster.ranks[places[index % len(places)]].joined())
-    found = cluster.machine._ranks
+    found = cluster.machine.run.ranks
     for pipeline, stage in product(
         range(counts[0]) if has_pipeline else [None], range(counts[1]) if has_stage else [None]
     ):
@@ -207,7 +208,10 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
             and pipeline in (None, place.pipeline)
             and stage in (None, place.stage)
         ]
-        assert list(cluster.machine.ranks(RankFilter(frozenset(states), pipeline, stage), first)) == expected
+        assert (
+            list(cluster.machine.run.ranks.select(RankFilter(frozenset(states), pipeline, stage), first))
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
 )
 def test_a_place_that_the_job_does_not_have_is_refused(wanted: RankFilter, error: type[Exception]) -> None:
     with pytest.raises(error):
-        JobMachine(make_spec(), 1, Rules(), EPOCH, 0.0, 0.0).ranks(wanted)
+        Run(make_spec(), 1, Rules(), EPOCH, 0.0, 0.0).ranks.select(wanted)
 
 
 def test_a_baseline_that_every_rank_tells_of_at_once_can_be_looked_at() -> None:
@@ -231,6 +235,6 @@ def test_a_baseline_that_every_rank_tells_of_at_once_can_be_looked_at() -> None:
         told = batch(1, range(4), 0, 0.8, order=rank.order)
         cluster.send(TelemetryArrived(rank.place, rank.instance_id, told))
     cluster.expect(JobState.PROFILING)
-    measured = cluster.machine.timeline(0, from_baseline=True)
+    measured = views.timeline(cluster.machine.run, 0, from_baseline=True)
     assert measured.timeline.iteration in range(4)
     assert not any(any(stage.clock_mhz) for stage in measured.timeline.stages)

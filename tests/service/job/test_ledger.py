@@ -57,7 +57,7 @@ def test_a_baseline_is_at_stock_and_is_what_others_are_held_against(cluster: Clu
     assert (found.compared_count, found.energy_j) == (0, found.stock_energy_j)
     cluster.iterate_until(JobState.PLANNED)
     references = [hour.reference for hour in hours(cluster).values() if hour.sums.compared_count]
-    period = cluster.machine.log.latest_baseline
+    period = cluster.machine.run.log.latest_baseline
     assert period is not None
     assert [reference.number for reference in references if reference] == [period.number]
 

@@ -107,14 +107,14 @@ def test_a_new_epoch_leaves_out_the_versions_that_may_be_lost() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.PROFILING)
-    before = cluster.machine.version
+    before = cluster.machine.record.version
     commands = cluster.tell(EpochRenewed("new"))
     assert actions(commands) == []  # they are offered when they join again
-    assert cluster.machine.version == before + LOST_VERSIONS
+    assert cluster.machine.record.version == before + LOST_VERSIONS
     cluster.tell(AgentDisconnected("agent-0"))
     (_, *offers) = actions(cluster.tell(cluster.ranks[FIRST].joined()))
     assert [offer.offer.version for offer in offers if isinstance(offer, SendOffer)] != []
-    assert cluster.machine.summary().epoch == "new"
+    assert cluster.job().epoch == "new"
 
 
 def test_a_rank_that_comes_back_with_its_plan_is_offered_nothing() -> None:
@@ -172,7 +172,7 @@ def test_a_lost_rank_puts_the_others_to_stock_and_its_return_back_to_the_plan() 
     cluster.iterate(4)
     assert cluster.ranks[FIRST].in_force.clocks == plan.clocks
     assert cluster.ranks[FIRST].in_force.version > plan.version
-    assert [period.state for period in cluster.machine.log.periods][-1] is JobState.PLANNED
+    assert [period.state for period in cluster.machine.run.log.periods][-1] is JobState.PLANNED
 
 
 def test_a_rank_lost_while_profiling_keeps_the_clocks_measured_so_far() -> None:
@@ -180,7 +180,7 @@ def test_a_rank_lost_while_profiling_keeps_the_clocks_measured_so_far() -> None:
     cluster.join_all()
     cluster.iterate(12)
     measured = measured_clocks_mhz(cluster)
-    held = cluster.machine._offers[0].clocks
+    held = cluster.machine.run.offers[0].clocks
     assert 0 < len(measured) < len(CLOCKS_MHZ)
     cluster.send(RankLeft(FOURTH, "agent-1", RankLeftReason.TRAINER_GONE))
     cluster.expect(JobState.WAITING)
@@ -197,7 +197,7 @@ def test_a_silent_agent_is_lost_and_its_stream_ended() -> None:
     lease_end_s = cluster.now_s + cluster.rules.lease_s
     cluster.now_s = lease_end_s - 1
     cluster.tell(AgentHeard("agent-1"))
-    assert cluster.machine.next_deadline_s() == lease_end_s
+    assert cluster.machine.run.next_deadline_s() == lease_end_s
     cluster.now_s = lease_end_s
     commands = cluster.tell(Tick())
     assert EndStream("agent-0") in commands
@@ -243,7 +243,7 @@ def test_the_job_ends_when_all_ranks_are_done() -> None:
 
 def test_ending_a_job_puts_every_rank_to_stock_and_refuses_what_comes_after() -> None:
     cluster = planned()
-    version = cluster.machine._offers.version
+    version = cluster.machine.record.version
     commands = cluster.tell(FinishRequested())
     assert {(offer.version, offer.clocks) for offer in offers(commands).values()} == {(version + 1, STOCK)}
     assert len(offers(commands)) == 4
@@ -268,11 +268,11 @@ def test_a_rank_that_is_not_in_the_job_is_refused() -> None:
 def test_telemetry_at_an_unknown_clock_is_refused_and_not_counted() -> None:
     cluster = planned()
     rank = cluster.ranks[FIRST]
-    before = cluster.machine.view()
+    before = cluster.job(is_full=True)
     odd = batch(99, [rank.iteration + 1], 1, 0.8, order=rank.order, clock_mhz=1234)
     with pytest.raises(InvalidFieldError, match="1234"):
         cluster.tell(TelemetryArrived(FIRST, "agent-0", odd))
-    assert cluster.machine.view() == before
+    assert cluster.job(is_full=True) == before
 
 
 def test_energy_of_an_unknown_chunk_is_refused() -> None:

@@ -16,6 +16,7 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.model import JobState, Offer, RefusalReason, Straggler
 from perseus.service.domain.specification import OperatingPolicy
+from perseus.service.job import views
 from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import FIRST, FOURTH, THIRD, actions, events, offers, planned
 from tests.service.service_fakes import EPOCH, Cluster, make_spec
@@ -23,14 +24,14 @@ from tests.service.service_fakes import EPOCH, Cluster, make_spec
 
 def test_all_pipelines_get_the_plan_of_t_min_under_one_version() -> None:
     cluster = planned()
-    frontier = cluster.machine.solved_frontier()
+    frontier = views.solved_frontier(cluster.machine.run)
     assert cluster.planned_times_s() == [frontier.t_min_s, frontier.t_min_s]
     assert len({rank.in_force.version for rank in cluster.ranks.values()}) == 1
 
 
 def test_a_policy_stretches_the_plan() -> None:
     cluster = planned(OperatingPolicy(max_slowdown_percent=10))
-    t_min_s = cluster.machine.solved_frontier().t_min_s
+    t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
     (time_s,) = set(cluster.planned_times_s())
     assert t_min_s < time_s <= 1.1 * t_min_s
     commands = cluster.tell(PolicySet(OperatingPolicy()))
@@ -47,7 +48,7 @@ def test_a_policy_stretches_the_plan() -> None:
 
 def test_a_straggler_moves_the_other_pipelines_only_and_its_end_moves_them_back() -> None:
     cluster = planned(pipelines=3)
-    t_min_s = cluster.machine.solved_frontier().t_min_s
+    t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
     commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     assert {rank.pipeline for rank in offers(commands)} == {1, 2}
     assert len({offer.version for offer in offers(commands).values()}) == 1
@@ -65,7 +66,7 @@ def test_a_straggler_moves_the_other_pipelines_only_and_its_end_moves_them_back(
 
 def test_of_several_stragglers_the_slowest_counts_and_a_second_report_replaces_the_first() -> None:
     cluster = planned(pipelines=3)
-    t_min_s = cluster.machine.solved_frontier().t_min_s
+    t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.1)))
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
     cluster.iterate(3)
@@ -81,26 +82,26 @@ def test_no_pipeline_is_planned_slower_than_t_slow() -> None:
     cluster = planned()
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=50.0)))
     cluster.iterate(3)
-    assert cluster.planned_times_s()[1] <= cluster.machine.solved_frontier().t_slow_s
+    assert cluster.planned_times_s()[1] <= views.solved_frontier(cluster.machine.run).t_slow_s
 
 
 def test_seconds_are_put_on_the_frontiers_scale() -> None:
     cluster = planned()
-    frontier = cluster.machine.solved_frontier()
+    frontier = views.solved_frontier(cluster.machine.run)
     # The measured stock iteration takes 0.8 s, the all-max prediction less: the rest is overhead.
     overhead_s = 0.8 - frontier.baseline.iteration_time_s
     assert overhead_s > 0
     cluster.send(StragglerReported(Straggler(0, iteration_time_s=0.9)))
-    assert cluster.machine.details().straggler_times_s == {0: pytest.approx(0.9 - overhead_s)}
+    assert cluster.machine.run.planner.straggler_times_s() == {0: pytest.approx(0.9 - overhead_s)}
     cluster.send(StragglerReported(Straggler(0, iteration_time_s=0.1)))
-    assert cluster.machine.details().straggler_times_s == {0: frontier.t_min_s}
+    assert cluster.machine.run.planner.straggler_times_s() == {0: frontier.t_min_s}
 
 
 def test_a_straggler_known_before_the_frontier_counts_from_the_first_plan() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
-    assert cluster.machine.details().straggler_times_s == {0: 0.0}
+    assert cluster.machine.run.planner.straggler_times_s() == {0: 0.0}
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
     own_s, other_s = cluster.planned_times_s()
@@ -123,7 +124,7 @@ def test_an_impossible_straggler_is_refused_and_changes_nothing(straggler: Strag
     cluster = planned()
     with pytest.raises(InvalidFieldError):
         cluster.tell(StragglerReported(straggler))
-    assert cluster.machine.details().straggler_times_s == {}
+    assert cluster.machine.run.planner.straggler_times_s() == {}
 
 
 def test_a_pipeline_that_is_not_there_is_refused() -> None:
@@ -164,7 +165,7 @@ def test_a_refusal_of_stock_is_told_and_not_repeated() -> None:
 
 def test_answers_to_older_versions_and_other_epochs_are_ignored() -> None:
     cluster = planned()
-    version = cluster.machine._offers.version
+    version = cluster.machine.record.version
     for epoch, number in ((EPOCH, version - 1), ("another", version)):
         answer = OfferAnswered(FIRST, "agent-0", epoch, number, RefusalReason.NOT_PERMITTED, "", 1)
         assert cluster.tell(answer) == []
@@ -190,7 +191,7 @@ def test_a_rank_that_fell_back_to_stock_is_offered_its_plan_again() -> None:
     rank = cluster.ranks[FIRST]
     fallen = PlanInForce(FIRST, "agent-0", "", 0, rank.iteration)
     commands = cluster.tell(fallen)
-    offer = cluster.machine._offers.of_rank(FIRST)
+    offer = cluster.machine.run.offers.of_rank(FIRST)
     assert actions(commands) == [SendOffer(FIRST, "agent-0", offer)]
     assert offer.version == rank.in_force.version
     assert offer.start_iteration == rank.iteration + 2

@@ -94,7 +94,7 @@ def test_a_clock_is_measured_when_every_rank_has_every_computation_often_enough(
     cluster = Cluster(make_spec(pipelines=1), Rules(baseline_iterations=1, profile_iterations=3))
     cluster.join_all()
     cluster.iterate(4)
-    version = cluster.machine._offers.version
+    version = cluster.machine.record.version
     assert {rank.in_force.version for rank in cluster.ranks.values()} == {version}
     machine, first, second = cluster.machine, cluster.ranks[FIRST], cluster.ranks[SECOND]
 
@@ -108,7 +108,7 @@ def test_a_clock_is_measured_when_every_rank_has_every_computation_often_enough(
     assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in events(report(second, 2))
     forwards = [computation for computation in second.order if computation.kind is Kind.FORWARD]
     assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in events(report(second, 3, forwards))
-    assert machine.profiler.profiles == ()
+    assert machine.run.profiler.profiles == ()
     commands = report(second, 3)
     assert events(commands) == [
         event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED,
@@ -121,7 +121,7 @@ def test_an_estimate_of_an_older_version_does_not_count() -> None:
     cluster = Cluster(make_spec(pipelines=1), Rules(baseline_iterations=1, profile_iterations=1))
     cluster.join_all()
     cluster.iterate(5)
-    held = cluster.machine._offers[0]
+    held = cluster.machine.run.offers[0]
     assert (held.version, held.clocks) == (2, HoldClocks((900,) * 2))
     for rank in cluster.ranks.values():
         rank.sequence += 1
@@ -134,7 +134,7 @@ def test_the_profile_is_the_slowest_time_and_summed_energy_of_tensor_ranks() -> 
     cluster = Cluster(make_spec(pipelines=2, tensors=2))
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
-    profile = cluster.machine.profiler.profiles[0]
+    profile = cluster.machine.run.profiler.profiles[0]
     measured = profile.measurements[0, Kind.FORWARD]
     assert measured.energy_j == pytest.approx(2 * energy_j(0, Kind.FORWARD, profile.clock_mhz))
     assert measured.energy_se_j == pytest.approx(1e-2 * math.sqrt(4) / 2)
@@ -146,7 +146,7 @@ def test_solving_runs_at_stock_and_asks_once() -> None:
     cluster.join_all()
     cluster.iterate_until(JobState.PROFILING)
     solves = []
-    while cluster.machine.state is JobState.PROFILING:
+    while cluster.machine.record.state is JobState.PROFILING:
         for rank in cluster.ranks.values():
             in_force = rank.begin()
             if in_force:
@@ -161,7 +161,7 @@ def test_solving_runs_at_stock_and_asks_once() -> None:
     assert set(solves[0].problem.profiles) == {
         (s, 0, kind) for s in range(2) for kind in (Kind.FORWARD, Kind.BACKWARD)
     }
-    assert {offer.clocks for offer in cluster.machine._offers} == {STOCK}
+    assert {offer.clocks for offer in cluster.machine.run.offers} == {STOCK}
     commands = cluster.tell(SolveFailed("no luck"))
     assert events(commands) == [event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED, event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
     cluster.expect(JobState.STOCK)

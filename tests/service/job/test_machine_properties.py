@@ -113,11 +113,11 @@ class RandomLife(RuleBasedStateMachine):
 
     def tell_telemetry(self, told: TelemetryArrived) -> None:
         """It is refused, and changes nothing, of a rank that the machine has lost."""
-        before = self.cluster.machine.view()
+        before = self.cluster.job(is_full=True)
         try:
             self.take(self.cluster.tell(told))
         except (RankNotServedError, TelemetryOutdatedError):
-            assert self.cluster.machine.view() == before
+            assert self.cluster.job(is_full=True) == before
 
     def join_rank(self, place: Coordinates) -> None:
         self.joined.add(place)
@@ -163,8 +163,8 @@ class RandomLife(RuleBasedStateMachine):
 
     def is_calm(self) -> bool:
         machine = self.cluster.machine
-        return machine.state in (JobState.PLANNED, JobState.STOCK) and all(
-            rank.in_force.version == machine._offers.of_rank(place).version
+        return machine.record.state in (JobState.PLANNED, JobState.STOCK) and all(
+            rank.in_force.version == machine.run.offers.of_rank(place).version
             for place, rank in self.cluster.ranks.items()
         )
 
@@ -303,11 +303,11 @@ class RandomLife(RuleBasedStateMachine):
     def order_ceiling(self, ceiling_mhz: int | None) -> None:
         self.take(self.cluster.tell(CeilingOrdered(ceiling_mhz)))
         for place in self.joined:
-            assert self.rank(place).ceiling == self.cluster.machine.ceiling
+            assert self.rank(place).ceiling == self.cluster.machine.record.ceiling
 
     @rule()
     def resume(self) -> None:
-        if self.cluster.machine.state is JobState.STOCK:
+        if self.cluster.machine.record.state is JobState.STOCK:
             self.may_be_at_stock = False
         self.take(self.cluster.tell(ResumeRequested()))
 
@@ -336,7 +336,7 @@ class RandomLife(RuleBasedStateMachine):
 
     @invariant()
     def never_at_stock_for_no_reason(self) -> None:
-        state = self.cluster.machine.state
+        state = self.cluster.machine.record.state
         assert state is not JobState.FINISHED
         if state is JobState.STOCK and not self.may_be_at_stock:
             told = [event.message for event in self.cluster.events()]
@@ -348,7 +348,9 @@ class RandomLife(RuleBasedStateMachine):
         machine = self.cluster.machine
         told = [event.message for event in self.cluster.events()]
         self.never_at_stock_for_no_reason()
-        assert machine.state is (JobState.STOCK if self.may_be_at_stock else JobState.PLANNED), told[-5:]
+        assert machine.record.state is (JobState.STOCK if self.may_be_at_stock else JobState.PLANNED), told[
+            -5:
+        ]
         self.cluster.expect_in_force()
         for place, rank in self.cluster.ranks.items():
             clocks_mhz = stage_clocks(rank.in_force.clocks, place.stage)

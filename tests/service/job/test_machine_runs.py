@@ -26,6 +26,7 @@ from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
 from perseus.service.job.profiling.profiler import HOLD_LIMIT
 from perseus.service.job.profiling.work_keys import work_keys
 from perseus.service.job.rules import Rules
+from perseus.service.job.run import Run
 from perseus.v1 import event_pb2, job_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, REGISTRATION, Cluster, FakeRank, make_spec
@@ -45,11 +46,11 @@ def test_ranks_of_another_specification_are_refused_and_nothing_changes() -> Non
     cluster = Cluster(make_spec())
     first, second, *_ = cluster.ranks.values()
     joined_as(cluster, first, REGISTRATION.spec_fingerprint)
-    before = cluster.machine.view()
+    before = cluster.job(is_full=True)
     with pytest.raises(SpecMismatchError) as caught:
         joined_as(cluster, second, "other")
     assert caught.value.metadata["spec_fingerprint"] == "other"
-    assert cluster.machine.view() == before
+    assert cluster.job(is_full=True) == before
     joined_as(cluster, second, "")  # whoever says nothing is not checked
     cluster.send(RegisteredAgain(Registration("another request", "other")))
     joined_as(cluster, second, "other")
@@ -59,7 +60,7 @@ def test_who_registered_a_run_is_known_after_a_restart_as_far_back_as_the_limit(
     cluster = Cluster(make_spec())
     for number in range(MOST_REQUEST_IDS):
         cluster.send(RegisteredAgain(Registration(f"request {number}", f"fingerprint {number}")))
-    assert not cluster.machine.takes(REGISTRATION.spec_fingerprint), "the oldest one is forgotten"
+    assert not cluster.machine._takes(REGISTRATION.spec_fingerprint), "the oldest one is forgotten"
     cluster.restart()
     known = cluster.machine.registrations.registrations
     assert [some.request_id for some in known] == [f"request {n}" for n in range(MOST_REQUEST_IDS)]
@@ -71,10 +72,10 @@ def test_who_registered_a_run_is_known_after_a_restart_as_far_back_as_the_limit(
 def test_a_runs_labels_are_those_of_its_latest_registration() -> None:
     cluster = Cluster(make_spec())
     cluster.send(RegisteredAgain(Registration("second", labels=(("slurm-job", "17"),))))
-    assert cluster.machine.view().labels == (("slurm-job", "17"),)
+    assert cluster.machine.registrations.labels == (("slurm-job", "17"),)
     cluster.send(RegisteredAgain(Registration("third", labels=(("slurm-job", "18"),))))
     cluster.restart()
-    assert cluster.machine.view().labels == (("slurm-job", "18"),)
+    assert cluster.machine.registrations.labels == (("slurm-job", "18"),)
 
 
 def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
@@ -82,8 +83,8 @@ def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
     first.join_all()
     first.iterate_until(JobState.PLANNED)
     second = Cluster(make_spec())
-    second.machine = JobMachine(second.spec, 2, second.rules, EPOCH, create_time_s=1.0, created_s=0.0)
-    second.history = second.machine.register(REGISTRATION, first.machine.version)
+    second.machine = JobMachine(Run(second.spec, 2, second.rules, EPOCH, create_time_s=1.0, created_s=0.0))
+    second.history = second.machine.register(REGISTRATION, first.machine.record.version)
     second.restart()  # also of a run in which nothing has happened yet
     second.join_all()
     second.iterate_until(JobState.PROFILING)
@@ -95,7 +96,7 @@ def test_an_abandoned_run_has_ended_and_says_why() -> None:
     cluster.send(Abandoned("its schedule differs"))
     cluster.expect(JobState.FINISHED)
     assert cluster.announced(event_pb2.StateChanged)[-1].reason == "abandoned: its schedule differs"
-    assert cluster.machine.summary().state_reason == "abandoned: its schedule differs"
+    assert cluster.job().state_reason == "abandoned: its schedule differs"
 
 
 def test_the_same_request_for_a_baseline_is_carried_out_once() -> None:
@@ -121,12 +122,12 @@ def test_a_job_that_could_not_be_solved_begins_again_at_the_baseline_with_its_pr
     cluster = UnluckyCluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.STOCK)
-    profile = cluster.machine.profiler.profiles
+    profile = cluster.machine.run.profiler.profiles
     cluster.has_luck = True
     cluster.send(ResumeRequested())
     cluster.expect(JobState.BASELINE)
     cluster.iterate_until(JobState.PLANNED)
-    assert cluster.machine.profiler.profiles == profile
+    assert cluster.machine.run.profiler.profiles == profile
     assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"]
 
 
@@ -170,22 +171,21 @@ def test_broken_promises_survive_a_restart_and_are_made_up_for_by_kept_ones(
     monkeypatch.setattr(plan_watch, "FORGIVING_ITERATIONS", 2 * BLOCK)
     cluster = TruthfulCluster(lag_s=0.006).plan()
     cluster.run(BLOCK)
-    watch = cluster.machine._planner.watch
-    assert watch.broken_count == 1
+    assert cluster.machine.record.broken_promise_count == 1
     cluster.run(3 * BLOCK)
-    assert watch.broken_count == 0
+    assert cluster.machine.record.broken_promise_count == 0
     cluster.lag_s = 0.010
     cluster.run(BLOCK)
-    assert watch.broken_count == 1
+    assert cluster.machine.record.broken_promise_count == 1
     cluster.run(3 * BLOCK)
     cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
     cluster.run(BLOCK)
     assert len(cluster.announced(event_pb2.PromiseBroken)) > MOST_BROKEN_PROMISES
-    broken_count = watch.broken_count
+    broken_count = cluster.machine.record.broken_promise_count
     assert 1 <= broken_count <= MOST_BROKEN_PROMISES
     cluster.expect(JobState.PLANNED)
     cluster.restart()
-    assert cluster.machine._planner.watch.broken_count == broken_count, "a restart forgives nothing"
+    assert cluster.machine.record.broken_promise_count == broken_count, "a restart forgives nothing"
 
 
 def test_what_was_given_up_is_tried_again() -> None:
@@ -209,7 +209,7 @@ def test_a_job_that_lacks_ranks_waits_for_them_before_it_goes_on() -> None:
     cluster.has_luck = True
     cluster.send(ResumeRequested())
     cluster.expect(JobState.WAITING)
-    first.start_trainer(cluster.machine._ranks.highest_iteration())
+    first.start_trainer(cluster.machine.run.ranks.highest_iteration())
     cluster.send(first.joined())
     cluster.iterate_until(JobState.PLANNED)
 
@@ -224,9 +224,9 @@ def test_a_job_in_another_state_stays_as_it_is(state: JobState) -> None:
         cluster.send(FinishRequested())
     else:
         cluster.iterate_until(state)
-    before = cluster.machine.view()
+    before = cluster.job(is_full=True)
     assert cluster.tell(ResumeRequested()) == []
-    assert cluster.machine.view() == before
+    assert cluster.job(is_full=True) == before
 
 
 class UnluckyCluster(Cluster):

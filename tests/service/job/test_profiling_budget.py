@@ -69,7 +69,7 @@ class Misbehaving(Cluster):
         clocks = [rank.in_force.clocks for rank in self.ranks.values()]
         held_mhz = [mhz for some in clocks if isinstance(some, HoldClocks) for mhz in some.clocks_mhz]
         duration_s = max(map(iteration_time_s, held_mhz), default=STOCK_S)
-        if self.machine.state is JobState.PROFILING:
+        if self.machine.record.state is JobState.PROFILING:
             self.extra_s += duration_s - STOCK_S
         self.pass_time(duration_s)
         for rank in self.ranks.values():
@@ -77,7 +77,7 @@ class Misbehaving(Cluster):
         self.check_stall(duration_s)
 
     def run_until(self, state: JobState) -> None:
-        while self.machine.state is not state:
+        while self.machine.record.state is not state:
             self.run()
 
     def pass_time(self, seconds: float) -> None:
@@ -110,13 +110,13 @@ class Misbehaving(Cluster):
     def check_stall(self, duration_s: float) -> None:
         """A state that should lead on, and does not, has its reason; that it gets on again is a step."""
         machine = self.machine
-        is_stalled = machine.summary().stall is not None
-        mark = machine.state, machine.profiler.profiles, machine.profiler.given_up, is_stalled
-        has_use = machine.state not in (JobState.PLANNED, JobState.STOCK, JobState.FINISHED)
+        is_stalled = machine.run.progress.stall is not None
+        mark = machine.record.state, machine.run.profiler.profiles, machine.record.given_up_clocks, is_stalled
+        has_use = machine.record.state not in (JobState.PLANNED, JobState.STOCK, JobState.FINISHED)
         self.stuck_s = self.stuck_s + duration_s if mark == self.mark and has_use else 0.0
         self.mark = mark
         if self.stuck_s > NO_PROGRESS_S:
-            assert is_stalled, f"nothing is said after {self.stuck_s} s in {machine.state}"
+            assert is_stalled, f"nothing is said after {self.stuck_s} s in {machine.record.state}"
 
 
 conducts = st.lists(
@@ -143,18 +143,18 @@ def test_the_extra_time_keeps_its_budget_whatever_is_reported(
         for _ in range(count):
             cluster.run()
     assert cluster.extra_s <= BUDGET_S + ROUND_S
-    cost = cluster.machine.profiler.cost
+    cost = cluster.machine.run.profiler.cost
     assert cost.extra_time_s <= BUDGET_S + ROUND_S
 
 
 def test_iterations_that_were_not_reported_count_as_well() -> None:
     cluster = Misbehaving()
     cluster.join_all()
-    while not cluster.machine.profiler.profiles:
+    while not cluster.machine.run.profiler.profiles:
         cluster.run()
     for number in range(100):
         cluster.conduct[PLACES[-1]] = Conduct.SILENT if number % 2 else Conduct.NO_ESTIMATE
         cluster.run()
     cluster.expect(JobState.STOCK)
-    assert cluster.machine.profiler.cost.extra_time_s == pytest.approx(cluster.extra_s)
+    assert cluster.machine.run.profiler.cost.extra_time_s == pytest.approx(cluster.extra_s)
     assert cluster.extra_s <= BUDGET_S + 3 * (SLOWEST_S - STOCK_S)

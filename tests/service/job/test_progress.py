@@ -66,17 +66,17 @@ class Troubled(Cluster):
 
     def run_until(self, state: JobState, duration_s: float = ITERATION_S) -> None:
         for _ in range(100):
-            if self.machine.state is state:
+            if self.machine.record.state is state:
                 return
             self.run(duration_s=duration_s)
-        raise AssertionError(self.machine.state)
+        raise AssertionError(self.machine.record.state)
 
     def pass_time(self, seconds: float) -> None:
         """Time passes, with a tick every second as in a coordinator."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 1.0)
-            deadline_s = self.machine.next_deadline_s()
+            deadline_s = self.machine.run.next_deadline_s()
             if deadline_s is not None and deadline_s <= self.now_s:
                 self.send(Tick())
 
@@ -147,7 +147,7 @@ def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
     assert str(SECOND) in cluster.events()[-1].message
     cluster.pass_time(120)
     cluster.send(cluster.ranks[SECOND].joined())
-    stall = cluster.machine.view().stall
+    stall = cluster.machine.run.progress.stall
     assert stall is not None
     assert (stall.reason, stall.rank, stall.rank_count) == (
         StallReason.RANK_MISSING,
@@ -157,7 +157,7 @@ def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
     assert len(cluster.told()) == 1
     cluster.join_all()
     assert cluster.reasons() == [("STALLED", "RANK_MISSING"), ("STALL_ENDED", "RANK_MISSING")]
-    assert cluster.machine.summary().stall is None
+    assert cluster.machine.run.progress.stall is None
 
 
 def test_ranks_that_join_within_seconds_are_no_event() -> None:
@@ -178,8 +178,8 @@ def test_a_lost_rank_is_missing_since_it_was_lost() -> None:
     ((_, stalled),) = cluster.told()
     assert (stalled.reason, stalled.rank) == (event_pb2.STALL_REASON_RANK_MISSING, coordinates_to_proto(LAST))
     assert time_from_proto("since_time", stalled.since_time) == START_S + lost_s
-    assert cluster.machine.summary().stall is not None
-    assert str(cluster.machine.summary().stall) == f"{LAST} is missing"
+    assert cluster.machine.run.progress.stall is not None
+    assert str(cluster.machine.run.progress.stall) == f"{LAST} is missing"
     cluster.ranks[LAST].start_trainer()
     cluster.join_all()
     assert cluster.reasons()[-1] == ("STALL_ENDED", "RANK_MISSING")
@@ -339,7 +339,7 @@ def test_a_job_that_ends_is_not_waited_for() -> None:
     cluster.pass_time(500)
     assert cluster.told() == []
     cluster.send(FinishRequested())
-    assert cluster.machine.summary().stall is None
+    assert cluster.machine.run.progress.stall is None
 
 
 # ---------------------------------------------------------------------- profiling
@@ -366,7 +366,7 @@ def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_wh
     reason = cluster.announced(event_pb2.StateChanged)[-1].reason
     assert str(SECOND) in reason
     assert ("sent no energy estimate" if spoil is without_estimate else "cost no energy") in reason
-    assert cluster.machine.summary().stall is None
+    assert cluster.machine.run.progress.stall is None
 
 
 def test_estimates_that_come_at_last_end_the_stall() -> None:
@@ -383,16 +383,16 @@ def test_clocks_are_released_while_nobody_tells_what_they_cost() -> None:
     cluster = joined()
     cluster.run_until(JobState.PROFILING)
     cluster.run(3)
-    assert isinstance(cluster.machine._offers[0].clocks, HoldClocks)
+    assert isinstance(cluster.machine.run.offers[0].clocks, HoldClocks)
     cluster.silent = set(cluster.ranks)
-    cost = cluster.machine.profiler.cost
+    cost = cluster.machine.run.profiler.cost
     cluster.pass_time(PATIENCE_S)
     cluster.expect(JobState.PROFILING)
-    assert isinstance(cluster.machine._offers[0].clocks, StockClocks)
-    extra_s = cluster.machine.profiler.cost.extra_time_s - cost.extra_time_s
+    assert isinstance(cluster.machine.run.offers[0].clocks, StockClocks)
+    extra_s = cluster.machine.run.profiler.cost.extra_time_s - cost.extra_time_s
     assert extra_s == pytest.approx(PATIENCE_S - ITERATION_S)
     cluster.pass_time(300)
-    assert cluster.machine.profiler.cost.extra_time_s - cost.extra_time_s == pytest.approx(extra_s)
+    assert cluster.machine.run.profiler.cost.extra_time_s - cost.extra_time_s == pytest.approx(extra_s)
     cluster.silent.clear()
     cluster.run_until(JobState.PLANNED)
     assert cluster.reasons() == [("STALLED", "NO_ITERATIONS"), ("STALL_ENDED", "NO_ITERATIONS")]
@@ -403,7 +403,7 @@ def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> Non
     cluster = joined(rules)
     cluster.spoiling[LAST] = without_estimate
     cluster.run_until(JobState.STOCK)
-    assert cluster.machine.profiler.cost.iteration_count == 5
+    assert cluster.machine.run.profiler.cost.iteration_count == 5
     reason = cluster.announced(event_pb2.StateChanged)[-1].reason
     assert "the budget of 5 iterations is used up" in reason
     assert f"{LAST} sent no energy estimate" in reason
@@ -417,14 +417,14 @@ def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> Non
 def test_what_profiling_cost_and_gave_up_survives_a_restart() -> None:
     cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=2))
     cluster.spoiling[FIRST] = without_estimate
-    while not cluster.machine.profiler.given_up:
+    while not cluster.machine.record.given_up_clocks:
         cluster.run()
-    before = cluster.machine.profiler
-    assert before.cost.iteration_count > 16
+    before = cluster.machine.record
+    assert before.profiling_cost.iteration_count > 16
     cluster.restart()
-    after = cluster.machine.profiler
+    after = cluster.machine.record
     assert after is not before
-    assert (after.cost, after.given_up) == (before.cost, before.given_up)
+    assert (after.profiling_cost, after.given_up_clocks) == (before.profiling_cost, before.given_up_clocks)
     cluster.join_all()
     cluster.run_until(JobState.STOCK)
     assert [clock.clock_mhz for clock in cluster.announced(event_pb2.ClockGivenUp)] == [1400, 1300]
@@ -434,7 +434,7 @@ def test_a_stall_that_ends_after_a_restart_is_told_to_have_ended() -> None:
     cluster = joined()
     cluster.pass_time(PATIENCE_S)
     cluster.restart()
-    assert cluster.machine.summary().stall is not None
+    assert cluster.machine.run.progress.stall is not None
     cluster.join_all()
     cluster.pass_time(PATIENCE_S)
     cluster.run()

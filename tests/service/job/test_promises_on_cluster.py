@@ -17,6 +17,7 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.measured import KnownProfile, StageProfile
 from perseus.service.domain.model import JobState, RankLeftReason, Straggler
 from perseus.service.domain.specification import Deadline, OperatingPolicy
+from perseus.service.job import views
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MOST_SUSPECTED
 from perseus.service.job.profiling.profiler import HOLD_LIMIT
@@ -34,11 +35,11 @@ def low_clocks_of_stage_1_are_slower(stage: int, clock_mhz: int) -> float:
 
 def test_a_plan_that_keeps_its_promise_stays() -> None:
     cluster = TruthfulCluster().plan()
-    version = cluster.machine._offers.version
+    version = cluster.machine.record.version
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
     assert cluster.announced(event_pb2.PromiseBroken) == []
-    assert cluster.machine._offers.version == version
+    assert cluster.machine.record.version == version
 
 
 def test_a_suspicion_that_is_never_confirmed_keeps_the_guard_for_a_while_only(
@@ -88,21 +89,19 @@ def test_a_promise_that_is_broken_for_no_reason_that_computations_show_ends_at_s
 def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_iterations_agree() -> None:
     cluster = TruthfulCluster(tells_timelines=True).plan()
     cluster.run(BLOCK - 8)
-    first_s = cluster.machine.summary().t_min_s
+    first_s = cluster.job().t_min_s
     cluster.work = lambda stage: 2.0 if stage == 1 else 1.0
     while not cluster.announced(event_pb2.PromiseBroken):
         cluster.run(1)
     assert cluster.announced(event_pb2.ProfileCorrected) == [], "the estimates are over all iterations"
     cluster.expect(JobState.BASELINE)
-    assert cluster.machine.summary().state_reason == (
-        "stage 1 takes 2.00 × the time planned: it is profiled again"
-    )
-    assert cluster.machine.profiler.profiles == ()
+    assert cluster.job().state_reason == ("stage 1 takes 2.00 × the time planned: it is profiled again")
+    assert cluster.machine.run.profiler.profiles == ()
     cluster.restart()
-    assert cluster.machine.profiler.profiles == (), "what was forgotten is not stored, either"
+    assert cluster.machine.run.profiler.profiles == (), "what was forgotten is not stored, either"
     cluster.join_all()
     cluster.run_until(JobState.PLANNED)
-    assert cluster.machine.summary().t_min_s > 1.2 * first_s
+    assert cluster.job().t_min_s > 1.2 * first_s
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
     assert len(cluster.announced(event_pb2.PromiseBroken)) == 1
@@ -123,8 +122,8 @@ def test_other_gpus_are_measured_anew(state: JobState) -> None:
             joined = rank.joined()
             cluster.send(replace(joined, gpu=replace(joined.gpu, model="Other")) if is_other else joined)
         cluster.expect(JobState.BASELINE if is_other else state)
-        assert (cluster.machine.profiler.profiles == ()) is (is_other or state is JobState.PROFILING)
-    assert "on GPUs of another model" in cluster.machine.summary().state_reason
+        assert (cluster.machine.run.profiler.profiles == ()) is (is_other or state is JobState.PROFILING)
+    assert "on GPUs of another model" in cluster.job().state_reason
     cluster.iterate_until(JobState.PLANNED)
 
 
@@ -137,14 +136,14 @@ def test_a_straggler_explains_slow_iterations() -> None:
 
 def test_drift_is_followed_without_going_back_to_stock() -> None:
     cluster = TruthfulCluster().plan()
-    version, (before_s, _) = cluster.machine._offers.version, cluster.planned_times_s()
+    version, (before_s, _) = cluster.machine.record.version, cluster.planned_times_s()
     cluster.slowness = lambda _stage, _mhz: 0.9
     cluster.run(2 * BLOCK)
     cluster.expect(JobState.PLANNED)
     assert cluster.announced(event_pb2.ProfileCorrected)
     assert cluster.announced(event_pb2.PromiseBroken) == []
     # All clocks are as much faster: the same ones are right, so no rank is told; but more is promised.
-    assert cluster.machine._offers.version == version
+    assert cluster.machine.record.version == version
     assert cluster.planned_times_s() == pytest.approx([0.9 * before_s] * 2, rel=0.01)
 
 
@@ -154,23 +153,23 @@ def test_the_baseline_is_measured_again_on_request_and_the_plans_return() -> Non
     with pytest.raises(JobNotSolvedError):
         cluster.tell(BaselineRequested("too early"))
     cluster = TruthfulCluster().plan()
-    planned = cluster.machine._offers[0].clocks
+    planned = cluster.machine.run.offers[0].clocks
     cluster.run(3)
     cluster.send(BaselineRequested("request"))
     cluster.expect(JobState.BASELINE)
     cluster.run_until(JobState.PLANNED)
-    assert cluster.machine._offers[0].clocks == planned
+    assert cluster.machine.run.offers[0].clocks == planned
     cluster.run(5)
-    states = [period.state for period in cluster.machine.log.periods]
+    states = [period.state for period in cluster.machine.run.log.periods]
     assert states.count(JobState.BASELINE) == 2
     assert states[-1] is JobState.PLANNED
 
 
 def test_a_policy_is_a_point_on_the_frontier() -> None:
     cluster = TruthfulCluster().plan()
-    frontier = cluster.machine.solved_frontier()
+    frontier = views.solved_frontier(cluster.machine.run)
     middle_s = (frontier.t_min_s + frontier.t_star_s) / 2
-    overhead_s = cluster.machine._baseline.time_s - frontier.baseline.iteration_time_s
+    overhead_s = cluster.machine.run.baseline.time_s - frontier.baseline.iteration_time_s
     cluster.send(PolicySet(OperatingPolicy(deadline=Deadline(10, 10 * (middle_s + overhead_s)))))
     cluster.run(4)
     assert frontier.t_min_s < cluster.planned_times_s()[0] <= middle_s
@@ -186,7 +185,7 @@ def test_a_policy_is_a_point_on_the_frontier() -> None:
 
 def test_a_profile_from_before_is_verified_and_used() -> None:
     rules = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2, profile_accuracy_percent=1e-7)
-    before = TruthfulCluster(rules=rules).plan().machine.profiler.profiles
+    before = TruthfulCluster(rules=rules).plan().machine.run.profiler.profiles
     cluster = TruthfulCluster(rules=rules)
     cluster.join_all()
     cluster.run_until(JobState.PROFILING)
@@ -198,11 +197,11 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     assert adopted == event_pb2.ProfileAdopted(
         stages=(0, 1), clock_count=len(CLOCKS_MHZ), source_job_id="before", source_run_number=3
     )
-    assert cluster.machine.profiler.profiles == before
+    assert cluster.machine.run.profiler.profiles == before
 
 
 def test_a_profile_of_the_very_same_work_is_held_against_the_baseline_and_no_clock_is_profiled() -> None:
-    before = TruthfulCluster().plan().machine.profiler.profiles
+    before = TruthfulCluster().plan().machine.run.profiler.profiles
     # Another order: 12 microbatches instead of 8.
     cluster = Cluster(replace(make_spec(microbatches=12), stage_work=("12 layers", "9 layers")))
     cluster.join_all()
@@ -211,14 +210,14 @@ def test_a_profile_of_the_very_same_work_is_held_against_the_baseline_and_no_clo
     cluster.send(ProfileFound(known(before, 0, 1)))
     cluster.iterate_until(JobState.PLANNED, limit=6)
     assert [command for command in cluster.history if isinstance(command, FindProfile)] == [asked]
-    assert cluster.machine.profiler.profiles == before
+    assert cluster.machine.run.profiler.profiles == before
     told = [command.event for command in cluster.history if isinstance(command, Announce)]
     assert event_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED in {each.type for each in told}
     assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in {each.type for each in told}
 
 
 def test_one_that_differs_from_the_baseline_is_not_adopted() -> None:
-    before = TruthfulCluster().plan().machine.profiler.profiles
+    before = TruthfulCluster().plan().machine.run.profiler.profiles
     slower = corrected(
         before,
         {
@@ -238,7 +237,7 @@ def test_one_that_differs_from_the_baseline_is_not_adopted() -> None:
 
 def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:
     rules = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2, profile_accuracy_percent=1e-7)
-    before = TruthfulCluster(rules=rules).plan().machine.profiler.profiles
+    before = TruthfulCluster(rules=rules).plan().machine.run.profiler.profiles
     slower = corrected(
         before,
         {
@@ -255,7 +254,7 @@ def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:
     cluster.run_until(JobState.PLANNED)
     (adopted,) = cluster.announced(event_pb2.ProfileAdopted)
     assert adopted.stages == [0]
-    measured = [profile for profile in cluster.machine.profiler.profiles if profile.stage == 1]
+    measured = [profile for profile in cluster.machine.run.profiler.profiles if profile.stage == 1]
     assert measured == [profile for profile in before if profile.stage == 1]
 
 
@@ -278,7 +277,7 @@ def known(profiles: Iterable[StageProfile], *stages: int) -> tuple[KnownProfile,
 )
 def test_profiling_keeps_its_budget(rules: Rules) -> None:
     cluster = TruthfulCluster(rules=rules.model_copy(update={"baseline_iterations": 2})).plan()
-    assert 2 <= cluster.machine.profiler.clock_count < len(CLOCKS_MHZ)
+    assert 2 <= cluster.machine.run.profiler.clock_count < len(CLOCKS_MHZ)
 
 
 def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the_job_stays_at_stock() -> None:
@@ -312,7 +311,7 @@ def test_where_nobody_tells_what_waiting_draws_the_job_is_planned_but_its_own_pa
         rank.tells_power = False
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
-    frontier = cluster.machine.solved_frontier()
+    frontier = views.solved_frontier(cluster.machine.run)
     assert all(power_w > 0 for power_w in frontier.pipeline.blocking_power_w)
     reasons = [event.message for event in cluster.events() if event.HasField("profiling_ended")]
     assert any("no rank has told what it draws while it waits: that is assumed" in why for why in reasons)

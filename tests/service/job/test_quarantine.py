@@ -1,25 +1,37 @@
 """What stands in for a state machine that failed: a job at stock that can be shown, finished and resumed."""
 
+from dataclasses import replace
+
 import pytest
 
-from perseus.service.domain.commands import Announce, RefuseRank, SendOffer, Store
-from perseus.service.domain.errors import JobQuarantinedError
+from perseus.service.domain.commands import Announce, Command, RefuseRank, SendOffer, Store
+from perseus.service.domain.errors import (
+    JobFinishedError,
+    JobNotSolvedError,
+    JobQuarantinedError,
+    RankNotServedError,
+    TimelineNotReadyError,
+)
 from perseus.service.domain.inputs import (
-    Abandoned,
     AgentHeard,
     FinishRequested,
+    RankLeft,
     RegisteredAgain,
     ResumeRequested,
+    TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.model import STOCK, FaultyPart, JobState, RankFilter, RankState
-from perseus.service.domain.records import JobRecord
-from perseus.service.domain.specification import Registration
+from perseus.service.domain.model import STOCK, FaultyPart, JobState, RankLeftReason
+from perseus.service.domain.records import EndedRun, JobRecord
+from perseus.service.domain.snapshot import Fault, RunSnapshot
+from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
-from perseus.service.job.quarantine import Fault, QuarantinedRun
+from perseus.service.job.quarantine import handle, quarantine
 from perseus.v1 import event_pb2, job_pb2
-from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
+from tests.service.service_fakes import EPOCH, START_S, Cluster, batch, make_spec
 
+FIRST = Coordinates(0, 0, 0)
 FAULT = Fault.of(FaultyPart.MACHINE, ValueError("odd \n thing"))
 
 
@@ -31,11 +43,14 @@ def planned() -> Cluster:
     return cluster
 
 
+def put_aside(cluster: Cluster) -> tuple[RunSnapshot, list[Command]]:
+    return quarantine(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
+
+
 def test_a_run_is_put_at_stock_and_its_ranks_are_told() -> None:
     cluster = planned()
     known = cluster.stored()
-    stand_in = QuarantinedRun(known, FAULT, cluster.rules, EPOCH, START_S)
-    commands = stand_in.begin()
+    snapshot, commands = put_aside(cluster)
     refused = [command for command in commands if isinstance(command, RefuseRank)]
     assert {command.rank for command in refused} == set(cluster.ranks)
     assert all(isinstance(command.why, JobQuarantinedError) for command in refused)
@@ -50,49 +65,48 @@ def test_a_run_is_put_at_stock_and_its_ranks_are_told() -> None:
         before=job_pb2.JOB_STATE_PLANNED,
     )
 
-    view = stand_in.view()
-    assert view.state is JobState.STOCK
-    assert "ValueError: odd ? thing" in view.state_reason
-    assert view.rank_counts[RankState.LOST] == len(cluster.ranks)
-    assert [rank.coordinates for _, rank in stand_in.ranks(RankFilter())] == list(cluster.ranks)
-    assert list(stand_in.report(0)) == list(cluster.machine.report(0))
+    assert snapshot.job.state == job_pb2.JOB_STATE_STOCK
+    assert "ValueError: odd ? thing" in snapshot.job.state_reason
+    assert snapshot.job.rank_counts == job_pb2.RankCounts(lost_count=len(cluster.ranks))
     for silent in (Tick(), AgentHeard("agent-0")):
-        assert stand_in.handle(silent, 0.0, START_S) == []
+        assert handle(snapshot, silent, 0.0, START_S)[1] == []
     for rank in cluster.ranks.values():
         with pytest.raises(JobQuarantinedError):
-            stand_in.handle(rank.joined(), 0.0, START_S)
+            handle(snapshot, rank.joined(), 0.0, START_S)
     with pytest.raises(JobQuarantinedError):
-        stand_in.solved_frontier()
+        snapshot.solved_frontier()
+    with pytest.raises(JobQuarantinedError):
+        snapshot.timeline(0)
 
 
 def test_it_is_registered_again_and_ends_once() -> None:
     cluster = planned()
-    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
-    stand_in.begin()
-    (stored,) = stand_in.handle(RegisteredAgain(Registration("another")), 0.0, START_S)
+    snapshot, _ = put_aside(cluster)
+    again = RegisteredAgain(Registration("another"))
+    snapshot, (stored,) = handle(snapshot, again, 0.0, START_S)
     assert isinstance(stored, Store)
-    assert stand_in.handle(RegisteredAgain(Registration("another")), 0.0, START_S) == []
-    stand_in.handle(RegisteredAgain(Registration("labelled", labels=(("a", "b"),))), 0.0, START_S)
-    assert stand_in.view().labels == (("a", "b"),)
-    commands = stand_in.handle(FinishRequested(), 0.0, START_S + 5)
+    assert handle(snapshot, again, 0.0, START_S)[1] == []
+    labelled = RegisteredAgain(Registration("labelled", labels=(("a", "b"),)))
+    snapshot, _ = handle(snapshot, labelled, 0.0, START_S)
+    assert [*snapshot.job.labels] == [job_pb2.Label(key="a", value="b")]
+    snapshot, commands = handle(snapshot, FinishRequested(), 0.0, START_S + 5)
     records = [command.record for command in commands if isinstance(command, Store)]
     assert [record.state for record in records if isinstance(record, JobRecord)] == [JobState.FINISHED]
-    assert stand_in.has_finished
-    assert stand_in.view().finish_time_s == START_S + 5
-    assert stand_in.handle(Abandoned("another"), 0.0, START_S + 6) == []
-    assert QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S).begin(), (
-        "the job itself goes on"
-    )
+    assert [record.job for record in records if isinstance(record, EndedRun)] == [snapshot.job]
+    assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED
+    assert snapshot.job.finish_time.ToNanoseconds() == (START_S + 5) * 10**9
+    assert handle(snapshot, FinishRequested(), 0.0, START_S + 6)[1] == []
+    assert put_aside(cluster)[1], "the job itself goes on"
 
 
 def test_what_is_stored_of_it_brings_no_plan_back_and_resumes_from_its_profile() -> None:
     cluster = planned()
-    version = cluster.machine.version
-    cluster.history += QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S).begin()
+    version = cluster.machine.record.version
+    cluster.history += put_aside(cluster)[1]
     cluster.restart()
     cluster.expect(JobState.STOCK)
-    assert all(offer.clocks == STOCK for offer in cluster.machine._offers)
-    assert cluster.machine.version > version
+    assert all(offer.clocks == STOCK for offer in cluster.machine.run.offers)
+    assert cluster.machine.record.version > version
     for rank in cluster.ranks.values():
         rank.start_trainer(rank.iteration)
     commands = [command for rank in cluster.ranks.values() for command in cluster.tell(rank.joined())]
@@ -108,21 +122,38 @@ def test_what_is_stored_of_it_brings_no_plan_back_and_resumes_from_its_profile()
 def test_a_finished_run_stays_finished() -> None:
     cluster = planned()
     cluster.send(FinishRequested())
-    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
-    assert stand_in.begin() == []
-    assert stand_in.has_finished
+    snapshot, (stored,) = put_aside(cluster)
+    assert stored == Store(EndedRun(snapshot.job))
+    assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED
+    with pytest.raises(JobFinishedError):
+        handle(snapshot, cluster.ranks[FIRST].joined(), 0.0, START_S)
 
 
-def test_its_ranks_are_told_in_columns_without_figures() -> None:
+def test_what_is_left_of_a_run_that_has_ended_shows_what_its_machine_showed() -> None:
     cluster = planned()
-    before = cluster.machine.rank_columns(0, 100)
-    assert set(before.state) == {RankState.CONNECTED}
-    assert None not in (*before.clock_mhz, *before.slowness, *before.power_w)
-    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
-    counts = cluster.spec.parallelism
-    width = counts.stage_count * counts.tensor_count
-    told = stand_in.rank_columns(1, 1)
-    assert list(told.state) == [RankState.LOST] * width
-    assert list(told.power_w) == list(told.clock_mhz) == list(told.slowness) == [None] * width
-    assert len(stand_in.rank_columns(0, 100).state) == counts.pipeline_count * width
-    assert before.iteration[:width] == cluster.machine.rank_columns(0, 1).iteration
+    for rank in cluster.ranks.values():
+        cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.FINISHED))
+    run = cluster.machine.run
+    snapshot = views.snapshot(run)
+    (ended,) = [
+        each.record
+        for each in cluster.history
+        if isinstance(each, Store) and isinstance(each.record, EndedRun)
+    ]
+    assert snapshot.job == ended.job == views.job(run, is_full=True)
+    assert snapshot.solved_frontier() is views.solved_frontier(run)
+    for pipeline in range(2):
+        assert (
+            snapshot.timeline(pipeline).timeline.iteration == views.timeline(run, pipeline).timeline.iteration
+        )
+    assert snapshot.timeline(0, from_baseline=True).pipeline == 0
+    for first, count in ((0, 100), (1, 1)):
+        assert snapshot.columns(first, count) == views.rank_columns(run, first, count)
+    lighter = replace(snapshot, measured=None)
+    assert lighter.columns(0, 1) is None
+    with pytest.raises(JobNotSolvedError):
+        lighter.solved_frontier()
+    with pytest.raises(TimelineNotReadyError):
+        lighter.timeline(0)
+    with pytest.raises(RankNotServedError):
+        handle(snapshot, TelemetryArrived(FIRST, "agent-0", batch(1, [99], 0, 0.8)), 0.0, START_S)

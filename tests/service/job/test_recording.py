@@ -13,6 +13,7 @@ from perseus.service.domain.errors import RecordingUnreadableError
 from perseus.service.domain.inputs import FinishRequested, Input, StragglerReported, TelemetryArrived
 from perseus.service.domain.model import JobState, Straggler
 from perseus.service.job import recording as module
+from perseus.service.job import views
 from perseus.service.job.machine import JobMachine, replay
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.recording import Recording
@@ -54,17 +55,17 @@ def test_a_run_is_lived_again_with_the_same_commands(is_restored: bool) -> None:
     kinds = [type(command) for command in commands]
     assert kinds == [type(command) for command in cluster.history[-len(kinds) :]]
     _, machine, _ = lived[-1]
-    assert machine.view() == cluster.machine.view()
-    assert list(machine.report(0)) == list(cluster.machine.report(0))
+    assert views.job(machine.run, is_full=True) == cluster.job(is_full=True)
+    assert list(machine.run.log.report(0)) == list(cluster.machine.run.log.report(0))
 
 
 def test_the_same_fault_comes_at_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = planned()
-    settle, last_version = OfferBoard.settle, cluster.machine.version + 2
+    settle, last_version = OfferBoard.settle, cluster.machine.record.version + 2
 
     def failing(self: OfferBoard, *arguments: object, **named: object) -> None:
         settle(self, *arguments, **named)
-        if self.version > last_version:
+        if max(self.versions) > last_version:
             raise ZeroDivisionError("a version too many")
 
     monkeypatch.setattr(OfferBoard, "settle", failing)
@@ -116,7 +117,7 @@ def test_what_a_restored_run_begins_with_counts_and_is_not_kept_of_one_that_has_
     cluster.join_all()
     cluster.send(FinishRequested())
     cluster.restart()
-    assert cluster.machine.has_finished
+    assert cluster.machine.record.has_finished
     assert recording_of(cluster.machine).beginning is None
 
 

@@ -34,4 +34,4 @@ def test_entering_a_state_checks_the_table(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(TRANSITIONS, JobState.WAITING, frozenset())
     with pytest.raises(TransitionError, match="from WAITING"):
         cluster.machine.handle(FinishRequested(), 0.0, 0.0)
-    assert cluster.machine.state is JobState.WAITING
+    assert cluster.machine.record.state is JobState.WAITING

@@ -12,7 +12,7 @@ def hurry(cluster: Cluster) -> None:
     """Slower plans, at once, while all ranks are in the midst of an iteration."""
     for rank in cluster.ranks.values():
         rank.begin()
-    cluster.machine._planner.policy = OperatingPolicy(max_slowdown_percent=20.0)
+    cluster.machine.record.policy = OperatingPolicy(max_slowdown_percent=20.0)
     cluster.machine._course.retarget(is_urgent=True)
     commands = cluster.tell(Tick())
     assert {offer.is_urgent for offer in offers(commands).values()} == {True}
@@ -28,16 +28,16 @@ def test_plans_are_in_force_before_the_iteration_has_ended() -> None:
 
 def test_the_iteration_that_they_touch_is_no_evidence_however_long_it_takes() -> None:
     cluster = planned()
-    report = list(cluster.machine.report(0))
+    report = list(cluster.machine.run.log.report(0))
     before = len(cluster.history)
     hurry(cluster)
     for rank in cluster.ranks.values():
         cluster.send(rank.end(80.0))
 
-    latest = cluster.machine.log.latest
+    latest = cluster.machine.run.log.latest
     assert latest is not None
     assert latest.is_touched
-    assert list(cluster.machine.report(0)) == report
+    assert list(cluster.machine.run.log.report(0)) == report
     cluster.iterate(20)
     cluster.expect(JobState.PLANNED)
     assert set(events(cluster.history[before:])) <= {
@@ -53,15 +53,15 @@ def test_one_touched_rank_is_enough() -> None:
     for touched, rank in enumerate(cluster.ranks.values()):
         rank.is_touched = touched == 2
         cluster.send(rank.end(0.8))
-    latest = cluster.machine.log.latest
+    latest = cluster.machine.run.log.latest
     assert latest is not None
     assert latest.is_touched
 
 
 def test_the_ledger_has_what_they_touch() -> None:
     cluster = planned()
-    before = cluster.machine.log.totals
+    before = cluster.machine.run.log.totals
     hurry(cluster)
     for rank in cluster.ranks.values():
         cluster.send(rank.end(8.0))
-    assert cluster.machine.log.totals != before
+    assert cluster.machine.run.log.totals != before

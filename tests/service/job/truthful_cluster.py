@@ -79,10 +79,10 @@ class TruthfulCluster(Cluster):
 
     def run_until(self, state: JobState, limit: int = 100) -> int:
         for count in range(limit):
-            if self.machine.state is state:
+            if self.machine.record.state is state:
                 return count
             self.run(1)
-        raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
+        raise AssertionError(f"{self.machine.record.state} after {limit} iterations, expected {state}")
 
     def plan(self) -> "TruthfulCluster":
         """Bring the job to its first plans, in force everywhere."""

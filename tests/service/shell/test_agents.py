@@ -36,7 +36,7 @@ class Jobs:
     def tick_run(self, run: Any) -> None:
         pass
 
-    def read(self, run: Any, ask: object, part: object) -> bool:
+    def read(self, run: Any, ask: object, otherwise: object, part: object) -> bool:
         return False  # it has left its GPU
 
     def handle(self, run: Any, event: Input) -> None:

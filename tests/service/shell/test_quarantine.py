@@ -5,7 +5,6 @@ Over real gRPC, by each part that may fail.
 
 import asyncio
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,18 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from perseus.cli.main import app
+from perseus.service.api.agent_service import OutboxPort
 from perseus.service.domain.commands import Command, Store
+from perseus.service.domain.figures import RunFigures
 from perseus.service.domain.inputs import Input, TelemetryArrived
 from perseus.service.domain.model import FaultyPart
-from perseus.service.domain.records import JobRecord
+from perseus.service.job import views
 from perseus.service.job.course import Course
 from perseus.service.job.machine import JobMachine
+from perseus.service.job.run import Run
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.solving.worker_pool import WorkerPool
-from perseus.solver import Computation, Frontier, Pipeline
+from perseus.solver import Frontier, Pipeline
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -63,23 +65,21 @@ def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
         commands = handle(self, event, now_s, wall_time_s)
         if self.spec.job_id == "job" and isinstance(event, TelemetryArrived):
-            assert self._stored_figures is not None
-            record = JobRecord(*self._stored_figures)  # type: ignore[arg-type]
-            return [*commands, Store(replace(record, lag_s=math.nan))]
+            return [*commands, Store(replace(self.record, lag_s=math.nan))]
         return commands
 
     monkeypatch.setattr(JobMachine, "handle", failing)
 
 
 def break_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    summary = JobMachine.summary
+    job = views.job
 
-    def failing(self: JobMachine) -> Any:
-        if self.spec.job_id == "job":
+    def failing(run: Run, *, is_full: bool) -> job_pb2.Job:
+        if run.spec.job_id == "job":
             raise BrokenError("not to be shown")
-        return summary(self)
+        return job(run, is_full=is_full)
 
-    monkeypatch.setattr(JobMachine, "summary", failing)
+    monkeypatch.setattr(views, "job", failing)
 
 
 async def test_a_job_that_can_not_be_put_on_the_wire_hides_no_other(
@@ -88,27 +88,27 @@ async def test_a_job_that_can_not_be_put_on_the_wire_hides_no_other(
     async with connected(make_settings(tmp_path)) as client:
         await client.register()
         await client.register(job_id="other")
-        summary = JobMachine.summary
+        figures = views.figures
 
-        def too_much(self: JobMachine) -> Any:
-            view = summary(self)
-            return replace(view, run_number=2**70) if self.spec.job_id == "job" else view
+        def none_at_all(run: Run) -> RunFigures:
+            wrong = replace(figures(run), promised_time_s="none")  # type: ignore[arg-type]
+            return wrong if run.spec.job_id == "job" else figures(run)
 
-        monkeypatch.setattr(JobMachine, "summary", too_much)
+        monkeypatch.setattr(views, "figures", none_at_all)
         listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
         assert [each.job_id for each in listed.jobs] == ["job", "other"]
         assert FaultyPart.VIEW.value in listed.jobs[0].state_reason
 
 
 def break_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = JobMachine.order
+    accept_rank = OutboxPort.accept_rank
 
-    def failing(self: JobMachine, stage: int) -> Sequence[Computation]:
-        if self.spec.job_id == "job":
+    def failing(self: OutboxPort, job_id: str, *others: Any) -> None:
+        if job_id == "job":
             raise BrokenError("nothing to send")
-        return order(self, stage)
+        accept_rank(self, job_id, *others)
 
-    monkeypatch.setattr(JobMachine, "order", failing)
+    monkeypatch.setattr(OutboxPort, "accept_rank", failing)
 
 
 def break_solver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(
     async with running_here(settings) as (address, _), connected_to(address) as client:
         await client.register()
     with monkeypatch.context() as patched:
-        patched.setattr(Course, "restore", lambda *_: 1 / 0)
+        patched.setattr(Course, "go_on", lambda *_: 1 / 0)
         async with running_here(settings) as (address, _), connected_to(address) as client:
             await until(lambda: is_stored_as_quarantined(client))
         done = await asyncio.to_thread(replayed, settings)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -17,11 +17,13 @@ from structlog.testing import capture_logs
 from perseus.service.domain.commands import Command, SlowPlan
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
-from perseus.service.domain.model import Ceiling, JobState, Offer
+from perseus.service.domain.model import Ceiling, Offer
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
+from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
+from perseus.service.job.run import Run
 from perseus.service.shell import writer
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.jobs import LATEST
@@ -29,6 +31,7 @@ from perseus.service.solving.work import solve_explaining
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.solver import Computation, Frontier, Pipeline
+from perseus.v1 import job_pb2
 from tests.service.service_fakes import FakeRank, make_spec
 
 
@@ -170,14 +173,16 @@ class World:
 
     async def seen(self) -> list[object]:
         """All that agents and watchers have seen of the job; times on the wall clock aside."""
-        view = await self.coordinator.jobs.job(self.spec.job_id, LATEST, has_details=True)
+        view = await self.coordinator.jobs.job(self.spec.job_id, LATEST, is_full=True)
         found = await self.coordinator.live._store.events(self.spec.job_id, view.run_number, 0, 10_000)
         for event in found:
             event.ClearField("create_time")
-        return [self.port.told, found, view.state, view.rank_counts, view.details]
+        return [self.port.told, found, view.state, view.rank_counts, view.spec, [*view.stragglers]]
 
 
-async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[object], JobState]:
+async def live(
+    path: Path, dice: Dice, *, with_faulty: bool
+) -> tuple[list[object], job_pb2.JobState.ValueType]:
     """Let both jobs live for a while, and return what was seen of the quiet one."""
     store = await SqlStore.open(path)
     coordinator = Coordinator(
@@ -200,13 +205,13 @@ async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[objec
             for _ in range(3):
                 await coordinator.flush()
             if with_faulty and iteration % 6 == 5:
-                listed = coordinator.jobs.jobs("", (), lambda view: view.job_id, has_details=True)
-                assert list(listed) == [(FAULTY, FAULTY), (QUIET, QUIET)]
+                listed = coordinator.jobs.jobs("", (), is_full=True)
+                assert [(job_id, job.job_id) for job_id, job in listed] == [(FAULTY, FAULTY), (QUIET, QUIET)]
                 with suppress(CoordinatorError):
                     await coordinator.jobs.resume(FAULTY)
                 worlds[0].join()
         assert not writing.done()
-        state = (await coordinator.jobs.job(QUIET, LATEST, has_details=False)).state
+        state = (await coordinator.jobs.job(QUIET, LATEST, is_full=False)).state
         assert sum(coordinator.live.fault_counts.values()) == (dice.faults if with_faulty else 0)
         return await quiet.seen(), state
     finally:
@@ -220,8 +225,8 @@ async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[objec
 def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
     """Let machines fail as the dice in the list say: before an input, after it, and while they are shown."""
     current: list[Dice] = []
-    handle, summary = JobMachine.handle, JobMachine.summary
-    next_deadline_s, is_on_gpu = JobMachine.next_deadline_s, JobMachine.is_on_gpu
+    handle, job = JobMachine.handle, views.job
+    next_deadline_s, is_on_gpu = Run.next_deadline_s, views.is_on_gpu
 
     def failing_handle(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
         current[0].throw(self.spec.job_id)
@@ -229,23 +234,23 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
         current[0].throw(self.spec.job_id)
         return commands
 
-    def failing_deadline(self: JobMachine) -> float | None:
+    def failing_deadline(self: Run) -> float | None:
         current[0].throw(self.spec.job_id)
         return next_deadline_s(self)
 
-    def failing_gpu(self: JobMachine, place: Coordinates, gpu_uuid: str) -> bool:
-        current[0].throw(self.spec.job_id)
-        return is_on_gpu(self, place, gpu_uuid)
+    def failing_gpu(run: Run, place: Coordinates, gpu_uuid: str) -> bool:
+        current[0].throw(run.spec.job_id)
+        return is_on_gpu(run, place, gpu_uuid)
 
-    def failing_summary(self: JobMachine) -> Any:
-        current[0].throw(self.spec.job_id)
-        return summary(self)
+    def failing_job(run: Run, *, is_full: bool) -> job_pb2.Job:
+        current[0].throw(run.spec.job_id)
+        return job(run, is_full=is_full)
 
     monkeypatch.setattr(writer, "GATHERING_S", 0.0)
     monkeypatch.setattr(JobMachine, "handle", failing_handle)
-    monkeypatch.setattr(JobMachine, "summary", failing_summary)
-    monkeypatch.setattr(JobMachine, "next_deadline_s", failing_deadline)
-    monkeypatch.setattr(JobMachine, "is_on_gpu", failing_gpu)
+    monkeypatch.setattr(views, "job", failing_job)
+    monkeypatch.setattr(Run, "next_deadline_s", failing_deadline)
+    monkeypatch.setattr(views, "is_on_gpu", failing_gpu)
     return current
 
 
@@ -272,5 +277,5 @@ def test_whatever_fails_of_one_job_another_goes_on_as_if_it_were_alone(
         if not alone:  # it is the same every time
             alone[:] = asyncio.run(live(path / "alone.db", faults_at_random[0], with_faulty=False))
         beside = asyncio.run(live(path / "beside.db", faults_at_random[0], with_faulty=True))
-    assert alone[1] is JobState.PLANNED
+    assert alone[1] == job_pb2.JOB_STATE_PLANNED
     assert list(beside) == alone

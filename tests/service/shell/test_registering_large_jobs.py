@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.inputs import FinishRequested
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import (
     JobSpec,
@@ -18,6 +19,7 @@ from perseus.service.domain.specification import (
     ScheduleName,
 )
 from perseus.service.job.machine import JobMachine
+from perseus.service.job.run import Run
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.live_runs import _LARGE_SIZE
 from perseus.service.storage.sql_store import SqlStore
@@ -52,7 +54,7 @@ async def test_a_large_job_is_made_beside_the_loop_and_once(
         views = await asyncio.gather(*calls)
         assert [view.run_number for view in views] == [1, 1]
         assert threading.main_thread() not in made_in
-        await coordinator.jobs.finish("job")
+        await coordinator.jobs.change("job", FinishRequested())
         first, other = await asyncio.gather(
             coordinator.jobs.register(LARGE, Registration("request-3")),
             coordinator.jobs.register(spec(8), Registration("request-4")),
@@ -71,7 +73,7 @@ async def test_a_large_job_is_made_beside_the_loop_and_once(
 
 def test_a_larger_job_is_refused_before_anything_is_laid_out() -> None:
     with pytest.raises(InvalidFieldError, match="microbatch_count: expected 1 to 537"):
-        JobMachine(spec(4096, stages=61), 1, RULES, "epoch", 0.0, 0.0)
+        JobMachine(Run(spec(4096, stages=61), 1, RULES, "epoch", 0.0, 0.0))
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -91,6 +93,6 @@ def calls_of(work: Callable[[], object]) -> int:
 
 
 def test_a_machine_costs_what_the_job_is_large() -> None:
-    small = calls_of(lambda: JobMachine(spec(64), 1, RULES, "epoch", 0.0, 0.0))
-    large = calls_of(lambda: JobMachine(spec(256), 1, RULES, "epoch", 0.0, 0.0))
+    small = calls_of(lambda: JobMachine(Run(spec(64), 1, RULES, "epoch", 0.0, 0.0)))
+    large = calls_of(lambda: JobMachine(Run(spec(256), 1, RULES, "epoch", 0.0, 0.0)))
     assert large < 4.4 * small

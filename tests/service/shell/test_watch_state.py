@@ -6,7 +6,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from perseus.service.domain.model import IterationSummary
 from perseus.service.shell.watch_state import (
     PAGE_SIZE,
     QUEUE_BYTES_LIMIT,
@@ -22,6 +21,7 @@ from perseus.service.shell.watch_state import (
 )
 from perseus.v1 import job_pb2
 from perseus.v1.event_pb2 import JOB_EVENT_TYPE_SOLVE_FAILED, JobEvent, StateChanged
+from perseus.v1.job_pb2 import IterationSummary
 from perseus.v1.job_service_pb2 import CaughtUp, WatchGap
 
 
@@ -42,7 +42,7 @@ def gap(first_sequence: int, last_sequence: int) -> WatchGap:
 
 
 def iteration(number: int) -> IterationSummary:
-    return IterationSummary(0, number, 0, 1.0, 1.0)
+    return IterationSummary(iteration=number, iteration_time_s=1.0, energy_j=1.0)
 
 
 def events(sequences: Iterable[int]) -> list[JobEvent]:

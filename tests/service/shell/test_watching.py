@@ -6,14 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from perseus.service.domain.errors import DrainingError
-from perseus.service.domain.views import JobView
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Watcher
 from perseus.v1.event_pb2 import JobEvent
 from perseus.v1.job_service_pb2 import CaughtUp
 from tests.service.service_fakes import Cluster, make_spec
 
-VIEW: JobView = Cluster(make_spec()).machine.view()
+VIEW = Cluster(make_spec()).job(is_full=True)
 STORED = [JobEvent(sequence=n) for n in (1, 2, 3)]
 
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from perseus.service.domain.errors import SignalUnusableError
 from perseus.service.domain.signals import HOUR_S, SignalKind
 from perseus.service.settings import CoordinatorSettings
+from perseus.service.shell.signals import FIRST_DELAY_S, LONGEST_DELAY_S, retry_of
 from perseus.service.signal_settings import SignalSettings
-from perseus.service.signals.backoff import FIRST_S, LONGEST_S, Backoff
 from perseus.service.signals.csv_source import CsvSource
 from perseus.service.signals.electricity_maps import ElectricityMaps
 from perseus.service.signals.opening import KEY_VARIABLE, open_source
@@ -61,22 +61,19 @@ async def test_without_a_forecast_rows_count_when_their_time_has_come(tmp_path: 
     ]
 
 
-@given(st.lists(st.booleans(), max_size=30), st.floats(0, 1), st.floats(0, 3600))
-def test_who_fails_is_asked_ever_later_but_not_too_late(
-    outcomes: list[bool], drawn: float, retry_after_s: float
-) -> None:
-    backoff, count = Backoff(900.0), 0
+@given(st.lists(st.booleans(), max_size=30), st.floats(0, 1))
+def test_who_fails_is_asked_ever_later_but_not_too_late(outcomes: list[bool], drawn: float) -> None:
+    retry, count = retry_of(900.0, lambda: drawn), 0
     for works in outcomes:
         if works:
-            assert backoff.worked() == 900.0
+            retry.succeeded()
             count = 0
         else:
-            wait_s = backoff.failed(retry_after_s, drawn)
-            most_s = min(LONGEST_S, FIRST_S * 2.0**count)
-            assert max(retry_after_s, most_s / 2) <= wait_s <= max(retry_after_s, most_s)
+            max_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0**count)
+            assert max_s / 2 <= retry.failed() <= max_s
             count += 1
-        assert backoff.failure_count == count
-    assert Backoff(1.0).failed(0.0, drawn) == 1.0
+        assert retry.failure_count == count
+    assert retry_of(1.0, lambda: drawn).failed() == 1.0
 
 
 def test_each_kind_of_source_is_opened(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from perseus.service.domain.power import Budget, BudgetRecord, UnreadableBudget
 from perseus.service.domain.records import Registrations, StoredJob, UnreadableJob
+from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Registration
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.sql_store import SqlStore
@@ -68,7 +69,7 @@ def change(path: Path, table: str, column: str, changed: Callable[[Any], Any]) -
     connection.close()
 
 
-async def read(path: Path) -> tuple[StoredJob | UnreadableJob, BudgetRecord | UnreadableBudget]:
+async def read(path: Path) -> tuple[StoredJob | RunSnapshot | UnreadableJob, BudgetRecord | UnreadableBudget]:
     """Return what is not named other, once it is seen that the others can be read."""
     store = await SqlStore.open(path)
     job, other_job = await store.load_jobs()

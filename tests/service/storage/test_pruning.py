@@ -11,6 +11,7 @@ from perseus.service.domain.measured import StageProfile
 from perseus.service.domain.messages import time_to_proto
 from perseus.service.domain.model import STOCK, JobState, PipelineOffer, Rank
 from perseus.service.domain.records import (
+    EndedRun,
     OfferRecord,
     ProfiledWork,
     RecordedInputs,
@@ -18,9 +19,8 @@ from perseus.service.domain.records import (
     StoredJob,
 )
 from perseus.service.domain.retention import DAY_S, Retention
+from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates, Registration
-from perseus.service.job.machine import JobMachine
-from perseus.service.job.rules import Rules
 from perseus.service.storage.checking import check_database, recordings
 from perseus.service.storage.pruning import STEP_ROWS
 from perseus.service.storage.sql_store import SqlStore
@@ -33,7 +33,7 @@ from perseus.service.storage.store import (
     TelemetrySequence,
 )
 from perseus.solver import Kind, Measurement
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import make_spec
 from tests.service.storage.test_store import PERIOD, RECORD, rows
 
@@ -63,6 +63,7 @@ def finished(job_id: str, finish_time_s: float, key: str = "") -> list[Entry]:
     entries: list[Entry] = [
         NewRun(make_spec(job_id), 1, finish_time_s - 10),
         JobEntry(job_id, 1, replace(RECORD, state=JobState.FINISHED, finish_time_s=finish_time_s)),
+        JobEntry(job_id, 1, EndedRun(job_pb2.Job(job_id=job_id))),
         JobEntry(job_id, 1, Registrations((Registration("request"),))),
         JobEntry(job_id, 1, Rank(place)),
         JobEntry(job_id, 1, OfferRecord(0, PipelineOffer((3, 2), 20, STOCK))),
@@ -121,10 +122,11 @@ async def test_of_a_run_that_ended_long_ago_the_report_and_adoptable_profiles_st
     assert sorted(await prune(store, Retention())) == [("old", 1), ("superseded", 1)]
     assert await prune(store, Retention()) == []
 
-    assert [job.spec.job_id for job in await store.load_jobs() if isinstance(job, StoredJob)] == [
-        "live",
-        "young",
-    ]
+    live, young = await store.load_jobs()
+    assert isinstance(live, StoredJob)
+    assert live.spec.job_id == "live"
+    assert isinstance(young, RunSnapshot)
+    assert young.job.job_id == "young"
     assert sorted(await store.known_requests()) == ["young"]
     old = await store.load_run("old", 1)
     assert isinstance(old, StoredJob)
@@ -132,8 +134,10 @@ async def test_of_a_run_that_ended_long_ago_the_report_and_adoptable_profiles_st
     assert (old.ranks, old.offers, old.open_rows) == ((), (), ())
     assert [profile.stage for profile in old.profiles] == [0]
     assert old.last_sequence == 3
-    machine, _ = JobMachine.restore(old, Rules(), "epoch", now_s=0.0, wall_time_s=NOW_S)
-    assert [period for period, _ in machine.report(0)] == [PERIOD]
+    assert await store.load_periods("old", 1) == [PERIOD]
+    ended = await store.load_ended_run("old", 1)
+    assert isinstance(ended, RunSnapshot)
+    assert ended.job.job_id == "old"
     superseded = await store.load_run("superseded", 1)
     assert isinstance(superseded, StoredJob)
     assert superseded.profiles == ()

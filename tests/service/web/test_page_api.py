@@ -7,8 +7,8 @@ import aiohttp
 import pytest
 from google.protobuf import json_format
 
-from perseus.service.api import job_service
 from perseus.service.domain.errors import InternalError
+from perseus.service.shell.jobs import Jobs
 from perseus.service.web import shared
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.ports import free_port
@@ -155,10 +155,10 @@ async def test_a_mistake_is_answered_as_grpc_does(tmp_path: Path, monkeypatch: p
             await ask(session, "GET", f"{server.url}/api/ranks/another"), 404, "NOT_FOUND", "JOB_NOT_FOUND"
         )
 
-        def failing(_: object) -> None:
+        async def failing(*_: object, **__: object) -> None:
             raise ArithmeticError("planted")
 
-        monkeypatch.setattr(job_service, "job_to_proto", failing)
+        monkeypatch.setattr(Jobs, "job", failing)
         fault = await call("GetJob", {"job_id": "job"})
         assert_refused(fault, 500, "INTERNAL", "INTERNAL")
         assert "planted" not in fault.text

@@ -12,10 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from google.protobuf.message import Message
 from structlog.testing import capture_logs
 
 from perseus.service.shell.live_runs import LiveRuns
-from perseus.service.web import event_sources, event_stream
+from perseus.service.web import event_sources, event_stream, json_text
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.ports import free_port
 from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, make_settings, until
@@ -99,13 +100,14 @@ async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    text = event_sources._job_text
+    text = json_text.to_json
 
-    def counted(view: Any) -> str:
-        made.append(view.job_id)
-        return text(view)
+    def counted(message: Message) -> str:
+        if isinstance(message, job_pb2.Job):
+            made.append(message.job_id)
+        return text(message)
 
-    monkeypatch.setattr(event_sources, "_job_text", counted)
+    monkeypatch.setattr(event_sources, "to_json", counted)
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
         live: LiveRuns = server.coordinator.live
 

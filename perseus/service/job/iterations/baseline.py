@@ -6,24 +6,26 @@ from statistics import median
 
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import StockIteration
+from perseus.service.domain.records import JobRecord
 
 
 class Baseline:
-    """Measures a few iterations at stock.
+    """Measures a few iterations at stock."""
 
-    Attributes:
-        iteration: what was measured, None until it is.
-    """
-
-    def __init__(self, iteration_count: int) -> None:
-        self.iteration: StockIteration | None = None
+    def __init__(self, record: JobRecord, iteration_count: int) -> None:
+        self._record = record
         self._iteration_count = iteration_count
         self._seen: list[StockIteration] = []
 
     @property
+    def iteration(self) -> StockIteration | None:
+        """What was measured, None until it is."""
+        return self._record.baseline
+
+    @property
     def time_s(self) -> float:
         """How long an iteration takes, 0 until that is measured."""
-        return self.iteration.time_s if self.iteration is not None else 0.0
+        return self._record.baseline.time_s if self._record.baseline is not None else 0.0
 
     def restart(self) -> None:
         """What is under way counts for nothing; what was measured stays."""
@@ -31,7 +33,7 @@ class Baseline:
 
     def forget(self) -> None:
         """It is to be measured again."""
-        self.iteration = None
+        self._record.baseline = None
         self.restart()
 
     def take(self, iterations: Iterable[JobIteration], wanted: tuple[int, ...]) -> None:
@@ -45,7 +47,7 @@ class Baseline:
         )
         if len(self._seen) > self._iteration_count:
             measured = self._seen[1 : self._iteration_count + 1]
-            self.iteration = StockIteration(
+            self._record.baseline = StockIteration(
                 math.fsum(each.time_s for each in measured) / len(measured),
                 math.fsum(each.energy_j for each in measured) / len(measured),
                 # The usual one: an evaluation in between must not pass for it.

@@ -20,13 +20,13 @@ from perseus.service.domain.measured import JobIteration, Period, Saving, saving
 from perseus.service.domain.model import (
     NO_VERSION,
     STOCK,
-    IterationSummary,
     JobState,
     PipelineOffer,
     PlannedClocks,
 )
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
+from perseus.v1 import job_pb2
 
 OPEN_LIMIT = 256
 """Incomplete iterations kept; older ones will never be complete, because an agent dropped their rows."""
@@ -175,7 +175,7 @@ class IterationLog:
 
     def add(
         self, rank: Coordinates, rows: IterationColumns, wall_time_s: float
-    ) -> tuple[list[IterationSummary], list[JobIteration]]:
+    ) -> tuple[list[job_pb2.IterationSummary], list[JobIteration]]:
         """Take one rank's rows, reported at this time.
 
         Returns the iterations of pipelines, and of the job, that they complete.
@@ -208,7 +208,7 @@ class IterationLog:
             entry.is_touched |= bool(rows.is_touched) and rows.is_touched[row]
             if not entry.missing_counts[rank.pipeline]:
                 summaries.append(
-                    IterationSummary(
+                    job_pb2.IterationSummary(
                         pipeline=rank.pipeline,
                         iteration=iteration,
                         plan_version=max(entry.version[own]),
@@ -222,13 +222,7 @@ class IterationLog:
 
     def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
         """Yield the periods from a number on, each against the latest stock baseline before it."""
-        stock = _latest_baseline(self.periods[:first_number])
-        for period in islice(self.periods, first_number, None):
-            if _is_baseline(period):
-                stock = period
-                yield period, None
-            else:
-                yield period, saving(period, stock) if stock is not None else None
+        return report(self.periods, first_number)
 
     def latest_period(self) -> tuple[Period, Saving | None] | None:
         """Return the last period of the report, if there is one, and what it saves against stock."""
@@ -398,6 +392,17 @@ class IterationLog:
 
 def _is_baseline(period: Period) -> bool:
     return period.state is JobState.BASELINE
+
+
+def report(periods: Sequence[Period], first_number: int) -> Iterator[tuple[Period, Saving | None]]:
+    """Yield a run's periods from a number on, each against the latest stock baseline before it."""
+    stock = _latest_baseline(periods[:first_number])
+    for period in islice(periods, first_number, None):
+        if _is_baseline(period):
+            stock = period
+            yield period, None
+        else:
+            yield period, saving(period, stock) if stock is not None else None
 
 
 def _latest_baseline(periods: Sequence[Period]) -> Period | None:

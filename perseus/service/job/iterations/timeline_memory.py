@@ -5,9 +5,9 @@ from collections import deque
 import numpy as np
 
 from perseus.service.domain.measured import Timeline
-from perseus.service.domain.model import IterationSummary
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import ComputationColumns
+from perseus.v1 import job_pb2
 
 _KEPT = 4
 """Iterations kept per stage: its ranks do not report at the same moment."""
@@ -36,7 +36,7 @@ class TimelineMemory:
             for iteration in computations.iterations()[-_KEPT:]:
                 memory.append((iteration, computations.of_iteration(iteration)))
 
-    def finish(self, summary: IterationSummary) -> None:
+    def finish(self, summary: job_pb2.IterationSummary) -> None:
         """Note that an iteration of a pipeline is complete."""
         times_s = self._times_s[summary.pipeline]
         times_s[summary.iteration] = summary.iteration_time_s

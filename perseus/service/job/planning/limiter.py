@@ -25,6 +25,7 @@ from perseus.service.domain.model import (
     RankState,
     StockClocks,
 )
+from perseus.service.domain.records import JobRecord
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
@@ -37,16 +38,20 @@ class Limiter:
     """What a job's ceiling is, and what follows from it.
 
     Attributes:
-        ceiling: the highest clock where nothing is planned; None without one.
         put_off: the round of profiling that waits for its end, if one does.
     """
 
-    def __init__(self, ranks: RankTable, offers: OfferBoard, journal: Journal) -> None:
-        self.ceiling: Ceiling | None = None
+    def __init__(self, record: JobRecord, ranks: RankTable, offers: OfferBoard, journal: Journal) -> None:
         self.put_off: HoldClocks | None = None
+        self._record = record
         self._ranks = ranks
         self._offers = offers
         self._journal = journal
+
+    @property
+    def ceiling(self) -> Ceiling | None:
+        """The highest clock where nothing is planned; None without one."""
+        return self._record.ceiling
 
     @property
     def stock(self) -> StockClocks:
@@ -57,7 +62,7 @@ class Limiter:
         """Take another ceiling, or none, and tell the ranks of it; whether it is news."""
         if ceiling == self.ceiling:
             return False
-        self.ceiling = ceiling
+        self._record.ceiling = ceiling
         for rank in self._ranks:
             if rank.state is RankState.CONNECTED:
                 self._journal.do(SendCeiling(rank.coordinates, rank.instance_id, ceiling))

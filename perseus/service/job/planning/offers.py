@@ -40,7 +40,7 @@ from perseus.service.domain.model import (
     StockClocks,
     stage_clocks,
 )
-from perseus.service.domain.records import OfferRecord
+from perseus.service.domain.records import JobRecord, OfferRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.job.journal import Journal
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
@@ -72,13 +72,14 @@ class OfferBoard:
     """One offer per pipeline, and what was sent of it.
 
     Attributes:
-        version: the highest version used so far.
         iteration_time_s: that of the latest iteration, 0 if unknown; short iterations need a wider margin.
         switch_count: how often pipelines were given other plans, since this was made.
     """
 
-    def __init__(self, parallelism: Parallelism, ranks: RankTable, journal: Journal) -> None:
-        self.version = NO_VERSION
+    def __init__(
+        self, record: JobRecord, parallelism: Parallelism, ranks: RankTable, journal: Journal
+    ) -> None:
+        self._record = record
         self.iteration_time_s = 0.0
         self.switch_count = 0
         self._ranks = ranks
@@ -144,23 +145,22 @@ class OfferBoard:
         """Tell whether an iteration came before the start of what is offered, which was never put off."""
         return any(iteration < each.offer.start_iteration and not each.late_count for each in self._pipelines)
 
-    def restore(self, version: int, offers: Iterable[OfferRecord], *, is_urgent: bool) -> None:
+    def restore(self, offers: Iterable[OfferRecord], *, is_urgent: bool) -> None:
         """Take what is stored, once the ranks are restored.
 
         What not all live ranks have in force is still to be announced, and urgent if `is_urgent`.
         """
-        self.version = version
-        for record in offers:
-            pipeline, versions = self._pipelines[record.pipeline], record.offer.stage_versions
-            self._put(pipeline, replace(record.offer, is_urgent=is_urgent))
-            pipeline.offered_version = record.offer.version
-            ranks = (self._ranks[place] for place in self._by_pipeline[record.pipeline])
+        for stored in offers:
+            pipeline, versions = self._pipelines[stored.pipeline], stored.offer.stage_versions
+            self._put(pipeline, replace(stored.offer, is_urgent=is_urgent))
+            pipeline.offered_version = stored.offer.version
+            ranks = (self._ranks[place] for place in self._by_pipeline[stored.pipeline])
             if all(
                 rank.in_force_version == versions[rank.coordinates.stage]
                 for rank in ranks
                 if rank.state in LIVE
             ):
-                pipeline.in_force_version = record.offer.version
+                pipeline.in_force_version = stored.offer.version
 
     def of_rank(self, place: Coordinates) -> Offer:
         """What a rank is offered, or was."""
@@ -243,7 +243,7 @@ class OfferBoard:
         assert self.planned_range_s == ((min(times_s), max(times_s)) if times_s else (0.0, 0.0))
         for offer in self:
             assert len(offer.stage_versions) == len(self._stages)
-            assert all(NO_VERSION <= version <= self.version for version in offer.stage_versions)
+            assert all(NO_VERSION <= version <= self._record.version for version in offer.stage_versions)
         for rank in self._ranks:
             own = self.of_rank(rank.coordinates)
             sent = self._sent.get(rank.coordinates)
@@ -266,13 +266,13 @@ class OfferBoard:
 
     def _renew(self, changing: Mapping[int, Collection[int]], clocks: Clocks, *, is_urgent: bool) -> None:
         """Give stages of pipelines a new version."""
-        self.version += 1
+        self._record.version += 1
         self.switch_count += isinstance(clocks, PlannedClocks)
         for number, stages in changing.items():
             pipeline = self._pipelines[number]
             pipeline.late_count = 0
             versions = tuple(
-                self.version if stage in stages else version
+                self._record.version if stage in stages else version
                 for stage, version in enumerate(pipeline.offer.stage_versions)
             )
             start_iteration = self._start_iteration(pipeline)

@@ -12,6 +12,7 @@ from perseus.service.domain.commands import SlowPlan
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.messages import NUMBERS
 from perseus.service.domain.model import PlannedClocks
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
@@ -55,19 +56,22 @@ class Verdict:
 
 
 class PlanWatch:
-    """Follows the iterations of a job that runs under plans.
+    """Follows the iterations of a job that runs under plans."""
 
-    Attributes:
-        broken_count: promises that were broken and not made up for.
-    """
-
-    def __init__(self, parallelism: Parallelism, rules: Rules, profiler: Profiler, journal: Journal) -> None:
+    def __init__(
+        self,
+        record: JobRecord,
+        parallelism: Parallelism,
+        rules: Rules,
+        profiler: Profiler,
+        journal: Journal,
+    ) -> None:
+        self._record = record
         self._guard = Guard(rules)
         self._irregular = IrregularWatch(rules)
         self._drift = DriftWatch(parallelism)
         self._profiler = profiler
         self._journal = journal
-        self.broken_count = 0
         self._kept_count = 0
         self._suspected_count = 0
 
@@ -80,7 +84,7 @@ class PlanWatch:
 
     def forgive(self) -> None:
         """Promises that were broken so far count for nothing."""
-        self.broken_count = self._kept_count = 0
+        self._record.broken_promise_count = self._kept_count = 0
 
     def take_stock(self, iteration: JobIteration) -> None:
         """Take an iteration that ran at stock."""
@@ -148,16 +152,17 @@ class PlanWatch:
         self._kept_count += iteration.is_regular
         if self._kept_count >= FORGIVING_ITERATIONS:
             self._kept_count = 0
-            self.broken_count = max(0, self.broken_count - 1)
+            self._record.broken_promise_count = max(0, self._record.broken_promise_count - 1)
 
     def _answer_broken_promise(
         self, broken: BrokenPromise, clocks: Sequence[PlannedClocks], frontier: Frontier
     ) -> Verdict:
-        self.broken_count += 1
+        self._record.broken_promise_count += 1
+        broken_count = self._record.broken_promise_count
         self._kept_count = 0
         is_corrected = self._correct_profile(frontier, ())
-        if self.broken_count > MOST_BROKEN_PROMISES:
-            return Verdict(f"plans broke their promise {self.broken_count} times")
+        if broken_count > MOST_BROKEN_PROMISES:
+            return Verdict(f"plans broke their promise {broken_count} times")
         if is_corrected:
             return Verdict("the plans broke their promise, and the profile was corrected", solve_again=True)
         slowest = max((some.plan for some in clocks), key=lambda plan: plan.iteration_time_s)

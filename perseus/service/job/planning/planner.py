@@ -16,6 +16,7 @@ from perseus.service.domain.job_power import CurveBasis
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.messages import NUMBERS, pacing_to_proto, policy_to_proto
 from perseus.service.domain.model import Clocks, NoSlowdown, PlannedClocks, Straggler
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.signals import PacingState, SignalPacing
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.iterations.baseline import Baseline
@@ -58,21 +59,17 @@ class Planner:
     """Solves for a job's frontier, and wishes for plans on it.
 
     Attributes:
-        policy: the operating policy now in force.
-        pace_s: what a power budget makes iterations take, on the frontier's scale; None if none does.
-        pacing: how the job runs by a signal; None where its policy follows none, or nothing was told yet.
         frontier: once solved; it stays until a newer one is there, or it is dropped.
         is_solving: whether an answer is to come.
         is_in_vain: whether it is of no use any more.
-        lag_s: how long a transfer between stages takes, as far as plans have shown; problems have it.
         latency: how long the GPUs take to set a clock.
     """
 
     def __init__(
         self,
+        record: JobRecord,
         parallelism: Parallelism,
         schedule: Schedule,
-        policy: OperatingPolicy,
         rules: Rules,
         ranks: RankTable,
         offers: OfferBoard,
@@ -81,15 +78,12 @@ class Planner:
         stragglers: StragglerBook,
         journal: Journal,
     ) -> None:
-        self.policy = policy
-        self.pace_s: float | None = None
-        self.pacing: SignalPacing | None = None
         self.frontier: Frontier | None = None
         self.is_solving = False
         self.is_in_vain = False
-        self.lag_s = 0.0
-        self.latency = SetLatency(len(ranks))
-        self.watch = PlanWatch(parallelism, rules, profiler, journal)
+        self.latency = SetLatency(record, len(ranks))
+        self.watch = PlanWatch(record, parallelism, rules, profiler, journal)
+        self._record = record
         self._schedule = schedule
         self._ranks = ranks
         self._offers = offers
@@ -117,7 +111,7 @@ class Planner:
             self._exact.drop()
             self.is_solving = True
             self.latency.settle()
-            self._journal.do(Solve(with_lag(problem, self.lag_s), self._slow, self.latency.planned_s))
+            self._journal.do(Solve(with_lag(problem, self._record.lag_s), self._slow, self.latency.planned_s))
             self._slow = None
 
     @property
@@ -139,7 +133,7 @@ class Planner:
         self.frontier = frontier
         self._exact.forget()
         self._remember_plans(frontier)
-        self.lag_s = common_lag_s(frontier.pipeline)
+        self._record.lag_s = common_lag_s(frontier.pipeline)
         margin = frontier.margin
         self._journal.announce(
             event_pb2.JOB_EVENT_TYPE_SOLVED,
@@ -153,7 +147,7 @@ class Planner:
                 baseline_energy_j=frontier.baseline.energy_j,
                 t_min_energy_j=frontier.points[0].energy_j,
                 point_count=len(frontier.points),
-                transfer_lag_s=self.lag_s,
+                transfer_lag_s=self._record.lag_s,
                 confidence=margin.confidence if margin else 0.0,
                 margin_time_percent=100 * margin.time_share if margin else 0.0,
                 margin_energy_percent=100 * frontier.margin_energy_share,
@@ -229,12 +223,12 @@ class Planner:
     def set_policy(self, policy: OperatingPolicy) -> bool:
         """Take a policy; tell whether it is news. One that says nothing of budgets leaves what was said."""
         if policy.budget_terms is None:
-            policy = replace(policy, budget_terms=self.policy.budget_terms)
-        is_news = policy != self.policy
+            policy = replace(policy, budget_terms=self._record.policy.budget_terms)
+        is_news = policy != self._record.policy
         if is_news:
-            if policy.signal != self.policy.signal:
-                self.pacing = None  # what was spent was of another rule
-            self.policy = policy
+            if policy.signal != self._record.policy.signal:
+                self._record.pacing = None  # what was spent was of another rule
+            self._record.policy = policy
             self._journal.announce(
                 event_pb2.JOB_EVENT_TYPE_POLICY_SET,
                 f"policy: {policy}",
@@ -244,10 +238,10 @@ class Planner:
 
     def order_pace(self, pace_s: float | None, *, is_urgent: bool) -> bool:
         """Take what a power budget makes iterations take, None if none does; tell whether it is news."""
-        before_s = self.pace_s
+        before_s = self._record.pace_s
         if pace_s == before_s:
             return False
-        self.pace_s = pace_s
+        self._record.pace_s = pace_s
         if pace_s is None:
             message = "no power budget holds the job back any more"
         else:
@@ -267,12 +261,12 @@ class Planner:
 
         The slower of this pace and a budget's counts (`retarget`).
         """
-        if order.rule != self.policy.signal:
+        if order.rule != self._record.policy.signal:
             return False
-        before = self.pacing
+        before = self._record.pacing
         before_s = None if before is None else before.pace_s
         is_same_window = before is not None and before.window == order.window
-        self.pacing = SignalPacing(
+        self._record.pacing = SignalPacing(
             order.window,
             order.state,
             order.pace_s,
@@ -282,10 +276,10 @@ class Planner:
         if before is None or (before_s, before.state) != (order.pace_s, order.state):
             self._journal.announce(
                 event_pb2.JOB_EVENT_TYPE_SIGNAL_PACED,
-                _pacing_text(self.pacing, order.rule.kind.value),
+                _pacing_text(self._record.pacing, order.rule.kind.value),
                 event_pb2.SignalPaced(
                     kind=NUMBERS[order.rule.kind],
-                    pacing=pacing_to_proto(self.pacing),
+                    pacing=pacing_to_proto(self._record.pacing),
                     before_iteration_time_s=before_s,
                 ),
             )
@@ -293,24 +287,26 @@ class Planner:
 
     def count_done(self, iteration_count: int) -> None:
         """Count iterations of the job: the work that a signal's window is for."""
-        if self.pacing is not None:
-            self.pacing = replace(self.pacing, done_count=self.pacing.done_count + iteration_count)
+        if self._record.pacing is not None:
+            self._record.pacing = replace(
+                self._record.pacing, done_count=self._record.pacing.done_count + iteration_count
+            )
 
     def job_pacing(self, *, is_planned: bool) -> JobPacing | None:
         """Return what whoever paces the job by a signal is to know; None if its policy follows none."""
-        rule = self.policy.signal
+        rule = self._record.policy.signal
         if rule is None:
             return None
         basis = None
-        if is_planned and self.frontier is not None and self._policy_in_use() is self.policy:
+        if is_planned and self.frontier is not None and self._policy_in_use() is self._record.policy:
             baseline_s = self._baseline.time_s
             full_s = no_slowdown(self.frontier, baseline_s).time_s
             basis = PacingBasis(self.frontier, full_s, overhead_s(self.frontier, baseline_s))
-        return JobPacing(rule, self.pacing, basis)
+        return JobPacing(rule, self._record.pacing, basis)
 
     @property
     def _signal_pace_s(self) -> float | None:
-        return None if self.pacing is None else self.pacing.pace_s
+        return None if self._record.pacing is None else self._record.pacing.pace_s
 
     def curve_basis(self) -> CurveBasis | None:
         """Return what the job's powers and speeds are made from; None while there is no frontier."""
@@ -360,8 +356,8 @@ class Planner:
             len(self._offers),
             self._signal_pace_s,
         )
-        if self.pace_s is not None and (basis := self.curve_basis()) is not None:
-            targets_s = paced_times_s(self.frontier, targets_s, self.pace_s, basis.slowdowns)
+        if self._record.pace_s is not None and (basis := self.curve_basis()) is not None:
+            targets_s = paced_times_s(self.frontier, targets_s, self._record.pace_s, basis.slowdowns)
         at_stock = stages_at_stock(self._ranks.usable_clocks_mhz())
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
@@ -391,9 +387,9 @@ class Planner:
 
         It is assumed too low, if anything: T* would come out too late, and a slowdown cost energy.
         """
-        if self.policy.max_average_power_w is None and not is_power_known(self._profiler.profiles):
+        if self._record.policy.max_average_power_w is None and not is_power_known(self._profiler.profiles):
             return OperatingPolicy()
-        return self.policy
+        return self._record.policy
 
     def tell_expectations(self, changed: Iterable[int]) -> None:
         """Let the detection of stragglers know what these pipelines' plans promise for each computation."""

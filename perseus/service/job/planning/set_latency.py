@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ClockStatistics
 
@@ -32,19 +33,20 @@ _STEPS_PER_S = 1000
 
 
 class SetLatency:
-    """The latency of a job's GPUs.
+    """The latency of a job's GPUs."""
 
-    Attributes:
-        planned_s: what plans are made with; 0 while it is not known.
-    """
-
-    def __init__(self, rank_count: int) -> None:
-        self.planned_s = 0.0
+    def __init__(self, record: JobRecord, rank_count: int) -> None:
+        self._record = record
         self._rank_count = rank_count
         self._steps: dict[Coordinates, int] = {}
         # How many ranks have each.
         self._counts: Counter[int] = Counter()
         self._other_since_s: float | None = None
+
+    @property
+    def planned_s(self) -> float:
+        """What plans are made with; 0 while it is not known."""
+        return self._record.set_latency_s
 
     @property
     def largest_s(self) -> float:
@@ -75,12 +77,12 @@ class SetLatency:
             self._other_since_s = now_s
         is_first = not self.planned_s and len(self._steps) == self._rank_count
         if is_first or now_s - self._other_since_s >= SETTLE_S:
-            self.planned_s = self.largest_s
+            self._record.set_latency_s = self.largest_s
             self._other_since_s = None
 
     def settle(self) -> None:
         """Plans are about to be made: what is known counts, where nothing did."""
-        self.planned_s = self.planned_s or self.largest_s
+        self._record.set_latency_s = self.planned_s or self.largest_s
 
     def _is_other(self) -> bool:
         largest_s = self.largest_s

@@ -30,7 +30,7 @@ from perseus.service.domain.profiling import (
     ProfilingLimit,
     ProfilingProgress,
 )
-from perseus.service.domain.records import ForgetProfile
+from perseus.service.domain.records import ForgetProfile, JobRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
@@ -76,10 +76,17 @@ class Profiler:
         known: what is known of the stages' work from before, and not yet held against measurements.
         spending: what profiling has taken so far, since it was begun or renewed.
         whole_round_count: rounds in which every stage was measured that was to be, since the last restart.
-        given_up: the clocks that could not be measured, in the order in which they were given up.
     """
 
-    def __init__(self, parallelism: Parallelism, schedule: Schedule, rules: Rules, journal: Journal) -> None:
+    def __init__(
+        self,
+        record: JobRecord,
+        parallelism: Parallelism,
+        schedule: Schedule,
+        rules: Rules,
+        journal: Journal,
+    ) -> None:
+        self._record = record
         self.profiles: tuple[StageProfile, ...] = ()
         self.known: tuple[KnownProfile, ...] = ()
         self._parallelism = parallelism
@@ -92,10 +99,9 @@ class Profiler:
             parallelism, schedule, self._effort, self._budget.extra_time_s / rules.profile_clocks
         )
         self._journal = journal
-        self.spending = Spending(self._budget)
+        self.spending = Spending(record, self._budget)
         self.whole_round_count = 0
         self._pace = Pace(self._budget)
-        self.given_up: tuple[GivenUpClock, ...] = ()
         # The stage and rank that the round was waiting for when the budget ended it.
         self._unmeasured: GivenUpClock | None = None
 
@@ -124,7 +130,7 @@ class Profiler:
         """Begin with a whole budget, and with every clock that is not measured; what is measured is kept."""
         self.spending.renew()
         self._pace.restart()
-        self.given_up = ()
+        self._record.given_up_clocks = ()
 
     def forget(self) -> None:
         """What is measured is of no use any more."""
@@ -173,7 +179,7 @@ class Profiler:
         if held is None:
             self._adopt_at_stock(clocks_mhz)
         self._adopt_known()
-        barred = {(clock.stage, clock.clock_mhz) for clock in self.given_up}
+        barred = {(clock.stage, clock.clock_mhz) for clock in self._record.given_up_clocks}
         choice = choose_clocks(self.profiles, self._schedule, clocks_mhz, barred)
         end = self._find_end(choice, limit)
         if end is None:
@@ -228,7 +234,9 @@ class Profiler:
 
     def _tried_count(self) -> int:
         """Return how many clocks were tried of the stage with the most."""
-        tried = [profile.stage for profile in self.profiles] + [clock.stage for clock in self.given_up]
+        tried = [profile.stage for profile in self.profiles] + [
+            clock.stage for clock in self._record.given_up_clocks
+        ]
         return _most_at_a_stage(tried)
 
     def _find_obstacle(self) -> list[GivenUpClock]:
@@ -236,7 +244,7 @@ class Profiler:
         if self._unmeasured is not None:
             return [self._unmeasured]
         counts = Counter(profile.stage for profile in self.profiles)
-        failed = [clock for clock in self.given_up if counts[clock.stage] < LEAST_CLOCKS]
+        failed = [clock for clock in self._record.given_up_clocks if counts[clock.stage] < LEAST_CLOCKS]
         return sorted(failed, key=lambda clock: clock.stage)[:1]
 
     def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks, *, is_last: bool) -> bool:
@@ -294,7 +302,7 @@ class Profiler:
         if not is_given_up:
             self._unmeasured = self._unmeasured or clock
             return
-        self.given_up += (clock,)
+        self._record.given_up_clocks += (clock,)
         self._journal.announce(
             event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP,
             f"{clock}, in {self._round.held_count} iterations",

@@ -10,23 +10,25 @@ from dataclasses import replace
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import StockIteration
 from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingLimit
+from perseus.service.domain.records import JobRecord
 
 
 class Spending:
-    """What is spent of a budget.
+    """What is spent of a budget: the record's `profiling_cost`."""
 
-    Attributes:
-        cost: what profiling has taken so far, since it was begun or renewed.
-    """
-
-    def __init__(self, budget: ProfilingBudget) -> None:
-        self.cost = ProfilingCost()
+    def __init__(self, record: JobRecord, budget: ProfilingBudget) -> None:
+        self._record = record
         self._budget = budget
         # The cost for which it is known whether it has used up the budget, and what of it.
         self._judged_cost: ProfilingCost | None = None
         self._limit: ProfilingLimit | None = None
         # What counts already of the time since the latest iteration.
         self._silent_s = self._silent_extra_s = 0.0
+
+    @property
+    def cost(self) -> ProfilingCost:
+        """What profiling has taken so far, since it was begun or renewed."""
+        return self._record.profiling_cost
 
     @property
     def limit(self) -> ProfilingLimit | None:
@@ -37,14 +39,14 @@ class Spending:
 
     def renew(self) -> None:
         """Begin with a whole budget."""
-        self.cost = ProfilingCost()
+        self._record.profiling_cost = ProfilingCost()
         self.end_gap()
 
     def take_iteration(self, iteration: JobIteration, baseline: StockIteration) -> float:
         """Take an iteration while profiling. Returns how much longer it took than at stock."""
         extra_s = max(0.0, iteration.iteration_time_s - baseline.time_s)
         energy_j = math.fsum(iteration.pipeline_energy_j)
-        self.cost = ProfilingCost(
+        self._record.profiling_cost = ProfilingCost(
             iteration_count=self.cost.iteration_count + 1,
             time_s=self.cost.time_s + iteration.iteration_time_s,
             extra_time_s=self.cost.extra_time_s + extra_s,
@@ -68,7 +70,7 @@ class Spending:
     def _take_unknown(self, time_s: float, extra_s: float) -> None:
         self._silent_s += time_s
         self._silent_extra_s += extra_s
-        self.cost = replace(
+        self._record.profiling_cost = replace(
             self.cost, time_s=self.cost.time_s + time_s, extra_time_s=self.cost.extra_time_s + extra_s
         )
 

@@ -1,14 +1,14 @@
 """The ranks of one job: who serves them, whose lease runs, how far they are. Part of the state machine."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
 
 from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError, TelemetryOutdatedError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
 from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
 from perseus.service.domain.model import NO_VERSION, Rank, RankFilter, RankState, RefusalReason
-from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.specification import Coordinates, JobSpec, Parallelism
 from perseus.service.domain.telemetry import ClockStatistics, GpuLimits
 from perseus.service.job.journal import Journal
 from perseus.service.job.ranks.iteration_counts import IterationCounts
@@ -81,33 +81,9 @@ class RankTable:
         """Tell whether every rank is in a state."""
         return self.counts[state] == len(self)
 
-    def select(self, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
-        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
-
-        Raises:
-            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
-        """
-        counts = self._spec.parallelism
-        if wanted.pipeline is not None:
-            self._spec.check_pipeline(wanted.pipeline)
-        if wanted.stage is not None and not 0 <= wanted.stage < counts.stage_count:
-            expected = f"0 to {counts.stage_count - 1}"
-            raise InvalidFieldError(field="stage", expected=expected, found=wanted.stage)
-        return self._select(wanted, first_index)
-
-    def _select(self, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
-        counts = self._spec.parallelism
-        stages, tensors = counts.stage_count, counts.tensor_count
-        first_pipeline = first_index // (stages * tensors)
-        for pipeline in range(first_pipeline, counts.pipeline_count):
-            if wanted.pipeline not in (None, pipeline):
-                continue
-            for stage in range(stages) if wanted.stage is None else (wanted.stage,):
-                for tensor in range(tensors):
-                    index = (pipeline * stages + stage) * tensors + tensor
-                    rank = self._ranks[Coordinates(pipeline, stage, tensor)]
-                    if index >= first_index and (not wanted.states or rank.state in wanted.states):
-                        yield index, rank
+    def select(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks from an index on; see `select`."""
+        return select(self._spec, self._ranks, wanted, first_index)
 
     def of_instance(self, instance_id: str, *states: RankState) -> list[Rank]:
         """Return the live ranks of an agent that are in one of these states."""
@@ -379,6 +355,42 @@ class RankTable:
                 assert not rank.instance_id
             else:
                 assert rank.in_force_version == NO_VERSION
+
+
+def select(
+    spec: JobSpec, ranks: Mapping[Coordinates, Rank], wanted: RankFilter, first_index: int
+) -> Iterator[tuple[int, Rank]]:
+    """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
+
+    One that `ranks` does not have was never there.
+
+    Raises:
+        PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+    """
+    counts = spec.parallelism
+    if wanted.pipeline is not None:
+        spec.check_pipeline(wanted.pipeline)
+    if wanted.stage is not None and not 0 <= wanted.stage < counts.stage_count:
+        expected = f"0 to {counts.stage_count - 1}"
+        raise InvalidFieldError(field="stage", expected=expected, found=wanted.stage)
+    return _select(counts, ranks, wanted, first_index)
+
+
+def _select(
+    counts: Parallelism, ranks: Mapping[Coordinates, Rank], wanted: RankFilter, first_index: int
+) -> Iterator[tuple[int, Rank]]:
+    stages, tensors = counts.stage_count, counts.tensor_count
+    first_pipeline = first_index // (stages * tensors)
+    for pipeline in range(first_pipeline, counts.pipeline_count):
+        if wanted.pipeline not in (None, pipeline):
+            continue
+        for stage in range(stages) if wanted.stage is None else (wanted.stage,):
+            for tensor in range(tensors):
+                index = (pipeline * stages + stage) * tensors + tensor
+                place = Coordinates(pipeline, stage, tensor)
+                rank = ranks.get(place) or Rank(place)
+                if index >= first_index and (not wanted.states or rank.state in wanted.states):
+                    yield index, rank
 
 
 def _limits(limits: GpuLimits) -> str:

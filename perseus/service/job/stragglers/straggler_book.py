@@ -3,13 +3,14 @@
 What somebody reported overrides what is found until it is cleared; then what is found counts.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import Straggler
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import FloatColumn, TelemetryBatch
 from perseus.service.job.journal import Journal
@@ -39,35 +40,33 @@ class StragglerBook:
             latest iteration that was judged; NaN where it is not known, None before the first.
     """
 
-    def __init__(self, schedule: Schedule, parallelism: Parallelism, journal: Journal) -> None:
+    def __init__(
+        self, record: JobRecord, schedule: Schedule, parallelism: Parallelism, journal: Journal
+    ) -> None:
         self.paces: FloatColumn | None = None
+        self._record = record
         self._journal = journal
-        self._stragglers: dict[int, Straggler] = {}
         self._spans = SpanBook(schedule, parallelism)
         self._detector = StragglerDetector(parallelism.pipeline_count)
+        for straggler in record.stragglers:
+            if straggler.is_detected and straggler.slowdown_factor is not None:
+                self._detector.restore(straggler.pipeline, straggler.slowdown_factor)
 
     def __len__(self) -> int:
-        return len(self._stragglers)
+        return len(self._record.stragglers)
 
     def __iter__(self) -> Iterator[Straggler]:
-        return (self._stragglers[pipeline] for pipeline in sorted(self._stragglers))
+        return iter(self._record.stragglers)
 
     @property
     def pipelines(self) -> Collection[int]:
         """The pipelines that are slow."""
-        return self._stragglers.keys()
+        return {straggler.pipeline for straggler in self}
 
     @property
     def suspects(self) -> Collection[int]:
         """The pipelines that may turn out to be slow within a few iterations."""
         return self._detector.suspects
-
-    def restore(self, stragglers: Iterable[Straggler]) -> None:
-        """Take what is stored."""
-        for straggler in stragglers:
-            self._stragglers[straggler.pipeline] = straggler
-            if straggler.is_detected and straggler.slowdown_factor is not None:
-                self._detector.restore(straggler.pipeline, straggler.slowdown_factor)
 
     def restart(self) -> None:
         """What is under way counts for nothing: the job may go on with an iteration that it had before."""
@@ -76,15 +75,16 @@ class StragglerBook:
 
     def report(self, straggler: Straggler) -> bool:
         """Take somebody's report; tell whether it is news."""
-        is_news = self._stragglers.get(straggler.pipeline) != straggler
-        self._stragglers[straggler.pipeline] = straggler
+        is_news = straggler not in self._record.stragglers
+        self._put(straggler.pipeline, straggler)
         return is_news
 
     def clear(self, pipeline: int) -> bool:
         """Take somebody's word that a pipeline is not slow; tell whether it was thought to be."""
-        cleared = self._stragglers.pop(pipeline, None)
+        cleared = self._find(pipeline)
         if cleared is None:
             return False
+        self._put(pipeline, None)
         if cleared.is_detected:
             self._detector.forget(pipeline)
         factor = self._detector.factor(pipeline)
@@ -115,9 +115,9 @@ class StragglerBook:
             return NOTHING_JUDGED
         self.paces = spans.paces
         has_changed = False
-        is_overridden = any(not straggler.is_detected for straggler in self._stragglers.values())
+        is_overridden = any(not straggler.is_detected for straggler in self)
         for finding in self._detector.judge(spans, is_overridden=is_overridden):
-            known = self._stragglers.get(finding.pipeline)
+            known = self._find(finding.pipeline)
             is_overridden = known is not None and not known.is_detected
             self._announce_finding(finding, is_overridden)
             if not is_overridden:
@@ -128,17 +128,28 @@ class StragglerBook:
 
     def validate(self) -> None:
         """Check what must always hold."""
-        for pipeline, straggler in self._stragglers.items():
-            assert straggler.pipeline == pipeline
+        pipelines = [straggler.pipeline for straggler in self]
+        assert pipelines == sorted({*pipelines})
+        for straggler in self:
             if straggler.is_detected:
-                assert straggler.slowdown_factor == self._detector.factor(pipeline)
+                assert straggler.slowdown_factor == self._detector.factor(straggler.pipeline)
 
     def _note_detected(self, pipeline: int, waited_factor: float | None) -> None:
         """Note a straggler with the factor by which others wait for it, or (None) that it is none."""
-        if waited_factor is not None:
-            self._stragglers[pipeline] = Straggler(pipeline, slowdown_factor=waited_factor, is_detected=True)
-        else:
-            self._stragglers.pop(pipeline, None)
+        found = waited_factor is not None
+        self._put(
+            pipeline,
+            Straggler(pipeline, slowdown_factor=waited_factor, is_detected=True) if found else None,
+        )
+
+    def _find(self, pipeline: int) -> Straggler | None:
+        return next((straggler for straggler in self if straggler.pipeline == pipeline), None)
+
+    def _put(self, pipeline: int, straggler: Straggler | None) -> None:
+        others = [other for other in self if other.pipeline != pipeline]
+        if straggler is not None:
+            others.append(straggler)
+        self._record.stragglers = tuple(sorted(others, key=lambda each: each.pipeline))
 
     def _announce_finding(self, finding: Finding, is_overridden: bool) -> None:
         self._journal.announce(

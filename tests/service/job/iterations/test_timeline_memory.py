@@ -3,11 +3,11 @@
 import sys
 from array import array
 
-from perseus.service.domain.model import IterationSummary
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import ComputationColumns, Order
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
 from perseus.solver import one_forward_one_backward
+from perseus.v1.job_pb2 import IterationSummary
 
 ORDER = one_forward_one_backward(2, 10).orders[0]
 
@@ -26,7 +26,9 @@ def columns(iteration: int) -> ComputationColumns:
 
 
 def summary(iteration: int) -> IterationSummary:
-    return IterationSummary(0, iteration, 1, 1.0, 100.0)
+    return IterationSummary(
+        pipeline=0, iteration=iteration, plan_version=1, iteration_time_s=1.0, energy_j=100.0
+    )
 
 
 def test_the_latest_iteration_that_all_stages_have_told_of_is_found() -> None:
@@ -75,7 +77,9 @@ def test_an_iteration_of_the_baseline_outlives_those_under_plans_and_the_jobs_en
     memory = TimelineMemory(Parallelism(2, 2, 1))
     for stage in range(2):
         memory.add(Coordinates(1, stage, 0), at(3, [0, 0]))
-    memory.finish(IterationSummary(1, 3, 0, 4.0, 1.0))
+    memory.finish(
+        IterationSummary(pipeline=1, iteration=3, plan_version=0, iteration_time_s=4.0, energy_j=1.0)
+    )
     memory.keep_baseline()
     assert memory.baseline is not None
     pipeline, timeline = memory.baseline
@@ -84,7 +88,11 @@ def test_an_iteration_of_the_baseline_outlives_those_under_plans_and_the_jobs_en
     for iteration in range(4, 12):
         for stage in range(2):
             memory.add(Coordinates(1, stage, 0), at(iteration, [1200, 1000]))
-        memory.finish(IterationSummary(1, iteration, 1, 4.0, 1.0))
+        memory.finish(
+            IterationSummary(
+                pipeline=1, iteration=iteration, plan_version=1, iteration_time_s=4.0, energy_j=1.0
+            )
+        )
     memory.end()
     assert memory.baseline == (1, timeline)
     latest = memory.latest(1)

@@ -101,9 +101,9 @@ def cap_stage(cluster: TruthfulCluster, stage: int, clock_mhz: int | None) -> No
 def test_a_cap_on_all_pipelines_is_planned_around_instead_of_breaking_a_promise() -> None:
     cluster = TruthfulCluster().plan()
     cluster.run(10)
-    before = cluster.machine.summary()
+    before = cluster.job()
     cap_stage(cluster, 0, 1100)
-    while cluster.machine.state is JobState.PLANNED:
+    while cluster.machine.record.state is JobState.PLANNED:
         cluster.run(1)
         assert cluster.ranks[Coordinates(0, 0, 0)].iteration < 200, "it is never found"
     cluster.expect(JobState.BASELINE)
@@ -115,15 +115,13 @@ def test_a_cap_on_all_pipelines_is_planned_around_instead_of_breaking_a_promise(
     cluster.run_until(JobState.PLANNED)
     assert solved_clocks_mhz(cluster, 0) == {1100, 1000, 900}
     assert max(solved_clocks_mhz(cluster, 1)) == 1400
-    after = cluster.machine.summary()
+    after = cluster.job()
     assert after.t_min_s > 1.1 * before.t_min_s, "what the GPUs can really do"
-    assert after.baseline is not None
-    assert before.baseline is not None
-    assert after.baseline.time_s > 1.1 * before.baseline.time_s, "stock is no faster"
+    assert after.baseline.iteration_time_s > 1.1 * before.baseline.iteration_time_s, "stock is no faster"
     cluster.run(100)
     cluster.expect(JobState.PLANNED)
     assert cluster.announced(event_pb2.PromiseBroken) == []
-    assert cluster.machine.details().planned_iteration_time_s == (after.t_min_s,) * 2
+    assert cluster.machine.run.offers.planned_times_s == (after.t_min_s,) * 2
 
 
 def test_clocks_that_are_not_reached_are_not_profiled_for_long() -> None:
@@ -177,7 +175,7 @@ def test_clocks_are_planned_on_again_once_the_cap_has_gone(*, is_restarted: bool
     if is_restarted:
         cluster.restart()
         cluster.join_all()
-        ranks = [rank for _, rank in cluster.machine.ranks(RankFilter(stage=0))]
+        ranks = [rank for _, rank in cluster.machine.run.ranks.select(RankFilter(stage=0))]
         assert {rank.capped_clock_mhz for rank in ranks} == {1100}
     cap_stage(cluster, 0, None)
     cluster.run(20)
@@ -188,4 +186,4 @@ def test_clocks_are_planned_on_again_once_the_cap_has_gone(*, is_restarted: bool
     cluster.run_until(JobState.PLANNED)
     cluster.run(3)
     assert max(solved_clocks_mhz(cluster, 0)) == 1400
-    assert {rank.capped_clock_mhz for _, rank in cluster.machine.ranks(RankFilter())} == {0}
+    assert {rank.capped_clock_mhz for _, rank in cluster.machine.run.ranks.select(RankFilter(), 0)} == {0}

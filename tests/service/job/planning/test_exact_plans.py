@@ -124,7 +124,7 @@ def offered(commands: list[Command]) -> set[int]:
 
 
 def planned_j(cluster: Cluster, pipeline: int) -> float:
-    clocks = cluster.machine._offers[pipeline].clocks
+    clocks = cluster.machine.run.offers[pipeline].clocks
     assert isinstance(clocks, PlannedClocks)
     return clocks.plan.effective_energy_j
 
@@ -186,8 +186,8 @@ def test_one_problem_at_a_time(cluster: PatientCluster) -> None:
     """A drift that asks for another frontier drops the plan that is being made."""
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
     assert len(cluster.waiting) == 1
-    cluster.machine._planner.solve()
-    commands = cluster.machine._journal.take()
+    cluster.machine.run.planner.solve()
+    commands = cluster.machine.run.journal.take()
     assert [type(command) for command in commands if isinstance(command, DropSolve | Solve)] == [
         DropSolve,
         Solve,

@@ -67,24 +67,24 @@ class OtherCluster(TruthfulCluster):
 def test_a_job_whose_iterations_differ_is_at_stock_until_they_fit_and_has_its_plans_back_then() -> None:
     cluster = OtherCluster()
     cluster.plan()
-    t_min_s = cluster.machine.summary().t_min_s
+    t_min_s = cluster.job().t_min_s
     cluster.differs = True
     cluster.run(5)
     cluster.expect(JobState.BASELINE)
-    assert cluster.machine.summary().state_reason == (
+    assert cluster.machine.record.state_reason == (
         "iterations are not as registered, and take 3.000000 s: stock until they are"
     )
     cluster.run(20)
     cluster.expect(JobState.BASELINE)
     cluster.differs = False
     cluster.run_until(JobState.PLANNED)
-    assert cluster.machine.summary().t_min_s == t_min_s, "nothing was measured or solved anew"
+    assert cluster.job().t_min_s == t_min_s, "nothing was measured or solved anew"
     assert cluster.announced(event_pb2.PromiseBroken) == []
     cluster.run(3)
     cluster.differs = True
     cluster.run(20)
     cluster.expect(JobState.PLANNED)  # it is known by now that they take as long at stock
-    (*_, baseline, last) = [period for period, _ in cluster.machine.report(0)]
+    (*_, baseline, last) = [period for period, _ in cluster.machine.run.log.report(0)]
     assert (baseline.state, last.state) == (JobState.BASELINE, JobState.PLANNED)
     assert last.irregular_count == 20
     assert last.irregular_time_s == 3.0

@@ -14,6 +14,7 @@ from perseus.service.domain.model import (
     StockClocks,
     stage_clocks,
 )
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.offers import OfferBoard
@@ -43,7 +44,8 @@ class Bench:
         spec = make_spec()
         self.journal = Journal()
         self.ranks = RankTable(spec, 30.0, self.journal)
-        self.board = OfferBoard(spec.parallelism, self.ranks, self.journal)
+        self.record = JobRecord(spec.policy)
+        self.board = OfferBoard(self.record, spec.parallelism, self.ranks, self.journal)
         self.events: list[event_pb2.JobEventType.ValueType] = []
 
     def join(self, place: Coordinates, in_force_version: int = NO_VERSION, iteration: int = 7) -> None:
@@ -97,7 +99,7 @@ def test_the_same_clocks_with_other_times_are_offered_to_nobody() -> None:
     bench.board.wish([0, 1], newer)
     assert bench.settle() == []
     assert [offer.clocks for offer in bench.board] == [newer, newer]
-    assert bench.board.version == 1
+    assert bench.record.version == 1
 
 
 def test_a_rank_that_lost_what_its_stage_kept_gets_it_back_under_its_own_version() -> None:

@@ -8,6 +8,7 @@ from perseus.service.domain.errors import InvalidFieldError, JobFinishedError
 from perseus.service.domain.inputs import FinishRequested, PaceOrdered, PolicySet, StragglerReported
 from perseus.service.domain.model import JobState, Straggler
 from perseus.service.domain.specification import BudgetTerms, OperatingPolicy
+from perseus.service.job import views
 from perseus.v1 import event_pb2
 from tests.service.service_fakes import Cluster, make_spec
 
@@ -22,7 +23,7 @@ def planned() -> Cluster:
 
 def middle_s(cluster: Cluster) -> float:
     """A pace in the middle of the frontier."""
-    points = cluster.machine.solved_frontier().points
+    points = views.solved_frontier(cluster.machine.run).points
     return points[len(points) // 2].iteration_time_s
 
 
@@ -34,12 +35,12 @@ def test_a_pace_is_run_at_until_it_is_lifted() -> None:
     cluster.iterate(4)
     for own_s, was_s in zip(cluster.planned_times_s(), before_s, strict=True):
         assert was_s < own_s <= pace_s
-    assert cluster.machine.summary().budget_time_s == pace_s
+    assert cluster.machine.record.pace_s == pace_s
     cluster.send(PaceOrdered(pace_s, is_urgent=True))  # no news
     cluster.send(PaceOrdered(None, is_urgent=False))
     cluster.iterate(4)
     assert cluster.planned_times_s() == before_s
-    assert cluster.machine.summary().budget_time_s is None
+    assert cluster.machine.record.pace_s is None
     assert cluster.announced(event_pb2.BudgetPaced) == [
         event_pb2.BudgetPaced(iteration_time_s=pace_s, is_urgent=True),
         event_pb2.BudgetPaced(before_iteration_time_s=pace_s),
@@ -51,7 +52,7 @@ def test_a_pace_makes_nothing_faster_than_the_policy() -> None:
     cluster.send(PolicySet(OperatingPolicy(20.0)))
     cluster.iterate(4)
     own_s = cluster.planned_times_s()
-    cluster.send(PaceOrdered(cluster.machine.solved_frontier().t_min_s, is_urgent=False))
+    cluster.send(PaceOrdered(views.solved_frontier(cluster.machine.run).t_min_s, is_urgent=False))
     cluster.iterate(4)
     assert cluster.planned_times_s() == own_s
 
@@ -59,12 +60,12 @@ def test_a_pace_makes_nothing_faster_than_the_policy() -> None:
 def test_a_straggler_is_given_what_its_slowness_turns_into_the_pace() -> None:
     cluster = planned()
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.05)))
-    basis = cluster.machine.power().basis
+    basis = views.power(cluster.machine.run).basis
     assert basis is not None
     factor = basis.slowdowns[1]
     assert set(basis.slowdowns) == {1}
     assert 1 < factor <= 1.05
-    pace_s = cluster.machine.solved_frontier().points[-2].iteration_time_s
+    pace_s = views.solved_frontier(cluster.machine.run).points[-2].iteration_time_s
     cluster.send(PaceOrdered(pace_s, is_urgent=True))
     cluster.iterate(4)
     other_s, straggler_s = cluster.planned_times_s()
@@ -76,14 +77,14 @@ def test_a_pace_waits_for_plans_and_survives_a_restart() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.send(PaceOrdered(pace_s, is_urgent=True))
-    assert cluster.machine.power().basis is None
+    assert views.power(cluster.machine.run).basis is None
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(4)
     times_s = cluster.planned_times_s()
-    assert cluster.machine.solved_frontier().t_min_s < max(times_s) <= pace_s
+    assert views.solved_frontier(cluster.machine.run).t_min_s < max(times_s) <= pace_s
     offered_count = len(cluster.offered_versions)
     cluster.restart()
-    assert cluster.machine.power().pace_s == pace_s
+    assert views.power(cluster.machine.run).pace_s == pace_s
     for rank in cluster.ranks.values():
         cluster.send(rank.joined())
     cluster.iterate(4)
@@ -94,33 +95,33 @@ def test_a_pace_waits_for_plans_and_survives_a_restart() -> None:
 @pytest.mark.parametrize("is_urgent", [True, False])
 def test_what_a_job_draws_is_that_of_its_latest_iteration(is_urgent: bool) -> None:
     cluster = planned()
-    power = cluster.machine.power()
+    power = views.power(cluster.machine.run)
     assert power.power_w == pytest.approx(4 * 100.0)
     assert power.iteration_time_s == pytest.approx(0.8)
     assert not power.is_changing
     for rank in cluster.ranks.values():
         rank.begin()
     cluster.send(PaceOrdered(middle_s(cluster), is_urgent=is_urgent))
-    power = cluster.machine.power()
+    power = views.power(cluster.machine.run)
     assert (power.is_changing, power.is_in_force) == (True, is_urgent)
     for rank in cluster.ranks.values():
         cluster.send(rank.end(0.8))
-    assert cluster.machine.power().is_changing, "one in which clocks changed is not of the new plans"
+    assert views.power(cluster.machine.run).is_changing, "one in which clocks changed is not of the new plans"
     cluster.iterate(4)
-    power = cluster.machine.power()
+    power = views.power(cluster.machine.run)
     assert (power.is_changing, power.is_in_force) == (False, True)
 
 
 def test_terms_stay_with_a_policy_that_does_not_say_any() -> None:
     cluster = planned()
-    assert cluster.machine.power().terms == BudgetTerms(100.0, 1.0)
+    assert views.power(cluster.machine.run).terms == BudgetTerms(100.0, 1.0)
     terms = BudgetTerms(tolerance_percent=5.0, weight=2.0)
     cluster.send(PolicySet(OperatingPolicy(10.0, budget_terms=terms)))
     cluster.send(PolicySet(OperatingPolicy()))
-    assert cluster.machine.power().terms == terms
-    assert cluster.machine.summary().policy == OperatingPolicy(budget_terms=terms)
+    assert views.power(cluster.machine.run).terms == terms
+    assert cluster.machine.record.policy == OperatingPolicy(budget_terms=terms)
     cluster.restart()
-    assert cluster.machine.power().terms == terms
+    assert views.power(cluster.machine.run).terms == terms
 
 
 @pytest.mark.parametrize("pace_s", [math.nan, 0.0, -1.0, math.inf])

@@ -18,6 +18,7 @@ from perseus.service.domain.model import (
     stage_clocks,
 )
 from perseus.service.domain.specification import Coordinates
+from perseus.service.job import views
 from perseus.service.job.rules import Rules
 from perseus.solver import solve
 from perseus.v1 import event_pb2
@@ -37,7 +38,7 @@ def messages(commands: list[Command]) -> list[str]:
 
 def planned_mhz(cluster: Cluster, stage: int) -> set[int]:
     found: set[int] = set()
-    for offer in cluster.machine._offers:
+    for offer in cluster.machine.run.offers:
         assert isinstance(offer.clocks, PlannedClocks)
         found.update(planned.clock_mhz for planned in offer.clocks.plan.stages[stage])
     return found
@@ -82,7 +83,7 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
     # From now on the stage at stock is told nothing: nothing changes for it.
     commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.4)))
     assert offers(commands).keys() == {THIRD}
-    assert cluster.machine._offers[1].stage_versions[1] == offer.version + 1
+    assert cluster.machine.run.offers[1].stage_versions[1] == offer.version + 1
 
 
 def test_with_tensor_parallelism_a_refusal_by_one_rank_reverts_its_whole_stage() -> None:
@@ -108,7 +109,7 @@ def test_a_clock_that_is_not_available_is_left_out_of_its_stages_plans() -> None
     cluster.expect_in_force()
     assert gone_mhz not in planned_mhz(cluster, stage=0)
     assert STOCK_MHZ not in planned_mhz(cluster, stage=0)
-    problem = cluster.machine.solved_frontier().pipeline
+    problem = views.solved_frontier(cluster.machine.run).pipeline
     for (stage, _, _), some in problem.profiles.items():
         assert (gone_mhz in {m.clock_mhz for m in some}) == (stage == 1)
 
@@ -120,7 +121,7 @@ def test_a_refused_clock_without_a_name_costs_the_whole_offer() -> None:
     asked_mhz = {planned.clock_mhz for planned in offer.clocks.plan.stages[0]}
     refused = RefusalReason.CLOCK_NOT_SUPPORTED
     cluster.tell(OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, refused, "", 30))
-    assert set(cluster.machine._ranks[THIRD].refused_clocks_mhz) == asked_mhz
+    assert set(cluster.machine.run.ranks[THIRD].refused_clocks_mhz) == asked_mhz
 
 
 def test_a_clock_refused_while_profiling_is_not_held_again() -> None:
@@ -138,7 +139,7 @@ def test_a_clock_refused_while_profiling_is_not_held_again() -> None:
     ]
     assert held[0].clocks_mhz == (1400, 1400)
     assert held[-1].clocks_mhz[1] not in (1400, 900)
-    measured = {(profile.stage, profile.clock_mhz) for profile in cluster.machine.profiler.profiles}
+    measured = {(profile.stage, profile.clock_mhz) for profile in cluster.machine.run.profiler.profiles}
     assert {(0, 1400), (0, 900)} <= measured
     assert not {(1, 1400), (1, 900)} & measured
 
@@ -165,7 +166,7 @@ def test_a_stage_without_permission_from_the_start_is_measured_and_planned_at_st
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
     cluster.expect_in_force()
-    measured = [profile.clock_mhz for profile in cluster.machine.profiler.profiles if profile.stage == 1]
+    measured = [profile.clock_mhz for profile in cluster.machine.run.profiler.profiles if profile.stage == 1]
     assert measured == [CLOCKS_MHZ[0]], "stock counts as the highest clock"
     assert planned_mhz(cluster, stage=1) == {STOCK_MHZ}
     assert len(planned_mhz(cluster, stage=0)) > 1
@@ -200,7 +201,7 @@ def test_a_frontier_that_was_solved_for_what_is_no_longer_there_is_not_used() ->
     commands = cluster.tell(cluster.ranks[FIRST].answer(offers(commands)[FIRST]))
     (before,) = problems(commands)
     cluster.ranks[SECOND].missing_mhz = frozenset({CLOCKS_MHZ[-1]})
-    cluster.machine._planner.drop_frontier()
+    cluster.machine.run.planner.drop_frontier()
     commands = cluster.tell(Solved(solve(before.problem, point_count=4)))
     cluster.expect(JobState.SOLVING)
     assert len(problems(commands)) == 1
@@ -214,7 +215,7 @@ def test_what_was_refused_survives_a_restart_of_the_coordinator_but_not_of_the_a
     cluster.restart()
     cluster.join_all()
     cluster.iterate(3)
-    assert cluster.machine._ranks[FOURTH].is_stock_only
+    assert cluster.machine.run.ranks[FOURTH].is_stock_only
     cluster.expect_in_force()
 
     cluster.send(AgentLeft("agent-1"))

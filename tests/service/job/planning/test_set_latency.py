@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.commands import Solve
 from perseus.service.domain.model import JobState
-from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.records import JobRecord
+from perseus.service.domain.specification import Coordinates, OperatingPolicy
 from perseus.service.job.planning.set_latency import LEAST_SETS, SETTLE_S, SetLatency
 from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
@@ -16,8 +17,7 @@ RANKS = [Coordinates(0, stage, 0) for stage in range(4)]
 
 
 def told(*latencies_s: float, planned_s: float = 0.0) -> SetLatency:
-    latency = SetLatency(len(RANKS))
-    latency.planned_s = planned_s
+    latency = SetLatency(JobRecord(OperatingPolicy(), set_latency_s=planned_s), len(RANKS))
     for rank, latency_s in zip(RANKS, latencies_s, strict=False):
         latency.take(rank, clock_statistics(1, latency_s))
     latency.validate()
@@ -44,7 +44,7 @@ def test_where_some_never_tell_the_others_count_after_a_while_or_when_plans_are_
 
 
 def test_a_latency_of_a_few_sets_is_none() -> None:
-    latency = SetLatency(1)
+    latency = SetLatency(JobRecord(OperatingPolicy()), 1)
     latency.take(RANKS[0], clock_statistics(1, 0.020, LEAST_SETS - 1))
     latency.settle()
     assert latency.planned_s == 0.0
@@ -94,7 +94,7 @@ def test_ranks_that_are_gone_do_not_count() -> None:
 def test_the_largest_is_that_of_the_ranks_that_are_there(
     steps: list[tuple[Coordinates, float, bool]],
 ) -> None:
-    latency, own_s = SetLatency(len(RANKS)), dict[Coordinates, float]()
+    latency, own_s = SetLatency(JobRecord(OperatingPolicy()), len(RANKS)), dict[Coordinates, float]()
     for rank, latency_s, is_gone in steps:
         if is_gone:
             latency.forget([rank])
@@ -133,11 +133,11 @@ def test_plans_are_made_with_what_profiling_has_shown() -> None:
     assert solves(cluster) == [0.060]
     (solved,) = cluster.announced(event_pb2.Solved)
     assert solved.set_latency_s == 0.060
-    view = cluster.machine.summary()
+    view = cluster.job()
     assert view.set_latency_s == 0.060
     assert view.latency_cost_percent == solved.latency_cost_percent > 0
     cluster.run(4)
-    period = cluster.machine.log.periods[-1]
+    period = cluster.machine.run.log.periods[-1]
     assert (period.state, period.latency_cost_percent) == (JobState.PLANNED, view.latency_cost_percent)
 
 
@@ -166,5 +166,5 @@ def test_a_restart_keeps_the_latency() -> None:
     cluster.plan()
     let_all_tell(cluster, 0.0)
     cluster.restart()
-    assert cluster.machine.summary().set_latency_s == 0.060
+    assert cluster.job().set_latency_s == 0.060
     assert solves(cluster) == [0.060, 0.060]

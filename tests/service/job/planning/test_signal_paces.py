@@ -18,6 +18,7 @@ from perseus.service.domain.signals import (
     WorkWindow,
 )
 from perseus.service.domain.specification import BudgetTerms, OperatingPolicy
+from perseus.service.job import views
 from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import Cluster, make_spec
 
@@ -41,15 +42,15 @@ def pace(
 
 
 def point_s(cluster: Cluster, share: float) -> float:
-    points = cluster.machine.solved_frontier().points
-    t_star_s = cluster.machine.solved_frontier().t_star_s
+    points = views.solved_frontier(cluster.machine.run).points
+    t_star_s = views.solved_frontier(cluster.machine.run).t_star_s
     until_t_star = [point.iteration_time_s for point in points if point.iteration_time_s <= t_star_s]
     return until_t_star[int(share * (len(until_t_star) - 1))]
 
 
 def test_a_job_runs_at_the_signals_pace_and_says_why() -> None:
     cluster = following()
-    pacing = cluster.machine.pacing()
+    pacing = views.pacing(cluster.machine.run)
     assert pacing is not None
     assert (pacing.rule, pacing.pacing) == (RULE, None)
     before_s = cluster.planned_times_s()
@@ -74,23 +75,21 @@ def test_iterations_of_the_window_are_counted_also_over_a_restart() -> None:
     cluster = following()
     cluster.send(pace(point_s(cluster, 0.5)))
     cluster.iterate(5)
-    shown = cluster.machine.summary().signal_pacing
+    shown = cluster.machine.record.pacing
     assert shown is not None
     assert shown.done_count == 5
     cluster.restart()
-    assert cluster.machine.summary().signal_pacing == shown
+    assert cluster.machine.record.pacing == shown
     for rank in cluster.ranks.values():
         cluster.send(rank.joined())
     times_s = cluster.planned_times_s()
     cluster.iterate(3)
     assert cluster.planned_times_s() == times_s
     cluster.send(pace(None))  # of the same window
-    assert cluster.machine.summary().signal_pacing == SignalPacing(WINDOW, PacingState.PACED, None, 400.0, 8)
+    assert cluster.machine.record.pacing == SignalPacing(WINDOW, PacingState.PACED, None, 400.0, 8)
     next_window = replace(WINDOW, begin_s=86_400.0, end_s=2 * 86_400.0)
     cluster.send(SignalPaced(RULE, next_window, PacingState.PACED, None, 400.0))
-    assert cluster.machine.summary().signal_pacing == SignalPacing(
-        next_window, PacingState.PACED, None, 400.0, 0
-    )
+    assert cluster.machine.record.pacing == SignalPacing(next_window, PacingState.PACED, None, 400.0, 0)
 
 
 @pytest.mark.parametrize(("signal_share", "budget_share"), [(0.3, 0.9), (0.9, 0.3)])
@@ -102,7 +101,7 @@ def test_the_slower_of_a_budgets_and_a_signals_pace_counts(signal_share: float, 
     cluster.iterate(6)
     slower_s, faster_s = max(signal_s, budget_s), min(signal_s, budget_s)
     assert all(faster_s < own_s <= slower_s for own_s in cluster.planned_times_s())
-    basis = cluster.machine.power().basis
+    basis = views.power(cluster.machine.run).basis
     assert basis is not None
     assert basis.own_time_s == signal_s, "what a budget takes is against the job left alone, by its policy"
     cluster.send(pace(None))
@@ -115,14 +114,14 @@ def test_another_rule_begins_anew_and_other_terms_do_not() -> None:
     cluster.send(pace(point_s(cluster, 0.5)))
     cluster.iterate(2)
     cluster.send(PolicySet(replace(POLICY, budget_terms=BudgetTerms(5.0, 2.0))))
-    assert cluster.machine.summary().signal_pacing is not None
+    assert cluster.machine.record.pacing is not None
     by_price = OperatingPolicy(signal=replace(RULE, kind=SignalKind.PRICE))
     cluster.send(PolicySet(by_price))
-    assert cluster.machine.summary().signal_pacing is None
+    assert cluster.machine.record.pacing is None
     cluster.send(pace(point_s(cluster, 0.9)))  # it was meant for the rule before
-    assert cluster.machine.summary().signal_pacing is None
+    assert cluster.machine.record.pacing is None
     cluster.send(PolicySet(OperatingPolicy()))
-    assert cluster.machine.pacing() is None
+    assert views.pacing(cluster.machine.run) is None
 
 
 @pytest.mark.parametrize("pace_s", [math.nan, 0.0, math.inf])

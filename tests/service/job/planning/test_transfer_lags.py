@@ -16,6 +16,7 @@ from perseus.service.domain.commands import (
 )
 from perseus.service.domain.inputs import FinishRequested, LagNotFound, SolveFailed
 from perseus.service.domain.model import STOCK, Clocks, JobState, PlannedClocks
+from perseus.service.job import views
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
 from perseus.solver import common_lag_s, replay, with_lag
@@ -44,9 +45,9 @@ class WaitingCluster(TruthfulCluster):
     def break_promise(self) -> list[Command]:
         """Go on until the first plan has broken its promise; return what the machine wants at that."""
         self.plan()
-        self.first_plans = [offer.clocks for offer in self.machine._offers]
+        self.first_plans = [offer.clocks for offer in self.machine.run.offers]
         self.problems = []
-        while self.machine.state is JobState.PLANNED:
+        while self.machine.record.state is JobState.PLANNED:
             before = len(self.history)
             self.run(1)
         found = self.history[before:]
@@ -99,11 +100,11 @@ def test_the_plan_that_leaves_transfers_their_time_keeps_its_promise_and_saves()
     assert len(cluster.announced(event_pb2.PromiseBroken)) == 1
     baseline_s = broken.baseline_time_s
     assert broken.median_time_s > 1.01 * baseline_s
-    last = cluster.machine.log.periods[-1]
+    last = cluster.machine.run.log.periods[-1]
     assert last.iteration_time_s <= 1.001 * baseline_s
-    frontier = cluster.machine.solved_frontier()
+    frontier = views.solved_frontier(cluster.machine.run)
     real = with_lag(frontier.pipeline, LAG_S)
-    (clocks,) = {offer.clocks for offer in cluster.machine._offers}
+    (clocks,) = {offer.clocks for offer in cluster.machine.run.offers}
     assert isinstance(clocks, PlannedClocks)
     planned, stock = replay(real, clocks.plan.clocks_mhz), replay(real, frontier.baseline.clocks_mhz)
     assert planned.iteration_time_s <= stock.iteration_time_s
@@ -174,12 +175,12 @@ def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> Non
     record = cluster.stored().record
     assert record is not None
     assert record.lag_s == pytest.approx(LAG_S, rel=0.01)
-    before, versions = cluster.machine.solved_frontier(), list(cluster.offered_versions)
+    before, versions = views.solved_frontier(cluster.machine.run), list(cluster.offered_versions)
     cluster.restart()
     cluster.join_all()
     cluster.run(BLOCK)
-    assert cluster.machine.solved_frontier().pipeline == before.pipeline
-    assert cluster.machine.solved_frontier().points == before.points
+    assert views.solved_frontier(cluster.machine.run).pipeline == before.pipeline
+    assert views.solved_frontier(cluster.machine.run).points == before.points
     assert cluster.offered_versions == versions
 
 

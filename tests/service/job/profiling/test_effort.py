@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.measured import JobIteration, StageProfile
 from perseus.service.domain.model import HoldClocks, StockIteration
-from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.records import JobRecord
+from perseus.service.domain.specification import Coordinates, OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.effort import LEAST_ITERATIONS, LONGEST_HOLD, round_error
@@ -30,7 +31,8 @@ class NoisyJob:
     """A job of one stage whose computations' energies jump, at each clock by a share of its own."""
 
     def __init__(self, noise: Mapping[int, float], seed: int, rules: Rules = RULES) -> None:
-        self.profiler = Profiler(SHAPE, SCHEDULE, rules, Journal())
+        self.record = JobRecord(OperatingPolicy())
+        self.profiler = Profiler(self.record, SHAPE, SCHEDULE, rules, Journal())
         self._noise = noise
         self._random = np.random.default_rng(seed)
         self.iteration_counts: dict[int, int] = {}
@@ -113,7 +115,7 @@ def test_noise_holds_no_clock_for_ever_nor_gives_it_up() -> None:
     job = NoisyJob(noise, 0)
     job.profile()
     assert max(job.iteration_counts.values()) == LONGEST_HOLD * ITERATIONS
-    assert job.profiler.given_up == ()
+    assert job.record.given_up_clocks == ()
     assert job.said_unmeasured == set(), "what is to be surer is measured all the same"
 
 

@@ -6,7 +6,8 @@ from perseus.service.domain.commands import Announce, Command
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import STOCK_MHZ, HoldClocks, StockIteration
 from perseus.service.domain.profiling import ProfilingProgress
-from perseus.service.domain.specification import Parallelism
+from perseus.service.domain.records import JobRecord
+from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler
 from perseus.service.job.rules import Rules
@@ -26,7 +27,7 @@ class Bench:
     def __init__(self) -> None:
         self.journal = Journal()
         rules = Rules(profile_iterations=ITERATIONS)
-        self.profiler = Profiler(SHAPE, SCHEDULE, rules, self.journal)
+        self.profiler = Profiler(JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, rules, self.journal)
         held = self.profiler.next_round(None, USABLE_MHZ)
         assert held == HoldClocks((1400, 1400))
         self.held = held
@@ -122,7 +123,9 @@ def test_a_clock_that_does_not_get_measured_is_given_up() -> None:
 def test_what_was_estimated_at_stock_counts_for_a_stage_that_stays_there() -> None:
     """The longer a plan is in force, the rarer are its estimates: the next may be far away."""
     journal = Journal()
-    profiler = Profiler(SHAPE, SCHEDULE, Rules(profile_iterations=ITERATIONS), journal)
+    profiler = Profiler(
+        JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, Rules(profile_iterations=ITERATIONS), journal
+    )
     for place in SHAPE.all_coordinates():
         profiler.take_estimate(place, estimate(SCHEDULE.orders[place.stage], 0, 100, STOCK_MHZ))
     usable_mhz = [CLOCKS_MHZ, CLOCKS_MHZ[:1]]

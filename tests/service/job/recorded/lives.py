@@ -10,20 +10,19 @@ import dataclasses
 import gzip
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from perseus.service.api.translate_agents import ceiling_to_proto, offer_to_proto
 from perseus.service.api.translate_jobs import (
-    job_to_proto,
     period_to_proto,
     rank_to_proto,
-    summary_to_proto,
     timeline_to_proto,
 )
 from perseus.service.domain.commands import (
@@ -42,18 +41,26 @@ from perseus.service.domain.commands import (
     Store,
 )
 from perseus.service.domain.errors import CoordinatorError
+from perseus.service.domain.figures import RankColumns
 from perseus.service.domain.inputs import Input
+from perseus.service.domain.job_power import NO_POWER
 from perseus.service.domain.ledger import HourFilter
 from perseus.service.domain.model import FaultyPart, RankFilter
-from perseus.service.domain.records import StoredJob
+from perseus.service.domain.records import EndedRun, StoredJob
+from perseus.service.domain.snapshot import Fault, RunSnapshot
+from perseus.service.job import quarantine, views
+from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.machine import JobMachine
-from perseus.service.job.quarantine import Fault, QuarantinedRun
+from perseus.service.job.ranks.rank_table import select
 from perseus.service.job.recording import Begun, SolverAnswered, from_json, to_json
+from perseus.service.job.run import Run
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
+from perseus.v1 import job_pb2
 from tests.service.service_fakes import refined, solved
 
 FILES = Path(__file__).parent / "lives"
+FIELDS = FILES / "job_fields.json"
 _TOLERANCE = 1e-9
 """Of figures: processors add up in other orders."""
 
@@ -84,21 +91,26 @@ _OWN: dict[str, Any] = {kind.__name__: kind for kind in (Restart, Broken)}
 
 
 class Life:
-    """A run of a job, and the runs after it, in a store of their own."""
+    """A run of a job, and the runs after it, in a store of their own.
+
+    Attributes:
+        has_ended: whether one of them has.
+    """
 
     def __init__(self, store: SqlStore) -> None:
         self._store = store
-        self._run: JobMachine | QuarantinedRun | None = None
+        self._run: JobMachine | RunSnapshot | None = None
         self._begun: Begun | None = None
         self._entries: list[Entry] = []
         self._asked: Solve | Refine | None = None
+        self.has_ended = False
 
     async def take(self, step: Step) -> list[Any]:
         """Let a step happen; return what goes out."""
         match step.what:
             case Begun() as begun:
                 shown = await self._look() if self._run is not None else []
-                machine = JobMachine(
+                run = Run(
                     begun.spec,
                     begun.run_number,
                     begun.rules,
@@ -106,11 +118,15 @@ class Life:
                     begun.create_time_s,
                     begun.created_s,
                 )
+                machine = JobMachine(run)
                 self._run, self._begun = machine, begun
                 self._entries.append(NewRun(begun.spec, begun.run_number, begun.create_time_s))
                 return [*shown, *self._take(machine.register(begun.registration, begun.version), step)]
             case Restart():
                 shown = await self._look()
+                if (ended := await self._ended()) is not None:
+                    self._run = ended
+                    return [*shown, *await self._look()]
                 stored = await self._stored()
                 self._run, commands = JobMachine.restore(
                     stored, self._the.rules, self._the.epoch, step.now_s, step.wall_time_s
@@ -118,14 +134,14 @@ class Life:
                 return [*shown, *self._take(commands, step), *await self._look()]
             case Broken(part, error):
                 shown, stored = await self._look(), await self._stored()
-                self._run = QuarantinedRun(
+                self._run, commands = quarantine.quarantine(
                     stored,
                     Fault(FaultyPart(part), error),
                     self._the.rules,
                     self._the.epoch,
                     step.wall_time_s,
                 )
-                return [*shown, *self._take(self._run.begin(), step), *await self._look()]
+                return [*shown, *self._take(commands, step), *await self._look()]
             case event:
                 return self._give(self._answer() if isinstance(event, SolverAnswered) else event, step)
 
@@ -141,11 +157,13 @@ class Life:
     def _give(self, event: Input, step: Step) -> list[Any]:
         assert self._run is not None
         try:
-            commands = self._run.handle(event, step.now_s, step.wall_time_s)
+            if isinstance(self._run, JobMachine):
+                commands = self._run.handle(event, step.now_s, step.wall_time_s)
+                self._run.validate()
+            else:
+                self._run, commands = quarantine.handle(self._run, event, step.now_s, step.wall_time_s)
         except CoordinatorError as error:
             return [{"refused": type(error).__name__, **error.metadata}]
-        if isinstance(self._run, JobMachine):
-            self._run.validate()
         return self._take(commands, step)
 
     def _answer(self) -> Input:
@@ -159,7 +177,9 @@ class Life:
             match command:
                 case Store(record):
                     self._entries.append(JobEntry(job_id, number, record))
-                    continue
+                    if isinstance(record, EndedRun) and isinstance(self._run, JobMachine):
+                        self._run = views.snapshot(self._run.run)
+                        self.has_ended = True
                 case Announce(event):
                     self._entries.append(EventEntry(job_id, number, event))
                     out.append({"event": _shown(event)})
@@ -178,7 +198,7 @@ class Life:
                 case EndStream(instance_id):
                     out.append({"ended": instance_id})
                 case ReportIteration(summary):
-                    out.append({"iteration": _shown(summary_to_proto(summary))})
+                    out.append({"iteration": _shown(summary)})
                 case FindProfile(keys):
                     out.append({"find": list(keys)})
                 case Solve() | Refine():
@@ -194,6 +214,12 @@ class Life:
         assert isinstance(stored, StoredJob)
         return stored
 
+    async def _ended(self) -> RunSnapshot | None:
+        await self._write()
+        ended = await self._store.load_ended_run(self._the.spec.job_id, self._the.run_number)
+        assert ended is None or isinstance(ended, RunSnapshot)
+        return ended
+
     async def _write(self) -> None:
         entries, self._entries = self._entries, []
         if entries:
@@ -205,17 +231,29 @@ class Life:
         assert run is not None
         await self._write()
         ledger = [to_json(group) for group in await self._store.ledger(HourFilter())]
-        columns = run.rank_columns(0, self._the.spec.parallelism.pipeline_count)
+        job_id, number, spec = self._the.spec.job_id, self._the.run_number, self._the.spec
+        count = spec.parallelism.pipeline_count
+        if isinstance(run, JobMachine):
+            job, power = views.job(run.run, is_full=True), views.power(run.run)
+            ranks, periods = list(run.run.ranks), run.run.log.periods
+            columns = views.rank_columns(run.run, 0, count)
+        else:
+            stored = await self._store.load_ranks(job_id, number, 0, count)
+            job, power, lost = run.job, NO_POWER, quarantine.lost(stored)
+            ranks = [rank for _, rank in select(spec, lost, RankFilter(), 0)]
+            periods = await self._store.load_periods(job_id, number)
+            columns = run.columns(0, count) or RankColumns.of_ranks(ranks)
         shown: dict[str, Any] = {
-            "job": _shown(job_to_proto(run.view())),
-            "ranks": [_shown(rank_to_proto(rank)) for _, rank in run.ranks(RankFilter())],
+            "job": _shown(job),
+            "ranks": [_shown(rank_to_proto(rank)) for rank in ranks],
             "columns": [[str(each) for each in columns.state], *map(list, _figures(columns))],
-            "power": {name: getattr(run.power(), name) for name in _POWER},
-            "report": [_shown(period_to_proto(*each)) for each in run.report(0)],
+            "power": {name: getattr(power, name) for name in _POWER},
+            "report": [_shown(period_to_proto(*each)) for each in report(periods, 0)],
             "ledger": ledger,
         }
         try:
-            shown["timeline"] = _shown(timeline_to_proto(run.timeline(0)))
+            timeline = run.timeline(0) if isinstance(run, RunSnapshot) else views.timeline(run.run, 0)
+            shown["timeline"] = _shown(timeline_to_proto(timeline))
         except CoordinatorError as error:
             shown["timeline"] = type(error).__name__
         return [{"look": shown}]
@@ -233,7 +271,35 @@ def _figures(columns: Any) -> Iterator[Any]:
 def _shown(message: Message | None) -> Any:
     if message is None:
         return None
-    return MessageToDict(message, preserving_proto_field_name=True)
+    return MessageToDict(_without_new_fields(message), preserving_proto_field_name=True)
+
+
+def fields_of(descriptor: Descriptor, seen: Collection[str] = ()) -> set[str]:
+    """Return the full names of the fields of a message and of those in it."""
+    names = {field.full_name for field in descriptor.fields}
+    for field in descriptor.fields:
+        if field.message_type is not None and field.message_type.full_name not in seen:
+            names |= fields_of(field.message_type, {*seen, descriptor.full_name})
+    return names
+
+
+_KNOWN_FIELDS = frozenset(json.loads(FIELDS.read_text())) if FIELDS.exists() else None
+"""Those of a job when the lives were recorded: what is shown besides has come since."""
+
+
+def _without_new_fields(message: Message) -> Message:
+    if _KNOWN_FIELDS is None or not isinstance(message, job_pb2.Job):
+        return message
+    known = job_pb2.Job()
+    known.CopyFrom(message)
+    parts: list[Any] = [known]
+    for part in parts:
+        for field, value in part.ListFields():
+            if field.full_name not in _KNOWN_FIELDS:
+                part.ClearField(field.name)
+            elif field.message_type is not None:
+                parts += [*value] if field.is_repeated else [value]
+    return known
 
 
 def differences(expected: Any, found: Any, path: str = "") -> Iterator[str]:

@@ -6,6 +6,7 @@ commit's message says what differs.
 
 import asyncio
 import inspect
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from perseus.service.domain.inputs import Input, Refined, RefineFailed, Solved
 from perseus.service.job import machine
 from perseus.service.job.recording import Begun, Recording, Restored, SolverAnswered
 from perseus.service.storage.sql_store import SqlStore
+from perseus.v1 import job_pb2
 from tests.service.job.recorded import scenarios
-from tests.service.job.recorded.lives import Life, Restart, Step, save
+from tests.service.job.recorded.lives import FIELDS, Life, Restart, Step, fields_of, save
 
 
 @contextmanager
@@ -56,7 +58,9 @@ async def lived(steps: list[Step]) -> list[list[object]]:
 
 
 def main(names: list[str]) -> None:
-    """Record the scenarios of these names, or all."""
+    """Record the scenarios of these names, or all, and with all the fields that a job has now."""
+    if not names:
+        FIELDS.write_text(json.dumps(sorted(fields_of(job_pb2.Job.DESCRIPTOR)), indent=1) + "\n")
     for name, scenario in inspect.getmembers(scenarios, inspect.isfunction):
         if (
             scenario.__module__ == scenarios.__name__

@@ -15,6 +15,7 @@ from perseus.service.domain.inputs import (
     EpochRenewed,
     FinishRequested,
     GpuErrorReported,
+    Input,
     PaceOrdered,
     PolicySet,
     ProfileFound,
@@ -37,6 +38,7 @@ from perseus.service.domain.model import (
     Straggler,
 )
 from perseus.service.domain.signals import ExtraTime, PacingState, SignalKind, SignalRule, WorkWindow
+from perseus.service.domain.snapshot import Fault, RunSnapshot
 from perseus.service.domain.specification import (
     BudgetTerms,
     Coordinates,
@@ -45,7 +47,8 @@ from perseus.service.domain.specification import (
     Registration,
 )
 from perseus.service.domain.telemetry import GpuLimits
-from perseus.service.job.quarantine import Fault, QuarantinedRun
+from perseus.service.job import views
+from perseus.service.job.quarantine import handle, quarantine
 from perseus.service.job.rules import Rules
 from tests.service.job.recorded.lives import Broken, Step
 from tests.service.job.stragglers.straggler_cluster import TimedCluster
@@ -68,19 +71,21 @@ def _stage_1_is_slower(stage: int, clock_mhz: int) -> float:
     return 1.3 if stage == 1 and clock_mhz < CLOCKS_MHZ[0] else 1.0
 
 
-def _broken(cluster: Cluster, steps: Steps, part: FaultyPart) -> QuarantinedRun:
+def _broken(cluster: Cluster, steps: Steps, part: FaultyPart) -> RunSnapshot:
     """Quarantine the cluster's run, and keep what follows as its store would."""
     steps.append(Step(Broken(part.value, "ValueError: odd"), cluster.now_s, START_S + cluster.now_s))
     fault, wall_time_s = Fault(part, "ValueError: odd"), START_S + cluster.now_s
-    run = QuarantinedRun(cluster.stored(), fault, cluster.rules, EPOCH, wall_time_s)
-    cluster.history.extend(run.begin())
-    return run
+    snapshot, commands = quarantine(cluster.stored(), fault, cluster.rules, EPOCH, wall_time_s)
+    cluster.history.extend(commands)
+    return snapshot
 
 
-def _told(cluster: Cluster, run: QuarantinedRun, steps: Steps, event: object) -> None:
+def _told(cluster: Cluster, snapshot: RunSnapshot, steps: Steps, event: Input) -> RunSnapshot:
     """Give a quarantined run an input."""
-    steps.append(Step(event, cluster.now_s, START_S + cluster.now_s))  # type: ignore[arg-type]
-    cluster.history.extend(run.handle(event, cluster.now_s, START_S + cluster.now_s))  # type: ignore[arg-type]
+    steps.append(Step(event, cluster.now_s, START_S + cluster.now_s))
+    snapshot, commands = handle(snapshot, event, cluster.now_s, START_S + cluster.now_s)
+    cluster.history.extend(commands)
+    return snapshot
 
 
 # ---------------------------------------------------------------------- from registration to the end
@@ -273,7 +278,7 @@ def a_coordinator_that_lost_state(_steps: Steps) -> None:
 
 def a_power_budget_that_falls_and_ends(_steps: Steps) -> None:
     cluster = _planned(Cluster(make_spec()))
-    points = cluster.machine.solved_frontier().points
+    points = views.solved_frontier(cluster.machine.run).points
     for index, is_urgent in ((len(points) // 2, True), (-1, True), (len(points) // 4, False)):
         cluster.send(PaceOrdered(points[index].iteration_time_s, is_urgent))
         cluster.iterate(4)
@@ -306,7 +311,7 @@ def pacing_by_carbon(_steps: Steps) -> None:
     rule = SignalRule(SignalKind.CARBON, ExtraTime(10, 86_400.0))
     window = WorkWindow(0.0, 86_400.0, 50_000.0)
     cluster = _planned(Cluster(make_spec(policy=OperatingPolicy(signal=rule))))
-    points = cluster.machine.solved_frontier().points
+    points = views.solved_frontier(cluster.machine.run).points
     for share, value in ((0.4, 400.0), (0.1, 120.0)):
         pace_s = points[int(share * len(points))].iteration_time_s
         cluster.send(SignalPaced(rule, window, PacingState.PACED, pace_s, value))
@@ -390,7 +395,7 @@ def an_elastic_restart_with_a_profile_from_before(_steps: Steps) -> None:
     cluster = Cluster(make_spec(pipelines=1, microbatches=8), run_number=2)
     cluster.join_all()
     cluster.iterate_until(JobState.PROFILING)
-    profiles = first.machine.profiler.profiles
+    profiles = first.machine.run.profiler.profiles
     known = tuple(
         KnownProfile(stage, tuple(profile for profile in profiles if profile.stage == stage), "job", 1)
         for stage in range(2)

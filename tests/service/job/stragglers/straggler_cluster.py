@@ -48,10 +48,10 @@ class TimedCluster(Cluster):
 
     def run_until(self, state: JobState) -> None:
         for _ in range(200):
-            if self.machine.state is state:
+            if self.machine.record.state is state:
                 return
             self.run()
-        raise AssertionError(f"expected {state}, found {self.machine.state}")
+        raise AssertionError(f"expected {state}, found {self.machine.record.state}")
 
     def run_to_plan(self) -> None:
         """Let the job be profiled and planned, and the plan come into force."""

@@ -8,7 +8,7 @@ from perseus.service.domain.inputs import PolicySet, StragglerCleared, Straggler
 from perseus.service.domain.model import JobState, Straggler
 from perseus.service.domain.specification import OperatingPolicy
 from perseus.service.job.stragglers.detector import ENTER
-from perseus.v1 import event_pb2
+from perseus.v1 import event_pb2, job_pb2
 from tests.service.job.stragglers.straggler_cluster import TimedCluster
 from tests.service.service_fakes import make_spec
 
@@ -23,9 +23,9 @@ def planned(pipelines: int = 2, seed: int = 0, **changes: float) -> TimedCluster
 
 def detected(cluster: TimedCluster) -> dict[int, float]:
     """T' over T_min of the stragglers that are known."""
-    details, t_min_s = cluster.machine.details(), cluster.machine.summary().t_min_s
-    assert details.detected_stragglers == frozenset(details.straggler_times_s)
-    return {pipeline: time_s / t_min_s for pipeline, time_s in details.straggler_times_s.items()}
+    job = cluster.job(is_full=True)
+    assert all(straggler.is_detected for straggler in job.stragglers)
+    return {straggler.pipeline: straggler.iteration_time_s / job.t_min_s for straggler in job.stragglers}
 
 
 def found_factor(cluster: TimedCluster) -> float:
@@ -40,7 +40,7 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
 ) -> None:
     cluster = planned(pipelines, seed)
     others = set(range(pipelines)) - {slow}
-    t_min_s = cluster.machine.summary().t_min_s
+    t_min_s = cluster.job().t_min_s
 
     cluster.slowdowns[slow] = 1.2
     count, offered = cluster.run_until_offered(limit=3)
@@ -142,20 +142,20 @@ def test_without_a_plan_peers_are_the_measure() -> None:
     cluster.join_all()
     cluster.run(5)
     found = cluster.run(4, {2: 1.2})
-    assert cluster.machine.state in (JobState.BASELINE, JobState.PROFILING)
+    assert cluster.machine.record.state in (JobState.BASELINE, JobState.PROFILING)
     assert [change.straggler_finding.pipeline for change in found] == [2]
     assert "its peers" in found[0].message
-    assert cluster.machine.details().straggler_times_s == {2: 0.0}
+    assert cluster.machine.run.planner.straggler_times_s() == {2: 0.0}
 
 
 def test_a_report_overrides_what_is_found_until_it_is_cleared() -> None:
     cluster = planned()
-    t_min_s = cluster.machine.summary().t_min_s
+    t_min_s = cluster.job().t_min_s
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
     found = cluster.run(6, {1: 1.2})
     assert {change.straggler_finding.is_overridden for change in found} == {True}
-    details = cluster.machine.details()
-    assert (details.straggler_times_s, details.detected_stragglers) == ({1: 1.3 * t_min_s}, frozenset())
+    (straggler,) = cluster.job(is_full=True).stragglers
+    assert straggler == job_pb2.Straggler(pipeline=1, iteration_time_s=1.3 * t_min_s)
 
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {1: pytest.approx(1.18, abs=0.02)}, "what was found meanwhile counts"
@@ -178,8 +178,9 @@ def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
     cluster.send(PolicySet(OperatingPolicy(10.0)))
     cluster.run(6, {1: 1.1})
     own_s = cluster.planned_times_s()[1]
-    details = cluster.machine.details()
-    assert details.straggler_times_s == {1: pytest.approx(1.1 * own_s, rel=0.01)}
+    (straggler,) = cluster.job(is_full=True).stragglers
+    assert straggler.pipeline == 1
+    assert straggler.iteration_time_s == pytest.approx(1.1 * own_s, rel=0.01)
     cluster.send(PolicySet(OperatingPolicy(0.0)))
     cluster.run(6)
     assert detected(cluster) == {1: pytest.approx(1.1, rel=0.01)}
@@ -219,4 +220,4 @@ def test_a_straggler_that_takes_a_while_to_be_sure_of_breaks_no_promise(seed: in
     assert offered == {0, 2, 3}, f"after {count} iterations"
     announced = {event.type for event in cluster.events()}
     assert event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN not in announced
-    assert cluster.machine.state is JobState.PLANNED
+    assert cluster.machine.record.state is JobState.PLANNED

@@ -1,0 +1,228 @@
+"""Whether a peer may have a GPU: gathers what `claims.decision` decides by, from the kernel and the driver.
+
+All of it blocks (the driver, a directory service, a process of its own), so it is done in threads that do
+nothing else: however many peers ask, restoring and clocks do not wait for them. A driver that hangs takes
+none of these threads with it, as it is asked in the GPU's lane.
+
+The files that say who may claim which GPU are read here, too; `claims.grants` reads what is in them. Only
+what nobody but root and the agent's user can write counts: the folder, and regular files in it. Names that
+begin with a dot or end with a tilde are left out. Links are followed: a mounted ConfigMap is made of them,
+and its folder is open to all (0777), but on a mount that nobody can write to.
+"""
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+import structlog
+
+from perseus.agent.claims.decision import Access, Allowed, Refused, Sight, by_grant, by_sight
+from perseus.agent.claims.grants import Grant, Grants, MalformedGrantError, User, parse
+from perseus.agent.gpu import GpuUse
+from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.sidecar import openable
+from perseus.agent.sidecar.backends import Backend
+from perseus.agent.sidecar.peer import (
+    Peer,
+    cgroup_mounts,
+    cgroups_of,
+    cgroups_to_enter,
+    owner_of,
+    sees_the_whole_node,
+    user_of,
+)
+from perseus.rate_limited_log import RateLimitedLog
+from perseus.regular_file import open_regular
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_THREADS = 2
+_LOOKS_AT_A_TIME = 8
+_OPENABLE_TIMEOUT_S = 5.0
+
+
+class AccessChecker:
+    """Judges claims. `grants` is a folder, which need not be there."""
+
+    def __init__(self, gpus: Backend, grants: Path, lanes: Lanes) -> None:
+        self._gpus = gpus
+        self._grants = grants
+        self._lanes = lanes
+        self._looks = asyncio.Semaphore(_LOOKS_AT_A_TIME)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="access")
+        self._problems = RateLimitedLog(_log)
+        self._sees_the_whole_node = sees_the_whole_node()
+
+    async def user(self, peer: Peer) -> User:
+        """Whose process a peer is."""
+        return await self._run(user_of, peer.uid)
+
+    async def judge(self, peer: Peer, user: User, gpu_uuid: str, before: Allowed | None) -> Allowed | Refused:
+        """Whether the peer may have a GPU; `before` is what was found of its claim so far.
+
+        `GpuError` if the GPU can't be looked at.
+        """
+        use = await self._look(gpu_uuid)
+        if self._sees_the_whole_node and (unseen := await self._run(_unseen, use)):
+            # One that has just ended is gone when the driver is asked again. One that stays may be anybody's.
+            use = await self._look(gpu_uuid)
+            if unseen & frozenset(use.process_ids or ()):
+                use = replace(use, process_ids=None)
+        return await self._run(self._judge, peer, user, gpu_uuid, use, before)
+
+    async def _look(self, gpu_uuid: str) -> GpuUse:
+        async with self._looks:
+            return await self._lanes.run(gpu_uuid, lambda: self._gpus.look(gpu_uuid))
+
+    def close(self) -> None:
+        """Judge nobody any more; what is under way is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    def _judge(
+        self, peer: Peer, user: User, uuid: str, use: GpuUse, before: Allowed | None
+    ) -> Allowed | Refused:
+        owners = None
+        if use.process_ids is not None:
+            found = (owner_of(pid) for pid in use.process_ids)
+            owners = frozenset(uid for uid in found if uid is not None)
+        grants = read_grants(self._grants)
+        for problem in grants.problems:
+            self._problems.warning("grants not understood", reason=problem)
+        said = by_grant(grants, user, uuid, use.index)
+        if isinstance(said, Refused):
+            return said
+        if said is not None:
+            return replace(said, is_running=owners is not None and user.uid in owners)
+        if before is not None and before.is_running and not before.is_granted:
+            return by_sight(user, uuid, Sight(Access.OPEN, owners=owners), stands=True)
+        access, problem = self._access(peer, Path(use.device_node))
+        sight = Sight(access, problem, owners, is_agents_user=peer.uid == os.geteuid())
+        return by_sight(user, uuid, sight, stands=False)
+
+    # --- The device -----------------------------------------------------------------------------------------
+
+    def _access(self, peer: Peer, node: Path) -> tuple[Access, str]:
+        """Whether the kernel lets the peer open a GPU's device, and if not, why."""
+        if peer.pid == 0 or not self._sees_the_whole_node:
+            # A container, whose own cgroup has the GPUs that it may use: that is all that can be gone by.
+            self._problems.warning(
+                "processes of others can't be seen: trainers are known by user and connection only"
+            )
+            folders: list[Path] | None = []
+        else:
+            try:
+                of_peer = cgroups_of(peer.pid)
+                folders = cgroups_to_enter(cgroup_mounts(), cgroups_of("self"), of_peer)
+            except OSError as error:
+                return Access.UNKNOWN, f"its process can't be seen: {error.strerror}"
+            if peer.has_ended:  # what was read may be of another process
+                return Access.UNKNOWN, "its process has ended"
+        is_agents_user = peer.uid == os.geteuid()
+        if is_agents_user and (not folders or os.geteuid() != 0):
+            # Who has all the rights that the agent has gains none by it; a node is not needed to know that.
+            is_open = not _is_there(node) or os.access(node, os.R_OK | os.W_OK)
+            return (Access.OPEN, "") if is_open else (Access.CLOSED, f"{node} is closed to them")
+        if folders is None:
+            return Access.UNKNOWN, "its cgroup is out of the agent's reach"
+        if not _is_there(node):
+            return Access.UNKNOWN, f"{node} is not there" if node.name else "it has none"
+        return _ask_as(peer, node, folders)
+
+
+def _unseen(use: GpuUse) -> frozenset[int]:
+    """The processes on a GPU of which the kernel knows nothing."""
+    return frozenset(pid for pid in use.process_ids or () if owner_of(pid) is None)
+
+
+def _is_there(node: Path) -> bool:
+    return bool(node.name) and node.exists()
+
+
+def _ask_as(peer: Peer, node: Path, folders: list[Path]) -> tuple[Access, str]:
+    groups = ",".join(map(str, peer.groups))
+    command = [sys.executable, "-I", "-S", openable.__file__, str(node), str(peer.uid), str(peer.gid), groups]
+    try:
+        done = subprocess.run(
+            [*command, *map(str, folders)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_OPENABLE_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Access.UNKNOWN, f"it can't be tried: {error}"
+    if done.returncode == openable.OPENABLE:
+        return Access.OPEN, ""
+    if done.returncode == openable.NOT_OPENABLE and not done.stderr:
+        return Access.CLOSED, f"{node} is closed to them"
+    said = done.stderr.strip().splitlines()
+    return Access.UNKNOWN, said[-1][:300] if said else f"trying it ended with {done.returncode}"
+
+
+_MAX_FILES = 4096
+_MAX_BYTES = 64 * 1024
+_OTHERS_WRITE = 0o022
+
+
+def read_grants(folder: Path) -> Grants:
+    """The grants in the files of a folder; none if there is no such folder."""
+    try:
+        names = sorted(os.listdir(folder))
+        _check_owner(folder, os.stat(folder), is_read_only=bool(os.statvfs(folder).f_flag & os.ST_RDONLY))
+    except FileNotFoundError:
+        return Grants()
+    except OSError as error:
+        return Grants(problems=(f"{folder}: {error.strerror}",))
+    names = [name for name in names if not name.startswith(".") and not name.endswith("~")]
+    if len(names) > _MAX_FILES:
+        return Grants(problems=(f"{folder}: expected at most {_MAX_FILES} files, found {len(names)}",))
+    grants: list[Grant] = []
+    problems: list[str] = []
+    for name in names:
+        path = folder / name
+        try:
+            grants += parse(_read_grant_file(path))
+        except FileNotFoundError:
+            continue  # taken back this moment
+        except OSError as error:
+            problems.append(f"{str(path)!a}: {error.strerror}")
+        except (MalformedGrantError, UnicodeDecodeError) as error:
+            problems.append(f"{str(path)!a}: {error}")
+    return Grants(tuple(grants), tuple(problems))
+
+
+def _read_grant_file(path: Path) -> str:
+    file = open_regular(path)
+    try:
+        _check_owner(path, os.fstat(file))
+        content = os.read(file, _MAX_BYTES + 1)
+    finally:
+        os.close(file)
+    if len(content) > _MAX_BYTES:
+        raise OSError(27, f"expected at most {_MAX_BYTES} bytes, found more")
+    return content.decode()
+
+
+def _check_owner(path: Path, found: os.stat_result, *, is_read_only: bool = False) -> None:
+    is_open = found.st_mode & _OTHERS_WRITE and not is_read_only
+    if found.st_uid not in (0, os.geteuid()) or is_open:
+        mode = stat.filemode(found.st_mode)
+        raise PermissionError(
+            1,
+            f"expected to be writable by root or the agent's user only, found user {found.st_uid}'s, {mode}",
+        )

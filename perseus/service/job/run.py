@@ -1,0 +1,143 @@
+"""One run of a job: what it is, what it knows of itself, and its parts. It decides nothing.
+
+What must outlive the coordinator is in `record`, which the parts change in place, or in tables of their own,
+whose rows are stored as they change. Everything else is measured or asked for anew after a restart.
+"""
+
+from copy import copy
+
+from perseus.service.domain.records import JobRecord, Registrations, StoredJob
+from perseus.service.domain.specification import JobSpec
+from perseus.service.job.iterations.baseline import Baseline
+from perseus.service.job.iterations.energy_meter import EnergyMeter
+from perseus.service.job.iterations.iteration_log import IterationLog
+from perseus.service.job.iterations.timeline_memory import TimelineMemory
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.caps import CapWatch
+from perseus.service.job.planning.limiter import Limiter
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.planning.planner import Planner
+from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.progress import Progress
+from perseus.service.job.ranks.rank_table import LIVE, RankTable
+from perseus.service.job.rules import Rules
+from perseus.service.job.stragglers.straggler_book import StragglerBook
+
+
+class Run:
+    """The state of one run.
+
+    Attributes:
+        spec: the job as registered.
+        run_number: which run of it this is, from 1.
+        rules: what the operator has set.
+        epoch: of the coordinator's state.
+        create_time_s: when it was registered, on the wall clock.
+        created_s: the same on the clock that never goes back.
+        now_s, wall_time_s: the time of the input that is being taken, on both clocks.
+        registrations: who registered it.
+        record: what it knows of itself and must not forget.
+        schedule: its order of computations.
+        journal: where all parts write down what they want done.
+        ranks: who serves the job.
+        offers: what clocks its pipelines should have.
+        limiter: under which ceiling they are without a plan.
+        log: its iterations and the report.
+        meter: what it uses, for the ledger.
+        timelines: the latest iteration of each pipeline.
+        baseline: what an iteration takes at stock.
+        profiler: what is measured of its stages.
+        stragglers: which pipelines are slow.
+        planner: the frontier and the plans on it.
+        progress: whether the job gets on.
+        caps: which GPUs are held below their clocks.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_number: int,
+        rules: Rules,
+        epoch: str,
+        create_time_s: float,
+        created_s: float,
+        record: JobRecord | None = None,
+    ) -> None:
+        """Begin where nothing is known, but for the record of a run that goes on."""
+        self.spec = spec
+        self.run_number = run_number
+        self.rules = rules
+        self.epoch = epoch
+        self.create_time_s, self.created_s = create_time_s, created_s
+        self.now_s, self.wall_time_s = created_s, create_time_s
+        self.registrations = Registrations(())
+        self.record = record = JobRecord(spec.policy) if record is None else copy(record)
+        self.schedule = spec.check()
+        counts = spec.parallelism
+        places = list(counts.all_coordinates())
+        self.journal = Journal(len(places), create_time_s)
+        self.log = IterationLog(places)
+        self.meter = EnergyMeter()
+        self.timelines = TimelineMemory(counts)
+        self.ranks = RankTable(spec, rules.lease_s, self.journal, created_s)
+        self.offers = OfferBoard(record, counts, self.ranks, self.journal)
+        self.limiter = Limiter(record, self.ranks, self.offers, self.journal)
+        self.baseline = Baseline(record, rules.baseline_iterations)
+        self.profiler = Profiler(record, counts, self.schedule, rules, self.journal)
+        self.stragglers = StragglerBook(record, self.schedule, counts, self.journal)
+        self.planner = Planner(
+            record,
+            counts,
+            self.schedule,
+            rules,
+            self.ranks,
+            self.offers,
+            self.profiler,
+            self.baseline,
+            self.stragglers,
+            self.journal,
+        )
+        self.progress = Progress(
+            record,
+            self.ranks,
+            self.log,
+            self.baseline,
+            self.offers,
+            self.profiler,
+            rules.profile_iterations,
+            self.journal,
+            created_s,
+            create_time_s,
+        )
+        # As many as make the guard's median.
+        self.caps = CapWatch(rules.guard_iterations // 2 + 1)
+
+    def restore(self, stored: StoredJob, now_s: float, wall_time_s: float) -> None:
+        """Take the tables of a stored run, whose record this has already."""
+        self.now_s, self.wall_time_s = now_s, wall_time_s
+        self.registrations = stored.registrations
+        self.ranks.restore(stored.ranks, now_s)
+        if any(rank.capped_clock_mhz for rank in stored.ranks):
+            self.caps.hold(now_s)
+        self.offers.restore(stored.offers, is_urgent=self.record.ceiling is not None)
+        self.profiler.profiles = stored.profiles
+        self.progress.restart(now_s)
+        self.journal.sequence, self.journal.wall_time_s = stored.last_sequence, wall_time_s
+        self.log.restore(stored.periods)
+        self.meter.restore(stored.latest_hour)
+        self.log.mark_straggler(-1, bool(self.stragglers))
+
+    def begin(self, now_s: float, wall_time_s: float) -> None:
+        """An input is taken at this time."""
+        self.now_s, self.wall_time_s = now_s, wall_time_s
+        self.journal.begin(now_s, wall_time_s)
+
+    @property
+    def has_live_rank(self) -> bool:
+        """Whether a rank is connected, or may come back within its lease."""
+        return any(self.ranks.counts[state] for state in LIVE)
+
+    def next_deadline_s(self) -> float | None:
+        """When the next lease or the patience with the job runs out, if any does: a Tick is due then."""
+        deadlines_s = (self.ranks.next_deadline_s(), self.progress.next_deadline_s())
+        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)

@@ -1,0 +1,25 @@
+"""Records the lives of ranks anew: `python -m tests.agent.recorded.record [NAME…]`.
+
+To be run where ranks are meant to answer otherwise: then the commit's message says what differs.
+"""
+
+import inspect
+import sys
+
+from tests.agent.recorded import scenarios
+from tests.agent.recorded.lives import save
+
+
+def main(names: list[str]) -> None:
+    """Record the scenarios of these names, or all."""
+    for name, scenario in inspect.getmembers(scenarios, inspect.isfunction):
+        is_scenario = scenario.__module__ == scenarios.__name__ and not name.startswith("_")
+        if is_scenario and (not names or name in names):
+            node = scenarios.Node()
+            scenario(node)
+            save(name, node.steps)
+            print(f"{name}: {len(node.steps)} steps")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,34 @@
+"""Every recorded life of ranks goes as it went: the same messages, clocks and notices at every step."""
+
+from itertools import islice
+
+import pytest
+
+from tests.agent.recorded.lives import FILES, Life, differences, load
+
+NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in FILES.glob("*.jsonl.gz"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_life_of_ranks_goes_as_it_went(name: str) -> None:
+    life = Life()
+    for number, (step, expected) in enumerate(load(name)):
+        found = list(islice(differences(expected, life.take(step)), 5))
+        assert not found, f"step {number}, {step}: " + "\n".join(found)
+
+
+def test_there_are_fifteen_of_all_kinds() -> None:
+    went = [each for name in NAMES for _, out in load(name) for each in out]
+    said = {kind for each in went for kind in each.get("say", {})}
+    assert len(NAMES) >= 15
+    assert said >= {
+        "rank_joined",
+        "rank_left",
+        "plan_answer",
+        "plan_in_force",
+        "telemetry",
+        "message_refused",
+    }
+    assert any("set_mhz" in each for each in went)
+    assert any("schedule_mhz" in each for each in went)
+    assert any("notice" in each for each in went)

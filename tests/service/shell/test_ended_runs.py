@@ -1,0 +1,140 @@
+"""A run that has ended gives up its state machine, and is shown as before, after a restart, too."""
+
+import gc
+from pathlib import Path
+
+import grpc
+import pytest
+
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.run import Run
+from perseus.service.shell import live_runs
+from perseus.v1 import agent_service_pb2, job_pb2, rank_pb2
+from perseus.v1 import job_service_pb2 as pb
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    make_settings,
+    refusal,
+    until,
+)
+
+
+async def train(client: Client, job_id: str) -> FakeAgent:
+    """Register a job and run some iterations of it; return its agent, which is there still."""
+    await client.register(job_id=job_id, request_id=f"request-{job_id}")
+    agent = FakeAgent(client, f"agent-{job_id}", ALL_PLACES, job_id=job_id)
+    await agent.join()
+    await agent.iterate(6)
+    return agent
+
+
+async def leave(client: Client, agent: FakeAgent) -> None:
+    """Let an agent say goodbye, and wait until its ranks are gone."""
+
+    async def are_lost() -> bool:
+        return (await client.job(agent.job_id)).rank_counts == job_pb2.RankCounts(lost_count=4)
+
+    await agent.say(goodbye=agent_service_pb2.Goodbye())
+    await until(are_lost)
+    await agent.end()
+
+
+def machines(job_id: str) -> list[JobMachine]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, JobMachine) and each.spec.job_id == job_id]
+
+
+async def shown(client: Client, job_id: str) -> list[object]:
+    """What is told of a job's latest run."""
+    report = pb.GetReportRequest(job_id=job_id)
+    return [
+        await client.job(job_id),
+        await client.ranks(job_id),
+        await client.jobs.GetReport(report, timeout=TIMEOUT_S),
+        await client.events(job_id),
+    ]
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("a state machine is made")
+
+
+async def test_it_is_shown_as_before_and_no_machine_is_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(tmp_path)
+    timeline = pb.GetTimelineRequest(job_id="ended")
+    async with connected(settings) as client:
+        agent = await train(client, "ended")
+        before = await client.jobs.GetTimeline(timeline, timeout=TIMEOUT_S)
+        report = await client.jobs.GetReport(pb.GetReportRequest(job_id="ended"), timeout=TIMEOUT_S)
+        await client.finish("ended")
+        assert len(machines("ended")) == 1, "ranks are served"
+        await leave(client, agent)
+
+        async def has_gone() -> bool:
+            return not machines("ended")
+
+        await until(has_gone)
+        found = await shown(client, "ended")
+        assert [rank.state for rank in await client.ranks("ended")] == [rank_pb2.RANK_STATE_LOST] * 4
+        assert found[2] == report
+        assert await client.jobs.GetTimeline(timeline, timeout=TIMEOUT_S) == before
+        assert await client.ranks("ended", pipeline=1, stage=0) == (await client.ranks("ended"))[2:3]
+    monkeypatch.setattr(Run, "__init__", refuse)
+    async with connected(settings) as client:
+        assert await shown(client, "ended") == found
+        code, reason, _ = await refusal(client.jobs.GetTimeline(timeline, timeout=TIMEOUT_S))
+        assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "TIMELINE_NOT_READY")
+
+
+async def test_runs_are_listed_without_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        agents = []
+        for number in range(4):
+            await client.register(request_id=f"request-{number}")
+            agents.append(FakeAgent(client, f"agent-{number}", ALL_PLACES))
+            await agents[-1].join()
+            await agents[-1].iterate(4)
+            await client.finish()
+            if number % 2:
+                await leave(client, agents[-1])  # the others' ranks are served still as the next run begins
+            else:
+                await agents[-1].end()
+        await client.register(request_id="the last")
+        with monkeypatch.context() as patched:
+            patched.setattr(Run, "__init__", refuse)
+            request = pb.ListRunsRequest(job_id="job", page_size=3)
+            first = await client.jobs.ListRuns(request, timeout=TIMEOUT_S)
+            request.page_token = first.next_page_token
+            second = await client.jobs.ListRuns(request, timeout=TIMEOUT_S)
+            runs = [*first.runs, *second.runs]
+            assert [run.run_number for run in runs] == [5, 4, 3, 2, 1]
+            assert [run.state for run in runs] == [
+                job_pb2.JOB_STATE_WAITING,
+                *[job_pb2.JOB_STATE_FINISHED] * 4,
+            ]
+            assert [run.rank_counts.lost_count for run in runs] == [0, 4, 0, 4, 0]
+            for run in runs:
+                assert not run.HasField("spec")
+                full = await client.job(run_number=run.run_number)
+                assert (full.create_time, full.spec.job_id) == (run.create_time, "job")
+
+
+async def test_what_is_not_stored_is_kept_of_the_latest_runs_to_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_runs, "_KEPT_MEASURED", 1)
+    async with connected(make_settings(tmp_path)) as client:
+        for job_id in ("first", "second"):
+            agent = await train(client, job_id)
+            await leave(client, agent)
+            await client.finish(job_id)
+        later = pb.GetTimelineRequest(job_id="second")
+        assert (await client.jobs.GetTimeline(later, timeout=TIMEOUT_S)).entries
+        gone = client.jobs.GetTimeline(pb.GetTimelineRequest(job_id="first"), timeout=TIMEOUT_S)
+        assert (await refusal(gone))[1] == "TIMELINE_NOT_READY"

@@ -1,0 +1,74 @@
+"""What is logged once in a while: each kind, with what was left out, and in bounded memory."""
+
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from perseus.rate_limited_log import RateLimitedLog
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_like_is_logged_again_after_the_period_with_how_often_it_was_left_out() -> None:
+    clock = Clock()
+    with capture_logs() as logs:
+        limited = RateLimitedLog(structlog.get_logger(), 10.0, monotonic=clock)
+        for uid in [*[1] * 1000, 2]:
+            limited.warning("refused", uid, "A", uid=uid)
+        clock.now_s += 10.0
+        limited.warning("refused", 1, "A", uid=1)
+        limited.warning("refused", 1, "A", uid=1)
+    alike = {"event": "refused", "log_level": "warning"}
+    assert logs == [alike | {"uid": 1}, alike | {"uid": 2}, alike | {"uid": 1, "left_out": 999}]
+
+
+def test_events_and_kinds_are_told_apart_and_errors_have_their_level() -> None:
+    with capture_logs() as logs:
+        limited = RateLimitedLog(structlog.get_logger(), monotonic=Clock())
+        for attempt in range(2):
+            limited.error("refused", "token revoked", attempt=attempt)
+            limited.warning("nobody there", "token revoked", attempt=attempt)
+            limited.warning("nobody there", "no address", attempt=attempt)
+    assert [(line["log_level"], line["event"]) for line in logs] == [
+        ("error", "refused"),
+        ("warning", "nobody there"),
+        ("warning", "nobody there"),
+    ]
+
+
+def test_without_a_kind_details_tell_them_apart_and_row_numbers_do_not() -> None:
+    with capture_logs() as logs:
+        limited = RateLimitedLog(structlog.get_logger(), monotonic=Clock())
+        limited.warning("not read", gpu="GPU-0", field="rows[1].time_s")
+        limited.warning("not read", gpu="GPU-0", field="rows[27].time_s")
+        limited.warning("not read", gpu="GPU-1", field="rows[1].time_s")
+    assert [line["gpu"] for line in logs] == ["GPU-0", "GPU-1"]
+
+
+def test_after_a_reset_all_is_news() -> None:
+    with capture_logs() as logs:
+        limited = RateLimitedLog(structlog.get_logger(), monotonic=Clock())
+        limited.warning("no coordinator", "nobody there")
+        limited.reset()
+        limited.warning("no coordinator", "nobody there")
+    assert len(logs) == 2
+
+
+@given(kinds=st.lists(st.integers(0, 9), max_size=60), max_kinds=st.integers(1, 5))
+def test_no_more_kinds_are_remembered_and_the_oldest_makes_room(kinds: list[int], max_kinds: int) -> None:
+    remembered: list[int] = []
+    with capture_logs() as logs:
+        limited = RateLimitedLog(structlog.get_logger(), 10.0, max_kinds, lambda: 0.0)
+        for kind in kinds:
+            is_new = kind not in remembered
+            before_count = len(logs)
+            limited.warning("event", kind)
+            assert (len(logs) > before_count) == is_new
+            if is_new:
+                remembered = [*remembered, kind][-max_kinds:]

@@ -193,6 +193,14 @@ async def running(
                 yield address, background
         finally:
             await coordinator.close()
+            # What gathers for the next commit is stored, too, unless the store has failed.
+            storing = asyncio.ensure_future(coordinator.flush())
+            await asyncio.wait(
+                {background, storing},
+                timeout=settings.shutdown_grace_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            storing.cancel()
             background.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await background

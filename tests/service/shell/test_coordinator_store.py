@@ -16,10 +16,11 @@ from perseus.service import server
 from perseus.service.domain.errors import StoreFailedError
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell import writer
-from perseus.v1 import event_pb2, job_pb2, job_service_pb2
+from perseus.v1 import agent_service_pb2, event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
+    Client,
     FakeAgent,
     connected,
     connected_to,
@@ -158,7 +159,7 @@ async def test_an_event_of_a_later_version_is_listed_as_it_is_and_hides_no_other
 
 
 async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, keep_finished_days=1e-6)
+    settings = make_settings(tmp_path, keep_finished_days=1e-9)
     async with connected(settings) as client:
         await client.register(request_id="first")
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -170,8 +171,9 @@ async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_
             job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S
         )
         assert report.periods
+        await agent.say(goodbye=agent_service_pb2.Goodbye())
+        await until(lambda: are_lost(client))
         await agent.end()
-    await asyncio.sleep(0.2)
 
     async def is_gone() -> bool:
         jobs = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
@@ -183,6 +185,25 @@ async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_
         assert again == report
         assert (await client.job()).state == job_pb2.JOB_STATE_FINISHED
         assert (await client.register(request_id="second")).run_number == 2
+
+
+async def test_an_orderly_stop_stores_what_gathers_for_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        monkeypatch.setattr(writer, "GATHERING_S", 0.2)
+        await agent.say(goodbye=agent_service_pb2.Goodbye())
+        await until(lambda: are_lost(client))
+        await agent.end()
+    async with connected(make_settings(tmp_path)) as client:
+        assert await are_lost(client)
+
+
+async def are_lost(client: Client) -> bool:
+    return (await client.job()).rank_counts.lost_count == len(ALL_PLACES)
 
 
 async def serve_without_the_file(settings: CoordinatorSettings) -> None:

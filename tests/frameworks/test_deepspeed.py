@@ -12,7 +12,6 @@ from perseus import solver
 from tests.frameworks.cases import (
     LIGHT,
     STEADY_MICROBATCHES,
-    WATCHED,
     Case,
     check_identities,
     check_losses,
@@ -32,8 +31,7 @@ FOUR_STAGES = Case("deepspeed_trainer", "1f1b", LIGHT, 1, 0.05, 0.1, microbatch_
 async def test_pipeline_engine(tmp_path: Path) -> None:
     async with real_run(FOUR_STAGES.workload, tmp_path / "logs", start(FOUR_STAGES, tmp_path)) as run:
         await run.until_planned()
-        plan = await run.watch(WATCHED)
-        await check_plan(run, plan)
+        plan = await check_plan(run)
         check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
         assert run.observer.job is not None
         works = [work.fingerprint for work in run.observer.job.spec.stage_work]

@@ -58,8 +58,7 @@ BUDGET_PERCENT = 20
 async def test_1f1b(tmp_path: Path) -> None:
     async with real_run(ONE_CHUNK.workload, tmp_path / "logs", start(ONE_CHUNK, tmp_path)) as run:
         await run.until_planned()
-        plan = await run.watch(WATCHED)
-        await check_plan(run, plan)
+        plan = await check_plan(run)
         check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
     check_losses(ONE_CHUNK, tmp_path)
     keep(ONE_CHUNK, "torch-1f1b", 10, "torch, 1F1B", run.stock, plan)
@@ -69,8 +68,7 @@ async def test_1f1b(tmp_path: Path) -> None:
 async def test_interleaved_1f1b(tmp_path: Path) -> None:
     async with real_run(INTERLEAVED.workload, tmp_path / "logs", start(INTERLEAVED, tmp_path)) as run:
         await run.until_planned()
-        plan = await run.watch(WATCHED)
-        await check_plan(run, plan)
+        plan = await check_plan(run)
         expected = solver.interleaved_one_forward_one_backward(2, MICROBATCHES, 2)
         check_identities(run, identities(expected))
     check_losses(INTERLEAVED, tmp_path)
@@ -81,8 +79,7 @@ async def test_interleaved_1f1b(tmp_path: Path) -> None:
 async def test_zbv(tmp_path: Path) -> None:
     async with real_run(V_SHAPED.workload, tmp_path / "logs", start(V_SHAPED, tmp_path)) as run:
         await run.until_planned()
-        plan = await run.watch(WATCHED)
-        await check_plan(run, plan)
+        plan = await check_plan(run)
         assert run.paths() == [[(0, 0), (1, 0), (1, 1), (0, 1)]]
         for stage, order in enumerate(run.registered()):
             split = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
@@ -102,8 +99,7 @@ async def test_zbv(tmp_path: Path) -> None:
 async def test_a_straggling_replica_is_found_and_answered(tmp_path: Path) -> None:
     async with real_run(REPLICATED.workload, tmp_path / "logs", start(REPLICATED, tmp_path)) as run:
         await run.until_planned()
-        plan = await run.watch(WATCHED)
-        await check_plan(run, plan)
+        plan = await check_plan(run)
         check_identities(run, identities(solver.one_forward_one_backward(2, MICROBATCHES)))
 
         answer = await answer_to_straggler(run, plan)

@@ -5,59 +5,35 @@ CPU times of one thread, from the same run.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 
 from benchmarks.harness import GPUS, Column, Table, main, published_pipeline, timed
 from benchmarks.realised import gaps_percent
-from perseus.solver import realisation, refinement, rounding, solve
-from perseus.solver.block_search import BlockSearch
-from perseus.solver.exchange import Exchange
-from perseus.solver.graph import Int64Array
-from perseus.solver.realisation import Realiser
-from perseus.solver.refinement import Refiner
+from perseus.solver import realisation, solve
+from perseus.solver.realisation import SearchSettings
 
 _PROBLEMS = (("a100-sxm", 24), ("a40", 24), ("a40", 48))
 _ROUNDS = 2
 
-
-def _best(refiner: Refiner, choices: Int64Array, _: object) -> Int64Array:
-    best = int(refiner._columns.effective_energies_j(choices).argmin())
-    return choices[:, [best]]
-
-
-_NO_LOCAL_HULLS = {
-    how: refinement._Means(means.far_share, means.close_share, ()) for how, means in refinement._MEANS.items()
-}
-_STEPS: Mapping[str, Sequence[tuple[Any, str, Any]]] = {
-    "rounding at prices": ((rounding, "_RUNGS_BELOW", (None,)), (realisation, "ROUNDING_COUNT", 1)),
-    "block search": ((BlockSearch, "search", lambda _, choices, *__: choices),),
-    "exchange": ((Exchange, "improve", lambda *_: None),),
-    "fusion in refining": ((Refiner, "_fused", _best),),
-    "local hulls": ((refinement, "_MEANS", _NO_LOCAL_HULLS),),
-    "refining": ((Realiser, "_refine", lambda *_: False), (Realiser, "_search_once_more", lambda *_: None)),
-}
-"""What is put in the place of each step."""
-
-_ABLATIONS: Mapping[str, Sequence[str]] = {
-    "all steps": (),
-    **{f"without {step}": (step,) for step in _STEPS},
-    "without exchange and fusion": ("exchange", "fusion in refining"),
-    "rounding and block search alone": ("exchange", "refining"),
+_ALL = SearchSettings()
+_ABLATIONS: Mapping[str, SearchSettings] = {
+    "all steps": _ALL,
+    "without rounding at prices": replace(_ALL, price_offsets=(None,)),
+    "without block search": replace(_ALL, round_tries=0, search_tries=0),
+    "without exchange": replace(_ALL, exchange_rounds=0),
+    "one round of exchange": replace(_ALL, exchange_rounds=1),
 }
 
 
 def run() -> Sequence[Table]:
     whole_s = {problem: _figures(*problem)[-1] for problem in _PROBLEMS}
     rows: list[tuple[str | float, ...]] = []
-    for name, steps in _ABLATIONS.items():
+    for name, settings in _ABLATIONS.items():
         row: list[str | float] = [name]
-        with ExitStack() as stack:
-            for patched in (patched for step in steps for patched in _STEPS[step]):
-                stack.enter_context(patch.object(*patched))
+        with patch.object(realisation, "_SETTINGS", settings):
             for problem in _PROBLEMS:
                 *gaps, seconds = _figures(*problem)
                 row += [*gaps, seconds / whole_s[problem]]

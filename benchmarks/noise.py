@@ -14,11 +14,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness import GPUS, Cell, Column, Table, main, published_pipeline
 from perseus.solver import Measurement, Pipeline, fastest_clock_plan, replay, shrink_profiles, with_margin
-from perseus.solver.columns import Columns
 from perseus.solver.computation import Computation
 from perseus.solver.graph import build_event_graph
 from perseus.solver.profile import PS_PER_S
-from perseus.solver.rounding import Roundings
+from perseus.solver.realisation import Realiser
 from perseus.solver.sweep import sweep_frontier
 
 MICROBATCHES = 12
@@ -101,12 +100,12 @@ def _measured(truth: Pipeline, noise: float, random: np.random.Generator) -> Pip
 def _plan(truth: Pipeline, known: Pipeline) -> list[Promise]:
     """Plan on what is known, and see on the truth what comes of it."""
     graph = build_event_graph(known)
-    sweep, roundings = sweep_frontier(graph), Roundings(graph, Columns(graph))
+    sweep, realiser = sweep_frontier(graph), Realiser(graph)
     all_max_s, true_all_max_s = (fastest_clock_plan(each).iteration_time_s for each in (known, truth))
     promises = []
     for factor in FACTORS:
         deadline_ps = max(sweep.t_min_ps, round(factor * all_max_s * PS_PER_S))
-        choice = roundings.cheapest(sweep.event_times_at(deadline_ps))
+        choice = realiser.rounded(sweep.event_times_at(deadline_ps))
         clocks_mhz: dict[Computation, int] = {
             c: graph.options[p][k].clock_mhz
             for c, p, k in zip(graph.computations, graph.profile_of, choice, strict=True)

@@ -18,10 +18,9 @@ from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
 from perseus.solver.plan_table import PlanTable, tabulate
 from perseus.solver.profile import PS_PER_S, to_ps
-from perseus.solver.realisation import Realiser
+from perseus.solver.realisation import MANY_COMPUTATIONS, REFINED_BESIDE, Realiser, Target
 from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
-from perseus.solver.target import Relaxing, Target
 
 _GRACE_PS = 1000
 """A deadline this little below T_min means T_min: sums of the same seconds differ in their last digits."""
@@ -29,14 +28,13 @@ _GRACE_PS = 1000
 _PRICED_AT = 1.05
 """Where a margin's price is told, as a factor of T_min."""
 
-_MOST_EXACT_COMPUTATIONS = 4096
 _AUTOMATIC_TOLERANCE = 0.002
-"""Frontiers of more computations are solved with this hull tolerance unless another is asked for: the number
+"""Frontiers of many computations are solved with this hull tolerance unless another is asked for: the number
 of the exact frontier's pieces grows faster than that of the stages, and each takes longer the more
 computations there are."""
 
-_LARGE_EFFORT = 2e7
-"""What a sweep of some seconds is (see :attr:`Sweep.effort`)."""
+_AROUND_SHARES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04)
+"""A plan alone is realised beside those of iteration times that differ by these shares."""
 
 _SWEEP_SHARE = 0.6
 """About the share of solving that the sweep takes; realising plans takes the rest."""
@@ -71,7 +69,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refinement:
-    """What is needed to make one plan with all means, wherever that is done. Plain data: it can be pickled.
+    """What is needed to refine one plan, wherever that is done. Plain data: it can be pickled.
 
     Attributes:
         pipeline: what the plan is for.
@@ -82,15 +80,15 @@ class Refinement:
     deadline_s: float
     _graph: EventGraph = field(repr=False)
     _target: Target = field(repr=False)
-    _within: tuple[int, ...] = field(repr=False)
-    """A choice that keeps the deadline."""
+    _others: NDArray[np.int16] = field(repr=False)
+    """Choices of the points around, by rising time; the first keeps the deadline."""
     _set_latency_s: float
     _realised: Plan = field(repr=False)
     """The slowest of the points' plans that keeps the deadline."""
 
     def plan(self) -> Plan:
         """Return the plan: never slower than the deadline, at the least effective energy found."""
-        choice = Realiser(self._graph).refine(self._target, [[*self._within]])
+        choice = Realiser(self._graph).refine(self._target, self._others)
         plan = _assemble(self.pipeline, self._graph, choice)
         if self._set_latency_s:
             plan = kept_plan(self.pipeline, plan, self._set_latency_s) or self._realised
@@ -133,8 +131,6 @@ class Frontier:
     """The points' plans, one of several points perhaps."""
     _rows: tuple[int, ...] = field(repr=False)
     """Each point's in that table."""
-    _exact_ps: frozenset[int] = field(repr=False)
-    """Deadlines of points that no means make better."""
 
     @property
     def t_min_s(self) -> float:
@@ -193,13 +189,13 @@ class Frontier:
             DeadlineError: the iteration time is shorter than T_min.
         """
         deadline_ps = _check_deadline(iteration_time_s, self._sweep)
-        within = self._choices[bisect_right(self._choice_times_ps, deadline_ps) - 1].tolist()
+        within = bisect_right(self._choice_times_ps, deadline_ps) - 1
         return Refinement(
             pipeline=self.pipeline,
             deadline_s=deadline_ps / PS_PER_S,
             _graph=self._graph,
             _target=_target(self.pipeline, self._sweep, deadline_ps),
-            _within=tuple(within),
+            _others=self._choices[max(0, within - REFINED_BESIDE) : within + REFINED_BESIDE + 1],
             _set_latency_s=self.set_latency_s,
             _realised=self.plan_within(iteration_time_s),
         )
@@ -210,7 +206,9 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
-        return _check_deadline(iteration_time_s, self._sweep) in self._exact_ps
+        # T_min's plan was refined; at T_slow nothing is left to choose.
+        ends_ps = self._sweep.t_min_ps, self._sweep.t_slow_ps
+        return _check_deadline(iteration_time_s, self._sweep) in ends_ps
 
     def plan_within(self, iteration_time_s: float) -> Plan:
         """Return the slowest of the points' plans that is not slower than that: a look-up, nothing is solved.
@@ -245,8 +243,7 @@ def solve(
 ) -> Frontier:
     """Solve for the whole frontier and realise ``point_count`` plans, evenly spaced in effective energy.
 
-    Among them are those of T_min and, where there is room, of the all-max plan's iteration time, which are
-    searched for longer, and of T*.
+    Among them are those of T_min and, where there is room, of the all-max plan's iteration time and of T*.
 
     Where the GPUs take ``set_latency_s`` to set a clock, plans keep their clocks long enough for that; there
     may be fewer points then (:mod:`perseus.solver.kept_clocks`).
@@ -290,21 +287,16 @@ def solve(
     t_star_ps = _t_star_ps(pipeline, sweep)
     all_max_ps = min(to_ps(baseline.iteration_time_s), sweep.t_slow_ps)
     deadlines_ps = _space_deadlines_ps(sweep, (t_star_ps, all_max_ps), point_count)
-    # Most iterations run at one of these; they are the hardest to round.
-    wanted_ps = {sweep.t_min_ps, all_max_ps}.intersection(deadlines_ps)
     realiser = Realiser(graph)
-    choices, final = realiser.realise(
+    choices = realiser.realise(
         [partial(_target, pipeline, sweep, deadline_ps) for deadline_ps in deadlines_ps],
-        {deadlines_ps.index(deadline_ps) for deadline_ps in wanted_ps},
         lambda share: report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * share),
     )
-    # At T_slow nothing is left to choose.
-    exact_ps = {sweep.t_slow_ps, *(deadlines_ps[index] for index in final)}
     plans = tabulate(pipeline, graph, realiser.columns, choices)
     choice_times_ps = tuple(map(to_ps, plans.iteration_times_s))
     found = [KeptPoint(deadline_ps / PS_PER_S, row, 0.0) for row, deadline_ps in enumerate(deadlines_ps)]
     if set_latency_s:
-        marks_ps = {*wanted_ps, t_star_ps, deadlines_ps[-1]}
+        marks_ps = {sweep.t_min_ps, all_max_ps, t_star_ps, sweep.t_slow_ps}
         step = max(1, len(deadlines_ps) // dwelled_count(len(graph.computations)))
         kept = KeptClocks(pipeline, baseline, set_latency_s)
         for row, deadline_ps in enumerate(deadlines_ps):
@@ -328,17 +320,13 @@ def solve(
         _choice_times_ps=choice_times_ps,
         _plans=plans,
         _rows=tuple(point.row for point in found),
-        _exact_ps=frozenset(exact_ps),
     )
 
 
 def automatic_tolerance(pipeline: Pipeline) -> float:
     """Return the hull tolerance that :func:`solve` uses unless another is given."""
-    return _AUTOMATIC_TOLERANCE if _has_many_computations(pipeline) else 0.0
-
-
-def _has_many_computations(pipeline: Pipeline) -> bool:
-    return sum(map(len, pipeline.schedule.orders)) > _MOST_EXACT_COMPUTATIONS
+    computation_count = sum(map(len, pipeline.schedule.orders))
+    return _AUTOMATIC_TOLERANCE if computation_count > MANY_COMPUTATIONS else 0.0
 
 
 def plan_at(
@@ -353,9 +341,21 @@ def plan_at(
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
     graph = build_event_graph(pipeline, automatic_tolerance(pipeline))
-    sweep = sweep_frontier(graph, lambda share: on_progress(share / 2), stop_s=iteration_time_s)
-    target = _target(pipeline, sweep, _check_deadline(iteration_time_s, sweep))
-    choice = Realiser(graph).refine(target, report=lambda share: on_progress((1 + share) / 2))
+    fastest_s = iteration_time_s * (1 - max(_AROUND_SHARES))
+    sweep = sweep_frontier(graph, lambda share: on_progress(share / 2), stop_s=fastest_s)
+    deadline_ps = _check_deadline(iteration_time_s, sweep)
+    fastest_ps = int(sweep.iteration_times_ps[-1])
+    around_ps = {round(deadline_ps * (1 + sign * share)) for share in _AROUND_SHARES for sign in (-1, 1)}
+    deadlines_ps = sorted(
+        {deadline_ps, *(min(max(fastest_ps, one_ps), sweep.t_slow_ps) for one_ps in around_ps)}
+    )
+    realiser = Realiser(graph)
+    around = realiser.realise(
+        [partial(_target, pipeline, sweep, one_ps) for one_ps in deadlines_ps],
+        lambda share: on_progress((1 + share / 2) / 2),
+    )
+    target = _target(pipeline, sweep, deadline_ps)
+    choice = realiser.refine(target, around, lambda share: on_progress((3 + share) / 4))
     return _assemble(pipeline, graph, choice)
 
 
@@ -381,7 +381,6 @@ def _target(pipeline: Pipeline, sweep: Sweep, deadline_ps: int) -> Target:
         relaxed_ps=sweep.event_times_at(deadline_ps),
         bound_j=sweep.effective_energy_j_at(deadline_s),
         energy_j=_bound_energy_j(pipeline, sweep, deadline_s),
-        relaxing=_relaxing(pipeline, sweep),
     )
 
 
@@ -406,12 +405,6 @@ def _bound_slack(
         slack_j = min(relaxed_j - sweep.effective_energy_j_at(point.iteration_time_s), tolerated_j)
         most = max(most, slack_j / point.bound_energy_j)
     return most
-
-
-def _relaxing(pipeline: Pipeline, sweep: Sweep) -> Relaxing:
-    if _has_many_computations(pipeline):
-        return Relaxing.NEVER
-    return Relaxing.COARSELY if sweep.effort > _LARGE_EFFORT else Relaxing.FINELY
 
 
 def _t_star_ps(pipeline: Pipeline, sweep: Sweep) -> int:

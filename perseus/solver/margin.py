@@ -17,13 +17,12 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.solver.columns import Columns
 from perseus.solver.errors import SolverError
 from perseus.solver.graph import Dependency, EventGraph, build_event_graph
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import fastest_clock_plan
 from perseus.solver.profile import PS_PER_S, Measurement
-from perseus.solver.rounding import Roundings
+from perseus.solver.realisation import Realiser
 from perseus.solver.setting import Setting
 from perseus.solver.sweep import sweep_frontier
 
@@ -100,12 +99,12 @@ def _share_needed(pipeline: Pipeline, error_count: float, confidence: float) -> 
     """Return what share of this many standard errors is needed by the plan that needs the most."""
     graph = build_event_graph(_padded(pipeline, error_count))
     emulate = _emulator(pipeline, graph, error_count)
-    roundings = Roundings(graph, Columns(graph))
+    realiser = Realiser(graph)
     sweep = sweep_frontier(graph)
     shares = []
     for factor in _PROBES:
         deadline_ps = min(round(factor * sweep.t_min_ps), sweep.t_slow_ps)
-        expected_s, padded_s, drawn_s = emulate(roundings.cheapest(sweep.event_times_at(deadline_ps)))
+        expected_s, padded_s, drawn_s = emulate(realiser.rounded(sweep.event_times_at(deadline_ps)))
         late_s = float(np.quantile(drawn_s, confidence)) - expected_s
         shares.append(late_s / (padded_s - expected_s) if padded_s > expected_s else 0.0)
     return max(shares)

@@ -1,80 +1,103 @@
-"""Measured clocks for many deadlines at once, and with all means for one.
+"""Measured clocks for the sweep's relaxed plans.
 
-The relaxed plans of all deadlines are rounded in several ways (:mod:`perseus.solver.rounding`), searched
-(:mod:`perseus.solver.block_search`), and take over from each other what suits them
-(:mod:`perseus.solver.exchange`). Who is close to the bound is left alone. What is wanted most and what is
-farthest from its bound gets all means (:mod:`perseus.solver.refinement`), and others may take over from it.
+Theory of operation
+===================
+
+A relaxed plan (:mod:`perseus.solver.sweep`) runs computations for durations between two measured ones. Here
+each computation of each deadline's plan gets a measured clock, so that no deadline is missed and as little
+energy as possible is added to the relaxed plan's, which is the bound.
+
+1. *Round.* Each computation gets a clock that ends it by its relaxed finish; what one leaves over, the next
+   can use. The slowest clock that fits is one way. Others take a faster one where a slower one is not worth
+   its time, at about the price that time has in the relaxed plan: what is left over then reaches the next
+   vertex of a later computation's hull. No way is best everywhere, so all are tried and the best is kept.
+2. *Search.* Stretches of all plans are tried anew, at random, and kept where cheaper
+   (:mod:`perseus.solver.block_search`).
+3. *Exchange.* Where profiles have cliffs, a relaxed plan for a time between two good plans mixes clocks in
+   every computation, which measured clocks can't follow. Its time can be had differently: a part of the
+   iteration runs as in the faster plan and the rest as in the slower one, cut where that costs least
+   (:mod:`perseus.solver.fusion`). So each plan is mixed with its neighbours, and with the two corners that it
+   lies between on the hull of all plans. Then all are searched once more, and what is new spreads in the next
+   round of exchange.
+
+The plan of T_min, and one that is asked for by its time, is *refined*: all ways of rounding it are searched,
+and the best takes over what suits it from the others and from the plans for times around.
+
+What each step is worth: ``python -m benchmarks.ablation``. Choices are laid out by
+:mod:`perseus.solver.columns`.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.block_search import BlockSearch
-from perseus.solver.columns import Choice, Columns
-from perseus.solver.exchange import Exchange
+from perseus.solver.columns import Choice, Columns, FloatArray, Rungs
 from perseus.solver.fusion import Fusion
 from perseus.solver.graph import EventGraph, Int64Array
-from perseus.solver.lanes import Lanes
-from perseus.solver.refinement import Refiner
-from perseus.solver.rounding import ROUNDING_COUNT, Roundings
-from perseus.solver.target import Relaxing, Target
-
-_SEED = 0
-
-_FIRST_TRIES = 1
-"""Before all roundings of a deadline but the best are left."""
-
-_GOOD_ENOUGH = 0.001
-"""A choice this close to its bound, as a share of the energy, is searched no longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Pains:
-    """How much is done for all deadlines.
+class SearchSettings:
+    """How much is done for the plans. Shares are of an iteration's energy, above the bound.
 
     Attributes:
-        try_count: of a round of searching.
-        close_share: who is as close to its bound, as a share of the energy, takes over nothing from others,
-            and is not searched once more where it is wanted.
+        price_offsets: the ways to round: None takes the slowest clock that fits; a number the clock that is
+            worth a price so many rungs below the computation's own (:meth:`Columns.price_of`).
+        round_tries: tries of each way's plan before all but the best are dropped.
+        search_tries: tries of each plan, in each of the two searches of all.
+        search_above: plans that are closer are not searched.
+        exchange_above: plans that are closer take nothing over from others.
+        exchange_rounds: rounds of exchange and search.
+        refine_rounds, refine_tries: rounds of refining, and tries in each.
+        refine_above: refining ends once a plan is closer.
+        max_cells: computations × plans that are worked on at once, at about 150 bytes each.
+        seed: of the random tries.
     """
 
-    try_count: int
-    close_share: float
+    price_offsets: tuple[int | None, ...] = (None, 12, 8, 5, 3, 2, 1, 0)
+    round_tries: int = 1
+    search_tries: int = 6
+    search_above: float = 0.001
+    exchange_above: float = 0.0018
+    exchange_rounds: int = 3
+    refine_rounds: int = 5
+    refine_tries: int = 20
+    refine_above: float = 0.0003
+    max_cells: int = 1_000_000
+    seed: int = 0
 
 
-_FEW_TRIES = _Pains(6, 0.0018)
-_PAINS = {
-    Relaxing.FINELY: _FEW_TRIES,
-    Relaxing.COARSELY: _FEW_TRIES,
-    # A cut of so many events takes as long as many tries.
-    Relaxing.NEVER: _Pains(30, 0.0045),
-}
+REFINED_BESIDE = 8
+"""How many plans on either side a plan is refined beside."""
 
-_ROUNDING_SHARE = 1e-9
-"""Sums of the same energies differ by less, as a share of the energy."""
+MANY_COMPUTATIONS = 4096
+"""More make a large problem, where less is done for each plan."""
 
-_BEGUN_SHARE = 0.2
-"""About the share of realising after which all is rounded."""
-
-_MOST_CELLS = 1_000_000
-"""How many cells are searched at a time, at about 150 bytes each."""
+_SETTINGS = SearchSettings()
+_LARGE_SETTINGS = SearchSettings(search_tries=30, exchange_above=0.0045, exchange_rounds=1, refine_rounds=1)
+"""For large problems: a cut of so many events takes as long as many tries."""
 
 
-class Realised(NamedTuple):
-    """What was found for many deadlines.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A deadline, and what the relaxed frontier tells of it.
 
     Attributes:
-        choices: a row each.
-        final: the indices of those that no other means could make better: all were used, or they are at
-            their bound.
+        deadline_ps: the iteration time to keep.
+        relaxed_ps: the events' times in the relaxed plan.
+        bound_j: the effective energy that no choice can go below.
+        energy_j: the same, and what the GPUs draw while they wait.
     """
 
-    choices: NDArray[np.int16]
-    final: frozenset[int]
+    deadline_ps: int
+    relaxed_ps: Int64Array
+    bound_j: float
+    energy_j: float
 
 
 class Realiser:
@@ -84,156 +107,279 @@ class Realiser:
         columns: the graph's layout for many choices.
     """
 
-    def __init__(self, graph: EventGraph) -> None:
-        self.columns = Columns(graph)
-        self._search = BlockSearch(self.columns, np.random.default_rng(_SEED))
-        self._roundings = Roundings(graph, self.columns)
-        fusion = Fusion(graph, self.columns)
-        self._exchange = Exchange(self.columns, fusion)
-        self._refiner = Refiner(graph, self.columns, self._search, fusion, self._roundings)
+    def __init__(self, graph: EventGraph, settings: SearchSettings | None = None) -> None:
+        is_large = len(graph.computations) > MANY_COMPUTATIONS
+        self._settings = settings or (_LARGE_SETTINGS if is_large else _SETTINGS)
+        self.columns = columns = Columns(graph)
+        self._start = graph.start_event[columns.computation_of]
+        self._finish = graph.finish_event[columns.computation_of]
+        self._search = BlockSearch(columns, np.random.default_rng(self._settings.seed))
+        self._fusion = Fusion(graph, columns)
+
+    def rounded(self, relaxed_ps: Int64Array) -> Choice:
+        """Return what costs the least of the ways to round a relaxed plan, its events' times."""
+        rounded = self._round(*self._relaxed(relaxed_ps))
+        best = int(self.columns.effective_energies_j(rounded).argmin())
+        choice: Choice = self.columns.to_choices(rounded)[best].tolist()
+        return choice
 
     def refine(
         self,
         target: Target,
-        others: Sequence[Choice] = (),
+        others: Sequence[Choice] | NDArray[np.int16] = (),
         report: Callable[[float], None] = lambda _: None,
     ) -> Choice:
-        """Return the best choice found for one deadline by all means that the target allows.
-
-        It costs no more than any of the others.
+        """Return the best choice found for one deadline: no dearer than any of the others that keep it.
 
         Args:
             target: the deadline.
-            others: choices, of this deadline or a shorter one, that may be better.
+            others: choices for it and for deadlines around it, by rising time, to begin with and to take over
+                from.
             report: called with the share of the work that is done, from 0 to 1.
         """
-        finishes_ps, prices = self._roundings.of(target.relaxed_ps)
-        starts = self._roundings.round(finishes_ps, prices)
-        if others:
-            starts = np.concatenate((starts, self.columns.to_columns(others)), axis=1)
-        found = self._refiner.refine(starts, target, prices, report)
-        choice: Choice = self.columns.to_choices(found)[0].tolist()
+        settings, deadline_ps = self._settings, target.deadline_ps
+        finishes_ps, prices = self._relaxed(target.relaxed_ps)
+        choices = self._round(finishes_ps, prices)
+        others_ps: Sequence[Int64Array] = ()
+        if len(others):
+            around = self.columns.to_columns(others)
+            others_ps = list(self._fusion.times_ps(around).T)
+            in_time = [one for one, other_ps in enumerate(others_ps) if other_ps[-1] <= deadline_ps]
+            choices = np.concatenate((around[:, in_time[-1:]], choices), axis=1)
+        enough_j = target.bound_j + settings.refine_above * target.energy_j
+        for turn in range(settings.refine_rounds):
+            choices = self._search.search(
+                choices,
+                np.full(choices.shape[1], deadline_ps),
+                np.broadcast_to(prices, choices.shape),
+                settings.refine_tries,
+            )
+            ranked = np.argsort(self.columns.effective_energies_j(choices), kind="stable")
+            best_ps, *own_ps = self._fusion.times_ps(choices[:, ranked]).T
+            more_ps = (at_end for other_ps in others_ps for at_end in _at_both_ends(other_ps, deadline_ps))
+            mixed = self._mix(choices[:, ranked[:1]], best_ps, chain(own_ps, more_ps), deadline_ps, enough_j)
+            choices = np.concatenate((mixed.choice, choices), axis=1)
+            report((turn + 1) / settings.refine_rounds)
+            if mixed.energy_j <= enough_j:
+                break
+        choice: Choice = self.columns.to_choices(choices)[0].tolist()
         return choice
 
     def realise(
-        self,
-        targets: Sequence[Callable[[], Target]],
-        wanted: Set[int],
-        report: Callable[[float], None] = lambda _: None,
-    ) -> Realised:
-        """Return a choice for each deadline; none costs more than the one before.
+        self, targets: Sequence[Callable[[], Target]], report: Callable[[float], None] = lambda _: None
+    ) -> NDArray[np.int16]:
+        """Return a choice for each deadline, a row each; none costs more than the one before.
+
+        The fastest, which most iterations run at, is refined.
 
         Args:
             targets: what makes each of them, by rising deadline; one is held at a time.
-            wanted: those that are searched for longer, by index.
             report: called with the share of the work that is done, from 0 to 1.
         """
-        pains = _PAINS[targets[0]().relaxing]
-        lanes = self._begin(targets, wanted, lambda share: report(_BEGUN_SHARE * share))
-        steps = _Steps(report, _BEGUN_SHARE, len(wanted) + 6)
-        self._search_all(lanes, pains, steps.next())
-        final = {
-            index for index in sorted(wanted) if self._refine(lanes, index, targets[index](), steps.next())
-        }
-        self._exchange_and_search(lanes, pains, steps)
-        # What is found for the farthest makes others better, too. To refine more of them gains little.
-        farthest = lanes.farthest(final)
-        if self._refine(lanes, farthest, targets[farthest](), steps.next()):
-            final.add(farthest)
-            self._exchange_and_search(lanes, pains, steps)
-        for index in sorted(wanted - final):
-            if lanes.excess_shares()[lanes.of(index)].min() > pains.close_share:
-                self._search_once_more(lanes, index, targets[index]())
-        lanes.put_best_first()
-        excess_shares = lanes.excess_shares()
-        final |= {index for index in wanted if excess_shares[index] <= _ROUNDING_SHARE}
-        report(1.0)
-        choices = lanes.choices[:, : len(targets)]
-        effective_j = self.columns.effective_energies_j(choices).tolist()
+        steps = _Steps(report, 3 + 2 * self._settings.exchange_rounds)
+        plans = self._rounded_plans(targets, steps.next())
+        self._search_plans(plans, steps.next())
+        for _ in range(self._settings.exchange_rounds):
+            self._exchange(plans, steps.next())
+            self._search_plans(plans, steps.next())
+        around = self.columns.to_choices(plans.choices[:, : REFINED_BESIDE + 1])
+        fastest = self.refine(targets[0](), around, steps.next())
+        plans.choices[:, [0]] = self.columns.to_columns([fastest])
+        effective_j = self.columns.effective_energies_j(plans.choices).tolist()
         for index in range(1, len(targets)):
             # More time must not cost more energy, not even by a rounding error of the sums.
             if effective_j[index - 1] <= effective_j[index]:
-                choices[:, index], effective_j[index] = choices[:, index - 1], effective_j[index - 1]
-        return Realised(self.columns.to_choices(choices), frozenset(final))
+                plans.choices[:, index] = plans.choices[:, index - 1]
+                effective_j[index] = effective_j[index - 1]
+        report(1.0)
+        return self.columns.to_choices(plans.choices)
 
-    def _begin(
-        self,
-        targets: Sequence[Callable[[], Target]],
-        wanted: Set[int],
-        report: Callable[[float], None],
-    ) -> Lanes:
-        """Round every relaxed plan in all ways and search a little; keep the best, or all where wanted."""
+    # --- Rounding -------------------------------------------------------------------------------------------
+
+    def _relaxed(self, relaxed_ps: Int64Array) -> tuple[Int64Array, Rungs]:
+        """Return a relaxed plan's finishes and the prices of its computations' time, each as a column."""
+        finishes_ps = relaxed_ps[self._finish][:, None]
+        return finishes_ps, self.columns.price_of(finishes_ps - relaxed_ps[self._start][:, None])
+
+    def _round(self, finishes_ps: Int64Array, prices: Rungs) -> Int64Array:
+        """Return relaxed plans rounded in all ways: all plans in one way first, then all in the next."""
         columns = self.columns
-        more = np.repeat(np.array(sorted(wanted), dtype=np.int64), ROUNDING_COUNT)
-        lanes = Lanes(columns, np.concatenate((np.arange(len(targets)), more)))
-        for some in self._portions(np.arange(len(targets)), ROUNDING_COUNT):
+        return np.concatenate(
+            [
+                columns.within_finishes(
+                    finishes_ps, None if offset is None else columns.with_prices(prices - offset)
+                )
+                for offset in self._settings.price_offsets
+            ],
+            axis=1,
+        )
+
+    def _rounded_plans(
+        self, targets: Sequence[Callable[[], Target]], report: Callable[[float], None]
+    ) -> "_Plans":
+        """Round every relaxed plan in all ways, search a little, and keep the best of each."""
+        columns, settings = self.columns, self._settings
+        way_count = len(settings.price_offsets)
+        plans = _Plans(columns.row_count, len(targets))
+        for some in self._portions(np.arange(len(targets)), way_count):
             finishes_ps = np.empty((columns.row_count, len(some)), dtype=np.int64)
             for column, index in enumerate(some.tolist()):
                 target = targets[index]()
-                ends_ps, prices = self._roundings.of(target.relaxed_ps)
-                finishes_ps[:, column] = ends_ps[:, 0]
-                lanes.set_target(index, target.deadline_ps, target.bound_j, target.energy_j, prices)
+                finishes_ps[:, [column]], plans.prices[:, [index]] = self._relaxed(target.relaxed_ps)
+                plans.deadlines_ps[index] = target.deadline_ps
+                plans.bounds_j[index], plans.energies_j[index] = target.bound_j, target.energy_j
+            prices = plans.prices[:, some]
             found = self._search.search(
-                self._roundings.round(finishes_ps, lanes.prices[:, some]),
-                np.tile(lanes.deadlines_ps[some], ROUNDING_COUNT),
-                np.tile(lanes.prices[:, some], (1, ROUNDING_COUNT)),
-                _FIRST_TRIES,
+                self._round(finishes_ps, prices),
+                np.tile(plans.deadlines_ps[some], way_count),
+                np.tile(prices, (1, way_count)),
+                settings.round_tries,
             )
-            found_j = columns.effective_energies_j(found).reshape(ROUNDING_COUNT, len(some))
-            best = found_j.argmin(axis=0)
-            lanes.choices[:, some] = found[:, best * len(some) + np.arange(len(some))]
-            for column, index in enumerate(some.tolist()):
-                if index in wanted:
-                    lanes.choices[:, lanes.of(index)[1:]] = found[:, column :: len(some)]
+            best = columns.effective_energies_j(found).reshape(way_count, len(some)).argmin(axis=0)
+            plans.choices[:, some] = found[:, best * len(some) + np.arange(len(some))]
             report((some[-1] + 1) / len(targets))
-        return lanes
+        return plans
 
-    def _refine(self, lanes: Lanes, index: int, target: Target, report: Callable[[float], None]) -> bool:
-        """Use all means for a deadline's choices, if the best is far from its bound; tell whether it was."""
-        own = lanes.of(index)
-        is_far = self._refiner.is_far(lanes.choices[:, [lanes.best(index)]], target)
-        if is_far:
-            lanes.choices[:, own[:1]] = self._refiner.refine(
-                lanes.choices[:, own], target, lanes.prices[:, own[:1]], report
+    # --- Searching ------------------------------------------------------------------------------------------
+
+    def _search_plans(self, plans: "_Plans", report: Callable[[float], None]) -> None:
+        """Search all plans that are not close to their bound."""
+        far = np.flatnonzero(self._excess_shares(plans) > self._settings.search_above)
+        for some in self._portions(far):
+            plans.choices[:, some] = self._search.search(
+                plans.choices[:, some],
+                plans.deadlines_ps[some],
+                plans.prices[:, some],
+                self._settings.search_tries,
             )
-        report(1.0)
-        return is_far
+            report(int(np.searchsorted(far, some[-1], "right")) / len(far))
 
-    def _search_once_more(self, lanes: Lanes, index: int, target: Target) -> None:
-        own = lanes.of(index)
-        lanes.choices[:, own[:1]] = self._refiner.search(
-            lanes.choices[:, own], target, lanes.prices[:, own[:1]]
-        )
+    # --- Mixing ---------------------------------------------------------------------------------------------
 
-    def _exchange_and_search(self, lanes: Lanes, pains: _Pains, steps: "_Steps") -> None:
-        self._exchange.improve(lanes, pains.close_share, steps.next())
-        self._search_all(lanes, pains, steps.next())
-
-    def _search_all(self, lanes: Lanes, pains: _Pains, report: Callable[[float], None]) -> None:
-        which, done = lanes.above(_GOOD_ENOUGH), 0
-        for some in self._portions(which):
-            lanes.choices[:, some] = self._search.search(
-                lanes.choices[:, some], lanes.deadlines_ps[some], lanes.prices[:, some], pains.try_count
+    def _exchange(self, plans: "_Plans", report: Callable[[float], None]) -> None:
+        """Mix every plan that is far from its bound with others."""
+        times_ps = self._fusion.times_ps(plans.choices)
+        corners = _hull_corners(times_ps[-1], self.columns.effective_energies_j(plans.choices))
+        enough_j = plans.bounds_j + self._settings.exchange_above * plans.energies_j
+        for index in np.flatnonzero(self._excess_shares(plans) > self._settings.exchange_above).tolist():
+            deadline_ps = int(plans.deadlines_ps[index])
+            mixed = self._mix(
+                plans.choices[:, [index]],
+                times_ps[:, index],
+                self._others(times_ps, index, deadline_ps, corners),
+                deadline_ps,
+                float(enough_j[index]),
             )
-            done += len(some)
-            report(done / len(which))
+            plans.choices[:, [index]], times_ps[:, index] = mixed.choice, mixed.times_ps
+            report((index + 1) / len(enough_j))
+
+    def _mix(
+        self,
+        choice: Int64Array,
+        times_ps: Int64Array,
+        others_ps: Iterable[Int64Array],
+        deadline_ps: int,
+        enough_j: float,
+    ) -> "_Mixed":
+        """Let a plan take over from others, one by one, what makes it cheaper, until it costs so little."""
+        best = _Mixed(choice, times_ps, float(self.columns.effective_energies_j(choice)[0]))
+        for other_ps in others_ps:
+            fused_ps = self._fusion.fuse(best.times_ps, other_ps, deadline_ps)
+            fused = self._fusion.choice(fused_ps)
+            fused_j = float(self.columns.effective_energies_j(fused)[0])
+            if fused_j < best.energy_j:
+                best = _Mixed(fused, fused_ps, fused_j)
+                if fused_j <= enough_j:
+                    break
+        return best
+
+    def _others(
+        self, times_ps: Int64Array, index: int, deadline_ps: int, corners: Sequence[int]
+    ) -> Iterator[Int64Array]:
+        """Yield the events' times of the plans that may improve one."""
+        faster = max((corner for corner in corners if corner < index), default=index)
+        slower = min((corner for corner in corners if corner > index), default=index)
+        if faster < index < slower and slower - faster > 2:  # else they are the neighbours
+            faster_ps, slower_ps = times_ps[:, faster], times_ps[:, slower]
+            # The faster one first, moved to the begin; the slower one first, and the faster one at the end.
+            yield self._fusion.fuse(faster_ps, slower_ps + (deadline_ps - slower_ps[-1]), deadline_ps)
+            later_ps = faster_ps + (deadline_ps - faster_ps[-1])
+            later_ps[0] = 0  # what begins the iteration has longer for it
+            yield self._fusion.fuse(later_ps, slower_ps, deadline_ps)
+        for neighbour in (index - 1, index + 1):
+            if 0 <= neighbour < times_ps.shape[1]:
+                yield from _at_both_ends(times_ps[:, neighbour], deadline_ps)
+
+    # ----------------------------------------------------------------------------------------------------
+
+    def _excess_shares(self, plans: "_Plans") -> FloatArray:
+        """Return how far each plan is above its bound, as a share of the energy."""
+        effective_j = self.columns.effective_energies_j(plans.choices)
+        found: FloatArray = (effective_j - plans.bounds_j) / plans.energies_j
+        return found
 
     def _portions(self, which: Int64Array, width: int = 1) -> Iterator[Int64Array]:
-        size = max(1, _MOST_CELLS // (self.columns.row_count * width))
+        """Cut indices of plans so that no more are worked on at once than memory should hold."""
+        size = max(1, self._settings.max_cells // (self.columns.row_count * width))
         for begin in range(0, len(which), size):
             yield which[begin : begin + size]
 
 
-class _Steps:
-    """Tells the progress of steps of about equal length."""
+class _Plans:
+    """A plan for each deadline: choices and prices as columns, the rest one value each."""
 
-    def __init__(self, report: Callable[[float], None], begun: float, count: int) -> None:
+    def __init__(self, row_count: int, count: int) -> None:
+        self.choices: Int64Array = np.empty((row_count, count), dtype=np.int64)
+        self.prices: Rungs = np.empty((row_count, count), dtype=np.int8)
+        self.deadlines_ps: Int64Array = np.empty(count, dtype=np.int64)
+        self.bounds_j: FloatArray = np.empty(count)
+        self.energies_j: FloatArray = np.empty(count)
+
+
+class _Mixed(NamedTuple):
+    """A plan: its choice, a column, its events' times and its effective energy."""
+
+    choice: Int64Array
+    times_ps: Int64Array
+    energy_j: float
+
+
+class _Steps:
+    """Reports the progress of steps of about equal length."""
+
+    def __init__(self, report: Callable[[float], None], count: int) -> None:
         self._report = report
-        self._begun = begun
-        self._width = (1 - begun) / count
+        self._count = count
+        self._done = 0
 
     def next(self) -> Callable[[float], None]:
-        """Return what to tell the share of the next step to."""
-        begun = self._begun
-        self._begun += self._width
-        return lambda share: self._report(begun + self._width * share)
+        """Return what to report the share of the next step to."""
+        done = self._done
+        self._done += 1
+        return lambda share: self._report((done + share) / self._count)
+
+
+def _at_both_ends(times_ps: Int64Array, deadline_ps: int) -> Iterator[Int64Array]:
+    """Yield the times of a plan that begins when the iteration does, and that ends when it does."""
+    yield times_ps
+    if times_ps[-1] != deadline_ps:
+        yield times_ps + (deadline_ps - times_ps[-1])
+
+
+def _hull_corners(times_ps: Int64Array, effective_j: FloatArray) -> list[int]:
+    """Return the indices of the lower hull's corners, by rising time, of what falls."""
+    corners: list[int] = []
+    for one in np.lexsort((effective_j, times_ps)).tolist():
+        if corners and effective_j[one] >= effective_j[corners[-1]]:
+            continue
+        while len(corners) >= 2:
+            first, second = corners[-2:]
+            saved_first = (effective_j[first] - effective_j[second]) * float(times_ps[one] - times_ps[second])
+            saved_second = (effective_j[second] - effective_j[one]) * float(
+                times_ps[second] - times_ps[first]
+            )
+            if saved_second < saved_first:
+                break
+            corners.pop()
+        corners.append(one)
+    return corners

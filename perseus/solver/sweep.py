@@ -48,7 +48,6 @@ class Sweep:
         effective_energies_j: rising, convex in the iteration time.
         slopes_w: between one corner and the next, what a second less costs in effective energy.
         event_times: in the relaxed plans.
-        event_count: number of events.
     """
 
     t_min_ps: int
@@ -57,12 +56,6 @@ class Sweep:
     effective_energies_j: FloatArray
     slopes_w: FloatArray
     event_times: EventTimes
-    event_count: int
-
-    @property
-    def effort(self) -> float:
-        """A measure of how long the sweep took that no machine changes: pieces times events."""
-        return len(self.slopes_w) * self.event_count
 
     def event_times_at(self, iteration_time_ps: int) -> Int64Array:
         """Return the events' times of the relaxed plan at an iteration time that the sweep covers.
@@ -122,7 +115,6 @@ def sweep_frontier(
         effective_energies_j=slowest_j + np.concatenate(([0.0], np.cumsum(steps_j))),
         slopes_w=slopes_w,
         event_times=recorder.finish(),
-        event_count=graph.event_count,
     )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path as FilePath
 from typing import NamedTuple
@@ -25,9 +24,9 @@ from perseus.solver import (
     Transfers,
     read_profile_csv,
     realisation,
-    refinement,
 )
 from perseus.solver import one_forward_one_backward as one_f_one_b
+from perseus.solver.realisation import SearchSettings
 from perseus.solver.transfers import lagged_arcs
 
 _DATA = FilePath(__file__).resolve().parents[3] / "shared" / "data"
@@ -37,14 +36,11 @@ GPUS_PER_STAGE = 8
 
 @contextmanager
 def little_search() -> Iterator[None]:
-    """Search with all means, but with few tries of each: for what holds however long is searched."""
+    """Take all steps of realising, but with few tries: for what holds however long is searched."""
+    little = SearchSettings(search_tries=2, refine_rounds=2, refine_tries=2, exchange_rounds=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refinement, "_ROUND_COUNT", 2)
-        patch.setattr(refinement, "_TRIES_A_ROUND", 2)
-        for relaxing, means in refinement._MEANS.items():
-            patch.setitem(refinement._MEANS, relaxing, replace(means, reaches=means.reaches[-1:]))
-        for relaxing, pains in realisation._PAINS.items():
-            patch.setitem(realisation._PAINS, relaxing, replace(pains, try_count=2))
+        patch.setattr(realisation, "_SETTINGS", little)
+        patch.setattr(realisation, "_LARGE_SETTINGS", little)
         yield
 
 

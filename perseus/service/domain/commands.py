@@ -96,7 +96,7 @@ class Solve:
 
 @dataclass(frozen=True, slots=True)
 class Refine:
-    """Make one plan of a frontier with all means; the answer comes back as Refined or RefineFailed."""
+    """Refine one plan of a frontier; the answer comes back as Refined or RefineFailed."""
 
     refinement: Refinement
 

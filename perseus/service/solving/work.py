@@ -86,7 +86,7 @@ def answer(hull_tolerance: float | None, asked: Solve | Refine) -> Solved | Refi
 
 
 def refine(refinement: Refinement) -> Plan:
-    """Make one plan of a frontier with all means."""
+    """Refine one plan of a frontier."""
     return refinement.plan()
 
 

@@ -183,7 +183,7 @@ class WorkerPool:
         return await self._do(work, job_id, on_retry)
 
     async def refine(self, refinement: Refinement, job_id: str, on_retry: OnRetry) -> Plan:
-        """Make a plan of a job's frontier with all means. In everything else as `solve`."""
+        """Refine a plan of a job's frontier. In everything else as `solve`."""
         return await self._do(lambda worker: worker.run(refine, refinement), job_id, on_retry)
 
     async def plan(self, frontier: Frontier, iteration_time_s: float) -> Plan:

@@ -163,7 +163,7 @@ SIGNAL_FAILURES = SIGNAL.counter(
 
 JOB = Section(
     "Each job",
-    "Of jobs that have not finished, the 1,000 newest at most: some 46 series for each, however many ranks "
+    "Of jobs that have not finished, the 1,000 newest at most: some 50 series for each, however many ranks "
     "it has. A new run of a job begins its counters anew.",
 )
 

@@ -135,16 +135,6 @@ def test_dual_schedule_runs_from_both_ends() -> None:
     assert iteration_time_s(Schedule(orders, paths), forward=1.0, backward=2.0) == 6.0
 
 
-def test_extra_dependencies_are_kept() -> None:
-    load = Computation(0, Kind.FIXED, 0)
-    orders = ((load, *one_forward_one_backward(2, 1).orders[0]), one_forward_one_backward(2, 1).orders[1])
-    pair = (Computation(1, Kind.BACKWARD, 0), load)
-    with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 fixed of microbatch 0") as caught:
-        Schedule(orders, extra_dependencies=(pair,))
-    assert "stage 1 backward of microbatch 0" in caught.value.details["cycle"]
-    assert pair[::-1] in Schedule(orders, extra_dependencies=(pair[::-1],)).dependencies
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
@@ -161,9 +151,3 @@ def test_wrong_paths_are_refused(paths: tuple[Path, ...], message: str | None) -
         return
     with pytest.raises(ScheduleError, match=message):
         Schedule(V_ORDERS, paths)
-
-
-def test_extra_dependencies_on_nothing_are_refused() -> None:
-    pair = (_c(0, "F", 0, 0), _c(0, "F", 9, 0))
-    with pytest.raises(ScheduleError, match="extra_dependencies: stage 0 forward of microbatch 9 is in no"):
-        Schedule(V_ORDERS, V, (pair,))

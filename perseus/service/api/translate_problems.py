@@ -29,11 +29,9 @@ from perseus.solver import (
     Kind,
     Measurement,
     Pipeline,
-    PipelineError,
     Plan,
     PlannedComputation,
     ProfileKey,
-    Transfers,
     common_lag_s,
     with_lag,
 )
@@ -119,14 +117,8 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
     """Return a problem. All its transfers share a lag, and FIXED computations of a stage and chunk a time.
 
     Raises:
-        PipelineError: its transfers have different lags, or occupy their stages.
+        PipelineError: its transfers have different lags, or there are extra ones.
     """
-    if problem.transfers is not Transfers.OVERLAPPING:
-        raise PipelineError(
-            f"transfers: expected overlapping ones, found {problem.transfers.value}",
-            field="transfers",
-            found=problem.transfers.value,
-        )
     message = frontier_pb2.PipelineProblem(
         schedule=schedule_to_proto(problem.schedule.orders, problem.schedule.paths),
         stage_count=problem.schedule.stage_count,

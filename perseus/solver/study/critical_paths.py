@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.order_table import OrderTable
 from perseus.solver.schedule import Schedule
-from perseus.solver.transfers import Transfers, lagged_arcs
+from perseus.solver.study.transfers import Transfers, lagged_arcs
 
 Int64Array = NDArray[np.int64]
 

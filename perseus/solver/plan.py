@@ -129,7 +129,7 @@ def fastest_clock_plan(pipeline: Pipeline) -> Plan:
 def earliest_finishes_ps(dependencies: Sequence[Dependency], durations_ps: Sequence[int]) -> list[int]:
     """Return when each computation ends if each starts as early as it can.
 
-    The dependencies point from lower to higher indices and are sorted.
+    All dependencies that lead to a computation come before those that lead from it.
     """
     starts_ps = [0] * len(durations_ps)
     for earlier, later, lag_ps in dependencies:
@@ -137,25 +137,6 @@ def earliest_finishes_ps(dependencies: Sequence[Dependency], durations_ps: Seque
         if ready_ps > starts_ps[later]:
             starts_ps[later] = ready_ps
     return [start_ps + duration_ps for start_ps, duration_ps in zip(starts_ps, durations_ps, strict=True)]
-
-
-def critical_path(dependencies: Sequence[Dependency], durations_ps: Sequence[int]) -> list[int]:
-    """Return the computations of one longest path, first to last, as indices.
-
-    The dependencies point from lower to higher indices and are sorted. Of equal paths it is always the same.
-    """
-    starts_ps = [0] * len(durations_ps)
-    waits_for = [-1] * len(durations_ps)
-    for earlier, later, lag_ps in dependencies:
-        ready_ps = starts_ps[earlier] + durations_ps[earlier] + lag_ps
-        if ready_ps > starts_ps[later] or waits_for[later] < 0:
-            starts_ps[later] = ready_ps
-            waits_for[later] = earlier
-    last = max(range(len(durations_ps)), key=lambda i: starts_ps[i] + durations_ps[i])
-    path = [last]
-    while waits_for[path[-1]] >= 0:
-        path.append(waits_for[path[-1]])
-    return path[::-1]
 
 
 def assemble_plan(

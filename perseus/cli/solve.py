@@ -18,7 +18,7 @@ from perseus.cli.rows import Format, FormatOption, show_rows
 from perseus.cli.terminal import FAILURE, console, error_console, fail
 
 if TYPE_CHECKING:
-    from perseus.solver import Frontier, Kind, Measurement, Plan, ProfileKey
+    from perseus.solver import Frontier, Measurement, Plan, PlannedComputation, ProfileKey
 
 # As the coordinator's limit_solve_computations and request_limit_s, for whose settings these stand here.
 _LIMIT_COMPUTATIONS = 8_192
@@ -377,7 +377,8 @@ def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
     rows = []
     for stage, computations in enumerate(made.stages):
         for kind in sorted({planned.computation.kind for planned in computations}, key=lambda k: k.value):
-            clocks_mhz = [p.clock_mhz for p in computations if p.computation.kind is kind]
+            of_kind = [planned for planned in computations if planned.computation.kind is kind]
+            clocks_mhz = [planned.clock_mhz for planned in of_kind]
             rows.append(
                 {
                     "stage": stage,
@@ -385,22 +386,18 @@ def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
                     "computation_count": len(clocks_mhz),
                     "lowest_clock_mhz": min(clocks_mhz),
                     "highest_clock_mhz": max(clocks_mhz),
-                    **_further_used(made, stage, kind),
+                    **_further_used(of_kind),
                 }
             )
     return rows
 
 
-def _further_used(made: "Plan", stage: int, kind: "Kind") -> dict[str, list[Any]]:
-    """Return, by name, which values of further settings the computations of a kind have."""
-    from perseus.solver import PlanOfSettings
-
+def _further_used(computations: "Sequence[PlannedComputation]") -> dict[str, list[Any]]:
+    """Return, by name, which values of further settings the computations have."""
     used: dict[str, set[Any]] = {}
-    if isinstance(made, PlanOfSettings):
-        for planned, further in zip(made.stages[stage], made.further[stage], strict=True):
-            if planned.computation.kind is kind:
-                for name, value in further:
-                    used.setdefault(name, set()).add(value)
+    for planned in computations:
+        for name, value in planned.further:
+            used.setdefault(name, set()).add(value)
     return {name: sorted(values) for name, values in used.items()}
 
 

@@ -31,7 +31,7 @@ from perseus.solver.named_schedules import (
     zero_bubble_v,
 )
 from perseus.solver.pipeline import Pipeline, ProfileKey
-from perseus.solver.plan import Plan, PlannedComputation, PlanOfSettings, fastest_clock_plan, replay
+from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay
 from perseus.solver.profile import MeasuredSetting, Measurement
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
@@ -56,7 +56,6 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Plan",
-    "PlanOfSettings",
     "PlannedComputation",
     "ProfileError",
     "ProfileKey",

@@ -25,7 +25,6 @@ def test_public_names() -> None:
         "Pipeline",
         "PipelineError",
         "Plan",
-        "PlanOfSettings",
         "PlannedComputation",
         "ProfileError",
         "ProfileKey",

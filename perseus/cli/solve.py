@@ -4,7 +4,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,6 +15,7 @@ from perseus.cli.destination import Destination
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, FormatOption, show_rows
 from perseus.cli.terminal import FAILURE, console, error_console, fail
+from perseus.schedule_name import ScheduleName
 
 if TYPE_CHECKING:
     from perseus.solver import Frontier, Measurement, Plan, PlannedComputation, ProfileKey
@@ -38,27 +38,22 @@ LimitComputations = Annotated[
 LimitS = Annotated[float, typer.Option(min=0.001, max=1e9, help="Give up after so long, seconds.")]
 
 
-class ScheduleChoice(StrEnum):
-    """Schedules that need nothing but a name."""
-
-    ONE_FORWARD_ONE_BACKWARD = "1f1b"
-    GPIPE = "gpipe"
-
-
 def solve(
     profile: Annotated[
         Path,
         typer.Argument(
             help="CSV with the columns stage,instruction,frequency,time,energy "
-            "(forward or backward, MHz, seconds, joules per GPU), and time_se,energy_se where "
-            "standard errors are known. All others are further settings, as power_limit_w or kernel.",
+            "(forward, backward, and what else the schedule has: backward-input, backward-weight, "
+            "recomputation; MHz, seconds, joules per GPU), chunk where stages have several, and "
+            "time_se,energy_se where standard errors are known. All others are further settings, as "
+            "power_limit_w or kernel.",
             show_default=False,
         ),
     ],
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per iteration.", show_default=False)],
     schedule: Annotated[
-        ScheduleChoice, typer.Option(help="Order of the computations.")
-    ] = ScheduleChoice.ONE_FORWARD_ONE_BACKWARD,
+        ScheduleName, typer.Option(help="Order of the computations.")
+    ] = ScheduleName.ONE_FORWARD_ONE_BACKWARD,
     gpus_per_stage: Annotated[int, typer.Option(min=1, help="GPUs that share each stage.")] = 1,
     blocking_power_w: Annotated[
         float, typer.Option(min=0.0, help="What one GPU draws while it waits on communication, watts.")
@@ -112,13 +107,10 @@ def solve(
             profiles = solver.shrink_profiles(solver.read_profile_csv(profile, gpus_per_stage))
         stage_count = 1 + max(stage for stage, _, _ in profiles)
         _check_settings(profile, profiles)
-        _check_size(2 * stage_count * microbatches, points, limit_computations)
-        make = {
-            ScheduleChoice.ONE_FORWARD_ONE_BACKWARD: solver.one_forward_one_backward,
-            ScheduleChoice.GPIPE: solver.gpipe,
-        }[schedule]
+        counts = stage_count, microbatches, 1 + max(chunk for _, chunk, _ in profiles)
+        _check_size(solver.most_computations(schedule, *counts), points, limit_computations)
         pipeline = solver.Pipeline(
-            schedule=make(stage_count, microbatches),
+            schedule=solver.named_schedule(schedule, *counts),
             profiles=profiles,
             blocking_power_w=(blocking_power_w * gpus_per_stage,) * stage_count,
         )

@@ -44,6 +44,8 @@ def test_public_names() -> None:
         "interleaved_one_forward_one_backward",
         "interpolate_clocks",
         "merge_measurements",
+        "most_computations",
+        "named_schedule",
         "one_forward_one_backward",
         "plan_at",
         "predicted_iteration_time_s",

@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from benchmarks.harness import Column, Table, main
+from perseus.schedule_name import ScheduleName
 from perseus.service.domain.inputs import FinishRequested, RankJoined, RankLeft
 from perseus.service.domain.model import Gpu, RankLeftReason
 from perseus.service.domain.retention import Retention
@@ -20,7 +21,6 @@ from perseus.service.domain.specification import (
     NamedSchedule,
     Parallelism,
     Registration,
-    ScheduleName,
 )
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator

@@ -11,16 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.harness import DATA, Cell, Column, Table, main
-from perseus.solver import (
-    Computation,
-    FittedTimes,
-    Kind,
-    MeasuredIteration,
-    Schedule,
-    emulated_iteration_time_s,
-    fit_times,
-    one_forward_one_backward,
-)
+from perseus.solver import Computation, Kind, Schedule, one_forward_one_backward
+from perseus.solver.study import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
 
 _FOLDS = 3
 _FIXED = Computation(0, Kind.FIXED, 0)

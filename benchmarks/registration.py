@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import Column, Table, main
+from perseus.schedule_name import ScheduleName
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import (
     MAX_COMPUTATION_COUNT,
@@ -18,7 +19,6 @@ from perseus.service.domain.specification import (
     NamedSchedule,
     Parallelism,
     Registration,
-    ScheduleName,
 )
 from perseus.service.job.rules import Rules
 from perseus.service.shell import live_runs

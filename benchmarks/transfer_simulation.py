@@ -30,7 +30,8 @@ from math import inf
 
 import numpy as np
 
-from perseus.solver import Computation, Kind, MeasuredIteration, Schedule, one_forward_one_backward
+from perseus.solver import Computation, Kind, Schedule, one_forward_one_backward
+from perseus.solver.study import MeasuredIteration
 
 CLOCKS_MHZ = tuple(range(1410, 900, -60))
 

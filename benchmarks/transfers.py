@@ -11,15 +11,8 @@ import numpy as np
 
 from benchmarks.harness import Cell, Column, Table, main
 from benchmarks.transfer_simulation import Mechanisms, SimulatedRun, simulate_run
-from perseus.solver import (
-    Computation,
-    FittedTimes,
-    Kind,
-    Schedule,
-    Transfers,
-    emulated_iteration_time_s,
-    fit_times,
-)
+from perseus.solver import Computation, Kind, Schedule
+from perseus.solver.study import FittedTimes, Transfers, emulated_iteration_time_s, fit_times
 
 _FOLDS = 3
 _SEEDS = (1, 2)

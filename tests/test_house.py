@@ -60,6 +60,7 @@ HOUSE: Mapping[str, Room] = {
     "emulation.dynamics": pure(),
     "rate_limited_log": room("structlog"),
     "retry": pure(),
+    "schedule_name": pure(),
     "logs": room("structlog"),
     "metrics": pure("prometheus_client"),
     "tls": room("grpc", "pydantic", "structlog"),

@@ -20,7 +20,6 @@ from perseus.solver import (
     Measurement,
     Pipeline,
     Plan,
-    PlanOfSettings,
     ProfileError,
     ProfileKey,
 )
@@ -50,11 +49,10 @@ def frontier_text(frontier: Frontier) -> str:
 def plan_text(plan: Plan) -> str:
     """Return a plan's file."""
     document = _document(translate_problems.plan_to_proto(plan))
-    if isinstance(plan, PlanOfSettings):
-        for stage, further_of_stage in zip(document["stages"], plan.further, strict=True):
-            for member, further in zip(stage["computations"], further_of_stage, strict=True):
-                if further:
-                    member[_MEMBER] = dict(further)
+    for written, stage in zip(document["stages"], plan.stages, strict=True):
+        for member, planned in zip(written["computations"], stage, strict=True):
+            if planned.further:
+                member[_MEMBER] = dict(planned.further)
     return _text(document)
 
 

@@ -4,7 +4,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,9 +15,10 @@ from perseus.cli.destination import Destination
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, FormatOption, show_rows
 from perseus.cli.terminal import FAILURE, console, error_console, fail
+from perseus.schedule_name import ScheduleName
 
 if TYPE_CHECKING:
-    from perseus.solver import Frontier, Kind, Measurement, Plan, ProfileKey
+    from perseus.solver import Frontier, Measurement, Plan, PlannedComputation, ProfileKey
 
 # As the coordinator's limit_solve_computations and request_limit_s, for whose settings these stand here.
 _LIMIT_COMPUTATIONS = 8_192
@@ -38,27 +38,22 @@ LimitComputations = Annotated[
 LimitS = Annotated[float, typer.Option(min=0.001, max=1e9, help="Give up after so long, seconds.")]
 
 
-class ScheduleChoice(StrEnum):
-    """Schedules that need nothing but a name."""
-
-    ONE_FORWARD_ONE_BACKWARD = "1f1b"
-    GPIPE = "gpipe"
-
-
 def solve(
     profile: Annotated[
         Path,
         typer.Argument(
             help="CSV with the columns stage,instruction,frequency,time,energy "
-            "(forward or backward, MHz, seconds, joules per GPU), and time_se,energy_se where "
-            "standard errors are known. All others are further settings, as power_limit_w or kernel.",
+            "(forward, backward, and what else the schedule has: backward-input, backward-weight, "
+            "recomputation; MHz, seconds, joules per GPU), chunk where stages have several, and "
+            "time_se,energy_se where standard errors are known. All others are further settings, as "
+            "power_limit_w or kernel.",
             show_default=False,
         ),
     ],
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per iteration.", show_default=False)],
     schedule: Annotated[
-        ScheduleChoice, typer.Option(help="Order of the computations.")
-    ] = ScheduleChoice.ONE_FORWARD_ONE_BACKWARD,
+        ScheduleName, typer.Option(help="Order of the computations.")
+    ] = ScheduleName.ONE_FORWARD_ONE_BACKWARD,
     gpus_per_stage: Annotated[int, typer.Option(min=1, help="GPUs that share each stage.")] = 1,
     blocking_power_w: Annotated[
         float, typer.Option(min=0.0, help="What one GPU draws while it waits on communication, watts.")
@@ -112,13 +107,10 @@ def solve(
             profiles = solver.shrink_profiles(solver.read_profile_csv(profile, gpus_per_stage))
         stage_count = 1 + max(stage for stage, _, _ in profiles)
         _check_settings(profile, profiles)
-        _check_size(2 * stage_count * microbatches, points, limit_computations)
-        make = {
-            ScheduleChoice.ONE_FORWARD_ONE_BACKWARD: solver.one_forward_one_backward,
-            ScheduleChoice.GPIPE: solver.gpipe,
-        }[schedule]
+        counts = stage_count, microbatches, 1 + max(chunk for _, chunk, _ in profiles)
+        _check_size(solver.most_computations(schedule, *counts), points, limit_computations)
         pipeline = solver.Pipeline(
-            schedule=make(stage_count, microbatches),
+            schedule=solver.named_schedule(schedule, *counts),
             profiles=profiles,
             blocking_power_w=(blocking_power_w * gpus_per_stage,) * stage_count,
         )
@@ -377,7 +369,8 @@ def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
     rows = []
     for stage, computations in enumerate(made.stages):
         for kind in sorted({planned.computation.kind for planned in computations}, key=lambda k: k.value):
-            clocks_mhz = [p.clock_mhz for p in computations if p.computation.kind is kind]
+            of_kind = [planned for planned in computations if planned.computation.kind is kind]
+            clocks_mhz = [planned.clock_mhz for planned in of_kind]
             rows.append(
                 {
                     "stage": stage,
@@ -385,22 +378,18 @@ def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
                     "computation_count": len(clocks_mhz),
                     "lowest_clock_mhz": min(clocks_mhz),
                     "highest_clock_mhz": max(clocks_mhz),
-                    **_further_used(made, stage, kind),
+                    **_further_used(of_kind),
                 }
             )
     return rows
 
 
-def _further_used(made: "Plan", stage: int, kind: "Kind") -> dict[str, list[Any]]:
-    """Return, by name, which values of further settings the computations of a kind have."""
-    from perseus.solver import PlanOfSettings
-
+def _further_used(computations: "Sequence[PlannedComputation]") -> dict[str, list[Any]]:
+    """Return, by name, which values of further settings the computations have."""
     used: dict[str, set[Any]] = {}
-    if isinstance(made, PlanOfSettings):
-        for planned, further in zip(made.stages[stage], made.further[stage], strict=True):
-            if planned.computation.kind is kind:
-                for name, value in further:
-                    used.setdefault(name, set()).add(value)
+    for planned in computations:
+        for name, value in planned.further:
+            used.setdefault(name, set()).add(value)
     return {name: sorted(values) for name, values in used.items()}
 
 

@@ -16,13 +16,6 @@ from perseus.solver.errors import (
     ScheduleError,
     SolverError,
 )
-from perseus.solver.fitting import (
-    FittedTimes,
-    MeasuredIteration,
-    emulated_iteration_time_s,
-    fit_times,
-    with_fitted_times,
-)
 from perseus.solver.frontier import Frontier, FrontierPoint, Refinement, plan_at, solve
 from perseus.solver.lag import common_lag_s, explaining_lag_s, predicted_iteration_time_s, with_lag
 from perseus.solver.latency import LatencyReplay, replay_with_latency
@@ -33,18 +26,19 @@ from perseus.solver.named_schedules import (
     early_recomputation,
     gpipe,
     interleaved_one_forward_one_backward,
+    most_computations,
+    named_schedule,
     one_forward_one_backward,
     zero_bubble_h1,
     zero_bubble_v,
 )
 from perseus.solver.pipeline import Pipeline, ProfileKey
-from perseus.solver.plan import Plan, PlannedComputation, PlanOfSettings, fastest_clock_plan, replay
+from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay
 from perseus.solver.profile import MeasuredSetting, Measurement
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
 from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
-from perseus.solver.transfers import Transfers
 
 __all__ = [
     "MAX_CLOCK_MHZ",
@@ -52,21 +46,18 @@ __all__ = [
     "MAX_TIME_S",
     "Computation",
     "DeadlineError",
-    "FittedTimes",
     "Frontier",
     "FrontierPoint",
     "Kind",
     "LagError",
     "LatencyReplay",
     "Margin",
-    "MeasuredIteration",
     "MeasuredSetting",
     "Measurement",
     "Path",
     "Pipeline",
     "PipelineError",
     "Plan",
-    "PlanOfSettings",
     "PlannedComputation",
     "ProfileError",
     "ProfileKey",
@@ -76,19 +67,18 @@ __all__ = [
     "ScheduleError",
     "Setting",
     "SolverError",
-    "Transfers",
     "common_lag_s",
     "dual_pipe_v",
     "dwell",
     "early_recomputation",
-    "emulated_iteration_time_s",
     "explaining_lag_s",
     "fastest_clock_plan",
-    "fit_times",
     "gpipe",
     "interleaved_one_forward_one_backward",
     "interpolate_clocks",
     "merge_measurements",
+    "most_computations",
+    "named_schedule",
     "one_forward_one_backward",
     "plan_at",
     "predicted_iteration_time_s",
@@ -99,7 +89,6 @@ __all__ = [
     "shrink",
     "shrink_profiles",
     "solve",
-    "with_fitted_times",
     "with_lag",
     "with_margin",
     "zero_bubble_h1",

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.computation import Computation, Kind
-from perseus.solver.graph import order_computations
+from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.latency import Curve, check_clocks, check_latency, replay_with_latency
 from perseus.solver.pipeline import Pipeline
-from perseus.solver.plan import Plan, PlannedComputation, replay
+from perseus.solver.plan import Plan, PlannedComputation, earliest_finishes_ps, replay
 from perseus.solver.profile import PS_PER_S, to_ps
 
 FloatArray = NDArray[np.float64]
@@ -138,16 +138,11 @@ def _stretch(pipeline: Pipeline, plan: Plan, deadline_ps: int) -> dict[Computati
     planned = [p for stage in plan.stages for p in stage]
     for p in planned:
         durations_ps[index_of[p.computation]] = to_ps(p.duration_s)
-    before_ps = [0] * len(computations)
-    for earlier, later, lag_ps in dependencies:
-        ready_ps = before_ps[earlier] + durations_ps[earlier] + lag_ps
-        before_ps[later] = max(before_ps[later], ready_ps)
-    after_ps = [0] * len(computations)
-    for earlier, later, lag_ps in reversed(dependencies):
-        rest_ps = lag_ps + durations_ps[later] + after_ps[later]
-        after_ps[earlier] = max(after_ps[earlier], rest_ps)
+    backward = [Dependency(later, earlier, lag_ps) for earlier, later, lag_ps in reversed(dependencies)]
+    until_ps = earliest_finishes_ps(dependencies, durations_ps)
+    from_ps = earliest_finishes_ps(backward, durations_ps)
     return {
-        computations[i]: durations_ps[i] * deadline_ps // (before_ps[i] + durations_ps[i] + after_ps[i])
+        computations[i]: durations_ps[i] * deadline_ps // (until_ps[i] + from_ps[i] - durations_ps[i])
         for i in (index_of[p.computation] for p in planned)
     }
 

@@ -8,7 +8,7 @@ because a computation may always start earlier or finish later than it needs to.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ from perseus.solver.profile import (
     pareto_options,
     to_ps,
 )
-from perseus.solver.transfers import Transfers, lagged_arcs
 
 Int64Array = NDArray[np.int64]
 
@@ -105,12 +104,8 @@ def order_computations(pipeline: Pipeline) -> tuple[tuple[Computation, ...], tup
     """
     orders = pipeline.schedule.orders
     waits_for: dict[Computation, list[Computation]] = {}
-    for earlier, later in pipeline.schedule.dependencies:
+    for earlier, later in chain(pipeline.schedule.dependencies, pipeline.extra_lags_s):
         waits_for.setdefault(later, []).append(earlier)
-    occupied = _occupied(pipeline)
-    for earlier, later, _ in occupied:
-        if earlier.stage != later.stage:
-            waits_for.setdefault(later, []).append(earlier)
     index_of: dict[Computation, int] = {}
     next_in = [0] * len(orders)
     # The schedule does not deadlock, so every turn over the stages gets at least one of them further.
@@ -126,27 +121,15 @@ def order_computations(pipeline: Pipeline) -> tuple[tuple[Computation, ...], tup
         for order in orders
         for earlier, later in pairwise(order)
     ]
-    lags_ps = []
     for earlier, later in pipeline.schedule.dependencies:
         lags_s = pipeline.activation_lags_s if later.kind is Kind.FORWARD else pipeline.gradient_lags_s
-        lags_ps.append(to_ps(lags_s.get((earlier.stage, later.stage), 0.0)))
-        dependencies.append(Dependency(index_of[earlier], index_of[later], lags_ps[-1]))
+        lag_ps = to_ps(lags_s.get((earlier.stage, later.stage), 0.0))
+        dependencies.append(Dependency(index_of[earlier], index_of[later], lag_ps))
     dependencies += [
-        Dependency(index_of[earlier], index_of[later], lags_ps[transfer])
-        for earlier, later, transfer in occupied
+        Dependency(index_of[earlier], index_of[later], to_ps(lag_s))
+        for (earlier, later), lag_s in pipeline.extra_lags_s.items()
     ]
     return tuple(index_of), tuple(sorted(dependencies))
-
-
-def _occupied(pipeline: Pipeline) -> list[tuple[Computation, Computation, int]]:
-    """Return (earlier, later, index of the dependency) for what waits for another's transfer to end."""
-    if pipeline.transfers is Transfers.OVERLAPPING:
-        return []
-    computations = list(pipeline.schedule.computations)
-    arcs = lagged_arcs(pipeline.schedule, pipeline.transfers)[len(pipeline.schedule.arcs) :]
-    return [
-        (computations[earlier], computations[later], transfer) for earlier, later, transfer in arcs.tolist()
-    ]
 
 
 def _collect_options(

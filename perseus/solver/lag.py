@@ -5,7 +5,7 @@ wait; a plan that stretches a light stage until it has no slack lays it bare. So
 than predicted, by more than the all-max plan does, tells how long a transfer takes: the longer the lag, the
 further the two plans' iteration times part.
 
-:mod:`perseus.solver.fitting` tells boundaries and directions apart, and needs many plans for it.
+Fits (`perseus.solver.study`) tell boundaries and directions apart, and need many plans for it.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,11 @@ def common_lag_s(pipeline: Pipeline) -> float:
     """Return the lag of every transfer along the pipeline's paths, in seconds; 0 if there is none.
 
     Raises:
-        PipelineError: transfers have different lags.
+        PipelineError: transfers have different lags, or there are extra ones.
     """
+    if pipeline.extra_lags_s:
+        found = len(pipeline.extra_lags_s)
+        raise PipelineError(f"extra_lags_s: expected none, found {found}", field="extra_lags_s", found=found)
     hops = _hops(pipeline)
     lags_s = {pipeline.activation_lags_s.get(hop, 0.0) for hop in hops}
     lags_s |= {pipeline.gradient_lags_s.get((receiver, sender), 0.0) for sender, receiver in hops}
@@ -70,7 +73,7 @@ def explaining_lag_s(
     take longer than measured explains nothing. None if no lag does.
 
     Raises:
-        PipelineError: the pipeline's transfers have different lags.
+        PipelineError: the pipeline's transfers have different lags, or there are extra ones.
     """
     slow, fast = _iteration_time_ps(pipeline, slow_plan), _iteration_time_ps(pipeline, fast_plan)
     excess_ps = to_ps(slow_time_s - fast_time_s)
@@ -99,7 +102,7 @@ def predicted_iteration_time_s(pipeline: Pipeline, plan: Plan) -> float:
     """Return what an iteration takes with a plan's durations and the lag that is common to all transfers.
 
     Raises:
-        PipelineError: the pipeline's transfers have different lags.
+        PipelineError: the pipeline's transfers have different lags, or there are extra ones.
     """
     return _iteration_time_ps(pipeline, plan)(to_ps(common_lag_s(pipeline))) / PS_PER_S
 

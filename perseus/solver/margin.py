@@ -17,8 +17,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.solver.columns import Columns
 from perseus.solver.errors import SolverError
-from perseus.solver.graph import Dependency, EventGraph, build_event_graph
+from perseus.solver.graph import EventGraph, build_event_graph
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import fastest_clock_plan
 from perseus.solver.profile import PS_PER_S, Measurement
@@ -98,8 +99,8 @@ def _all_max_s(pipeline: Pipeline) -> float:
 def _share_needed(pipeline: Pipeline, error_count: float, confidence: float) -> float:
     """Return what share of this many standard errors is needed by the plan that needs the most."""
     graph = build_event_graph(_padded(pipeline, error_count))
-    emulate = _emulator(pipeline, graph, error_count)
     realiser = Realiser(graph)
+    emulate = _emulator(pipeline, graph, realiser.columns, error_count)
     sweep = sweep_frontier(graph)
     shares = []
     for factor in _PROBES:
@@ -111,7 +112,7 @@ def _share_needed(pipeline: Pipeline, error_count: float, confidence: float) -> 
 
 
 def _emulator(
-    pipeline: Pipeline, graph: EventGraph, error_count: float
+    pipeline: Pipeline, graph: EventGraph, columns: Columns, error_count: float
 ) -> Callable[[Sequence[int]], tuple[float, float, FloatArray]]:
     """Return what tells the iteration times of chosen options: as expected, with the margin, and drawn."""
     measured: Mapping[ProfileKey, Mapping[int | Setting, Measurement]] = {
@@ -138,18 +139,8 @@ def _emulator(
                 deviations_s.append(m.time_se_s)
                 rows.append(row_of[c.stage, c.chunk, c.kind])
         durations_s = np.array(times_s)[:, None] + np.array(deviations_s)[:, None] * errors[rows]
-        ends_s = _longest_s(graph.dependencies, durations_s)
+        durations_ps = np.rint(durations_s * PS_PER_S).astype(np.int64)[columns.computation_of]
+        ends_s = columns.earliest_finishes_ps(durations_ps).max(axis=0) / PS_PER_S
         return float(ends_s[0]), float(ends_s[1]), ends_s[2:]
 
     return emulate
-
-
-def _longest_s(dependencies: Sequence[Dependency], durations_s: FloatArray) -> FloatArray:
-    """Return the iteration time of each column of durations, one row a computation, in their order."""
-    starts_s = np.zeros_like(durations_s)
-    # Sorted by the earlier one, so whatever leads to a computation comes before what leads from it.
-    for earlier, later, lag_ps in dependencies:
-        ready_s = starts_s[earlier] + durations_s[earlier] + lag_ps / PS_PER_S
-        np.maximum(starts_s[later], ready_s, out=starts_s[later])
-    found: FloatArray = (starts_s + durations_s).max(axis=0)
-    return found

@@ -1,7 +1,9 @@
 """The schedules that are known by name, written down as each stage's order."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
+from perseus.schedule_name import ScheduleName
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import ScheduleError
 from perseus.solver.schedule import Schedule
@@ -277,3 +279,63 @@ def dual_pipe_v(stage_count: int, microbatch_count: int) -> Schedule:
             yield turns.weight_backward(chunk)
 
     return _v_shaped(stage_count, microbatch_count, order)
+
+
+class _Builder(NamedTuple):
+    """How a schedule that needs no number of chunks is written down.
+
+    Attributes:
+        chunk_count: on each stage.
+        most_kinds: of computations of a chunk and microbatch.
+    """
+
+    build: Callable[[int, int], Schedule]
+    chunk_count: int
+    most_kinds: int
+
+
+_INTERLEAVED = ScheduleName.INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
+
+_BUILDERS: Mapping[ScheduleName, _Builder] = {
+    ScheduleName.GPIPE: _Builder(gpipe, 1, 2),
+    ScheduleName.ONE_FORWARD_ONE_BACKWARD: _Builder(one_forward_one_backward, 1, 2),
+    ScheduleName.EARLY_RECOMPUTATION: _Builder(early_recomputation, 1, 3),
+    ScheduleName.ZERO_BUBBLE_H1: _Builder(zero_bubble_h1, 1, 3),
+    ScheduleName.ZERO_BUBBLE_V: _Builder(zero_bubble_v, 2, 3),
+    ScheduleName.DUAL_PIPE_V: _Builder(dual_pipe_v, 2, 3),
+}
+
+
+def named_schedule(
+    name: ScheduleName, stage_count: int, microbatch_count: int, chunk_count: int = 0
+) -> Schedule:
+    """Return a schedule by its name.
+
+    ``chunk_count``: model chunks on each stage. Interleaved 1F1B needs it; any other schedule has a number of
+    its own, and 0 stands for that.
+
+    Raises:
+        ScheduleError: a count is none that the schedule can have.
+    """
+    if name is _INTERLEAVED:
+        return interleaved_one_forward_one_backward(stage_count, microbatch_count, chunk_count)
+    build, own_chunk_count, _ = _BUILDERS[name]
+    if chunk_count not in (0, own_chunk_count):
+        raise ScheduleError(
+            f"chunk_count: expected {own_chunk_count} on each stage for {name}, found {chunk_count}",
+            field="chunk_count",
+            found=chunk_count,
+        )
+    return build(stage_count, microbatch_count)
+
+
+def most_computations(
+    name: ScheduleName, stage_count: int, microbatch_count: int, chunk_count: int = 0
+) -> int:
+    """Return how many computations such a schedule has, at most; writing it down goes through no more."""
+    if name is _INTERLEAVED:
+        return 2 * chunk_count * stage_count * microbatch_count
+    if name is ScheduleName.ZERO_BUBBLE_V:
+        microbatch_count = max(microbatch_count, 2 * stage_count - 1)
+    _, own_chunk_count, most_kinds = _BUILDERS[name]
+    return most_kinds * own_chunk_count * stage_count * microbatch_count

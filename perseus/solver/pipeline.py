@@ -11,7 +11,6 @@ from perseus.solver.errors import PipelineError, ProfileError
 from perseus.solver.profile import Measurement
 from perseus.solver.schedule import Schedule
 from perseus.solver.setting import clock_of, name_of
-from perseus.solver.transfers import Transfers, lagged_arcs
 
 MAX_TOTAL_TIME_S = 4e6
 """Of all computations and transfers of an iteration, one after another: its picoseconds fit 63 bits."""
@@ -32,12 +31,13 @@ class Pipeline:
             start of the one that needs its activations. Pairs that are not named have none.
         gradient_lags_s: the same from backward to backward.
         fixed_times_s: the time of each FIXED computation. It draws blocking power: its effective energy is 0.
-        transfers: what lags keep waiting (:mod:`perseus.solver.transfers`). A stage that a transfer occupies
-            draws blocking power.
+        extra_lags_s: by (earlier, later) computation, from the end of the one to the earliest start of the
+            other, where more waits than orders, activations and gradients say. A stage that waits draws
+            blocking power.
 
     Raises:
         ProfileError: a computation has no measurements, or a clock (or setting) is measured twice.
-        ScheduleError: transfers that occupy their stages would deadlock.
+        ScheduleError: an extra lag is between computations that are not there, or deadlocks the orders.
         PipelineError: a power, lag or fixed time is out of bounds (`perseus.solver.bounds`), or belongs to
             nothing in the schedule; or all together take longer than MAX_TOTAL_TIME_S.
     """
@@ -48,7 +48,7 @@ class Pipeline:
     activation_lags_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     gradient_lags_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     fixed_times_s: Mapping[Computation, float] = field(default_factory=dict)
-    transfers: Transfers = Transfers.OVERLAPPING
+    extra_lags_s: Mapping[tuple[Computation, Computation], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stage_count = self.schedule.stage_count
@@ -71,8 +71,10 @@ class Pipeline:
                         field=name,
                         found=f"{sender} → {receiver}",
                     )
-        if self.transfers is not Transfers.OVERLAPPING:
-            lagged_arcs(self.schedule, self.transfers)
+        for (earlier, later), lag_s in self.extra_lags_s.items():
+            _check_amount(lag_s, "extra_lags_s", f"{earlier} → {later}", MAX_TIME_S)
+        if self.extra_lags_s:
+            self.schedule.check_dependencies(self.extra_lags_s)
         self._check_fixed_times()
         self._check_profiles()
         self._check_total_time()
@@ -128,6 +130,7 @@ class Pipeline:
             [
                 *(count * slowest_s[key] for key, count in counts.items()),
                 *self.fixed_times_s.values(),
+                *self.extra_lags_s.values(),
                 len(self.schedule.dependencies) * longest_lag_s,
             ]
         )

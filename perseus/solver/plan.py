@@ -9,19 +9,21 @@ from perseus.solver.errors import ProfileError
 from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import PS_PER_S, highest, to_ps
-from perseus.solver.setting import Further, Setting, further_of, in_order, name_of
+from perseus.solver.setting import Further, Setting, clock_of, further_of, in_order, name_of
 
 
 class PlannedComputation(NamedTuple):
     """A computation, its clock, and when it runs if all goes as measured, from the iteration's begin.
 
-    A tuple, because plans have thousands of them and are looked up in a hurry.
+    `further` is what it has beside its clock: offline only, agents set clocks. A tuple, because plans have
+    thousands of them and are looked up in a hurry.
     """
 
     computation: Computation
     clock_mhz: int
     start_s: float
     duration_s: float
+    further: Further = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,12 @@ class Plan:
 
     @property
     def settings(self) -> Mapping[Computation, int | Setting]:
-        """What each computation that has a clock runs at: here the clock, and nothing else."""
-        return self.clocks_mhz
+        """What each computation that has a clock runs at: it, and further settings if there are any."""
+        return {
+            p.computation: Setting(p.clock_mhz, p.further) if p.further else p.clock_mhz
+            for stage in self.stages
+            for p in stage
+        }
 
     @property
     def energy_j(self) -> float:
@@ -58,26 +64,6 @@ class Plan:
     def energy_until_j(self, time_s: float) -> float:
         """Return the energy until the iteration has ended and ``time_s`` has passed, whichever is later."""
         return self.effective_energy_j + self.blocking_power_w * max(time_s, self.iteration_time_s)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOfSettings(Plan):
-    """A plan that gives computations more than a clock: offline only, agents set clocks.
-
-    Attributes:
-        further: stage by stage, what each computation has beside its clock; () where that is all.
-    """
-
-    further: tuple[tuple[Further, ...], ...]
-
-    @property
-    def settings(self) -> Mapping[Computation, int | Setting]:
-        """What each computation runs at: a clock, or a clock and further settings."""
-        return {
-            p.computation: Setting(p.clock_mhz, further) if further else p.clock_mhz
-            for stage, of_stage in zip(self.stages, self.further, strict=True)
-            for p, further in zip(stage, of_stage, strict=True)
-        }
 
 
 def replay(pipeline: Pipeline, settings: Mapping[Computation, int | Setting]) -> Plan:
@@ -129,7 +115,7 @@ def fastest_clock_plan(pipeline: Pipeline) -> Plan:
 def earliest_finishes_ps(dependencies: Sequence[Dependency], durations_ps: Sequence[int]) -> list[int]:
     """Return when each computation ends if each starts as early as it can.
 
-    The dependencies point from lower to higher indices and are sorted.
+    All dependencies that lead to a computation come before those that lead from it.
     """
     starts_ps = [0] * len(durations_ps)
     for earlier, later, lag_ps in dependencies:
@@ -137,25 +123,6 @@ def earliest_finishes_ps(dependencies: Sequence[Dependency], durations_ps: Seque
         if ready_ps > starts_ps[later]:
             starts_ps[later] = ready_ps
     return [start_ps + duration_ps for start_ps, duration_ps in zip(starts_ps, durations_ps, strict=True)]
-
-
-def critical_path(dependencies: Sequence[Dependency], durations_ps: Sequence[int]) -> list[int]:
-    """Return the computations of one longest path, first to last, as indices.
-
-    The dependencies point from lower to higher indices and are sorted. Of equal paths it is always the same.
-    """
-    starts_ps = [0] * len(durations_ps)
-    waits_for = [-1] * len(durations_ps)
-    for earlier, later, lag_ps in dependencies:
-        ready_ps = starts_ps[earlier] + durations_ps[earlier] + lag_ps
-        if ready_ps > starts_ps[later] or waits_for[later] < 0:
-            starts_ps[later] = ready_ps
-            waits_for[later] = earlier
-    last = max(range(len(durations_ps)), key=lambda i: starts_ps[i] + durations_ps[i])
-    path = [last]
-    while waits_for[path[-1]] >= 0:
-        path.append(waits_for[path[-1]])
-    return path[::-1]
 
 
 def assemble_plan(
@@ -167,37 +134,17 @@ def assemble_plan(
     """Build a plan from each computation's (setting, time in ps, effective energy in J)."""
     finishes_ps = earliest_finishes_ps(dependencies, [time_ps for _, time_ps, _ in chosen])
     stages: list[list[PlannedComputation]] = [[] for _ in pipeline.blocking_power_w]
-    has_further = False
     for c, finish_ps, (setting, time_ps, _) in zip(computations, finishes_ps, chosen, strict=True):
         if c.kind is not Kind.FIXED:
             start_s, duration_s = (finish_ps - time_ps) / PS_PER_S, time_ps / PS_PER_S
-            if isinstance(setting, int):
-                clock_mhz = setting
-            else:
-                clock_mhz, has_further = setting.clock_mhz, True
-            stages[c.stage].append(PlannedComputation(c, clock_mhz, start_s, duration_s))
-    plan = Plan(
+            stages[c.stage].append(
+                PlannedComputation(c, clock_of(setting), start_s, duration_s, further_of(setting))
+            )
+    return Plan(
         iteration_time_s=max(finishes_ps) / PS_PER_S,
         effective_energy_j=sum(effective_energy_j for _, _, effective_energy_j in chosen),
         blocking_power_w=sum(pipeline.blocking_power_w),
         stages=tuple(tuple(stage) for stage in stages),
-    )
-    if not has_further:
-        return plan
-    further_by = {c: further_of(setting) for c, (setting, _, _) in zip(computations, chosen, strict=True)}
-    return with_further(plan, [[further_by[p.computation] for p in stage] for stage in plan.stages])
-
-
-def with_further(plan: Plan, further: Sequence[Sequence[Further]]) -> Plan:
-    """Return a plan of clocks with what its computations have beside them, if anything, stage by stage."""
-    if not any(map(any, further)):
-        return plan
-    return PlanOfSettings(
-        iteration_time_s=plan.iteration_time_s,
-        effective_energy_j=plan.effective_energy_j,
-        blocking_power_w=plan.blocking_power_w,
-        stages=plan.stages,
-        further=tuple(map(tuple, further)),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,9 @@ from perseus.solver.columns import Columns
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.graph import EventGraph
 from perseus.solver.pipeline import Pipeline
-from perseus.solver.plan import Plan, PlannedComputation, with_further
+from perseus.solver.plan import Plan, PlannedComputation
 from perseus.solver.profile import PS_PER_S
-from perseus.solver.setting import Further, further_of
+from perseus.solver.setting import further_of
 
 _PLANNED = partial(tuple.__new__, PlannedComputation)
 
@@ -29,8 +29,7 @@ class PlanTable:
         iteration_times_s, effective_energies_j: one a plan.
         blocking_power_w: of all GPUs together, the same for all plans.
         clocks_mhz, starts_s, durations_s: a row a plan, a column a computation.
-        further: what settings have beside a clock; empty where they have nothing.
-        further_places: a row a plan, for each computation where its own stands in `further`.
+        further: the same of what settings have beside a clock; None where none has anything.
     """
 
     computations: Sequence[Computation]
@@ -41,8 +40,7 @@ class PlanTable:
     clocks_mhz: NDArray[np.int32]
     starts_s: NDArray[np.float64]
     durations_s: NDArray[np.float64]
-    further: Sequence[Further] = ()
-    further_places: NDArray[np.int32] | None = None
+    further: NDArray[np.object_] | None = None
 
     def plan(self, row: int) -> Plan:
         """Return one of the plans."""
@@ -51,23 +49,18 @@ class PlanTable:
             self.clocks_mhz[row].tolist(),
             self.starts_s[row].tolist(),
             self.durations_s[row].tolist(),
+            repeat((), len(self.computations)) if self.further is None else self.further[row],
             strict=True,
         )
         # As PlannedComputation does it, at half the price: plans are looked up in a hurry.
         planned = tuple(map(_PLANNED, fields))
         ends = accumulate(self.stage_sizes, initial=0)
-        plan = Plan(
+        return Plan(
             iteration_time_s=self.iteration_times_s[row],
             effective_energy_j=self.effective_energies_j[row],
             blocking_power_w=self.blocking_power_w,
             stages=tuple(planned[begin:end] for begin, end in pairwise(ends)),
         )
-        return plan if self.further_places is None else self._with_further(plan, row, self.further_places)
-
-    def _with_further(self, plan: Plan, row: int, places: NDArray[np.int32]) -> Plan:
-        further = [self.further[place] for place in places[row].tolist()]
-        ends = accumulate(self.stage_sizes, initial=0)
-        return with_further(plan, [further[begin:end] for begin, end in pairwise(ends)])
 
 
 class PlanTableRecorder:
@@ -113,7 +106,7 @@ def tabulate(
     chosen = chosen[columns.row_of]
     durations_ps = columns.times_ps[chosen]
     clocks_mhz = np.array([option.clock_mhz for some in graph.options for option in some], dtype=np.int32)
-    further = tuple(further_of(option.setting) for some in graph.options for option in some)
+    further = np.fromiter((further_of(option.setting) for some in graph.options for option in some), object)
     stages: list[list[int]] = [[] for _ in pipeline.blocking_power_w]
     for index, computation in enumerate(graph.computations):
         if computation.kind is not Kind.FIXED:
@@ -130,6 +123,5 @@ def tabulate(
         clocks_mhz=np.ascontiguousarray(clocks_mhz[chosen[order]].T),
         starts_s=np.ascontiguousarray(((finishes_ps - durations_ps)[order] / PS_PER_S).T),
         durations_s=np.ascontiguousarray((durations_ps[order] / PS_PER_S).T),
-        further=further if any(further) else (),
-        further_places=chosen[order].T.astype(np.int32) if any(further) else None,
+        further=further[chosen[order]].T if any(further) else None,
     )

@@ -1,8 +1,9 @@
 """Reads profiles from the CSV that users of Zeus already have.
 
-Columns ``stage,instruction,frequency,time,energy``: stage from 0, ``forward`` or ``backward``, MHz, seconds,
-joules per GPU; if there are any, ``time_se`` and ``energy_se`` are their standard errors, empty where
-unknown. Rows are counted as an editor counts lines: the header is row 1.
+Columns ``stage,instruction,frequency,time,energy``: stage from 0, ``forward``, ``backward``,
+``backward-input``, ``backward-weight`` or ``recomputation``, MHz, seconds, joules per GPU; if there are any,
+``chunk`` tells a stage's model chunks apart, and ``time_se`` and ``energy_se`` are the standard errors, empty
+where unknown. Rows are counted as an editor counts lines: the header is row 1.
 
 Every other column that has a name is a further setting, which makes a row's option together with the clock
 (:mod:`perseus.solver.setting`): ``power_limit_w``, say, or ``kernel``. There may then be several rows per
@@ -12,7 +13,8 @@ clock.
 import csv
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +27,6 @@ from perseus.solver.setting import (
     Further,
     Setting,
     check_name,
-    clock_of,
     expected_value,
     in_order,
     is_value,
@@ -33,10 +34,12 @@ from perseus.solver.setting import (
 )
 
 _COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
-_ERROR_COLUMNS = ("time_se", "energy_se")
+_OPTIONAL_COLUMNS = ("chunk", "time_se", "energy_se")
 _MAX_STAGE = 4095
+_MAX_CHUNK = 255
 _PS = 1e-12
-_INSTRUCTIONS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
+_INSTRUCTIONS = {kind.value: kind for kind in Kind if kind is not Kind.FIXED}
+_SPLIT = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 
 
 def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[Measurement, ...]]:
@@ -81,15 +84,15 @@ def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[
         ) from None
     except OSError as error:
         raise ProfileError(f"{path}: expected a readable file, found: {error.strerror}", file=path) from None
-    _check_complete(path, {(stage, kind, clock_of(setting)) for stage, kind, setting in rows})
     profiles: dict[ProfileKey, list[Measurement]] = {}
-    for stage, kind, setting in sorted(rows, key=lambda key: (*key[:2], in_order(key[2]))):
-        profiles.setdefault((stage, 0, kind), []).append(rows[stage, kind, setting][1])
+    for of, setting in sorted(rows, key=lambda row: (row[0], in_order(row[1]))):
+        profiles.setdefault(of, []).append(rows[of, setting][1])
+    _check_complete(path, profiles)
     return {key: tuple(measurements) for key, measurements in profiles.items()}
 
 
-_RowKey = tuple[int, Kind, int | Setting]
-"""(stage, instruction, clock or setting): what a row is of."""
+_RowKey = tuple[ProfileKey, int | Setting]
+"""(stage, chunk and instruction; clock or setting): what a row is of."""
 
 
 class _Cells:
@@ -112,7 +115,8 @@ class _Cells:
         stage = self._integer("stage", 0, _MAX_STAGE)
         instruction = self._text("instruction")
         if instruction not in _INSTRUCTIONS:
-            self.refuse("instruction", "forward or backward", repr(instruction))
+            self.refuse("instruction", f"one of {', '.join(_INSTRUCTIONS)}", repr(instruction))
+        chunk = self._integer("chunk", 0, _MAX_CHUNK) if "chunk" in self._row else 0
         clock_mhz = self._integer("frequency", 1, MAX_CLOCK_MHZ)
         time_s = self._positive("time", "seconds", _PS, MAX_TIME_S)
         least_j, most_j = MIN_ENERGY_J / gpus_per_stage, MAX_ENERGY_J / gpus_per_stage
@@ -132,7 +136,7 @@ class _Cells:
             if further_columns
             else Measurement(clock_mhz, time_s, energy_j, time_se_s, energy_se_j)
         )
-        return (stage, _INSTRUCTIONS[instruction], measurement.setting), measurement
+        return ((stage, chunk, _INSTRUCTIONS[instruction]), measurement.setting), measurement
 
     def _further(self, columns: Sequence[str]) -> Further:
         further = []
@@ -209,7 +213,7 @@ def _check_header(path: Path, columns: Sequence[str] | None) -> tuple[str, ...]:
                 row=1,
                 column=column,
             )
-    further = tuple(column for column in columns if column and column not in (*_COLUMNS, *_ERROR_COLUMNS))
+    further = tuple(column for column in columns if column and column not in (*_COLUMNS, *_OPTIONAL_COLUMNS))
     for column in further:
         try:
             check_name(column)
@@ -218,23 +222,31 @@ def _check_header(path: Path, columns: Sequence[str] | None) -> tuple[str, ...]:
     return further
 
 
-def _check_complete(path: Path, keys: Collection[tuple[int, Kind, int]]) -> None:
-    """Every stage up to the last must have both instructions, each at every clock that occurs at all."""
-    if not keys:
+def _check_complete(path: Path, profiles: Mapping[ProfileKey, Sequence[Measurement]]) -> None:
+    """Every chunk of every stage must have a forward and a backward, whole or split.
+
+    Each of its instructions must be there at every clock that occurs at all.
+    """
+    if not profiles:
         raise ProfileError(f"{path}: expected at least one row below the header, found none", file=path)
-    clocks_mhz = sorted({clock_mhz for _, _, clock_mhz in keys}, reverse=True)
-    for stage in range(max(stage for stage, _, _ in keys) + 1):
-        for instruction, kind in _INSTRUCTIONS.items():
-            missing = [clock_mhz for clock_mhz in clocks_mhz if (stage, kind, clock_mhz) not in keys]
+    clocks_mhz = sorted({m.clock_mhz for some in profiles.values() for m in some}, reverse=True)
+    chunk_count = 1 + max(chunk for _, chunk, _ in profiles)
+    for stage, chunk in product(range(1 + max(stage for stage, _, _ in profiles)), range(chunk_count)):
+        found = {kind for kind in Kind if (stage, chunk, kind) in profiles}
+        for kind in sorted(found | {Kind.FORWARD} | (set() if found >= _SPLIT else {Kind.BACKWARD})):
+            there_mhz = {m.clock_mhz for m in profiles.get((stage, chunk, kind), ())}
+            missing = [clock_mhz for clock_mhz in clocks_mhz if clock_mhz not in there_mhz]
             if missing:
                 listed = (
                     "no row" if missing == clocks_mhz else f"no row at {', '.join(map(str, missing))} MHz"
                 )
+                where = f"stage {stage} chunk {chunk}" if chunk_count > 1 else f"stage {stage}"
                 raise ProfileError(
-                    f"{path}: expected stage {stage} {instruction} at each of the file's "
-                    f"{len(clocks_mhz)} clocks, found {listed}",
+                    f"{path}: expected {where} {kind.value} at each of the file's {len(clocks_mhz)} clocks, "
+                    f"found {listed}",
                     file=path,
                     stage=stage,
-                    instruction=instruction,
+                    chunk=chunk,
+                    instruction=kind.value,
                     missing_clocks_mhz=missing,
                 )

@@ -9,7 +9,7 @@ framework's own table is given as it is.
 :mod:`perseus.solver.named_schedules` writes down the orders that are known by name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,22 +29,19 @@ class Schedule:
         orders: ``orders[s]`` is the order of stage ``s``.
         paths: how activations flow; no two share a stage's chunk. Left empty, it is filled with the one path
             through all stages chunk by chunk.
-        extra_dependencies: further (earlier, later) pairs, for what activations and gradients don't imply: a
-            synchronisation between stages, for one.
-        dependencies: all (earlier, later) pairs between different stages; those inside a stage are kept by
+        dependencies: the (earlier, later) pairs between different stages; those inside a stage are kept by
             its order.
         arcs: the same pairs as indices into ``computations``; shape (dependencies, 2).
         levels: per computation, the number of those that it waits for, one after another.
 
     Raises:
         ScheduleError: a computation stands in the wrong stage, twice, on no path, or lacks one that it needs
-            (a forward without backward, a microbatch that another stage of its path never sees); a path or
-            an extra dependency names what is not there; or the orders deadlock, and then the cycle is named.
+            (a forward without backward, a microbatch that another stage of its path never sees); a path
+            names what is not there; or the orders deadlock, and then the cycle is named.
     """
 
     orders: tuple[tuple[Computation, ...], ...]
     paths: tuple[Path, ...] = ()
-    extra_dependencies: tuple[tuple[Computation, Computation], ...] = ()
     dependencies: tuple[tuple[Computation, Computation], ...] = field(init=False)
     arcs: IndexArray = field(init=False, repr=False, compare=False)
     levels: IndexArray = field(init=False, repr=False, compare=False)
@@ -53,14 +50,10 @@ class Schedule:
         table = OrderTable(self.orders)
         paths = self.paths or table.path_chunk_by_chunk()
         table.check_paths(paths)
-        data, extra = table.data_dependencies(paths), _extra_indices(table, self.extra_dependencies)
+        dependencies = table.data_dependencies(paths)
         stages = np.repeat(np.arange(len(self.orders)), table.lengths)
-        dependencies = np.concatenate((data, extra))
         levels = table.levels(dependencies)
         arcs = dependencies[stages[dependencies[:, 0]] != stages[dependencies[:, 1]]]
-        if len(extra):
-            _, first = np.unique(arcs, axis=0, return_index=True)
-            arcs = arcs[np.sort(first)]
         at = table.computations.__getitem__
         pairs = zip(map(at, arcs[:, 0].tolist()), map(at, arcs[:, 1].tolist()), strict=True)
         object.__setattr__(self, "paths", paths)
@@ -78,17 +71,18 @@ class Schedule:
         """Every computation, stage by stage, in order."""
         return (computation for order in self.orders for computation in order)
 
+    def check_dependencies(self, further: Iterable[tuple[Computation, Computation]]) -> None:
+        """Refuse further (earlier, later) pairs that can't be.
 
-def _extra_indices(table: OrderTable, extra: Sequence[tuple[Computation, Computation]]) -> IndexArray:
-    """Return the pairs as indices; refuse what is in no order."""
-    index_of: Mapping[Computation, int] = (
-        {computation: index for index, computation in enumerate(table.computations)} if extra else {}
-    )
-    for pair in extra:
-        for computation in pair:
-            if computation not in index_of:
-                raise ScheduleError(
-                    f"extra_dependencies: {computation} is in no stage's order", computation=computation
-                )
-    indices = [(index_of[earlier], index_of[later]) for earlier, later in extra]
-    return np.array(indices, np.int64).reshape(-1, 2)
+        Raises:
+            ScheduleError: a computation is in no stage's order, or with the pairs the orders deadlock.
+        """
+        table = OrderTable(self.orders)
+        index_of = {computation: index for index, computation in enumerate(table.computations)}
+        arcs = self.arcs.tolist()
+        for pair in further:
+            for computation in pair:
+                if computation not in index_of:
+                    raise ScheduleError(f"{computation} is in no stage's order", computation=computation)
+            arcs.append([index_of[computation] for computation in pair])
+        table.levels(np.array(arcs, np.int64).reshape(-1, 2))

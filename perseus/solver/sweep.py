@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from perseus.solver.errors import PipelineError
 from perseus.solver.event_times import EventTimes, EventTimesRecorder
 from perseus.solver.graph import EXACT, EventGraph, Int64Array
+from perseus.solver.plan import earliest_finishes_ps
 from perseus.solver.profile import PS_PER_S, UW_PER_W, to_ps
 
 FloatArray = NDArray[np.float64]
@@ -120,27 +121,11 @@ def sweep_frontier(
 
 def _earliest_event_times(graph: EventGraph, durations_ps: Int64Array) -> Int64Array:
     """Return each event's earliest time: the longest path to it."""
-    arcs_into: list[list[tuple[int, int]]] = [[] for _ in range(graph.event_count)]
-    pending = [0] * graph.event_count
-    arcs_out: list[list[int]] = [[] for _ in range(graph.event_count)]
-    for tails, heads, lengths_ps in (
-        (graph.start_event, graph.finish_event, durations_ps),
-        (graph.tail_event, graph.head_event, graph.lag_ps),
-    ):
-        for tail, head, length_ps in zip(tails.tolist(), heads.tolist(), lengths_ps.tolist(), strict=True):
-            arcs_into[head].append((tail, length_ps))
-            arcs_out[tail].append(head)
-            pending[head] += 1
-    times_ps = [0] * graph.event_count
-    ready = [0]
-    while ready:
-        event = ready.pop()
-        times_ps[event] = max((times_ps[tail] + length_ps for tail, length_ps in arcs_into[event]), default=0)
-        for head in arcs_out[event]:
-            pending[head] -= 1
-            if not pending[head]:
-                ready.append(head)
-    return np.array(times_ps, dtype=np.int64)
+    finishes_ps = np.array(earliest_finishes_ps(graph.dependencies, durations_ps.tolist()), dtype=np.int64)
+    times_ps = np.zeros(graph.event_count, dtype=np.int64)
+    np.maximum.at(times_ps, graph.start_event, finishes_ps - durations_ps)
+    np.maximum.at(times_ps, graph.finish_event, finishes_ps)
+    return times_ps
 
 
 class _Hulls:

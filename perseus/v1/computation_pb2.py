@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cperseus/v1/computation.proto\x12\nperseus.v1\"[\n\x0b\x43omputation\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\x12\n\nmicrobatch\x18\x02 \x01(\x05\x12\r\n\x05\x63hunk\x18\x03 \x01(\x05\";\n\nStageOrder\x12-\n\x0c\x63omputations\x18\x01 \x03(\x0b\x32\x17.perseus.v1.Computation\"Q\n\rNamedSchedule\x12&\n\x04name\x18\x01 \x01(\x0e\x32\x18.perseus.v1.ScheduleName\x12\x18\n\x10microbatch_count\x18\x02 \x01(\x05\"(\n\x08PathStep\x12\r\n\x05stage\x18\x01 \x01(\x05\x12\r\n\x05\x63hunk\x18\x02 \x01(\x05\"+\n\x04Path\x12#\n\x05steps\x18\x01 \x03(\x0b\x32\x14.perseus.v1.PathStep\"[\n\x10\x45xplicitSchedule\x12&\n\x06stages\x18\x01 \x03(\x0b\x32\x16.perseus.v1.StageOrder\x12\x1f\n\x05paths\x18\x02 \x03(\x0b\x32\x10.perseus.v1.Path\"q\n\x08Schedule\x12*\n\x05named\x18\x01 \x01(\x0b\x32\x19.perseus.v1.NamedScheduleH\x00\x12\x30\n\x08\x65xplicit\x18\x02 \x01(\x0b\x32\x1c.perseus.v1.ExplicitScheduleH\x00\x42\x07\n\x05order*\xfb\x01\n\x0f\x43omputationKind\x12 \n\x1c\x43OMPUTATION_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43OMPUTATION_KIND_FORWARD\x10\x01\x12\x1d\n\x19\x43OMPUTATION_KIND_BACKWARD\x10\x02\x12#\n\x1f\x43OMPUTATION_KIND_BACKWARD_INPUT\x10\x03\x12$\n COMPUTATION_KIND_BACKWARD_WEIGHT\x10\x04\x12\"\n\x1e\x43OMPUTATION_KIND_RECOMPUTATION\x10\x05\x12\x1a\n\x16\x43OMPUTATION_KIND_FIXED\x10\x06*r\n\x0cScheduleName\x12\x1d\n\x19SCHEDULE_NAME_UNSPECIFIED\x10\x00\x12\x17\n\x13SCHEDULE_NAME_GPIPE\x10\x01\x12*\n&SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD\x10\x02\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cperseus/v1/computation.proto\x12\nperseus.v1\"[\n\x0b\x43omputation\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\x12\n\nmicrobatch\x18\x02 \x01(\x05\x12\r\n\x05\x63hunk\x18\x03 \x01(\x05\";\n\nStageOrder\x12-\n\x0c\x63omputations\x18\x01 \x03(\x0b\x32\x17.perseus.v1.Computation\"f\n\rNamedSchedule\x12&\n\x04name\x18\x01 \x01(\x0e\x32\x18.perseus.v1.ScheduleName\x12\x18\n\x10microbatch_count\x18\x02 \x01(\x05\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\"(\n\x08PathStep\x12\r\n\x05stage\x18\x01 \x01(\x05\x12\r\n\x05\x63hunk\x18\x02 \x01(\x05\"+\n\x04Path\x12#\n\x05steps\x18\x01 \x03(\x0b\x32\x14.perseus.v1.PathStep\"[\n\x10\x45xplicitSchedule\x12&\n\x06stages\x18\x01 \x03(\x0b\x32\x16.perseus.v1.StageOrder\x12\x1f\n\x05paths\x18\x02 \x03(\x0b\x32\x10.perseus.v1.Path\"q\n\x08Schedule\x12*\n\x05named\x18\x01 \x01(\x0b\x32\x19.perseus.v1.NamedScheduleH\x00\x12\x30\n\x08\x65xplicit\x18\x02 \x01(\x0b\x32\x1c.perseus.v1.ExplicitScheduleH\x00\x42\x07\n\x05order*\xfb\x01\n\x0f\x43omputationKind\x12 \n\x1c\x43OMPUTATION_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43OMPUTATION_KIND_FORWARD\x10\x01\x12\x1d\n\x19\x43OMPUTATION_KIND_BACKWARD\x10\x02\x12#\n\x1f\x43OMPUTATION_KIND_BACKWARD_INPUT\x10\x03\x12$\n COMPUTATION_KIND_BACKWARD_WEIGHT\x10\x04\x12\"\n\x1e\x43OMPUTATION_KIND_RECOMPUTATION\x10\x05\x12\x1a\n\x16\x43OMPUTATION_KIND_FIXED\x10\x06*\xb3\x02\n\x0cScheduleName\x12\x1d\n\x19SCHEDULE_NAME_UNSPECIFIED\x10\x00\x12\x17\n\x13SCHEDULE_NAME_GPIPE\x10\x01\x12*\n&SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD\x10\x02\x12\x36\n2SCHEDULE_NAME_INTERLEAVED_ONE_FORWARD_ONE_BACKWARD\x10\x03\x12%\n!SCHEDULE_NAME_EARLY_RECOMPUTATION\x10\x04\x12 \n\x1cSCHEDULE_NAME_ZERO_BUBBLE_H1\x10\x05\x12\x1f\n\x1bSCHEDULE_NAME_ZERO_BUBBLE_V\x10\x06\x12\x1d\n\x19SCHEDULE_NAME_DUAL_PIPE_V\x10\x07\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,22 +32,22 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'perseus.v1.computation_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\nperseus.v1P\001Z\024perseus/v1;perseusv1\252\002\nPerseus.V1'
-  _globals['_COMPUTATIONKIND']._serialized_start=577
-  _globals['_COMPUTATIONKIND']._serialized_end=828
-  _globals['_SCHEDULENAME']._serialized_start=830
-  _globals['_SCHEDULENAME']._serialized_end=944
+  _globals['_COMPUTATIONKIND']._serialized_start=598
+  _globals['_COMPUTATIONKIND']._serialized_end=849
+  _globals['_SCHEDULENAME']._serialized_start=852
+  _globals['_SCHEDULENAME']._serialized_end=1159
   _globals['_COMPUTATION']._serialized_start=44
   _globals['_COMPUTATION']._serialized_end=135
   _globals['_STAGEORDER']._serialized_start=137
   _globals['_STAGEORDER']._serialized_end=196
   _globals['_NAMEDSCHEDULE']._serialized_start=198
-  _globals['_NAMEDSCHEDULE']._serialized_end=279
-  _globals['_PATHSTEP']._serialized_start=281
-  _globals['_PATHSTEP']._serialized_end=321
-  _globals['_PATH']._serialized_start=323
-  _globals['_PATH']._serialized_end=366
-  _globals['_EXPLICITSCHEDULE']._serialized_start=368
-  _globals['_EXPLICITSCHEDULE']._serialized_end=459
-  _globals['_SCHEDULE']._serialized_start=461
-  _globals['_SCHEDULE']._serialized_end=574
+  _globals['_NAMEDSCHEDULE']._serialized_end=300
+  _globals['_PATHSTEP']._serialized_start=302
+  _globals['_PATHSTEP']._serialized_end=342
+  _globals['_PATH']._serialized_start=344
+  _globals['_PATH']._serialized_end=387
+  _globals['_EXPLICITSCHEDULE']._serialized_start=389
+  _globals['_EXPLICITSCHEDULE']._serialized_end=480
+  _globals['_SCHEDULE']._serialized_start=482
+  _globals['_SCHEDULE']._serialized_end=595
 # @@protoc_insertion_point(module_scope)

@@ -71,6 +71,18 @@ class _ScheduleNameEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """GPipe: all forwards, then all backwards."""
     SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD: _ScheduleName.ValueType  # 2
     """One forward, one backward (PipeDream-Flush), without interleaving."""
+    SCHEDULE_NAME_INTERLEAVED_ONE_FORWARD_ONE_BACKWARD: _ScheduleName.ValueType  # 3
+    """Interleaved 1F1B, as Megatron's: microbatches in groups of as many as there are stages pass a stage's chunks
+    in turn.
+    """
+    SCHEDULE_NAME_EARLY_RECOMPUTATION: _ScheduleName.ValueType  # 4
+    """1F1B with activations recomputed just before the backward, before its gradient has come (Merak)."""
+    SCHEDULE_NAME_ZERO_BUBBLE_H1: _ScheduleName.ValueType  # 5
+    """ZB-H1: 1F1B with split backwards, whose weights' part is put off."""
+    SCHEDULE_NAME_ZERO_BUBBLE_V: _ScheduleName.ValueType  # 6
+    """ZBV: two chunks a stage in the shape of a V, backwards split."""
+    SCHEDULE_NAME_DUAL_PIPE_V: _ScheduleName.ValueType  # 7
+    """DualPipeV: two chunks a stage in the shape of a V, most backwards whole."""
 
 class ScheduleName(_ScheduleName, metaclass=_ScheduleNameEnumTypeWrapper):
     """A schedule known by name."""
@@ -81,6 +93,18 @@ SCHEDULE_NAME_GPIPE: ScheduleName.ValueType  # 1
 """GPipe: all forwards, then all backwards."""
 SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD: ScheduleName.ValueType  # 2
 """One forward, one backward (PipeDream-Flush), without interleaving."""
+SCHEDULE_NAME_INTERLEAVED_ONE_FORWARD_ONE_BACKWARD: ScheduleName.ValueType  # 3
+"""Interleaved 1F1B, as Megatron's: microbatches in groups of as many as there are stages pass a stage's chunks
+in turn.
+"""
+SCHEDULE_NAME_EARLY_RECOMPUTATION: ScheduleName.ValueType  # 4
+"""1F1B with activations recomputed just before the backward, before its gradient has come (Merak)."""
+SCHEDULE_NAME_ZERO_BUBBLE_H1: ScheduleName.ValueType  # 5
+"""ZB-H1: 1F1B with split backwards, whose weights' part is put off."""
+SCHEDULE_NAME_ZERO_BUBBLE_V: ScheduleName.ValueType  # 6
+"""ZBV: two chunks a stage in the shape of a V, backwards split."""
+SCHEDULE_NAME_DUAL_PIPE_V: ScheduleName.ValueType  # 7
+"""DualPipeV: two chunks a stage in the shape of a V, most backwards whole."""
 Global___ScheduleName: typing_extensions.TypeAlias = ScheduleName
 
 @typing.final
@@ -137,17 +161,23 @@ class NamedSchedule(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     MICROBATCH_COUNT_FIELD_NUMBER: builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: builtins.int
     name: Global___ScheduleName.ValueType
     """The name."""
     microbatch_count: builtins.int
     """Microbatches in one iteration of one pipeline; 1 to 4096."""
+    chunk_count: builtins.int
+    """Model chunks on each stage, 1 to 256: needed for interleaved 1F1B. Any other schedule has a number of its own,
+    and 0 stands for that.
+    """
     def __init__(
         self,
         *,
         name: Global___ScheduleName.ValueType = ...,
         microbatch_count: builtins.int = ...,
+        chunk_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["microbatch_count", b"microbatch_count", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "microbatch_count", b"microbatch_count", "name", b"name"]) -> None: ...
 
 Global___NamedSchedule: typing_extensions.TypeAlias = NamedSchedule
 

@@ -8,7 +8,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from perseus.cli.main import app
+from perseus.schedule_name import ScheduleName
+from perseus.solver import named_schedule
 
+CHUNKED = {
+    ScheduleName.INTERLEAVED_ONE_FORWARD_ONE_BACKWARD,
+    ScheduleName.ZERO_BUBBLE_V,
+    ScheduleName.DUAL_PIPE_V,
+}
+MORE_INSTRUCTIONS = {"forward": ["recomputation"], "backward": ["backward-input", "backward-weight"]}
 HEADER = "stage,instruction,frequency,time,energy\n"
 A100 = Path(__file__).parents[3] / "shared" / "data" / "profiles" / "gpt3-175b-a100-sxm.csv"
 needs_a100 = pytest.mark.skipif(not A100.exists(), reason=f"published profile not found at {A100}")
@@ -81,8 +89,39 @@ def test_table_shows_the_marked_points(profile: Path) -> None:
     assert all(name in result.output for name in ("all-max", "T_min", "T*", "T_slow"))
 
 
-def test_gpipe_is_solved_too(profile: Path) -> None:
-    assert run("solve", profile, "--microbatches", 4, "--schedule", "gpipe").exit_code == 0
+@pytest.mark.parametrize("name", ScheduleName)
+def test_every_schedule_is_offered_solved_and_planned(tmp_path: Path, name: ScheduleName) -> None:
+    chunk_count = 2 if name in CHUNKED else 1
+    path, frontier = tmp_path / "profile.csv", tmp_path / "frontier.json"
+    lines = []
+    for row in rows():
+        stage, instruction, *others = row.split(",")
+        for each in (instruction, *MORE_INSTRUCTIONS[instruction]):
+            lines += [",".join([stage, each, *others, str(chunk)]) for chunk in range(chunk_count)]
+    path.write_text(HEADER.strip() + ",chunk\n" + "\n".join(lines) + "\n")
+    result = run("solve", path, "--microbatches", 4, "--points", 5, "--schedule", name, "--output", frontier)
+    assert result.exit_code == 0, result.output
+    planned = run("plan", frontier, "--no-slowdown", "--format", "json")
+    assert planned.exit_code == 0, planned.output
+    found = json.loads(planned.output)
+    expected = {(c.stage, c.kind.value) for c in named_schedule(name, 2, 4, chunk_count).computations}
+    assert {(row["stage"], row["kind"]) for row in found} == expected
+    assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "frontiers.md").read_text()
+
+
+def test_chunks_that_the_schedule_has_not_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    lines = [f"{row},{chunk}" for row in rows() for chunk in (0, 1)]
+    path.write_text(HEADER.strip() + ",chunk\n" + "\n".join(lines) + "\n")
+    result = run("solve", path, "--microbatches", 4)
+    assert result.exit_code == 2
+    assert "chunk_count: expected 1 on each stage for 1f1b, found 2" in text(result)
+
+
+def test_what_the_schedule_computes_has_to_be_measured(profile: Path) -> None:
+    result = run("solve", profile, "--microbatches", 4, "--schedule", "zb-h1")
+    assert result.exit_code == 2
+    assert "stage 0, chunk 0, backward-input: expected at least one measured clock" in text(result)
 
 
 def test_plot_is_an_image(profile: Path, tmp_path: Path) -> None:

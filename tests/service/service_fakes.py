@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
+from perseus.schedule_name import ScheduleName
 from perseus.service.domain.commands import (
     AcceptRank,
     Announce,
@@ -66,7 +67,6 @@ from perseus.service.domain.specification import (
     OperatingPolicy,
     Parallelism,
     Registration,
-    ScheduleName,
 )
 from perseus.service.domain.telemetry import (
     KINDS,

@@ -20,14 +20,11 @@ from perseus.solver import (
     Plan,
     ProfileKey,
     Schedule,
-    ScheduleError,
-    Transfers,
     read_profile_csv,
     realisation,
 )
 from perseus.solver import one_forward_one_backward as one_f_one_b
 from perseus.solver.realisation import SearchSettings
-from perseus.solver.transfers import lagged_arcs
 
 _DATA = FilePath(__file__).resolve().parents[3] / "shared" / "data"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
@@ -166,36 +163,27 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         activation_lags_s={link: draw(amounts_s) for link in links},
         gradient_lags_s={link: draw(amounts_s) for link in links},
         fixed_times_s={c: draw(amounts_s) for c in schedule.computations if c.kind is Kind.FIXED},
-        transfers=draw(st.sampled_from(possible_transfers(schedule))),
+        extra_lags_s={pair: draw(amounts_s) for pair in draw(_further_pairs(schedule))},
     )
 
 
-def possible_transfers(schedule: Schedule) -> list[Transfers]:
-    """Those with which the schedule does not deadlock."""
-    possible = [Transfers.OVERLAPPING]
-    try:
-        lagged_arcs(schedule, Transfers.OCCUPYING)
-    except ScheduleError:
-        return possible
-    return [*possible, Transfers.OCCUPYING]
+def _further_pairs(schedule: Schedule) -> st.SearchStrategy[list[tuple[Computation, Computation]]]:
+    """Any few pairs of which one computation never waits for the other the other way round."""
+    level_of = dict(zip(schedule.computations, schedule.levels.tolist(), strict=True))
+    one = st.sampled_from(list(level_of))
+    pairs = st.tuples(one, one).filter(lambda pair: level_of[pair[0]] < level_of[pair[1]])
+    return st.lists(pairs, max_size=2, unique=True)
 
 
 def _arcs(pipeline: Pipeline) -> list[tuple[Computation, Computation, float]]:
-    """All (earlier, later, lag in s). A transfer that occupies begins when both ends can, and holds both."""
+    """All (earlier, later, lag in s)."""
     orders = pipeline.schedule.orders
-    before = {b: a for order in orders for a, b in pairwise(order)}
-    after = {a: b for order in orders for a, b in pairwise(order)}
     waits = _Waits(orders, pipeline.schedule.paths)
     arcs = [(a, b, 0.0) for order in orders for a, b in pairwise(order)]
+    arcs += [(earlier, later, lag_s) for (earlier, later), lag_s in pipeline.extra_lags_s.items()]
     for later in pipeline.schedule.computations:
         lags_s = pipeline.activation_lags_s if later.kind is Kind.FORWARD else pipeline.gradient_lags_s
-        for one in waits.of(later):
-            begins, ends = [one], [later]
-            if pipeline.transfers is Transfers.OCCUPYING and one.stage != later.stage:
-                begins += [before[later]] if later in before else []
-                ends += [after[one]] if one in after else []
-            lag_s = lags_s.get((one.stage, later.stage), 0.0)
-            arcs += [(begin, end, lag_s) for begin in begins for end in ends]
+        arcs += [(one, later, lags_s.get((one.stage, later.stage), 0.0)) for one in waits.of(later)]
     return arcs
 
 

@@ -26,6 +26,7 @@ from perseus.solver import (
 from tests.solver.pipelines import little_search, pipelines, published_pipeline, small_pipeline
 
 PS_S = 1e-12
+WITHOUT_EXTRA_LAGS = pipelines().map(lambda pipeline: replace(pipeline, extra_lags_s={}))
 LAGS_S = st.integers(0, 40).map(lambda tenths_ms: tenths_ms / 10_000)
 
 
@@ -75,7 +76,7 @@ def has_transfers(pipeline: Pipeline) -> bool:
     return with_lag(pipeline, 1.0).activation_lags_s != {}
 
 
-@given(st.one_of(stretchable(), pipelines()), LAGS_S, LAGS_S, st.floats(0.0, 0.1))
+@given(st.one_of(stretchable(), WITHOUT_EXTRA_LAGS), LAGS_S, LAGS_S, st.floats(0.0, 0.1))
 @little_search()
 def test_the_lag_that_is_found_replays_to_what_was_measured(
     pipeline: Pipeline, assumed_s: float, more_s: float, rest_s: float
@@ -118,7 +119,7 @@ def test_more_to_explain_takes_a_longer_lag_or_none_does(
     assert less_s <= more_s
 
 
-@given(pipelines())
+@given(WITHOUT_EXTRA_LAGS)
 @little_search()
 def test_no_lag_explains_more_than_the_plans_differ_in_all_computations(pipeline: Pipeline) -> None:
     pipeline = with_lag(pipeline, 0.0)
@@ -156,7 +157,7 @@ def test_a_lag_on_the_published_profile_comes_back() -> None:
     assert found_s == pytest.approx(0.003, abs=100 * PS_S)
 
 
-@given(pipelines(), LAGS_S)
+@given(WITHOUT_EXTRA_LAGS, LAGS_S)
 def test_a_lag_is_that_of_all_transfers(pipeline: Pipeline, lag_s: float) -> None:
     lagged = with_lag(pipeline, lag_s)
     assert common_lag_s(lagged) == (lag_s if has_transfers(pipeline) else 0.0)
@@ -186,10 +187,13 @@ def test_an_impossible_lag_is_refused(lag_s: float) -> None:
         with_lag(small_pipeline(), lag_s)
 
 
-def test_different_lags_are_not_one() -> None:
+def test_different_lags_are_not_one_and_extra_ones_none() -> None:
     pipeline = small_pipeline()
     uneven = Pipeline(
         pipeline.schedule, pipeline.profiles, pipeline.blocking_power_w, {(0, 1): 0.1}, {(1, 0): 0.2}
     )
     with pytest.raises(PipelineError, match=r"expected one lag for all, found 0\.1 to 0\.2 s"):
         common_lag_s(uneven)
+    pair = (Computation(1, Kind.FORWARD, 0), Computation(0, Kind.FORWARD, 1))
+    with pytest.raises(PipelineError, match="extra_lags_s: expected none, found 1"):
+        common_lag_s(replace(pipeline, extra_lags_s={pair: 0.1}))

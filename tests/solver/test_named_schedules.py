@@ -1,11 +1,13 @@
 """The named schedules do what they are known for: with equal times, their bubbles have the known sizes."""
 
+import inspect
 from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perseus.schedule_name import ScheduleName
 from perseus.solver import (
     Computation,
     Kind,
@@ -16,12 +18,17 @@ from perseus.solver import (
     dual_pipe_v,
     early_recomputation,
     interleaved_one_forward_one_backward,
+    most_computations,
+    named_schedule,
+    named_schedules,
     one_forward_one_backward,
     replay,
     zero_bubble_h1,
     zero_bubble_v,
 )
 from tests.solver.pipelines import measurements
+
+INTERLEAVED = ScheduleName.INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
 
 stage_counts = st.integers(1, 6)
 group_counts = st.integers(1, 4)
@@ -36,6 +43,31 @@ def pipeline_of(schedule: Schedule, time_s: Mapping[Kind, float]) -> Pipeline:
 def iteration_time_s(schedule: Schedule, **time_s: float) -> float:
     times_s = {Kind[name.upper()]: value for name, value in time_s.items()}
     return replay(pipeline_of(schedule, times_s), dict.fromkeys(schedule.computations, 1000)).iteration_time_s
+
+
+def test_every_schedule_has_a_name_and_every_name_a_schedule() -> None:
+    written_down = [
+        each
+        for name, each in vars(named_schedules).items()
+        if inspect.isfunction(each) and each.__annotations__.get("return") is Schedule and name[0] != "_"
+    ]
+    named = {name: named_schedule(name, 2, 4, 2 * (name is INTERLEAVED)) for name in ScheduleName}
+    built = []
+    for each in set(written_down) - {named_schedule}:
+        counts = {"stage_count": 2, "microbatch_count": 4, "chunk_count": 2}
+        built.append(each(**{name: counts[name] for name in inspect.signature(each).parameters}))
+    assert len(built) == len(named)
+    assert all(schedule in built for schedule in named.values())
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+@given(stage_count=stage_counts, groups=st.integers(2, 4), chunk_count=st.integers(1, 4))
+def test_a_named_schedule_is_at_most_as_large_as_it_says(
+    name: ScheduleName, stage_count: int, groups: int, chunk_count: int
+) -> None:
+    counts = stage_count, groups * stage_count, chunk_count * (name is INTERLEAVED)
+    size = len(list(named_schedule(name, *counts).computations))
+    assert size <= most_computations(name, *counts) <= 1.5 * size
 
 
 @given(stage_count=stage_counts, groups=group_counts, chunk_count=st.integers(1, 4))
@@ -135,16 +167,6 @@ def test_dual_schedule_runs_from_both_ends() -> None:
     assert iteration_time_s(Schedule(orders, paths), forward=1.0, backward=2.0) == 6.0
 
 
-def test_extra_dependencies_are_kept() -> None:
-    load = Computation(0, Kind.FIXED, 0)
-    orders = ((load, *one_forward_one_backward(2, 1).orders[0]), one_forward_one_backward(2, 1).orders[1])
-    pair = (Computation(1, Kind.BACKWARD, 0), load)
-    with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 fixed of microbatch 0") as caught:
-        Schedule(orders, extra_dependencies=(pair,))
-    assert "stage 1 backward of microbatch 0" in caught.value.details["cycle"]
-    assert pair[::-1] in Schedule(orders, extra_dependencies=(pair[::-1],)).dependencies
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
@@ -161,9 +183,3 @@ def test_wrong_paths_are_refused(paths: tuple[Path, ...], message: str | None) -
         return
     with pytest.raises(ScheduleError, match=message):
         Schedule(V_ORDERS, paths)
-
-
-def test_extra_dependencies_on_nothing_are_refused() -> None:
-    pair = (_c(0, "F", 0, 0), _c(0, "F", 9, 0))
-    with pytest.raises(ScheduleError, match="extra_dependencies: stage 0 forward of microbatch 9 is in no"):
-        Schedule(V_ORDERS, V, (pair,))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from perseus.solver import Computation, Kind, Pipeline, PipelineError, ProfileError, Schedule
+from perseus.solver import Computation, Kind, Pipeline, PipelineError, ProfileError, Schedule, ScheduleError
 from tests.solver.pipelines import measurements, small_pipeline
 
 FIXED = Computation(0, Kind.FIXED, 0)
@@ -33,6 +33,17 @@ def test_lags(name: str) -> None:
         replace(small_pipeline(), **{name: {(0, 1): -0.1}})  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match=f"{name}: expected stages 0 to 1, found 1 → 2"):
         replace(small_pipeline(), **{name: {(1, 2): 0.1}})  # type: ignore[arg-type]
+
+
+def test_extra_lags() -> None:
+    first, later = Computation(0, Kind.FORWARD, 0), Computation(1, Kind.FORWARD, 1)
+    with pytest.raises(PipelineError, match=r"extra_lags_s, stage 0 forward .*0 → stage 1 .*found -0\.1"):
+        replace(small_pipeline(), extra_lags_s={(first, later): -0.1})
+    with pytest.raises(ScheduleError, match="stage 0 fixed of microbatch 0 is in no stage's order"):
+        replace(small_pipeline(), extra_lags_s={(FIXED, first): 0.1})
+    with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 forward of microbatch 0") as caught:
+        replace(small_pipeline(), extra_lags_s={(later, first): 0.0})
+    assert "stage 1 forward of microbatch 1" in caught.value.details["cycle"]
 
 
 def test_fixed_times() -> None:
@@ -83,3 +94,6 @@ def test_all_computations_together_fit_the_arithmetic() -> None:
     lags_s = {(0, 1): 1e6}
     with pytest.raises(PipelineError, match=r"at most 4e\+06 s together"):
         replace(pipeline, activation_lags_s=lags_s)
+    later = [Computation(1, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in (0, 1)]
+    with pytest.raises(PipelineError, match=r"at most 4e\+06 s together"):
+        replace(pipeline, extra_lags_s={(Computation(0, Kind.FORWARD, 0), c): 1e6 for c in later})

@@ -76,7 +76,7 @@ def test_byte_order_mark_is_no_part_of_the_header(read: Callable[[list[str]], ob
         ("-1,forward,1410,0.05,20", "row 2, column stage: expected a whole number of at least 0, found '-1'"),
         (
             "0,sideways,1410,0.05,20",
-            "row 2, column instruction: expected forward or backward, found 'sideways'",
+            "row 2, column instruction: expected one of forward, backward, .*, found 'sideways'",
         ),
         ("0,forward,1410,0.05", "row 2, column energy: expected a value, found nothing"),
         ("0,forward,1410,0.05,20,7", "row 2, column after the last: expected nothing, found '7'"),
@@ -226,3 +226,15 @@ def test_published_profiles() -> None:
     profiles = read_profile_csv(published_profile_path("a100-sxm"), 8)
     assert len(profiles) == 16
     assert {len(measurements) for measurements in profiles.values()} == {38}
+
+
+def test_chunks_and_split_backwards(read: Callable[[list[str]], dict[object, object]]) -> None:
+    head, *_ = GOOD
+    kinds = ("forward", "backward-input", "backward-weight")
+    rows = [f"0,{kind},1410,0.05,20,{chunk}" for kind in kinds for chunk in (1, 0)]
+    found = read([f"{head.strip()},chunk", *rows])
+    assert list(found) == [(0, chunk, Kind(kind)) for chunk in (0, 1) for kind in kinds]
+    with pytest.raises(ProfileError, match=r"expected stage 0 chunk 1 backward at each .* found no row$"):
+        read([f"{head.strip()},chunk", *rows[:2], *rows[3:]])
+    with pytest.raises(ProfileError, match="column chunk: expected a whole number of at most 255"):
+        read([f"{head.strip()},chunk", "0,forward,1410,0.05,20,256"])

@@ -14,7 +14,6 @@ from perseus.solver import (
     Measurement,
     Pipeline,
     Plan,
-    PlanOfSettings,
     ProfileError,
     ProfileKey,
     Setting,
@@ -98,19 +97,17 @@ def test_a_setting_is_called_by_its_clock_and_all_else() -> None:
 
 def test_all_max_is_the_fastest_setting_at_the_highest_clock() -> None:
     plan = fastest_clock_plan(limited_pipeline())
-    assert isinstance(plan, PlanOfSettings)
     assert set(plan.settings.values()) == {Setting(1400, UNLIMITED)}
     assert set(plan.clocks_mhz.values()) == {1400}
 
 
-def test_a_plan_of_clocks_is_no_plan_of_settings() -> None:
+def test_a_plan_of_clocks_has_no_further_settings() -> None:
     pipeline = limited_pipeline()
     clocks = {
         key: tuple(Measurement(m.clock_mhz, m.time_s, m.energy_j) for m in some[::2])
         for key, some in pipeline.profiles.items()
     }
     plan = plan_at(Pipeline(pipeline.schedule, clocks, pipeline.blocking_power_w), 0.13)
-    assert type(plan) is Plan
     assert plan.settings == plan.clocks_mhz
 
 
@@ -155,7 +152,9 @@ def test_clocks_may_stand_beside_settings(given_further: list[Further]) -> None:
     for point in frontier.points:
         plan = frontier.plan_within(point.iteration_time_s)
         assert replay(pipeline, plan.settings) == plan
-        assert isinstance(plan, PlanOfSettings) == any(map(further_of, plan.settings.values()))
+        assert [further_of(setting) for setting in plan.settings.values()] == [
+            planned.further for stage in plan.stages for planned in stage
+        ]
 
 
 def test_what_was_not_measured_is_refused_with_what_was() -> None:

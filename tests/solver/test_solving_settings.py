@@ -12,7 +12,6 @@ from perseus.solver import (
     MeasuredSetting,
     Measurement,
     Pipeline,
-    PlanOfSettings,
     ProfileKey,
     Setting,
     fastest_clock_plan,
@@ -62,7 +61,9 @@ def test_a_name_beside_each_clock_changes_no_plan(pipeline: Pipeline) -> None:
             (found.plan_within(point.deadline_s), expected.plan_within(point.deadline_s)),
             (found.baseline, expected.baseline),
         ):
-            assert plan.stages == same.stages
+            assert [[p[:4] for p in stage] for stage in plan.stages] == [
+                [p[:4] for p in stage] for stage in same.stages
+            ]
             assert plan.settings == {
                 c: Setting(mhz, (("kernel", f"of {mhz} MHz"), ("power_limit_w", float(mhz))))
                 for c, mhz in same.clocks_mhz.items()
@@ -145,5 +146,4 @@ def test_a_better_setting_is_taken() -> None:
             0.8 * before.bound_energy_j(point.deadline_s)
         )
         plan = found.plan(point.deadline_s)
-        assert isinstance(plan, PlanOfSettings)
-        assert plan.further == tuple((ADDED,) * len(stage) for stage in plan.stages)
+        assert {planned.further for stage in plan.stages for planned in stage} == {ADDED}

@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from perseus.agent.link.computation import Computation
-
-# The names that operators use, and the numbers of perseus.v1.ScheduleName.
-_SCHEDULE_NAMES = {"gpipe": 1, "1f1b": 2}
+from perseus.schedule_name import ScheduleName
 
 
 @dataclass(frozen=True, slots=True)
 class NamedSchedule:
-    """A schedule that follows from its name, "1f1b" or "gpipe", and its microbatches per iteration."""
+    """A schedule that follows from its name, such as "1f1b" (`perseus.schedule_name`), and its counts.
+
+    `microbatch_count`: per iteration. `chunk_count`: model chunks on each stage, for "interleaved-1f1b".
+    """
 
     name: str
     microbatch_count: int
+    chunk_count: int = 0
 
     def __post_init__(self) -> None:
-        if self.name not in _SCHEDULE_NAMES:
-            raise ValueError(
-                f"schedule name: expected one of {', '.join(_SCHEDULE_NAMES)}, found {self.name!r}"
-            )
+        if self.name not in list(ScheduleName):
+            raise ValueError(f"schedule name: expected one of {', '.join(ScheduleName)}, found {self.name!r}")
         check_count("microbatch_count", self.microbatch_count, at_least=1)
+        check_count("chunk_count", self.chunk_count, at_least=0)
 
 
 # Each stage's computations in order, stage 0 first.
@@ -60,7 +61,11 @@ def job_spec(
         if paths:
             raise ValueError(f"paths: expected none for schedule {schedule.name!r}, found {len(paths)}")
         order = {
-            "named": {"name": _SCHEDULE_NAMES[schedule.name], "microbatchCount": schedule.microbatch_count}
+            "named": {
+                "name": f"SCHEDULE_NAME_{ScheduleName(schedule.name).name}",
+                "microbatchCount": schedule.microbatch_count,
+                "chunkCount": schedule.chunk_count,
+            }
         }
     else:
         if len(schedule) != stage_count:

@@ -5,6 +5,7 @@ Jobs and agents need them, and so does a solve without a job.
 
 from collections.abc import Iterable, Mapping
 
+from perseus.schedule_name import ScheduleName
 from perseus.service.domain.bounds import (
     MAX_CLOCK_COUNT,
     MAX_DURATION_S,
@@ -19,7 +20,6 @@ from perseus.service.domain.specification import (
     MAX_STAGE_COUNT,
     ExplicitSchedule,
     NamedSchedule,
-    ScheduleName,
     ScheduleSpec,
     build_schedule,
 )
@@ -29,11 +29,9 @@ from perseus.solver import (
     Kind,
     Measurement,
     Pipeline,
-    PipelineError,
     Plan,
     PlannedComputation,
     ProfileKey,
-    Transfers,
     common_lag_s,
     with_lag,
 )
@@ -74,7 +72,7 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
                 raise InvalidFieldError(
                     field="schedule.named.name", expected="a known schedule", found=message.named.name
                 )
-            return NamedSchedule(name, message.named.microbatch_count)
+            return NamedSchedule(name, message.named.microbatch_count, message.named.chunk_count)
         case "explicit":
             # Millions of them fit into a message: none is looked at before there are few enough.
             stages, paths = message.explicit.stages, message.explicit.paths
@@ -119,14 +117,8 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
     """Return a problem. All its transfers share a lag, and FIXED computations of a stage and chunk a time.
 
     Raises:
-        PipelineError: its transfers have different lags, or occupy their stages.
+        PipelineError: its transfers have different lags, or there are extra ones.
     """
-    if problem.transfers is not Transfers.OVERLAPPING:
-        raise PipelineError(
-            f"transfers: expected overlapping ones, found {problem.transfers.value}",
-            field="transfers",
-            found=problem.transfers.value,
-        )
     message = frontier_pb2.PipelineProblem(
         schedule=schedule_to_proto(problem.schedule.orders, problem.schedule.paths),
         stage_count=problem.schedule.stage_count,
@@ -164,7 +156,9 @@ def check_problem_size(
     schedule = message.schedule
     if schedule.WhichOneof("order") == "named":
         field = "problem.schedule.named.microbatch_count"
-        computation_count = 2 * message.stage_count * max(1, schedule.named.microbatch_count)
+        spec = schedule_spec_from_proto(schedule)
+        assert isinstance(spec, NamedSchedule)
+        computation_count = spec.most_computations(message.stage_count)
     else:
         field = "problem.schedule.explicit.stages"
         # Millions of them fit into a message, too many to count what is in each.

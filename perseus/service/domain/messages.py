@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from perseus.schedule_name import ScheduleName
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.measured import Saving
 from perseus.service.domain.model import (
@@ -35,7 +36,6 @@ from perseus.service.domain.specification import (
     NamedSchedule,
     OperatingPolicy,
     Parallelism,
-    ScheduleName,
     ScheduleSpec,
 )
 from perseus.service.domain.stall import StallReason
@@ -212,7 +212,9 @@ def schedule_spec_to_proto(spec: ScheduleSpec) -> computation_pb2.Schedule:
     if isinstance(spec, NamedSchedule):
         return computation_pb2.Schedule(
             named=computation_pb2.NamedSchedule(
-                name=NUMBERS[spec.name], microbatch_count=spec.microbatch_count
+                name=NUMBERS[spec.name],
+                microbatch_count=spec.microbatch_count,
+                chunk_count=spec.chunk_count,
             )
         )
     return schedule_to_proto(spec.orders, spec.paths)

@@ -1,10 +1,10 @@
 """What a client says of a job, and the checks that it must pass to be registered."""
 
-import enum
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from perseus.schedule_name import ScheduleName
 from perseus.service.domain.bounds import (
     MAX_COUNT,
     MAX_PIPELINE_POWER_W,
@@ -22,7 +22,7 @@ from perseus.service.domain.errors import (
     RankOutOfRangeError,
 )
 from perseus.service.domain.signals import SignalRule
-from perseus.solver import Computation, Path, Schedule, gpipe, one_forward_one_backward
+from perseus.solver import Computation, Path, Schedule, most_computations, named_schedule
 
 _JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _LABEL = _JOB_ID
@@ -105,19 +105,19 @@ class Parallelism:
             raise InvalidFieldError(field="parallelism", expected=expected, found=ranks)
 
 
-class ScheduleName(enum.Enum):
-    """Schedules known by name."""
-
-    GPIPE = "gpipe"
-    ONE_FORWARD_ONE_BACKWARD = "1f1b"
-
-
 @dataclass(frozen=True, slots=True)
 class NamedSchedule:
-    """A schedule that follows from its name and its counts."""
+    """A schedule that follows from its name and its counts (`perseus.solver.named_schedule`)."""
 
     name: ScheduleName
     microbatch_count: int
+    chunk_count: int = 0
+
+    def most_computations(self, stage_count: int) -> int:
+        """Return how many computations it has at most."""
+        return most_computations(
+            self.name, stage_count, max(1, self.microbatch_count), max(1, self.chunk_count)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,23 +139,17 @@ def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
         ScheduleError: the orders are inconsistent, or deadlock.
     """
     if isinstance(spec, NamedSchedule):
-        limit = min(MAX_MICROBATCH_COUNT, MAX_COMPUTATION_COUNT // (2 * stage_count))
-        check_range("schedule.named.microbatch_count", spec.microbatch_count, 1, limit)
-        build = gpipe if spec.name is ScheduleName.GPIPE else one_forward_one_backward
-        return build(stage_count, spec.microbatch_count)
+        check_range("schedule.named.microbatch_count", spec.microbatch_count, 1, MAX_MICROBATCH_COUNT)
+        check_range("schedule.named.chunk_count", spec.chunk_count, 0, MAX_CHUNK_COUNT)
+        _check_size("schedule.named.microbatch_count", spec.most_computations(stage_count))
+        return named_schedule(spec.name, stage_count, spec.microbatch_count, spec.chunk_count)
     if len(spec.orders) != stage_count:
         raise InvalidFieldError(
             field="schedule.explicit.stages",
             expected=f"one order for each of {stage_count} stages",
             found=len(spec.orders),
         )
-    computations = sum(len(order) for order in spec.orders)
-    if computations > MAX_COMPUTATION_COUNT:
-        raise InvalidFieldError(
-            field="schedule.explicit.stages",
-            expected=f"at most {MAX_COMPUTATION_COUNT} computations",
-            found=computations,
-        )
+    _check_size("schedule.explicit.stages", sum(len(order) for order in spec.orders))
     _check_numbering(spec.orders)
     step_count = sum(len(path) for path in spec.paths)
     if step_count > MAX_COMPUTATION_COUNT:
@@ -165,6 +159,12 @@ def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
             found=step_count,
         )
     return Schedule(spec.orders, spec.paths)
+
+
+def _check_size(field: str, computation_count: int) -> None:
+    if computation_count > MAX_COMPUTATION_COUNT:
+        expected = f"at most {MAX_COMPUTATION_COUNT} computations"
+        raise InvalidFieldError(field=field, expected=expected, found=computation_count)
 
 
 def _check_numbering(orders: Sequence[Sequence[Computation]]) -> None:
@@ -325,9 +325,9 @@ class JobSpec:
 
     @property
     def computation_count(self) -> int:
-        """How many computations its stages have together."""
+        """How many computations its stages have together, at most."""
         if isinstance(self.schedule, NamedSchedule):
-            return 2 * self.parallelism.stage_count * self.schedule.microbatch_count
+            return self.schedule.most_computations(self.parallelism.stage_count)
         return sum(len(order) for order in self.schedule.orders)
 
     @property

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import ProfileError
-from perseus.solver.graph import order_computations
+from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline, ProfileKey
-from perseus.solver.plan import Plan, critical_path, replay
+from perseus.solver.plan import Plan, earliest_finishes_ps, replay
 from perseus.solver.profile import Option, highest, pareto_options, to_ps
 from perseus.solver.setting import Setting, clock_of, in_order
 
@@ -43,7 +43,7 @@ def envpipe(pipeline: Pipeline) -> Plan:
     chosen = [len(some) - 1 for some in options]
     while True:
         durations_ps = [some[k].time_ps for some, k in zip(options, chosen, strict=True)]
-        path = critical_path(dependencies, durations_ps)
+        path = _critical_path(dependencies, durations_ps)
         raisable = [i for i in path if chosen[i] > 0]
         if not raisable:
             break
@@ -99,6 +99,19 @@ def zeus_per_stage(pipeline: Pipeline) -> tuple[Plan, ...]:
     shortest_s = max(min(times_s.values()) for times_s in forward_times_s)
     limits_s = {time_s for times_s in forward_times_s for time_s in times_s.values() if time_s >= shortest_s}
     return _frontier(pipeline, {tuple(settings_under(limit_s)) for limit_s in limits_s})
+
+
+def _critical_path(dependencies: Sequence[Dependency], durations_ps: Sequence[int]) -> list[int]:
+    """Return the indices of one longest path, last to first; of equal ones always the same."""
+    finishes_ps = earliest_finishes_ps(dependencies, durations_ps)
+    waits_for: dict[int, int] = {}
+    for earlier, later, lag_ps in dependencies:
+        if finishes_ps[earlier] + lag_ps == finishes_ps[later] - durations_ps[later]:
+            waits_for.setdefault(later, earlier)
+    path = [finishes_ps.index(max(finishes_ps))]
+    while path[-1] in waits_for:
+        path.append(waits_for[path[-1]])
+    return path
 
 
 def _envelope(pipeline: Pipeline) -> set[Computation]:

@@ -4,7 +4,8 @@ import pytest
 from google.protobuf import json_format
 
 from perseus.agent.probe.job_spec import NamedSchedule, job_spec, spec_fingerprint
-from perseus.v1 import job_pb2
+from perseus.schedule_name import ScheduleName
+from perseus.v1 import computation_pb2, job_pb2
 
 
 def test_other_work_has_another_fingerprint() -> None:
@@ -26,17 +27,18 @@ def test_other_work_has_another_fingerprint() -> None:
     assert [work.fingerprint for work in message.stage_work] == ["12 layers", "10 layers"]
 
 
-@pytest.mark.parametrize(("name", "number"), [("gpipe", 1), ("1f1b", 2)])
-def test_a_named_schedule_is_one_of_the_contract(name: str, number: int) -> None:
+@pytest.mark.parametrize("name", ScheduleName)
+def test_a_named_schedule_is_one_of_the_contract(name: ScheduleName) -> None:
     spec = job_spec(
         "job",
         pipeline_count=1,
         stage_count=4,
         tensor_count=1,
-        schedule=NamedSchedule(name, 8),
+        schedule=NamedSchedule(str(name), 8, chunk_count=2),
         max_slowdown_percent=0,
     )
     message = json_format.ParseDict(spec, job_pb2.JobSpec())
-    assert message.schedule.named.name == number
-    assert message.schedule.named.microbatch_count == 8
+    named = message.schedule.named
+    assert computation_pb2.ScheduleName.Name(named.name) == f"SCHEDULE_NAME_{name.name}"
+    assert (named.microbatch_count, named.chunk_count) == (8, 2)
     assert message.policy.WhichOneof("rule") == "no_slowdown"

@@ -243,7 +243,7 @@ def test_programming_mistakes_are_refused_before_training(tmp_path: Path) -> Non
         Probe.connect(path, job_id="", pipeline=0, stage=0, gpu_uuid="GPU-1")
     with pytest.raises(ValueError, match="gpu_uuid: expected"):
         Probe.connect(path, job_id="job", pipeline=0, stage=0, gpu_uuid="")
-    with pytest.raises(ValueError, match="expected one of gpipe, 1f1b, found 'zb'"):
+    with pytest.raises(ValueError, match=r"expected one of gpipe, 1f1b, .*found 'zb'"):
         NamedSchedule("zb", 8)
     probe = connect(path)
     with pytest.raises(ValueError, match="expected the orders of 4 stages, found 1"):

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from perseus.service.api.translate_problems import problem_to_proto
-from perseus.v1 import frontier_pb2, frontier_service_pb2
+from perseus.v1 import computation_pb2, frontier_pb2, frontier_service_pb2
 from tests.service.grpc_fakes import TIMEOUT_S, connected, make_settings, refusal
 from tests.service.solving.problems import large_problem, make_problem
 
@@ -45,6 +45,7 @@ async def test_a_solve_has_a_limit_of_time(tmp_path: Path) -> None:
 async def test_a_solve_has_a_limit_of_size(tmp_path: Path) -> None:
     wide = frontier_pb2.PipelineProblem()
     wide.CopyFrom(SMALL)
+    wide.schedule.named.name = computation_pb2.SCHEDULE_NAME_GPIPE
     wide.schedule.named.microbatch_count = 4096
     async with connected(make_settings(tmp_path)) as client:
         code, reason, values = await refusal(client.frontiers.Solve(solve(wide), timeout=TIMEOUT_S))

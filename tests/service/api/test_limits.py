@@ -193,6 +193,7 @@ async def test_solves_at_once_and_their_size_are_limited(tmp_path: Path) -> None
         await asyncio.gather(*others, return_exceptions=True)
         larger = frontier_service_pb2.SolveRequest(point_count=3)
         larger.problem.stage_count = 2
+        larger.problem.schedule.named.name = computation_pb2.SCHEDULE_NAME_GPIPE
         larger.problem.schedule.named.microbatch_count = 1025
         code, reason, values = await refusal(client.frontiers.Solve(larger, timeout=TIMEOUT_S))
         assert (code, values["expected"]) == (INVALID, "at most 4096 computations")

@@ -8,36 +8,92 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perseus.schedule_name import ScheduleName
 from perseus.service.api.translate_agents import ceiling_to_proto, offer_to_proto, telemetry_from_proto
 from perseus.service.api.translate_jobs import event_filter_from_proto, spec_from_proto
 from perseus.service.api.translate_problems import (
+    check_problem_size,
     frontier_to_proto,
     plan_to_proto,
     problem_from_proto,
     problem_to_proto,
 )
-from perseus.service.domain import model, specification
+from perseus.service.domain import model
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.messages import spec_to_proto
-from perseus.service.domain.specification import ExplicitSchedule, JobSpec, OperatingPolicy, Parallelism
+from perseus.service.domain.messages import NUMBERS, spec_to_proto
+from perseus.service.domain.specification import (
+    Coordinates,
+    ExplicitSchedule,
+    JobSpec,
+    NamedSchedule,
+    OperatingPolicy,
+    Parallelism,
+    build_schedule,
+)
 from perseus.service.domain.telemetry import KINDS
-from perseus.solver import Computation, Kind, solve, with_lag
+from perseus.solver import (
+    Computation,
+    Kind,
+    Measurement,
+    Pipeline,
+    ScheduleError,
+    named_schedule,
+    solve,
+    with_lag,
+)
 from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, frontier_pb2, job_pb2, rank_pb2
 from perseus.v1.job_service_pb2 import ListJobEventsRequest
 from tests.service.frontiers import FRONTIER
+
+INTERLEAVED = ScheduleName.INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
 
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
     return spec_from_proto(job_pb2.JobSpec.FromString(spec_to_proto(spec).SerializeToString()))
 
 
-@pytest.mark.parametrize("name", list(specification.ScheduleName))
+@pytest.mark.parametrize("name", ScheduleName)
 @pytest.mark.parametrize("percent", [0.0, 12.5])
-def test_a_named_specification_comes_back(name: specification.ScheduleName, percent: float) -> None:
-    schedule = specification.NamedSchedule(name, 7)
+def test_a_named_specification_comes_back(name: ScheduleName, percent: float) -> None:
+    schedule = NamedSchedule(name, 8, 2 * (name is INTERLEAVED))
     work = ("embedding", "", "12 layers", "head")
     spec = JobSpec("a.b-c_1", Parallelism(3, 4, 2), schedule, OperatingPolicy(percent), work)
     assert spec_through_the_wire(spec) == spec
+    assert len(list(spec.check().computations)) <= spec.computation_count
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+def test_a_named_problem_is_what_its_orders_say(name: ScheduleName) -> None:
+    chunk_count = 2 * (name is INTERLEAVED)
+    schedule = named_schedule(name, 2, 4, chunk_count)
+    measured = (Measurement(1000, 0.1, 10.0), Measurement(800, 0.12, 8.0))
+    profiles = {(c.stage, c.chunk, c.kind): measured for c in schedule.computations}
+    message = problem_to_proto(Pipeline(schedule, profiles, (10.0, 10.0)))
+    expected = problem_from_proto(message)
+    message.schedule.named.CopyFrom(
+        computation_pb2.NamedSchedule(name=NUMBERS[name], microbatch_count=4, chunk_count=chunk_count)
+    )
+    check_problem_size(message, 3, len(list(schedule.computations)) * 3 // 2)
+    assert problem_from_proto(message) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "message"),
+    [
+        (INTERLEAVED, (4, 0), "chunk_count: expected at least 1, found 0"),
+        (INTERLEAVED, (4, 257), r"schedule\.named\.chunk_count: expected .*256, found 257"),
+        (INTERLEAVED, (5, 2), "microbatch_count: expected a multiple of 2, the number of stages, found 5"),
+        (INTERLEAVED, (4096, 8), "microbatch_count: expected at most 65536 computations, found 131072"),
+        (ScheduleName.GPIPE, (4, 2), "chunk_count: expected 1 on each stage for gpipe, found 2"),
+        (ScheduleName.ZERO_BUBBLE_V, (4, 3), "chunk_count: expected 2 on each stage for zbv, found 3"),
+        (ScheduleName.DUAL_PIPE_V, (3, 0), "microbatch_count: expected at least 4, two for each stage"),
+    ],
+)
+def test_counts_that_a_named_schedule_can_not_have(
+    name: ScheduleName, counts: tuple[int, int], message: str
+) -> None:
+    with pytest.raises((InvalidFieldError, ScheduleError), match=message):
+        build_schedule(NamedSchedule(name, *counts), 2)
 
 
 def test_an_explicit_specification_of_every_kind_comes_back() -> None:
@@ -64,7 +120,7 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
         (model.RankLeftReason, rank_pb2.RankLeftReason),
         (model.RefusalReason, rank_pb2.PlanRefusalReason),
         (Kind, computation_pb2.ComputationKind),
-        (specification.ScheduleName, computation_pb2.ScheduleName),
+        (ScheduleName, computation_pb2.ScheduleName),
     ]
     for values, numbers in pairs:
         assert len(list(values)) == len(numbers.keys()) - 1
@@ -114,7 +170,7 @@ def test_a_plan_names_clocks_in_order() -> None:
     ],
 )
 def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: str) -> None:
-    rank = specification.Coordinates(0, 1, 0)
+    rank = Coordinates(0, 1, 0)
     message = offer_to_proto("job", rank, model.Offer(4, 17, clocks), "epoch", 30.0)
     assert message.WhichOneof("clocks") == kind
     assert (message.epoch, message.version, message.start_iteration, message.lease_s) == (
@@ -131,7 +187,7 @@ def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: st
 
 def test_stock_up_to_a_ceiling_is_offered_as_stock_and_urgency_is_said() -> None:
     offer = model.Offer(4, 17, model.StockClocks(900), is_urgent=True)
-    message = offer_to_proto("job", specification.Coordinates(0, 1, 0), offer, "epoch", 30.0)
+    message = offer_to_proto("job", Coordinates(0, 1, 0), offer, "epoch", 30.0)
     assert message.WhichOneof("clocks") == "stock"
     assert message.urgent
 

@@ -107,10 +107,10 @@ class _Plans:
 
     def _of_plan(self, plan: Plan) -> _Totals:
         stages_j = [
-            sum(self._measured_j[c.stage, c.chunk, c.kind, clock_mhz] for c, clock_mhz, _, _ in stage)
+            sum(self._measured_j[c.stage, c.chunk, c.kind, clock_mhz] for c, clock_mhz, *_ in stage)
             for stage in plan.stages
         ]
-        highest_mhz = max(clock_mhz for stage in plan.stages for _, clock_mhz, _, _ in stage)
+        highest_mhz = max(clock_mhz for stage in plan.stages for _, clock_mhz, *_ in stage)
         return _Totals(np.array(stages_j), highest_mhz)
 
 

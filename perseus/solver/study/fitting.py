@@ -3,8 +3,8 @@
 Measured iterations take longer than their computations: activations and gradients travel, data is loaded,
 the optimizer steps. From iterations under several plans, each with the times that its computations took,
 non-negative lags (per stage boundary and direction) and fixed times are found under which the emulated
-iteration times match the measured ones (:mod:`perseus.solver.iteration_model`); and whether transfers overlap
-with computations or occupy both of their stages (:mod:`perseus.solver.transfers`).
+iteration times match the measured ones (:mod:`perseus.solver.study.iteration_model`); and whether transfers
+overlap with computations or occupy both of their stages (:mod:`perseus.solver.study.transfers`).
 
 Where something else makes iterations long (a host that is too slow), lags can still be found that match what
 was measured, and mean nothing. So each fit is held against iterations that it has not seen: finer lags, and
@@ -20,13 +20,13 @@ import numpy as np
 
 from perseus.solver.bounds import MAX_TIME_S
 from perseus.solver.computation import Computation
-from perseus.solver.critical_paths import CriticalPaths
 from perseus.solver.errors import ScheduleError, SolverError
-from perseus.solver.iteration_model import Estimate, FloatArray, IterationModel, durations_ps
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import PS_PER_S, to_ps
 from perseus.solver.schedule import Schedule
-from perseus.solver.transfers import Transfers, lagged_arcs
+from perseus.solver.study.critical_paths import CriticalPaths
+from perseus.solver.study.iteration_model import Estimate, FloatArray, IterationModel, durations_ps
+from perseus.solver.study.transfers import Transfers, lagged_arcs, with_occupying_transfers
 
 EXPLAINED_WITHIN = 0.02
 """The error, as a share of the iteration time, up to which fitted times explain what was measured."""
@@ -126,13 +126,13 @@ def with_fitted_times(pipeline: Pipeline, fitted: FittedTimes) -> Pipeline:
         PipelineError: a fitted fixed time is of nothing in the pipeline's schedule.
         ScheduleError: transfers that occupy their stages would deadlock in it.
     """
-    return replace(
+    fitted_to = replace(
         pipeline,
         activation_lags_s=fitted.activation_lags_s,
         gradient_lags_s=fitted.gradient_lags_s,
         fixed_times_s={**pipeline.fixed_times_s, **fitted.fixed_times_s},
-        transfers=fitted.transfers,
     )
+    return with_occupying_transfers(fitted_to) if fitted.transfers is Transfers.OCCUPYING else fitted_to
 
 
 def _unknown(

@@ -12,11 +12,14 @@ and what comes after A: a late receiver holds its sender up. No event is needed 
 """
 
 import enum
+from dataclasses import replace
 
 import numpy as np
 
+from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import ScheduleError
 from perseus.solver.order_table import IndexArray, OrderTable
+from perseus.solver.pipeline import Pipeline
 from perseus.solver.schedule import Schedule
 
 
@@ -60,3 +63,23 @@ def lagged_arcs(schedule: Schedule, transfers: Transfers) -> IndexArray:
     except ScheduleError as error:
         raise ScheduleError(f"with transfers that occupy their stages {error}", **error.details) from error
     return arcs
+
+
+def with_occupying_transfers(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline with transfers that occupy both of their stages, each for the lag that it has.
+
+    Raises:
+        ScheduleError: they would deadlock; the circle is named.
+    """
+    schedule = pipeline.schedule
+    computations = list(schedule.computations)
+    extra_lags_s: dict[tuple[Computation, Computation], float] = {}
+    for earlier, later, dependency in lagged_arcs(schedule, Transfers.OCCUPYING)[
+        len(schedule.arcs) :
+    ].tolist():
+        sender, receiver = schedule.dependencies[dependency]
+        lags_s = pipeline.activation_lags_s if receiver.kind is Kind.FORWARD else pipeline.gradient_lags_s
+        pair = computations[earlier], computations[later]
+        lag_s = lags_s.get((sender.stage, receiver.stage), 0.0)
+        extra_lags_s[pair] = max(lag_s, extra_lags_s.get(pair, 0.0))
+    return replace(pipeline, extra_lags_s=extra_lags_s)

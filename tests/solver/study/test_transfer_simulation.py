@@ -5,7 +5,8 @@ import pytest
 
 from benchmarks.transfer_simulation import Mechanisms, SimulatedRun, simulate_run
 from benchmarks.transfers import with_fixed_time
-from perseus.solver import Kind, Transfers, emulated_iteration_time_s, fit_times
+from perseus.solver import Kind
+from perseus.solver.study import Transfers, emulated_iteration_time_s, fit_times
 
 SMALL = {"stage_count": 3, "microbatch_count": 10, "plan_count": 24, "step_count": 3}
 

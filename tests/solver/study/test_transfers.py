@@ -1,28 +1,32 @@
 """Transfers that occupy their stages: by hand, in schedules where they deadlock, and from a fit to a plan."""
 
 from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
+from hypothesis import assume, given
 
-from perseus.service.api.translate_problems import problem_to_proto
 from perseus.solver import (
     Computation,
-    FittedTimes,
     Kind,
-    PipelineError,
+    Pipeline,
     Schedule,
     ScheduleError,
-    Transfers,
-    emulated_iteration_time_s,
     fastest_clock_plan,
-    fit_times,
     gpipe,
     one_forward_one_backward,
     solve,
 )
-from perseus.solver.fitting import MeasuredIteration
-from perseus.solver.transfers import lagged_arcs
-from tests.solver.pipelines import replayed_iteration_time_s, small_pipeline
+from perseus.solver.study import (
+    FittedTimes,
+    MeasuredIteration,
+    Transfers,
+    emulated_iteration_time_s,
+    fit_times,
+    with_occupying_transfers,
+)
+from perseus.solver.study.transfers import lagged_arcs
+from tests.solver.pipelines import pipelines, replayed_iteration_time_s, small_pipeline
 
 LAGS = FittedTimes({(0, 1): 0.5}, {(1, 0): 0.25}, {})
 
@@ -92,7 +96,7 @@ def test_schedules_that_would_deadlock_are_refused_and_fitted_without() -> None:
     }
     pipeline = replace(template, schedule=schedule, profiles=profiles)
     with pytest.raises(ScheduleError, match="with transfers that occupy their stages"):
-        replace(pipeline, transfers=Transfers.OCCUPYING)
+        with_occupying_transfers(pipeline)
     times_s = dict.fromkeys(schedule.computations, 1.0)
     fitted = fit_times(schedule, [MeasuredIteration(times_s, 12.0)])
     assert fitted.transfers is Transfers.OVERLAPPING
@@ -110,7 +114,7 @@ def test_a_frontier_is_solved_with_transfers_that_occupy_stages() -> None:
         activation_lags_s={(0, 1): 0.02},
         gradient_lags_s={(1, 0): 0.02},
     )
-    occupied = replace(pipeline, transfers=Transfers.OCCUPYING)
+    occupied = with_occupying_transfers(pipeline)
     assert fastest_clock_plan(occupied).iteration_time_s > fastest_clock_plan(pipeline).iteration_time_s
     frontier = solve(occupied, point_count=5)
     for stretch in (1.0, 1.1, 1.3):
@@ -119,6 +123,19 @@ def test_a_frontier_is_solved_with_transfers_that_occupy_stages() -> None:
         assert replayed_iteration_time_s(occupied, plan) == pytest.approx(plan.iteration_time_s, abs=1e-9)
 
 
-def test_the_contract_knows_overlapping_transfers_only() -> None:
-    with pytest.raises(PipelineError, match="transfers: expected overlapping ones, found occupying"):
-        problem_to_proto(replace(small_pipeline(), transfers=Transfers.OCCUPYING))
+@given(pipeline=pipelines())
+def test_each_transfer_begins_when_both_stages_can_and_holds_both(pipeline: Pipeline) -> None:
+    orders = pipeline.schedule.orders
+    before = {b: a for order in orders for a, b in pairwise(order)}
+    after = {a: b for order in orders for a, b in pairwise(order)}
+    waits_s: dict[tuple[Computation | None, Computation | None], set[float]] = {}
+    for sender, receiver in pipeline.schedule.dependencies:
+        lags_s = pipeline.activation_lags_s if receiver.kind is Kind.FORWARD else pipeline.gradient_lags_s
+        for begin, end in product((sender, before.get(receiver)), (receiver, after.get(sender))):
+            if begin and end and (begin, end) != (sender, receiver):
+                waits_s.setdefault((begin, end), set()).add(lags_s[sender.stage, receiver.stage])
+    try:
+        occupied = with_occupying_transfers(pipeline)
+    except ScheduleError:  # they would deadlock
+        assume(False)
+    assert occupied.extra_lags_s == {pair: max(lags_s) for pair, lags_s in waits_s.items()}

@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.computation import Computation, Kind
-from perseus.solver.critical_paths import CriticalPaths, Int64Array, Link
 from perseus.solver.errors import SolverError
 from perseus.solver.pipeline import MAX_TOTAL_TIME_S
 from perseus.solver.profile import PS_PER_S, to_ps
 from perseus.solver.schedule import Schedule
-from perseus.solver.transfers import Transfers
+from perseus.solver.study.critical_paths import CriticalPaths, Int64Array, Link
+from perseus.solver.study.transfers import Transfers
 
 FloatArray = NDArray[np.float64]
 

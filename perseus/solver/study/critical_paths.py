@@ -5,6 +5,7 @@ iteration is a loop over levels, whatever the number of iterations and stages.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.order_table import OrderTable
 from perseus.solver.schedule import Schedule
-from perseus.solver.transfers import Transfers, lagged_arcs
+from perseus.solver.study.transfers import Transfers, lagged_arcs
 
 Int64Array = NDArray[np.int64]
 
@@ -81,9 +82,12 @@ class CriticalPaths:
     def critical(
         self, durations_ps: Int64Array, lags_ps: Int64Array, sought: Sequence[int] = ()
     ) -> CriticalPath:
-        """Return a longest path of each iteration, and how often it passes links and ``sought`` rows."""
-        choices = np.zeros((len(self.computations) + 1, durations_ps.shape[1]), np.int8)
-        finishes_ps = self._finishes_ps(durations_ps, lags_ps, choices)
+        """Return a longest path of each iteration, and how often it passes links and ``sought`` rows.
+
+        Durations have shape (computations, iterations), lags (links,).
+        """
+        finishes_ps = self._finishes_ps(durations_ps, lags_ps)
+        slot_ps = np.concatenate(([0], lags_ps))
         cases = np.arange(durations_ps.shape[1])
         begin = len(self.computations)
         link_counts = np.zeros((len(cases), len(self.links) + 1), np.int64)
@@ -91,7 +95,8 @@ class CriticalPaths:
         at = finishes_ps[:begin].argmax(axis=0)
         while (at != begin).any():
             visits[cases, at] = True
-            chosen = choices[at, cases]
+            ready_ps = finishes_ps[self._earlier[:, at], cases] + slot_ps[self._slots[:, at]]
+            chosen = ready_ps.argmax(axis=0)
             link_counts[cases, self._slots[chosen, at]] += 1
             at = self._earlier[chosen, at]
         rows = self._row_of[list(sought)] if sought else np.zeros(0, np.int64)
@@ -117,19 +122,14 @@ class CriticalPaths:
         is_padding = before < 0
         return np.where(is_padding, before[0], before), np.where(is_padding, slot[0], slot)
 
-    def _finishes_ps(
-        self, durations_ps: Int64Array, lags_ps: Int64Array, choices: NDArray[np.int8] | None = None
-    ) -> Int64Array:
-        """Return each row's end, with a row more for the begin; write by which of its arcs that came."""
-        count, case_count = durations_ps.shape
+    def _finishes_ps(self, durations_ps: Int64Array, lags_ps: Int64Array) -> Int64Array:
+        """Return each row's end, with a row more for the begin."""
         lags_ps = lags_ps if lags_ps.ndim == 2 else lags_ps[:, None]
         slot_ps = np.concatenate((np.zeros((1, lags_ps.shape[1]), np.int64), lags_ps))
         durations_ps = durations_ps[self._order]
-        finishes_ps = np.zeros((count + 1, case_count), np.int64)
-        for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
+        finishes_ps = np.zeros((len(durations_ps) + 1, durations_ps.shape[1]), np.int64)
+        for begin, end in pairwise(self._bounds):
             ready_ps = finishes_ps[self._earlier[:, begin:end]] + slot_ps[self._slots[:, begin:end]]
-            if choices is not None:
-                choices[begin:end] = ready_ps.argmax(axis=0)
             finishes_ps[begin:end] = ready_ps.max(axis=0) + durations_ps[begin:end]
         return finishes_ps
 

@@ -7,7 +7,6 @@ import pytest
 from perseus.service.domain.commands import (
     Announce,
     Command,
-    Refine,
     ReportIteration,
     SendOffer,
     SlowPlan,
@@ -192,7 +191,6 @@ def test_a_frontier_that_was_asked_for_to_explain_a_slow_plan_is_planned_on() ->
     assert kinds(commands) == [
         event_pb2.JOB_EVENT_TYPE_SOLVED,
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
-        Refine,
         *[event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED, SendOffer, SendOffer] * 2,
     ]
     cluster.carry_out(commands)

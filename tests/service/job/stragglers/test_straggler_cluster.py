@@ -1,5 +1,7 @@
 """Stragglers on an emulated cluster, 1 % of noise on every computation: found, answered and withdrawn."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -112,9 +114,9 @@ def test_what_was_found_is_in_the_event() -> None:
     cluster = planned(noise=0.0)
     (found,) = cluster.run(3, {1: 1.2})
     assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED
-    assert found.message == (
-        "pipeline 1 is slow: 1.199 × its plan, stage 1 the most; 1.194 × surely waited for"
-    )
+    # All stages are equally slow: which one is named is the plan's roundings'.
+    expected = r"pipeline 1 is slow: 1\.199 × its plan, stage \d the most; 1\.194 × surely waited for"
+    assert re.fullmatch(expected, found.message)
     finding = found.straggler_finding
     assert finding.span_s == pytest.approx(1.2 * finding.planned_span_s, rel=0.002)
     assert finding.excess == pytest.approx(0.2, rel=0.01)

@@ -186,6 +186,7 @@ async def running(
         )
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
+        address = None
         try:
             if not settings.insecure:
                 await _adopt_operator(coordinator.tokens, settings)
@@ -202,6 +203,8 @@ async def running(
             )
             storing.cancel()
             background.cancel()
+            if address is not None:
+                log.info("stopped")
             with contextlib.suppress(asyncio.CancelledError):
                 await background
 
@@ -276,7 +279,6 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
         coordinator.drain()
         await server.stop(settings.shutdown_grace_s)
         await port.close()
-        log.info("stopped")
 
 
 @contextlib.asynccontextmanager

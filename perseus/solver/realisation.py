@@ -4,24 +4,26 @@ Theory of operation
 ===================
 
 A relaxed plan (:mod:`perseus.solver.sweep`) runs computations for durations between two measured ones. Here
-each computation of each deadline's plan gets a measured clock, so that no deadline is missed and as little
-energy as possible is added to the relaxed plan's, which is the bound.
+each computation of each deadline's plan gets a measured clock, so that no deadline is missed. The relaxed
+plan's energy is the bound: as little as possible is added to it.
 
-1. *Round.* Each computation gets a clock that ends it by its relaxed finish; what one leaves over, the next
-   can use. The slowest clock that fits is one way. Others take a faster one where a slower one is not worth
-   its time, at about the price that time has in the relaxed plan: what is left over then reaches the next
-   vertex of a later computation's hull. No way is best everywhere, so all are tried and the best is kept.
-2. *Search.* Stretches of all plans are tried anew, at random, and kept where cheaper
-   (:mod:`perseus.solver.block_search`).
-3. *Exchange.* Where profiles have cliffs, a relaxed plan for a time between two good plans mixes clocks in
-   every computation, which measured clocks can't follow. Its time can be had differently: a part of the
-   iteration runs as in the faster plan and the rest as in the slower one, cut where that costs least
-   (:mod:`perseus.solver.fusion`). So each plan is mixed with its neighbours, and with the two corners that it
-   lies between on the hull of all plans. Then all are searched once more, and what is new spreads in the next
-   round of exchange.
+1. *Round.* Computation by computation, each gets a clock that ends it by its relaxed finish; time that is
+   left over goes to the next one. The slowest clock that fits is one way. In the others time has a price,
+   about what it is worth to the computation in the relaxed plan or some steps less, and a faster clock is
+   taken where the time between is not worth it: with what is left over, a later computation reaches a
+   slower clock that is. No way is best everywhere, so all are tried and the best is kept.
+2. *Search.* Plans that are far from their bound are tried anew at random, in stretches, and kept where
+   cheaper (:mod:`perseus.solver.block_search`).
+3. *Exchange.* Where a little more time saves much energy at once (a cliff in the profile), a relaxed plan
+   for a time between two good plans mixes clocks in every computation, which measured clocks can't follow.
+   Its time can be had differently: parts of the iteration run as in the faster plan and the rest as in the
+   slower one, whatever costs least (:mod:`perseus.solver.fusion`). So each plan that is far from its bound
+   is mixed with its neighbours, and with such a mixture of the two best plans around it (the corners of the
+   hull of all plans). Then plans are searched again, and what is new spreads on in the next round.
 
-The plan of T_min, and one that is asked for by its time, is *refined*: all ways of rounding it are searched,
-and the best takes over what suits it from the others and from the plans for times around.
+The plan of the shortest iteration time, and one that is asked for by its time, is *refined*: all ways of
+rounding it are searched, and the best takes over parts of the others, and of the plans for times around,
+where that is cheaper.
 
 What each step is worth: ``python -m benchmarks.ablation``. Choices are laid out by
 :mod:`perseus.solver.columns`.
@@ -43,13 +45,15 @@ from perseus.solver.graph import EventGraph, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """How much is done for the plans. Shares are of an iteration's energy, above the bound.
+    """How much is done for the plans.
+
+    How close a plan is to its bound is told as the energy that it takes beyond it, as a share of the whole.
 
     Attributes:
         price_offsets: the ways to round: None takes the slowest clock that fits; a number the clock that is
             worth a price so many rungs below the computation's own (:meth:`Columns.price_of`).
         round_tries: tries of each way's plan before all but the best are dropped.
-        search_tries: tries of each plan, in each of the two searches of all.
+        search_tries: tries of each plan in a search of all.
         search_above: plans that are closer are not searched.
         exchange_above: plans that are closer take nothing over from others.
         exchange_rounds: rounds of exchange and search.
@@ -73,14 +77,14 @@ class SearchSettings:
 
 
 REFINED_BESIDE = 8
-"""How many plans on either side a plan is refined beside."""
+"""A plan is refined beside the plans of so many points on either side, where there are so many."""
 
 MANY_COMPUTATIONS = 4096
-"""More make a large problem, where less is done for each plan."""
+"""More make a large problem."""
 
 _SETTINGS = SearchSettings()
 _LARGE_SETTINGS = SearchSettings(search_tries=30, exchange_above=0.0045, exchange_rounds=1, refine_rounds=1)
-"""For large problems: a cut of so many events takes as long as many tries."""
+"""For large problems: more tries instead of cuts, which take long with so many events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Target:
 
 
 class Realiser:
-    """Finds choices over one event graph. The same calls in the same order find the same.
+    """Finds choices over one event graph. The same calls in the same order find the same choices.
 
     Attributes:
         columns: the graph's layout for many choices.
@@ -133,8 +137,7 @@ class Realiser:
 
         Args:
             target: the deadline.
-            others: choices for it and for deadlines around it, by rising time, to begin with and to take over
-                from.
+            others: choices for it and for deadlines around it, to begin with and to take over from.
             report: called with the share of the work that is done, from 0 to 1.
         """
         settings, deadline_ps = self._settings, target.deadline_ps
@@ -144,8 +147,8 @@ class Realiser:
         if len(others):
             around = self.columns.to_columns(others)
             others_ps = list(self._fusion.times_ps(around).T)
-            in_time = [one for one, other_ps in enumerate(others_ps) if other_ps[-1] <= deadline_ps]
-            choices = np.concatenate((around[:, in_time[-1:]], choices), axis=1)
+            in_time = around[:, [other_ps[-1] <= deadline_ps for other_ps in others_ps]]
+            choices = np.concatenate((self._cheapest(in_time), choices), axis=1)
         enough_j = target.bound_j + settings.refine_above * target.energy_j
         for turn in range(settings.refine_rounds):
             choices = self._search.search(
@@ -193,6 +196,10 @@ class Realiser:
                 effective_j[index] = effective_j[index - 1]
         report(1.0)
         return self.columns.to_choices(plans.choices)
+
+    def _cheapest(self, choices: Int64Array) -> Int64Array:
+        """Return the column that costs the least; none of none."""
+        return choices[:, np.argsort(self.columns.effective_energies_j(choices), kind="stable")[:1]]
 
     # --- Rounding -------------------------------------------------------------------------------------------
 
@@ -281,7 +288,7 @@ class Realiser:
         deadline_ps: int,
         enough_j: float,
     ) -> "_Mixed":
-        """Let a plan take over from others, one by one, what makes it cheaper, until it costs so little."""
+        """Let a plan take over from others, one by one, what makes it cheaper, until that is enough."""
         best = _Mixed(choice, times_ps, float(self.columns.effective_energies_j(choice)[0]))
         for other_ps in others_ps:
             fused_ps = self._fusion.fuse(best.times_ps, other_ps, deadline_ps)
@@ -301,16 +308,16 @@ class Realiser:
         slower = min((corner for corner in corners if corner > index), default=index)
         if faster < index < slower and slower - faster > 2:  # else they are the neighbours
             faster_ps, slower_ps = times_ps[:, faster], times_ps[:, slower]
-            # The faster one first, moved to the begin; the slower one first, and the faster one at the end.
+            # Begin as in the faster plan and end as in the slower one, moved to end in time; and vice versa.
             yield self._fusion.fuse(faster_ps, slower_ps + (deadline_ps - slower_ps[-1]), deadline_ps)
             later_ps = faster_ps + (deadline_ps - faster_ps[-1])
-            later_ps[0] = 0  # what begins the iteration has longer for it
+            later_ps[0] = 0  # the iteration's begin: what it begins with has longer
             yield self._fusion.fuse(later_ps, slower_ps, deadline_ps)
         for neighbour in (index - 1, index + 1):
             if 0 <= neighbour < times_ps.shape[1]:
                 yield from _at_both_ends(times_ps[:, neighbour], deadline_ps)
 
-    # ----------------------------------------------------------------------------------------------------
+    # --- All plans ------------------------------------------------------------------------------------------
 
     def _excess_shares(self, plans: "_Plans") -> FloatArray:
         """Return how far each plan is above its bound, as a share of the energy."""
@@ -367,7 +374,7 @@ def _at_both_ends(times_ps: Int64Array, deadline_ps: int) -> Iterator[Int64Array
 
 
 def _hull_corners(times_ps: Int64Array, effective_j: FloatArray) -> list[int]:
-    """Return the indices of the lower hull's corners, by rising time, of what falls."""
+    """Return the indices of the corners of the falling lower hull of (time, energy), by rising time."""
     corners: list[int] = []
     for one in np.lexsort((effective_j, times_ps)).tolist():
         if corners and effective_j[one] >= effective_j[corners[-1]]:

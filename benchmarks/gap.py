@@ -16,7 +16,7 @@ def run() -> Sequence[Table]:
     published = _published_savings()
     for gpu, label in GPUS.items():
         for microbatch_count in _MICROBATCH_COUNTS:
-            frontier = solve(published_pipeline(gpu, microbatch_count), point_count=3)
+            frontier = solve(published_pipeline(gpu, microbatch_count))
             baseline_j = frontier.baseline.energy_j
             plans, seconds = [], 0.0
             for slowdown in _SLOWDOWNS:

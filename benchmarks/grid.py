@@ -41,8 +41,8 @@ def run() -> Sequence[Table]:
             ),
             tuple(rows),
             "Per point against the relaxed optimum at the plan's own time; T_min, and plans asked for at a "
-            "time of their own, are refined, as in the table above. Look-up: the slowest of all points, each the "
-            "best of five.",
+            "time of their own, are refined, as in the table above. Look-up: the slowest of all points, each "
+            "the best of five.",
         )
     ]
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 from perseus.cli.main import app
 from perseus.schedule_name import ScheduleName
 from perseus.solver import named_schedule
+from tests.published_data import PUBLISHED_DATA
 
 CHUNKED = {
     ScheduleName.INTERLEAVED_ONE_FORWARD_ONE_BACKWARD,
@@ -18,7 +19,7 @@ CHUNKED = {
 }
 MORE_INSTRUCTIONS = {"forward": ["recomputation"], "backward": ["backward-input", "backward-weight"]}
 HEADER = "stage,instruction,frequency,time,energy\n"
-A100 = Path(__file__).parents[3] / "shared" / "data" / "profiles" / "gpt3-175b-a100-sxm.csv"
+A100 = PUBLISHED_DATA / "profiles" / "gpt3-175b-a100-sxm.csv"
 needs_a100 = pytest.mark.skipif(not A100.exists(), reason=f"published profile not found at {A100}")
 
 

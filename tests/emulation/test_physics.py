@@ -1,5 +1,4 @@
 import csv
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -7,8 +6,9 @@ from hypothesis import strategies as st
 
 from perseus.agent.gpu import EmulatedGpuError
 from perseus.emulation.physics import A40, A100_SXM, GpuModel, Work
+from tests.published_data import PUBLISHED_DATA
 
-PROFILES = Path(__file__).parents[4] / "shared" / "data" / "profiles"
+PROFILES = PUBLISHED_DATA / "profiles"
 
 
 def energies_j(model: GpuModel, work: Work) -> dict[int, float]:

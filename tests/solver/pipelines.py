@@ -25,8 +25,8 @@ from perseus.solver import (
 )
 from perseus.solver import one_forward_one_backward as one_f_one_b
 from perseus.solver.realisation import SearchSettings
+from tests.published_data import PUBLISHED_DATA
 
-_DATA = FilePath(__file__).resolve().parents[3] / "shared" / "data"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
 GPUS_PER_STAGE = 8
 
@@ -42,7 +42,7 @@ def little_search() -> Iterator[None]:
 
 
 def published_profile_path(gpu: str) -> FilePath:
-    path = _DATA / "profiles" / f"gpt3-175b-{gpu}.csv"
+    path = PUBLISHED_DATA / "profiles" / f"gpt3-175b-{gpu}.csv"
     if not path.exists():
         pytest.skip(f"the published profile {path.name} is not at ../shared/data")
     return path

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,9 +32,10 @@ from perseus.solver.study import (
     with_fitted_times,
 )
 from perseus.solver.study.iteration_model import IterationModel, non_negative_solution
+from tests.published_data import PUBLISHED_DATA
 from tests.solver.pipelines import pipelines
 
-_RUNS = Path(__file__).resolve().parents[3] / "shared" / "data" / "runs"
+_RUNS = PUBLISHED_DATA / "runs"
 LOAD = Computation(0, Kind.FIXED, 0)
 
 

@@ -122,9 +122,8 @@ class Realiser:
 
     def rounded(self, relaxed_ps: Int64Array) -> Choice:
         """Return what costs the least of the ways to round a relaxed plan, its events' times."""
-        rounded = self._round(*self._relaxed(relaxed_ps))
-        best = int(self.columns.effective_energies_j(rounded).argmin())
-        choice: Choice = self.columns.to_choices(rounded)[best].tolist()
+        rounded = self._cheapest(self._round(*self._relaxed(relaxed_ps)))
+        choice: Choice = self.columns.to_choices(rounded)[0].tolist()
         return choice
 
     def refine(

@@ -9,8 +9,6 @@ files beside hold both.
 
 import gzip
 import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,8 +35,6 @@ from perseus.v1 import agent_service_pb2 as wire
 
 FILES = Path(__file__).parent / "lives"
 CLOCKS_MHZ = (1400, 1200, 1000, 800)
-_TOLERANCE = 1e-9
-"""Of figures: processors add up in other orders."""
 
 Step = dict[str, Any]
 _BARE = {
@@ -199,22 +195,6 @@ class Life:
 
 def _shown(request: wire.ConnectRequest) -> Any:
     return MessageToDict(request, preserving_proto_field_name=True)
-
-
-def differences(expected: Any, found: Any, path: str = "") -> Iterator[str]:
-    """Yield where what goes out is another than what was recorded; figures may differ by rounding."""
-    match expected, found:
-        case (dict(), dict()):
-            for name in expected.keys() | found.keys():
-                yield from differences(expected.get(name), found.get(name), f"{path}.{name}")
-        case (list(), list()) if len(expected) == len(found):
-            for index, pair in enumerate(zip(expected, found, strict=True)):
-                yield from differences(*pair, f"{path}[{index}]")
-        case (float() | int(), float() | int()) if not isinstance(expected, bool):
-            if not math.isclose(expected, found, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
-                yield f"{path}: expected {expected}, found {found}"
-        case _ if expected != found:
-            yield f"{path}: expected {expected}, found {found}"
 
 
 def save(name: str, steps: list[tuple[Step, list[Any]]]) -> None:

@@ -4,7 +4,8 @@ from itertools import islice
 
 import pytest
 
-from tests.agent.recorded.lives import FILES, Life, differences, load
+from tests.agent.recorded.lives import FILES, Life, load
+from tests.differences import differences
 
 NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in FILES.glob("*.jsonl.gz"))
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from perseus.service.storage.sql_store import SqlStore
-from tests.service.job.recorded.lives import FILES, Life, differences, load
+from tests.differences import differences
+from tests.service.job.recorded.lives import FILES, Life, load
 
 _EXPLAINED = ".look.power."
 """Of a run that has ended: budgets don't ask any more what it draws, and no machine is kept to answer."""

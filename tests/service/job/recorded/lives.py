@@ -9,7 +9,6 @@ restarts, and says what goes out of each in the contract's messages. The files b
 import dataclasses
 import gzip
 import json
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +60,6 @@ from tests.service.service_fakes import refined, solved
 
 FILES = Path(__file__).parent / "lives"
 FIELDS = FILES / "job_fields.json"
-_TOLERANCE = 1e-9
-"""Of figures: processors add up in other orders."""
 
 
 @dataclass(frozen=True)
@@ -300,22 +297,6 @@ def _without_new_fields(message: Message) -> Message:
             elif field.message_type is not None:
                 parts += [*value] if field.is_repeated else [value]
     return known
-
-
-def differences(expected: Any, found: Any, path: str = "") -> Iterator[str]:
-    """Yield where what goes out is another than what was recorded; figures may differ by rounding."""
-    match expected, found:
-        case (dict(), dict()):
-            for name in expected.keys() | found.keys():
-                yield from differences(expected.get(name), found.get(name), f"{path}.{name}")
-        case (list(), list()) if len(expected) == len(found):
-            for index, pair in enumerate(zip(expected, found, strict=True)):
-                yield from differences(*pair, f"{path}[{index}]")
-        case (float() | int(), float() | int()) if not isinstance(expected, bool):
-            if not math.isclose(expected, found, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
-                yield f"{path}: expected {expected}, found {found}"
-        case _ if expected != found:
-            yield f"{path}: expected {expected}, found {found}"
 
 
 def save(name: str, steps: list[Step], out: list[list[Any]]) -> None:

@@ -13,8 +13,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
+
 from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError
 from perseus.demo import nvml_stub
+from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1.job_service_pb2_grpc import JobServiceStub
 from tests.nvml.stack import Stack
 
 LEASE_S = 5.0
@@ -171,6 +175,9 @@ def strike(folder: Path, library: Path, *names: str) -> list[FaultOutcome]:
                 microbatch_count=4,
             )  # fmt: skip
             node.start()
+            node.until(
+                lambda: _has_slowdown(coordinator.address, node.job_id), "a job whose policy can be set"
+            )
             for outcome in outcomes:
                 fault = FAULTS[outcome.name]
                 node.until(node.is_locked, "a locked clock")
@@ -186,6 +193,22 @@ def strike(folder: Path, library: Path, *names: str) -> list[FaultOutcome]:
                 coordinator.start()
                 _hold_against(agents, ended_s, fault, outcome)
     return outcomes
+
+
+def _has_slowdown(address: str, job_id: str) -> bool:
+    """Let a job run at the lowest energy; false while it is not registered.
+
+    A stage on its own has no slack: without a slowdown its GPU is locked only while clocks are profiled.
+    """
+    policy = job_pb2.OperatingPolicy(max_slowdown_percent=100)
+    with grpc.insecure_channel(address) as channel:
+        try:
+            JobServiceStub(channel).SetPolicy(job_service_pb2.SetPolicyRequest(job_id=job_id, policy=policy))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            return False
+    return True
 
 
 def _watch_end(coordinator: CoordinatorProcess, fault: Fault, struck_s: float, outcome: FaultOutcome) -> None:

@@ -49,6 +49,9 @@ _SETTLED_SHARE = 0.4
 _GROWTH_BYTES = 48 * 2**20
 """That counts as none: the allocator's, and what the jobs keep of their latest iterations and events."""
 
+_ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Has glibc give back at once what is freed, so that resident memory is memory in use."""
+
 _TITLE = "## Malformed messages"
 
 _CONNECT = "/perseus.v1.AgentService/Connect"
@@ -107,7 +110,11 @@ def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
     outcome, begun_s = Outcome(), time.monotonic()
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # of connections that break it would tell each time
     with CoordinatorProcess(
-        folder, str(folder / "jobs.db"), flags, is_pinned=False, environment=security.of_coordinator()
+        folder,
+        str(folder / "jobs.db"),
+        flags,
+        is_pinned=False,
+        environment={**security.of_coordinator(), **_ALLOCATOR},
     ) as coordinator:
         coordinator.start()
         with _asking_for_health(security, coordinator, outcome):

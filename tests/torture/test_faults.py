@@ -9,7 +9,6 @@ from perseus.demo import nvml_stub
 from tests.torture.faults import strike
 
 
-@pytest.mark.slow("real processes are killed and broken")
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
 @pytest.mark.skipif(nvml_stub.compiler() is None, reason="no C compiler here to build the NVML stub with")

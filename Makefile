@@ -136,13 +136,13 @@ pictures: $(STAMP)
 	$(BIN)/python -m tests.web.pictures docs/images
 
 # The kill tests of `make test`, many more times, and a stranger's attack at full strength (as root); leaves figures in
-# docs/torture.md and docs/strangers.md.
+# docs/torture.md and docs/other-users.md.
 KILLS ?= 50
 CONNECTIONS ?= 10000
 PACKETS ?= 100000
 torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
-	$(BIN)/python -m tests.nvml.torture_strangers $(CONNECTIONS) $(PACKETS) docs/strangers.md
+	$(BIN)/python -m tests.nvml.torture_other_users $(CONNECTIONS) $(PACKETS) docs/other-users.md
 
 # A coordinator killed many times under load, one sent malformed messages, and one with hostile tenants; leaves its
 # figures in docs/torture-coordinator.md.

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.harness import Cell, Column, Table, main
-from benchmarks.probe import COMPUTATIONS, PACE_S, TRAINER_CORE, UUID, compute, running_agent
+from benchmarks.probe import COMPUTATION_TIME_S, COMPUTATIONS, TRAINER_CORE, UUID, compute, running_agent
 from perseus.agent.deepspeed import mark_engine
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.megatron import MarkedSchedules, MarkedTimers
@@ -148,7 +148,7 @@ def _time_calls(forward: Callable[[int], object], costs_us: list[float]) -> None
         begun_ns = time.perf_counter_ns()
         forward(microbatch)
         costs_us.append((time.perf_counter_ns() - begun_ns) / 1000)
-        compute(PACE_S)
+        compute(COMPUTATION_TIME_S)
 
 
 # Something to hook: what puts the marks around it, what runs a body as an iteration, and a forward.

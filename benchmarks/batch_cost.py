@@ -38,7 +38,7 @@ class TimedCluster(Cluster):
         self.is_solving_allowed = True
         self.waiting: list[Command] = []
 
-    def tell(self, event: Input) -> list[Command]:
+    def handle(self, event: Input) -> list[Command]:
         state = self.machine.record.state
         started_s = time.thread_time()
         commands = self.machine.handle(event, self.now_s, self.now_s)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks.fleet_jobs import MIX, STRAGGLER, frontier
 from benchmarks.harness import Cell, Column, Table, main, timed
 from perseus.service.domain.power import DEFAULT_FEED, Budget, Feed
-from perseus.service.fleet.power.feed_watch import SETTLE_S
+from perseus.service.fleet.power.feed_watch import SETTLING_TIME_S
 from perseus.simulation.replay import Fleet, Replay, ReplayedBudget, ReplayedJob, Straggler, replay
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "budgets.png"
@@ -28,7 +28,7 @@ _NOISE = 0.02
 
 
 @dataclass
-class _Tally:
+class _Counters:
     """What a run's budgets came to."""
 
     windows: int = 0
@@ -36,24 +36,24 @@ class _Tally:
     unsaid: int = 0
     worst: float = 0.0
     unkept: int = 0
-    said: int = 0
+    message: int = 0
     changes: int = 0
 
 
 def run() -> Sequence[Table]:
     rows: list[tuple[Cell, ...]] = []
-    sums = _Tally()
+    sums = _Counters()
     for number in range(_RUNS):
         fleet = _fleet(number)
         with timed() as watch:
             done = replay(fleet)
         if number == 0:
             draw(fleet, done, PICTURE)
-        tally = _judge(fleet, done)
+        counters = _judge(fleet, done)
         for name in ("windows", "above", "unsaid", "unkept", "said", "changes"):
-            setattr(sums, name, getattr(sums, name) + getattr(tally, name))
-        sums.worst = max(sums.worst, tally.worst)
-        rows.append((f"run {number}", *_cells(tally), tally.changes / 8 / len(MIX), watch.seconds))
+            setattr(sums, name, getattr(sums, name) + getattr(counters, name))
+        sums.worst = max(sums.worst, counters.worst)
+        rows.append((f"run {number}", *_cells(counters), counters.changes / 8 / len(MIX), watch.seconds))
     rows.append(("all", *_cells(sums), sums.changes / 8 / len(MIX) / _RUNS, None))
     return [
         Table(
@@ -77,8 +77,15 @@ def run() -> Sequence[Table]:
     ]
 
 
-def _cells(tally: _Tally) -> tuple[Cell, ...]:
-    return (tally.windows, tally.above, tally.unsaid, 100 * tally.worst, tally.unkept, tally.said)
+def _cells(counters: _Counters) -> tuple[Cell, ...]:
+    return (
+        counters.windows,
+        counters.above,
+        counters.unsaid,
+        100 * counters.worst,
+        counters.unkept,
+        counters.message,
+    )
 
 
 def _errors(run_number: int) -> dict[str, float]:
@@ -118,51 +125,51 @@ def _fleet(run_number: int) -> Fleet:
     return Fleet(0.0, _RUN_S, {DEFAULT_FEED: feed}, jobs, budgets, noise=_NOISE, seed=run_number)
 
 
-def _judge(fleet: Fleet, done: Replay) -> _Tally:
+def _judge(fleet: Fleet, done: Replay) -> _Counters:
     """Hold every mean under one limit against it, second by second."""
-    tally = _Tally(changes=sum(int(np.count_nonzero(np.diff(s))) for s in done.speeds.values()))
+    counters = _Counters(changes=sum(int(np.count_nonzero(np.diff(s))) for s in done.speeds.values()))
     seconds = np.arange(1, int(fleet.end_s) + 1)
     index = np.searchsorted(done.times_s, seconds - 1e-6)
-    drawn_w, limit_w, ceiling_w = (
-        values[DEFAULT_FEED][index] for values in (done.feeds_w, done.limits_w, done.ceilings_w)
+    drawn_w, limit_w, power_cap_w = (
+        values[DEFAULT_FEED][index] for values in (done.feeds_w, done.limits_w, done.power_caps_w)
     )
-    said = [(time_s, s.is_compliant) for time_s, s in done.statuses]
+    message = [(time_s, s.is_compliant) for time_s, s in done.statuses]
     longest_s = max(frontier(job.gpu).t_slow_s for job in MIX) * STRAGGLER
     window = int(np.ceil(max(60.0, 3 * longest_s)))
-    is_judged = np.isfinite(limit_w) & (ceiling_w <= limit_w * (1 + 1e-9))
+    is_judged = np.isfinite(limit_w) & (power_cap_w <= limit_w * (1 + 1e-9))
     edges = np.flatnonzero(np.diff(np.where(is_judged, limit_w, 0.0), prepend=0.0, append=0.0) != 0)
     sums = np.concatenate([[0.0], np.cumsum(drawn_w)])
     for first, last in pairwise(edges.tolist()):
         if not is_judged[first]:
             continue
         can_be_kept = _can_be_kept(fleet, float(limit_w[first]))
-        begin = first + int(SETTLE_S)
-        is_said = any(not ok and first <= time_s <= last + 1 for time_s, ok in said) or not _last_said(
-            said, first
+        begin = first + int(SETTLING_TIME_S)
+        is_sent = any(not ok and first <= time_s <= last + 1 for time_s, ok in message) or not _last_message(
+            message, first
         )
         if not can_be_kept and last - begin >= window:
-            tally.unkept += 1
-            tally.said += is_said
+            counters.unkept += 1
+            counters.message += is_sent
         if not can_be_kept or last - begin < window:
             continue
         means_w = (sums[begin + window : last + 1] - sums[begin : last + 1 - window]) / window
         above = means_w > limit_w[first] * (1 + 1e-9)
-        tally.windows += len(means_w)
-        tally.above += int(above.sum())
-        tally.unsaid += 0 if is_said else int(above.sum())
-        tally.worst = max(tally.worst, float(means_w.max() / limit_w[first]))
-    return tally
+        counters.windows += len(means_w)
+        counters.above += int(above.sum())
+        counters.unsaid += 0 if is_sent else int(above.sum())
+        counters.worst = max(counters.worst, float(means_w.max() / limit_w[first]))
+    return counters
 
 
-def _last_said(said: Sequence[tuple[float, bool]], now_s: float) -> bool:
-    before = [ok for time_s, ok in said if time_s <= now_s]
+def _last_message(message: Sequence[tuple[float, bool]], now_s: float) -> bool:
+    before = [ok for time_s, ok in message if time_s <= now_s]
     return before[-1] if before else True
 
 
 def _can_be_kept(fleet: Fleet, limit_w: float) -> bool:
     errors = {job.job_id: job.power_error for job in fleet.jobs}
-    least_w = sum((1 + errors[job.job_id]) * job.demand().allowed[-1].power_w[DEFAULT_FEED] for job in MIX)
-    return least_w <= limit_w
+    min_w = sum((1 + errors[job.job_id]) * job.demand().allowed[-1].power_w[DEFAULT_FEED] for job in MIX)
+    return min_w <= limit_w
 
 
 def draw(fleet: Fleet, done: Replay, path: Path) -> None:
@@ -171,7 +178,9 @@ def draw(fleet: Fleet, done: Replay, path: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     hours = done.times_s / 3600
     above.plot(hours, done.feeds_w[DEFAULT_FEED] / 1000, lw=0.7, label="drawn")
-    above.plot(hours, done.ceilings_w[DEFAULT_FEED] / 1000, "--", lw=0.8, color="tab:orange", label="ceiling")
+    above.plot(
+        hours, done.power_caps_w[DEFAULT_FEED] / 1000, "--", lw=0.8, color="tab:orange", label="ceiling"
+    )
     above.plot(hours, done.limits_w[DEFAULT_FEED] / 1000, lw=1.2, color="tab:red", label="limit")
     above.set_ylabel("kW")
     for job_id, speeds in done.speeds.items():

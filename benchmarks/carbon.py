@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 
 from benchmarks.fleet_jobs import frontier
 from benchmarks.harness import DATA, Cell, Column, Table, main
-from perseus.service.domain.job_pacing import PacingBasis
+from perseus.service.domain.job_signal import SpeedCurveBasis
 from perseus.service.domain.signals import HOUR_S, SignalKind, WorkWindow
-from perseus.service.fleet.pacing.curve import speed_curve
-from perseus.service.fleet.pacing.policy import look
-from perseus.service.fleet.pacing.spending import Floats, SpeedCurve
+from perseus.service.fleet.signal_targets.from_frontier import speed_curve
+from perseus.service.fleet.signal_targets.replanning import replan
+from perseus.service.fleet.signal_targets.speed_curve import Floats, SpeedCurve
 from perseus.service.fleet.signals.forecast import WEEK_H, RegressionForecast, persistence, seasonal_naive
 from perseus.service.signals.csv_file import read_signal_csv
 
@@ -74,7 +74,7 @@ class _Weeks:
         self._hours, self._forecasts = hours, forecasts
         stock = frontier("a100-sxm").baseline
         self._stock_s, self._stock_w = stock.iteration_time_s, stock.energy_j / stock.iteration_time_s
-        self.curve: SpeedCurve = speed_curve(PacingBasis(frontier("a100-sxm"), stock.iteration_time_s))
+        self.curve: SpeedCurve = speed_curve(SpeedCurveBasis(frontier("a100-sxm"), stock.iteration_time_s))
 
     def row(self, extra_percent: float) -> tuple[Cell, ...]:
         length_h = WEEK_H * (1 + extra_percent / 100)
@@ -111,13 +111,13 @@ class _Weeks:
         now_s = policy.begin_s
         speeds = []
         for hour, duration_s in enumerate(durations_s.tolist()):
-            pace = look(policy, self.curve, now_s, done, self._forecasts[begin + hour]).pace
+            point = replan(policy, self.curve, now_s, done, self._forecasts[begin + hour]).point
             left = policy.iteration_count - done
-            worked_s = min(duration_s, left / pace.speed_per_s)  # it stops when it is done
-            done += worked_s * pace.speed_per_s
-            ours_g += pace.power_w * worked_s * signal[hour] / _J_PER_KWH
+            worked_s = min(duration_s, left / point.speed_per_s)  # it stops when it is done
+            done += worked_s * point.speed_per_s
+            ours_g += point.power_w * worked_s * signal[hour] / _J_PER_KWH
             now_s += duration_s
-            speeds.append(pace.speed_per_s * self._stock_s)
+            speeds.append(point.speed_per_s * self._stock_s)
         late_s = max(0.0, policy.iteration_count - done) / self.curve.fastest_per_s
         ours_g += self.curve.power_w(self.curve.fastest_per_s) * late_s * signal[-1] / _J_PER_KWH
         late = late_s / (end_s - policy.begin_s)

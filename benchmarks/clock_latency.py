@@ -113,7 +113,7 @@ def run() -> list[Table]:
         each = job(forward_s, microbatch_count=8)
         problem = pipeline(each)
         plan = solver.plan_at(problem, solver.fastest_clock_plan(problem).iteration_time_s)
-        stock = [[each.model.max_clock_mhz] * len(order) for order in each.orders]
+        stock = [[each.model.highest_clock_mhz] * len(order) for order in each.orders]
         stock_j = _mean([train(each, stock, latency_s=None, iteration_count=8, seed=0)], "energies_j")
         for latency_s in (0.010, 0.020):
             for name, chosen in (("plan", plan), ("dwell", solver.dwell(problem, plan, latency_s))):

@@ -91,7 +91,7 @@ class Run:
 
     false: list[int]
     found: int | None
-    withdrawn_answers: int
+    withdrawn_responses: int
     time_s: Array
     unanswered_s: Array
 
@@ -117,7 +117,7 @@ def simulate(jitter: Array, factor: float = 1.0, begin: int = 0, *, stop_when_fo
         spans = IterationSpans(iteration, versions, spans_s, planned_s, zeros, np.ones(pipelines), zeros)
         findings = detector.judge(spans)
         for finding in findings:
-            run.withdrawn_answers += finding.has_cost_time
+            run.withdrawn_responses += finding.has_cost_time
             if not finding.is_straggler:
                 del slow[finding.pipeline]
                 continue
@@ -220,8 +220,8 @@ def _delay_table(seeds: int, rates: dict[str, float]) -> Table:
                     ideals.append(ideal_delay(own, factor, rates[name] / PIPELINES))
             median = float(np.median(delays))
             ideal = float(np.median(ideals)) if ideals else None
-            most = float(np.quantile(delays, 0.95, method="higher"))
-            rows.append((name, factor, median, most, ideal, median / ideal if ideal else None))
+            maximum = float(np.quantile(delays, 0.95, method="higher"))
+            rows.append((name, factor, median, maximum, ideal, median / ideal if ideal else None))
     columns = (
         Column("jitter"),
         Column("straggler, ×", ".2f"),
@@ -276,7 +276,7 @@ def _cost_table(seeds: int) -> Table:
                     name,
                     factor,
                     _lost_percent(runs, slice(LEARNED, None)),
-                    sum(each.withdrawn_answers for each in runs) / seeds,
+                    sum(each.withdrawn_responses for each in runs) / seeds,
                 )
             )
     columns = (

@@ -98,8 +98,8 @@ class DiscreteBound:
         rows += [self._row(starts[i], None, choices[i], i, -deadline_ms) for i in self._last]
         for variables in choices:
             model.row(1.0, 1.0, variables, [1.0] * len(variables))
-        for least, variables, factors in rows:
-            model.row(least, _INF, variables, factors)
+        for minimum, variables, factors in rows:
+            model.row(minimum, _INF, variables, factors)
         values, duals, _ = model.solve(None)
         prices = [max(0.0, dual) for dual in duals[count:]]
         return _Relaxed(
@@ -142,8 +142,8 @@ class DiscreteBound:
 
         for (i, j, lag_ms), price in zip(self._arcs, relaxed.arc_prices, strict=True):
             if i in starts and j in starts:
-                least, variables, factors = self._row(starts[i], starts[j], choices[i], i, lag_ms)
-                model.row(least + offsets_ms[i] - offsets_ms[j], _INF, variables, factors)
+                minimum, variables, factors = self._row(starts[i], starts[j], choices[i], i, lag_ms)
+                model.row(minimum + offsets_ms[i] - offsets_ms[j], _INF, variables, factors)
             elif i in starts:
                 pay_to_end(i, price)
             elif j in starts:
@@ -151,8 +151,8 @@ class DiscreteBound:
         for i, price in zip(self._last, relaxed.end_prices, strict=True):
             if i in starts:
                 pay_to_end(i, price)
-                least, variables, factors = self._row(starts[i], None, choices[i], i, -deadline_ms)
-                model.row(least + offsets_ms[i], _INF, variables, factors)
+                minimum, variables, factors = self._row(starts[i], None, choices[i], i, -deadline_ms)
+                model.row(minimum + offsets_ms[i], _INF, variables, factors)
         _, _, bound_j = model.solve(integers, limit_s)
         return bound_j
 
@@ -176,13 +176,13 @@ class _Model:
         self._bounds: list[tuple[float, float]] = []
         self._rows: list[tuple[float, float, list[int], list[float]]] = []
 
-    def variable(self, cost: float, least: float, most: float) -> int:
+    def variable(self, cost: float, minimum: float, maximum: float) -> int:
         self.costs.append(cost)
-        self._bounds.append((least, most))
+        self._bounds.append((minimum, maximum))
         return len(self.costs) - 1
 
-    def row(self, least: float, most: float, variables: list[int], factors: list[float]) -> None:
-        self._rows.append((least, most, variables, factors))
+    def row(self, minimum: float, maximum: float, variables: list[int], factors: list[float]) -> None:
+        self._rows.append((minimum, maximum, variables, factors))
 
     def solve(
         self, integers: list[int] | None, limit_s: float = _INF
@@ -193,9 +193,9 @@ class _Model:
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("time_limit", limit_s)
         none = np.array([], dtype=np.int32)
-        least, most = np.array(self._bounds).T
+        minimum, maximum = np.array(self._bounds).T
         highs.addCols(
-            len(self.costs), np.array(self.costs), least.copy(), most.copy(), 0, none, none, np.array([])
+            len(self.costs), np.array(self.costs), minimum.copy(), maximum.copy(), 0, none, none, np.array([])
         )
         sizes = [len(variables) for _, _, variables, _ in self._rows]
         highs.addRows(

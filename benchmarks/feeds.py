@@ -18,15 +18,15 @@ import numpy as np
 import structlog
 
 from benchmarks.harness import GPUS_PER_STAGE, Column, Table, main, published_pipeline
-from perseus.service.domain.inputs import CeilingOrdered, PaceOrdered
-from perseus.service.domain.job_power import CurveBasis, JobPower
-from perseus.service.domain.power import Feed, WantedBudget
+from perseus.service.domain.inputs import BudgetTargetSet, MaxClockSet
+from perseus.service.domain.job_power import JobPower, PowerCurveBasis
+from perseus.service.domain.power import BudgetRequest, Feed
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import BudgetTerms, Parallelism
 from perseus.service.fleet.power.curve import power_points
 from perseus.service.fleet.power.demand import PowerPoint
 from perseus.service.fleet.power.feeds import Feeds, placement
-from perseus.service.fleet.power.readings import Drawn
+from perseus.service.fleet.power.readings import PowerTotals
 from perseus.service.shell.power import Power
 from perseus.solver import Frontier, solve
 
@@ -43,11 +43,11 @@ class _Job:
     """A planned job of 64 GPUs that runs as it is told: what the power task asks of a run and its machine."""
 
     job_id: str
-    basis: CurveBasis
+    basis: PowerCurveBasis
     points: Sequence[PowerPoint]
     names: Sequence[str]
-    pace_s: float | None = None
-    ceiling: object = None
+    target_time_s: float | None = None
+    max_clock: object = None
     number = 1
     has_finished = False
     has_live_rank = True
@@ -65,14 +65,14 @@ class _Job:
 
     @property
     def point(self) -> PowerPoint:
-        pace_s = self.pace_s or 0.0
-        return next((p for p in self.points if p.iteration_time_s >= pace_s), self.points[-1])
+        target_time_s = self.target_time_s or 0.0
+        return next((p for p in self.points if p.iteration_time_s >= target_time_s), self.points[-1])
 
     def power(self) -> JobPower:
         power_w = sum(self.point.power_w.values())
         terms = BudgetTerms(tolerance_percent=30.0)
         return JobPower(
-            self.basis, terms, self.pace_s, power_w, self.point.iteration_time_s, is_in_force=True
+            self.basis, terms, self.target_time_s, power_w, self.point.iteration_time_s, is_in_force=True
         )
 
     def hostnames(self) -> Sequence[str]:
@@ -114,17 +114,17 @@ class _Fleet:
     def read(self, run: _Job, ask: Callable[..., object], otherwise: object) -> object:
         return getattr(run, ask.__name__)()
 
-    def handle(self, run: _Job, order: PaceOrdered | CeilingOrdered) -> None:
-        if isinstance(order, PaceOrdered):
-            run.pace_s = order.deadline_s
+    def handle(self, run: _Job, order: BudgetTargetSet | MaxClockSet) -> None:
+        if isinstance(order, BudgetTargetSet):
+            run.target_time_s = order.target_time_s
         else:
-            run.ceiling = order.to_ceiling()
+            run.max_clock = order.to_max_clock()
 
     def ask_for_power(self) -> None:
         """They report without being asked."""
 
-    def drawn(self, job_ids: object) -> Drawn:
-        found = Drawn()
+    def drawn(self, job_ids: object) -> PowerTotals:
+        found = PowerTotals()
         for job in self._jobs.values():
             factor = 1 + _NOISE * self._random.standard_normal()
             found.jobs_w[job.job_id] = {feed: factor * w for feed, w in job.point.power_w.items()}
@@ -152,7 +152,7 @@ def _jobs(frontier: Frontier, feeds: Feeds) -> list[_Job]:
         names = [f"feed-{first}-host"] * half + [f"feed-{second}-host"] * half
         placed = placement(feeds, names, _STAGES, GPUS_PER_STAGE)
         points = power_points(frontier, placed, own_time_s=own_s)
-        basis = CurveBasis(frontier, own_s, {}, 0.0)
+        basis = PowerCurveBasis(frontier, own_s, {}, 0.0)
         jobs.append(_Job(f"job-{number}", basis, points, names))
     return jobs
 
@@ -196,7 +196,7 @@ async def _measure(
     if is_limited:
         for feed, drawn_w in _free_w(jobs).items():
             limit_w = LIMIT_PERCENT / 100 * drawn_w
-            wanted = WantedBudget(feed, "r", feed, limit_w, None, None, None, None, "")
+            wanted = BudgetRequest(feed, "r", feed, limit_w, None, None, None, None, "")
             await power.set_budget(wanted, "operator")
     tasks = [asyncio.create_task(power.run())]
     tasks += [asyncio.create_task(_read(power)) for _ in range(reader_count)]

@@ -74,7 +74,7 @@ class LinearProgram:
             np.array([value for row in values for value in row]),
         )
 
-    def least_effective_energy_j(self, iteration_time_s: float) -> float:
+    def min_effective_energy_j(self, iteration_time_s: float) -> float:
         """Solve for one deadline."""
         self._highs.changeColBounds(self._deadline, 0.0, iteration_time_s)
         self._highs.run()

@@ -26,16 +26,16 @@ FACTORS = (1.0, 1.05)
 """Deadlines, over the iteration with all at their highest clocks as it is known to who plans."""
 SEED_COUNT = 40
 CONFIDENCE = 0.95
-WAYS = ("raw", "shrunk", "with margin")
+METHODS = ("raw", "shrunk", "with margin")
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "noise.png"
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Prediction:
     """A plan's deadline, what it promised, and what came of it, s and J; energies until the deadline."""
 
     deadline_s: float
-    promised_s: float
+    predicted_s: float
     true_s: float
     true_j: float
 
@@ -45,9 +45,9 @@ def run() -> Sequence[Table]:
     for gpu in GPUS:
         truth = published_pipeline(gpu, MICROBATCHES)
         for noise in (0.0, *NOISES):
-            for way, made in _promises(truth, noise).items():
+            for method, made in _predictions(truth, noise).items():
                 rows += [
-                    (GPUS[gpu], 100 * noise, way, factor, *_figures(truth, made, factor))
+                    (GPUS[gpu], 100 * noise, method, factor, *_figures(truth, made, factor))
                     for factor in FACTORS
                 ]
     table = Table(
@@ -73,17 +73,17 @@ def run() -> Sequence[Table]:
     return [table]
 
 
-def _promises(truth: Pipeline, noise: float) -> Mapping[str, list[tuple[list[Promise], float]]]:
+def _predictions(truth: Pipeline, noise: float) -> Mapping[str, list[tuple[list[Prediction], float]]]:
     """Return for each way and draw the promises, one per factor, and the margin."""
-    found: dict[str, list[tuple[list[Promise], float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[tuple[list[Prediction], float]]] = {method: [] for method in METHODS}
     for seed in range(SEED_COUNT if noise else 1):
         raw = _measured(truth, noise, np.random.default_rng(seed))
         shrunk = replace(raw, profiles=shrink_profiles(raw.profiles))
         padded, margin = with_margin(shrunk, CONFIDENCE)
-        for way, known, share in zip(
-            WAYS, (raw, shrunk, padded), (0.0, 0.0, margin.time_share if margin else 0.0), strict=True
+        for method, known, share in zip(
+            METHODS, (raw, shrunk, padded), (0.0, 0.0, margin.time_share if margin else 0.0), strict=True
         ):
-            found[way].append((_plan(truth, known), share))
+            found[method].append((_plan(truth, known), share))
     return found
 
 
@@ -97,12 +97,12 @@ def _measured(truth: Pipeline, noise: float, random: np.random.Generator) -> Pip
     return replace(truth, profiles={key: tuple(map(measure, some)) for key, some in truth.profiles.items()})
 
 
-def _plan(truth: Pipeline, known: Pipeline) -> list[Promise]:
+def _plan(truth: Pipeline, known: Pipeline) -> list[Prediction]:
     """Plan on what is known, and see on the truth what comes of it."""
     graph = build_event_graph(known)
     sweep, realiser = sweep_frontier(graph), Realiser(graph)
     all_max_s, true_all_max_s = (fastest_clock_plan(each).iteration_time_s for each in (known, truth))
-    promises = []
+    predictions = []
     for factor in FACTORS:
         deadline_ps = max(sweep.t_min_ps, round(factor * all_max_s * PS_PER_S))
         choice = realiser.rounded(sweep.event_times_at(deadline_ps))
@@ -110,26 +110,28 @@ def _plan(truth: Pipeline, known: Pipeline) -> list[Promise]:
             c: graph.options[p][k].clock_mhz
             for c, p, k in zip(graph.computations, graph.profile_of, choice, strict=True)
         }
-        promised, true = replay(known, clocks_mhz), replay(truth, clocks_mhz)
+        predicted, true = replay(known, clocks_mhz), replay(truth, clocks_mhz)
         until_s = factor * true_all_max_s
-        promises.append(
-            Promise(until_s, promised.iteration_time_s, true.iteration_time_s, true.energy_until_j(until_s))
+        predictions.append(
+            Prediction(
+                until_s, predicted.iteration_time_s, true.iteration_time_s, true.energy_until_j(until_s)
+            )
         )
-    return promises
+    return predictions
 
 
 def _figures(
-    truth: Pipeline, made: Sequence[tuple[list[Promise], float]], factor: float
+    truth: Pipeline, made: Sequence[tuple[list[Prediction], float]], factor: float
 ) -> tuple[float, float, float, float, float]:
     at = FACTORS.index(factor)
-    promises = [each[at] for each, _ in made]
+    predictions = [each[at] for each, _ in made]
     clean = _plan(truth, truth)[at]
-    late = [100 * (each.true_s / each.promised_s - 1) for each in promises]
+    late = [100 * (each.true_s / each.predicted_s - 1) for each in predictions]
     return (
         float(np.median(late)),
         float(np.quantile(late, 0.95)),
-        float(np.median([100 * (each.true_s / each.deadline_s - 1) for each in promises])),
-        float(np.median([100 * (each.true_j / clean.true_j - 1) for each in promises])),
+        float(np.median([100 * (each.true_s / each.deadline_s - 1) for each in predictions])),
+        float(np.median([100 * (each.true_j / clean.true_j - 1) for each in predictions])),
         100 * float(np.mean([share for _, share in made])),
     )
 
@@ -139,11 +141,11 @@ def draw(table: Table, path: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots(2, len(GPUS), sharex=True, sharey="row", squeeze=False)
     for column, gpu in enumerate(GPUS.values()):
-        for way, color in zip(WAYS, ("tab:red", "tab:orange", "tab:blue"), strict=True):
+        for method, color in zip(METHODS, ("tab:red", "tab:orange", "tab:blue"), strict=True):
             for factor, line in zip(FACTORS, ("-", "--"), strict=True):
-                rows = [row for row in table.rows if (row[0], row[2], row[3]) == (gpu, way, factor)]
+                rows = [row for row in table.rows if (row[0], row[2], row[3]) == (gpu, method, factor)]
                 noises = [float(row[1] or 0) for row in rows]
-                label = f"{way}, {factor:g} ×"
+                label = f"{method}, {factor:g} ×"
                 late = [float(row[5] or 0) for row in rows]
                 axes[0][column].plot(noises, late, line, color=color, marker="o", label=label)
                 given = [float(row[7] or 0) for row in rows]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.harness import DATA, GPUS, Cell, Column, Table, main, published_pipeline
 from perseus.service.domain.commands import Refine
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.planning.exact_plans import ExactPlans
 from perseus.solver import Frontier, plan_at, solve
 
@@ -47,15 +47,15 @@ def run() -> Sequence[Table]:
 
 
 def _figures(frontier: Frontier) -> Iterator[tuple[float, float, float, float, float]]:
-    journal = Journal(1)
-    journal.begin(0.0, 0.0)
-    plans = ExactPlans(journal)
+    buffer = CommandBuffer(1)
+    buffer.begin(0.0, 0.0)
+    plans = ExactPlans(buffer)
     for factor in FACTORS:
         time_s = factor * frontier.t_min_s
         stock_j = frontier.baseline.energy_until_j(time_s)
         at_once = plans.plan_within(frontier, time_s)
         plans.want(frontier, [time_s])
-        for command in journal.take():
+        for command in buffer.take():
             if isinstance(command, Refine):
                 plans.take(frontier, command.refinement, command.refinement.plan())
         in_the_end = plans.plan_within(frontier, time_s)

@@ -58,9 +58,9 @@ class LiveCluster(TimedCluster):
 
     coordinator: Coordinator | None = None
 
-    def tell(self, event: Input) -> list[Command]:
+    def handle(self, event: Input) -> list[Command]:
         if self.coordinator is None:
-            return super().tell(event)
+            return super().handle(event)
         self.coordinator.live.handle(self.coordinator.live.find(self.spec.job_id), event)
         return []
 
@@ -133,7 +133,7 @@ async def measure() -> tuple[list[float], list[float], dict[str, float]]:
     cluster.iterate(8)
     alone: list[float] = []
     looked_at: list[float] = []
-    told: dict[str, float] = {}
+    reported: dict[str, float] = {}
     gc.set_threshold(50_000)  # as the coordinator's process does
     async with _serving(cluster) as url:
         command = (sys.executable, "-m", "benchmarks.load.pages", url, str(LIST_PAGES), str(JOB_PAGES))
@@ -148,17 +148,17 @@ async def measure() -> tuple[list[float], list[float], dict[str, float]]:
             await asyncio.sleep(_SETTLE_S)
             looked_at.append(await _turn(_TURN_S))
             pages.stdin.write(b"close\n")
-            told = json.loads(await pages.stdout.readline())
+            reported = json.loads(await pages.stdout.readline())
             await asyncio.sleep(_SETTLE_S)
         alone.append(await _turn(_TURN_S))
         pages.stdin.close()
         await pages.wait()
-    return alone, looked_at, told
+    return alone, looked_at, reported
 
 
 def run() -> list[Table]:
     """Measure it."""
-    alone, looked_at, told = asyncio.run(measure())
+    alone, looked_at, reported = asyncio.run(measure())
     costs = [
         share - (before + after) / 2
         for share, before, after in zip(looked_at, alone, alone[1:], strict=False)
@@ -171,9 +171,9 @@ def run() -> list[Table]:
         100 * quantile(costs, 0.5),
         100 * min(costs),
         100 * max(costs),
-        told["list_bytes_per_s"] / 1024,
-        told["job_bytes_per_s"] / 1024,
-        1e3 * told["slowest_answer_s"],
+        reported["list_bytes_per_s"] / 1024,
+        reported["job_bytes_per_s"] / 1024,
+        1e3 * reported["slowest_answer_s"],
     )
     print(row, costs, flush=True)
     return [

@@ -82,25 +82,33 @@ def _mix() -> Table:
     single = {job.job_id: job.one_clock_points() for job in MIX}
     found = allocate([job.demand() for job in MIX], {DEFAULT_FEED: limit_w})
     assert found.is_compliant
-    ways: list[tuple[str, str, Mapping[str, PowerPoint]]] = [
-        ("least weighted loss", "Perseus", found.paces),
+    methods: list[tuple[str, str, Mapping[str, PowerPoint]]] = [
+        ("least weighted loss", "Perseus", found.operating_points),
         *(
-            (way, plans, share(points, limit_w))
+            (method, plans, share(points, limit_w))
             for plans, points in (("Perseus", ours), ("one clock", single))
-            for way, share in (("equal share", equal_share), ("proportional", proportional))
+            for method, share in (("equal share", equal_share), ("proportional", proportional))
         ),
     ]
     rows: list[tuple[Cell, ...]] = []
-    for way, plans, paces in ways:
-        lost = {job.job_id: 100 * (1 - paces[job.job_id].speed) for job in MIX}
+    for method, plans, operating_points in methods:
+        lost = {job.job_id: 100 * (1 - operating_points[job.job_id].speed) for job in MIX}
         weighted = sum(job.weight * lost[job.job_id] for job in MIX) / sum(job.weight for job in MIX)
         if not rows:
             best = weighted
         beyond = sum(lost[job.job_id] > job.tolerance_percent + 1e-9 for job in MIX)
-        drawn_w = sum(point.power_w[DEFAULT_FEED] for point in paces.values())
+        drawn_w = sum(point.power_w[DEFAULT_FEED] for point in operating_points.values())
         less_percent = 100 * (1 - drawn_w / stock_w)
         rows.append(
-            (way, plans, less_percent, weighted, best / weighted, beyond, *(lost[job.job_id] for job in MIX))
+            (
+                method,
+                plans,
+                less_percent,
+                weighted,
+                best / weighted,
+                beyond,
+                *(lost[job.job_id] for job in MIX),
+            )
         )
     return Table(
         f"Six jobs under {_MIX_CUT_PERCENT} % less power for three hours: speed lost, %",
@@ -187,10 +195,10 @@ def proportional(points: Mapping[str, Sequence[PowerPoint]], limit_w: float) -> 
 
 def equal_share(points: Mapping[str, Sequence[PowerPoint]], limit_w: float) -> dict[str, PowerPoint]:
     gpu_counts = {job.job_id: job.gpu_count for job in MIX}
-    paces: dict[str, PowerPoint] = {}
-    while len(paces) < len(MIX):
-        rest = {job_id for job_id in points if job_id not in paces}
-        left_w = limit_w - sum(point.power_w[DEFAULT_FEED] for point in paces.values())
+    operating_points: dict[str, PowerPoint] = {}
+    while len(operating_points) < len(MIX):
+        rest = {job_id for job_id in points if job_id not in operating_points}
+        left_w = limit_w - sum(point.power_w[DEFAULT_FEED] for point in operating_points.values())
         per_gpu_w = left_w / sum(gpu_counts[job_id] for job_id in rest)
         content = {
             job_id
@@ -198,8 +206,8 @@ def equal_share(points: Mapping[str, Sequence[PowerPoint]], limit_w: float) -> d
             if points[job_id][0].power_w[DEFAULT_FEED] <= per_gpu_w * gpu_counts[job_id]
         }
         for job_id in content or rest:
-            paces[job_id] = _within(points[job_id], per_gpu_w * gpu_counts[job_id])
-    return paces
+            operating_points[job_id] = _within(points[job_id], per_gpu_w * gpu_counts[job_id])
+    return operating_points
 
 
 if __name__ == "__main__":

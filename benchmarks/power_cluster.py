@@ -25,7 +25,7 @@ FREE_S, TARGET_S, BACK_S = 15.0, 80.0, 20.0
 RAMP_TIME_S = 12.0
 """In which the target's ramp falls by the cut."""
 PHASE_S, AWAY_S = 20.0, 10.0
-SETTLE_S = 5.0
+SETTLING_TIME_S = 5.0
 WINDOW_S = 60.0
 
 _PLANNING_TIMEOUT_S = 240.0
@@ -102,7 +102,7 @@ async def _run(source_of: Callable[[SiteWatch], TargetSource]) -> Sequence[Table
 async def _target(watch: SiteWatch, source: TargetSource) -> Table:
     await asyncio.sleep(FREE_S)
     begin_s, log = watch.now_s(), watch.log
-    free_w = log.mean_w(begin_s - FREE_S + SETTLE_S, begin_s)
+    free_w = log.mean_w(begin_s - FREE_S + SETTLING_TIME_S, begin_s)
     limit_w = (1 - CUT) * free_w
     await source.begin(limit_w, CUT * free_w / RAMP_TIME_S)
     await asyncio.sleep(TARGET_S)
@@ -110,7 +110,7 @@ async def _target(watch: SiteWatch, source: TargetSource) -> Table:
     await source.end()
     await asyncio.sleep(BACK_S)
     under_s = log.under_s(limit_w, begin_s)
-    due_s = begin_s + RAMP_TIME_S + SETTLE_S
+    due_s = begin_s + RAMP_TIME_S + SETTLING_TIME_S
     back = [s.time_s for s in log.between(end_s, watch.now_s()) if s.power_w >= 0.97 * free_w]
     return Table(
         f"{100 * CUT:.0f} % less power for {len(JOBS)} jobs × {len(JOBS[0].ranks)} ranks in real processes",
@@ -136,7 +136,8 @@ async def _target(watch: SiteWatch, source: TargetSource) -> Table:
                 _lost(log, begin_s, due_s, end_s),
             ),
         ),
-        f"Means are from {SETTLE_S:.0f} s after the ramp to the end, {TARGET_S:.0f} s after the message. "
+        f"Means are from {SETTLING_TIME_S:.0f} s after the ramp to the end, "
+        f"{TARGET_S:.0f} s after the message. "
         "Every GPU is emulated: no power was measured on real ones.",
     )
 
@@ -166,7 +167,7 @@ async def _in_a_row(site: Site, watch: SiteWatch) -> Table:
     await watch.set_budget("a", 0.85 * free_w)
     await pass_time("a: 15 % less")
     await watch.set_budget("a", 0.75 * free_w)
-    await pass_time("a shrinks: 25 % less", PHASE_S + SETTLE_S)
+    await pass_time("a shrinks: 25 % less", PHASE_S + SETTLING_TIME_S)
     await watch.set_budget("b", 0.8 * free_w)
     await pass_time("b beside it: 20 % less")
     await watch.cancel_budget("a")
@@ -192,25 +193,25 @@ async def _in_a_row(site: Site, watch: SiteWatch) -> Table:
             Column("said to be not compliant [s of s]"),
         ),
         tuple(_row(watch.log, phase, free_w) for phase in phases),
-        f"From {SETTLE_S:.0f} s after each change on; while the coordinator is away, nobody is asked. "
+        f"From {SETTLING_TIME_S:.0f} s after each change on; while the coordinator is away, nobody is asked. "
         "A mean of 10 s may be 2 % above a limit, as iterations take under 2 s.",
     )
 
 
 def _row(log: PowerLog, phase: _Phase, free_w: float) -> tuple[Cell, ...]:
-    judged_s = phase.begin_s + min(SETTLE_S, (phase.end_s - phase.begin_s) / 2)
+    judged_s = phase.begin_s + min(SETTLING_TIME_S, (phase.end_s - phase.begin_s) / 2)
     samples = log.between(judged_s, phase.end_s)
     limit_w = samples[-1].limit_w
     mean_w, worst_w = log.mean_w(judged_s, phase.end_s), log.worst_mean_w(judged_s, phase.end_s)
     if limit_w == float("inf"):
         return (phase.name, None, None, None, f"– (drawn: {100 * mean_w / free_w:.1f} % of before)")
-    said = sum(not sample.is_compliant for sample in samples)
+    message = sum(not sample.is_compliant for sample in samples)
     return (
         phase.name,
         100 * limit_w / free_w,
         100 * mean_w / limit_w,
         100 * worst_w / limit_w,
-        f"{said} of {len(samples)}",
+        f"{message} of {len(samples)}",
     )
 
 

@@ -57,10 +57,10 @@ def _measure(agents: Agents, pid: int, *, is_echo: bool) -> tuple[float, float, 
     )
     agents.ask("rest", limit_s=_REST_LIMIT_S)
     idle = agents.ask("tell_power", seconds=MEASURED_S, server_pid=pid, power_w=None)
-    told = agents.ask("tell_power", seconds=MEASURED_S, server_pid=pid, power_w=_POWER_W)
-    idle_share, told_share = (each["server_cpu_s"] / each["wall_s"] for each in (idle, told))
-    per_s = told["message_count"] / told["wall_s"]
-    return per_s, 100 * idle_share, 100 * told_share, 1e6 * (told_share - idle_share) / per_s
+    reported = agents.ask("tell_power", seconds=MEASURED_S, server_pid=pid, power_w=_POWER_W)
+    idle_share, reported_share = (each["server_cpu_s"] / each["wall_s"] for each in (idle, reported))
+    per_s = reported["message_count"] / reported["wall_s"]
+    return per_s, 100 * idle_share, 100 * reported_share, 1e6 * (reported_share - idle_share) / per_s
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from perseus.emulation.physics import A100_SXM
 
 UUID = "GPU-benchmark"
 COMPUTATIONS = 4000
-PACE_S = 0.0005
+COMPUTATION_TIME_S = 0.0005
 """Between computations: an agent that is not stopped keeps up."""
 _START_TIMEOUT_S = 30.0
 _CORES = os.sched_getaffinity(0)
@@ -72,7 +72,7 @@ def _measure(condition: str) -> tuple[list[float], int]:
             probe.begin_computation(Kind.FORWARD, microbatch)
             probe.end_computation(Kind.FORWARD, microbatch)
             costs_us.append((perf_counter_ns() - begun_ns) / 1000)
-            compute(PACE_S)
+            compute(COMPUTATION_TIME_S)
         dropped_count = probe.dropped_mark_count - dropped_before
         agent.send_signal(signal.SIGCONT)  # does nothing to one that is dead
         probe.close()
@@ -93,7 +93,7 @@ def _bare_sends_us() -> list[float]:
         ours.send(packet)
         ours.send(packet)
         costs_us.append((perf_counter_ns() - begun_ns) / 1000)
-        compute(PACE_S)
+        compute(COMPUTATION_TIME_S)
     ours.close()
     reader.wait()
     return costs_us

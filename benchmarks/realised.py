@@ -98,7 +98,7 @@ def _relaxed_s(pipeline: Pipeline) -> tuple[float, float]:
     with timed() as solving:
         program = LinearProgram(pipeline)
         for k in reversed(range(_DEADLINE_COUNT)):
-            program.least_effective_energy_j(first_s + width_s * k / (_DEADLINE_COUNT - 1))
+            program.min_effective_energy_j(first_s + width_s * k / (_DEADLINE_COUNT - 1))
     return sweeping.seconds, solving.seconds
 
 

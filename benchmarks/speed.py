@@ -83,7 +83,7 @@ def _time_program(pipeline: Pipeline, sweep: Sweep) -> float:
     with timed() as watch:
         program = LinearProgram(pipeline)
         for k in reversed(range(_DEADLINE_COUNT)):
-            program.least_effective_energy_j(first_s + width_s * k / (_DEADLINE_COUNT - 1))
+            program.min_effective_energy_j(first_s + width_s * k / (_DEADLINE_COUNT - 1))
     return watch.seconds
 
 

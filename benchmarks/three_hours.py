@@ -49,12 +49,12 @@ def run() -> Sequence[Table]:
         ("one clock", {job.job_id: job.one_clock_points() for job in MIX}),
     ):
         drawn = {job_id: _as_drawn(own, errors[job_id]) for job_id, own in points.items()}
-        for way, share in (("equal share", equal_share), ("proportional", proportional)):
-            paces = share(drawn, limit_w)
-            lost = {job_id: 100 * (1 - point.speed) for job_id, point in paces.items()}
-            power_w = sum(point.power_w[DEFAULT_FEED] for point in paces.values())
+        for method, share in (("equal share", equal_share), ("proportional", proportional)):
+            operating_points = share(drawn, limit_w)
+            lost = {job_id: 100 * (1 - point.speed) for job_id, point in operating_points.items()}
+            power_w = sum(point.power_w[DEFAULT_FEED] for point in operating_points.values())
             figures = (_weighted(lost), weighted / _weighted(lost), _broken(lost), 100 * power_w / limit_w)
-            rows.append((way, plans, *figures, *_cells(lost, lost)))
+            rows.append((method, plans, *figures, *_cells(lost, lost)))
     return [
         Table(
             f"Six jobs under {100 * CUT:.0f} % less power for three hours, replayed: speed lost, %",
@@ -138,8 +138,8 @@ def _broken(lost: Mapping[str, float]) -> int:
     return sum(lost[job.job_id] > job.tolerance_percent + 1e-9 for job in MIX)
 
 
-def _cells(means: Mapping[str, float], most: Mapping[str, float]) -> list[Cell]:
-    return [f"{means[job.job_id]:.2f} ({most[job.job_id]:.2f})" for job in MIX]
+def _cells(means: Mapping[str, float], maximum: Mapping[str, float]) -> list[Cell]:
+    return [f"{means[job.job_id]:.2f} ({maximum[job.job_id]:.2f})" for job in MIX]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from perseus.emulation.physics import GpuModel, Work
 
 _LEASE_S = 1e9
 
-_Wish = tuple[int | None, float]
+_DesiredClock = tuple[int | None, float]
 """A clock (None for stock), and since when it is wanted."""
 
 
@@ -87,8 +87,8 @@ def train(
 class _Worker:
     """As `perseus.agent.sidecar.clock_worker.ClockWorker`: one set at a time, the newest wish."""
 
-    wanted: _Wish | None = None
-    scheduled: _Wish | None = None
+    wanted: _DesiredClock | None = None
+    scheduled: _DesiredClock | None = None
     is_busy: bool = False
     in_force_mhz: int | None = None
 
@@ -150,12 +150,12 @@ class _Simulation:
         rank = Rank("job", 0, index, 0)
         gpu_description = GpuDescription("GPU", model.name, model.clocks_mhz)
         session = Session(rank, gpu_description, is_registered=True)
-        gpu = GpuState(at_s=0.0, counter_origin_s=0.0, clock_mhz=model.max_clock_mhz)
+        gpu = GpuState(at_s=0.0, counter_origin_s=0.0, clock_mhz=model.highest_clock_mhz)
         stage = _Stage(index, session, gpu, _Worker())
-        self._tell(stage, Connected(_LEASE_S))
-        self._tell(stage, RankAccepted(rank, tuple(order)))
+        self._report(stage, Connected(_LEASE_S))
+        self._report(stage, RankAccepted(rank, tuple(order)))
         clocks = StageClocks(tuple(order), tuple(clocks_mhz))
-        self._tell(stage, PlanOffer(rank, PlanId("e", 1), 0, _LEASE_S, clocks))
+        self._report(stage, PlanOffer(rank, PlanId("e", 1), 0, _LEASE_S, clocks))
         return stage
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -231,7 +231,7 @@ class _Simulation:
     def _end_iteration(self) -> None:
         for stage in self._stages:
             self._mark(stage, IterationMark(Edge.END, self._iteration, self._now_ns))
-            self._tell(stage, Tick())
+            self._report(stage, Tick())
         self._times_s.append(self._now_s - self._begun_s)
         self._energies_j.append(self._energy_j() - self._energy_before_j)
         if self._iteration + 1 < self._iteration_count:
@@ -252,9 +252,9 @@ class _Simulation:
         """Marks arrive late, but in order."""
         arrives_s = max(self._now_s + self._delay_s(self._machine.mark_delay_s), stage.ended_s)
         stage.ended_s = arrives_s
-        self._at(arrives_s, lambda: self._tell(stage, mark))
+        self._at(arrives_s, lambda: self._report(stage, mark))
 
-    def _tell(self, stage: _Stage, event: Event) -> None:
+    def _report(self, stage: _Stage, event: Event) -> None:
         if self._latency_s is None:
             return
         for command in stage.session.handle(event, self._now_s):
@@ -294,13 +294,13 @@ class _Simulation:
         noise = float(self._random.standard_normal())
         latency_s = self._latency_s * max(0.5, 1 + self._machine.latency_noise * noise)
         stage.gpu.advance(self._job.model, begun_s)
-        stage.gpu.set_clock(self._job.model, clock_mhz or self._job.model.max_clock_mhz)
+        stage.gpu.set_clock(self._job.model, clock_mhz or self._job.model.highest_clock_mhz)
         stage.gpu.pending_at_s = begun_s + latency_s
         self._expect_finish(stage)
 
         def done() -> None:
             stage.worker.is_busy = False
             stage.worker.in_force_mhz = clock_mhz
-            self._tell(stage, ClockSet(clock_mhz, self._now_s, begun_s, due_s))
+            self._report(stage, ClockSet(clock_mhz, self._now_s, begun_s, due_s))
 
         self._at(begun_s + latency_s, done)

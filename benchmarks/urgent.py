@@ -14,8 +14,8 @@ from benchmarks.harness import Cell, Column, Table, main
 from perseus.agent.rank.messages import PlanOffer
 from perseus.agent.stream import translate as agent_side
 from perseus.service.api.translate_agents import offer_to_proto
-from perseus.service.domain.commands import Command, SendCeiling, SendOffer
-from perseus.service.domain.inputs import CeilingOrdered, Input, PaceOrdered
+from perseus.service.domain.commands import Command, SendMaxClock, SendOffer
+from perseus.service.domain.inputs import BudgetTargetSet, Input, MaxClockSet
 from perseus.service.domain.model import JobState
 from perseus.service.job import views
 from perseus.service.job.rules import Rules
@@ -32,7 +32,7 @@ _CLOCK_MHZ = 1200
 class QuietCluster(Cluster):
     """Checks nothing on the way: that would be most of the time."""
 
-    def tell(self, event: Input) -> list[Command]:
+    def handle(self, event: Input) -> list[Command]:
         return list(self.machine.handle(event, self.now_s, self.now_s))
 
 
@@ -72,21 +72,21 @@ def _measure(rank_count: int) -> list[tuple[float, ...]]:
     found = []
     for number in range(_TIMES):
         found.append(_cut(cluster, slowest_s, _CLOCK_MHZ - number))
-        cluster.send(CeilingOrdered(None))
-        cluster.send(PaceOrdered(None, False))
+        cluster.send(MaxClockSet(None))
+        cluster.send(BudgetTargetSet(None, False))
         cluster.iterate(4)
     return found
 
 
-def _cut(cluster: Cluster, pace_s: float, clock_mhz: int) -> tuple[float, ...]:
+def _cut(cluster: Cluster, target_time_s: float, clock_mhz: int) -> tuple[float, ...]:
     begun_s = time.process_time()
-    commands = cluster.tell(CeilingOrdered(clock_mhz))
-    commands += cluster.tell(PaceOrdered(pace_s, True))
+    commands = cluster.handle(MaxClockSet(clock_mhz))
+    commands += cluster.handle(BudgetTargetSet(target_time_s, True))
     decided_s = time.process_time()
     offers = [command for command in commands if isinstance(command, SendOffer)]
     assert len(offers) == len(cluster.ranks)
     assert all(each.offer.is_urgent for each in offers)
-    assert sum(isinstance(each, SendCeiling) for each in commands) == len(cluster.ranks)
+    assert sum(isinstance(each, SendMaxClock) for each in commands) == len(cluster.ranks)
     sent = [
         ConnectResponse(
             plan_offer=offer_to_proto("job", each.rank, each.offer, "epoch", _LEASE_S)
@@ -100,9 +100,9 @@ def _cut(cluster: Cluster, pace_s: float, clock_mhz: int) -> tuple[float, ...]:
     waiting = deque(command for command in commands if isinstance(command, SendOffer))
     for command in waiting:
         rank = cluster.ranks[command.rank]
-        cluster.tell(rank.answer(command.offer))
+        cluster.handle(rank.answer(command.offer))
         if (in_force := rank.apply()) is not None:
-            cluster.tell(in_force)
+            cluster.handle(in_force)
     assert views.power(cluster.machine.run).is_in_force
     end_s = time.process_time()
     return (

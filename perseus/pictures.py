@@ -67,7 +67,7 @@ class Supply:
     name: str
     power_w: Sequence[float]
     limit_w: Sequence[float]
-    ceiling_w: Sequence[float]
+    power_cap_w: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def _draw_supply(axes: "Axes", times: Sequence[float], supply: Supply) -> None:
         return [value_w / 1000 if isfinite(value_w) else float("nan") for value_w in values_w]
 
     axes.plot(times, kilowatts(supply.power_w), color="tab:blue", lw=1, label="drawn")
-    axes.plot(times, kilowatts(supply.ceiling_w), "--", color="tab:orange", lw=1, label="ceiling")
+    axes.plot(times, kilowatts(supply.power_cap_w), "--", color="tab:orange", lw=1, label="power cap")
     axes.plot(times, kilowatts(supply.limit_w), color="tab:red", lw=1.5, label="limit", drawstyle="steps-pre")
     axes.set_ylabel(f"feed {supply.name} (kW)")
     axes.legend(fontsize=8, loc="lower left")

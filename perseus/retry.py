@@ -20,8 +20,8 @@ class Retry:
 
     def __init__(
         self,
-        first_s: float,
-        longest_s: float,
+        initial_delay_s: float,
+        max_delay_s: float,
         *,
         jitter: float = 0.0,
         forget_after_s: float = float("inf"),
@@ -29,13 +29,13 @@ class Retry:
         random: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.failure_count = 0
-        self._first_s = first_s
-        self._longest_s = longest_s
+        self._first_s = initial_delay_s
+        self._longest_s = max_delay_s
         self._jitter = jitter
         self._forget_after_s = forget_after_s
         self._give_up_after_s = give_up_after_s
         self._random = random
-        self._delay_s = first_s
+        self._delay_s = initial_delay_s
         self._failing_since_s = 0.0
         self._failed_at_s = 0.0
 

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def logged(log: Path, event: str) -> dict[str, Any]:
     """Return the first entry of that event as soon as it is there, which may be any time after others."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         lines = log.read_text().splitlines(keepends=True)
         # A line that is only begun may be half an entry.

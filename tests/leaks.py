@@ -18,7 +18,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-PATIENCE_S = 3.0
+TIMEOUT_S = 3.0
 """For what ends by itself, on a machine that does other work, too."""
 
 _OPEN_FILES = "/proc/self/fd"
@@ -105,7 +105,7 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     stash = request.config.stash
     known = stash[_known] if _known in stash else stash.setdefault(_known, held())
     yield
-    until_s = monotonic() + PATIENCE_S
+    until_s = monotonic() + TIMEOUT_S
     while left := _added(now := held(), known):
         gc.collect()
         if monotonic() > until_s:
@@ -125,7 +125,7 @@ def _is_kept_by_grpc(task: asyncio.Task[object]) -> bool:
 async def _no_task_is_left() -> AsyncIterator[None]:
     before = asyncio.all_tasks()
     yield
-    until_s = monotonic() + PATIENCE_S
+    until_s = monotonic() + TIMEOUT_S
     while left := {
         task for task in asyncio.all_tasks() - before - {asyncio.current_task()} if not _is_kept_by_grpc(task)
     }:

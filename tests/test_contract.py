@@ -10,13 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BUF = Path(sys.executable).parent / "buf"
-PROMISED = ROOT / "protos" / "contract.binpb"
+PREDICTED = ROOT / "protos" / "contract.binpb"
 
 
 def breaking(folder: Path) -> str:
     """What buf says against the contract in a folder; nothing if it keeps the promise."""
     found = subprocess.run(
-        [BUF, "breaking", "--against", PROMISED], cwd=folder, capture_output=True, text=True, check=False
+        [BUF, "breaking", "--against", PREDICTED], cwd=folder, capture_output=True, text=True, check=False
     )
     assert bool(found.returncode) == bool(found.stdout), found.stderr
     return found.stdout

@@ -41,10 +41,10 @@ class Logs:
     async def until_all(self, event: str, count: int) -> None:
         """Wait until every agent has said something so many times."""
 
-        async def have_said() -> bool:
+        async def have_logged() -> bool:
             return all(self.counts(name)[event] >= count for name in AGENT_NAMES)
 
-        await until(have_said, f"{event!r} of every agent", LIMIT_S)
+        await until(have_logged, f"{event!r} of every agent", LIMIT_S)
 
 
 def texts(folder: Path, pattern: str) -> list[str]:
@@ -71,10 +71,10 @@ async def renew_certificates(cluster: Cluster, observer: Observer, logs: Logs, a
     kinds = {event.type for event in observer.events[event_count:]}
     assert event_pb2.JOB_EVENT_TYPE_STATE_CHANGED not in kinds
     for name in AGENT_NAMES:
-        said = logs.counts(name)
-        assert said["certificates renewed: going on with a new stream"] == 1
-        assert said["certificates reloaded"] == 1
-        assert said["no coordinator"] == 0
+        message = logs.counts(name)
+        assert message["certificates renewed: going on with a new stream"] == 1
+        assert message["certificates reloaded"] == 1
+        assert message["no coordinator"] == 0
     assert logs.counts("coordinator")["certificates reloaded"] == 1
     async with cluster.security.channels(address).open() as channel:
         newcomer = Observer(channel, SMALL.job_id, Measurements(SMALL.pipeline_count), lambda: None)

@@ -181,8 +181,8 @@ def test_every_capability_that_is_kept_has_its_reason() -> None:
     kept = re.findall(
         r"CAP_[A-Z_]+", " ".join(re.findall(r"^CapabilityBoundingSet=(.*)$", text, re.MULTILINE))
     )
-    said = re.findall(r"CAP_[A-Z_]+", " ".join(re.findall(r"^#   (.*)$", text, re.MULTILINE)))
-    assert sorted(kept) == sorted(said)
+    message = re.findall(r"CAP_[A-Z_]+", " ".join(re.findall(r"^#   (.*)$", text, re.MULTILINE)))
+    assert sorted(kept) == sorted(message)
     assert len(kept) == len(set(kept)) > 0
 
 
@@ -244,8 +244,8 @@ def run_hook(name: str, folder: Path, status: int, **environment: str) -> tuple[
     perseus.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
     perseus.chmod(0o755)
     log = folder / "log"
-    said = {"perseus": str(perseus), "perseus_log": str(log), **environment}
-    done = subprocess.run([DEPLOY / "slurm" / name], env=said, check=False, timeout=60)
+    message = {"perseus": str(perseus), "perseus_log": str(log), **environment}
+    done = subprocess.run([DEPLOY / "slurm" / name], env=message, check=False, timeout=60)
     return done.returncode, log.read_text() if log.exists() else ""
 
 

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from perseus.demo.observation import Observer
-from perseus.demo.story import ANSWERED, PLAN, PROFILING, RECOVERED, STOCK, STRAGGLER, Plot, tell
+from perseus.demo.straggler_scenario import (
+    ANSWERED,
+    PLAN,
+    PROFILING,
+    RECOVERED,
+    STOCK,
+    STRAGGLER,
+    Script,
+    run_scenario,
+)
 from perseus.demo.summary import Phase
 from tests.small_jobs import planned_soon
 from tests.workloads import SMALL
@@ -28,12 +37,12 @@ class Notes:
         self.observer = observer
 
 
-async def told(folder: Path) -> tuple[list[str], dict[str, Phase]]:
+async def reported(folder: Path) -> tuple[list[str], dict[str, Phase]]:
     """Train and tell; return the steps in their order, and each one's figures."""
     notes = Notes()
-    plot = Plot(straggler=1, slowdown=1.3, watched_iterations=5)
+    plot = Script(straggler=1, slowdown=1.3, watched_iterations=5)
     with planned_soon():
-        measurements = await tell(SMALL, plot, folder, notes)
+        measurements = await run_scenario(SMALL, plot, folder, notes)
     return notes.steps, {phase.name: phase for phase in measurements.phases}
 
 
@@ -41,7 +50,7 @@ async def told(folder: Path) -> tuple[list[str], dict[str, Phase]]:
 @pytest.mark.smoke
 @pytest.mark.timeout(240)
 async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_path: Path) -> None:
-    steps, phases = await told(tmp_path)
+    steps, phases = await reported(tmp_path)
 
     assert steps == STORY
     # How much is saved, and at which speed, is shown below, where the machine does nothing else.
@@ -57,7 +66,7 @@ async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_pa
 @pytest.mark.serial
 @pytest.mark.timeout(240)
 async def test_a_plan_saves_at_the_same_speed_and_more_around_a_straggler(tmp_path: Path) -> None:
-    _, phases = await told(tmp_path)
+    _, phases = await reported(tmp_path)
 
     assert phases[PLAN].slowdown_percent < 5
     assert phases[PLAN].saving_percent > 3

@@ -16,13 +16,13 @@ def test_an_entry_that_comes_later_is_waited_for(tmp_path: Path) -> None:
     waiting.start()
     with log.open("a") as more:
         more.write('ed", "port": 7}\n')
-    waiting.join(timeout=event_log.PATIENCE_S)
+    waiting.join(timeout=event_log.TIMEOUT_S)
     assert found == [{"event": "served", "port": 7}]
 
 
 def test_what_never_comes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "agent.log"
     log.write_text('{"event": "started"}\n')
-    monkeypatch.setattr(event_log, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(event_log, "TIMEOUT_S", 0.0)
     with pytest.raises(AssertionError, match=r"agent\.log: expected 'served', found .*started"):
         event_log.logged(log, "served")

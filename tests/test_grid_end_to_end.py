@@ -16,7 +16,7 @@ import pytest
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.grid.brokers import Heard, MqttBroker, running
 from tests.grid.contract.contract_schemas import CONTRACT, problems
-from tests.grid.doors import NAME, DoorProcess
+from tests.grid.gateways import NAME, GatewayProcess
 from tests.grid.isv import Sender, target_of
 from tests.service.grpc_fakes import Client
 from tests.service.shell.test_coordinator_signals import CLEAN, DIRTY, LEAST_CARBON, write
@@ -41,13 +41,13 @@ async def breach_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, limit_w: fl
     sent = isv.envelope(time.time(), {"targets": [target_of(limit_w)]})
     await mqtt.publish(isv.topic, json.dumps(sent), qos=1)
 
-    async def is_told(count: int) -> bool:
+    async def is_reported(count: int) -> bool:
         return len(heard.alerts()) >= count
 
-    await until(lambda: is_told(1), "the breach is told")
+    await until(lambda: is_reported(1), "the breach is told")
     lifted = isv.envelope(time.time(), {"targets": [target_of(None)]})
     await mqtt.publish(isv.topic, json.dumps(lifted), qos=1)
-    await until(lambda: is_told(2), "its end is told")
+    await until(lambda: is_reported(2), "its end is told")
     (active, resolved) = [data for _, data in heard.alerts()]
     assert (active["status"], resolved["status"]) == ("active", "resolved")
     assert active["severity"] == "critical"
@@ -79,11 +79,11 @@ async def keep_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, client: Clien
     def is_kept(envelope: dict[str, Any], data: dict[str, Any]) -> bool:
         return bool(feed(data)["event"] == "end_ramp_down")
 
-    told = feed(await heard.status(is_kept, "the ramp's end is told"))
-    assert told["compliant"]
-    assert not told["in_flight"]
-    assert told["calculated_load"]["value"] <= limit_w
-    (target,) = told["targets"]
+    reported = feed(await heard.status(is_kept, "the ramp's end is told"))
+    assert reported["compliant"]
+    assert not reported["in_flight"]
+    assert reported["calculated_load"]["value"] <= limit_w
+    (target,) = reported["targets"]
     assert target["active"]
     assert target["correlation_id"] == sent["correlationid"]
     under_w = await mean_power_w(client, 5.0, *JOBS)
@@ -96,18 +96,18 @@ async def keep_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, client: Clien
     def is_over(envelope: dict[str, Any], data: dict[str, Any]) -> bool:
         return bool(feed(data)["event"] == "end_ramp_up")
 
-    told = feed(await heard.status(is_over, "the end is told"))
-    assert told["compliant"]
-    assert told["targets"] == []
+    reported = feed(await heard.status(is_over, "the end is told"))
+    assert reported["compliant"]
+    assert reported["targets"] == []
 
     async def is_back() -> bool:
         return await power_w(client, *JOBS) >= 0.95 * before_w
 
     await until(is_back, f"{before_w:.0f} W are drawn again")
     events = [feed(data)["event"] for _, data in heard.statuses()]
-    told_of = [event for event in events if event != "periodic"]
-    assert told_of[0] in ("target_set", "start_ramp_down")
-    assert sorted(told_of) == sorted(
+    reported_events = [event for event in events if event != "periodic"]
+    assert reported_events[0] in ("target_set", "start_ramp_down")
+    assert sorted(reported_events) == sorted(
         ["target_set", "start_ramp_down", "end_ramp_down", "target_set", "start_ramp_up", "end_ramp_up"]
     ), "both messages, and both ways"
     assert events.count("periodic") >= 3, "heartbeats"
@@ -126,17 +126,17 @@ async def steered(client: Client, *, is_slow: bool) -> tuple[job_pb2.Job, Measur
     """Wait until a job's pace is as wanted, and measure iterations under it."""
 
     async def is_so() -> bool:
-        return (await client.job(STEERED)).signal_pacing.HasField("iteration_time_s") == is_slow
+        return (await client.job(STEERED)).signal_target.HasField("iteration_time_s") == is_slow
 
     await until(is_so, "the job is slow" if is_slow else "the job is as fast as it can be")
     # Those under way, and those at the pace before, are over.
-    begun = (await client.job(STEERED)).signal_pacing.done_count + 3
+    begun = (await client.job(STEERED)).signal_target.done_count + 3
     found: dict[int, tuple[float, float]] = {}
 
     async def are_measured() -> bool:
         job = await client.job(STEERED)
-        if job.signal_pacing.done_count >= begun:
-            found[job.signal_pacing.done_count] = (job.figures.iteration_time_s, job.figures.power_w)
+        if job.signal_target.done_count >= begun:
+            found[job.signal_target.done_count] = (job.figures.iteration_time_s, job.figures.power_w)
         return len(found) >= MEASURED_ITERATIONS
 
     await until(are_measured, "iterations at this pace")
@@ -152,8 +152,8 @@ async def follow_signal(client: Client, csv: Path) -> None:
     write(csv, CLEAN)
     fast, clean = await steered(client, is_slow=False)
     print(dirty, slow.max_planned_iteration_time_s, clean, fast.max_planned_iteration_time_s)
-    assert slow.signal_pacing.value_per_kwh == DIRTY[0]
-    assert fast.signal_pacing.value_per_kwh == CLEAN[0]
+    assert slow.signal_target.value_per_kwh == DIRTY[0]
+    assert fast.signal_target.value_per_kwh == CLEAN[0]
     assert slow.max_planned_iteration_time_s > 1.05 * fast.max_planned_iteration_time_s
     assert dirty.iteration_time_s > 1.02 * clean.iteration_time_s
     assert dirty.power_w < 0.97 * clean.power_w
@@ -164,8 +164,10 @@ async def follow_signal(client: Client, csv: Path) -> None:
     write(csv, (400.0,), begin_s=time.time() - 86_400)
 
     async def is_blind() -> bool:
-        told = (await client.job(STEERED)).signal_pacing
-        return told.state == job_pb2.SIGNAL_PACING_STATE_BLIND and not told.HasField("iteration_time_s")
+        reported = (await client.job(STEERED)).signal_target
+        return reported.state == job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL and not reported.HasField(
+            "iteration_time_s"
+        )
 
     await until(is_blind, "the signal is stale")
 
@@ -181,15 +183,15 @@ async def test_jobs_keep_a_load_target_tell_a_breach_and_follow_a_signal(
     async with AsyncExitStack() as stack:
         first, address = stack.enter_context(training(tmp_path, *JOBS))
         broker = stack.enter_context(running(MqttBroker(first.security, tmp_path / "broker.log")))
-        door = DoorProcess(tmp_path / "door", first.security, broker.address, address, HEARTBEAT_S="1")
-        isv = Sender(door.keys)
-        door.start()
-        stack.callback(door.stop)
+        gateway = GatewayProcess(tmp_path / "door", first.security, broker.address, address, HEARTBEAT_S="1")
+        isv = Sender(gateway.keys)
+        gateway.start()
+        stack.callback(gateway.stop)
         channel = await stack.enter_async_context(first.security.channels(address).open())
         client = Client(channel)
         mqtt = await stack.enter_async_context(broker.client(f"isv-{uuid.uuid4()}"))
         await mqtt.subscribe(f"grid/v1/dsx-flex-agent/{NAME}/#", qos=2)
-        heard = Heard(mqtt, door.key)
+        heard = Heard(mqtt, gateway.key)
         listening = asyncio.create_task(heard.listen())
         stack.callback(listening.cancel)
 

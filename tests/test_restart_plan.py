@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.frameworks.restart_plan import LAYERS, MOST_RANKS, launches
+from tests.frameworks.restart_plan import LAYERS, MAX_RANKS, launches
 
 seeds = st.integers(0, 2**32)
 
@@ -16,7 +16,7 @@ def test_every_launch_spreads_all_layers_over_ranks_that_there_are(seed: int) ->
         layout = launch.layout
         assert sum(layout.layers) == LAYERS
         assert min(layout.layers) >= 1
-        assert layout.pipeline_count * layout.stage_count <= MOST_RANKS
+        assert layout.pipeline_count * layout.stage_count <= MAX_RANKS
         assert layout.microbatch_count >= layout.stage_count
 
 

@@ -62,7 +62,7 @@ class Training:
                     with probe.computation(kind, 0):
                         gpu.execute(Work(0.02, 0.01, 1.0))
                 time.sleep(0.02)
-            self.foreign_clocks_mhz |= {gpu.sm_clock_mhz()} - {MODEL.max_clock_mhz}
+            self.foreign_clocks_mhz |= {gpu.sm_clock_mhz()} - {MODEL.highest_clock_mhz}
         probe.close()
 
 
@@ -90,7 +90,7 @@ class Node:
         async with serving(settings):
             yield
         for gpu in self.gpus:
-            assert gpu.sm_clock_mhz() == MODEL.max_clock_mhz
+            assert gpu.sm_clock_mhz() == MODEL.highest_clock_mhz
             gpu.close()
 
 

@@ -24,7 +24,7 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.service import server
 from perseus.service.domain.model import JobState, RankFilter, RankState
-from perseus.service.domain.power import DEFAULT_FEED, WantedBudget
+from perseus.service.domain.power import DEFAULT_FEED, BudgetRequest
 from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.shell.coordinator import Coordinator
@@ -151,11 +151,11 @@ class Ordering:
         return self._coordinator.live.get("job") is not None
 
     @property
-    def ceiling_mhz(self) -> int:
+    def max_clock_mhz(self) -> int:
         """The clock that the job's ceiling leaves to the GPUs."""
-        ceiling = self.machine.record.ceiling
-        assert ceiling is not None
-        lower = (clock_mhz for clock_mhz in MODEL.clocks_mhz if clock_mhz <= ceiling.clock_mhz)
+        max_clock = self.machine.record.max_clock
+        assert max_clock is not None
+        lower = (clock_mhz for clock_mhz in MODEL.clocks_mhz if clock_mhz <= max_clock.clock_mhz)
         return max(lower, default=MODEL.clocks_mhz[-1])
 
     def iteration_count(self) -> int:
@@ -174,7 +174,7 @@ class Ordering:
     async def set_budget(self) -> None:
         power_w = views.power(self.machine.run).power_w
         assert power_w is not None
-        wanted = WantedBudget("b", "r", DEFAULT_FEED, LIMIT_SHARE * power_w, None, None, None, None, "")
+        wanted = BudgetRequest("b", "r", DEFAULT_FEED, LIMIT_SHARE * power_w, None, None, None, None, "")
         await self._coordinator.power.set_budget(wanted, "operator")
 
     async def cancel_budget(self) -> None:
@@ -221,7 +221,7 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = STA
 
 @pytest.mark.slow("agents in real processes, and iterations long enough to act within one")
 @pytest.mark.timeout(300)
-async def test_a_budget_s_ceiling_is_in_force_within_an_iteration_and_on_an_agent_that_comes_back(
+async def test_a_budget_s_max_clock_is_in_force_within_an_iteration_and_on_an_agent_that_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Trainers look sooner whether there is an agent again.
@@ -230,17 +230,20 @@ async def test_a_budget_s_ceiling_is_in_force_within_an_iteration_and_on_an_agen
         # The first one has the time in it that the trainers took to start.
         await until(lambda: ordering.iteration_count() >= 2, "two iterations")
         await asyncio.sleep(FORWARD_S)  # all ranks are in the midst of the next one
-        assert processes.clocks_mhz() == {MODEL.max_clock_mhz}
+        assert processes.clocks_mhz() == {MODEL.highest_clock_mhz}
         before = ordering.iteration_count()
         await ordering.set_budget()
-        await until(lambda: ordering.machine.record.ceiling is not None, "the ceiling is ordered")
-        await until(lambda: processes.clocks_mhz() == {ordering.ceiling_mhz}, "all clocks are at the ceiling")
+        await until(lambda: ordering.machine.record.max_clock is not None, "the ceiling is ordered")
+        await until(
+            lambda: processes.clocks_mhz() == {ordering.max_clock_mhz}, "all clocks are at the ceiling"
+        )
         await until(ordering.are_all_in_force, "the coordinator knows")
         assert ordering.iteration_count() == before, "and that within the iteration"
 
         await until(
             lambda: (
-                ordering.machine.run.log.latest is not None and ordering.machine.run.log.latest.is_touched
+                ordering.machine.run.log.latest is not None
+                and ordering.machine.run.log.latest.has_clock_change
             ),
             "the iteration that it touched is told as such",
         )
@@ -252,8 +255,8 @@ async def test_a_budget_s_ceiling_is_in_force_within_an_iteration_and_on_an_agen
         processes.start_agent(0)
         await until(lambda: ordering.connected_count() < PIPELINES * STAGES, "the agent is gone")
         await until(lambda: ordering.connected_count() == PIPELINES * STAGES, "it is back")
-        await until(lambda: processes.clocks_mhz() == {ordering.ceiling_mhz}, "and knows of the ceiling")
-        assert ordering.ceiling_mhz < MODEL.max_clock_mhz
+        await until(lambda: processes.clocks_mhz() == {ordering.max_clock_mhz}, "and knows of the ceiling")
+        assert ordering.max_clock_mhz < MODEL.highest_clock_mhz
 
         await ordering.cancel_budget()
-        await until(lambda: processes.clocks_mhz() == {MODEL.max_clock_mhz}, "stock again")
+        await until(lambda: processes.clocks_mhz() == {MODEL.highest_clock_mhz}, "stock again")

@@ -23,7 +23,7 @@ CONNECT = "/perseus.v1.AgentService/Connect"
 
 _PAST_START = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
 _MESSAGES_LIMIT = 20
-_BEAT_SHARE = 0.3
+_HEARTBEAT_SHARE = 0.3
 """Of the lease: a heartbeat has to come every third of it."""
 
 
@@ -106,14 +106,14 @@ class Rank:
 
     def check(self, offer: pb.PlanOffer, findings: Findings) -> None:
         """Hold an offer against all earlier ones."""
-        said = f"{self.job_id} {self.place.pipeline}/{self.place.stage} version {offer.version}"
+        output = f"{self.job_id} {self.place.pipeline}/{self.place.stage} version {offer.version}"
         # The clocks: when computations begin may be told anew, for the other stages may have got others.
         digest = hashlib.blake2b(repr(_clocks(offer)).encode(), digest_size=8).digest()
         if self._clocks_of.setdefault((offer.epoch, offer.version), digest) != digest:
-            findings.add("version reused", f"{said} carries other clocks than before")
+            findings.add("version reused", f"{output} carries other clocks than before")
         highest = self._highest_version.get(offer.epoch, 0)
         if offer.version < highest:
-            findings.add("version reversed", f"{said} after {highest}")
+            findings.add("version reversed", f"{output} after {highest}")
         self._highest_version[offer.epoch] = max(highest, offer.version)
 
     def begin(self, iteration: int) -> bytes | None:
@@ -192,9 +192,9 @@ class Agent:
         self._resent_through = 0
         self._accepted_count = 0
         self._epoch = ""
-        self._check_word = ""
-        self._beat_interval_s = math.inf
-        self._next_beat_s = math.inf
+        self._commit_marker = ""
+        self._heartbeat_interval_s = math.inf
+        self._next_heartbeat_s = math.inf
         self._stream: GrpcStream | None = None
         self._is_welcome = False
         self._is_closed = False
@@ -237,12 +237,12 @@ class Agent:
             if (in_force := rank.begin(self.iteration)) is not None:
                 messages.append(in_force)
         if self._is_welcome and self._stream is not None:
-            if now_s >= self._next_beat_s:
+            if now_s >= self._next_heartbeat_s:
                 messages.append(_HEARTBEAT)
-                self._next_beat_s = now_s + self._beat_interval_s
+                self._next_heartbeat_s = now_s + self._heartbeat_interval_s
             self._stream.send(*messages)
 
-    def tell_power(self, power_w: float) -> None:
+    def report_power(self, power_w: float) -> None:
         """Say what its ranks' GPUs draw, each the same."""
         if self._is_welcome and self._stream is not None:
             uuids = [rank.gpu_uuid for rank in self.ranks]
@@ -295,7 +295,10 @@ class Agent:
 
     def _hello(self) -> pb.Hello:
         return pb.Hello(
-            instance_id=self.instance_id, hostname="load", protocol_version=1, check_word=self._check_word
+            instance_id=self.instance_id,
+            hostname="load",
+            protocol_version=1,
+            commit_marker=self._commit_marker,
         )
 
     def _ended(self, target: str, why: str) -> None:
@@ -314,17 +317,17 @@ class Agent:
         message = pb.ConnectResponse.FromString(data)
         match message.WhichOneof("message"):
             case "telemetry_ack":
-                self._check_word = message.telemetry_ack.check_word
+                self._commit_marker = message.telemetry_ack.commit_marker
                 self._acknowledge(message.telemetry_ack.sequence)
             case "plan_offer":
-                self._check_word = message.plan_offer.check_word
+                self._commit_marker = message.plan_offer.commit_marker
                 self._take_offer(message.plan_offer)
             case "rank_accepted":
                 self._accepted_count += 1
                 if self.is_joined:
                     self.back.joined_s = time.monotonic()
             case "welcome":
-                self._check_word = message.welcome.check_word
+                self._commit_marker = message.welcome.commit_marker
                 self._take_welcome(message.welcome)
             case "heartbeat" | "drain":
                 pass
@@ -342,8 +345,8 @@ class Agent:
         if self._epoch and welcome.epoch != self._epoch:
             self._findings.add("epoch changed", f"{self.instance_id}: {self._epoch} to {welcome.epoch}")
         self._epoch = welcome.epoch
-        self._beat_interval_s = welcome.lease_s * _BEAT_SHARE
-        self._next_beat_s = time.perf_counter() + random.uniform(0.0, self._beat_interval_s)
+        self._heartbeat_interval_s = welcome.lease_s * _HEARTBEAT_SHARE
+        self._next_heartbeat_s = time.perf_counter() + random.uniform(0.0, self._heartbeat_interval_s)
         self._acknowledge(welcome.acknowledged_sequence, is_measured=False)
         self._is_welcome = True
         assert self._stream is not None

@@ -36,8 +36,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def raise_file_limit() -> None:
     """Allow as many connections as the machine does."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    maximum = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
 
 
 class CoordinatorProcess:

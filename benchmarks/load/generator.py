@@ -23,7 +23,7 @@ from benchmarks.load.job import Job, JobTask, channel, until
 from perseus.v1 import job_service_pb2_grpc
 
 _JOIN_LIMIT_S = 120.0
-_TOLD_TOGETHER = 8
+_REPORTED_TOGETHER = 8
 """Agents that tell their power at the same moment."""
 
 
@@ -45,7 +45,7 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Comeback:
+class RetryPolicy:
     """Seconds from a time until all were connected, welcomed, joined, and rid of what they had to resend."""
 
     connected_s: float
@@ -111,20 +111,20 @@ class Generator:
         figures.lateness_p99_s = float(np.quantile(lateness_s, 0.99)) if lateness_s.size else 0.0
         return asdict(figures)
 
-    async def tell_power(self, seconds: float, server_pid: int, power_w: float | None) -> dict[str, float]:
+    async def report_power(self, seconds: float, server_pid: int, power_w: float | None) -> dict[str, float]:
         """Let all agents tell what their GPUs draw, once a second, or nothing; what that costs the server."""
         agents = list(self._agents())
-        told = 0
+        reported = 0
         cpu_s, begun_s = _cpu_s(server_pid), time.perf_counter()
         while (second := time.perf_counter() - begun_s) < seconds:
             for number, agent in enumerate(agents if power_w is not None else ()):
-                agent.tell_power(power_w or 0.0)
-                told += 1
-                if number % _TOLD_TOGETHER == 0:
-                    await asyncio.sleep(0.9 * _TOLD_TOGETHER / len(agents))
+                agent.report_power(power_w or 0.0)
+                reported += 1
+                if number % _REPORTED_TOGETHER == 0:
+                    await asyncio.sleep(0.9 * _REPORTED_TOGETHER / len(agents))
             await asyncio.sleep(max(0.0, 1.0 - (time.perf_counter() - begun_s - second)))
         wall_s = time.perf_counter() - begun_s
-        return {"message_count": told, "server_cpu_s": _cpu_s(server_pid) - cpu_s, "wall_s": wall_s}
+        return {"message_count": reported, "server_cpu_s": _cpu_s(server_pid) - cpu_s, "wall_s": wall_s}
 
     async def straggle(self, job_id: str, factor: float, quiet_s: float) -> dict[str, Any]:
         return asdict(await self._jobs[job_id].straggle(self._stub, factor, quiet_s))
@@ -150,13 +150,13 @@ class Generator:
         except TimeoutError as error:
             some = [f"{agent.instance_id} {agent.standing}" for agent in missing()[:5]]
             raise TimeoutError(f"{error}: {len(missing())} of {len(agents)} are not: {some}") from None
-        comeback = Comeback(
+        retry = RetryPolicy(
             max(a.back.opened_s for a in agents) - since_s,
             max(a.back.welcomed_s for a in agents) - since_s,
             max(a.back.joined_s for a in agents) - since_s,
             max(a.back.resent_s for a in agents) - since_s,
         )
-        return asdict(comeback)
+        return asdict(retry)
 
     async def rest(self, limit_s: float, job_id: str | None = None) -> None:
         """Let a job pause, or all, once everything is acknowledged and every nudge has come through."""

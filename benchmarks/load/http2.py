@@ -14,8 +14,8 @@ _ACK = END_STREAM = 1
 _END_HEADERS = 4
 _STREAM = 1
 _SETTING_ENABLE_PUSH, _SETTING_INITIAL_WINDOW = 2, 4
-_FIRST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
-_LARGEST_FRAME = 16_384
+_FIRST_WINDOW, _MAX_WINDOW = 65_535, 2**31 - 1
+_MAX_FRAME = 16_384
 _PREFIX = 5
 """Of a message: whether it is compressed, and its length."""
 
@@ -31,12 +31,12 @@ def literal(name: bytes, value: bytes) -> bytes:
 
 
 _SETTINGS_PAYLOAD = _SETTING_ENABLE_PUSH.to_bytes(2) + (0).to_bytes(4)
-_SETTINGS_PAYLOAD += _SETTING_INITIAL_WINDOW.to_bytes(2) + _LARGEST_WINDOW.to_bytes(4)
+_SETTINGS_PAYLOAD += _SETTING_INITIAL_WINDOW.to_bytes(2) + _MAX_WINDOW.to_bytes(4)
 
 OPENING = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     + frame(_SETTINGS, 0, 0, _SETTINGS_PAYLOAD)
-    + frame(_WINDOW_UPDATE, 0, 0, (_LARGEST_WINDOW - _FIRST_WINDOW).to_bytes(4))
+    + frame(_WINDOW_UPDATE, 0, 0, (_MAX_WINDOW - _FIRST_WINDOW).to_bytes(4))
 )
 
 
@@ -80,8 +80,8 @@ class GrpcStream(asyncio.Protocol):
         frames = []
         for message in messages:
             data = b"\x00" + len(message).to_bytes(4) + message
-            for first in range(0, len(data), _LARGEST_FRAME):
-                part = data[first : first + _LARGEST_FRAME]
+            for first in range(0, len(data), _MAX_FRAME):
+                part = data[first : first + _MAX_FRAME]
                 if self._waiting or len(part) > min(self._window, self._stream_window):
                     self._waiting.append(part)
                 else:

@@ -103,7 +103,7 @@ class Job:
     def start(self) -> None:
         """Let all agents report from now on."""
         self._has_to_rest = False
-        self._beating = asyncio.get_running_loop().create_task(self._beat())
+        self._beating = asyncio.get_running_loop().create_task(self._heartbeat())
 
     async def rest(self, limit_s: float) -> None:
         """Stop after an iteration that all ranks have reported, and wait until all of it is acknowledged."""
@@ -240,21 +240,21 @@ class Job:
             request_id=task.job_id,
         )
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         """Every agent reports in its turn, over and over; what comes due between two looks goes together."""
         agents, lateness_s = self.agents, self.lateness_s
-        pace_s = self.task.period_s / len(agents)
+        target_time_s = self.task.period_s / len(agents)
         begun_s = time.perf_counter()
         turn = 0
         while True:
             now_s = time.perf_counter()
-            due_turns = int((now_s - begun_s) / pace_s)
+            due_turns = int((now_s - begun_s) / target_time_s)
             # So many at once are a burst of its own: behind, the answers are read in between.
             for _ in range(min(due_turns - turn, 64)):
                 number = turn % len(agents)
                 if number == 0 and self._has_to_rest:
                     return
-                lateness_s.append(now_s - begun_s - turn * pace_s)
+                lateness_s.append(now_s - begun_s - turn * target_time_s)
                 agents[number].report()
                 turn += 1
             await asyncio.sleep(_WAKE_S if turn >= due_turns else 0)

@@ -29,7 +29,7 @@ class Pages:
         self._bytes = dict.fromkeys(self._counts, 0)
         self._slowest_s = 0.0
 
-    async def look(self) -> None:
+    async def read(self) -> None:
         """Look at them until cancelled."""
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
@@ -40,7 +40,7 @@ class Pages:
                 tasks.create_task(self._read(session, "job", "api/watch/jobs/job"))
                 tasks.create_task(self._ask(session, number / self._counts["job"]))
 
-    def told(self, seconds: float) -> dict[str, float]:
+    def reported(self, seconds: float) -> dict[str, float]:
         """Return what one page of each kind was told in a second."""
         rates = {
             f"{kind}_bytes_per_s": self._bytes[kind] / seconds / count for kind, count in self._counts.items()
@@ -93,14 +93,14 @@ async def serve(url: str, list_count: int, job_count: int) -> None:
     """Open and close pages as standard input says."""
     while await asyncio.to_thread(sys.stdin.readline):
         pages, began_s = Pages(url, list_count, job_count), time.monotonic()
-        looking = asyncio.create_task(pages.look())
+        looking = asyncio.create_task(pages.read())
         closing = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
         await asyncio.wait((looking, closing), return_when=asyncio.FIRST_COMPLETED)
         if looking.done():
             looking.result()
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
-        print(json.dumps(pages.told(time.monotonic() - began_s)), flush=True)
+        print(json.dumps(pages.reported(time.monotonic() - began_s)), flush=True)
 
 
 if __name__ == "__main__":

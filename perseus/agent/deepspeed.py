@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import Attachment, Identify, never_in_the_way
+from perseus.agent.probe.attachment import Attachment, Identify, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import check_attributes
@@ -26,7 +26,7 @@ from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
-from perseus.agent.probe.tested_versions import say_if_untested
+from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
 
 # DeepSpeed's instructions that are computations, by the names of their classes.
@@ -42,7 +42,7 @@ _OF_GRIDS = (
 )
 
 
-@never_in_the_way
+@never_raises
 def attach(
     engine: Any,
     *,
@@ -70,7 +70,7 @@ def attach(
     import deepspeed
     import torch
 
-    say_if_untested("deepspeed", str(deepspeed.__version__), str(torch.__version__))
+    warn_if_untested("deepspeed", str(deepspeed.__version__), str(torch.__version__))
     placement = _placement(engine)
     attachment = Attachment(
         placement,

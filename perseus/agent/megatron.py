@@ -39,14 +39,14 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment, never_in_the_way
+from perseus.agent.probe.attachment import Attachment, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
-from perseus.agent.probe.tested_versions import say_if_untested
+from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ _OF_PARALLEL_STATE = (
 )
 
 
-@never_in_the_way
+@never_raises
 def attach(
     config: Any,
     *,
@@ -122,7 +122,7 @@ def attach(
     from megatron.core import __version__, parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    say_if_untested("megatron", str(__version__), str(torch.__version__))
+    warn_if_untested("megatron", str(__version__), str(torch.__version__))
     if (there := OfThisProcess.attachment(job_id, seam)) is not None:
         return there
     check_attributes(parallel_state, "megatron.core.parallel_state", *_OF_PARALLEL_STATE)

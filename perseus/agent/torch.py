@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
-from perseus.agent.probe.attachment import Attachment, Identify, never_in_the_way
+from perseus.agent.probe.attachment import Attachment, Identify, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import LocalExchange, StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
@@ -33,7 +33,7 @@ from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.stage_work import shapes_of, work_text
-from perseus.agent.probe.tested_versions import say_if_untested
+from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.whole_model import MarkedModel, TorchParts
 
@@ -65,7 +65,7 @@ _KINDS = {
 }
 
 
-@never_in_the_way
+@never_raises
 def attach(
     schedule: Any,
     *,
@@ -87,7 +87,7 @@ def attach(
     from torch import __version__
 
     with places.meeting() as meeting:
-        say_if_untested("torch", str(__version__), str(__version__))
+        warn_if_untested("torch", str(__version__), str(__version__))
         first = stages_of(schedule)[0]
         if device_mesh is not None:
             placement = places.from_device_mesh(device_mesh, first.device)
@@ -128,7 +128,7 @@ def attach_at(
     return attachment.put_marks(lambda: mark_schedule(attachment, schedule, stages, identities))
 
 
-@never_in_the_way
+@never_raises
 def attach_model(
     model: Any,
     optimizer: Any,
@@ -153,7 +153,7 @@ def attach_model(
     from torch import distributed
     from torch.utils import _pytree
 
-    say_if_untested("torch", str(torch.__version__), str(torch.__version__))
+    warn_if_untested("torch", str(torch.__version__), str(torch.__version__))
     check_attributes(model, f"model {type(model).__name__}", "forward", "training", "parameters", "modules")
     check_attributes(optimizer, f"optimizer {type(optimizer).__name__}", "register_step_post_hook")
     sharded = list(parameter_groups(model))

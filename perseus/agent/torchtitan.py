@@ -26,11 +26,11 @@ from functools import wraps
 from typing import Any
 
 from perseus.agent.probe import placement as places
-from perseus.agent.probe.attachment import Attachment, never_in_the_way
+from perseus.agent.probe.attachment import Attachment, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.marks import Connect
-from perseus.agent.probe.tested_versions import say_if_untested
+from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.torch import attach_at
 
 # How torchtitan numbers its ranks: the last of these dimensions goes fastest.
@@ -38,7 +38,7 @@ _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _PREFIX = "--perseus."
 
 
-@never_in_the_way
+@never_raises
 def attach(
     trainer: Any,
     *,
@@ -59,7 +59,7 @@ def attach(
     from torch import distributed
 
     version = str(getattr(torchtitan, "__version__", "of no version"))
-    say_if_untested("torchtitan", version, str(torch.__version__))
+    warn_if_untested("torchtitan", version, str(torch.__version__))
     name = f"trainer {type(trainer).__name__}"
     check_attributes(trainer, name, "parallel_dims", "device")
     check_attributes(trainer.parallel_dims, f"{name}: parallel_dims", *_DIMENSIONS)

@@ -12,7 +12,7 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.flags import configured
 from perseus.cli.progress import working
 from perseus.cli.rows import print_json
-from perseus.cli.terminal import FAILURE, error_console, fail, print_whole, said
+from perseus.cli.terminal import FAILURE, error_console, fail, os_error_text, print_whole
 from perseus.printable import printable
 
 
@@ -55,19 +55,19 @@ def _serve(settings: AgentSettings) -> None:
     try:
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
     except (OSError, GpuError, TlsError, TokenFileError, MetricsUnavailableError) as error:
-        fail(said(error) if isinstance(error, OSError) else str(error), FAILURE)
+        fail(os_error_text(error) if isinstance(error, OSError) else str(error), FAILURE)
 
 
 def _restore(settings: AgentSettings) -> None:
     from perseus.agent.gpu import GpuError
-    from perseus.agent.gpu.lanes import Lanes
-    from perseus.agent.restore.records import PATIENCE_S, RecordFolder
+    from perseus.agent.gpu.executor import GpuExecutor
+    from perseus.agent.restore.records import TIMEOUT_S, RecordFolder
     from perseus.agent.restore.restorer import Restoration, Restorer
     from perseus.agent.sidecar.backends import backend
 
     async def restore() -> list[Restoration]:
         folder = RecordFolder(settings.restore_folder)
-        restorer = Restorer(folder, backend(settings).open, Lanes(), patience_s=PATIENCE_S)
+        restorer = Restorer(folder, backend(settings).open, GpuExecutor(), timeout_s=TIMEOUT_S)
         return await restorer.restore_once()
 
     try:
@@ -78,8 +78,8 @@ def _restore(settings: AgentSettings) -> None:
     for each in done:
         if each.error is None:
             error_console.print(f"GPU {printable(each.gpu_uuid)}: restored", highlight=False)
-    if complaints := [str(each.error) for each in done if each.error is not None]:
-        fail("; ".join(complaints), FAILURE)
+    if problems := [str(each.error) for each in done if each.error is not None]:
+        fail("; ".join(problems), FAILURE)
 
 
 def _self_test(settings: AgentSettings) -> None:

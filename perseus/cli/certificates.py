@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from perseus.cli.terminal import console, fail, said
+from perseus.cli.terminal import console, fail, os_error_text
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -36,7 +36,7 @@ def authority(
 
     with _mistakes():
         Authority.create(folder, name, timedelta(days=days))
-    _say(folder / "ca.pem", folder / "ca.key")
+    _print_paths(folder / "ca.pem", folder / "ca.key")
 
 
 @app.command()
@@ -70,7 +70,7 @@ def _issue(names: list[str], folder: Path, output: Path | None, days: int, *, is
     ends = datetime.now(UTC) + timedelta(days=days)
     with _mistakes():
         made = Authority(folder).issue(output or Path(names[0]), names, is_server=is_server, ends=ends)
-    _say(*made)
+    _print_paths(*made)
 
 
 @contextmanager
@@ -82,8 +82,8 @@ def _mistakes() -> Iterator[None]:
     except CertificateError as error:
         fail(str(error))
     except OSError as error:
-        fail(said(error))
+        fail(os_error_text(error))
 
 
-def _say(certificate: Path, key: Path) -> None:
+def _print_paths(certificate: Path, key: Path) -> None:
     console.print(f"certificate {certificate}, key {key}", highlight=False)

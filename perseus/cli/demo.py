@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from perseus.cli.terminal import FAILURE, console, fail, print_whole, said
+from perseus.cli.terminal import FAILURE, console, fail, os_error_text, print_whole
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def demo(
     """Train emulated jobs under Perseus: from profiling to a straggler's end, or to a power budget's."""
     from perseus.demo.display import LiveDisplay, phase_table
     from perseus.demo.example import ScriptError, show
-    from perseus.demo.story import DEMO_PLOT, judge, tell
+    from perseus.demo.straggler_scenario import DEMO_SCRIPT, judge, run_scenario
     from perseus.demo.workload import DEMO
 
     _check_folder(output)
@@ -64,14 +64,14 @@ def demo(
         return
     if script is not None:
         try:
-            measurements = _run(show(script, output, _say, through_nvml=through_nvml))
+            measurements = _run(show(script, output, _print, through_nvml=through_nvml))
         except ScriptError as error:
             fail(str(error))
         print_whole(phase_table(measurements.phases))
         console.print(f"Logs are in {output}.", highlight=False)
         return
     with LiveDisplay(console) as display:
-        measurements = _run(tell(DEMO, DEMO_PLOT, output, display, through_nvml=through_nvml))
+        measurements = _run(run_scenario(DEMO, DEMO_SCRIPT, output, display, through_nvml=through_nvml))
     print_whole(phase_table(measurements.phases))
     if (evaluations := measurements.evaluations) is not None and evaluations.later_count:
         console.print(
@@ -81,21 +81,21 @@ def demo(
             highlight=False,
         )
     console.print(f"Summary, pictures and logs are in {output}.", highlight=False)
-    complaints = judge(measurements, DEMO_PLOT, DEMO)
-    if complaints:
-        fail("; ".join(complaints), FAILURE)
+    problems = judge(measurements, DEMO_SCRIPT, DEMO)
+    if problems:
+        fail("; ".join(problems), FAILURE)
 
 
 def _show_grid(output: Path) -> None:
     from perseus.demo.grid_display import GridLiveDisplay, grid_table
-    from perseus.demo.grid_story import judge_grid, tell_grid
+    from perseus.demo.grid_scenario import judge_grid, run_grid_scenario
 
     with GridLiveDisplay(console) as display:
-        outcome = _run(tell_grid(output, display))
+        outcome = _run(run_grid_scenario(output, display))
     print_whole(grid_table(outcome))
     console.print(f"Summary, picture and logs are in {output}.", highlight=False)
-    if complaints := judge_grid(outcome):
-        fail("; ".join(complaints), FAILURE)
+    if problems := judge_grid(outcome):
+        fail("; ".join(problems), FAILURE)
 
 
 def _check_folder(output: Path) -> None:
@@ -103,7 +103,7 @@ def _check_folder(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"--output: {said(error)}")
+        fail(f"--output: {os_error_text(error)}")
 
 
 def _run(shown: "Coroutine[Any, Any, T]") -> T:
@@ -124,5 +124,5 @@ def _run(shown: "Coroutine[Any, Any, T]") -> T:
         fail("; ".join(str(error) for error in matching.exceptions), FAILURE)
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     console.print(f"  {message}", highlight=False)

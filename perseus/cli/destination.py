@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from perseus.cli.terminal import FAILURE, fail, said
+from perseus.cli.terminal import FAILURE, fail, os_error_text
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Destination:
             if place.exists() and any(each.exists() and place.samefile(each) for each in inputs):
                 fail(f"{self.flag}: expected another file than the one that is read, found {self.path}")
         except OSError as error:
-            fail(f"{self.flag}: {said(error)}")
+            fail(f"{self.flag}: {os_error_text(error)}")
         except ValueError as error:  # a path that no system takes
             fail(f"{self.flag}: expected a path, found {str(self.path)!r}: {error}")
 
@@ -84,7 +84,7 @@ def place_of(path: Path) -> Path | None:
 
 def _end_of_links(path: Path) -> Path:
     """Follow links, but none in /proc: those lead to what is open, under names that may mean nothing."""
-    for _ in range(_MOST_LINKS):
+    for _ in range(_MAX_LINKS):
         path = Path(os.path.realpath(path.parent)) / path.name
         if path.is_relative_to("/proc") or not path.is_symlink():
             return path

@@ -44,7 +44,7 @@ def doctor(
     if config is not None and not node:
         fail("--config: expected --node beside it, found none")
     with working("Looking"):
-        checks = _node_checks(config) if node else _way_checks(connection)
+        checks = _node_checks(config) if node else _connection_checks(connection)
     rows = [
         {
             "subject": printable(check.subject),
@@ -59,7 +59,7 @@ def doctor(
         raise typer.Exit(FAILURE)
 
 
-def _way_checks(connection: Connection) -> "list[Check]":
+def _connection_checks(connection: Connection) -> "list[Check]":
     """Look as whoever calls; without a credential that can be used, as far as one comes without."""
     from perseus.doctor.coordinator import coordinator_checks, unusable_certificate, unusable_credential
     from perseus.tls.files import TlsError

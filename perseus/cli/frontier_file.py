@@ -56,7 +56,7 @@ def plan_text(plan: Plan) -> str:
     return _text(document)
 
 
-def pipeline_from_text(text: str, most_computations: int) -> Pipeline:
+def pipeline_from_text(text: str, max_computations: int) -> Pipeline:
     """Return what a frontier's file is the frontier of.
 
     Raises:
@@ -67,7 +67,7 @@ def pipeline_from_text(text: str, most_computations: int) -> Pipeline:
     document = _parsed(text)
     members = dict(_taken(document))
     message = json_format.ParseDict(document, frontier_pb2.Frontier()).problem
-    translate_problems.check_problem_size(message, 1, most_computations)
+    translate_problems.check_problem_size(message, 1, max_computations)
     profiles, fixed_s = translate_problems.profiles_from_proto(message)
     if members:
         profiles = _with_further(message, profiles, members)

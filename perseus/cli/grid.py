@@ -8,7 +8,7 @@ import typer
 
 from perseus import logs
 from perseus.cli.flags import configured
-from perseus.cli.terminal import FAILURE, fail, said, warn
+from perseus.cli.terminal import FAILURE, fail, os_error_text, warn
 from perseus.grid.settings import DsxFlexSettings
 
 app = typer.Typer(no_args_is_help=True)
@@ -54,5 +54,5 @@ def new_key(
     try:
         signing.write_private(path, private)
     except OSError as error:
-        fail(f"PATH: {said(error)}")
+        fail(f"PATH: {os_error_text(error)}")
     typer.echo(public)

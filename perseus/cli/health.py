@@ -48,7 +48,7 @@ def health(
 
 def _ask_agent(path: Path, timeout_s: float, form: Format) -> None:
     from perseus.agent.link.packets import MalformedPacket
-    from perseus.agent.sidecar.asking import ask_health
+    from perseus.agent.sidecar.health_client import ask_health
 
     try:
         with working("Asking the agent"):

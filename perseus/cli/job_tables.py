@@ -70,11 +70,11 @@ def job_facts(job: job_pb2.Job) -> Table:
         "pipelines × stages × tensor": _layout(job.parallelism),
         "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),
         "policy": _policy(job.policy),
-        "signal": pacing_text(job.signal_pacing, job.policy.WhichOneof("rule") or "")
-        if job.HasField("signal_pacing")
+        "signal": signal_target_text(job.signal_target, job.policy.WhichOneof("rule") or "")
+        if job.HasField("signal_target")
         else "",
-        "power budget": f"holds it back: iterations of {job.budget_iteration_time_s:.3f} s"
-        if job.HasField("budget_iteration_time_s")
+        "power budget": f"holds it back: iterations of {job.budget_target_iteration_time_s:.3f} s"
+        if job.HasField("budget_target_iteration_time_s")
         else "",
         "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
         "profiling": progress_text(job.profiling_progress) if job.HasField("profiling_progress") else "",
@@ -322,20 +322,24 @@ def _time_for(least: job_pb2.LeastSignal) -> str:
     return f"within {extra.percent:g} % more time over {extra.horizon_s / 3600:g} h"
 
 
-def pacing_text(pacing: job_pb2.SignalPacing, kind: str) -> str:
+def signal_target_text(signal_target: job_pb2.SignalTarget, kind: str) -> str:
     """How a job runs by its signal, and how far it is."""
     states = {
-        job_pb2.SIGNAL_PACING_STATE_BLIND: "nothing is known of it: no slowdown",
-        job_pb2.SIGNAL_PACING_STATE_LATE: "no slowdown: the work can't be done in time",
-        job_pb2.SIGNAL_PACING_STATE_DONE: "no slowdown: the work is done, or its time is over",
+        job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL: "nothing is known of it: no slowdown",
+        job_pb2.SIGNAL_TARGET_STATE_LATE: "no slowdown: the work can't be done in time",
+        job_pb2.SIGNAL_TARGET_STATE_DONE: "no slowdown: the work is done, or its time is over",
     }
-    slow = f"iterations of {pacing.iteration_time_s:.3f} s"
-    text = states.get(pacing.state, slow if pacing.HasField("iteration_time_s") else "no slowdown now")
-    if pacing.HasField("value_per_kwh"):
+    slow = f"iterations of {signal_target.iteration_time_s:.3f} s"
+    text = states.get(
+        signal_target.state, slow if signal_target.HasField("iteration_time_s") else "no slowdown now"
+    )
+    if signal_target.HasField("value_per_kwh"):
         unit = " g" if kind == "least_carbon" else ""
-        text += f", at {pacing.value_per_kwh:.4g}{unit} per kWh"
-    done = f"{pacing.done_count} of {pacing.iteration_count:.0f} iterations"
-    return f"{text}; {done} since {_moment(pacing.begin_time)}, until {_moment(pacing.end_time)}"
+        text += f", at {signal_target.value_per_kwh:.4g}{unit} per kWh"
+    done = f"{signal_target.done_count} of {signal_target.iteration_count:.0f} iterations"
+    return (
+        f"{text}; {done} since {_moment(signal_target.start_time)}, until {_moment(signal_target.end_time)}"
+    )
 
 
 def _baseline(baseline: job_pb2.Baseline) -> str:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perseus.cli.asking import PAGE_SIZE, TIMEOUT_S, duration_s, later, moment, pages
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.ledger import ledger_entry
+from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, duration_s, later, moment, pages
 from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
 from perseus.cli.terminal import error_console, fail, print_whole
 
@@ -241,7 +241,7 @@ def report(
     """
     from rich.text import Text
 
-    from perseus.cli.job_tables import no_slowdown, pacing_text, profiling_cost, report_table
+    from perseus.cli.job_tables import no_slowdown, profiling_cost, report_table, signal_target_text
     from perseus.cli.ledger_tables import account_lines
     from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, ledger_service_pb2_grpc
 
@@ -266,8 +266,8 @@ def report(
     if last.HasField("no_slowdown_time"):
         whole.no_slowdown_time.CopyFrom(last.no_slowdown_time)
         facts.append(f"no slowdown: {no_slowdown(last.no_slowdown_time)}")
-    if job.HasField("signal_pacing"):
-        facts.append(f"signal: {pacing_text(job.signal_pacing, job.policy.WhichOneof('rule') or '')}")
+    if job.HasField("signal_target"):
+        facts.append(f"signal: {signal_target_text(job.signal_target, job.policy.WhichOneof('rule') or '')}")
     if form is Format.JSON:
         print_json({**row_of(whole), "ledger": row_of(entry.account) if entry is not None else None})
         return

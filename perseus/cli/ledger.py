@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.asking import PAGE_SIZE, moment, pages
 from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.listing import PAGE_SIZE, moment, pages
 from perseus.cli.rows import Format, FormatOption, show_message, show_messages
 
 if TYPE_CHECKING:

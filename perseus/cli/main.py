@@ -143,8 +143,8 @@ def _options(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    for complaint in unknown(os.environ):
-        warn(complaint)
+    for problem in unknown(os.environ):
+        warn(problem)
 
 
 def main() -> None:

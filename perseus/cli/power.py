@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.asking import PAGE_SIZE, TIMEOUT_S, later, pages
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.jobs import WatchFormat
+from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, later, pages
 from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
 from perseus.cli.terminal import console, fail
 

@@ -36,34 +36,34 @@ def feed_table(feeds: Iterable[FeedState]) -> Table:
         table.add_row(
             feed.feed,
             f"{feed.limit_w:.0f}" if feed.HasField("limit_w") else "none",
-            f"{feed.ceiling_w:.0f}" if feed.HasField("ceiling_w") else "anything",
+            f"{feed.power_cap_w:.0f}" if feed.HasField("power_cap_w") else "anything",
             f"{feed.measured_w:.0f}",
             f"{feed.managed_w:.0f}",
             f"{feed.unmanaged_w:.0f}",
             _kept(feed),
-            " ".join(feed.held_job_ids),
+            " ".join(feed.slowed_job_ids),
         )
     return table
 
 
 def feed_line(feed: FeedState) -> str:
     """How a feed stands, in a line."""
-    if not feed.HasField("limit_w") and not feed.HasField("ceiling_w"):
+    if not feed.HasField("limit_w") and not feed.HasField("power_cap_w"):
         return f"{feed.feed}: {feed.measured_w:.0f} W drawn, no limit"
     limit = f"{feed.limit_w:.0f} W" if feed.HasField("limit_w") else "none yet"
     line = f"{feed.feed}: {feed.measured_w:.0f} W drawn, limit {limit}, {_kept(feed)}"
-    return f"{line}; held back: {' '.join(feed.held_job_ids)}" if feed.held_job_ids else line
+    return f"{line}; held back: {' '.join(feed.slowed_job_ids)}" if feed.slowed_job_ids else line
 
 
 def _kept(feed: FeedState) -> str:
     if not feed.is_compliant:
         paused = f", pause {' '.join(feed.job_ids_to_pause)}" if feed.job_ids_to_pause else ""
-        return f"NOT KEPT{paused}{_doubts(feed)}"
-    return f"{'in transition' if feed.is_in_transition else 'kept'}{_doubts(feed)}"
+        return f"NOT KEPT{paused}{_conflicts(feed)}"
+    return f"{'in transition' if feed.is_in_transition else 'kept'}{_conflicts(feed)}"
 
 
-def _doubts(feed: FeedState) -> str:
-    return f", {feed.doubtful_gpu_count} GPUs in doubt" if feed.doubtful_gpu_count else ""
+def _conflicts(feed: FeedState) -> str:
+    return f", {feed.conflicting_gpu_count} GPUs in doubt" if feed.conflicting_gpu_count else ""
 
 
 def _shown(moment: Timestamp) -> str:

@@ -11,10 +11,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from perseus.cli.terminal import error_console
 
-_PATIENCE_S = 0.5
+_SHOW_AFTER_S = 0.5
 """Nothing is shown of what takes less."""
 
-_LEAST_SHARE = 0.005
+_MIN_SHARE = 0.005
 """By how much a share must have changed, so that it is shown."""
 
 
@@ -36,7 +36,7 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
 
     `is_measured`: the share is reported.
     """
-    with _Patient(
+    with _DelayedProgress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         *([BarColumn(), TextColumn("{task.percentage:>3.0f} %")] if is_measured else []),
@@ -51,14 +51,14 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
         def report(share: float, description: str | None = None) -> None:
             nonlocal shown
             # To show it takes about as long as a small maximum flow: not for what nobody would see.
-            if description is not None or abs(share - shown) >= _LEAST_SHARE or share >= 1:
+            if description is not None or abs(share - shown) >= _MIN_SHARE or share >= 1:
                 shown = share
                 progress.update(task, completed=share, description=description)
 
         yield report
 
 
-class _Patient(Progress):
+class _DelayedProgress(Progress):
     """Shows itself only once it is worth it."""
 
     _begun_s: float | None = None
@@ -67,5 +67,5 @@ class _Patient(Progress):
         """See `Progress.get_renderables`."""
         now_s = time.monotonic()
         self._begun_s = self._begun_s or now_s
-        if now_s >= self._begun_s + _PATIENCE_S:
+        if now_s >= self._begun_s + _SHOW_AFTER_S:
             yield from super().get_renderables()

@@ -15,7 +15,7 @@ from perseus.cli.terminal import fail
 if TYPE_CHECKING:
     from perseus.simulation.replay import Fleet, Replay
 
-_MOST_DRAWN = 20_000
+_MAX_PLOTTED_STEPS = 20_000
 """Steps in a picture; there are more where much happens, and none of them would be seen."""
 
 
@@ -125,7 +125,7 @@ def _draw(destination: Destination, title: str, fleet: "Fleet", done: "Replay") 
     from perseus import pictures
 
     names = {"carbon": "carbon (gCO2/kWh)", "price": "price (per kWh)"}
-    step = -(-len(done.times_s) // _MOST_DRAWN)
+    step = -(-len(done.times_s) // _MAX_PLOTTED_STEPS)
     picture = pictures.FleetPicture(
         title=title,
         times=((done.times_s - fleet.begin_s) / 3600)[::step].tolist(),
@@ -134,7 +134,7 @@ def _draw(destination: Destination, title: str, fleet: "Fleet", done: "Replay") 
                 name,
                 power_w[::step].tolist(),
                 done.limits_w[name][::step].tolist(),
-                done.ceilings_w[name][::step].tolist(),
+                done.power_caps_w[name][::step].tolist(),
             )
             for name, power_w in done.feeds_w.items()
         ],

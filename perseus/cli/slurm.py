@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perseus import configuration
-from perseus.cli.terminal import FAILURE, fail, said
+from perseus.cli.terminal import FAILURE, fail, os_error_text
 
 if TYPE_CHECKING:
     from perseus.agent.sidecar.settings import AgentSettings
@@ -59,4 +59,4 @@ def _run(config: Path | None, hook: "Callable[[SlurmJob, AgentSettings], None]")
     except (SlurmError, GpuError) as error:
         fail(str(error), FAILURE)
     except OSError as error:
-        fail(said(error), FAILURE)
+        fail(os_error_text(error), FAILURE)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # As the coordinator's limit_solve_computations and request_limit_s, for whose settings these stand here.
 _LIMIT_COMPUTATIONS = 8_192
-_MOST_COMPUTATIONS = 65_536
+_MAX_COMPUTATIONS = 65_536
 _LIMIT_S = 120.0
 _ALARM_S = 0.2
 
@@ -32,7 +32,7 @@ _PLAIN_PLAN_COLUMNS = 5
 LimitComputations = Annotated[
     int,
     typer.Option(
-        min=1, max=_MOST_COMPUTATIONS, help="Refuse a problem of more computations, before it is solved."
+        min=1, max=_MAX_COMPUTATIONS, help="Refuse a problem of more computations, before it is solved."
     ),
 ]
 LimitS = Annotated[float, typer.Option(min=0.001, max=1e9, help="Give up after so long, seconds.")]
@@ -108,7 +108,7 @@ def solve(
         stage_count = 1 + max(stage for stage, _, _ in profiles)
         _check_settings(profile, profiles)
         counts = stage_count, microbatches, 1 + max(chunk for _, chunk, _ in profiles)
-        _check_size(solver.most_computations(schedule, *counts), points, limit_computations)
+        _check_size(solver.max_computations(schedule, *counts), points, limit_computations)
         pipeline = solver.Pipeline(
             schedule=solver.named_schedule(schedule, *counts),
             profiles=profiles,
@@ -243,17 +243,17 @@ def check_picture(picture: Destination) -> None:
         fail(f"{picture.flag}: {error}")
 
 
-def _check_size(computation_count: int, point_count: int, most: int) -> None:
+def _check_size(computation_count: int, point_count: int, maximum: int) -> None:
     from perseus.service.api.translate_problems import MAX_SOLVED_CHOICE_COUNT
 
-    if computation_count > most:
+    if computation_count > maximum:
         fail(
-            f"--microbatches: expected at most {most} computations (--limit-computations), "
+            f"--microbatches: expected at most {maximum} computations (--limit-computations), "
             f"found {computation_count}"
         )
-    most_points = MAX_SOLVED_CHOICE_COUNT // computation_count
-    if point_count > most_points:
-        expected = f"at most {most_points} for {computation_count} computations"
+    max_points = MAX_SOLVED_CHOICE_COUNT // computation_count
+    if point_count > max_points:
+        expected = f"at most {max_points} for {computation_count} computations"
         fail(f"--points: expected {expected}, found {point_count}")
 
 
@@ -278,8 +278,9 @@ def _settings_found(profiles: "Mapping[ProfileKey, Sequence[Measurement]]") -> s
         return ""
     *others, last = (name for name, _ in first.further)
     names = f"{', '.join(['frequency', *others])} and {last}"
-    least, most = (pick(map(len, profiles.values())) for pick in (min, max))
-    return f"Settings are of {names}, {most if least == most else f'{least} to {most}'} a computation."
+    fewest, largest = (pick(map(len, profiles.values())) for pick in (min, max))
+    counts = largest if fewest == largest else f"{fewest} to {largest}"
+    return f"Settings are of {names}, {counts} a computation."
 
 
 class _TooLongError(Exception):

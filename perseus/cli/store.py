@@ -14,7 +14,7 @@ from perseus import configuration
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, FormatOption, show_rows
-from perseus.cli.terminal import BAD_INPUT, FAILURE, STORE_FAILED, console, fail, said
+from perseus.cli.terminal import BAD_INPUT, FAILURE, STORE_FAILED, console, fail, os_error_text
 from perseus.printable import printable
 from perseus.service.settings import CoordinatorSettings
 
@@ -108,16 +108,16 @@ def replay(
         number = run or max(found)
         recording, more = Recording.load(found[number])
     fault = Fault(more["part"], more["error"])
-    _say(f"run {number} of job {job_id!r}: {fault}")
+    _print(f"run {number} of job {job_id!r}: {fault}")
     percent = settings.solver_hull_tolerance_percent
     error = _replayed(recording, fault.part, None if percent is None else percent / 100)
     if error is None:
         fail("the run goes on: no fault comes", FAILURE)
     for line in "".join(traceback.format_exception(error)).splitlines():
-        _say(line)
+        _print(line)
     if (found_fault := Fault.of(fault.part, error)) != fault:
         fail(f"another fault comes: {found_fault.error}", FAILURE)
-    _say("the same fault comes again")
+    _print("the same fault comes again")
 
 
 def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float | None) -> Exception | None:
@@ -136,7 +136,7 @@ def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float 
             for command in commands if isinstance(commands, list) else ():
                 if isinstance(command, Announce):
                     kind = event_pb2.JobEventType.Name(command.event.type).removeprefix("JOB_EVENT_TYPE_")
-                    _say(f"input {number:>6}  {kind:<24} {command.event.message}")
+                    _print(f"input {number:>6}  {kind:<24} {command.event.message}")
                 elif isinstance(command, Solve | Refine):
                     asked = command
         if machine is not None and part is FaultyPart.VIEW:
@@ -148,7 +148,7 @@ def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float 
     return None
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -195,4 +195,4 @@ def _failing_clearly() -> Iterator[None]:
     except StoreFailedError as error:
         fail(str(error), STORE_FAILED)
     except OSError as error:
-        fail(said(error), FAILURE)
+        fail(os_error_text(error), FAILURE)

@@ -45,7 +45,7 @@ def print_whole(*tables: RenderableType, to: Console = console) -> None:
         _Console(file=to.file, width=width, markup=False, emoji=False).print(table, crop=False)
 
 
-def said(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """Return an error of the system's in words: which file, and what of it; or the words it was made with."""
     if error.strerror is None:
         return str(error)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.asking import TIMEOUT_S
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.destination import Destination
+from perseus.cli.listing import TIMEOUT_S
 from perseus.cli.rows import Format, FormatOption, row_of, show_message, show_messages, show_row
 from perseus.cli.terminal import FAILURE, error_console, fail
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.asking import PAGE_SIZE, TIMEOUT_S, pages
 from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, pages
 from perseus.cli.terminal import console, print_whole
 
 if TYPE_CHECKING:
     import grpc
     from rich.live import Live
 
-    from perseus.cli.top_tables import Sight
+    from perseus.cli.top_tables import Snapshot
 
 _ROWS_BESIDE = 8
 """Of the terminal, for what is neither job nor rank."""
@@ -39,36 +39,36 @@ def top(
     from perseus.cli.top_tables import screen
 
     with connected(connection, is_quiet=True) as channel:
-        sight = _look(channel, job)
+        snapshot = _fetch(channel, job)
         if not sys.stdout.isatty():
-            print_whole(screen(sight, _ROWS_UNSEEN))
+            print_whole(screen(snapshot, _ROWS_UNSEEN))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            _show_until_interrupted(live, channel, job, interval_s, sight)
+            _show_until_interrupted(live, channel, job, interval_s, snapshot)
 
 
 def _show_until_interrupted(
-    live: "Live", channel: "grpc.Channel", job: str | None, interval_s: float, sight: "Sight"
+    live: "Live", channel: "grpc.Channel", job: str | None, interval_s: float, snapshot: "Snapshot"
 ) -> None:
     import grpc
 
     from perseus.cli.top_tables import screen
 
-    trouble, answered_s = "", time.monotonic()
+    trouble, received_s = "", time.monotonic()
     while True:
         rows = max(1, console.height - _ROWS_BESIDE)
-        live.update(screen(sight, rows if job is None else max(1, rows // 2), trouble), refresh=True)
+        live.update(screen(snapshot, rows if job is None else max(1, rows // 2), trouble), refresh=True)
         time.sleep(interval_s)
         try:
-            sight, trouble, answered_s = _look(channel, job), "", time.monotonic()
+            snapshot, trouble, received_s = _fetch(channel, job), "", time.monotonic()
         except grpc.RpcError as error:
             # It may come back: what it told last stays on the screen, with what is wrong now.
-            since_s = time.monotonic() - answered_s
+            since_s = time.monotonic() - received_s
             trouble = f"no answer for {since_s:.0f} s: {error.details() or error.code().name}"
 
 
-def _look(channel: "grpc.Channel", job: str | None) -> "Sight":
-    from perseus.cli.top_tables import Sight
+def _fetch(channel: "grpc.Channel", job: str | None) -> "Snapshot":
+    from perseus.cli.top_tables import Snapshot
     from perseus.v1 import job_service_pb2, power_service_pb2
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
     from perseus.v1.power_service_pb2_grpc import PowerServiceStub
@@ -78,6 +78,6 @@ def _look(channel: "grpc.Channel", job: str | None) -> "Sight":
     feeds = PowerServiceStub(channel).ListFeeds(power_service_pb2.ListFeedsRequest(), timeout=TIMEOUT_S)
     found = [each for page in listed for each in page.jobs]
     if job is None:
-        return Sight(found, feeds.feeds)
+        return Snapshot(found, feeds.feeds)
     asked = pages(jobs.ListRanks, job_service_pb2.ListRanksRequest(job_id=job, page_size=PAGE_SIZE))
-    return Sight(found, feeds.feeds, [rank for page in asked for rank in page.ranks])
+    return Snapshot(found, feeds.feeds, [rank for page in asked for rank in page.ranks])

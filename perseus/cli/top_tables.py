@@ -20,7 +20,7 @@ _STYLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Snapshot:
     """What a coordinator told at one moment; `ranks` are those of the job that is looked at, if one is."""
 
     jobs: Sequence[job_pb2.Job]
@@ -28,24 +28,24 @@ class Sight:
     ranks: Sequence[rank_pb2.Rank] = field(default=())
 
 
-def screen(sight: Sight, row_count: int, trouble: str = "") -> RenderableType:
+def screen(snapshot: Snapshot, row_count: int, trouble: str = "") -> RenderableType:
     """Everything, in at most so many rows of jobs and of ranks; `trouble`: why it is not of this moment."""
-    running = [job for job in sight.jobs if job.state != job_pb2.JOB_STATE_FINISHED]
+    running = [job for job in snapshot.jobs if job.state != job_pb2.JOB_STATE_FINISHED]
     parts: list[RenderableType] = [Text(summary(running), style="bold")]
     if trouble:
         parts.append(Text(trouble, style="red"))
     parts += [
         Text(feed_line(feed), style="" if feed.is_compliant else "red")
-        for feed in sight.feeds
+        for feed in snapshot.feeds
         if feed.HasField("limit_w")
     ]
     parts.append(_jobs(sorted(running, key=lambda job: (-job.figures.power_w, job.job_id))[:row_count]))
     if len(running) > row_count:
         parts.append(Text(f"… and {len(running) - row_count} more", style="dim"))
-    if sight.ranks:
-        parts.append(rank_table(sight.ranks[:row_count]))
-        if len(sight.ranks) > row_count:
-            parts.append(Text(f"… and {len(sight.ranks) - row_count} more", style="dim"))
+    if snapshot.ranks:
+        parts.append(rank_table(snapshot.ranks[:row_count]))
+        if len(snapshot.ranks) > row_count:
+            parts.append(Text(f"… and {len(snapshot.ranks) - row_count} more", style="dim"))
     return Group(*parts)
 
 
@@ -56,8 +56,8 @@ def summary(running: Iterable[job_pb2.Job]) -> str:
     counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
     power_kw = sum(job.figures.power_w for job in jobs) / 1000
     rank_count = sum(job.rank_counts.connected_count for job in jobs)
-    told = f"{len(jobs)} job{'s' * (len(jobs) != 1)}" + (f" ({counted})" if counted else "")
-    return f"{told}, {rank_count} GPUs served, {power_kw:.1f} kW"
+    text = f"{len(jobs)} job{'s' * (len(jobs) != 1)}" + (f" ({counted})" if counted else "")
+    return f"{text}, {rank_count} GPUs served, {power_kw:.1f} kW"
 
 
 def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
@@ -92,6 +92,6 @@ def _holding(job: job_pb2.Job) -> str:
         held.append(job.state_reason)
     if job.straggler_count:
         held.append(f"{job.straggler_count} stragglers")
-    if job.HasField("budget_iteration_time_s"):
-        held.append(f"a power budget: {job.budget_iteration_time_s:.3f} s")
+    if job.HasField("budget_target_iteration_time_s"):
+        held.append(f"a power budget: {job.budget_target_iteration_time_s:.3f} s")
     return "; ".join(held)

@@ -32,7 +32,7 @@ class Watching:
             disable=not has_terminal(),
         )
         self._task: TaskID | None = None
-        self._told_count = -1
+        self._printed_count = -1
 
     def __enter__(self) -> "Watching":
         self._bar.start()
@@ -82,9 +82,9 @@ class Watching:
                 completed=progress.tried_clock_count,
                 description=text,
             )
-        elif not self._as_json and progress.tried_clock_count != self._told_count:
+        elif not self._as_json and progress.tried_clock_count != self._printed_count:
             self._print(f"{_INDENT}profiling: {text}", style="dim")
-        self._told_count = progress.tried_clock_count
+        self._printed_count = progress.tried_clock_count
 
     def _print(self, text: str, style: str = "") -> None:
         # Where both are a terminal, what is printed has to go above the bar.

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from perseus.demo.observation import Observer
 from perseus.demo.screen import Screen, steps_table
-from perseus.demo.story import STEPS
+from perseus.demo.straggler_scenario import STEPS
 from perseus.demo.summary import Phase
 from perseus.printable import printable
 
@@ -45,7 +45,7 @@ class LiveDisplay(Screen):
             self.show(Group(steps, _pipelines(observer), _events(observer)))
             return
         for event in observer.events[self._printed_events :]:
-            self.say(printable(event.message))
+            self.print_line(printable(event.message))
         self._printed_events = len(observer.events)
 
 

@@ -44,7 +44,7 @@ class ScriptError(Exception):
 
 
 async def show(
-    script: Path, out_dir: Path, say: Callable[[str], None], *, through_nvml: bool = False
+    script: Path, out_dir: Path, log: Callable[[str], None], *, through_nvml: bool = False
 ) -> Measurements:
     """Train with `script` until its plan has been watched: the phases "stock" and "plan".
 
@@ -76,15 +76,15 @@ async def show(
         async with cluster.security.channels(address).open() as channel, asyncio.TaskGroup() as tasks:
             watchers = [tasks.create_task(_keep_watch(cluster))]
             job_id = await registered_job(channel, _REGISTRATION_TIMEOUT_S)
-            said = 0
+            logged_count = 0
 
-            def say_new() -> None:
-                nonlocal said
-                for event in observer.events[said:]:
-                    say(event.message)
-                said = len(observer.events)
+            def log_new() -> None:
+                nonlocal logged_count
+                for event in observer.events[logged_count:]:
+                    log(event.message)
+                logged_count = len(observer.events)
 
-            observer = Observer(channel, job_id, Measurements(_NODE.pipeline_count), say_new)
+            observer = Observer(channel, job_id, Measurements(_NODE.pipeline_count), log_new)
             watchers.append(tasks.create_task(observer.follow()))
             await _watch(observer)
             for watcher in watchers:

@@ -4,7 +4,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from perseus.demo.grid_story import STEPS, TERMS, GridOutcome
+from perseus.demo.grid_scenario import STEPS, TERMS, GridOutcome
 from perseus.demo.power_log import Sample, summary
 from perseus.demo.screen import Screen, steps_table
 from perseus.demo.site_watch import SiteWatch
@@ -31,7 +31,7 @@ class GridLiveDisplay(Screen):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, "Perseus demo: a power budget", _DESCRIPTIONS)
-        self._told: dict[str, str] = {}
+        self._printed: dict[str, str] = {}
 
     def refresh(self, watch: SiteWatch) -> None:
         """See `GridDisplay.refresh`."""
@@ -41,9 +41,9 @@ class GridLiveDisplay(Screen):
             return
         for job_id, job in watch.jobs.items():
             state = job_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
-            if self._told.get(job_id) != state:
-                self._told[job_id] = state
-                self.say(f"{job_id}: {state}")
+            if self._printed.get(job_id) != state:
+                self._printed[job_id] = state
+                self.print_line(f"{job_id}: {state}")
 
 
 def _jobs(watch: SiteWatch) -> RenderableType:
@@ -55,7 +55,7 @@ def _jobs(watch: SiteWatch) -> RenderableType:
         tolerance_percent, weight = TERMS[job_id]
         speed = latest.speeds.get(job_id)
         state = job_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
-        is_held = job.HasField("budget_iteration_time_s")
+        is_held = job.HasField("budget_target_iteration_time_s")
         table.add_row(
             job_id,
             Text.assemble(state, (" held back", "yellow")) if is_held else state,
@@ -72,16 +72,16 @@ def _feed(watch: SiteWatch) -> RenderableType:
     if not watch.log.samples:
         return Text("")
     latest = watch.log.samples[-1]
-    most_w = max(sample.power_w for sample in watch.log.samples)
-    filled = round(_BAR * latest.power_w / most_w) if most_w else 0
+    max_w = max(sample.power_w for sample in watch.log.samples)
+    filled = round(_BAR * latest.power_w / max_w) if max_w else 0
     parts: list[str | tuple[str, str]] = [
         "\n  ",
-        ("█" * filled, "green" if latest.power_w <= latest.ceiling_w else "red"),
+        ("█" * filled, "green" if latest.power_w <= latest.power_cap_w else "red"),
         ("░" * (_BAR - filled), "dim"),
         f"  {latest.power_w:.0f} W",
     ]
     if latest.limit_w < float("inf"):
-        parts.append(f"   limit {latest.limit_w:.0f} W, now {latest.ceiling_w:.0f} W may be drawn")
+        parts.append(f"   limit {latest.limit_w:.0f} W, now {latest.power_cap_w:.0f} W may be drawn")
         parts.append(("   not kept", "red") if not latest.is_compliant else ("   kept", "green"))
     return Text.assemble(*parts)
 

@@ -23,7 +23,7 @@ class Sample:
     powers_w: Mapping[str, float]
     speeds: Mapping[str, float]
     limit_w: float = math.inf
-    ceiling_w: float = math.inf
+    power_cap_w: float = math.inf
     is_compliant: bool = True
 
     @property

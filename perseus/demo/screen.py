@@ -57,7 +57,7 @@ class Screen:
             )
         )
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Say something where there is no terminal."""
         self._console.print(f"  {line}", highlight=False)
 
@@ -71,8 +71,8 @@ def steps_table(
         if step in done:
             table.add_row(Text("✔", style="green"), step, done[step])
         elif step == current:
-            told = Text(step, style="bold"), Text(descriptions[step], style="dim")
-            table.add_row(Text("●", style="yellow"), *told)
+            heading = Text(step, style="bold"), Text(descriptions[step], style="dim")
+            table.add_row(Text("●", style="yellow"), *heading)
         else:
             table.add_row(Text("○", style="dim"), Text(step, style="dim"), "")
     return table

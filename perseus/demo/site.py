@@ -120,7 +120,7 @@ class PowerMeter:
             for gpu in gpus:
                 gpu.close()
 
-    def look(self) -> dict[str, float]:
+    def poll(self) -> dict[str, float]:
         """Return what each job has drawn in the mean since the last look, watts."""
         before, self._before = self._before, self._read()
         (then_s, then_j), (now_s, now_j) = before, self._before

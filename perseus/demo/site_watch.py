@@ -78,7 +78,7 @@ class SiteWatch:
                 await asyncio.sleep(PERIOD_S - self.now_s() % PERIOD_S)
                 with suppress(grpc.aio.AioRpcError):
                     await self._ask()
-                self._look(meter)
+                self._tick(meter)
                 self._notify()
 
     async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
@@ -130,7 +130,7 @@ class SiteWatch:
         feeds = await self._power.ListFeeds(power_service_pb2.ListFeedsRequest(), timeout=_RPC_TIMEOUT_S)
         (self.feed,) = feeds.feeds
 
-    def _look(self, meter: PowerMeter) -> None:
+    def _tick(self, meter: PowerMeter) -> None:
         self._site.check()
         feed = self.feed
         speeds = {
@@ -141,10 +141,10 @@ class SiteWatch:
         self.log.samples.append(
             Sample(
                 self.now_s(),
-                meter.look(),
+                meter.poll(),
                 speeds,
                 feed.limit_w if feed.HasField("limit_w") else math.inf,
-                feed.ceiling_w if feed.HasField("ceiling_w") else math.inf,
+                feed.power_cap_w if feed.HasField("power_cap_w") else math.inf,
                 feed.is_compliant,
             )
         )

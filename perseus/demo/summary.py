@@ -145,11 +145,11 @@ class Measurements:
 
 def as_json(phases: Sequence[Phase], evaluations: Evaluations | None = None) -> Mapping[str, object]:
     """The contents of summary.json."""
-    told = {"evaluations": asdict(evaluations)} if evaluations is not None else {}
-    return {"phases": [asdict(phase) for phase in phases], **told}
+    document = {"evaluations": asdict(evaluations)} if evaluations is not None else {}
+    return {"phases": [asdict(phase) for phase in phases], **document}
 
 
-def evaluation_complaints(evaluations: Evaluations, expected_time_s: float) -> list[str]:
+def evaluation_problems(evaluations: Evaluations, expected_time_s: float) -> list[str]:
     """What is wrong with evaluations that take this long at stock; empty if plans have cost them no time."""
     limit_s = expected_time_s * (1 + SLOWDOWN_LIMIT_PERCENT / 100)
     if evaluations.later_time_s <= limit_s:
@@ -160,15 +160,15 @@ def evaluation_complaints(evaluations: Evaluations, expected_time_s: float) -> l
     ]
 
 
-def complaints(phases: Sequence[Phase], paces: Mapping[str, tuple[str, float]]) -> list[str]:
+def problems(phases: Sequence[Phase], expected: Mapping[str, tuple[str, float]]) -> list[str]:
     """What is wrong with the phases that `paces` names; empty if all kept the pace and saved energy.
 
     A pace is an earlier phase and by what factor its mean iteration time may be exceeded.
     """
     found = []
     times_s = {phase.name: phase.iteration_time_s for phase in phases}
-    for phase in (phase for phase in phases if phase.name in paces):
-        base, factor = paces[phase.name]
+    for phase in (phase for phase in phases if phase.name in expected):
+        base, factor = expected[phase.name]
         limit_s = times_s[base] * factor * (1 + SLOWDOWN_LIMIT_PERCENT / 100)
         if phase.iteration_time_s > limit_s:
             found.append(

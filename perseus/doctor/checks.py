@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from perseus.tls.files import EXPIRY_WARNING_S
 
-MOST_SKEW_S = 1.0
+MAX_SKEW_S = 1.0
 """Between two clocks that are kept by NTP, whatever the network adds being known."""
 
 BAD_SKEW_S = 60.0
@@ -39,12 +39,12 @@ class Check:
     advice: str = ""
 
 
-def clock_check(asked_s: float, told_s: float, answered_s: float) -> Check:
+def clock_check(sent_s: float, reported_s: float, received_s: float) -> Check:
     """Compare this machine's clock with a coordinator's: when it was asked, what it told, when that came."""
-    late_s = told_s - (asked_s + answered_s) / 2
-    skew_s = max(0.0, abs(late_s) - (answered_s - asked_s) / 2)  # what the way may have taken is no skew
+    late_s = reported_s - (sent_s + received_s) / 2
+    skew_s = max(0.0, abs(late_s) - (received_s - sent_s) / 2)  # what the way may have taken is no skew
     subject = "clocks"
-    if skew_s <= MOST_SKEW_S:
+    if skew_s <= MAX_SKEW_S:
         return Check(subject, Verdict.GOOD, "this machine and the coordinator agree on the time")
     found = f"the coordinator's clock is {'ahead' if late_s > 0 else 'behind'} by {skew_s:.1f} s"
     verdict = Verdict.WARNING if skew_s <= BAD_SKEW_S else Verdict.BAD

@@ -37,7 +37,7 @@ def coordinator_checks(
     """
     yield from expiry_checks(channels.expiries_s, clock())
     subject = f"coordinator {channels.address}"
-    asked_s = clock()
+    sent_s = clock()
     try:
         with channels.open_blocking() as channel:
             stub = info_service_pb2_grpc.InfoServiceStub(channel)
@@ -45,11 +45,11 @@ def coordinator_checks(
     except grpc.RpcError as error:
         yield from _failures(error, subject, channels)
         return
-    answered_s = clock()
+    received_s = clock()
     yield _reached(subject, channels)
     yield _credential(info, scopes)
     yield version_check(version("perseus-energy"), info.version)
-    yield clock_check(asked_s, info.current_time.ToNanoseconds() / 1e9, answered_s)
+    yield clock_check(sent_s, info.current_time.ToNanoseconds() / 1e9, received_s)
 
 
 def unusable_credential(error: TokenFileError) -> Check:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perseus.agent.gpu import GpuError, RecordError, RecordHeldError
-from perseus.agent.gpu.lanes import ALL_GPUS, Lanes
+from perseus.agent.gpu.executor import ALL_GPUS, GpuExecutor
 from perseus.agent.link.packets import MalformedPacket
 from perseus.agent.restore.records import RecordFolder
-from perseus.agent.sidecar.asking import ask_health
 from perseus.agent.sidecar.backends import backend
+from perseus.agent.sidecar.health_client import ask_health
 from perseus.agent.sidecar.self_test import may_set_clocks
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.doctor.checks import Check, Verdict
@@ -38,7 +38,7 @@ def _gpus(settings: AgentSettings) -> Check:
     subject = "GPUs"
     try:
         # A driver that hangs is a finding, not to be waited for.
-        listed = asyncio.run(Lanes().run(ALL_GPUS, backend(settings).listed))
+        listed = asyncio.run(GpuExecutor().run(ALL_GPUS, backend(settings).listed))
     except GpuError as error:
         advice = "install NVIDIA's driver, and look whether nvidia-smi lists the GPUs"
         return Check(subject, Verdict.BAD, str(error), advice)

@@ -45,7 +45,7 @@ _state_values = attrgetter(*(field.name for field in fields(GpuState)))
 
 # A clock set is visible for a whole set latency before it takes effect. Looking again after this share of it,
 # `execute` knows of every change in time, with room for a late wake-up.
-_LOOK_AGAIN_SHARE = 0.75
+_POLL_SHARE = 0.75
 
 # A sleep overshoots by 0.1–0.2 ms, so `execute` is awake for the last moments of its work.
 _AWAKE_S = 0.0002
@@ -102,7 +102,7 @@ class EmulatedGpu:
         """Make a new GPU at stock with an energy of zero, and open it. FileExistsError if `path` exists."""
         identity = json.dumps({"uuid": uuid, "model": asdict(model)}).encode()
         now_s = monotonic()
-        state = GpuState(at_s=now_s, counter_origin_s=now_s, clock_mhz=model.max_clock_mhz)
+        state = GpuState(at_s=now_s, counter_origin_s=now_s, clock_mhz=model.highest_clock_mhz)
         header = _HEADER.pack(_MAGIC, _VERSION, len(identity))
         # Written beside and linked into place: nobody can open half a file.
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -141,7 +141,7 @@ class EmulatedGpu:
 
     def reset_clock(self) -> None:
         """Go back to stock: the highest clock."""
-        self.set_clock_mhz(self.model.max_clock_mhz)
+        self.set_clock_mhz(self.model.highest_clock_mhz)
 
     def lock_range(self, lowest_mhz: int, highest_mhz: int) -> None:
         """Lock the highest clock within the limits: the model runs at the highest that it may have."""
@@ -206,10 +206,10 @@ class EmulatedGpu:
 
     def _running_processes(self) -> tuple[int, ...]:
         try:
-            said = self._processes_path.read_text().split()
+            parts = self._processes_path.read_text().split()
         except FileNotFoundError:
             return ()
-        return tuple(int(pid) for pid in said if os.path.exists(f"/proc/{pid}"))
+        return tuple(int(pid) for pid in parts if os.path.exists(f"/proc/{pid}"))
 
     def _note_process(self) -> None:
         if not self._is_process_noted:
@@ -225,7 +225,7 @@ class EmulatedGpu:
                 left_s = state.finish_s(self.model) - state.at_s
             if left_s <= 0:
                 return
-            self._sleep(max(0.0, min(left_s - _AWAKE_S, self.model.set_latency_s * _LOOK_AGAIN_SHARE)))
+            self._sleep(max(0.0, min(left_s - _AWAKE_S, self.model.set_latency_s * _POLL_SHARE)))
 
     def degrade(self, slowdown: float, clock_event_reasons: int = 0) -> None:
         """From now on work takes `slowdown` times as long at the same clock and power; 1 heals.
@@ -250,9 +250,9 @@ class EmulatedGpu:
         """
         within_mhz = [mhz for mhz in self.model.clocks_mhz if self.model.power_w(1.0, mhz) <= limit_w]
         if not within_mhz:
-            least_w = self.model.power_w(1.0, self.model.clocks_mhz[-1])
+            min_w = self.model.power_w(1.0, self.model.clocks_mhz[-1])
             raise EmulatedGpuError(
-                f"GPU {self.uuid}: power limit: expected at least {least_w:.0f} W, found {limit_w:g} W"
+                f"GPU {self.uuid}: power limit: expected at least {min_w:.0f} W, found {limit_w:g} W"
             )
         with self._state() as state:
             state.power_limit_w = limit_w

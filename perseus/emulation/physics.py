@@ -72,21 +72,21 @@ class GpuModel:
         return self.static_power_w + self.memory_power_w + self.core_power_w
 
     @property
-    def max_clock_mhz(self) -> int:
+    def highest_clock_mhz(self) -> int:
         """The highest clock, which is also stock."""
         return self.clocks_mhz[0]
 
     def time_s(self, work: Work, clock_mhz: int) -> float:
         """How long `work` takes at a clock."""
-        return work.compute_s * self.max_clock_mhz / clock_mhz + work.memory_s
+        return work.compute_s * self.highest_clock_mhz / clock_mhz + work.memory_s
 
     def power_w(self, activity: float, clock_mhz: int) -> float:
         """What the GPU draws at an activity and a clock."""
         above_knee_mhz = max(0, clock_mhz - self.knee_clock_mhz)
         voltage_ratio = self.knee_voltage_ratio + (1 - self.knee_voltage_ratio) * above_knee_mhz / (
-            self.max_clock_mhz - self.knee_clock_mhz
+            self.highest_clock_mhz - self.knee_clock_mhz
         )
-        core_w = self.core_power_w * clock_mhz / self.max_clock_mhz * voltage_ratio**2
+        core_w = self.core_power_w * clock_mhz / self.highest_clock_mhz * voltage_ratio**2
         return self.static_power_w + activity * (self.memory_power_w + core_w)
 
     def blocking_power_w(self, clock_mhz: int) -> float:
@@ -99,7 +99,9 @@ class GpuModel:
         Half the highest clock lies below the clock of least energy of any training computation measured.
         `EmulatedGpuError` if there are fewer clocks.
         """
-        candidates_mhz = [clock_mhz for clock_mhz in self.clocks_mhz if 2 * clock_mhz >= self.max_clock_mhz]
+        candidates_mhz = [
+            clock_mhz for clock_mhz in self.clocks_mhz if 2 * clock_mhz >= self.highest_clock_mhz
+        ]
         if not 2 <= count <= len(candidates_mhz):
             raise EmulatedGpuError(
                 f"{self.name}: number of clocks: expected 2 to {len(candidates_mhz)}, found {count}"

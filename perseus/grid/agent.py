@@ -45,7 +45,7 @@ from perseus.grid.dsx_flex.commands import (
     Tick,
     Verdict,
 )
-from perseus.grid.dsx_flex.door import Door
+from perseus.grid.dsx_flex.gateway import Gateway
 from perseus.grid.dsx_flex.values import Trace
 from perseus.grid.journal import Journal, JournalError
 from perseus.grid.power_client import PowerClient, is_transient
@@ -57,10 +57,10 @@ from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
 
 _TICK_S = 1.0
-_LOOK_S = 20.0
+_POLL_INTERVAL_S = 20.0
 """Between two looks at the coordinator's budgets, and whether it is there at all."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 15.0
-_MOST_UNSENT = 1000
+_FIRST_WAIT_S, _MAX_WAIT_S = 1.0, 15.0
+_MAX_UNSENT = 1000
 
 _log = structlog.get_logger(__name__)
 
@@ -100,7 +100,7 @@ def _on_lost_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 class _Unsent:
     """What is to be published; written and signed when its turn comes, and the same when it is sent again."""
 
-    told: PublishStatus | PublishAlert
+    publication: PublishStatus | PublishAlert
     written: bytes | None = None
 
 
@@ -115,7 +115,7 @@ class Agent:
         self._signer = Signer(settings.signing_key)
         self._session = Session(settings, self._take_message)
         kept = journal.breaches()
-        self._door = Door(
+        self._gateway = Gateway(
             settings.identifier,
             settings.heartbeat_s,
             lambda: str(uuid.uuid4()),
@@ -123,9 +123,7 @@ class Agent:
             [each for each in kept if each.status is not BreachStatus.RESOLVED],
         )
         over = (each for each in kept if each.status is BreachStatus.RESOLVED)
-        self._unsent = deque(
-            (_Unsent(PublishAlert(each, (), (), None)) for each in over), maxlen=_MOST_UNSENT
-        )
+        self._unsent = deque((_Unsent(PublishAlert(each, (), (), None)) for each in over), maxlen=_MAX_UNSENT)
         self._has_unsent = asyncio.Event()
         self._asks = asyncio.Event()
         self._is_met = asyncio.Event()
@@ -160,7 +158,7 @@ class Agent:
     # --- The machine ----------------------------------------------------------------------------------------
 
     def _take(self, event: Input) -> None:
-        for command in self._door.handle(event, time.time()):
+        for command in self._gateway.handle(event, time.time()):
             match command:
                 case KeepTargets(some):
                     self._journal.keep_targets(some)
@@ -169,7 +167,7 @@ class Agent:
                 case AskForBudgets():
                     self._asks.set()
                 case Answer():
-                    self._say(command)
+                    self._log_answer(command)
                 case PublishStatus():
                     self._queue(_Unsent(command))
                 case PublishAlert(breach):
@@ -184,7 +182,7 @@ class Agent:
                     )
                     self._queue(_Unsent(command))
 
-    def _say(self, answer: Answer) -> None:
+    def _log_answer(self, answer: Answer) -> None:
         some = answer.some
         is_good = answer.verdict in ACCEPTED or answer.verdict is Verdict.DUPLICATE
         (_log.info if is_good else _log.warning)(
@@ -197,8 +195,8 @@ class Agent:
         )
 
     def _queue(self, unsent: _Unsent) -> None:
-        told = unsent.told
-        if self._unsent and isinstance(told, PublishStatus) and told.is_heartbeat:
+        publication = unsent.publication
+        if self._unsent and isinstance(publication, PublishStatus) and publication.is_heartbeat:
             return  # while nobody hears, heartbeats don't pile up
         self._unsent.append(unsent)
         self._has_unsent.set()
@@ -274,40 +272,45 @@ class Agent:
             while self._unsent:
                 unsent = self._unsent[0]
                 if unsent.written is None:
-                    unsent.written = await self._written(unsent.told)
-                topic, qos = self._place(unsent.told)
+                    unsent.written = await self._written(unsent.publication)
+                topic, qos = self._place(unsent.publication)
                 await client.publish(topic, unsent.written, qos=qos)
                 if self._unsent and self._unsent[0] is unsent:  # the oldest may have had to give way
                     self._unsent.popleft()
-                told = unsent.told
-                if isinstance(told, PublishAlert) and told.breach.status is BreachStatus.RESOLVED:
-                    self._journal.forget_breach(told.breach.breach_id)
+                publication = unsent.publication
+                if (
+                    isinstance(publication, PublishAlert)
+                    and publication.breach.status is BreachStatus.RESOLVED
+                ):
+                    self._journal.forget_breach(publication.breach.breach_id)
             self._has_unsent.clear()
             await self._has_unsent.wait()
 
-    def _place(self, told: PublishStatus | PublishAlert) -> tuple[str, int]:
+    def _place(self, publication: PublishStatus | PublishAlert) -> tuple[str, int]:
         base = f"grid/v1/dsx-flex-agent/{self._settings.identifier}"
         return (
             (f"{base}/powerstate/status", 1)
-            if isinstance(told, PublishStatus)
+            if isinstance(publication, PublishStatus)
             else (f"{base}/powerbreach", 2)
         )
 
-    async def _written(self, told: PublishStatus | PublishAlert) -> bytes:
-        if isinstance(told, PublishStatus):
-            event_type, correlation_id = messages.POWER_STATE_STATUS, told.correlation_id
-            content = publishing.status(told)
+    async def _written(self, publication: PublishStatus | PublishAlert) -> bytes:
+        if isinstance(publication, PublishStatus):
+            event_type, correlation_id = messages.POWER_STATE_STATUS, publication.correlation_id
+            content = publishing.status(publication)
         else:
-            event_type, correlation_id = messages.POWER_BREACH_ALERT, told.breach.correlation_id
-            nodes = {job_id: await self._nodes(job_id) for job_id in {*told.to_pause, *told.held}}
-            content = publishing.alert(told, nodes)
+            event_type, correlation_id = messages.POWER_BREACH_ALERT, publication.breach.correlation_id
+            nodes = {
+                job_id: await self._nodes(job_id) for job_id in {*publication.to_pause, *publication.held}
+            }
+            content = publishing.alert(publication, nodes)
         return messages.write_envelope(
             event_id=str(uuid.uuid4()),
             agent=self._settings.identifier,
             event_type=event_type,
             time_s=time.time(),
             data=self._signer.sign(messages.write_data(content)),
-            trace=_continued(told.trace),
+            trace=_continued(publication.trace),
             correlation_id=correlation_id,
         )
 
@@ -335,7 +338,7 @@ class Agent:
                     retry.succeeded()
                     problems.reset()
                     self._client = client
-                    if self._door.knows_feeds:
+                    if self._gateway.knows_feeds:
                         self._is_met.set()
                     else:
                         _log.warning(
@@ -343,7 +346,7 @@ class Agent:
                         )
                     async with asyncio.TaskGroup() as group:
                         group.create_task(self._watch(client))
-                        group.create_task(self._look(client))
+                        group.create_task(self._poll_feeds(client))
                         group.create_task(self._ask(client))
             except* grpc.aio.AioRpcError as several:
                 (error, *_) = [each for each in _flat(several) if isinstance(each, grpc.aio.AioRpcError)]
@@ -359,13 +362,13 @@ class Agent:
         async for reading in client.watch():
             self._take(FeedRead(reading))
 
-    async def _look(self, client: PowerClient) -> None:
+    async def _poll_feeds(self, client: PowerClient) -> None:
         """Look whether the coordinator is there, and what it has: others may have cancelled a budget."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
             self._take(FeedsListed(await client.feeds()))
             self._take(BudgetsListed(await client.budgets()))
-            if self._door.knows_feeds:
+            if self._gateway.knows_feeds:
                 self._is_met.set()
 
     async def _ask(self, client: PowerClient) -> None:
@@ -388,7 +391,7 @@ class Agent:
         asked: set[str] = set()
         let_go: set[str] = set()
         while True:
-            changes = self._door.changes(time.time())
+            changes = self._gateway.changes(time.time())
             if changes.unknown != self._unknown:
                 self._unknown = changes.unknown
                 _log.warning(
@@ -428,7 +431,7 @@ class Agent:
 
 
 def _retry() -> Retry:
-    return Retry(_FIRST_WAIT_S, _LONGEST_WAIT_S, jitter=1.0, random=random.random)
+    return Retry(_FIRST_WAIT_S, _MAX_WAIT_S, jitter=1.0, random=random.random)
 
 
 def _continued(trace: Trace | None) -> Trace:

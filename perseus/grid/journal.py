@@ -23,7 +23,7 @@ CREATE TABLE IF NOT EXISTS breaches (breach_id TEXT PRIMARY KEY, content TEXT NO
 """
 _SETS: TypeAdapter[TargetSet] = TypeAdapter(TargetSet)
 _BREACHES: TypeAdapter[Breach] = TypeAdapter(Breach)
-_Kept = TypeVar("_Kept")
+_Stored = TypeVar("_Stored")
 
 
 class JournalError(Exception):
@@ -102,7 +102,7 @@ class Journal:
         except sqlite3.Error as error:
             raise JournalError(f"{self._path}: can't be written: {error}") from None
 
-    def _read(self, kind: TypeAdapter[_Kept], statement: str) -> list[_Kept]:
+    def _read(self, kind: TypeAdapter[_Stored], statement: str) -> list[_Stored]:
         try:
             rows = self._file.execute(statement).fetchall()
             return [kind.validate_python(json.loads(content)) for (content,) in rows]

@@ -114,14 +114,14 @@ def _reading(feed: power_service_pb2.FeedState) -> FeedReading:
         maximum_w=feed.own_limit_w if feed.HasField("own_limit_w") else None,
         default_w=feed.default_w if feed.HasField("default_w") else None,
         limit_w=feed.limit_w if feed.HasField("limit_w") else math.inf,
-        ceiling_w=feed.ceiling_w if feed.HasField("ceiling_w") else math.inf,
+        power_cap_w=feed.power_cap_w if feed.HasField("power_cap_w") else math.inf,
         measured_w=feed.measured_w,
         judged_w=feed.judged_w if feed.HasField("judged_w") else None,
         calculated_w=feed.managed_w + feed.unmanaged_w,
         in_transition=feed.is_in_transition,
         is_compliant=feed.is_compliant,
         to_pause=tuple(feed.job_ids_to_pause),
-        held=tuple(feed.held_job_ids),
+        held=tuple(feed.slowed_job_ids),
     )
 
 

@@ -40,12 +40,12 @@ def render(readings: Readings, accept: str) -> tuple[bytes, str]:
 
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(_Told(readings))
+    registry.register(_ReadingsCollector(readings))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
-class _Told:
+class _ReadingsCollector:
     """A collector as the library wants it; to register it nothing is read."""
 
     def __init__(self, readings: Readings) -> None:

@@ -95,7 +95,9 @@ BATCHES = SERVER.counter(
 REFUSALS = SERVER.counter(
     "refusals", "Calls, streams and messages refused, by the stable reason (see errors.md).", "reason"
 )
-KEPT_READERS = SERVER.gauge("kept_streams", "Streams that wait until there is room for what they say.")
+THROTTLED_STREAMS = SERVER.gauge(
+    "throttled_streams", "Streams that wait until there is room for what they say."
+)
 
 STORE_LATE = SERVER.gauge("store_late_seconds", "For how long the oldest work has waited to be stored.")
 STORE_WAITING = SERVER.gauge("store_waiting", "Work that waits to be stored and carried out.")
@@ -134,8 +136,8 @@ LEDGER_SAVED_CARBON = LEDGER.gauge(
 FEED = Section("Each feed", "Of the feeds in the coordinator's settings, and `default`.")
 
 FEED_LIMIT = FEED.gauge("feed_limit_watts", "The lowest limit in force, while there is one.", "feed")
-FEED_CEILING = FEED.gauge(
-    "feed_ceiling_watts", "What may be drawn now: on its way to a limit it follows the ramps.", "feed"
+FEED_POWER_CAP = FEED.gauge(
+    "feed_power_cap_watts", "What may be drawn now: on its way to a limit it follows the ramps.", "feed"
 )
 FEED_POWER = FEED.gauge(
     "feed_power_watts", "What is drawn: the mean over the longer of a minute and three iterations.", "feed"
@@ -189,8 +191,8 @@ JOB_BASELINE_ENERGY = JOB.gauge("job_baseline_energy_joules", "Energy of an iter
 JOB_MEASURED = JOB.gauge(
     "job_measured_seconds", "Mean iteration time since the clocks in force came into force.", "job_id"
 )
-JOB_PROMISED = JOB.gauge(
-    "job_promised_seconds", "Iteration time that the plans promise; known while planned.", "job_id"
+JOB_PREDICTED = JOB.gauge(
+    "job_predicted_seconds", "Iteration time that the plans promise; known while planned.", "job_id"
 )
 JOB_SAVING = JOB.gauge(
     "job_saving_ratio",
@@ -210,8 +212,10 @@ JOB_STRAGGLERS = JOB.gauge(
 JOB_STRAGGLER_TIME = JOB.gauge(
     "job_straggler_seconds", "Iteration time T' of the slowest of them, on the frontier's scale.", "job_id"
 )
-JOB_BUDGET_TIME = JOB.gauge(
-    "job_budget_seconds", "Iteration time that a power budget makes the job take, while one does.", "job_id"
+JOB_BUDGET_TARGET_TIME = JOB.gauge(
+    "job_budget_target_seconds",
+    "Iteration time that a power budget makes the job take, while one does.",
+    "job_id",
 )
 JOB_PROFILED = JOB.gauge("job_profiled_clocks", "Clocks measured of the stage with the fewest.", "job_id")
 JOB_PROFILING_ITERATIONS = JOB.gauge(
@@ -234,8 +238,8 @@ JOB_PROFILING_TRIED = JOB.gauge(
     "While profiling: clocks tried of the stage with the most, those given up included.",
     "job_id",
 )
-JOB_PROFILING_MOST = JOB.gauge(
-    "job_profiling_most_clocks", "While profiling: clocks that are tried of a stage at most.", "job_id"
+JOB_PROFILING_MAX = JOB.gauge(
+    "job_profiling_max_clocks", "While profiling: clocks that are tried of a stage at most.", "job_id"
 )
 JOB_PROFILING_LEFT = JOB.gauge(
     "job_profiling_remaining_seconds",
@@ -243,8 +247,8 @@ JOB_PROFILING_LEFT = JOB.gauge(
     "job_id",
 )
 JOB_PLAN_SWITCHES = JOB.counter("job_plan_switches", "Times that pipelines were given other plans.", "job_id")
-JOB_BROKEN_PROMISES = JOB.counter(
-    "job_broken_promises", "Times that the guard found plans' promises broken.", "job_id"
+JOB_PREDICTION_VIOLATIONS = JOB.counter(
+    "job_prediction_violations", "Times that the guard found plans' promises broken.", "job_id"
 )
 JOB_DETECTED = JOB.counter("job_stragglers_detected", "Times that a pipeline was found to be slow.", "job_id")
 JOB_GPU_ERRORS = JOB.counter("job_gpu_errors", "Errors of GPUs that agents have told.", "job_id")

@@ -12,7 +12,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from perseus.service.api.agent_service import AgentService
-from perseus.service.api.authentication import Authentication, Unasked
+from perseus.service.api.authentication import Authentication, NoAuthentication
 from perseus.service.api.calls import unary_calls
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.info_service import InfoService
@@ -33,12 +33,12 @@ from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.signals import NamedSignal
 from perseus.service.shell.tokens import Tokens, new_secret
-from perseus.service.signals.opening import open_source
+from perseus.service.signals.factory import open_source
 from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.watchdog import Watchdog
-from perseus.service.web.access import Access
+from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.app import make_app
 from perseus.service.web.collector import CoordinatorCollector
 from perseus.service.web.listening import listening
@@ -69,7 +69,7 @@ log = structlog.get_logger(__name__)
 
 _HEALTH_PERIOD_S = 1.0
 
-_MOST_CALLS = 65_536
+_MAX_CALLS = 65_536
 """Calls and streams at a time; any more is turned away at once."""
 
 _OPTIONS = [
@@ -228,11 +228,11 @@ async def _adopt_operator(tokens: Tokens, settings: CoordinatorSettings) -> None
 async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
     port = Port(settings)
     grants = {name: Grant.parse(text) for name, text in settings.certificate_scopes.items()}
-    asking = Unasked() if settings.insecure else Authentication(coordinator.tokens, grants)
+    asking = NoAuthentication() if settings.insecure else Authentication(coordinator.tokens, grants)
     # Who calls is asked before what they say is looked at.
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.limit_message_bytes)]
     server = grpc.aio.server(
-        interceptors=[Releasing(), asking, Decoding()], options=options, maximum_concurrent_rpcs=_MOST_CALLS
+        interceptors=[Releasing(), asking, Decoding()], options=options, maximum_concurrent_rpcs=_MAX_CALLS
     )
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(
         AgentService(coordinator.agents, coordinator.quotas), server
@@ -297,7 +297,7 @@ async def _serving_http(
         expiries_s=lambda: tls.material.expiries_s if tls is not None else {},
         refusal_counts=refusal_counts,
     )
-    access = None if settings.insecure else Access(coordinator.tokens, grants)
+    access = None if settings.insecure else HttpAuthenticator(coordinator.tokens, grants)
     jobs, quotas = coordinator.jobs, coordinator.quotas
     calls = [
         *unary_calls(_JOB_SERVICE, JobService(jobs, quotas)),
@@ -330,7 +330,7 @@ async def _watch_health(
     """Say NOT_SERVING while the coordinator is late, and SERVING once it is not; each turn is logged once."""
     is_late = False
     while True:
-        watchdog.beat()
+        watchdog.reset()
         late_s = coordinator.late_s()
         if is_late is not (late_s > limit_s):
             is_late = not is_late

@@ -20,7 +20,7 @@ from perseus.tls.tokens import default_token_file
 if TYPE_CHECKING:
     from perseus.service.domain.power import Feed
 
-_by_tls = keeps_plaintext_here("tls_certificate", wanted="tls_certificate and tls_key", least_port=0)
+_by_tls = keeps_plaintext_here("tls_certificate", wanted="tls_certificate and tls_key", min_port=0)
 
 
 def _is_host_and_port(address: str | None) -> str | None:

@@ -14,7 +14,7 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-_LOOKS = 4
+_CHECKS = 4
 """How often it is looked at within the limit."""
 
 
@@ -24,16 +24,16 @@ class Watchdog:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._watched = threading.get_ident()
-        self._beat_s = time.monotonic()
+        self._reset_s = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def beat(self) -> None:
+    def reset(self) -> None:
         """The loop runs."""
-        self._beat_s = time.monotonic()
+        self._reset_s = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
-        self.beat()
+        self.reset()
         self._thread.start()
         return self
 
@@ -45,12 +45,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         is_stuck = False
-        pause_s = self._limit_s / _LOOKS
-        looked_s = time.monotonic()
+        pause_s = self._limit_s / _CHECKS
+        checked_s = time.monotonic()
         while not self._over.wait(pause_s):
-            before_s, looked_s = looked_s, time.monotonic()
-            silent_s = looked_s - self._beat_s
-            if looked_s - before_s > 2 * pause_s:
+            before_s, checked_s = checked_s, time.monotonic()
+            silent_s = checked_s - self._reset_s
+            if checked_s - before_s > 2 * pause_s:
                 continue  # this thread stood still as well: the process did, not the loop
             if silent_s <= self._limit_s:
                 if is_stuck:

@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from perseus.service.domain.job_pacing import PacingBasis
+from perseus.service.domain.job_signal import SpeedCurveBasis
 from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.service.domain.signals import HOUR_S, ExtraTime, SignalKind, WorkWindow
-from perseus.service.fleet.pacing.curve import speed_curve
-from perseus.service.fleet.pacing.policy import look
-from perseus.service.fleet.pacing.spending import Floats
 from perseus.service.fleet.power.budgets import limit_w
 from perseus.service.fleet.power.curve import power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
@@ -28,9 +25,12 @@ from perseus.service.fleet.power.messages import (
     JobChanged,
     JobLeft,
     PowerMeasured,
-    SetPace,
+    SetTargetTime,
     Tick,
 )
+from perseus.service.fleet.signal_targets.from_frontier import speed_curve
+from perseus.service.fleet.signal_targets.replanning import replan
+from perseus.service.fleet.signal_targets.speed_curve import Floats
 from perseus.service.fleet.signals.forecast import RegressionForecast
 from perseus.service.fleet.signals.series import Signal
 from perseus.solver import Frontier
@@ -152,7 +152,7 @@ class Replay:
     powers_w: Mapping[str, Floats]
     feeds_w: Mapping[str, Floats]
     limits_w: Mapping[str, Floats]
-    ceilings_w: Mapping[str, Floats]
+    power_caps_w: Mapping[str, Floats]
     signals: Mapping[SignalKind, Floats]
     statuses: Sequence[tuple[float, FeedStatus]]
     totals: Mapping[str, JobTotals]
@@ -167,28 +167,30 @@ class _Job:
         self.done_count = 0.0
         self.points: tuple[PowerPoint, ...] = ()
         self.is_running = False
-        self.told: list[tuple[float, float | None]] = []
+        self.targets: list[tuple[float, float | None]] = []
         """When a pace that it was told comes into force, and that pace; in order."""
-        self._pace_s: float | None = None
+        self._target_time_s: float | None = None
         self._window: WorkWindow | None = None
         self._done_before = 0.0
         self._known: dict[tuple[float, tuple[tuple[int, float], ...]], tuple[PowerPoint, ...]] = {}
-        self._curve = speed_curve(PacingBasis(job.frontier, job.stock_time_s))
+        self._curve = speed_curve(SpeedCurveBasis(job.frontier, job.stock_time_s))
 
     @property
     def point(self) -> PowerPoint:
         """Where it runs."""
-        if self._pace_s is None:
+        if self._target_time_s is None:
             return self.points[0]
-        pace_s = self._pace_s
-        return next((p for p in self.points if p.iteration_time_s >= pace_s * (1 - 1e-9)), self.points[-1])
+        target_time_s = self._target_time_s
+        return next(
+            (p for p in self.points if p.iteration_time_s >= target_time_s * (1 - 1e-9)), self.points[-1]
+        )
 
     def arrive(self, now_s: float) -> None:
         """Come to the paces that are due."""
-        while self.told and self.told[0][0] <= now_s:
-            self._pace_s = self.told.pop(0)[1]
+        while self.targets and self.targets[0][0] <= now_s:
+            self._target_time_s = self.targets.pop(0)[1]
 
-    def update(self, now_s: float, outlook: "_Outlooks") -> bool:
+    def update(self, now_s: float, forecast: "_Forecasts") -> bool:
         """Follow stragglers and the job's policy; tell whether what it can offer has changed."""
         before = self.points
         job = self.job
@@ -196,7 +198,7 @@ class _Job:
             each.pipeline: each.factor for each in job.stragglers if each.begin_s <= now_s < each.end_s
         }
         if job.policy is not None:
-            self.own_time_s = self._policy_time_s(now_s, job.policy, outlook)
+            self.own_time_s = self._policy_time_s(now_s, job.policy, forecast)
         key = self.own_time_s, tuple(sorted(slowdowns.items()))
         if key not in self._known:
             placement = [[{job.feed: 1.0}] * job.frontier.pipeline.schedule.stage_count] * job.pipeline_count
@@ -210,17 +212,17 @@ class _Job:
         """Iterations per second where it runs."""
         return 1 / self.point.iteration_time_s
 
-    def _policy_time_s(self, now_s: float, policy: ReplayedPolicy, outlook: "_Outlooks") -> float:
+    def _policy_time_s(self, now_s: float, policy: ReplayedPolicy, forecast: "_Forecasts") -> float:
         if self._window is None or now_s >= self._window.end_s:
             self._done_before = self.done_count
             full_speed = 1 / self.job.stock_time_s
             self._window = WorkWindow.within_extra_time(now_s, policy.extra_time, full_speed)
-        signal = outlook.ahead(policy.kind, now_s)
-        found = look(self._window, self._curve, now_s, self.done_count - self._done_before, signal)
-        return found.pace.iteration_time_s
+        signal = forecast.ahead(policy.kind, now_s)
+        found = replan(self._window, self._curve, now_s, self.done_count - self._done_before, signal)
+        return found.point.iteration_time_s
 
 
-class _Outlooks:
+class _Forecasts:
     """What each signal is known and forecast to be, looked at once an hour."""
 
     def __init__(self, signals: Mapping[SignalKind, Signal]) -> None:
@@ -258,7 +260,7 @@ class _Replayer:
         self._machine = FleetMachine(fleet.feeds)
         self._random = np.random.default_rng(fleet.seed)
         self._jobs = {job.job_id: _Job(job) for job in fleet.jobs}
-        self._outlooks = _Outlooks(fleet.signals)
+        self._forecasts = _Forecasts(fleet.signals)
         self._statuses: list[tuple[float, FeedStatus]] = []
         self._feeds = sorted({job.feed for job in fleet.jobs} | fleet.feeds.keys())
         self._set: set[str] = set()
@@ -267,14 +269,14 @@ class _Replayer:
         self._speeds: dict[str, list[float]] = {job_id: [] for job_id in self._jobs}
         self._powers_w: dict[str, list[float]] = {job_id: [] for job_id in self._jobs}
         self._limits_w: dict[str, list[float]] = {name: [] for name in self._feeds}
-        self._ceilings_w: dict[str, list[float]] = {name: [] for name in self._feeds}
+        self._power_caps_w: dict[str, list[float]] = {name: [] for name in self._feeds}
 
     def run(self, on_progress: Callable[[float], None]) -> Replay:
         begin_s, end_s = self._fleet.begin_s, self._fleet.end_s
         now_s = begin_s
         while now_s < end_s:
             self._happen(now_s)
-            self._tell(Tick(), now_s)
+            self._apply(Tick(), now_s)
             until_s = self._next_s(now_s)
             self._draw(now_s, until_s)
             if now_s // HOUR_S != until_s // HOUR_S:
@@ -290,32 +292,32 @@ class _Replayer:
                 current[each.budget.budget_id] = each.budget
                 if each.budget.budget_id not in self._set:
                     self._set.add(each.budget.budget_id)
-                    self._tell(BudgetSet(each.budget), now_s)
+                    self._apply(BudgetSet(each.budget), now_s)
         for budget_id in sorted(self._set - current.keys()):
             self._set.discard(budget_id)
-            self._tell(BudgetCancelled(budget_id), now_s)
+            self._apply(BudgetCancelled(budget_id), now_s)
         self._current = list(current.values())
         for job_id, job in self._jobs.items():
             runs = job.job.begin_s <= now_s < job.job.end_s
-            if runs and job.update(now_s, self._outlooks) | (not job.is_running):
+            if runs and job.update(now_s, self._forecasts) | (not job.is_running):
                 demand = JobDemand(
                     job_id, job.points, tolerance_percent=job.job.tolerance_percent, weight=job.job.weight
                 )
-                self._tell(JobChanged(demand, job.point.iteration_time_s), now_s)
+                self._apply(JobChanged(demand, job.point.iteration_time_s), now_s)
             elif job.is_running and not runs:
-                self._tell(JobLeft(job_id), now_s)
+                self._apply(JobLeft(job_id), now_s)
             job.is_running = runs
 
-    def _tell(self, event: Input, now_s: float) -> None:
+    def _apply(self, event: Input, now_s: float) -> None:
         commands: list[Command] = self._machine.handle(event, now_s)
         if commands or not isinstance(event, Tick | PowerMeasured):
             self._fine_until_s = now_s + _FINE_FOR_S
         for command in commands:
-            if isinstance(command, SetPace):
+            if isinstance(command, SetTargetTime):
                 job = self._jobs[command.job_id]
                 delay_s = _URGENT_S if command.is_urgent else job.point.iteration_time_s
-                job.told = [each for each in job.told if each[0] <= now_s]
-                job.told.append((now_s + delay_s, command.iteration_time_s))
+                job.targets = [each for each in job.targets if each[0] <= now_s]
+                job.targets.append((now_s + delay_s, command.iteration_time_s))
             else:
                 self._statuses.append((now_s, command))
 
@@ -340,7 +342,7 @@ class _Replayer:
         for job in self._fleet.jobs:
             times_s += [job.begin_s, job.end_s, *(t for s in job.stragglers for t in (s.begin_s, s.end_s))]
         for running in self._jobs.values():
-            times_s += [time_s for time_s, _ in running.told]
+            times_s += [time_s for time_s, _ in running.targets]
         return min(time_s for time_s in times_s if time_s > now_s + 1e-6)
 
     def _is_moving(self) -> bool:
@@ -366,12 +368,12 @@ class _Replayer:
             self._speeds[job_id].append(speed)
             self._powers_w[job_id].append(power_w)
         for name in self._feeds:
-            ceiling_w = self._machine.ceiling_w(name)
+            power_cap_w = self._machine.power_cap_w(name)
             own = [budget for budget in self._current if budget.feed == name]
             feed = self._fleet.feeds.get(name, Feed(name))
             self._limits_w[name].append(limit_w(own, feed, now_s))
-            self._ceilings_w[name].append(ceiling_w)
-        self._tell(PowerMeasured(duration_s, measured, {}), until_s)
+            self._power_caps_w[name].append(power_cap_w)
+        self._apply(PowerMeasured(duration_s, measured, {}), until_s)
 
     def _result(self) -> Replay:
         times_s, durations_s = (np.array(column) for column in zip(*self._rows, strict=True))
@@ -390,7 +392,7 @@ class _Replayer:
                 for name in self._feeds
             },
             limits_w={name: np.array(values) for name, values in self._limits_w.items()},
-            ceilings_w={name: np.array(values) for name, values in self._ceilings_w.items()},
+            power_caps_w={name: np.array(values) for name, values in self._power_caps_w.items()},
             signals=signals,
             statuses=tuple(self._statuses),
             totals={

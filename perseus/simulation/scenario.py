@@ -171,9 +171,9 @@ def read_scenario(path: Path) -> Scenario:
         lines = []
         for problem in error.errors():
             place = ".".join(str(part) for part in problem["loc"])
-            said = problem["msg"].removeprefix("Value error, ")
+            message = problem["msg"].removeprefix("Value error, ")
             found = "" if problem["type"] in ("missing", "value_error") else f", found {problem['input']!r}"
-            lines.append(f"{path}{f', {place}' if place else ''}: {said}{found}")
+            lines.append(f"{path}{f', {place}' if place else ''}: {message}{found}")
         raise ScenarioError("\n".join(lines)) from None
     jobs = tuple(job.model_copy(update={"profile": path.parent / job.profile}) for job in scenario.jobs)
     signals = tuple(s.model_copy(update={"file": path.parent / s.file}) for s in scenario.signals)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from perseus.solver.columns import Columns, Rungs, earliest_of, latest_of
+from perseus.solver.columns import Columns, PriceLevels, earliest_of, latest_of
 from perseus.solver.graph import Int64Array
 
 _BYTE = 256
 
 
-class _Try(NamedTuple):
+class _Move(NamedTuple):
     """How a try is made.
 
     Attributes:
@@ -34,16 +34,16 @@ class _Try(NamedTuple):
 
     block_levels: int
     faster_share: float
-    most_steps: int
-    rungs_below: int | None
+    max_steps: int
+    price_levels_below: int | None
 
 
-_TRIES = (
-    _Try(4, 0.1, 2, 4),
-    _Try(8, 0.05, 2, 7),
-    _Try(16, 0.1, 1, 3),
-    _Try(8, 0.5, 0, 2),
-    _Try(8, 0.1, 2, None),
+_SEARCH_MOVES = (
+    _Move(4, 0.1, 2, 4),
+    _Move(8, 0.05, 2, 7),
+    _Move(16, 0.1, 1, 3),
+    _Move(8, 0.5, 0, 2),
+    _Move(8, 0.1, 2, None),
 )
 """One after the other."""
 
@@ -57,7 +57,7 @@ class BlockSearch:
         self._try_count = 0
 
     def search(
-        self, choices: Int64Array, deadlines_ps: Int64Array, prices: Rungs, try_count: int
+        self, choices: Int64Array, deadlines_ps: Int64Array, prices: PriceLevels, try_count: int
     ) -> Int64Array:
         """Return choices that cost no more and keep the deadlines, after so many tries.
 
@@ -68,15 +68,19 @@ class BlockSearch:
             try_count: how often every block is tried anew.
         """
         for _ in range(try_count):
-            how = _TRIES[self._try_count % len(_TRIES)]
+            how = _SEARCH_MOVES[self._try_count % len(_SEARCH_MOVES)]
             self._try_count += 1
             choices = self._tried(choices, deadlines_ps, prices, how)
         return choices
 
-    def _tried(self, choices: Int64Array, deadlines_ps: Int64Array, prices: Rungs, how: _Try) -> Int64Array:
+    def _tried(
+        self, choices: Int64Array, deadlines_ps: Int64Array, prices: PriceLevels, how: _Move
+    ) -> Int64Array:
         columns = self._columns
         blocks = self._blocks(how.block_levels)
-        rungs = None if how.rungs_below is None else columns.with_prices(prices - how.rungs_below)
+        price_levels = (
+            None if how.price_levels_below is None else columns.with_prices(prices - how.price_levels_below)
+        )
         # Two halves side by side: what is tried, and what there is.
         count = choices.shape[1]
         durations_ps = np.concatenate(
@@ -92,7 +96,7 @@ class BlockSearch:
                 if starts_ps is None:
                     starts_ps = np.zeros((rows.stop - rows.start, 2 * count), dtype=np.int64)
                 tried_starts_ps = starts_ps[:, :count]
-                found = columns.slowest_within(rows, latest_ps[rows] - tried_starts_ps, rungs)
+                found = columns.slowest_within(rows, latest_ps[rows] - tried_starts_ps, price_levels)
                 tried[rows] = found
                 np.add(tried_starts_ps, columns.times_ps[found], out=finishes_ps[rows, :count])
                 np.add(starts_ps[:, count:], durations_ps[rows, count:], out=finishes_ps[rows, count:])
@@ -104,13 +108,13 @@ class BlockSearch:
             finishes_ps[rows, count:] = finishes_ps[rows, :count]
         return tried
 
-    def _faster(self, choices: Int64Array, how: _Try) -> Int64Array:
+    def _faster(self, choices: Int64Array, how: _Move) -> Int64Array:
         drawn = self._random.integers(0, _BYTE, size=choices.shape, dtype=np.uint8)
-        if not how.most_steps:
+        if not how.max_steps:
             is_faster = drawn < round(how.faster_share * _BYTE)
             return np.where(is_faster, self._columns.faster_vertices[choices], choices)
         faster = choices.copy()
-        for step in range(how.most_steps):
+        for step in range(how.max_steps):
             faster -= drawn < round(how.faster_share * _BYTE / (step + 1))
         return np.maximum(faster, self._columns.fastest, out=faster)
 

@@ -70,13 +70,13 @@ def _with_slopes(hull: Hull, slopes_uw: list[int]) -> Hull:
 
 def _most_below(hull: Hull, coarse: Hull) -> int:
     """Return by how much the coarse hull is lower, where it is lowest: at one of its vertices."""
-    heights, most, piece = _heights(hull), 0, 0
+    heights, maximum, piece = _heights(hull), 0, 0
     for time_ps, coarse_height in zip(coarse.times_ps, _heights(coarse), strict=True):
         while hull.times_ps[piece + 1] < time_ps:
             piece += 1
         height = heights[piece] - hull.slopes_uw[piece] * (time_ps - hull.times_ps[piece])
-        most = max(most, height - coarse_height)
-    return most
+        maximum = max(maximum, height - coarse_height)
+    return maximum
 
 
 def _heights(hull: Hull) -> list[int]:

@@ -22,7 +22,7 @@ FloatArray = NDArray[np.float64]
 Choice = list[int]
 """Per computation of the graph, the index of its chosen option."""
 
-Rungs = NDArray[np.int8]
+PriceLevels = NDArray[np.int8]
 """Prices, as places on a ladder of them."""
 
 PRICE_COUNT = 64
@@ -118,7 +118,7 @@ class Columns:
             ends_ps[rows] = starts_ps + self.times_ps[choices[rows]]
         return choices
 
-    def price_of(self, durations_ps: Int64Array) -> Rungs:
+    def price_of(self, durations_ps: Int64Array) -> PriceLevels:
         """Return about what time is worth to each computation whose relaxed duration is this.
 
         As a place on a ladder of prices; each of its ``PRICE_COUNT`` rungs is ``PRICE_RATIO`` times the one
@@ -128,12 +128,12 @@ class Columns:
         keys += self._key_offset
         faster = self._hull_keys.searchsorted(keys, "left")
         slower = self._hull_keys.searchsorted(keys, "right")
-        between: Rungs = (self._hull_prices[faster] + self._hull_prices[slower]) // 2
+        between: PriceLevels = (self._hull_prices[faster] + self._hull_prices[slower]) // 2
         return between
 
-    def with_prices(self, rungs: Rungs) -> Int64Array:
+    def with_prices(self, price_levels: PriceLevels) -> Int64Array:
         """Return rungs as :meth:`slowest_within` takes them."""
-        return np.clip(rungs, 0, PRICE_COUNT - 1).astype(np.int64) * len(self.times_ps)
+        return np.clip(price_levels, 0, PRICE_COUNT - 1).astype(np.int64) * len(self.times_ps)
 
     def to_columns(self, choices: Sequence[Sequence[int]] | NDArray[np.int16]) -> Int64Array:
         """Return choices that name each computation's option by its index as columns."""
@@ -239,8 +239,10 @@ def earliest_of(latest_starts_ps: Int64Array, after: _Arcs) -> Int64Array:
 
 
 def _arcs(neighbours: Sequence[Sequence[tuple[int, int]]], nobody: int) -> _Arcs:
-    most = max(map(len, neighbours))
+    degree = max(map(len, neighbours))
     padded = np.array(
-        [[*some, *[(nobody, 0)] * (most - len(some))] for some in neighbours], dtype=np.int64
-    ).reshape(len(neighbours), most, 2)
-    return tuple((padded[:, k, 0], padded[:, k, 1:] if padded[:, k, 1].any() else None) for k in range(most))
+        [[*some, *[(nobody, 0)] * (degree - len(some))] for some in neighbours], dtype=np.int64
+    ).reshape(len(neighbours), degree, 2)
+    return tuple(
+        (padded[:, k, 0], padded[:, k, 1:] if padded[:, k, 1].any() else None) for k in range(degree)
+    )

@@ -32,10 +32,10 @@ _FIRST_PRICE_W = 8.0
 _PRICE_COUNT = 8
 _BISECTION_COUNT = 6
 
-LEAST_SHARE_ON_CLOCK = 0.9
+MIN_SHARE_ON_CLOCK = 0.9
 """The share of computation time that a plan spends at its clocks, at least."""
 
-MOST_SLOWDOWN = 1.002
+MAX_SLOWDOWN = 1.002
 """Measured times may rise with the clock, and then lateness slows down. This much is let happen."""
 
 
@@ -88,7 +88,7 @@ class _Search:
 
     def is_on_clock(self, plan: Plan) -> bool:
         replayed = replay_with_latency(self._pipeline, plan, self._latency_s)
-        return replayed.share_on_clock >= LEAST_SHARE_ON_CLOCK
+        return replayed.share_on_clock >= MIN_SHARE_ON_CLOCK
 
     def mixed(self, plan: Plan, cheaper: Plan) -> Plan:
         """Return ``plan`` with as many stages of the cheaper one as leave it fast and on its clocks."""
@@ -100,14 +100,14 @@ class _Search:
 
     def dwelled(self, lateness_price_w: float) -> Plan:
         """Return the dwelled plan; if lateness slows it too much, one where it slows nothing by more."""
-        for most_slowdown in (math.inf, MOST_SLOWDOWN):
-            plan = self._choose_runs(lateness_price_w, most_slowdown)
+        for max_slowdown in (math.inf, MAX_SLOWDOWN):
+            plan = self._choose_runs(lateness_price_w, max_slowdown)
             late = replay_with_latency(self._pipeline, plan, self._latency_s)
-            if late.iteration_time_s <= MOST_SLOWDOWN * self._planned.iteration_time_s:
+            if late.iteration_time_s <= MAX_SLOWDOWN * self._planned.iteration_time_s:
                 break
         return plan
 
-    def _choose_runs(self, lateness_price_w: float, most_slowdown: float) -> Plan:
+    def _choose_runs(self, lateness_price_w: float, max_slowdown: float) -> Plan:
         plan = self._planned
         limits_ps = {p.computation: to_ps(p.duration_s) for stage in plan.stages for p in stage}
         for _ in range(_STRETCH_COUNT):
@@ -116,7 +116,7 @@ class _Search:
                 if costs:
                     limits = [limits_ps[p.computation] for p in computations]
                     runs = _Runs(
-                        costs, computations, limits, self._latency_ps, lateness_price_w, most_slowdown
+                        costs, computations, limits, self._latency_ps, lateness_price_w, max_slowdown
                     )
                     clocks_mhz |= runs.cheapest_clocks() or {p.computation: p.clock_mhz for p in computations}
             before, plan = plan, replay(self._pipeline, clocks_mhz)
@@ -185,11 +185,11 @@ class _Runs:
         limits_ps: Sequence[int],
         latency_ps: int,
         lateness_price_w: float,
-        most_slowdown: float,
+        max_slowdown: float,
     ) -> None:
         self._stage, self._planned, self._limits_ps = stage, planned, limits_ps
         self._latency_ps, self._lateness_price_w = latency_ps, lateness_price_w
-        self._most_slowdown = most_slowdown
+        self._max_slowdown = max_slowdown
         self._lateness_known: dict[tuple[int, Kind, int], _Lateness] = {}
         self._costs = costs = [stage.of(p.computation) for p in planned]
         times_ps = np.array([cost.times_ps for cost in costs])
@@ -213,30 +213,30 @@ class _Runs:
         every_clock = np.arange(clock_count)
         # Entry [j, f]: the least cost of the first j computations, the last of them in a run at clock f that
         # has lasted a dwell; where that run's last step began, and at which clock before.
-        least_j = np.full((count + 1, clock_count), np.inf)
+        min_j = np.full((count + 1, clock_count), np.inf)
         step_from = np.zeros((count + 1, clock_count), dtype=np.int64)
         clock_before = np.zeros((count + 1, clock_count), dtype=np.int64)
         for i in range(count):
             if i:
-                entering_j = least_j[i][:, None] + self._lateness_j(i)
+                entering_j = min_j[i][:, None] + self._lateness_j(i)
                 before = entering_j.argmin(axis=0)
                 entered_j = entering_j[before, every_clock]
             else:
                 before, entered_j = every_clock, np.zeros(clock_count)
             for end, before_j, clocks in (
-                (i + 1, least_j[i], every_clock),
+                (i + 1, min_j[i], every_clock),
                 (int(self._shortest_ends[i]), entered_j, before),
             ):
                 total_j = before_j + self._energy_before_j[end] - self._energy_before_j[i]
                 fast_enough = self._refused_before[end] == self._refused_before[i]
-                better = fast_enough & (total_j < least_j[end])
-                least_j[end, better] = total_j[better]
+                better = fast_enough & (total_j < min_j[end])
+                min_j[end, better] = total_j[better]
                 step_from[end, better] = i
                 clock_before[end, better] = clocks[better]
-        if np.isinf(least_j[count]).all():
+        if np.isinf(min_j[count]).all():
             return None
         chosen = [0] * count
-        end, f = count, int(least_j[count].argmin())
+        end, f = count, int(min_j[count].argmin())
         while end:
             begin = int(step_from[end, f])
             chosen[begin:end] = [f] * (end - begin)
@@ -255,9 +255,7 @@ class _Runs:
         if key not in self._lateness_known:
             self._lateness_known[key] = self._find_lateness(self._costs[i], self._exposed_ps[i])
         lateness = self._lateness_known[key]
-        return np.where(
-            lateness.times_ps > self._most_slowdown * self._limits_ps[i], np.inf, lateness.costs_j
-        )
+        return np.where(lateness.times_ps > self._max_slowdown * self._limits_ps[i], np.inf, lateness.costs_j)
 
     def _find_lateness(self, cost: _KindCosts, exposed_ps: int) -> "_Lateness":
         times_ps, energies_j = cost.times_ps, cost.effective_energies_j

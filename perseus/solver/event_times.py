@@ -144,8 +144,8 @@ def _first_within(falling_ps: Sequence[int], iteration_time_ps: int) -> int:
 class EventTimesRecorder:
     """Takes the steps down as they are made, in about ``most_bytes`` or two corners, if these are more."""
 
-    def __init__(self, first_ps: Int64Array, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, first_ps: Int64Array, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._byte_count = first_ps.nbytes
         self._iteration_times_ps = [int(first_ps[-1])]
         self._written_out_ps = [first_ps]
@@ -167,7 +167,7 @@ class EventTimesRecorder:
         if (len(self._iteration_times_ps) - 1) % (self._thinned_spacing or _SPACING) == 0:
             self._written_out_ps.append(times_ps)
             self._byte_count += times_ps.nbytes
-        while self._byte_count > self._most_bytes and (self._steps or len(self._written_out_ps) > 1):
+        while self._byte_count > self._max_bytes and (self._steps or len(self._written_out_ps) > 1):
             self._thin_out()
 
     def finish(self) -> EventTimes:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.columns import Choice
+from perseus.solver.dwelled_plans import LatencyPlans, LatencyPoint, dwelled_count, latency_plan
 from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph, convex_hulls
-from perseus.solver.kept_clocks import KeptClocks, KeptPoint, dwelled_count, kept_plan
 from perseus.solver.latency import check_clocks, check_latency
 from perseus.solver.margin import Margin, with_margin
 from perseus.solver.pipeline import Pipeline
@@ -91,7 +91,7 @@ class Refinement:
         choice = Realiser(self._graph).refine(self._target, self._others)
         plan = _assemble(self.pipeline, self._graph, choice)
         if self._set_latency_s:
-            plan = kept_plan(self.pipeline, plan, self._set_latency_s) or self._realised
+            plan = latency_plan(self.pipeline, plan, self._set_latency_s) or self._realised
         # Not even by a rounding error of the sums is it dearer than what is realised already.
         return min(plan, self._realised, key=lambda each: each.effective_energy_j)
 
@@ -246,7 +246,7 @@ def solve(
     Among them are those of T_min and, where there is room, of the all-max plan's iteration time and of T*.
 
     Where the GPUs take ``set_latency_s`` to set a clock, plans keep their clocks long enough for that; there
-    may be fewer points then (:mod:`perseus.solver.kept_clocks`).
+    may be fewer points then (:mod:`perseus.solver.dwelled_plans`).
 
     ``hull_tolerance`` makes large problems quicker: computations are planned on curves that are lower by at
     most this share of their energy (:mod:`perseus.solver.coarse_hull`). Bounds stay bounds, lower by at most
@@ -294,11 +294,11 @@ def solve(
     )
     plans = tabulate(pipeline, graph, realiser.columns, choices)
     choice_times_ps = tuple(map(to_ps, plans.iteration_times_s))
-    found = [KeptPoint(deadline_ps / PS_PER_S, row, 0.0) for row, deadline_ps in enumerate(deadlines_ps)]
+    found = [LatencyPoint(deadline_ps / PS_PER_S, row, 0.0) for row, deadline_ps in enumerate(deadlines_ps)]
     if set_latency_s:
         marks_ps = {sweep.t_min_ps, all_max_ps, t_star_ps, sweep.t_slow_ps}
         step = max(1, len(deadlines_ps) // dwelled_count(len(graph.computations)))
-        kept = KeptClocks(pipeline, baseline, set_latency_s)
+        kept = LatencyPlans(pipeline, baseline, set_latency_s)
         for row, deadline_ps in enumerate(deadlines_ps):
             is_needed = deadline_ps in marks_ps or row % step == 0
             kept.take(deadline_ps / PS_PER_S, plans.plan(row), is_needed=is_needed)
@@ -398,13 +398,13 @@ def _bound_slack(
     exact = convex_hulls(graph.options, graph.profile_of)
     cost = RelaxedCost(exact, graph.profile_of)
     tolerated_j = hull_tolerance * sum(graph.options[p][-1].energy_j for p in graph.profile_of.tolist())
-    most = 0.0
+    maximum = 0.0
     for point in points:
         times_ps = sweep.event_times_at(max(to_ps(point.iteration_time_s), sweep.t_min_ps))
         relaxed_j = cost.effective_energy_j(times_ps[graph.finish_event] - times_ps[graph.start_event])
         slack_j = min(relaxed_j - sweep.effective_energy_j_at(point.iteration_time_s), tolerated_j)
-        most = max(most, slack_j / point.bound_energy_j)
-    return most
+        maximum = max(maximum, slack_j / point.bound_energy_j)
+    return maximum
 
 
 def _t_star_ps(pipeline: Pipeline, sweep: Sweep) -> int:
@@ -442,7 +442,7 @@ def _assemble(pipeline: Pipeline, graph: EventGraph, choice: Choice) -> Plan:
     )
 
 
-def _measure_point(pipeline: Pipeline, sweep: Sweep, plans: PlanTable, point: KeptPoint) -> FrontierPoint:
+def _measure_point(pipeline: Pipeline, sweep: Sweep, plans: PlanTable, point: LatencyPoint) -> FrontierPoint:
     time_s, effective_energy_j = plans.iteration_times_s[point.row], plans.effective_energies_j[point.row]
     return FrontierPoint(
         deadline_s=point.deadline_s,

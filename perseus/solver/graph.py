@@ -170,8 +170,8 @@ def convex_hulls(
     free = hulls(_STEEPEST_UW)
     steepest_uw = [max(hull.slopes_uw, default=0) for hull in free]
     # No more than this is ever on its way, nor on one arc (see sweep.py); an arc's two ends add up.
-    most_flow_uw = 4 * sum(steepest_uw[p] for p in profile_of.tolist())
-    if most_flow_uw < EXACT:
+    max_flow_uw = 4 * sum(steepest_uw[p] for p in profile_of.tolist())
+    if max_flow_uw < EXACT:
         return free
     # Rounder slopes may be twice as steep.
     return hulls(EXACT // ((8 if hull_tolerance else 4) * (len(profile_of) + 1)))

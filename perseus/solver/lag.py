@@ -19,10 +19,10 @@ from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, earliest_finishes_ps
 from perseus.solver.profile import PS_PER_S, to_ps
 
-_MEASURED_WITHIN = 0.01
+_MEASUREMENT_TOLERANCE = 0.01
 """The share by which a measured iteration time may be off."""
 
-_RUNG_COUNT = 32
+_GRID_COUNT = 32
 """The plans may part and close up again as the lag grows; how finely the first place is looked for."""
 
 
@@ -77,24 +77,24 @@ def explaining_lag_s(
     """
     slow, fast = _iteration_time_ps(pipeline, slow_plan), _iteration_time_ps(pipeline, fast_plan)
     excess_ps = to_ps(slow_time_s - fast_time_s)
-    most_ps = to_ps((1 + _MEASURED_WITHIN) * fast_time_s)
+    max_ps = to_ps((1 + _MEASUREMENT_TOLERANCE) * fast_time_s)
 
     def explains(lag_ps: int) -> bool:
         return slow(lag_ps) - fast(lag_ps) >= excess_ps
 
     def is_too_long(lag_ps: int) -> bool:
-        return fast(lag_ps) > most_ps
+        return fast(lag_ps) > max_ps
 
-    least_ps = to_ps(common_lag_s(pipeline))
-    if not _hops(pipeline) or is_too_long(least_ps):
+    min_ps = to_ps(common_lag_s(pipeline))
+    if not _hops(pipeline) or is_too_long(min_ps):
         return None
-    if explains(least_ps):
-        return least_ps / PS_PER_S
-    longest_ps = _first(is_too_long, least_ps, max(least_ps, most_ps) + 1) - 1
-    rungs_ps = [least_ps + (longest_ps - least_ps) * k // _RUNG_COUNT for k in range(_RUNG_COUNT + 1)]
-    for below_ps, rung_ps in pairwise(rungs_ps):
-        if explains(rung_ps):
-            return _first(explains, below_ps, rung_ps) / PS_PER_S
+    if explains(min_ps):
+        return min_ps / PS_PER_S
+    longest_ps = _first(is_too_long, min_ps, max(min_ps, max_ps) + 1) - 1
+    grid_ps = [min_ps + (longest_ps - min_ps) * k // _GRID_COUNT for k in range(_GRID_COUNT + 1)]
+    for below_ps, grid_lag_ps in pairwise(grid_ps):
+        if explains(grid_lag_ps):
+            return _first(explains, below_ps, grid_lag_ps) / PS_PER_S
     return None
 
 

@@ -29,13 +29,13 @@ from perseus.solver.sweep import sweep_frontier
 
 FloatArray = NDArray[np.float64]
 
-_DRAW_COUNT = 400
+_SAMPLE_COUNT = 400
 _SEED = 0
 _PROBES = (1.0, 1.1)
 """Iteration times, as factors of the shortest, at which plans are tried."""
 
-_LEAST_TRIED = 0.5
-_MOST = 4.0
+_MIN_TRIED = 0.5
+_MAX = 4.0
 """Standard errors."""
 
 
@@ -71,8 +71,8 @@ def with_margin(pipeline: Pipeline, confidence: float) -> tuple[Pipeline, Margin
         )
     if not any(m.time_se_s for some in pipeline.profiles.values() for m in some):
         return pipeline, None
-    tried = max(_LEAST_TRIED, NormalDist().inv_cdf(confidence))
-    error_count = min(_MOST, max(0.0, tried * _share_needed(pipeline, tried, confidence)))
+    tried = max(_MIN_TRIED, NormalDist().inv_cdf(confidence))
+    error_count = min(_MAX, max(0.0, tried * _share_needed(pipeline, tried, confidence)))
     padded = _padded(pipeline, error_count)
     time_share = _all_max_s(padded) / _all_max_s(pipeline) - 1
     return padded, Margin(confidence, error_count, time_share)
@@ -119,9 +119,9 @@ def _emulator(
         key: {m.setting: m for m in some} for key, some in pipeline.profiles.items()
     }
     row_of = {key: row for row, key in enumerate(measured)}
-    drawn = np.random.default_rng(_SEED).standard_normal((len(measured), _DRAW_COUNT))
+    drawn = np.random.default_rng(_SEED).standard_normal((len(measured), _SAMPLE_COUNT))
     # Errors in standard errors: none, those of the margin, the draws. The last row is for what has none.
-    errors = np.zeros((len(measured) + 1, 2 + _DRAW_COUNT))
+    errors = np.zeros((len(measured) + 1, 2 + _SAMPLE_COUNT))
     errors[:-1, 1] = error_count
     errors[:-1, 2:] = drawn
 

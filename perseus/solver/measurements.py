@@ -78,11 +78,11 @@ def _mean(figures: Sequence[tuple[float, float]]) -> tuple[float, float]:
     count = len(figures)
     if all(error > 0 for _, error in figures):
         # Relative to the smallest error, so that no square over- or underflows.
-        least = min(error for _, error in figures)
-        weights = [(least / error) ** 2 for _, error in figures]
+        minimum = min(error for _, error in figures)
+        weights = [(minimum / error) ** 2 for _, error in figures]
         total = math.fsum(weights)
         mean = math.fsum(w * value for w, (value, _) in zip(weights, figures, strict=True)) / total
-        return mean, least / math.sqrt(total)
+        return mean, minimum / math.sqrt(total)
     mean = math.fsum(value for value, _ in figures) / count
     scatter = math.fsum((value - mean) ** 2 for value, _ in figures)
     return mean, math.sqrt(scatter / (count - 1) / count)

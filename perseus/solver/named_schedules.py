@@ -291,7 +291,7 @@ class _Builder(NamedTuple):
 
     build: Callable[[int, int], Schedule]
     chunk_count: int
-    most_kinds: int
+    max_kinds: int
 
 
 _INTERLEAVED = ScheduleName.INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
@@ -329,7 +329,7 @@ def named_schedule(
     return build(stage_count, microbatch_count)
 
 
-def most_computations(
+def max_computations(
     name: ScheduleName, stage_count: int, microbatch_count: int, chunk_count: int = 0
 ) -> int:
     """Return how many computations such a schedule has, at most; writing it down goes through no more."""
@@ -337,5 +337,5 @@ def most_computations(
         return 2 * chunk_count * stage_count * microbatch_count
     if name is ScheduleName.ZERO_BUBBLE_V:
         microbatch_count = max(microbatch_count, 2 * stage_count - 1)
-    _, own_chunk_count, most_kinds = _BUILDERS[name]
-    return most_kinds * own_chunk_count * stage_count * microbatch_count
+    _, own_chunk_count, max_kinds = _BUILDERS[name]
+    return max_kinds * own_chunk_count * stage_count * microbatch_count

@@ -83,8 +83,8 @@ class OrderTable:
         if len(misplaced := np.flatnonzero(own != self._stage)):
             index = int(misplaced[0])
             self._refuse_order(index, f"expected computations of stage {self._stage[index]}, found {{}}")
-        least = self._column(min(c.microbatch, c.chunk) for c in self.computations)
-        if len(negative := np.flatnonzero(least < 0)):
+        smaller = self._column(min(c.microbatch, c.chunk) for c in self.computations)
+        if len(negative := np.flatnonzero(smaller < 0)):
             index = int(negative[0])
             found = f"{self.computations[index]!r}"
             self._refuse_order(index, f"microbatch and chunk must be 0 or more, found {found}")

@@ -142,10 +142,10 @@ class Pipeline:
             )
 
 
-def _check_amount(value: float, name: str, where: str, most: float) -> None:
-    if not 0 <= value <= most:
+def _check_amount(value: float, name: str, where: str, maximum: float) -> None:
+    if not 0 <= value <= maximum:
         raise PipelineError(
-            f"{name}, {where}: expected a finite number from 0 to {most:g}, found {value}",
+            f"{name}, {where}: expected a finite number from 0 to {maximum:g}, found {value}",
             field=name,
             where=where,
             found=value,

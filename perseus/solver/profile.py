@@ -25,7 +25,7 @@ def to_ps(time_s: float) -> int:
     return round(time_s * PS_PER_S)
 
 
-_MOST = {
+_MAX = {
     "clock_mhz": MAX_CLOCK_MHZ,
     "time_s": MAX_TIME_S,
     "energy_j": MAX_ENERGY_J,
@@ -67,11 +67,11 @@ class Measurement:
                 raise ProfileError(
                     f"{name}: expected a finite number of 0 or more, found {value}", field=name, found=value
                 )
-        for name, most in _MOST.items():
+        for name, maximum in _MAX.items():
             value = getattr(self, name)
-            if value > most:
+            if value > maximum:
                 raise ProfileError(
-                    f"{name}: expected at most {most:g}, found {value:g}", field=name, found=value
+                    f"{name}: expected at most {maximum:g}, found {value:g}", field=name, found=value
                 )
         if self.energy_j < MIN_ENERGY_J:
             raise ProfileError(

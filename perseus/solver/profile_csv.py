@@ -119,11 +119,11 @@ class _Cells:
         chunk = self._integer("chunk", 0, _MAX_CHUNK) if "chunk" in self._row else 0
         clock_mhz = self._integer("frequency", 1, MAX_CLOCK_MHZ)
         time_s = self._positive("time", "seconds", _PS, MAX_TIME_S)
-        least_j, most_j = MIN_ENERGY_J / gpus_per_stage, MAX_ENERGY_J / gpus_per_stage
-        energy_j = self._positive("energy", "joules", least_j, most_j) * gpus_per_stage
+        min_j, max_j = MIN_ENERGY_J / gpus_per_stage, MAX_ENERGY_J / gpus_per_stage
+        energy_j = self._positive("energy", "joules", min_j, max_j) * gpus_per_stage
         time_se_s = self._error("time_se", "seconds", MAX_TIME_S)
         # All GPUs of a stage are measured alike: what errs in one errs in all.
-        energy_se_j = self._error("energy_se", "joules", most_j) * gpus_per_stage
+        energy_se_j = self._error("energy_se", "joules", max_j) * gpus_per_stage
         measurement = (
             MeasuredSetting(
                 clock_mhz,
@@ -148,7 +148,7 @@ class _Cells:
             further.append((column, value))
         return tuple(further)
 
-    def _error(self, column: str, unit: str, most: float) -> float:
+    def _error(self, column: str, unit: str, maximum: float) -> float:
         """A standard error; 0 where there is no such column, or nothing in it."""
         text = str(self._row.get(column) or "").strip()
         if not text:
@@ -156,8 +156,8 @@ class _Cells:
         number = _number(text)
         if not (math.isfinite(number) and number >= 0):
             self.refuse(column, f"a finite number of {unit} of 0 or more, or nothing", repr(text))
-        if number > most:
-            self.refuse(column, f"at most {most:g} {unit}", repr(text))
+        if number > maximum:
+            self.refuse(column, f"at most {maximum:g} {unit}", repr(text))
         return number
 
     def _text(self, column: str) -> str:
@@ -166,22 +166,22 @@ class _Cells:
             self.refuse(column, "a value", "nothing")
         return str(value).strip()
 
-    def _integer(self, column: str, least: int, most: int) -> int:
+    def _integer(self, column: str, minimum: int, maximum: int) -> int:
         text = self._text(column)
         number = _number(text)
-        if not (number.is_integer() and number >= least):
-            self.refuse(column, f"a whole number of at least {least}", repr(text))
-        if number > most:
-            self.refuse(column, f"a whole number of at most {most}", repr(text))
+        if not (number.is_integer() and number >= minimum):
+            self.refuse(column, f"a whole number of at least {minimum}", repr(text))
+        if number > maximum:
+            self.refuse(column, f"a whole number of at most {maximum}", repr(text))
         return int(number)
 
-    def _positive(self, column: str, unit: str, least: float, most: float) -> float:
+    def _positive(self, column: str, unit: str, minimum: float, maximum: float) -> float:
         text = self._text(column)
         number = _number(text)
         if not (math.isfinite(number) and number > 0):
             self.refuse(column, f"a positive, finite number of {unit}", repr(text))
-        if not least <= number <= most:
-            self.refuse(column, f"from {least:g} to {most:g} {unit}", repr(text))
+        if not minimum <= number <= maximum:
+            self.refuse(column, f"from {minimum:g} to {maximum:g} {unit}", repr(text))
         return number
 
 

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.block_search import BlockSearch
-from perseus.solver.columns import Choice, Columns, FloatArray, Rungs
+from perseus.solver.columns import Choice, Columns, FloatArray, PriceLevels
 from perseus.solver.fusion import Fusion
 from perseus.solver.graph import EventGraph, Int64Array
 
@@ -202,12 +202,12 @@ class Realiser:
 
     # --- Rounding -------------------------------------------------------------------------------------------
 
-    def _relaxed(self, relaxed_ps: Int64Array) -> tuple[Int64Array, Rungs]:
+    def _relaxed(self, relaxed_ps: Int64Array) -> tuple[Int64Array, PriceLevels]:
         """Return a relaxed plan's finishes and the prices of its computations' time, each as a column."""
         finishes_ps = relaxed_ps[self._finish][:, None]
         return finishes_ps, self.columns.price_of(finishes_ps - relaxed_ps[self._start][:, None])
 
-    def _round(self, finishes_ps: Int64Array, prices: Rungs) -> Int64Array:
+    def _round(self, finishes_ps: Int64Array, prices: PriceLevels) -> Int64Array:
         """Return relaxed plans rounded in all ways: all plans in one way first, then all in the next."""
         columns = self.columns
         return np.concatenate(
@@ -225,9 +225,9 @@ class Realiser:
     ) -> "_Plans":
         """Round every relaxed plan in all ways, search a little, and keep the best of each."""
         columns, settings = self.columns, self._settings
-        way_count = len(settings.price_offsets)
+        offset_count = len(settings.price_offsets)
         plans = _Plans(columns.row_count, len(targets))
-        for some in self._portions(np.arange(len(targets)), way_count):
+        for some in self._portions(np.arange(len(targets)), offset_count):
             finishes_ps = np.empty((columns.row_count, len(some)), dtype=np.int64)
             for column, index in enumerate(some.tolist()):
                 target = targets[index]()
@@ -237,11 +237,11 @@ class Realiser:
             prices = plans.prices[:, some]
             found = self._search.search(
                 self._round(finishes_ps, prices),
-                np.tile(plans.deadlines_ps[some], way_count),
-                np.tile(prices, (1, way_count)),
+                np.tile(plans.deadlines_ps[some], offset_count),
+                np.tile(prices, (1, offset_count)),
                 settings.round_tries,
             )
-            best = columns.effective_energies_j(found).reshape(way_count, len(some)).argmin(axis=0)
+            best = columns.effective_energies_j(found).reshape(offset_count, len(some)).argmin(axis=0)
             plans.choices[:, some] = found[:, best * len(some) + np.arange(len(some))]
             report((some[-1] + 1) / len(targets))
         return plans
@@ -336,7 +336,7 @@ class _Plans:
 
     def __init__(self, row_count: int, count: int) -> None:
         self.choices: Int64Array = np.empty((row_count, count), dtype=np.int64)
-        self.prices: Rungs = np.empty((row_count, count), dtype=np.int8)
+        self.prices: PriceLevels = np.empty((row_count, count), dtype=np.int8)
         self.deadlines_ps: Int64Array = np.empty(count, dtype=np.int64)
         self.bounds_j: FloatArray = np.empty(count)
         self.energies_j: FloatArray = np.empty(count)

@@ -37,7 +37,7 @@ from perseus.solver.setting import Further, further_of, in_order
 
 FloatArray = NDArray[np.float64]
 
-LEAST_CLOCKS = 5
+MIN_CLOCKS = 5
 """Of fewer, nothing is said: two are the line's."""
 
 _SMOOTH_SCALES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -49,7 +49,7 @@ _OWN_SCALES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.04)
 _FARTHEST = 4.0
 """Standard errors: what is further from its measurement is no expectation, but a model that does not fit."""
 
-_MOST_SHARE = 0.5
+_MAX_SHARE = 0.5
 """A larger standard error than this share says nothing of the logarithm."""
 
 
@@ -130,8 +130,8 @@ def _shrink(
     found = [list(curve) for curve in curves]
     values = np.array([[value for value, _ in curve] for curve in curves])
     shares = np.array([[error for _, error in curve] for curve in curves]) / values
-    known = np.flatnonzero(((shares > 0) & (shares <= _MOST_SHARE)).all(axis=1))
-    if len(x) < LEAST_CLOCKS or not len(known):
+    known = np.flatnonzero(((shares > 0) & (shares <= _MAX_SHARE)).all(axis=1))
+    if len(x) < MIN_CLOCKS or not len(known):
         return found
     y = np.log(values[known])
     common, common_deviations = np.zeros(len(x)), np.zeros(len(x))

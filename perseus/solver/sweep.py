@@ -35,7 +35,7 @@ from perseus.solver.profile import PS_PER_S, UW_PER_W, to_ps
 
 FloatArray = NDArray[np.float64]
 
-_MOST_BYTES = 2**27
+_MAX_BYTES = 2**27
 """About what the events' times may take."""
 
 
@@ -96,7 +96,7 @@ def sweep_frontier(
         )
     stop_ps = max(to_ps(max(stop_s, 0.0)), t_min_ps) if stop_s < t_slow_ps / PS_PER_S else t_slow_ps
     residual = _Residual(graph, hulls)
-    recorder = EventTimesRecorder(times_ps, _MOST_BYTES)
+    recorder = EventTimesRecorder(times_ps, _MAX_BYTES)
     iteration_times_ps = [t_slow_ps]
     slopes_uw: list[float] = []
     while times_ps[end] > stop_ps:
@@ -247,8 +247,8 @@ class _Residual:
         margins[self._dependency_backward] = np.where(self._dependency_flow_uw > 0, 0.0, np.inf)
         margins[-1] = 0.0
         distances = self._igraph.distances(0, weights=margins.tolist())[0][: self._source]
-        most = min(distances[self._end], limit_ps)
-        moves_ps: Int64Array = np.minimum(np.fromiter(distances, np.float64, len(distances)), most).astype(
-            np.int64
-        )
+        farthest = min(distances[self._end], limit_ps)
+        moves_ps: Int64Array = np.minimum(
+            np.fromiter(distances, np.float64, len(distances)), farthest
+        ).astype(np.int64)
         return moves_ps

@@ -25,7 +25,7 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def check_address(address: str, *, least_port: int = 1) -> str:
+def check_address(address: str, *, min_port: int = 1) -> str:
     """Return an address of a coordinator, HOST:PORT or unix:PATH, or as gRPC writes others.
 
     Raises:
@@ -39,10 +39,10 @@ def check_address(address: str, *, least_port: int = 1) -> str:
         return address
     found = host_and_port(address)
     if found is None or not found[0]:
-        raise ValueError(f"expected HOST:PORT with a port from {least_port} to 65535, or unix:PATH")
+        raise ValueError(f"expected HOST:PORT with a port from {min_port} to 65535, or unix:PATH")
     host, port = found
-    if port < least_port:
-        raise ValueError(f"expected a port from {least_port} to 65535")
+    if port < min_port:
+        raise ValueError(f"expected a port from {min_port} to 65535")
     if address.startswith(_OTHER_SCHEMES):
         return address  # it may be several, or say whom to ask: gRPC's business
     is_bracketed = "[" in address or "]" in address

@@ -14,7 +14,7 @@ import structlog
 from perseus.tls.address import is_local
 from perseus.tls.diagnosis import diagnose
 from perseus.tls.files import Role, TlsFiles, TlsSource
-from perseus.tls.showing import Showing, ShowingBlocking
+from perseus.tls.token_channels import BlockingTokenChannel, TokenChannel
 from perseus.tls.tokens import TokenSource
 
 _log = structlog.get_logger(__name__)
@@ -70,7 +70,7 @@ class Channels:
             plain = grpc.aio.insecure_channel(self.address, options=options)
         else:
             plain = grpc.aio.secure_channel(self.address, self._credentials(self._source), options=options)
-        return Showing(plain, self._token) if self._token is not None else plain
+        return TokenChannel(plain, self._token) if self._token is not None else plain
 
     def open_blocking(self, options: _Options = ()) -> grpc.Channel:
         """A channel for threads; the caller closes it."""
@@ -78,7 +78,7 @@ class Channels:
             plain = grpc.insecure_channel(self.address, options=options)
         else:
             plain = grpc.secure_channel(self.address, self._credentials(self._source), options=options)
-        return ShowingBlocking(plain, self._token) if self._token is not None else plain
+        return BlockingTokenChannel(plain, self._token) if self._token is not None else plain
 
     async def renewed(self, generation: int, options: _Options = ()) -> grpc.aio.Channel:
         """Wait for certificates newer than a generation, and for a channel with them; the caller closes it.

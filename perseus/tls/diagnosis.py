@@ -19,7 +19,7 @@ from perseus.tls.address import host_and_port
 from perseus.tls.files import TlsFiles, moment, own_facts, trust_only
 
 TIMEOUT_S = 3.0
-_LONGEST_LIST = 5
+_MAX_LIST = 5
 
 # HTTP/2's connection preface and an empty SETTINGS frame: a server answers with its own, or says why not.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
@@ -90,7 +90,7 @@ def trouble(code: int, message: str, host: str, shown: Shown, now_s: float) -> s
     if code == _NOT_YET_VALID:
         return f"the coordinator's certificate is not valid yet{_on(shown.begins_s, 'it begins')}"
     if code in (_HOSTNAME, _IP_ADDRESS):
-        names = ", ".join(shown.names[:_LONGEST_LIST]) or "no name"
+        names = ", ".join(shown.names[:_MAX_LIST]) or "no name"
         return f"the coordinator's certificate is not for {host}: it is for {names}"
     if code in _UNKNOWN_ISSUER:
         issuer = f" by {shown.issuer}" if shown.issuer else ""
@@ -162,12 +162,12 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 def _shake(context: ssl.SSLContext, place: tuple[str, int], deadline_s: float) -> None:
     """Connect, shake hands, say hello and wait for an answer, whatever it is. Raises what went wrong."""
-    with _connected(place, deadline_s) as plain, context.wrap_socket(plain, server_hostname=place[0]) as line:
-        line.settimeout(_left_s(deadline_s))
+    with _connected(place, deadline_s) as plain, context.wrap_socket(plain, server_hostname=place[0]) as sock:
+        sock.settimeout(_left_s(deadline_s))
         # With TLS 1.3 a client's certificate is judged after its handshake is over.
         try:
-            line.sendall(_HELLO)
-            is_welcome = bool(line.recv(1))
+            sock.sendall(_HELLO)
+            is_welcome = bool(sock.recv(1))
         except (ConnectionError, ssl.SSLEOFError):
             is_welcome = False
         if not is_welcome:
@@ -183,10 +183,10 @@ def _shown(place: tuple[str, int], deadline_s: float) -> Shown:
     for context in (anyone, only_it):
         context.set_alpn_protocols(["h2"])
     try:
-        with _connected(place, deadline_s) as plain, anyone.wrap_socket(plain) as line:
-            trust_only(only_it, line.getpeercert(binary_form=True) or b"")
-        with _connected(place, deadline_s) as plain, only_it.wrap_socket(plain) as line:
-            return Shown.of(line.getpeercert() or {})
+        with _connected(place, deadline_s) as plain, anyone.wrap_socket(plain) as sock:
+            trust_only(only_it, sock.getpeercert(binary_form=True) or b"")
+        with _connected(place, deadline_s) as plain, only_it.wrap_socket(plain) as sock:
+            return Shown.of(sock.getpeercert() or {})
     except (OSError, ValueError):
         return Shown()
 

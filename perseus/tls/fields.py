@@ -27,7 +27,7 @@ def contradicts(tls: str) -> AfterValidator:
     return _beside(tls, check_insecure)
 
 
-def keeps_plaintext_here(tls: str, *, wanted: str | None = None, least_port: int = 1) -> AfterValidator:
+def keeps_plaintext_here(tls: str, *, wanted: str | None = None, min_port: int = 1) -> AfterValidator:
     """An address, if any, that others reach by TLS only, unless `insecure` says otherwise.
 
     `tls` is the field that makes it TLS; `wanted` says in an error what to give, by default that field.
@@ -37,7 +37,7 @@ def keeps_plaintext_here(tls: str, *, wanted: str | None = None, least_port: int
         if address is None:
             return None
         return check_plaintext(
-            check_address(address, least_port=least_port),
+            check_address(address, min_port=min_port),
             has_tls=info.data.get(tls) is not None,
             insecure=bool(info.data.get("insecure")),
             wanted=wanted or tls,

@@ -155,7 +155,7 @@ class ConnectResponse(google.protobuf.message.Message):
     DRAIN_FIELD_NUMBER: builtins.int
     TELEMETRY_REFUSED_FIELD_NUMBER: builtins.int
     MESSAGE_REFUSED_FIELD_NUMBER: builtins.int
-    RANK_CEILING_FIELD_NUMBER: builtins.int
+    RANK_MAX_CLOCK_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -193,7 +193,7 @@ class ConnectResponse(google.protobuf.message.Message):
         """A message of the agent's was not understood, or says what can't be; it was dropped."""
 
     @property
-    def rank_ceiling(self) -> Global___RankCeiling:
+    def rank_max_clock(self) -> Global___RankMaxClock:
         """The ceiling clock of a rank is another."""
 
     def __init__(
@@ -208,11 +208,11 @@ class ConnectResponse(google.protobuf.message.Message):
         drain: Global___Drain | None = ...,
         telemetry_refused: Global___TelemetryRefused | None = ...,
         message_refused: Global___MessageRefused | None = ...,
-        rank_ceiling: Global___RankCeiling | None = ...,
+        rank_max_clock: Global___RankMaxClock | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_ceiling", b"rank_ceiling", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_ceiling", b"rank_ceiling", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "rank_accepted", "rank_refused", "telemetry_ack", "plan_offer", "heartbeat", "drain", "telemetry_refused", "message_refused", "rank_ceiling"] | None: ...
+    def HasField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_max_clock", b"rank_max_clock", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_max_clock", b"rank_max_clock", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "rank_accepted", "rank_refused", "telemetry_ack", "plan_offer", "heartbeat", "drain", "telemetry_refused", "message_refused", "rank_max_clock"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
@@ -312,7 +312,7 @@ class Hello(google.protobuf.message.Message):
     AGENT_VERSION_FIELD_NUMBER: builtins.int
     HOSTNAME_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
-    CHECK_WORD_FIELD_NUMBER: builtins.int
+    COMMIT_MARKER_FIELD_NUMBER: builtins.int
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
     """Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
@@ -324,7 +324,7 @@ class Hello(google.protobuf.message.Message):
     """Version of this protocol that the agent speaks; 1 is this one, and 0 counts as 1. It rises when a message or
     a value is added that the other side has to know to do its part.
     """
-    check_word: builtins.str
+    commit_marker: builtins.str
     """The check word that the coordinator told last, on whatever stream, as it was told; empty if none. At most 256
     characters. The coordinator can tell by it that it has lost what it acknowledged, and then begins a new epoch.
     """
@@ -339,10 +339,10 @@ class Hello(google.protobuf.message.Message):
         agent_version: builtins.str = ...,
         hostname: builtins.str = ...,
         protocol_version: builtins.int = ...,
-        check_word: builtins.str = ...,
+        commit_marker: builtins.str = ...,
         instance_key: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "check_word", b"check_word", "hostname", b"hostname", "instance_id", b"instance_id", "instance_key", b"instance_key", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "commit_marker", b"commit_marker", "hostname", b"hostname", "instance_id", b"instance_id", "instance_key", b"instance_key", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -356,7 +356,7 @@ class Welcome(google.protobuf.message.Message):
     LEASE_S_FIELD_NUMBER: builtins.int
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
-    CHECK_WORD_FIELD_NUMBER: builtins.int
+    COMMIT_MARKER_FIELD_NUMBER: builtins.int
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
     POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
     epoch: builtins.str
@@ -371,7 +371,7 @@ class Welcome(google.protobuf.message.Message):
     """Version of this protocol that the coordinator speaks; 0 counts as 1. Both sides go by the lower of the two
     and refuse by itself what they do not know.
     """
-    check_word: builtins.str
+    commit_marker: builtins.str
     """To be said in the next Hello: a word for all that the coordinator has stored so far. Opaque to agents."""
     instance_key: builtins.str
     """To be said in every further Hello of this instance, and to nobody else. Opaque to agents."""
@@ -386,11 +386,11 @@ class Welcome(google.protobuf.message.Message):
         lease_s: builtins.float = ...,
         acknowledged_sequence: builtins.int = ...,
         protocol_version: builtins.int = ...,
-        check_word: builtins.str = ...,
+        commit_marker: builtins.str = ...,
         instance_key: builtins.str = ...,
         power_interval_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "check_word", b"check_word", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -608,7 +608,7 @@ class RankAccepted(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
-    CEILING_FIELD_NUMBER: builtins.int
+    MAX_CLOCK_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     @property
@@ -622,7 +622,7 @@ class RankAccepted(google.protobuf.message.Message):
         """
 
     @property
-    def ceiling(self) -> Global___Ceiling:
+    def max_clock(self) -> Global___MaxClock:
         """The ceiling in force on the rank; absent if there is none."""
 
     def __init__(
@@ -631,10 +631,10 @@ class RankAccepted(google.protobuf.message.Message):
         job_id: builtins.str = ...,
         rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         order: perseus.v1.computation_pb2.StageOrder | None = ...,
-        ceiling: Global___Ceiling | None = ...,
+        max_clock: Global___MaxClock | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ceiling", b"ceiling", "order", b"order", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ceiling", b"ceiling", "job_id", b"job_id", "order", b"order", "rank", b"rank"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["max_clock", b"max_clock", "order", b"order", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "max_clock", b"max_clock", "order", b"order", "rank", b"rank"]) -> None: ...
 
 Global___RankAccepted: typing_extensions.TypeAlias = RankAccepted
 
@@ -667,7 +667,7 @@ class RankRefused(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
-    CEILING_FIELD_NUMBER: builtins.int
+    MAX_CLOCK_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     reason: builtins.str
@@ -687,7 +687,7 @@ class RankRefused(google.protobuf.message.Message):
         """The changing values in the sentence, by name."""
 
     @property
-    def ceiling(self) -> Global___Ceiling:
+    def max_clock(self) -> Global___MaxClock:
         """The ceiling in force on the rank; absent if there is none."""
 
     def __init__(
@@ -698,15 +698,15 @@ class RankRefused(google.protobuf.message.Message):
         reason: builtins.str = ...,
         message: builtins.str = ...,
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-        ceiling: Global___Ceiling | None = ...,
+        max_clock: Global___MaxClock | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ceiling", b"ceiling", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ceiling", b"ceiling", "job_id", b"job_id", "message", b"message", "metadata", b"metadata", "rank", b"rank", "reason", b"reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["max_clock", b"max_clock", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "max_clock", b"max_clock", "message", b"message", "metadata", b"metadata", "rank", b"rank", "reason", b"reason"]) -> None: ...
 
 Global___RankRefused: typing_extensions.TypeAlias = RankRefused
 
 @typing.final
-class Ceiling(google.protobuf.message.Message):
+class MaxClock(google.protobuf.message.Message):
     """The highest clock that a rank's GPU may have while it computes under no stage plan, for as long as power is short.
     Wherever this contract says stock (clocks that are offered, and what a rank goes to by itself: between iterations, in
     one that is not as registered, once it is refused, when its lease has run out), it is then stock up to the ceiling;
@@ -731,10 +731,10 @@ class Ceiling(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["clock_mhz", b"clock_mhz", "outlasts_lease", b"outlasts_lease"]) -> None: ...
 
-Global___Ceiling: typing_extensions.TypeAlias = Ceiling
+Global___MaxClock: typing_extensions.TypeAlias = MaxClock
 
 @typing.final
-class RankCeiling(google.protobuf.message.Message):
+class RankMaxClock(google.protobuf.message.Message):
     """A rank has another ceiling from now on, or none: at once, in the midst of an iteration. It comes before every offer
     that was made under it. RankAccepted and RankRefused say the ceiling, too: of all three what was said last counts.
     """
@@ -743,7 +743,7 @@ class RankCeiling(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
-    CEILING_FIELD_NUMBER: builtins.int
+    MAX_CLOCK_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     @property
@@ -751,7 +751,7 @@ class RankCeiling(google.protobuf.message.Message):
         """The rank."""
 
     @property
-    def ceiling(self) -> Global___Ceiling:
+    def max_clock(self) -> Global___MaxClock:
         """The ceiling; absent if there is none any more."""
 
     def __init__(
@@ -759,12 +759,12 @@ class RankCeiling(google.protobuf.message.Message):
         *,
         job_id: builtins.str = ...,
         rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
-        ceiling: Global___Ceiling | None = ...,
+        max_clock: Global___MaxClock | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ceiling", b"ceiling", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ceiling", b"ceiling", "job_id", b"job_id", "rank", b"rank"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["max_clock", b"max_clock", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "max_clock", b"max_clock", "rank", b"rank"]) -> None: ...
 
-Global___RankCeiling: typing_extensions.TypeAlias = RankCeiling
+Global___RankMaxClock: typing_extensions.TypeAlias = RankMaxClock
 
 @typing.final
 class IterationColumns(google.protobuf.message.Message):
@@ -783,7 +783,7 @@ class IterationColumns(google.protobuf.message.Message):
     GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
     CAPPED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
     RELATIVE_WORK_FIELD_NUMBER: builtins.int
-    IS_TOUCHED_FIELD_NUMBER: builtins.int
+    HAS_CLOCK_CHANGE_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Iteration, from 0."""
@@ -842,7 +842,7 @@ class IterationColumns(google.protobuf.message.Message):
         """
 
     @property
-    def is_touched(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+    def has_clock_change(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
         """Whether an urgent offer or a ceiling came into force between begin and end. Such an iteration is not regular, has
         no rows in ComputationColumns, and counts for nothing but its time and energy. The column may be empty.
         """
@@ -861,9 +861,9 @@ class IterationColumns(google.protobuf.message.Message):
         gap_slowed_time_s: collections.abc.Iterable[builtins.float] | None = ...,
         capped_clock_mhz: collections.abc.Iterable[builtins.int] | None = ...,
         relative_work: collections.abc.Iterable[builtins.float] | None = ...,
-        is_touched: collections.abc.Iterable[builtins.bool] | None = ...,
+        has_clock_change: collections.abc.Iterable[builtins.bool] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "is_touched", b"is_touched", "iteration", b"iteration", "plan_version", b"plan_version", "relative_work", b"relative_work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_clock_change", b"has_clock_change", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version", "relative_work", b"relative_work"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 
@@ -1097,18 +1097,18 @@ class TelemetryAck(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
-    CHECK_WORD_FIELD_NUMBER: builtins.int
+    COMMIT_MARKER_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """The highest such sequence."""
-    check_word: builtins.str
+    commit_marker: builtins.str
     """As in Welcome; the latest counts."""
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
-        check_word: builtins.str = ...,
+        commit_marker: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["check_word", b"check_word", "sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commit_marker", b"commit_marker", "sequence", b"sequence"]) -> None: ...
 
 Global___TelemetryAck: typing_extensions.TypeAlias = TelemetryAck
 
@@ -1157,8 +1157,8 @@ class PlanOffer(google.protobuf.message.Message):
     STOCK_FIELD_NUMBER: builtins.int
     HOLD_FIELD_NUMBER: builtins.int
     STAGE_PLAN_FIELD_NUMBER: builtins.int
-    CHECK_WORD_FIELD_NUMBER: builtins.int
-    URGENT_FIELD_NUMBER: builtins.int
+    COMMIT_MARKER_FIELD_NUMBER: builtins.int
+    IS_URGENT_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     epoch: builtins.str
@@ -1172,9 +1172,9 @@ class PlanOffer(google.protobuf.message.Message):
     """First iteration under these clocks. A rank that has already begun it refuses."""
     lease_s: builtins.float
     """How long these clocks stay in force without a word from the coordinator, seconds."""
-    check_word: builtins.str
+    commit_marker: builtins.str
     """As in Welcome; the latest counts."""
-    urgent: builtins.bool
+    is_urgent: builtins.bool
     """Whether the clocks come into force at once, whatever start_iteration says: for the rest of the iteration that has
     begun, and for those that follow. Such an offer is never too late. An agent that does not know this field applies
     it from start_iteration on.
@@ -1207,11 +1207,11 @@ class PlanOffer(google.protobuf.message.Message):
         stock: Global___StockClocks | None = ...,
         hold: Global___HoldClock | None = ...,
         stage_plan: perseus.v1.frontier_pb2.StagePlan | None = ...,
-        check_word: builtins.str = ...,
-        urgent: builtins.bool = ...,
+        commit_marker: builtins.str = ...,
+        is_urgent: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["clocks", b"clocks", "hold", b"hold", "rank", b"rank", "stage_plan", b"stage_plan", "stock", b"stock"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["check_word", b"check_word", "clocks", b"clocks", "epoch", b"epoch", "hold", b"hold", "job_id", b"job_id", "lease_s", b"lease_s", "rank", b"rank", "stage_plan", b"stage_plan", "start_iteration", b"start_iteration", "stock", b"stock", "urgent", b"urgent", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "commit_marker", b"commit_marker", "epoch", b"epoch", "hold", b"hold", "is_urgent", b"is_urgent", "job_id", b"job_id", "lease_s", b"lease_s", "rank", b"rank", "stage_plan", b"stage_plan", "start_iteration", b"start_iteration", "stock", b"stock", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["clocks", b"clocks"]) -> typing.Literal["stock", "hold", "stage_plan"] | None: ...
 
 Global___PlanOffer: typing_extensions.TypeAlias = PlanOffer

@@ -65,7 +65,7 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """A stage could not be measured at a clock."""
     JOB_EVENT_TYPE_PROFILE_ADOPTED: _JobEventType.ValueType  # 17
     """A profile of the same GPUs and job shape agrees with what was measured so far, and is used."""
-    JOB_EVENT_TYPE_PROMISE_BROKEN: _JobEventType.ValueType  # 18
+    JOB_EVENT_TYPE_PREDICTION_VIOLATED: _JobEventType.ValueType  # 18
     """Iterations took longer than the plans in force promised, and no straggler explains it: the job goes back
     to stock.
     """
@@ -101,9 +101,9 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Iterations took longer than the plans in force promised, and no time that transfers could take explains it. The
     job goes to stock: the same plans would be as slow again.
     """
-    JOB_EVENT_TYPE_BUDGET_PACED: _JobEventType.ValueType  # 31
+    JOB_EVENT_TYPE_BUDGET_TARGET_SET: _JobEventType.ValueType  # 31
     """A power budget makes the job slower, or faster again, or holds it back no more."""
-    JOB_EVENT_TYPE_SIGNAL_PACED: _JobEventType.ValueType  # 32
+    JOB_EVENT_TYPE_SIGNAL_TARGET_SET: _JobEventType.ValueType  # 32
     """By its signal the job is to be slower or faster, or the signal is not known any more, or known again; or the work
     can't be done in time, or is done.
     """
@@ -147,7 +147,7 @@ JOB_EVENT_TYPE_CLOCK_GIVEN_UP: JobEventType.ValueType  # 16
 """A stage could not be measured at a clock."""
 JOB_EVENT_TYPE_PROFILE_ADOPTED: JobEventType.ValueType  # 17
 """A profile of the same GPUs and job shape agrees with what was measured so far, and is used."""
-JOB_EVENT_TYPE_PROMISE_BROKEN: JobEventType.ValueType  # 18
+JOB_EVENT_TYPE_PREDICTION_VIOLATED: JobEventType.ValueType  # 18
 """Iterations took longer than the plans in force promised, and no straggler explains it: the job goes back
 to stock.
 """
@@ -183,9 +183,9 @@ JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED: JobEventType.ValueType  # 30
 """Iterations took longer than the plans in force promised, and no time that transfers could take explains it. The
 job goes to stock: the same plans would be as slow again.
 """
-JOB_EVENT_TYPE_BUDGET_PACED: JobEventType.ValueType  # 31
+JOB_EVENT_TYPE_BUDGET_TARGET_SET: JobEventType.ValueType  # 31
 """A power budget makes the job slower, or faster again, or holds it back no more."""
-JOB_EVENT_TYPE_SIGNAL_PACED: JobEventType.ValueType  # 32
+JOB_EVENT_TYPE_SIGNAL_TARGET_SET: JobEventType.ValueType  # 32
 """By its signal the job is to be slower or faster, or the signal is not known any more, or known again; or the work
 can't be done in time, or is done.
 """
@@ -385,7 +385,7 @@ class JobEvent(google.protobuf.message.Message):
     STRAGGLER_FINDING_FIELD_NUMBER: builtins.int
     POLICY_SET_FIELD_NUMBER: builtins.int
     GPU_ERROR_FIELD_NUMBER: builtins.int
-    PROMISE_BROKEN_FIELD_NUMBER: builtins.int
+    PREDICTION_VIOLATED_FIELD_NUMBER: builtins.int
     PROFILE_CORRECTED_FIELD_NUMBER: builtins.int
     BASELINE_REQUESTED_FIELD_NUMBER: builtins.int
     STALL_FIELD_NUMBER: builtins.int
@@ -395,8 +395,8 @@ class JobEvent(google.protobuf.message.Message):
     CLOCK_CAPPED_FIELD_NUMBER: builtins.int
     GPU_LIMITS_CHANGED_FIELD_NUMBER: builtins.int
     MEASUREMENTS_UNEXPLAINED_FIELD_NUMBER: builtins.int
-    BUDGET_PACED_FIELD_NUMBER: builtins.int
-    SIGNAL_PACED_FIELD_NUMBER: builtins.int
+    BUDGET_TARGET_SET_FIELD_NUMBER: builtins.int
+    SIGNAL_TARGET_SET_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
@@ -472,7 +472,7 @@ class JobEvent(google.protobuf.message.Message):
         """Of GPU_ERROR."""
 
     @property
-    def promise_broken(self) -> Global___PromiseBroken:
+    def prediction_violated(self) -> Global___PredictionViolated:
         """Of PROMISE_BROKEN."""
 
     @property
@@ -512,11 +512,11 @@ class JobEvent(google.protobuf.message.Message):
         """Of MEASUREMENTS_UNEXPLAINED."""
 
     @property
-    def budget_paced(self) -> Global___BudgetPaced:
+    def budget_target_set(self) -> Global___BudgetTargetSet:
         """Of BUDGET_PACED."""
 
     @property
-    def signal_paced(self) -> Global___SignalPaced:
+    def signal_target_set(self) -> Global___SignalTargetSet:
         """Of SIGNAL_PACED."""
 
     def __init__(
@@ -542,7 +542,7 @@ class JobEvent(google.protobuf.message.Message):
         straggler_finding: Global___StragglerFinding | None = ...,
         policy_set: Global___PolicySet | None = ...,
         gpu_error: Global___RankGpuError | None = ...,
-        promise_broken: Global___PromiseBroken | None = ...,
+        prediction_violated: Global___PredictionViolated | None = ...,
         profile_corrected: Global___ProfileCorrected | None = ...,
         baseline_requested: Global___BaselineRequested | None = ...,
         stall: Global___Stall | None = ...,
@@ -552,12 +552,12 @@ class JobEvent(google.protobuf.message.Message):
         clock_capped: Global___ClockCapped | None = ...,
         gpu_limits_changed: Global___GpuLimitsChanged | None = ...,
         measurements_unexplained: Global___MeasurementsUnexplained | None = ...,
-        budget_paced: Global___BudgetPaced | None = ...,
-        signal_paced: Global___SignalPaced | None = ...,
+        budget_target_set: Global___BudgetTargetSet | None = ...,
+        signal_target_set: Global___SignalTargetSet | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_paced", b"budget_paced", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "signal_paced", b"signal_paced", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_paced", b"budget_paced", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "signal_paced", b"signal_paced", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained", "budget_paced", "signal_paced"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_target_set", b"budget_target_set", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "prediction_violated", b"prediction_violated", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "signal_target_set", b"signal_target_set", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_target_set", b"budget_target_set", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "prediction_violated", b"prediction_violated", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "signal_target_set", b"signal_target_set", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "prediction_violated", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained", "budget_target_set", "signal_target_set"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -1252,18 +1252,18 @@ class RankGpuError(google.protobuf.message.Message):
 Global___RankGpuError: typing_extensions.TypeAlias = RankGpuError
 
 @typing.final
-class PromiseBroken(google.protobuf.message.Message):
+class PredictionViolated(google.protobuf.message.Message):
     """Iterations took longer than the plans in force promised."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PROMISED_TIME_S_FIELD_NUMBER: builtins.int
+    PREDICTED_TIME_S_FIELD_NUMBER: builtins.int
     MEDIAN_TIME_S_FIELD_NUMBER: builtins.int
     BASELINE_TIME_S_FIELD_NUMBER: builtins.int
     ITERATION_TIMES_S_FIELD_NUMBER: builtins.int
     LAST_ITERATION_FIELD_NUMBER: builtins.int
     PLAN_VERSIONS_FIELD_NUMBER: builtins.int
-    promised_time_s: builtins.float
+    predicted_time_s: builtins.float
     """The iteration time that was promised, seconds."""
     median_time_s: builtins.float
     """Median of the latest iterations, seconds."""
@@ -1282,16 +1282,16 @@ class PromiseBroken(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        promised_time_s: builtins.float = ...,
+        predicted_time_s: builtins.float = ...,
         median_time_s: builtins.float = ...,
         baseline_time_s: builtins.float = ...,
         iteration_times_s: collections.abc.Iterable[builtins.float] | None = ...,
         last_iteration: builtins.int = ...,
         plan_versions: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["baseline_time_s", b"baseline_time_s", "iteration_times_s", b"iteration_times_s", "last_iteration", b"last_iteration", "median_time_s", b"median_time_s", "plan_versions", b"plan_versions", "promised_time_s", b"promised_time_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["baseline_time_s", b"baseline_time_s", "iteration_times_s", b"iteration_times_s", "last_iteration", b"last_iteration", "median_time_s", b"median_time_s", "plan_versions", b"plan_versions", "predicted_time_s", b"predicted_time_s"]) -> None: ...
 
-Global___PromiseBroken: typing_extensions.TypeAlias = PromiseBroken
+Global___PredictionViolated: typing_extensions.TypeAlias = PredictionViolated
 
 @typing.final
 class ProfileCorrected(google.protobuf.message.Message):
@@ -1555,7 +1555,7 @@ class MeasurementsUnexplained(google.protobuf.message.Message):
 Global___MeasurementsUnexplained: typing_extensions.TypeAlias = MeasurementsUnexplained
 
 @typing.final
-class BudgetPaced(google.protobuf.message.Message):
+class BudgetTargetSet(google.protobuf.message.Message):
     """A power budget says how long the job's iterations are to take."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1583,34 +1583,34 @@ class BudgetPaced(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_iteration_time_s", b"_iteration_time_s"]) -> typing.Literal["iteration_time_s"] | None: ...
 
-Global___BudgetPaced: typing_extensions.TypeAlias = BudgetPaced
+Global___BudgetTargetSet: typing_extensions.TypeAlias = BudgetTargetSet
 
 @typing.final
-class SignalPaced(google.protobuf.message.Message):
+class SignalTargetSet(google.protobuf.message.Message):
     """A signal says how long the job's iterations are to take."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KIND_FIELD_NUMBER: builtins.int
-    PACING_FIELD_NUMBER: builtins.int
+    SIGNAL_TARGET_FIELD_NUMBER: builtins.int
     BEFORE_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     kind: Global___SignalKind.ValueType
     """Which it is."""
     before_iteration_time_s: builtins.float
     """What iterations were to take before, seconds; absent where nothing slowed them down."""
     @property
-    def pacing(self) -> perseus.v1.job_pb2.SignalPacing:
+    def signal_target(self) -> perseus.v1.job_pb2.SignalTarget:
         """How the job runs by it from now on."""
 
     def __init__(
         self,
         *,
         kind: Global___SignalKind.ValueType = ...,
-        pacing: perseus.v1.job_pb2.SignalPacing | None = ...,
+        signal_target: perseus.v1.job_pb2.SignalTarget | None = ...,
         before_iteration_time_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s", "before_iteration_time_s", b"before_iteration_time_s", "pacing", b"pacing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s", "before_iteration_time_s", b"before_iteration_time_s", "kind", b"kind", "pacing", b"pacing"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s", "before_iteration_time_s", b"before_iteration_time_s", "signal_target", b"signal_target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s", "before_iteration_time_s", b"before_iteration_time_s", "kind", b"kind", "signal_target", b"signal_target"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s"]) -> typing.Literal["before_iteration_time_s"] | None: ...
 
-Global___SignalPaced: typing_extensions.TypeAlias = SignalPaced
+Global___SignalTargetSet: typing_extensions.TypeAlias = SignalTargetSet

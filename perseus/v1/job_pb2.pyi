@@ -123,37 +123,37 @@ NO_SLOWDOWN_BASIS_BASELINE: NoSlowdownBasis.ValueType  # 2
 """The stock baseline, which was measured to be shorter than that."""
 Global___NoSlowdownBasis: typing_extensions.TypeAlias = NoSlowdownBasis
 
-class _SignalPacingState:
+class _SignalTargetState:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
 
-class _SignalPacingStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SignalPacingState.ValueType], builtins.type):
+class _SignalTargetStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SignalTargetState.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    SIGNAL_PACING_STATE_UNSPECIFIED: _SignalPacingState.ValueType  # 0
+    SIGNAL_TARGET_STATE_UNSPECIFIED: _SignalTargetState.ValueType  # 0
     """Never valid on the wire."""
-    SIGNAL_PACING_STATE_PACED: _SignalPacingState.ValueType  # 1
+    SIGNAL_TARGET_STATE_FOLLOWING: _SignalTargetState.ValueType  # 1
     """As slow as pays."""
-    SIGNAL_PACING_STATE_BLIND: _SignalPacingState.ValueType  # 2
+    SIGNAL_TARGET_STATE_NO_SIGNAL: _SignalTargetState.ValueType  # 2
     """Nothing is known of the signal: no slowdown."""
-    SIGNAL_PACING_STATE_LATE: _SignalPacingState.ValueType  # 3
+    SIGNAL_TARGET_STATE_LATE: _SignalTargetState.ValueType  # 3
     """The work can't be done in time any more: no slowdown."""
-    SIGNAL_PACING_STATE_DONE: _SignalPacingState.ValueType  # 4
+    SIGNAL_TARGET_STATE_DONE: _SignalTargetState.ValueType  # 4
     """The work is done, or its time is over: no slowdown."""
 
-class SignalPacingState(_SignalPacingState, metaclass=_SignalPacingStateEnumTypeWrapper):
+class SignalTargetState(_SignalTargetState, metaclass=_SignalTargetStateEnumTypeWrapper):
     """How a job runs by a signal now."""
 
-SIGNAL_PACING_STATE_UNSPECIFIED: SignalPacingState.ValueType  # 0
+SIGNAL_TARGET_STATE_UNSPECIFIED: SignalTargetState.ValueType  # 0
 """Never valid on the wire."""
-SIGNAL_PACING_STATE_PACED: SignalPacingState.ValueType  # 1
+SIGNAL_TARGET_STATE_FOLLOWING: SignalTargetState.ValueType  # 1
 """As slow as pays."""
-SIGNAL_PACING_STATE_BLIND: SignalPacingState.ValueType  # 2
+SIGNAL_TARGET_STATE_NO_SIGNAL: SignalTargetState.ValueType  # 2
 """Nothing is known of the signal: no slowdown."""
-SIGNAL_PACING_STATE_LATE: SignalPacingState.ValueType  # 3
+SIGNAL_TARGET_STATE_LATE: SignalTargetState.ValueType  # 3
 """The work can't be done in time any more: no slowdown."""
-SIGNAL_PACING_STATE_DONE: SignalPacingState.ValueType  # 4
+SIGNAL_TARGET_STATE_DONE: SignalTargetState.ValueType  # 4
 """The work is done, or its time is over: no slowdown."""
-Global___SignalPacingState: typing_extensions.TypeAlias = SignalPacingState
+Global___SignalTargetState: typing_extensions.TypeAlias = SignalTargetState
 
 @typing.final
 class Parallelism(google.protobuf.message.Message):
@@ -691,7 +691,7 @@ class JobFigures(google.protobuf.message.Message):
     POWER_W_FIELD_NUMBER: builtins.int
     MEAN_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     SAVING_FIELD_NUMBER: builtins.int
-    PROMISED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    PREDICTED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     STRAGGLER_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     iteration_time_s: builtins.float
     """Time of the latest complete iteration, seconds, of the slowest rank; absent before there is one."""
@@ -703,7 +703,7 @@ class JobFigures(google.protobuf.message.Message):
     """Mean iteration time under the clocks that are offered now, seconds, of the slowest pipeline; absent before there
     are such iterations.
     """
-    promised_iteration_time_s: builtins.float
+    predicted_iteration_time_s: builtins.float
     """The iteration time that the plans in force promise, seconds; absent while there are none."""
     straggler_iteration_time_s: builtins.float
     """T' of the slowest straggler now known, seconds; absent without one."""
@@ -719,11 +719,11 @@ class JobFigures(google.protobuf.message.Message):
         power_w: builtins.float | None = ...,
         mean_iteration_time_s: builtins.float | None = ...,
         saving: Global___Saving | None = ...,
-        promised_iteration_time_s: builtins.float | None = ...,
+        predicted_iteration_time_s: builtins.float | None = ...,
         straggler_iteration_time_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_energy_j", b"_energy_j", "_iteration_time_s", b"_iteration_time_s", "_mean_iteration_time_s", b"_mean_iteration_time_s", "_power_w", b"_power_w", "_promised_iteration_time_s", b"_promised_iteration_time_s", "_straggler_iteration_time_s", b"_straggler_iteration_time_s", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "mean_iteration_time_s", b"mean_iteration_time_s", "power_w", b"power_w", "promised_iteration_time_s", b"promised_iteration_time_s", "saving", b"saving", "straggler_iteration_time_s", b"straggler_iteration_time_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_energy_j", b"_energy_j", "_iteration_time_s", b"_iteration_time_s", "_mean_iteration_time_s", b"_mean_iteration_time_s", "_power_w", b"_power_w", "_promised_iteration_time_s", b"_promised_iteration_time_s", "_straggler_iteration_time_s", b"_straggler_iteration_time_s", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "mean_iteration_time_s", b"mean_iteration_time_s", "power_w", b"power_w", "promised_iteration_time_s", b"promised_iteration_time_s", "saving", b"saving", "straggler_iteration_time_s", b"straggler_iteration_time_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_energy_j", b"_energy_j", "_iteration_time_s", b"_iteration_time_s", "_mean_iteration_time_s", b"_mean_iteration_time_s", "_power_w", b"_power_w", "_predicted_iteration_time_s", b"_predicted_iteration_time_s", "_straggler_iteration_time_s", b"_straggler_iteration_time_s", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "mean_iteration_time_s", b"mean_iteration_time_s", "power_w", b"power_w", "predicted_iteration_time_s", b"predicted_iteration_time_s", "saving", b"saving", "straggler_iteration_time_s", b"straggler_iteration_time_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_energy_j", b"_energy_j", "_iteration_time_s", b"_iteration_time_s", "_mean_iteration_time_s", b"_mean_iteration_time_s", "_power_w", b"_power_w", "_predicted_iteration_time_s", b"_predicted_iteration_time_s", "_straggler_iteration_time_s", b"_straggler_iteration_time_s", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "mean_iteration_time_s", b"mean_iteration_time_s", "power_w", b"power_w", "predicted_iteration_time_s", b"predicted_iteration_time_s", "saving", b"saving", "straggler_iteration_time_s", b"straggler_iteration_time_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_energy_j", b"_energy_j"]) -> typing.Literal["energy_j"] | None: ...
     @typing.overload
@@ -733,26 +733,26 @@ class JobFigures(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_power_w", b"_power_w"]) -> typing.Literal["power_w"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_promised_iteration_time_s", b"_promised_iteration_time_s"]) -> typing.Literal["promised_iteration_time_s"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_iteration_time_s", b"_predicted_iteration_time_s"]) -> typing.Literal["predicted_iteration_time_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_straggler_iteration_time_s", b"_straggler_iteration_time_s"]) -> typing.Literal["straggler_iteration_time_s"] | None: ...
 
 Global___JobFigures: typing_extensions.TypeAlias = JobFigures
 
 @typing.final
-class SignalPacing(google.protobuf.message.Message):
+class SignalTarget(google.protobuf.message.Message):
     """How a job runs by a signal, and how far it is."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STATE_FIELD_NUMBER: builtins.int
-    BEGIN_TIME_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
     END_TIME_FIELD_NUMBER: builtins.int
     ITERATION_COUNT_FIELD_NUMBER: builtins.int
     DONE_COUNT_FIELD_NUMBER: builtins.int
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     VALUE_PER_KWH_FIELD_NUMBER: builtins.int
-    state: Global___SignalPacingState.ValueType
+    state: Global___SignalTargetState.ValueType
     """Why it runs as it does."""
     iteration_count: builtins.float
     """The work, iterations; of a horizon with extra time, what it leaves room for."""
@@ -763,7 +763,7 @@ class SignalPacing(google.protobuf.message.Message):
     value_per_kwh: builtins.float
     """The signal when that was said: gCO2 per kWh, or the operator's currency; absent if it was not known."""
     @property
-    def begin_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the work began to count."""
 
     @property
@@ -773,22 +773,22 @@ class SignalPacing(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        state: Global___SignalPacingState.ValueType = ...,
-        begin_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        state: Global___SignalTargetState.ValueType = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         iteration_count: builtins.float = ...,
         done_count: builtins.int = ...,
         iteration_time_s: builtins.float | None = ...,
         value_per_kwh: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_iteration_time_s", b"_iteration_time_s", "_value_per_kwh", b"_value_per_kwh", "begin_time", b"begin_time", "end_time", b"end_time", "iteration_time_s", b"iteration_time_s", "value_per_kwh", b"value_per_kwh"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_iteration_time_s", b"_iteration_time_s", "_value_per_kwh", b"_value_per_kwh", "begin_time", b"begin_time", "done_count", b"done_count", "end_time", b"end_time", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "state", b"state", "value_per_kwh", b"value_per_kwh"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_iteration_time_s", b"_iteration_time_s", "_value_per_kwh", b"_value_per_kwh", "end_time", b"end_time", "iteration_time_s", b"iteration_time_s", "start_time", b"start_time", "value_per_kwh", b"value_per_kwh"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_iteration_time_s", b"_iteration_time_s", "_value_per_kwh", b"_value_per_kwh", "done_count", b"done_count", "end_time", b"end_time", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "start_time", b"start_time", "state", b"state", "value_per_kwh", b"value_per_kwh"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_iteration_time_s", b"_iteration_time_s"]) -> typing.Literal["iteration_time_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_value_per_kwh", b"_value_per_kwh"]) -> typing.Literal["value_per_kwh"] | None: ...
 
-Global___SignalPacing: typing_extensions.TypeAlias = SignalPacing
+Global___SignalTarget: typing_extensions.TypeAlias = SignalTarget
 
 @typing.final
 class Job(google.protobuf.message.Message):
@@ -822,8 +822,8 @@ class Job(google.protobuf.message.Message):
     PROFILING_PROGRESS_FIELD_NUMBER: builtins.int
     NO_SLOWDOWN_TIME_FIELD_NUMBER: builtins.int
     FIGURES_FIELD_NUMBER: builtins.int
-    BUDGET_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
-    SIGNAL_PACING_FIELD_NUMBER: builtins.int
+    BUDGET_TARGET_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    SIGNAL_TARGET_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
@@ -864,7 +864,7 @@ class Job(google.protobuf.message.Message):
     """What that costs at T_min, percent of the energy that the plan there would take if clocks changed at once, by
     prediction; 0 before the job is solved.
     """
-    budget_iteration_time_s: builtins.float
+    budget_target_iteration_time_s: builtins.float
     """What a power budget makes its iterations take, seconds, on the frontier's scale; absent while none holds it back."""
     @property
     def parallelism(self) -> Global___Parallelism:
@@ -911,7 +911,7 @@ class Job(google.protobuf.message.Message):
         """What was measured lately."""
 
     @property
-    def signal_pacing(self) -> Global___SignalPacing:
+    def signal_target(self) -> Global___SignalTarget:
         """How it runs by a signal; absent where its policy follows none, or it was not told yet."""
 
     @property
@@ -959,16 +959,16 @@ class Job(google.protobuf.message.Message):
         profiling_progress: Global___ProfilingProgress | None = ...,
         no_slowdown_time: Global___NoSlowdownTime | None = ...,
         figures: Global___JobFigures | None = ...,
-        budget_iteration_time_s: builtins.float | None = ...,
-        signal_pacing: Global___SignalPacing | None = ...,
+        budget_target_iteration_time_s: builtins.float | None = ...,
+        signal_target: Global___SignalTarget | None = ...,
         labels: collections.abc.Iterable[Global___Label] | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "signal_pacing", b"signal_pacing", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "labels", b"labels", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "signal_pacing", b"signal_pacing", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s"]) -> typing.Literal["budget_iteration_time_s"] | None: ...
+    def HasField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "signal_target", b"signal_target", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "labels", b"labels", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "signal_target", b"signal_target", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s"]) -> typing.Literal["budget_target_iteration_time_s"] | None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 

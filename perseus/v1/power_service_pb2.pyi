@@ -138,7 +138,7 @@ class FeedState(google.protobuf.message.Message):
     FEED_FIELD_NUMBER: builtins.int
     REFERENCE_W_FIELD_NUMBER: builtins.int
     LIMIT_W_FIELD_NUMBER: builtins.int
-    CEILING_W_FIELD_NUMBER: builtins.int
+    POWER_CAP_W_FIELD_NUMBER: builtins.int
     MEASURED_W_FIELD_NUMBER: builtins.int
     MANAGED_W_FIELD_NUMBER: builtins.int
     UNMANAGED_W_FIELD_NUMBER: builtins.int
@@ -146,18 +146,18 @@ class FeedState(google.protobuf.message.Message):
     IS_IN_TRANSITION_FIELD_NUMBER: builtins.int
     JOB_IDS_TO_PAUSE_FIELD_NUMBER: builtins.int
     JOB_IDS_BEYOND_TOLERANCE_FIELD_NUMBER: builtins.int
-    HELD_JOB_IDS_FIELD_NUMBER: builtins.int
+    SLOWED_JOB_IDS_FIELD_NUMBER: builtins.int
     OWN_LIMIT_W_FIELD_NUMBER: builtins.int
     DEFAULT_W_FIELD_NUMBER: builtins.int
     JUDGED_W_FIELD_NUMBER: builtins.int
-    DOUBTFUL_GPU_COUNT_FIELD_NUMBER: builtins.int
+    CONFLICTING_GPU_COUNT_FIELD_NUMBER: builtins.int
     feed: builtins.str
     """Its name."""
     reference_w: builtins.float
     """What percentages are of, watts; absent where no budget may be given in percent."""
     limit_w: builtins.float
     """The lowest limit in force, watts; absent where there is none."""
-    ceiling_w: builtins.float
+    power_cap_w: builtins.float
     """What may be drawn now, watts: on its way to a limit it follows the ramps. Absent where nothing limits it."""
     measured_w: builtins.float
     """What is drawn from it, watts: the mean over the longer of a minute and three iterations."""
@@ -177,7 +177,7 @@ class FeedState(google.protobuf.message.Message):
     """What was drawn on average over ten seconds, or since the limit has had to be kept if that is less, watts; absent
     where no limit has to be kept.
     """
-    doubtful_gpu_count: builtins.int
+    conflicting_gpu_count: builtins.int
     """GPUs of which agents say what can't be: that one draws more than its model can, runs ranks of several jobs, is on
     several feeds, or, for some seconds, draws 50 W and a quarter more or less than another agent says. They count with no more than their model can draw; where it is not 0, look at the agents' hosts.
     """
@@ -190,7 +190,7 @@ class FeedState(google.protobuf.message.Message):
         """Jobs on it whose fastest plan is slower than their owners allow, whatever the budgets."""
 
     @property
-    def held_job_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+    def slowed_job_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Jobs that it holds back, or other feeds that they are on do."""
 
     def __init__(
@@ -199,7 +199,7 @@ class FeedState(google.protobuf.message.Message):
         feed: builtins.str = ...,
         reference_w: builtins.float | None = ...,
         limit_w: builtins.float | None = ...,
-        ceiling_w: builtins.float | None = ...,
+        power_cap_w: builtins.float | None = ...,
         measured_w: builtins.float = ...,
         managed_w: builtins.float = ...,
         unmanaged_w: builtins.float = ...,
@@ -207,16 +207,14 @@ class FeedState(google.protobuf.message.Message):
         is_in_transition: builtins.bool = ...,
         job_ids_to_pause: collections.abc.Iterable[builtins.str] | None = ...,
         job_ids_beyond_tolerance: collections.abc.Iterable[builtins.str] | None = ...,
-        held_job_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        slowed_job_ids: collections.abc.Iterable[builtins.str] | None = ...,
         own_limit_w: builtins.float | None = ...,
         default_w: builtins.float | None = ...,
         judged_w: builtins.float | None = ...,
-        doubtful_gpu_count: builtins.int = ...,
+        conflicting_gpu_count: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "default_w", b"default_w", "judged_w", b"judged_w", "limit_w", b"limit_w", "own_limit_w", b"own_limit_w", "reference_w", b"reference_w"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "default_w", b"default_w", "doubtful_gpu_count", b"doubtful_gpu_count", "feed", b"feed", "held_job_ids", b"held_job_ids", "is_compliant", b"is_compliant", "is_in_transition", b"is_in_transition", "job_ids_beyond_tolerance", b"job_ids_beyond_tolerance", "job_ids_to_pause", b"job_ids_to_pause", "judged_w", b"judged_w", "limit_w", b"limit_w", "managed_w", b"managed_w", "measured_w", b"measured_w", "own_limit_w", b"own_limit_w", "reference_w", b"reference_w", "unmanaged_w", b"unmanaged_w"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_ceiling_w", b"_ceiling_w"]) -> typing.Literal["ceiling_w"] | None: ...
+    def HasField(self, field_name: typing.Literal["_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_power_cap_w", b"_power_cap_w", "_reference_w", b"_reference_w", "default_w", b"default_w", "judged_w", b"judged_w", "limit_w", b"limit_w", "own_limit_w", b"own_limit_w", "power_cap_w", b"power_cap_w", "reference_w", b"reference_w"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_power_cap_w", b"_power_cap_w", "_reference_w", b"_reference_w", "conflicting_gpu_count", b"conflicting_gpu_count", "default_w", b"default_w", "feed", b"feed", "is_compliant", b"is_compliant", "is_in_transition", b"is_in_transition", "job_ids_beyond_tolerance", b"job_ids_beyond_tolerance", "job_ids_to_pause", b"job_ids_to_pause", "judged_w", b"judged_w", "limit_w", b"limit_w", "managed_w", b"managed_w", "measured_w", b"measured_w", "own_limit_w", b"own_limit_w", "power_cap_w", b"power_cap_w", "reference_w", b"reference_w", "slowed_job_ids", b"slowed_job_ids", "unmanaged_w", b"unmanaged_w"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_default_w", b"_default_w"]) -> typing.Literal["default_w"] | None: ...
     @typing.overload
@@ -225,6 +223,8 @@ class FeedState(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_limit_w", b"_limit_w"]) -> typing.Literal["limit_w"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_own_limit_w", b"_own_limit_w"]) -> typing.Literal["own_limit_w"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_power_cap_w", b"_power_cap_w"]) -> typing.Literal["power_cap_w"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_reference_w", b"_reference_w"]) -> typing.Literal["reference_w"] | None: ...
 

@@ -24,7 +24,7 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30)
 
 
 @dataclass
-class Book:
+class Inbox:
     """What outlives a coordinator's restart: its jobs and telemetry; and what agents said to it."""
 
     jobs: dict[str, job_service_pb2.RegisterJobRequest] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class Book:
 class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_pb2_grpc.JobServiceServicer):
     """Serves on loopback until `stop`; `say` speaks to the agent that is connected."""
 
-    def __init__(self, book: Book, order: list[computation_pb2.Computation]) -> None:
-        self.book = book
+    def __init__(self, inbox: Inbox, order: list[computation_pb2.Computation]) -> None:
+        self.inbox = inbox
         self.port = 0
         self._order = order
         self._outbox: asyncio.Queue[wire.ConnectResponse] = asyncio.Queue()
@@ -63,14 +63,14 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
     async def stop(self) -> None:
         await self._server.stop(None)
 
-    def say(self, response: wire.ConnectResponse) -> None:
+    def send(self, response: wire.ConnectResponse) -> None:
         self._outbox.put_nowait(response)
 
-    async def until(self, condition: Callable[[Book], bool], what: str, timeout_s: float = 30) -> None:
+    async def until(self, condition: Callable[[Inbox], bool], what: str, timeout_s: float = 30) -> None:
         try:
-            await until(lambda: condition(self.book), what, timeout_s)
+            await until(lambda: condition(self.inbox), what, timeout_s)
         except AssertionError as error:
-            heard = [request.WhichOneof("message") for request in self.book.heard]
+            heard = [request.WhichOneof("message") for request in self.inbox.heard]
             raise AssertionError(f"{error}; heard {heard}") from None
 
     async def RegisterJob(  # noqa: N802 - gRPC's name
@@ -80,19 +80,19 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
             job_service_pb2.RegisterJobRequest, job_service_pb2.RegisterJobResponse
         ],
     ) -> job_service_pb2.RegisterJobResponse:
-        self.book.register_count += 1
-        if self.book.refusal:
+        self.inbox.register_count += 1
+        if self.inbox.refusal:
             detail = any_pb2.Any()
-            detail.Pack(error_details_pb2.ErrorInfo(reason=self.book.refusal_reason, domain="perseus"))
+            detail.Pack(error_details_pb2.ErrorInfo(reason=self.inbox.refusal_reason, domain="perseus"))
             details = [detail]
-            if self.book.retry_delay_s is not None:
+            if self.inbox.retry_delay_s is not None:
                 details.append(any_pb2.Any())
-                delay = duration_pb2.Duration(seconds=self.book.retry_delay_s)
+                delay = duration_pb2.Duration(seconds=self.inbox.retry_delay_s)
                 details[-1].Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-            code = self.book.refusal_code
-            status = status_pb2.Status(code=code, message=self.book.refusal, details=details)
+            code = self.inbox.refusal_code
+            status = status_pb2.Status(code=code, message=self.inbox.refusal, details=details)
             await context.abort_with_status(rpc_status.to_status(status))
-        self.book.jobs[request.spec.job_id] = request
+        self.inbox.jobs[request.spec.job_id] = request
         return job_service_pb2.RegisterJobResponse()
 
     async def Connect(  # noqa: N802 - gRPC's name
@@ -117,30 +117,30 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
 
     async def _listen(self, requests: AsyncIterator[wire.ConnectRequest]) -> None:
         async for request in requests:
-            self.book.heard.append(request)
+            self.inbox.heard.append(request)
             match request.WhichOneof("message"):
                 case "hello":
                     welcome = wire.Welcome(
                         epoch="e",
-                        lease_s=self.book.lease_s,
-                        acknowledged_sequence=self.book.acknowledged_sequence,
-                        power_interval_s=self.book.power_interval_s,
+                        lease_s=self.inbox.lease_s,
+                        acknowledged_sequence=self.inbox.acknowledged_sequence,
+                        power_interval_s=self.inbox.power_interval_s,
                     )
-                    self.say(wire.ConnectResponse(welcome=welcome))
+                    self.send(wire.ConnectResponse(welcome=welcome))
                 case "rank_joined":
                     self._answer(request.rank_joined)
-                case "telemetry" if self.book.acknowledges:
-                    self.book.acknowledged_sequence = request.telemetry.sequence
+                case "telemetry" if self.inbox.acknowledges:
+                    self.inbox.acknowledged_sequence = request.telemetry.sequence
                     ack = wire.TelemetryAck(sequence=request.telemetry.sequence)
-                    self.say(wire.ConnectResponse(telemetry_ack=ack))
+                    self.send(wire.ConnectResponse(telemetry_ack=ack))
                 case "heartbeat":
-                    self.say(wire.ConnectResponse(heartbeat=wire.Heartbeat()))
+                    self.send(wire.ConnectResponse(heartbeat=wire.Heartbeat()))
 
     def _answer(self, joined: wire.RankJoined) -> None:
-        if joined.job_id in self.book.jobs:
+        if joined.job_id in self.inbox.jobs:
             order = computation_pb2.StageOrder(computations=self._order)
             accepted = wire.RankAccepted(job_id=joined.job_id, rank=joined.rank, order=order)
-            self.say(wire.ConnectResponse(rank_accepted=accepted))
+            self.send(wire.ConnectResponse(rank_accepted=accepted))
         else:
             refused = wire.RankRefused(job_id=joined.job_id, rank=joined.rank, reason="JOB_NOT_FOUND")
-            self.say(wire.ConnectResponse(rank_refused=refused))
+            self.send(wire.ConnectResponse(rank_refused=refused))

@@ -58,9 +58,9 @@ class Megatron:
         for is_forward, microbatch, stage in self._steps:
             if is_forward:
                 self.virtual_stage = stage
-                told = {"vp_stage": stage} if self._calls_with_stage else {}
+                reported = {"vp_stage": stage} if self._calls_with_stage else {}
                 outputs[microbatch, stage], tokens = self.module.forward_step(
-                    None, None, None, 2, None, [], None, current_microbatch=microbatch, **told
+                    None, None, None, 2, None, [], None, current_microbatch=microbatch, **reported
                 )
                 assert tokens == 7
             elif not forward_only:

@@ -33,19 +33,19 @@ def doctor(environment: dict[str, str], *arguments: str) -> Result:
 
 
 def test_a_set_up_that_is_well_is_said_to_be_so(environment: dict[str, str]) -> None:
-    told = doctor(environment)
-    assert told.exit_code == 0, told.output
-    assert "it answers, over TLS" in told.stdout
-    assert "✘" not in told.stdout
+    reported = doctor(environment)
+    assert reported.exit_code == 0, reported.output
+    assert "it answers, over TLS" in reported.stdout
+    assert "✘" not in reported.stdout
     rows = json.loads(doctor(environment, "--format", "json").stdout)
     assert {row["verdict"] for row in rows} == {"good"}
     assert "clocks" in [row["subject"] for row in rows]
 
 
 def test_what_is_bad_ends_in_1_and_says_what_to_do(agent: dict[str, str]) -> None:
-    told = doctor(agent, "--node", "--format", "csv")
-    assert told.exit_code == 1
-    found = {row["subject"].partition(" /")[0]: row for row in csv.DictReader(told.stdout.splitlines())}
+    reported = doctor(agent, "--node", "--format", "csv")
+    assert reported.exit_code == 1
+    found = {row["subject"].partition(" /")[0]: row for row in csv.DictReader(reported.stdout.splitlines())}
     assert found["GPUs"]["verdict"] == "good"
     assert found["socket"]["verdict"] == found["coordinator 127.0.0.1:1"]["verdict"] == "bad"
     assert "systemctl start perseus-agent" in found["socket"]["advice"]
@@ -69,9 +69,9 @@ def test_a_token_file_that_is_missing_is_a_row_of_the_table_beside_what_is_seen_
 ) -> None:
     missing = tmp_path / "missing.token"
     without = {**environment, "PERSEUS_TOKEN_FILE": str(missing)}
-    told = doctor(without, "--format", "json")
-    assert told.exit_code == 1
-    rows = {row["subject"].partition(" ")[0]: row for row in json.loads(told.stdout)}
+    reported = doctor(without, "--format", "json")
+    assert reported.exit_code == 1
+    rows = {row["subject"].partition(" ")[0]: row for row in json.loads(reported.stdout)}
     assert {subject: row["verdict"] for subject, row in rows.items()} == {
         "certificate": "good",
         "coordinator": "good",
@@ -87,9 +87,9 @@ def test_a_token_file_that_is_missing_is_a_row_of_the_table_beside_what_is_seen_
 
 
 def test_a_certificate_that_can_not_be_used_is_a_row_of_the_table(tmp_path: Path) -> None:
-    told = doctor({"PERSEUS_TLS_CA": str(tmp_path / "missing.pem")}, "--format", "json")
-    assert told.exit_code == 1
-    (row,) = json.loads(told.stdout)
+    reported = doctor({"PERSEUS_TLS_CA": str(tmp_path / "missing.pem")}, "--format", "json")
+    assert reported.exit_code == 1
+    (row,) = json.loads(reported.stdout)
     assert (row["subject"], row["verdict"]) == ("certificate", "bad")
     assert "missing.pem" in row["found"]
     assert "docs/security.md" in row["advice"]

@@ -59,12 +59,12 @@ def test_flags_are_those_recorded() -> None:
 def test_every_setting_is_a_flag_and_its_description_is_shown_whole(
     command: list[str], settings: type[BaseSettings]
 ) -> None:
-    told = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "1000"}, catch_exceptions=False)
+    reported = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "1000"}, catch_exceptions=False)
     for name in set(settings.model_fields) - NO_FLAGS:
-        assert f"--{name.replace('_', '-')} " in told.stdout
-        assert str(settings.model_fields[name].description) in told.stdout
+        assert f"--{name.replace('_', '-')} " in reported.stdout
+        assert str(settings.model_fields[name].description) in reported.stdout
     for name in NO_FLAGS:
-        assert f"--{name.replace('_', '-')} " not in told.stdout
+        assert f"--{name.replace('_', '-')} " not in reported.stdout
 
 
 def tree(command: Any) -> Iterator[Any]:

@@ -69,7 +69,7 @@ def test_a_file_that_is_not_there_is_named(given: list[object], arguments: list[
     assert message in " ".join(done.stderr.split())
 
 
-def test_a_second_door_with_the_same_state_is_refused(given: list[object], tmp_path: Path) -> None:
+def test_a_second_gateway_with_the_same_state_is_refused(given: list[object], tmp_path: Path) -> None:
     journal = Journal(tmp_path / "state.db")
     done = perseus("grid", "dsx-flex", *given)
     journal.close()

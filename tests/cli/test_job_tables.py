@@ -16,10 +16,10 @@ from perseus.cli.job_tables import (
 )
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
-LEAST = job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=5, horizon_s=86_400))
-PACING = job_pb2.SignalPacing(
-    state=job_pb2.SIGNAL_PACING_STATE_PACED,
-    begin_time=Timestamp(seconds=1_767_225_600),
+MIN = job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=5, horizon_s=86_400))
+SIGNAL_TARGET = job_pb2.SignalTarget(
+    state=job_pb2.SIGNAL_TARGET_STATE_FOLLOWING,
+    start_time=Timestamp(seconds=1_767_225_600),
     end_time=Timestamp(seconds=1_767_225_600 + 86_400),
     iteration_count=82_285.7,
     done_count=1200,
@@ -67,22 +67,24 @@ def test_facts_are_told_as_they_are_and_only_if_they_are_known() -> None:
 
 
 def test_how_a_job_runs_by_its_signal_is_said_and_how_far_it_is() -> None:
-    job = job_pb2.Job(policy=job_pb2.OperatingPolicy(least_carbon=LEAST), signal_pacing=PACING)
+    job = job_pb2.Job(policy=job_pb2.OperatingPolicy(least_carbon=MIN), signal_target=SIGNAL_TARGET)
     facts = lines(job_facts(job))
     assert "policy least carbon within 5 % more time over 24 h" in facts
     done = "1200 of 82286 iterations since 2026-01-01 00:00:00 UTC, until 2026-01-02 00:00:00 UTC"
     assert f"signal iterations of 1.100 s, at 412.6 g per kWh; {done}" in facts
-    job.signal_pacing.ClearField("iteration_time_s")
+    job.signal_target.ClearField("iteration_time_s")
     assert f"signal no slowdown now, at 412.6 g per kWh; {done}" in lines(job_facts(job))
-    job.signal_pacing.ClearField("value_per_kwh")
+    job.signal_target.ClearField("value_per_kwh")
     for state, text in [
-        (job_pb2.SIGNAL_PACING_STATE_BLIND, "nothing is known of it: no slowdown"),
-        (job_pb2.SIGNAL_PACING_STATE_LATE, "no slowdown: the work can't be done in time"),
-        (job_pb2.SIGNAL_PACING_STATE_DONE, "no slowdown: the work is done, or its time is over"),
+        (job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, "nothing is known of it: no slowdown"),
+        (job_pb2.SIGNAL_TARGET_STATE_LATE, "no slowdown: the work can't be done in time"),
+        (job_pb2.SIGNAL_TARGET_STATE_DONE, "no slowdown: the work is done, or its time is over"),
     ]:
-        job.signal_pacing.state = state
+        job.signal_target.state = state
         assert f"signal {text}; {done}" in lines(job_facts(job))
-    until = job_pb2.LeastSignal(work_until=job_pb2.WorkUntil(iteration_count=500, end_time=PACING.end_time))
+    until = job_pb2.LeastSignal(
+        work_until=job_pb2.WorkUntil(iteration_count=500, end_time=SIGNAL_TARGET.end_time)
+    )
     job.policy.least_cost.CopyFrom(until)
     expected = "policy least cost for 500 iterations until 2026-01-02 00:00:00 UTC"
     assert expected in lines(job_facts(job))

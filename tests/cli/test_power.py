@@ -31,10 +31,10 @@ def test_a_budget_is_set_listed_seen_on_its_feed_and_cancelled(environment: dict
     assert (row["budget_id"], row["limit_w"], row["ramp_w_per_s"]) == ("peak", "900.0", "10.0")
     assert "evt-1" in perseus(environment, "power", "list").stdout
 
-    told = ""
-    while '"limit_w": 900.0' not in told:  # at the coordinator's next look
-        told = perseus(environment, "power", "feeds", "--format", "json").stdout
-    (feed,) = json.loads(told)
+    reported = ""
+    while '"limit_w": 900.0' not in reported:  # at the coordinator's next look
+        reported = perseus(environment, "power", "feeds", "--format", "json").stdout
+    (feed,) = json.loads(reported)
     assert (feed["feed"], feed["is_compliant"]) == ("default", True)
     assert "900" in perseus(environment, "power", "feeds").stdout
 
@@ -66,8 +66,8 @@ def test_what_is_wrong_is_said_in_a_line(
 def test_a_feed_s_line_says_what_is_kept_and_who_is_held_back() -> None:
     feed = FeedState(feed="hall", measured_w=812.4, is_compliant=True)
     assert feed_line(feed) == "hall: 812 W drawn, no limit"
-    feed.limit_w, feed.ceiling_w = 800.0, 800.0
+    feed.limit_w, feed.power_cap_w = 800.0, 800.0
     feed.is_compliant = False
     feed.job_ids_to_pause.append("gpt3")
-    feed.held_job_ids.extend(["gpt3", "bert"])
+    feed.slowed_job_ids.extend(["gpt3", "bert"])
     assert feed_line(feed) == ("hall: 812 W drawn, limit 800 W, NOT KEPT, pause gpt3; held back: gpt3 bert")

@@ -22,7 +22,7 @@ def test_what_is_quick_shows_nothing(
 ) -> None:
     now_s = 7.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
-    shown = progress._Patient()
+    shown = progress._DelayedProgress()
     shown.add_task("Working")
     assert list(shown.get_renderables()) == []
     now_s += passed_s
@@ -33,7 +33,7 @@ def test_how_far_it_is_is_shown_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "has_terminal", lambda: True)
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "_SHOW_AFTER_S", 0.0)
     terminal = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm", "COLUMNS": "100"})
     monkeypatch.setattr(progress, "error_console", terminal)
     with progress.working("Solving [/x]", is_measured=True) as report:

@@ -62,18 +62,20 @@ def test_a_picture_is_drawn(scenario: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "os_error_text"),
     [
         ("scenario.toml", "duration_h = 1", "start: Field required"),
         ("profile.csv", "stage", "job 'x': "),
         ("price.csv", "timestamp,eur\nnow,1\n", "price.csv, line 2, column timestamp: expected a time"),
     ],
 )
-def test_bad_input_is_one_line_and_no_traceback(scenario: Path, name: str, content: str, said: str) -> None:
+def test_bad_input_is_one_line_and_no_traceback(
+    scenario: Path, name: str, content: str, os_error_text: str
+) -> None:
     (scenario.parent / name).write_text(content)
     result = run("simulate", scenario)
     assert result.exit_code == 2
-    assert said in text(result)
+    assert os_error_text in text(result)
 
 
 def test_settings_that_agents_do_not_set_are_refused(scenario: Path, tmp_path: Path) -> None:

@@ -31,29 +31,29 @@ def run(name: str, config: Path, environment: dict[str, str | None]) -> tuple[in
 
 @pytest.mark.parametrize("name", ["prolog", "epilog"])
 def test_outside_of_slurm_it_says_what_is_missing(name: str, config: Path) -> None:
-    status, said = run(name, config, {**JOB, "SLURM_JOB_ID": None})
-    assert (status, said) == (
+    status, os_error_text = run(name, config, {**JOB, "SLURM_JOB_ID": None})
+    assert (status, os_error_text) == (
         2,
         "error: SLURM_JOB_ID: expected a number, as slurmd gives its prolog and epilog, found ''\n",
     )
 
 
 def test_without_an_agent_the_job_has_its_grant(config: Path, tmp_path: Path) -> None:
-    status, said = run("prolog", config, {**JOB})
+    status, os_error_text = run("prolog", config, {**JOB})
     assert status == 1
-    assert said == f"error: no agent at {tmp_path / 's'}: the job will train at stock clocks\n"
+    assert os_error_text == f"error: no agent at {tmp_path / 's'}: the job will train at stock clocks\n"
     assert (tmp_path / "grants" / "slurm-17").read_text() == "1004: GPU-a slurm-job=17\n"
     assert run("epilog", config, {**JOB}) == (0, "")
     assert not (tmp_path / "grants" / "slurm-17").exists()
 
 
 def test_a_gpu_that_is_not_there_is_named(config: Path) -> None:
-    status, said = run("prolog", config, {**JOB, "SLURM_JOB_GPUS": "1"})
-    assert (status, said) == (1, "error: SLURM_JOB_GPUS: expected GPUs of this node (0), found 1\n")
+    status, os_error_text = run("prolog", config, {**JOB, "SLURM_JOB_GPUS": "1"})
+    assert (status, os_error_text) == (1, "error: SLURM_JOB_GPUS: expected GPUs of this node (0), found 1\n")
 
 
 def test_a_wrong_setting_is_named(config: Path) -> None:
     config.write_text('grantz = "/x"\n')
-    status, said = run("epilog", config, {**JOB})
+    status, os_error_text = run("epilog", config, {**JOB})
     assert status == 2
-    assert "grantz" in said
+    assert "grantz" in os_error_text

@@ -155,9 +155,9 @@ def test_a_hull_tolerance_lowers_the_bound_alone(profile: Path, tmp_path: Path) 
         result = run("solve", profile, *flags)
         assert result.exit_code == 0
         # It is told how much that may cost, and what it did.
-        said = " ".join(result.output.split())
-        assert ("lower by at most 40 % of each computation's energy" in said) == bool(percent)
-        assert ("the bounds are lower by at most" in said) == bool(percent)
+        os_error_text = " ".join(result.output.split())
+        assert ("lower by at most 40 % of each computation's energy" in os_error_text) == bool(percent)
+        assert ("the bounds are lower by at most" in os_error_text) == bool(percent)
         found.append(load(path))
     exact, coarse = found
     assert (coarse["tMinS"], coarse["tSlowS"]) == (exact["tMinS"], exact["tSlowS"])

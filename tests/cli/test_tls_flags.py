@@ -116,9 +116,9 @@ def test_health_says_whether_a_coordinator_serves_and_why_not(
     assert (healthy.exit_code, healthy.output) == (0, "SERVING\n")
     unknown = run("health", "--service", "nothing", **environment)
     assert unknown.exit_code == 2
-    stranger = run("health", **{**environment, **Security(tmp_path / "other").of_operator()})
-    assert stranger.exit_code == 1
-    assert "is signed by Perseus demo, which is no CA in tls_ca" in stranger.output
+    other_user = run("health", **{**environment, **Security(tmp_path / "other").of_operator()})
+    assert other_user.exit_code == 1
+    assert "is signed by Perseus demo, which is no CA in tls_ca" in other_user.output
     address = {"PERSEUS_COORDINATOR": environment["PERSEUS_COORDINATOR"]}
     bare = run("health", **address, PERSEUS_TLS_CA=environment["PERSEUS_TLS_CA"])
     assert bare.exit_code == 1

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from perseus.cli.main import app
-from perseus.cli.top_tables import Sight, screen, summary
+from perseus.cli.top_tables import Snapshot, screen, summary
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import DEMO
 from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
@@ -38,35 +38,35 @@ def make_job(job_id: str, power_w: float, **changes: object) -> job_pb2.Job:
     return job
 
 
-def shown(sight: Sight, row_count: int = 100, trouble: str = "") -> list[str]:
+def shown(snapshot: Snapshot, row_count: int = 100, trouble: str = "") -> list[str]:
     console = Console(file=io.StringIO(), width=160)
-    console.print(screen(sight, row_count, trouble))
+    console.print(screen(snapshot, row_count, trouble))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 
 def test_who_draws_most_is_first_and_who_has_ended_is_not_there() -> None:
     jobs = [make_job("small", 900.0), make_job("large", 90_000.0), make_job("over", 0.0, state=FINISHED)]
-    lines = shown(Sight(jobs))
+    lines = shown(Snapshot(jobs))
     assert lines[0] == "2 jobs (2 planned), 14 GPUs served, 90.9 kW"
     assert [line.split()[0] for line in lines[2:]] == ["large", "small"]
     assert lines[2].split()[1:] == ["planned", "7/8", "1.250", "s", "-0.1", "%", "-12.5", "%", "90.00", "kW"]
 
 
 def test_nothing_measured_is_nothing_shown() -> None:
-    (line,) = shown(Sight([job_pb2.Job(job_id="new", state=job_pb2.JOB_STATE_WAITING, state_reason="so")]))[
-        2:
-    ]
+    (line,) = shown(
+        Snapshot([job_pb2.Job(job_id="new", state=job_pb2.JOB_STATE_WAITING, state_reason="so")])
+    )[2:]
     assert line.split() == ["new", "waiting", "0/0", "so"]
     assert summary([]) == "0 jobs, 0 GPUs served, 0.0 kW"
 
 
 def test_what_holds_a_job_is_said() -> None:
     jobs = [
-        make_job("a", 3.0, straggler_count=2, budget_iteration_time_s=1.5),
+        make_job("a", 3.0, straggler_count=2, budget_target_iteration_time_s=1.5),
         make_job("b", 2.0, state=STOCK, state_reason="the [model] fails"),
     ]
-    first, second = shown(Sight(jobs))[2:]
+    first, second = shown(Snapshot(jobs))[2:]
     assert first.rstrip().endswith("2 stragglers; a power budget: 1.500 s")
     assert second.rstrip().endswith("the [model] fails")
 
@@ -76,7 +76,7 @@ def test_only_feeds_with_a_limit_are_shown() -> None:
         power_service_pb2.FeedState(feed="hall", limit_w=800.0, measured_w=812.0),
         power_service_pb2.FeedState(feed="free", measured_w=5.0),
     ]
-    lines = shown(Sight([], feeds))
+    lines = shown(Snapshot([], feeds))
     assert lines[1].startswith("hall: 812 W drawn, limit 800 W, NOT KEPT")
     assert "free" not in "".join(lines)
 
@@ -84,7 +84,7 @@ def test_only_feeds_with_a_limit_are_shown() -> None:
 def test_what_has_no_room_is_counted_and_trouble_is_on_top() -> None:
     jobs = [make_job(f"job-{number}", number) for number in range(5)]
     ranks = [rank_pb2.Rank(coordinates=rank_pb2.RankCoordinates(stage=stage)) for stage in range(4)]
-    lines = shown(Sight(jobs, (), ranks), row_count=2, trouble="no answer for 4 s")
+    lines = shown(Snapshot(jobs, (), ranks), row_count=2, trouble="no answer for 4 s")
     assert lines[1] == "no answer for 4 s"
     assert "… and 3 more" in lines
     assert lines[-1] == "… and 2 more"
@@ -102,8 +102,8 @@ def test_in_a_pipe_no_word_is_cut_however_narrow_that_is(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "a-job-with-a-long-name"
-    sight = Sight([make_job(name, 3.0, state=STOCK, state_reason="no stage can have other clocks")])
-    monkeypatch.setattr("perseus.cli.top._look", lambda *_: sight)
+    snapshot = Snapshot([make_job(name, 3.0, state=STOCK, state_reason="no stage can have other clocks")])
+    monkeypatch.setattr("perseus.cli.top._fetch", lambda *_: snapshot)
     done = CliRunner().invoke(app, ["top"], env={**environment, "COLUMNS": "40"}, catch_exceptions=False)
     (line,) = [line for line in done.stdout.splitlines() if name in line]
     assert line.rstrip().endswith("no stage can have other clocks")

@@ -17,7 +17,7 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2, frontier_pb2, rank_pb2
-from tests.agent.coordinator_stub import Book, CoordinatorStub, until
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
 
 MICROBATCHES = 2
 INTERVAL = 8
@@ -75,7 +75,7 @@ def plan(start_iteration: int) -> wire.ConnectResponse:
 async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(tmp_path: Path) -> None:
     (tmp_path / "gpus").mkdir()
     gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, "GPU-0")
-    coordinator = CoordinatorStub(Book(lease_s=30.0), ORDER)  # type: ignore[abstract]
+    coordinator = CoordinatorStub(Inbox(lease_s=30.0), ORDER)  # type: ignore[abstract]
     await coordinator.start(0)
     flags = {
         "coordinator": f"127.0.0.1:{coordinator.port}",
@@ -90,7 +90,7 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
         trainer.start()
 
         def gaps() -> list[tuple[int, float, float, float]]:
-            columns = [each.telemetry.iterations for each in coordinator.book.all("telemetry")]
+            columns = [each.telemetry.iterations for each in coordinator.inbox.all("telemetry")]
             return [
                 row
                 for each in columns
@@ -103,12 +103,12 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
             return any(row[0] == iteration for row in gaps())
 
         await until(lambda: len(gaps()) > 0, "telemetry", 30)
-        coordinator.say(plan(start_iteration=max(row[0] for row in gaps()) + 4))
+        coordinator.send(plan(start_iteration=max(row[0] for row in gaps()) + 4))
         # Under its plan the GPU is below stock, and in the midst of an evaluation it is not.
         await until(lambda: gpu.sm_clock_mhz() == PLANNED_MHZ, "the planned clock", 30)
         first = max(row[0] for row in gaps()) // INTERVAL * INTERVAL + 2 * INTERVAL
         await until(lambda: is_known(first - 1), "the iteration before the evaluation", 60)
-        await until(lambda: gpu.sm_clock_mhz() == A100_SXM.max_clock_mhz, "stock while it evaluates", 60)
+        await until(lambda: gpu.sm_clock_mhz() == A100_SXM.highest_clock_mhz, "stock while it evaluates", 60)
         await until(lambda: is_known(first + INTERVAL + 1), "another evaluation", 60)
         (tmp_path / STOP_FILE).touch()
         begun_s = time.monotonic()
@@ -120,12 +120,12 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
     evaluations = dict(json.loads(evaluations_file(tmp_path, 0, 0).read_text()))
     assert {first - 1, first + INTERVAL - 1} <= evaluations.keys()
     # A busy host adds to what is measured, but nothing like a clock that would be kept.
-    stretch = A100_SXM.max_clock_mhz / PLANNED_MHZ
+    stretch = A100_SXM.highest_clock_mhz / PLANNED_MHZ
     at_planned_clock_s = EVALUATION_S * (0.8 * stretch + 0.2)
     assert at_planned_clock_s > 1.6 * EVALUATION_S
     assert max(evaluations.values()) < EVALUATION_S + 0.25 * (at_planned_clock_s - EVALUATION_S), evaluations
     for iteration, gap_s, gap_j, slowed_s in gaps():
         if iteration in (first, first + INTERVAL):
             assert gap_s == pytest.approx(evaluations[iteration - 1], abs=0.2)
-            assert gap_j == pytest.approx(A100_SXM.power_w(0.85, A100_SXM.max_clock_mhz) * gap_s, rel=0.1)
+            assert gap_j == pytest.approx(A100_SXM.power_w(0.85, A100_SXM.highest_clock_mhz) * gap_s, rel=0.1)
             assert slowed_s < 0.05

@@ -71,6 +71,6 @@ def test_nodes_that_have_no_gpus_or_not_as_many_are_told(
     some, none = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["gpus", some, "1"]) == 0
     assert main(["train", "--node", "a.sock", some, "--node", "b.sock", none]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: expected as many GPUs on each node")
-    assert f"1 in {some}, 0 in {none}" in told
+    reported = capsys.readouterr().err
+    assert reported.startswith("error: expected as many GPUs on each node")
+    assert f"1 in {some}, 0 in {none}" in reported

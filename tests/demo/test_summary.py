@@ -7,8 +7,8 @@ from perseus.demo.summary import (
     Iteration,
     Measurements,
     as_json,
-    complaints,
-    evaluation_complaints,
+    evaluation_problems,
+    problems,
 )
 
 
@@ -71,14 +71,14 @@ def test_slow_or_wasteful_phases_are_complained_about() -> None:
     found.close_phase("stock", [1])
     found.close_phase("slow", [2], "stock")
     found.close_phase("wasteful", [3], "stock")
-    assert complaints(found.phases, {"slow": ("stock", 1.0)}) == [
+    assert problems(found.phases, {"slow": ("stock", 1.0)}) == [
         "slow: expected an iteration time of at most 2.040 s (1 × stock + 2.0 %), found 2.100 s"
     ]
-    assert complaints(found.phases, {"slow": ("stock", 1.2)}) == []
-    assert complaints(found.phases, {"wasteful": ("stock", 1.0)}) == [
+    assert problems(found.phases, {"slow": ("stock", 1.2)}) == []
+    assert problems(found.phases, {"wasteful": ("stock", 1.0)}) == [
         "wasteful: expected a saving against stock, found -10.00 %"
     ]
-    assert complaints(found.phases, {}) == []
+    assert problems(found.phases, {}) == []
 
 
 def test_evaluations_may_take_no_longer_than_at_stock() -> None:
@@ -86,9 +86,9 @@ def test_evaluations_may_take_no_longer_than_at_stock() -> None:
     assert (found.stock_count, found.later_count) == (2, 2)
     assert (found.stock_time_s, found.later_time_s) == pytest.approx((5.02, 5.05))
     assert found.longest_later_time_s == 5.1
-    assert evaluation_complaints(found, 5.0) == []
-    assert evaluation_complaints(found, 4.9) == [
+    assert evaluation_problems(found, 5.0) == []
+    assert evaluation_problems(found, 4.9) == [
         "evaluations: expected at most 4.998 s in the mean (4.9 s + 2.0 %), found 5.050 s"
     ]
     assert as_json([], found)["evaluations"]["later_count"] == 2  # type: ignore[index]
-    assert evaluation_complaints(Evaluations.of([], 8), 5.0) == []
+    assert evaluation_problems(Evaluations.of([], 8), 5.0) == []

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from perseus import configuration
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.restore.records import Record, RecordFolder
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
@@ -104,7 +104,7 @@ def test_a_driver_that_hangs_is_told_and_not_waited_for(
 ) -> None:
     hang = threading.Event()
     monkeypatch.setattr(node, "backend", lambda settings: SimpleNamespace(listed=hang.wait))
-    monkeypatch.setattr(node, "Lanes", partial(Lanes, patience_s=0.1))
+    monkeypatch.setattr(node, "GpuExecutor", partial(GpuExecutor, timeout_s=0.1))
     try:
         check = checked(settings)["GPUs"]
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 class FakeTime:
     """Injected for time.monotonic and time.sleep; `at` runs an action when a sleep passes a moment."""
 
-    SHORTEST_SLEEP_S = 1e-6
+    MIN_SLEEP_S = 1e-6
     """Even a sleep of nothing takes a moment."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
@@ -17,7 +17,7 @@ class FakeTime:
         return self.now_s
 
     def sleep(self, duration_s: float) -> None:
-        until_s = self.now_s + max(duration_s, self.SHORTEST_SLEEP_S)
+        until_s = self.now_s + max(duration_s, self.MIN_SLEEP_S)
         for due_s, action in sorted(self._actions, key=lambda pair: pair[0]):
             if due_s <= until_s:
                 self._actions.remove((due_s, action))

@@ -84,7 +84,7 @@ def test_execute_sees_every_set_of_another_process_in_time(
     agent.close()
     in_force_after_s = min(set_after_s + MODEL.set_latency_s, 0.1)  # at the low clock it would take 0.1 s
     expected_s = in_force_after_s + (1 - in_force_after_s / 0.1) * 0.05
-    assert fake_time.now_s - begin_s == pytest.approx(expected_s, abs=2 * FakeTime.SHORTEST_SLEEP_S)
+    assert fake_time.now_s - begin_s == pytest.approx(expected_s, abs=2 * FakeTime.MIN_SLEEP_S)
 
 
 def test_degraded_work_takes_longer(gpu: EmulatedGpu, tmp_path: Path, fake_time: FakeTime) -> None:
@@ -253,7 +253,7 @@ def test_a_trainer_in_another_process_progresses_by_the_agent_s_clock(tmp_path: 
         # In force some 10 ms after the start, 1/30 done; then the whole takes 0.2 · 2 + 0.1 = 0.5 s.
         # A busy machine may stand still at any time, but not three times.
         for _ in range(3):
-            agent.set_clock_mhz(MODEL.max_clock_mhz)
+            agent.set_clock_mhz(MODEL.highest_clock_mhz)
             slowed_s = execute(then_set_mhz=LOW_MHZ)
             at_low_s = execute(then_set_mhz=LOW_MHZ)
             if 0.45 < slowed_s < 0.56 and at_low_s < 0.56:

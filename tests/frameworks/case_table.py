@@ -59,14 +59,14 @@ class CaseResult:
         """Leave it in the folder of results, if there is to be one."""
         if (folder := os.environ.get(RESULTS_VARIABLE)) is None:
             return
-        told = {
+        reported = {
             **asdict(self),
             "versions": {name: found for name in self.packages if (found := _version(name))},
             "core_count": os.cpu_count(),
         }
         path = Path(folder) / f"{self.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(told, indent=2) + "\n")
+        path.write_text(json.dumps(reported, indent=2) + "\n")
 
 
 def _version(package: str) -> str | None:

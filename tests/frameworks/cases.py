@@ -196,19 +196,19 @@ async def check_plan(run: RealRun, *, max_excess_saving: float = 2) -> Figures:
     assert run.stock is not None
     frontier = await run.frontier()
     point, stock = frontier.points[0], frontier.baseline
-    promised_percent = 100 * (1 - point.energy_j / stock.energy_j)
+    predicted_percent = 100 * (1 - point.energy_j / stock.energy_j)
     saved_percent = 100 * (1 - plan.energy_j / run.stock.energy_j)
     print(
         f"\n{run.workload.job_id}: iteration predicted {point.iteration_time_s:.4f} s, measured "
         f"{plan.time_s:.4f} s ({100 * (plan.time_s / point.iteration_time_s - 1):+.2f} %), at stock "
         f"{run.stock.time_s:.4f} s ({100 * (plan.time_s / run.stock.time_s - 1):+.2f} %); energy promised "
-        f"-{promised_percent:.2f} % ({stock.energy_j:.1f} to {point.energy_j:.1f} J), measured "
+        f"-{predicted_percent:.2f} % ({stock.energy_j:.1f} to {point.energy_j:.1f} J), measured "
         f"-{saved_percent:.2f} % ({run.stock.energy_j:.1f} to {plan.energy_j:.1f} J)"
     )
     unpredicted_s = run.stock.time_s - stock.iteration_time_s
     assert plan.time_s == pytest.approx(point.iteration_time_s + unpredicted_s, rel=0.03)
-    assert promised_percent > 3
-    assert -2 <= saved_percent - promised_percent <= max_excess_saving
+    assert predicted_percent > 3
+    assert -2 <= saved_percent - predicted_percent <= max_excess_saving
     return plan
 
 

@@ -34,10 +34,10 @@ class _Table:
     def take(self, report: pytest.TestReport) -> None:
         """Take what a test has told."""
         self._files.add(Path(report.nodeid.partition("::")[0]).name)
-        told: dict[str, Any] = dict(report.user_properties)
+        reported: dict[str, Any] = dict(report.user_properties)
         is_as_expected = report.passed or hasattr(report, "wasxfail")
-        self.is_part |= not is_as_expected or bool(told.get(_IS_PART))
-        self.ran.update((hook, version, torch) for hook, version, torch in told.get(_RAN, ()))
+        self.is_part |= not is_as_expected or bool(reported.get(_IS_PART))
+        self.ran.update((hook, version, torch) for hook, version, torch in reported.get(_RAN, ()))
 
     @property
     def is_whole(self) -> bool:
@@ -74,10 +74,10 @@ class _Reports:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         table = self._table
         if "WRITE_VERSIONS" in os.environ:
-            said = (
+            message = (
                 "is written" if table.is_whole else "is not written: not all tests have run here, and passed"
             )
-            terminalreporter.write_line(f"the table of versions {said}")
+            terminalreporter.write_line(f"the table of versions {message}")
         elif table.is_whole and table.ran != set(RUNS):
             text = f"expected the table of versions to be {in_order([*table.ran])}, found {in_order([*RUNS])}"
             terminalreporter.write_line(f"FAILED {text}: `make framework-versions` writes it", red=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 LAYERS = 6
 """Of the model, in whatever split."""
-MOST_RANKS = 6
+MAX_RANKS = 6
 _STAGES = (2, 3, 4)
 _MICROBATCHES = (2, 3, 4, 6)
 _REPLICAS = (1, 2)
@@ -81,8 +81,8 @@ def _changed(chance: random.Random, before: Layout, change: str) -> Layout:
                 after = replace(before, layers=_split(chance, chance.choice(_STAGES)))
             case _:
                 after = replace(before, pipeline_count=chance.choice(_REPLICAS))
-        if after.pipeline_count * after.stage_count > MOST_RANKS:
-            after = replace(after, layers=_split(chance, MOST_RANKS // after.pipeline_count))
+        if after.pipeline_count * after.stage_count > MAX_RANKS:
+            after = replace(after, layers=_split(chance, MAX_RANKS // after.pipeline_count))
         if after != before and after.microbatch_count >= after.stage_count:
             return after
 

@@ -34,7 +34,7 @@ _NO_AGENT = "/nonexistent/agent.sock"
 _GO_ON, _STOP = 0, -1
 
 
-def told_file(folder: Path, pipeline: int, stage: int) -> Path:
+def report_file(folder: Path, pipeline: int, stage: int) -> Path:
     """Where a rank tells its iterations: `[begin_s, end_s, energy_j, microbatch_count, losses]` each."""
     return folder / f"told-{pipeline}-{stage}.jsonl"
 
@@ -42,7 +42,7 @@ def told_file(folder: Path, pipeline: int, stage: int) -> Path:
 class Rank:
     """One rank's training."""
 
-    def __init__(self, task: TrainerTask, rank: int, told: Callable[[int, int], TextIO]) -> None:
+    def __init__(self, task: TrainerTask, rank: int, reported: Callable[[int, int], TextIO]) -> None:
         sizes = (task.pipeline_count, task.stage_count)
         self._mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp"))
         self._task = task
@@ -53,21 +53,21 @@ class Rank:
         self._parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
         self._optimizer = torch.optim.SGD(self._parameters, lr=0.1)
         self._iteration = 0
-        self._told = told(self.pipeline, self.stage)
+        self._reported = reported(self.pipeline, self.stage)
         self._gpu = EmulatedGpu(Path(task.gpu_files[self.pipeline][self.stage])) if task.gpu_files else None
 
     def train_attached(self) -> None:
         """Train at stock without an agent, and then with one until there is a word to stop."""
-        said = self._task.microbatch_count
-        while said != _STOP:
-            if said != self._task.microbatch_count:
-                self._take(said)
+        message = self._task.microbatch_count
+        while message != _STOP:
+            if message != self._task.microbatch_count:
+                self._take(message)
             until = self._iteration + STOCK_ITERATIONS
             with self._attach(_NO_AGENT):
                 while self._iteration < until:
                     self._train(lambda: _STOP)
             with self._attach(self._task.sockets[self.pipeline]):
-                said = self._train(self._heard)
+                message = self._train(self._heard)
 
     def train_alone(self, microbatch_counts: list[int]) -> None:
         """Train iterations of so many microbatches each."""
@@ -95,20 +95,20 @@ class Rank:
 
     def _train(self, hear: Callable[[], int]) -> int:
         """Train until rank 0 hears something, and return that on all ranks."""
-        said = _GO_ON
-        while said == _GO_ON:
+        message = _GO_ON
+        while message == _GO_ON:
             begin_s = time.monotonic()
             losses = self._compute()
             word = torch.tensor([float(hear() if self._is_first else _GO_ON)])
             distributed.all_reduce(word)
-            said = int(word.item())
+            message = int(word.item())
             self._optimizer.step()
             self._optimizer.zero_grad()
             energy_j = self._gpu.total_energy_j() if self._gpu is not None else 0.0
-            told = [begin_s, time.monotonic(), energy_j, self._task.microbatch_count, losses]
-            self._told.write(json.dumps(told) + "\n")
-            self._told.flush()
-        return said
+            reported = [begin_s, time.monotonic(), energy_j, self._task.microbatch_count, losses]
+            self._reported.write(json.dumps(reported) + "\n")
+            self._reported.flush()
+        return message
 
     def _compute(self) -> list[str]:
         generator = torch.Generator().manual_seed(1000 * self.pipeline + self._iteration)
@@ -130,7 +130,7 @@ def train(task: TrainerTask, rank: int) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
     folder = Path(task.losses_dir)
-    one = Rank(task, rank, lambda pipeline, stage: told_file(folder, pipeline, stage).open("w"))
+    one = Rank(task, rank, lambda pipeline, stage: report_file(folder, pipeline, stage).open("w"))
     if task.is_attached:
         one.train_attached()
     else:

@@ -32,8 +32,8 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM, Work
 from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
 from tests.frameworks.case_table import CaseResult
-from tests.frameworks.restart_plan import MOST_RANKS, Launch, Layout, launches
-from tests.frameworks.restart_trainer import RAMP_FILE, STOCK_ITERATIONS, told_file
+from tests.frameworks.restart_plan import MAX_RANKS, Launch, Layout, launches
+from tests.frameworks.restart_trainer import RAMP_FILE, STOCK_ITERATIONS, report_file
 from tests.frameworks.trainers import TrainerTask
 
 JOB_ID = "restarted"
@@ -42,7 +42,7 @@ _FORWARD_S, _BACKWARD_S, _MEMORY_SHARE = 0.008, 0.016, 0.2  # of each layer, at 
 _WORK = Work(compute_s=1.0, memory_s=0.0)
 NODES = Workload(JOB_ID, 2, (1.0,) * 4, 1, _WORK, _WORK, 0.0, GPU)
 
-MOST_SLOWDOWN_PERCENT = 2.0
+MAX_SLOWDOWN_PERCENT = 2.0
 PLAN_TIMEOUT_S = 240.0
 WATCHED = 15
 _END_TIMEOUT_S = 30.0
@@ -57,7 +57,7 @@ _MEASURING = (job_pb2.JOB_STATE_BASELINE, job_pb2.JOB_STATE_PROFILING)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Reported:
     """An iteration as a rank told it; `energy_j` is its GPU's counter at the end."""
 
     begin_s: float
@@ -114,14 +114,14 @@ class Outcome:
         return 100 * relative * self.planned.energy_j / self.stock.energy_j
 
     def __str__(self) -> str:
-        told = [f"{self.launch}: run {self.run_number}, stock {self.stock.time_s:.4f} s"]
-        told += [f"{percent:+.2f} % {name}" for name, percent in self.slowdowns_percent.items()]
+        reported = [f"{self.launch}: run {self.run_number}, stock {self.stock.time_s:.4f} s"]
+        reported += [f"{percent:+.2f} % {name}" for name, percent in self.slowdowns_percent.items()]
         if self.saving_percent is not None:
             error = f"± {self.saving_error_percent:.1f}"
-            told.append(
+            reported.append(
                 f"{-self.saving_percent:+.1f} {error} % energy, planned after {self.planned_after_s:.1f} s"
             )
-        return ", ".join(told)
+        return ", ".join(reported)
 
 
 class Job:
@@ -162,33 +162,33 @@ class Job:
                     await asyncio.to_thread(trainers.wait)
         await self._until_gpus_are_at_stock()
         ranks = [(p, s) for p in range(task.pipeline_count) for s in range(task.stage_count)]
-        told = {rank: read_told(told_file(folder, *rank)) for rank in ranks}
-        are_equal = await asyncio.to_thread(self._losses_are_equal, task, folder, told)
+        reported = {rank: read_report(report_file(folder, *rank)) for rank in ranks}
+        are_equal = await asyncio.to_thread(self._losses_are_equal, task, folder, reported)
         return [
             self._outcome(launch, leg, when_s, are_equal)
-            for leg, when_s in zip(legs(list(told.values())), planned_s, strict=True)
+            for leg, when_s in zip(legs(list(reported.values())), planned_s, strict=True)
         ]
 
     async def _watch(self, launch: Launch, folder: Path, trainers: subprocess.Popen[bytes]) -> float | None:
         """Look on until a launch has run for as long as it is to; when all its ranks had its plan."""
-        first, planned_s = told_file(folder, 0, 0), None
-        begun = len(read_told(first))
+        first, planned_s = report_file(folder, 0, 0), None
+        begun = len(read_report(first))
         enough: int | None = None
         if launch.short_iterations is not None:
             enough = begun + STOCK_ITERATIONS + launch.short_iterations
         deadline_s = time.monotonic() + PLAN_TIMEOUT_S
-        while enough is None or len(read_told(first)) < enough:
-            is_planned = await self._look(launch.layout)
+        while enough is None or len(read_report(first)) < enough:
+            is_planned = await self._is_planned(launch.layout)
             if planned_s is None and is_planned:
                 planned_s = time.monotonic()
-                enough = enough or len(read_told(first)) + _LETTING_GO + WATCHED
+                enough = enough or len(read_report(first)) + _LETTING_GO + WATCHED
             assert trainers.poll() is None, f"the trainers have ended, see {folder}"
             assert time.monotonic() < deadline_s, f"{launch}: {await self._why()}"
             await asyncio.sleep(_POLL_S)
-        await self._look(launch.layout)
+        await self._is_planned(launch.layout)
         return planned_s
 
-    async def _look(self, layout: Layout) -> bool:
+    async def _is_planned(self, layout: Layout) -> bool:
         """Take note of the job's state; whether all ranks of this layout have its plan."""
         try:
             request = job_service_pb2.GetJobRequest(job_id=JOB_ID)
@@ -222,7 +222,7 @@ class Job:
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         for pipeline, stage in NODES.ranks:
             gpu = EmulatedGpu(self._cluster.gpu_file(pipeline, stage))
-            while gpu.sm_clock_mhz() != GPU.max_clock_mhz:
+            while gpu.sm_clock_mhz() != GPU.highest_clock_mhz:
                 assert time.monotonic() < deadline_s, (
                     f"GPU of pipeline {pipeline}, stage {stage}: not at stock"
                 )
@@ -257,13 +257,13 @@ class Job:
         )
 
     def _losses_are_equal(
-        self, task: TrainerTask, folder: Path, told: dict[tuple[int, int], list[Told]]
+        self, task: TrainerTask, folder: Path, reported: dict[tuple[int, int], list[Reported]]
     ) -> bool:
         """Whether as many iterations without us have the same losses, bit for bit."""
         alone = folder / "alone"
         alone.mkdir()
-        count = min(len(iterations) for iterations in told.values())
-        counts = [each.microbatch_count for each in told[0, 0][:count]]
+        count = min(len(iterations) for iterations in reported.values())
+        counts = [each.microbatch_count for each in reported[0, 0][:count]]
         (alone / RAMP_FILE).write_text(json.dumps(counts))
         without = TrainerTask(
             run_dir=str(alone),
@@ -280,15 +280,19 @@ class Job:
         with (alone / "trainers.log").open("wb") as log:
             assert start_trainers(without, log).wait() == 0
         return all(
-            [each.losses for each in read_told(told_file(alone, *rank))]
-            == [each.losses for each in told[rank][:count]]
-            for rank in told
+            [each.losses for each in read_report(report_file(alone, *rank))]
+            == [each.losses for each in reported[rank][:count]]
+            for rank in reported
         )
 
     def _outcome(
-        self, launch: Launch, told: Sequence[Sequence[Told]], planned_s: float | None, losses_are_equal: bool
+        self,
+        launch: Launch,
+        reported: Sequence[Sequence[Reported]],
+        planned_s: float | None,
+        losses_are_equal: bool,
     ) -> Outcome:
-        first = told[0]
+        first = reported[0]
         is_measuring = [self._is_measuring(each) for each in first]
         counting = [
             index
@@ -296,57 +300,57 @@ class Job:
             if not any(is_measuring[index - _LETTING_GO : index + 1])
         ]
         until_s = float("inf") if planned_s is None else planned_s
-        stock = stretch(told, range(_WARMING_UP, STOCK_ITERATIONS))
+        stock = stretch(reported, range(_WARMING_UP, STOCK_ITERATIONS))
         assert stock is not None
         return Outcome(
             replace(launch, layout=replace(launch.layout, microbatch_count=first[0].microbatch_count)),
             max(run for at_s, run, _ in self._seen if at_s <= first[-1].end_s),
             stock,
-            stretch(told, [index for index in counting if first[index].end_s < until_s]),
-            stretch(told, [index for index in counting if first[index].begin_s >= until_s]),
+            stretch(reported, [index for index in counting if first[index].end_s < until_s]),
+            stretch(reported, [index for index in counting if first[index].begin_s >= until_s]),
             None if planned_s is None else planned_s - first[STOCK_ITERATIONS].begin_s,
             losses_are_equal,
         )
 
-    def _is_measuring(self, iteration: Told) -> bool:
+    def _is_measuring(self, iteration: Reported) -> bool:
         """Whether the baseline was measured, or profiled, at any time of an iteration, as far as was seen."""
         begin_s, end_s = iteration.begin_s - 2 * _POLL_S, iteration.end_s + 2 * _POLL_S
         return any(begin_s <= at_s <= end_s and state in _MEASURING for at_s, _, state in self._seen)
 
 
-def legs(told: Sequence[Sequence[Told]]) -> list[list[Sequence[Told]]]:
+def legs(reported: Sequence[Sequence[Reported]]) -> list[list[Sequence[Reported]]]:
     """What all ranks told, cut where the number of microbatches changed."""
-    count = min(map(len, told))
-    first = told[0][:count]
+    count = min(map(len, reported))
+    first = reported[0][:count]
     cuts = [i for i in range(1, count) if first[i].microbatch_count != first[i - 1].microbatch_count]
-    return [[rank[begin:end] for rank in told] for begin, end in pairwise([0, *cuts, count])]
+    return [[rank[begin:end] for rank in reported] for begin, end in pairwise([0, *cuts, count])]
 
 
-def stretch(told: Sequence[Sequence[Told]], indices: Sequence[int]) -> Stretch | None:
+def stretch(reported: Sequence[Sequence[Reported]], indices: Sequence[int]) -> Stretch | None:
     """What these iterations took, by the first rank's clock and all GPUs' counters; None for a few."""
     if len(indices) < 3:
         return None
-    times_s = [told[0][index].end_s - told[0][index].begin_s for index in indices]
+    times_s = [reported[0][index].end_s - reported[0][index].begin_s for index in indices]
     time_s = median(times_s)
     # Counters move every 100 ms and say little of single iterations, so means count. One in which the machine
     # stood still for seconds is no matter of clocks.
     usual = [i for i, each_s in zip(indices, times_s, strict=True) if each_s <= _STANDSTILL * time_s]
-    energies_j = [sum(rank[i].energy_j - rank[i - 1].energy_j for rank in told) for i in usual]
+    energies_j = [sum(rank[i].energy_j - rank[i - 1].energy_j for rank in reported) for i in usual]
     error_j = stdev(energies_j) / math.sqrt(len(energies_j)) if len(energies_j) > 1 else math.inf
     return Stretch(len(indices), time_s, fmean(energies_j), error_j)
 
 
-def read_told(file: Path) -> list[Told]:
+def read_report(file: Path) -> list[Reported]:
     """What a rank has told so far; a line that a kill cut off is none."""
     if not file.exists():
         return []
     lines = file.read_text().split("\n")[:-1]
-    told = [
-        Told(begin_s, end_s, energy_j, count, tuple(losses))
+    reported = [
+        Reported(begin_s, end_s, energy_j, count, tuple(losses))
         for begin_s, end_s, energy_j, count, losses in map(json.loads, lines)
     ]
-    assert all(before.end_s <= after.begin_s for before, after in pairwise(told))
-    return told
+    assert all(before.end_s <= after.begin_s for before, after in pairwise(reported))
+    return reported
 
 
 def start_trainers(task: TrainerTask, log: BinaryIO) -> subprocess.Popen[bytes]:
@@ -389,7 +393,7 @@ def check_outcomes(outcomes: Sequence[Outcome]) -> None:
     too_slow = [
         str(each)
         for each in outcomes
-        if max(each.slowdowns_percent.values(), default=0.0) > MOST_SLOWDOWN_PERCENT
+        if max(each.slowdowns_percent.values(), default=0.0) > MAX_SLOWDOWN_PERCENT
     ]
     assert not too_slow, "\n".join(too_slow)
     assert [str(each) for each in outcomes if not each.losses_are_equal] == []
@@ -403,11 +407,11 @@ def check_outcomes(outcomes: Sequence[Outcome]) -> None:
 @asynccontextmanager
 async def restarted_job(folder: Path) -> AsyncIterator[Job]:
     """Coordinator and agents for as many ranks as a launch may have."""
-    assert len(NODES.ranks) >= MOST_RANKS
+    assert len(NODES.ranks) >= MAX_RANKS
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
         Cluster(
-            NODES, Path(run_dir), folder / "logs", guard_tolerance_percent=MOST_SLOWDOWN_PERCENT / 2
+            NODES, Path(run_dir), folder / "logs", guard_tolerance_percent=MAX_SLOWDOWN_PERCENT / 2
         ) as cluster,
     ):
         address = await asyncio.to_thread(cluster.start_coordinator)

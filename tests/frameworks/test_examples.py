@@ -23,16 +23,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 async def test_an_example_shows_what_its_plan_saves(name: str, framework: str, tmp_path: Path) -> None:
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed; `make test-frameworks` has it")
-    said: list[str] = []
+    output: list[str] = []
 
-    def say(message: str) -> None:
-        if not said:  # its ranks have imported everything by now
+    def send(message: str) -> None:
+        if not output:  # its ranks have imported everything by now
             for rank in descendants("perseus.demo.example_rank"):
                 make_punctual(rank)
-        said.append(message)
+        output.append(message)
 
-    measurements = await show(EXAMPLES / name / "train.py", tmp_path, say)
-    assert said[0] == "registered with 1 pipelines × 4 stages × 1 tensor-parallel ranks"
+    measurements = await show(EXAMPLES / name / "train.py", tmp_path, send)
+    assert output[0] == "registered with 1 pipelines × 4 stages × 1 tensor-parallel ranks"
     plan = measurements.phase("plan")
     assert plan.saving_percent > 5
     assert plan.slowdown_percent < 3

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow("trains for real, with the framework")
 
 # Where a hook may fail: attaching, following the training, and the store that stages meet in.
 OF_EACH = (
-    "perseus.agent.{hook}.say_if_untested",
+    "perseus.agent.{hook}.warn_if_untested",
     "perseus.agent.{hook}.connect_marks",
     "perseus.agent.probe.attachment.Attachment.replace",
     "perseus.agent.probe.attachment.JobOrder.end_iteration",
@@ -47,7 +47,7 @@ OF_A_MODEL = [
 ]
 OF_SHARDS = [place for place in OF_A_MODEL if ".Probe." not in place]
 OF_TORCHTITAN = (
-    "perseus.agent.torchtitan.say_if_untested",
+    "perseus.agent.torchtitan.warn_if_untested",
     "perseus.agent.torch.connect_marks",
     *OF_EACH[2:],
 )

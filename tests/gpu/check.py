@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NOTHING_TO_CHECK = 2
-_LARGEST_HELPER_MIB = 16.0
+_MAX_HELPER_MIB = 16.0
 
 
 class NothingToCheckError(Exception):
@@ -146,13 +146,13 @@ def memory_finding(index: int) -> Any:
     from tests.gpu.report import judged
 
     name = f"helper's memory on GPU 0, a trainer on GPU {index}"
-    expected = f"at most {_LARGEST_HELPER_MIB:.0f} MiB"
+    expected = f"at most {_MAX_HELPER_MIB:.0f} MiB"
     command = [sys.executable, "-m", "tests.gpu.memory", str(index)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["nothing"]
-        return judged(name, said[-1], expected, False)
-    return judged(name, f"{done.stdout.strip()} MiB", expected, float(done.stdout) <= _LARGEST_HELPER_MIB)
+        message = done.stderr.strip().splitlines() or ["nothing"]
+        return judged(name, message[-1], expected, False)
+    return judged(name, f"{done.stdout.strip()} MiB", expected, float(done.stdout) <= _MAX_HELPER_MIB)
 
 
 def main(arguments: list[str]) -> int:

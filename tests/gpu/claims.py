@@ -58,8 +58,8 @@ def observing_agent(folder: Path, environment: Mapping[str, str]) -> Iterator[Pa
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while not socket.exists():
             if agent.poll() is not None or time.monotonic() > deadline_s:
-                said = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-                raise AgentError(f"the agent does not listen; it said: {said[-1]}")
+                message = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+                raise AgentError(f"the agent does not listen; it said: {message[-1]}")
             time.sleep(0.05)
         yield socket
     finally:
@@ -80,7 +80,7 @@ def claim_findings(socket: Path, gpu_uuid: str) -> list[Finding]:
     finally:
         first.finish()
         first.close()
-    said = (second.stdout or second.stderr).strip().splitlines() or ["nothing"]
-    is_refused = second.returncode == 3 and "another rank runs on it" in said[-1]
+    message = (second.stdout or second.stderr).strip().splitlines() or ["nothing"]
+    is_refused = second.returncode == 3 and "another rank runs on it" in message[-1]
     expected = "refused, as another rank runs on it"
-    return [judged("claim by a second process", said[-1], expected, is_refused)]
+    return [judged("claim by a second process", message[-1], expected, is_refused)]

@@ -95,7 +95,7 @@ def edge_findings(
 
 
 def _difference(name: str, differences_s: list[float]) -> Finding:
-    mean_us, least_us, most_us = (1e6 * of(differences_s) for of in (mean, min, max))
-    found = f"{mean_us:+.1f} µs on average ({least_us:+.0f} to {most_us:+.0f})"
+    mean_us, min_us, max_us = (1e6 * of(differences_s) for of in (mean, min, max))
+    found = f"{mean_us:+.1f} µs on average ({min_us:+.0f} to {max_us:+.0f})"
     expected = f"within {1e6 * LIMIT_S:.0f} µs of synchronised timing on average"
     return judged(name, found, expected, abs(mean_us) < 1e6 * LIMIT_S)

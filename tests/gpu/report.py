@@ -15,7 +15,7 @@ class Verdict(Enum):
 
     PASSED = "passed"
     FAILED = "FAILED"
-    TOLD = ""
+    REPORTED = ""
     """There is nothing to be expected."""
 
 
@@ -26,7 +26,7 @@ class Finding:
     name: str
     found: str
     expected: str = ""
-    verdict: Verdict = Verdict.TOLD
+    verdict: Verdict = Verdict.REPORTED
 
 
 def judged(name: str, found: str, expected: str, is_good: bool) -> Finding:

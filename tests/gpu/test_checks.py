@@ -68,7 +68,7 @@ def test_too_little_to_judge_by_is_a_failure() -> None:
     little = simulated(fitting_sequence(3), 1)
     assert verdicts(judge(KINDS, little, little)) == {
         "energy counter": Verdict.FAILED,
-        "clock events": Verdict.TOLD,
+        "clock events": Verdict.REPORTED,
         "energy by regression": Verdict.FAILED,
     }
 
@@ -79,11 +79,11 @@ def test_a_gpu_behind_nvml_is_recorded(gpu_files: list[Path], stub: Path) -> Non
     findings = regression_findings(seen, EmulatedLoads(computes), fitted=20, judged_by=6)
     seen.close()
     computes.close()
-    told = {finding.name: finding.found for finding in findings}
+    reported = {finding.name: finding.found for finding in findings}
     assert verdicts(findings)["energy counter, period"] is Verdict.PASSED, findings
-    assert told["energy counter, resolution"] == "1 mJ"
-    assert told["clock events"].startswith("0 of ")
-    assert "energy by regression" in told
+    assert reported["energy counter, resolution"] == "1 mJ"
+    assert reported["clock events"].startswith("0 of ")
+    assert "energy by regression" in reported
 
 
 def test_the_self_test_shows_what_bounds_the_gpu(
@@ -98,10 +98,10 @@ def test_the_self_test_shows_what_bounds_the_gpu(
     pynvml.nvmlShutdown()
     gpu.close()
     assert verdicts(findings)["self-test"] is Verdict.PASSED, findings
-    told = {finding.name: finding.found for finding in findings}
-    assert told["power limit, W"] == "300.0"
-    assert told["workload power profiles"] == "llm_training"
-    assert told["clock event reasons, now"] == "sw_power_cap"
+    reported = {finding.name: finding.found for finding in findings}
+    assert reported["power limit, W"] == "300.0"
+    assert reported["workload power profiles"] == "llm_training"
+    assert reported["clock event reasons, now"] == "sw_power_cap"
     problems = [finding.found for finding in findings if finding.name == "self-test, told"]
     assert any(problem.startswith("average_power_w: ") for problem in problems)
 

@@ -18,17 +18,17 @@ def report(*findings: Finding) -> Report:
 
 GOOD = judged("energy", "1 J", "within 3 %", True)
 BAD = judged("edges", "70 µs | late", "below 50 µs", False)
-TOLD = Finding("resolution", "1 mJ")
+REPORTED = Finding("resolution", "1 mJ")
 
 
 def test_a_report_passes_if_nothing_has_failed() -> None:
-    assert report(GOOD, TOLD).has_passed
+    assert report(GOOD, REPORTED).has_passed
     assert not report(GOOD, BAD).has_passed
 
 
 def test_the_table_has_every_finding() -> None:
     output = StringIO()
-    Console(file=output, width=120).print(report(GOOD, BAD, TOLD).table())
+    Console(file=output, width=120).print(report(GOOD, BAD, REPORTED).table())
     for text in ("NVIDIA Q1, driver 555.1; torch 9.9", "within 3 %", "passed", "FAILED", "resolution"):
         assert text in output.getvalue()
 
@@ -37,7 +37,7 @@ def test_reports_are_put_at_the_end_of_the_page_and_the_first_ends_the_waiting(t
     page = tmp_path / "gpus.md"
     page.write_text(f"# GPUs\n\nText.\n\n{NOT_YET}")
     append(page, report(GOOD, BAD))
-    append(page, report(TOLD))
+    append(page, report(REPORTED))
     assert page.read_text() == (
         "# GPUs\n\nText.\n\n"
         "### NVIDIA Q1, driver 555.1\n\n2026-11-21, torch 9.9, by `make test-gpu`.\n\n"

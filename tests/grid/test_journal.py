@@ -9,7 +9,7 @@ import pytest
 from perseus.grid.dsx_flex.breaches import Breach, BreachStatus
 from perseus.grid.dsx_flex.values import Constraint
 from perseus.grid.journal import Journal, JournalError
-from tests.grid.dsx_flex.doors import NOW_S, message, target, uuid4
+from tests.grid.dsx_flex.gateways import NOW_S, message, target, uuid4
 
 BREACH = Breach(
     uuid4(5), "hall-a", uuid4(2), Constraint(7, "watt"), True, NOW_S, BreachStatus.ACTIVE, False, 9.0
@@ -35,7 +35,7 @@ def test_what_was_kept_is_there_again_in_its_order(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_second_door_on_the_same_file_is_refused(tmp_path: Path) -> None:
+def test_a_second_gateway_on_the_same_file_is_refused(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "door.db")
     with pytest.raises(JournalError, match="expected a file of this door's alone, found: database is locked"):
         Journal(tmp_path / "door.db")

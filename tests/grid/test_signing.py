@@ -110,7 +110,7 @@ def test_a_short_key_is_named(tmp_path: Path) -> None:
         SenderKeys(tmp_path).verified("isv", "acme-energy", sender.signed({}))
 
 
-def test_a_door_signs_with_its_own_key_which_nobody_else_may_read(tmp_path: Path) -> None:
+def test_a_gateway_signs_with_its_own_key_which_nobody_else_may_read(tmp_path: Path) -> None:
     path, public = agent_key(tmp_path)
     assert jws.deserialize_compact(Signer(path).sign(b"{}"), public).payload == b"{}"
     path.chmod(0o644)

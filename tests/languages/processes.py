@@ -17,7 +17,7 @@ from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
 from tests.ports import free_port
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 # Clients of other languages show certificates, and no tokens.
 _CLIENT_IS_OPERATOR = {"PERSEUS_COORDINATOR_CERTIFICATE_SCOPES": '{"client": "operator"}'}
@@ -46,7 +46,7 @@ class CoordinatorProcess:
     ) -> None:
         assert self._process is not None
         self._process.terminate()
-        self._process.wait(PATIENCE_S)
+        self._process.wait(TIMEOUT_S)
 
     def start(self) -> None:
         """Start it on what is stored, and wait until it listens."""
@@ -73,7 +73,7 @@ class CoordinatorProcess:
         """End it without any warning."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(PATIENCE_S)
+        self._process.wait(TIMEOUT_S)
 
     @property
     def channels(self) -> Channels:
@@ -121,7 +121,7 @@ class ClientProcess:
     ) -> None:
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait(PATIENCE_S)
+        self._process.wait(TIMEOUT_S)
 
     @property
     def text(self) -> str:
@@ -138,7 +138,7 @@ class ClientProcess:
 
     def wait(self) -> str:
         """Wait until it ends well, and return what it printed."""
-        assert self._process.wait(PATIENCE_S) == 0, self.text
+        assert self._process.wait(TIMEOUT_S) == 0, self.text
         return self.text
 
     async def wait_async(self) -> str:
@@ -148,7 +148,7 @@ class ClientProcess:
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
     """Wait for something that happens in another process."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert time.monotonic() < deadline_s, f"expected {what}"
         time.sleep(0.02)

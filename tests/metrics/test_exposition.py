@@ -32,14 +32,14 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 @given(st.lists(st.tuples(st.text(), st.text(), finite), max_size=8, unique_by=lambda each: each[:2]))
-def test_labels_and_values_come_through(told: list[tuple[str, str, float]]) -> None:
+def test_labels_and_values_come_through(reported: list[tuple[str, str, float]]) -> None:
     readings = Readings()
-    for file, state, value in told:
+    for file, state, value in reported:
         readings.put(GAUGE, value, file, state)
     body, content_type = render(readings, "text/plain")
     assert content_type.startswith("text/plain")
     found = samples(body.decode()).get(GAUGE.name, [])
-    assert [(labels["file"], labels["state"], value) for labels, value in found] == told
+    assert [(labels["file"], labels["state"], value) for labels, value in found] == reported
 
 
 def test_a_label_that_is_no_text_spoils_nothing() -> None:
@@ -60,8 +60,8 @@ def test_a_distribution_counts_what_is_no_longer_than_its_bounds(durations_s: li
     readings = Readings()
     readings.put(HISTOGRAM, distribution)
     readings.put(COUNTER, 3, "a")
-    told = render(readings, "application/openmetrics-text; version=1.0.0")[0].decode()
-    families = openmetrics.text_string_to_metric_families(told)  # type: ignore[no-untyped-call]
+    reported = render(readings, "application/openmetrics-text; version=1.0.0")[0].decode()
+    families = openmetrics.text_string_to_metric_families(reported)  # type: ignore[no-untyped-call]
     by_name = {family.name: family for family in families}
     buckets = [each for each in by_name["perseus_took_seconds"].samples if each.name.endswith("_bucket")]
     assert [(float(each.labels["le"]), each.value) for each in buckets] == expected

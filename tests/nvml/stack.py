@@ -153,7 +153,7 @@ class Stack:
     def is_at_stock(self) -> bool:
         """Unlocked, at the highest clock, and nothing left to restore."""
         clock_mhz = self._gpu.sm_clock_mhz()
-        return not self.is_locked() and clock_mhz == MODEL.max_clock_mhz and not self.has_record()
+        return not self.is_locked() and clock_mhz == MODEL.highest_clock_mhz and not self.has_record()
 
     def until(self, is_true: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> float:
         """Wait; the seconds that it took. AssertionError after `timeout_s`."""
@@ -246,7 +246,7 @@ class Stack:
             os.chown(self.folder / self.job_id, self._trainer_uid, self._trainer_uid)
             self.trainer = self._run(
                 "trainer",
-                command_as(self._trainer_uid, "tests.nvml.strangers", "train", [task.to_json()]),
+                command_as(self._trainer_uid, "tests.nvml.other_users", "train", [task.to_json()]),
             )
 
     def have_trainer(self, *, with_children: bool) -> None:
@@ -333,7 +333,7 @@ KILLS: dict[str, tuple[Callable[[Stack], None], float]] = {
     "coordinator SIGKILL": (coordinator_sigkill, LEASE_S + 1.0),
     "all at once, SIGKILL": (all_sigkill, 5.0),
 }
-_LONGEST_DELAY_S = 2.0
+_MAX_DELAY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +384,7 @@ def try_kills(
 ) -> dict[str, list[Outcome]]:
     """`count` of each kill at random points, on `at_a_time` stacks at once."""
     chance = random.Random(seed)
-    kills = [(name, chance.uniform(0, _LONGEST_DELAY_S)) for name in names for _ in range(count)]
+    kills = [(name, chance.uniform(0, _MAX_DELAY_S)) for name in names for _ in range(count)]
     with ExitStack() as stacks, ThreadPoolExecutor(at_a_time) as pool:
         ours = [stacks.enter_context(Stack(folder / str(index), library)) for index in range(at_a_time)]
 

@@ -36,8 +36,8 @@ def test_a_table_for_people_and_json_for_programs(stub: Path, gpu_files: list[Pa
     assert gpu["model"] == MODEL.name
     assert gpu["compute_capability"] == [8, 0]
     assert gpu["supported_clocks_mhz"] == list(MODEL.clocks_mhz)
-    assert gpu["sm_clock_mhz"] == MODEL.max_clock_mhz
-    assert gpu["power_w"] == pytest.approx(MODEL.blocking_power_w(MODEL.max_clock_mhz), abs=0.002)
+    assert gpu["sm_clock_mhz"] == MODEL.highest_clock_mhz
+    assert gpu["power_w"] == pytest.approx(MODEL.blocking_power_w(MODEL.highest_clock_mhz), abs=0.002)
     assert gpu["counter_period_s"] == pytest.approx(MODEL.counter_period_s, rel=0.1)
     assert gpu["persistence_mode"] is True
     assert gpu["mig_mode"] is False
@@ -122,7 +122,7 @@ async def test_a_gpu_that_hangs_does_not_keep_others_from_being_asked() -> None:
             hang.wait()
         return self_test.GpuFindings(uuid, (self_test.Finding("usable", True),))
 
-    hung, other = await self_test.all_gpu_findings(UUIDS[:2], find, patience_s=0.2)
+    hung, other = await self_test.all_gpu_findings(UUIDS[:2], find, timeout_s=0.2)
     hang.set()
     assert "expected the driver to answer within 0.2 s" in hung.findings[0].problem
     assert other.is_usable

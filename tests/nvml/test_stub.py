@@ -49,7 +49,7 @@ def test_its_physics_are_those_of_the_emulated_gpu(
     advance = CDLL(str(stub_library)).perseus_stub_advance
     advance.argtypes, advance.restype = [c_char_p, c_char_p, c_double], None
     identity = json.dumps({"uuid": "GPU-0", "model": asdict(model)}).encode()
-    ours = theirs = GpuState(at_s=100.0, counter_origin_s=100.0, clock_mhz=model.max_clock_mhz)
+    ours = theirs = GpuState(at_s=100.0, counter_origin_s=100.0, clock_mhz=model.highest_clock_mhz)
     now_s = 100.0
     for duration_s, (kind, value) in steps:
         now_s += duration_s
@@ -108,7 +108,7 @@ def test_a_lock_is_in_force_on_the_shared_gpu_after_the_set_latency(
         assert Locks.read(gpu_files[0]).memory_mhz == (1593, 1593)
         pynvml.nvmlDeviceResetGpuLockedClocks(handle)
         pynvml.nvmlDeviceResetMemoryLockedClocks(handle)
-        assert gpu.sm_clock_mhz() == A100_SXM.max_clock_mhz
+        assert gpu.sm_clock_mhz() == A100_SXM.highest_clock_mhz
         assert Locks.read(gpu_files[0]) == NO_LOCKS == Locks.read(gpu_files[1])
     finally:
         pynvml.nvmlShutdown()
@@ -151,11 +151,11 @@ def test_limits_profiles_and_caps_are_those_of_the_shared_gpu(stub: Path, gpu_fi
         gpu.enforce_power_profiles([7, 33])
         assert seen.power_limit_w() == 300.0
         assert seen.power_profiles() == gpu.power_profiles() == (7, 33)
-        assert seen.sm_clock_mhz() == gpu.sm_clock_mhz() < A100_SXM.max_clock_mhz
+        assert seen.sm_clock_mhz() == gpu.sm_clock_mhz() < A100_SXM.highest_clock_mhz
         assert A100_SXM.power_w(1.0, seen.sm_clock_mhz()) <= 300.0
         assert seen.clock_event_reasons() == ClockEventReason.SW_POWER_CAP
         gpu.cap(None)
-        assert (seen.sm_clock_mhz(), seen.clock_event_reasons()) == (A100_SXM.max_clock_mhz, 0)
+        assert (seen.sm_clock_mhz(), seen.clock_event_reasons()) == (A100_SXM.highest_clock_mhz, 0)
         instruct(stub, ["property workload_power_profiles 0"])
         assert seen.power_profiles() == (), "of a GPU that knows none"
     finally:

@@ -33,7 +33,7 @@ class ProbeWithChildren(Probe):
 
     def register(self, **arguments: Any) -> bool:
         done = super().register(**arguments)
-        connection = self._line._socket
+        connection = self._connection._socket
         if connection is not None:
             have_children(connection.fileno())
         return done

@@ -124,13 +124,13 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
         }
         left |= {_without_comparison(rule["query"]) for rule in prometheus.rules()}
 
-        def is_all_told() -> bool:
+        def is_all_reported() -> bool:
             # Totals of the ledger are told once a minute; other tests make this shorter, and look at them.
             left.difference_update([q for q in left if prometheus.query(q) or "perseus_ledger_" in q])
             return not left
 
         try:
-            prometheus.until(is_all_told, "every query returns data", LIMIT_S)
+            prometheus.until(is_all_reported, "every query returns data", LIMIT_S)
         except AssertionError as error:
             raise AssertionError(f"{error}: {sorted(left)}") from None
         assert [rule["lastError"] for rule in prometheus.rules() if rule["health"] != "ok"] == []

@@ -22,7 +22,7 @@ from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import KINDS
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
-from perseus.service.shell import answers, coordinator, pacing, power, writer
+from perseus.service.shell import coordinator, power, run_tasks, signal_targets, writer
 from perseus.service.signals.csv_source import CsvSource
 from perseus.service.solving.worker import Answer, Worker, WorkError
 from perseus.solver import Pipeline, Plan, PlannedComputation, Schedule, SolverError, one_forward_one_backward
@@ -141,7 +141,7 @@ class Client:
 class ThreadWorker(Worker):
     """A worker that is no process: it solves tests' small problems at once, and large ones never."""
 
-    MOST_COMPUTATIONS = 1000
+    MAX_COMPUTATIONS = 1000
     busy_count: ClassVar[int] = 0
     """Of all of them."""
 
@@ -172,7 +172,7 @@ class ThreadWorker(Worker):
 
     @classmethod
     def _is_large(cls, problem: Pipeline) -> bool:
-        return sum(map(len, problem.schedule.orders)) > cls.MOST_COMPUTATIONS
+        return sum(map(len, problem.schedule.orders)) > cls.MAX_COMPUTATIONS
 
     @staticmethod
     def _work(message: bytes) -> Any:
@@ -184,9 +184,9 @@ _IN_A_HURRY: Sequence[tuple[object, str, float]] = (
     (writer, "GATHERING_S", 0.001),
     (coordinator, "TICK_S", 0.1),
     (power, "PERIOD_S", 0.02),
-    (pacing, "LEAST_BETWEEN_S", 0.05),
+    (signal_targets, "MIN_INTERVAL_S", 0.05),
     (CsvSource, "period_s", 0.05),
-    (answers, "POINT_COUNT", 10),
+    (run_tasks, "POINT_COUNT", 10),
 )
 """Less waiting where nothing happens, and fewer points of frontiers: they prove nothing."""
 
@@ -261,7 +261,7 @@ class FakeAgent:
         self.accepted: list[agent_service_pb2.RankAccepted] = []
         self.welcome = agent_service_pb2.Welcome()
         self.epoch = ""
-        self.check_word = ""
+        self.commit_marker = ""
         self.sequence = 0
         self.acknowledged = 0
         self.use(client)
@@ -282,7 +282,7 @@ class FakeAgent:
                 case "welcome":
                     self.welcome = message.welcome
                     self.acknowledged = message.welcome.acknowledged_sequence
-                    self.check_word = message.welcome.check_word
+                    self.commit_marker = message.welcome.commit_marker
                 case "rank_accepted":
                     self.accepted.append(message.rank_accepted)
                 case "rank_refused":
@@ -293,9 +293,9 @@ class FakeAgent:
                     self.telemetry_refused.append(message.telemetry_refused)
                 case "telemetry_ack":
                     self.acknowledged = message.telemetry_ack.sequence
-                    self.check_word = message.telemetry_ack.check_word
+                    self.commit_marker = message.telemetry_ack.commit_marker
                 case "plan_offer":
-                    self.check_word = message.plan_offer.check_word
+                    self.commit_marker = message.plan_offer.commit_marker
                     await self._answer(message.plan_offer)
             async with self.news:
                 self.news.notify_all()
@@ -307,7 +307,7 @@ class FakeAgent:
             self.reader.result()
             raise AssertionError("the stream ended")
 
-    async def say(self, **message: Any) -> None:
+    async def send(self, **message: Any) -> None:
         async with self.writing:  # Two writes at once fail.
             await self.call.write(ConnectRequest(**message))
 
@@ -318,9 +318,9 @@ class FakeAgent:
             agent_version="0",
             hostname="host",
             protocol_version=protocol_version,
-            check_word=self.check_word,
+            commit_marker=self.commit_marker,
         )
-        await self.say(hello=hello)
+        await self.send(hello=hello)
         await self.until(lambda: any(message.HasField("welcome") for message in self.received))
         self.epoch = self.welcome.epoch
 
@@ -333,7 +333,7 @@ class FakeAgent:
         self.refused.clear()
         self.accepted.clear()
         for rank in self.ranks.values():
-            await self.say(rank_joined=self.joined(rank))
+            await self.send(rank_joined=self.joined(rank))
         await self.until(lambda: len(self.accepted) + len(self.refused) == len(self.ranks))
 
     def joined(self, rank: service_fakes.FakeRank) -> agent_service_pb2.RankJoined:
@@ -370,8 +370,8 @@ class FakeAgent:
                 for computation, planned in zip(rank.order, offer.stage_plan.computations, strict=True)
             )
             clocks = PlannedClocks(Plan(0.0, 0.0, 0.0, ((),) * place.stage + (own,)))
-        answer = rank.answer(Offer(offer.version, offer.start_iteration, clocks, offer.urgent))
-        await self.say(
+        answer = rank.answer(Offer(offer.version, offer.start_iteration, clocks, offer.is_urgent))
+        await self.send(
             plan_answer=agent_service_pb2.PlanAnswer(
                 job_id=self.job_id,
                 rank=offer.rank,
@@ -385,9 +385,9 @@ class FakeAgent:
             )
         )
         if (in_force := rank.apply()) is not None:
-            await self._say_in_force(in_force)
+            await self._report_in_force(in_force)
 
-    async def _say_in_force(self, in_force: PlanInForce) -> None:
+    async def _report_in_force(self, in_force: PlanInForce) -> None:
         message = agent_service_pb2.PlanInForce(
             job_id=self.job_id,
             rank=self.place(in_force.rank),
@@ -395,7 +395,7 @@ class FakeAgent:
             version=in_force.version,
             iteration=in_force.iteration,
         )
-        await self.say(plan_in_force=message)
+        await self.send(plan_in_force=message)
 
     async def iterate(self, count: int = 1) -> None:
         """Let all ranks go through iterations in step; each waits until its telemetry is acknowledged."""
@@ -403,9 +403,9 @@ class FakeAgent:
             for rank in self.ranks.values():
                 in_force = rank.begin()
                 if in_force is not None:
-                    await self._say_in_force(in_force)
+                    await self._report_in_force(in_force)
             for rank in self.ranks.values():
-                await self.say(telemetry=self.telemetry(rank))
+                await self.send(telemetry=self.telemetry(rank))
             await self.until(lambda: self.acknowledged >= self.sequence)
 
     def telemetry(self, rank: service_fakes.FakeRank) -> agent_service_pb2.TelemetryBatch:
@@ -423,7 +423,7 @@ class FakeAgent:
                 energy_j=rows.energy_j,
                 is_regular=rows.is_regular,
                 clock_event_reasons=rows.clock_event_reasons,
-                is_touched=rows.is_touched,
+                has_clock_change=rows.has_clock_change,
             ),
             computations=agent_service_pb2.ComputationColumns(
                 iteration=computations.iteration,

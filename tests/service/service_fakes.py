@@ -18,7 +18,7 @@ from perseus.service.domain.commands import (
     Command,
     EndStream,
     Refine,
-    SendCeiling,
+    SendMaxClock,
     SendOffer,
     Solve,
     Store,
@@ -40,9 +40,9 @@ from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
     STOCK_MHZ,
-    Ceiling,
     Gpu,
     JobState,
+    MaxClock,
     Offer,
     PlannedClocks,
     Rank,
@@ -248,16 +248,16 @@ class FakeRank:
     sequence: int = 0
     after_sequence: int = 0
     is_permitted: bool = True
-    tells_energy: bool = True
-    tells_power: bool = True
+    reports_energy: bool = True
+    reports_power: bool = True
     missing_mhz: frozenset[int] = frozenset()
     set_latency_s: float = 0.0
     limits: GpuLimits | None = None
     reasons: int = 0
     capped_mhz: int = 0
-    ceiling: Ceiling | None = None
+    max_clock: MaxClock | None = None
     begun_version: int | None = None
-    is_touched: bool = False
+    has_clock_change: bool = False
 
     def joined(self, in_force_epoch: str | None = None) -> RankJoined:
         epoch = EPOCH if self.in_force.version else ""
@@ -276,7 +276,7 @@ class FakeRank:
         """A new trainer begins after this iteration, at stock."""
         self.iteration, self.in_force, self.pending = iteration, Offer(0, 0, STOCK), None
         self.in_force_since = iteration + 1
-        self.begun_version, self.is_touched = None, False
+        self.begun_version, self.has_clock_change = None, False
         self.after_sequence = self.sequence
 
     def answer(self, offer: Offer) -> OfferAnswered:
@@ -316,16 +316,16 @@ class FakeRank:
         self.in_force, self.pending = self.pending, None
         if not changes:
             return None
-        self.is_touched = self.begun_version is not None
+        self.has_clock_change = self.begun_version is not None
         self.in_force_since = self.iteration + 1
         return PlanInForce(self.place, self.instance_id, EPOCH, self.in_force.version, self.iteration)
 
-    def limit(self, ceiling: Ceiling | None) -> None:
+    def limit(self, max_clock: MaxClock | None) -> None:
         """Take a ceiling, which changes the clocks of what is under way unless there is a plan."""
         is_planned = isinstance(self.in_force.clocks, PlannedClocks)
-        if ceiling != self.ceiling and self.begun_version is not None and not is_planned:
-            self.is_touched = True
-        self.ceiling = ceiling
+        if max_clock != self.max_clock and self.begun_version is not None and not is_planned:
+            self.has_clock_change = True
+        self.max_clock = max_clock
 
     def lose_permission(self) -> PlanInForce:
         """The driver lets it set no clocks any more: stock from now on."""
@@ -337,7 +337,7 @@ class FakeRank:
         """Begin the next iteration, with the offer that starts here."""
         self.iteration += 1
         in_force = self._begin_pending()
-        self.begun_version, self.is_touched = self.in_force.version, False
+        self.begun_version, self.has_clock_change = self.in_force.version, False
         return in_force
 
     def _begin_pending(self) -> PlanInForce | None:
@@ -355,14 +355,14 @@ class FakeRank:
         held_mhz = stage_clocks(self.in_force.clocks, self.place.stage)
         version = self.in_force.version if self.begun_version is None else self.begun_version
         self.begun_version = None
-        is_regular = is_regular and not self.is_touched
+        is_regular = is_regular and not self.has_clock_change
         energy = None
-        if isinstance(held_mhz, int) and not self.is_touched:
+        if isinstance(held_mhz, int) and not self.has_clock_change:
             count = self.iteration - self.in_force_since + 1
             energy = estimate(self.order, self.in_force.version, count, held_mhz)
-            if not self.tells_energy:
+            if not self.reports_energy:
                 energy = replace(energy, samples=())
-            if not self.tells_power:
+            if not self.reports_power:
                 energy = replace(energy, blocking_power_w=None, blocking_power_se_w=0.0)
         telemetry = batch(
             self.sequence,
@@ -377,7 +377,7 @@ class FakeRank:
             iterations=telemetry.iterations._replace(
                 clock_event_reasons=[self.reasons],
                 capped_clock_mhz=[self.capped_mhz],
-                is_touched=[self.is_touched],
+                has_clock_change=[self.has_clock_change],
             ),
             clocks=clock_statistics(self.in_force.version, self.set_latency_s)
             if self.set_latency_s
@@ -408,7 +408,7 @@ class Cluster:
             for place in spec.parallelism.all_coordinates()
         }
 
-    def tell(self, event: Input) -> list[Command]:
+    def handle(self, event: Input) -> list[Command]:
         """Give the machine one input, and return what it wants, records aside."""
         commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         self.machine.validate()
@@ -423,23 +423,23 @@ class Cluster:
             if isinstance(command, SendOffer):
                 self.offered_versions.append(command.offer.version)
                 rank = self.ranks[command.rank]
-                waiting.extend(self.tell(rank.answer(command.offer)))
+                waiting.extend(self.handle(rank.answer(command.offer)))
                 if (in_force := rank.apply()) is not None:
-                    waiting.extend(self.tell(in_force))
-            elif isinstance(command, SendCeiling | AcceptRank):
-                self.ranks[command.rank].limit(command.ceiling)
+                    waiting.extend(self.handle(in_force))
+            elif isinstance(command, SendMaxClock | AcceptRank):
+                self.ranks[command.rank].limit(command.max_clock)
             elif isinstance(command, Solve):
                 if any(isinstance(other, SendOffer) for other in waiting):
                     waiting.append(command)  # It takes longer than an offer's way.
                 else:
-                    waiting.extend(self.tell(solved(command)))
+                    waiting.extend(self.handle(solved(command)))
             elif isinstance(command, Refine):
-                waiting.extend(self.tell(refined(command.refinement)))
+                waiting.extend(self.handle(refined(command.refinement)))
             elif isinstance(command, EndStream):
                 self.ended_instances.append(command.instance_id)
 
     def send(self, event: Input) -> None:
-        self.carry_out(self.tell(event))
+        self.carry_out(self.handle(event))
 
     def join_all(self) -> None:
         for rank in self.ranks.values():

@@ -14,15 +14,15 @@ def block_the_loop() -> None:
     time.sleep(8 * LIMIT_S)
 
 
-async def beat(watchdog: Watchdog) -> None:
+async def reset(watchdog: Watchdog) -> None:
     while True:
-        watchdog.beat()
+        watchdog.reset()
         await asyncio.sleep(LIMIT_S / 4)
 
 
 async def test_a_stuck_loop_is_told_once_with_its_stack_and_that_it_goes_on() -> None:
     with capture_logs() as logs, Watchdog(LIMIT_S) as watchdog:
-        beating = asyncio.create_task(beat(watchdog))
+        beating = asyncio.create_task(reset(watchdog))
         await asyncio.sleep(LIMIT_S)
         block_the_loop()
         async with asyncio.timeout(20):

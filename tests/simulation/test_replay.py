@@ -84,8 +84,8 @@ def test_a_budget_that_is_cancelled_ends(frontier: Frontier) -> None:
 def test_a_budget_below_what_tolerances_allow_is_said_not_to_be_kept(frontier: Frontier) -> None:
     strict = replace(job(frontier), tolerance_percent=1.0)
     limited = replace(fleet(strict), budgets=[ReplayedBudget(budget(0.5, strict.stock_power_w), 0.0)])
-    said = [status for _, status in replay(limited).statuses if not status.is_compliant]
-    assert said[0].to_pause == ("x",)
+    message = [status for _, status in replay(limited).statuses if not status.is_compliant]
+    assert message[0].to_pause == ("x",)
 
 
 def test_a_straggler_slows_its_job_and_leaves_it_less_power(frontier: Frontier) -> None:

@@ -40,7 +40,7 @@ BUDGET = '[[budgets]]\nbudget_id = "b"\nbegin_h = 1\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("start =", "expected TOML in UTF-8, found"),
         (HEAD, ", jobs: Field required"),
@@ -69,12 +69,12 @@ BUDGET = '[[budgets]]\nbudget_id = "b"\nbegin_h = 1\n'
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ScenarioError) as caught:
         read_scenario(path)
     assert str(caught.value).startswith(str(path))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from perseus import solver
 from perseus.agent.link.computation import Kind
-from perseus.agent.sidecar.asking import ask_health
+from perseus.agent.sidecar.health_client import ask_health
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
 from perseus.demo.security import Security
@@ -391,7 +391,7 @@ class SlurmCluster:
             path for node in range(NODE_COUNT) for path in self.node_folder(node).glob("restore/*.json")
         ]
         clocks_mhz = {gpu.sm_clock_mhz() for gpu in self._gpus.values()}
-        return not self.locked() and not records and clocks_mhz == {_MODEL.max_clock_mhz}
+        return not self.locked() and not records and clocks_mhz == {_MODEL.highest_clock_mhz}
 
     def has_agent(self, node: int) -> bool:
         try:

@@ -12,7 +12,7 @@ from perseus.agent.link.packets import Hello
 from perseus.agent.restore.records import Record, RecordFolder
 from perseus.demo import nvml_stub
 from tests.agent.other_users import NOBODY, needs_root, passable_folder, start_as
-from tests.nvml.strangers import claim
+from tests.nvml.other_users import claim
 from tests.slurm.cluster import NODE_COUNT, SlurmCluster, gpu_uuid, missing
 
 pytestmark = [

@@ -246,7 +246,7 @@ class ReferenceProgram:
                 lower, upper, len(row), columns, np.array(list(row.values()), dtype=np.float64)
             )
 
-    def least_effective_energy_j(self, iteration_time_s: float) -> float:
+    def min_effective_energy_j(self, iteration_time_s: float) -> float:
         for row, fixed_s in self._deadline_rows:
             self._highs.changeRowBounds(row, -highspy.kHighsInf, iteration_time_s - fixed_s)
         self._highs.run()

@@ -20,7 +20,7 @@ from tests.solver.pipelines import published_pipeline
 )
 def test_every_corner_comes_back(steps: list[list[int]]) -> None:
     times_ps = np.full(10, 2**60)
-    recorder = EventTimesRecorder(times_ps, most_bytes=2**20)
+    recorder = EventTimesRecorder(times_ps, max_bytes=2**20)
     corners = [times_ps]
     for moves in steps:
         times_ps = times_ps - np.array(moves)
@@ -44,15 +44,15 @@ def test_the_whole_frontier_takes_little_room() -> None:
 
 @given(
     moves=st.lists(st.lists(st.integers(0, 2**45), min_size=6, max_size=6), min_size=1, max_size=60),
-    most_bytes=st.integers(0, 4000),
+    max_bytes=st.integers(0, 4000),
     shares=st.lists(st.floats(0, 1), max_size=10),
 )
 def test_what_is_kept_in_less_room_is_a_plan_in_time(
-    moves: list[list[int]], most_bytes: int, shares: list[float]
+    moves: list[list[int]], max_bytes: int, shares: list[float]
 ) -> None:
     """Events that are so far apart at all corners are so between them, and the iteration is in time."""
     times_ps = np.full(7, 2**52)
-    recorder = EventTimesRecorder(times_ps, most_bytes)
+    recorder = EventTimesRecorder(times_ps, max_bytes)
     corners = [times_ps]
     for some in moves:
         step_ps = np.array([*some, max(1, *some)])
@@ -60,16 +60,16 @@ def test_what_is_kept_in_less_room_is_a_plan_in_time(
         recorder.record(step_ps, times_ps)
         corners.append(times_ps)
     recorded = recorder.finish()
-    assert isinstance(recorded, AllCorners) or recorded.byte_count <= max(most_bytes, 56) + 56
+    assert isinstance(recorded, AllCorners) or recorded.byte_count <= max(max_bytes, 56) + 56
     slowest_ps, fastest_ps = int(corners[0][-1]), int(corners[-1][-1])
     assert np.array_equal(recorded.until(slowest_ps), corners[0])
     assert np.array_equal(recorded.until(fastest_ps), corners[-1])
-    least_gaps_ps = np.min([np.subtract.outer(c, c) for c in corners], axis=0)
+    min_gaps_ps = np.min([np.subtract.outer(c, c) for c in corners], axis=0)
     for share in shares:
         deadline_ps = fastest_ps + int(share * (slowest_ps - fastest_ps))
         found_ps = recorded.until(deadline_ps)
         assert found_ps[-1] <= deadline_ps
-        assert (np.subtract.outer(found_ps, found_ps) >= least_gaps_ps).all()
+        assert (np.subtract.outer(found_ps, found_ps) >= min_gaps_ps).all()
 
 
 def test_a_plan_between_kept_corners_costs_little_more_than_the_bound(
@@ -77,7 +77,7 @@ def test_a_plan_between_kept_corners_costs_little_more_than_the_bound(
 ) -> None:
     graph = build_event_graph(published_pipeline("a100-sxm", 12))
     sweep = sweep_frontier(graph)
-    monkeypatch.setattr("perseus.solver.sweep._MOST_BYTES", 40_000)
+    monkeypatch.setattr("perseus.solver.sweep._MAX_BYTES", 40_000)
     thinned = sweep_frontier(graph)
     cost = RelaxedCost(graph.hulls, graph.profile_of)
     assert isinstance(thinned.event_times, SomeCorners)

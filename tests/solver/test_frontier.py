@@ -126,10 +126,10 @@ def test_a_refinement_is_made_into_a_plan_elsewhere(a100: Frontier) -> None:
 
 
 def test_t_star_is_where_the_bound_is_least(a100: Frontier) -> None:
-    least_j = a100.bound_energy_j(a100.t_star_s)
+    min_j = a100.bound_energy_j(a100.t_star_s)
     width_s = a100.t_slow_s - a100.t_min_s
     for k in range(200):
-        assert a100.bound_energy_j(a100.t_min_s + k / 199 * width_s) >= least_j
+        assert a100.bound_energy_j(a100.t_min_s + k / 199 * width_s) >= min_j
 
 
 def test_look_up_takes_the_slowest_plan_in_time(a100: Frontier) -> None:
@@ -264,7 +264,7 @@ def test_large_problems_are_given_a_tolerance_and_plans_in_time(monkeypatch: pyt
     """Large is what has more computations than here; the paths are the same."""
     for module in (frontier_module, realisation):
         monkeypatch.setattr(module, "MANY_COMPUTATIONS", 100)
-    monkeypatch.setattr("perseus.solver.sweep._MOST_BYTES", 20_000)
+    monkeypatch.setattr("perseus.solver.sweep._MAX_BYTES", 20_000)
     few_cells = replace(realisation._LARGE_SETTINGS, max_cells=1000)
     monkeypatch.setattr(realisation, "_LARGE_SETTINGS", few_cells)
     pipeline = published_pipeline("a40", 12)

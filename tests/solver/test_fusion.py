@@ -91,10 +91,10 @@ def test_no_other_mixture_is_cheaper_where_a_cut_can_tell(
     )
     assume((late_j + early_j >= kept_j + taken_j - 1e-9).all())
     fused_j = energies_j(graph, durations_ps(graph, fusion.fuse(times_ps, others_ps, deadline_ps))).sum()
-    least_j = np.inf
+    min_j = np.inf
     for taken in product((False, True), repeat=graph.event_count):
         mixed_ps = np.where(taken, others_ps, times_ps)
         in_order = mixed_ps[graph.head_event] - mixed_ps[graph.tail_event] >= graph.lag_ps
         if in_order.all() and mixed_ps[0] == 0 and mixed_ps[-1] <= deadline_ps:
-            least_j = min(least_j, energies_j(graph, durations_ps(graph, mixed_ps)).sum())
-    assert fused_j <= least_j + 1e-6
+            min_j = min(min_j, energies_j(graph, durations_ps(graph, mixed_ps)).sum())
+    assert fused_j <= min_j + 1e-6

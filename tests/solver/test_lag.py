@@ -60,12 +60,12 @@ def excess_s(pipeline: Pipeline, slow: Plan, fast: Plan, lag_s: float) -> float:
     return time_s(pipeline, slow, lag_s) - time_s(pipeline, fast, lag_s)
 
 
-def longest_lag_s(pipeline: Pipeline, fast: Plan, most_s: float) -> float:
+def longest_lag_s(pipeline: Pipeline, fast: Plan, max_s: float) -> float:
     """The longest lag with which the plan takes no more than that."""
-    possible_s, impossible_s = 0.0, 2 * most_s
+    possible_s, impossible_s = 0.0, 2 * max_s
     while impossible_s - possible_s > PS_S:
         middle_s = (possible_s + impossible_s) / 2
-        if time_s(pipeline, fast, middle_s) > most_s:
+        if time_s(pipeline, fast, middle_s) > max_s:
             impossible_s = middle_s
         else:
             possible_s = middle_s

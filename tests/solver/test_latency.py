@@ -181,11 +181,11 @@ def test_impossible_latencies_and_plans_are_refused() -> None:
         replay_with_latency(pipeline, other, 0.01)
 
 
-@pytest.mark.parametrize(("gpu", "most_energy"), [("a100-sxm", 0.011), ("a40", 0.004)])
-def test_latency_on_published_profiles(gpu: str, most_energy: float) -> None:
+@pytest.mark.parametrize(("gpu", "max_energy"), [("a100-sxm", 0.011), ("a40", 0.004)])
+def test_latency_on_published_profiles(gpu: str, max_energy: float) -> None:
     pipeline = published_pipeline(gpu, 12)
     plan = plan_at(pipeline, fastest_clock_plan(pipeline).iteration_time_s)
     late = replay_with_latency(pipeline, dwell(pipeline, plan, 0.02), 0.02)
     assert late.iteration_time_s <= 1.002 * plan.iteration_time_s
     assert late.share_on_clock >= 0.9
-    assert late.energy_j <= (1 + most_energy) * plan.energy_j
+    assert late.energy_j <= (1 + max_energy) * plan.energy_j

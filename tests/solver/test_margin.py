@@ -10,7 +10,7 @@ from perseus.solver.plan import fastest_clock_plan
 from tests.solver.pipelines import small_pipeline
 
 
-def told(pipeline: Pipeline, share: float) -> Pipeline:
+def reported(pipeline: Pipeline, share: float) -> Pipeline:
     """The same figures, with standard errors."""
     return replace(
         pipeline,
@@ -46,7 +46,7 @@ def test_without_standard_errors_there_is_no_margin() -> None:
 @pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_plans_keep_their_times_as_often_as_was_asked_for(confidence: float, factor: float) -> None:
     share, pipeline = 0.01, small_pipeline()
-    padded, margin = with_margin(told(pipeline, share), confidence)
+    padded, margin = with_margin(reported(pipeline, share), confidence)
     assert margin is not None
     plan = plan_at(padded, factor * fastest_clock_plan(padded).iteration_time_s)
     random = np.random.default_rng(1)
@@ -56,7 +56,7 @@ def test_plans_keep_their_times_as_often_as_was_asked_for(confidence: float, fac
 
 
 def test_more_confidence_takes_more_and_costs_more() -> None:
-    pipeline = told(small_pipeline(), 0.01)
+    pipeline = reported(small_pipeline(), 0.01)
     frontiers = [solve(pipeline, point_count=4, confidence=each) for each in (0.6, 0.8, 0.95, 0.99)]
     margins = [frontier.margin for frontier in frontiers]
     shares = [margin.time_share for margin in margins if margin is not None]
@@ -68,12 +68,12 @@ def test_more_confidence_takes_more_and_costs_more() -> None:
 
 
 def test_a_margin_is_added_once() -> None:
-    padded, _ = with_margin(told(small_pipeline(), 0.01), 0.95)
+    padded, _ = with_margin(reported(small_pipeline(), 0.01), 0.95)
     assert with_margin(padded, 0.95) == (padded, None)
 
 
 def test_waiting_for_the_end_of_the_margin_is_paid_for() -> None:
-    pipeline = told(small_pipeline(), 0.01)
+    pipeline = reported(small_pipeline(), 0.01)
     padded, _ = with_margin(pipeline, 0.95)
     for (stage, chunk, kind), some in padded.profiles.items():
         for before, after in zip(pipeline.profiles[stage, chunk, kind], some, strict=True):

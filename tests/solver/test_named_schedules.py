@@ -18,7 +18,7 @@ from perseus.solver import (
     dual_pipe_v,
     early_recomputation,
     interleaved_one_forward_one_backward,
-    most_computations,
+    max_computations,
     named_schedule,
     named_schedules,
     one_forward_one_backward,
@@ -67,7 +67,7 @@ def test_a_named_schedule_is_at_most_as_large_as_it_says(
 ) -> None:
     counts = stage_count, groups * stage_count, chunk_count * (name is INTERLEAVED)
     size = len(list(named_schedule(name, *counts).computations))
-    assert size <= most_computations(name, *counts) <= 1.5 * size
+    assert size <= max_computations(name, *counts) <= 1.5 * size
 
 
 @given(stage_count=stage_counts, groups=group_counts, chunk_count=st.integers(1, 4))
@@ -83,12 +83,12 @@ def test_interleaving_divides_the_bubble(stage_count: int, groups: int, chunk_co
 def test_zero_bubble_h1(stage_count: int, microbatch_count: int) -> None:
     schedule = zero_bubble_h1(stage_count, microbatch_count)
     for order in schedule.orders:
-        held = most = 0
+        held = maximum = 0
         for c in order:
             held += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(c.kind, 0)
-            most = max(most, held)
+            maximum = max(maximum, held)
         assert held == 0
-        assert most <= stage_count
+        assert maximum <= stage_count
     if microbatch_count >= 2 * stage_count:
         times_s = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
         assert iteration_time_s(schedule, **times_s) == 3.0 * microbatch_count + 1.0 * (stage_count - 1)

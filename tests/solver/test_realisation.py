@@ -55,8 +55,8 @@ def test_no_deadline_is_missed_and_more_time_costs_no_more(pipeline: Pipeline, s
         assert energy_j >= target.bound_j - 1e-9 * scale_j
 
 
-@given(pipeline=pipelines(), shares=SHARES, rungs_below=st.integers(0, 8))
-def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float], rungs_below: int) -> None:
+@given(pipeline=pipelines(), shares=SHARES, price_levels_below=st.integers(0, 8))
+def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float], price_levels_below: int) -> None:
     graph = build_event_graph(pipeline)
     targets = targets_of(pipeline, sweep_frontier(graph), shares)
     columns = Columns(graph)
@@ -67,7 +67,7 @@ def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float], rung
     )
     deadlines_ps = np.array([target.deadline_ps for target in targets])
     prices = columns.price_of(finishes_ps - starts_ps)
-    rounded = columns.within_finishes(finishes_ps, columns.with_prices(prices - rungs_below))
+    rounded = columns.within_finishes(finishes_ps, columns.with_prices(prices - price_levels_below))
     assert (columns.iteration_times_ps(rounded) <= deadlines_ps).all()
 
     def searched(seed: int) -> Int64Array:

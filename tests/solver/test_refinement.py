@@ -30,7 +30,7 @@ def test_plans_are_close_to_the_bound(gpu: str, at_t_min_percent: float) -> None
         pytest.param("a40", 0.46, marks=pytest.mark.slow("100 plans of 24 microbatches")),
     ],
 )
-def test_solving_takes_the_same_pains_at_t_min(gpu: str, at_t_min_percent: float) -> None:
+def test_solving_takes_the_same_search_budget_at_t_min(gpu: str, at_t_min_percent: float) -> None:
     frontier = solve(published_pipeline(gpu, 24))
     at_t_min = frontier.plan_within(frontier.t_min_s)
     assert excess_percent(frontier, at_t_min, frontier.t_min_s) <= at_t_min_percent

@@ -59,12 +59,12 @@ def test_one_forward_one_backward_with_fewer_microbatches_than_stages() -> None:
 @given(stage_count=st.integers(1, 6), microbatch_count=st.integers(1, 12))
 def test_1f1b_keeps_few_activations(stage_count: int, microbatch_count: int) -> None:
     for stage, stage_order in enumerate(one_forward_one_backward(stage_count, microbatch_count).orders):
-        held = most = 0
+        held = maximum = 0
         for c in stage_order:
             held += 1 if c.kind is Kind.FORWARD else -1
-            most = max(most, held)
+            maximum = max(maximum, held)
         assert held == 0
-        assert most == min(stage_count - stage, microbatch_count)
+        assert maximum == min(stage_count - stage, microbatch_count)
 
 
 def test_dependencies_cross_stages_only() -> None:

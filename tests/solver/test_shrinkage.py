@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Kind, Measurement, shrink, shrink_profiles
-from perseus.solver.shrinkage import LEAST_CLOCKS
+from perseus.solver.shrinkage import MIN_CLOCKS
 from tests.solver.pipelines import published_pipeline
 
 CLOCKS_MHZ = range(900, 1411, 15)
@@ -58,11 +58,11 @@ def test_standard_errors_say_how_far_expectations_are_off() -> None:
 def test_clean_measurements_stay_what_they_are_cliffs_too() -> None:
     """The published A40 profile has steps of 2.4 % between clocks; errors of 0.01 % change nothing."""
     for measured in published_pipeline("a40", 8).profiles.values():
-        told = [
+        reported = [
             Measurement(m.clock_mhz, m.time_s, m.energy_j, 1e-4 * m.time_s, 1e-4 * m.energy_j)
             for m in measured
         ]
-        for before, after in zip(sorted(told, key=lambda m: m.clock_mhz), shrink(told), strict=True):
+        for before, after in zip(sorted(reported, key=lambda m: m.clock_mhz), shrink(reported), strict=True):
             assert after.time_s == pytest.approx(before.time_s, rel=3e-4)
             assert after.energy_j == pytest.approx(before.energy_j, rel=3e-4)
 
@@ -81,7 +81,7 @@ def test_times_and_energies_are_looked_at_by_themselves() -> None:
 
 
 def test_too_few_clocks_say_nothing_of_each_other() -> None:
-    few = tuple(noisy(0.01, 0)[: LEAST_CLOCKS - 1])
+    few = tuple(noisy(0.01, 0)[: MIN_CLOCKS - 1])
     assert shrink(few) == few
 
 

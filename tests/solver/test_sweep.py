@@ -22,7 +22,7 @@ def test_equals_linear_program_on_random_pipelines(pipeline: Pipeline, shares: l
     for share in (0.0, *shares, 1.0):
         # 10 ps more: at T_min itself the program may be a rounding error short of feasible.
         time_s = t_min_s + share * (t_slow_s - t_min_s) + 1e-11
-        expected_j = program.least_effective_energy_j(time_s)
+        expected_j = program.min_effective_energy_j(time_s)
         assert sweep.effective_energy_j_at(time_s) == pytest.approx(expected_j, abs=1e-7 * scale_j)
 
 
@@ -89,7 +89,7 @@ def test_equals_linear_program_on_published_profiles(gpu: str, microbatch_count:
     shares = np.random.default_rng(microbatch_count).uniform(size=5)
     for share in (0.0, *shares, 1.0):
         time_s = (sweep.t_min_ps + share * (sweep.t_slow_ps - sweep.t_min_ps)) / 1e12 + 1e-11
-        expected_j = program.least_effective_energy_j(time_s)
+        expected_j = program.min_effective_energy_j(time_s)
         assert sweep.effective_energy_j_at(time_s) == pytest.approx(expected_j, rel=1e-7)
 
 

@@ -98,7 +98,7 @@ def test_what_is_no_address_is_refused(address: str, expected: str) -> None:
 
 
 def test_a_server_may_leave_its_port_open() -> None:
-    assert check_address("127.0.0.1:0", least_port=0) == "127.0.0.1:0"
+    assert check_address("127.0.0.1:0", min_port=0) == "127.0.0.1:0"
 
 
 def test_host_and_port() -> None:

@@ -181,8 +181,8 @@ def test_nobody_there_and_sockets_are_not_for_us_to_explain(tmp_path: Path) -> N
     assert diagnose("unix:/nowhere", None) is None
 
 
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_it_takes_no_longer_than_it_may(says: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("responses", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_it_takes_no_longer_than_it_may(responses: bytes, tmp_path: Path) -> None:
     """Against what accepts and then says nothing, or a byte now and then."""
     files = TlsFiles(ca=authority(tmp_path).folder / "ca.pem")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -195,14 +195,14 @@ def test_it_takes_no_longer_than_it_may(says: bytes, tmp_path: Path) -> None:
                         line, _ = server.accept()
                     except OSError:
                         return
-                    held.enter_context(line).sendall(says)
+                    held.enter_context(line).sendall(responses)
 
         accepting = threading.Thread(target=accept)
         accepting.start()
         begun_s = time.monotonic()
         found = diagnose(f"127.0.0.1:{server.getsockname()[1]}", files, timeout_s=0.3)
         assert time.monotonic() - begun_s < 3
-        assert found == ("what listens there speaks no TLS, or not gRPC's" if says else None)
+        assert found == ("what listens there speaks no TLS, or not gRPC's" if responses else None)
         server.shutdown(socket.SHUT_RDWR)  # which ends the thread's wait
         accepting.join()
 

@@ -191,14 +191,14 @@ def test_an_expired_renewal_is_not_taken(tmp_path: Path) -> None:
 def test_the_end_is_announced_a_week_before_once_a_day(tmp_path: Path) -> None:
     begun_s = now_s = time.time()
     source = TlsSource(issue(authority(tmp_path), ends_days=8.1), Role.SERVER, lambda: now_s)
-    said = []
+    message = []
     for half_day in range(20):
         now_s = begun_s + half_day / 2 * DAY_S
         with capture_logs() as logs:
             source.poll()
-        said += [(half_day / 2, line["event"]) for line in logs]
+        message += [(half_day / 2, line["event"]) for line in logs]
     soon, over = "certificate expires soon", "certificate has expired"
-    assert said == [
+    assert message == [
         *((day + 1.5, soon) for day in range(7)),
         (8.5, over),
         (9.5, over),

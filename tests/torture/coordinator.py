@@ -44,8 +44,8 @@ JOB_EVERY = 10
 JOBS = 2
 """That live at a time; with another the oldest one ends."""
 
-_LONGEST_DELAY_S = 1.5
-_LONGEST_START_S = 1.2
+_MAX_DELAY_S = 1.5
+_MAX_START_S = 1.2
 """While it starts, a kill comes at most so late."""
 _START_KILLS = 0.2
 _UNFINISHED_COMEBACKS = 0.3
@@ -74,7 +74,7 @@ class Outcome:
     start_kill_count: int = 0
     server_kill_count: int = 0
     batch_count: int = 0
-    comeback_s: list[float] = field(default_factory=list)
+    return_s: list[float] = field(default_factory=list)
     """From listening until all agents were back and nothing waited that was sent again."""
     version_count: int = 0
     left_out_count: int = 0
@@ -119,7 +119,7 @@ def torture(
                         _settle(agents, {oldest: restart_counts.pop(oldest)}, outcome)
                     restart_counts[_add(agents, number, pipeline_count)] = 0
                 _nudge(agents, list(restart_counts), chance)
-                time.sleep(chance.uniform(0.0, _LONGEST_DELAY_S))
+                time.sleep(chance.uniform(0.0, _MAX_DELAY_S))
                 if server is not None and number in server_kills:
                     server.kill()
                     outcome.server_kill_count += 1
@@ -129,7 +129,7 @@ def torture(
                 outcome.kill_count += 1
                 if chance.random() < _START_KILLS:
                     coordinator.launch()
-                    time.sleep(chance.uniform(0.0, _LONGEST_START_S))
+                    time.sleep(chance.uniform(0.0, _MAX_START_S))
                     coordinator.kill()
                     outcome.start_kill_count += 1
                 coordinator.start()
@@ -172,7 +172,7 @@ def _come_back(coordinator: CoordinatorProcess, agents: Agents, killed_s: float,
         agents.ask("back", since_s=killed_s, limit_s=_LIMIT_S)
     except GeneratorError as error:
         raise AssertionError(f"{error}; the coordinator: {coordinator.standing()}") from None
-    outcome.comeback_s.append(time.monotonic() - begun_s)
+    outcome.return_s.append(time.monotonic() - begun_s)
 
 
 def _end_without_database(coordinator: CoordinatorProcess, outcome: Outcome) -> None:
@@ -243,11 +243,11 @@ _COLUMNS = (
 def _fault_rows(outcomes: Iterable[FaultOutcome]) -> str:
     rows = []
     for each in outcomes:
-        said = each.lines[-1].replace("|", "/") if FAULTS[each.name].has_to_end and each.lines else "–"
-        said = re.sub(r"/\S+/(?=jobs\.db)", "", said)  # in which folder it was tells nobody anything
+        message = each.lines[-1].replace("|", "/") if FAULTS[each.name].has_to_end and each.lines else "–"
+        message = re.sub(r"/\S+/(?=jobs\.db)", "", message)  # in which folder it was tells nobody anything
         ended = "–" if each.status is None else str(each.status)
         problems = "; ".join(each.problems) or "nothing"
-        rows.append(f"| {each.name} | {ended} | {said} | {each.stock_after_s:.1f} s | {problems} |")
+        rows.append(f"| {each.name} | {ended} | {message} | {each.stock_after_s:.1f} s | {problems} |")
     return "\n".join(rows)
 
 
@@ -256,7 +256,7 @@ def report(outcomes: dict[str, Outcome], faults: Iterable[FaultOutcome], seed: i
     rows = [
         f"| {name} | {each.kill_count} | {each.start_kill_count} | {each.server_kill_count} | "
         f"{each.batch_count} | {each.version_count} | {each.left_out_count} | "
-        f"{statistics.median(each.comeback_s):.2f} s | {max(each.comeback_s):.2f} s | "
+        f"{statistics.median(each.return_s):.2f} s | {max(each.return_s):.2f} s | "
         f"{'; '.join(each.problems) or 'nothing'} |"
         for name, each in outcomes.items()
     ]

@@ -25,7 +25,7 @@ class KilledServer:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
         ends_s = time.monotonic() + _LIMIT_S
-        while any(_lives(each) for each in (pid, *workers)) and time.monotonic() < ends_s:
+        while any(_is_alive(each) for each in (pid, *workers)) and time.monotonic() < ends_s:
             time.sleep(0.01)
         # As long as nobody has waited for the dead process, its locks would look like ones that are held.
         folder = self._server.data
@@ -37,7 +37,7 @@ class KilledServer:
         self._server.start_again()
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Whether it runs; one that its parent has not waited for doesn't."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -148,7 +148,7 @@ def _asking_for_health(
                     outcome.problems.append(f"health: {error}")
                 took_s = time.monotonic() - begun_s
                 outcome.slowest_health_s = max(outcome.slowest_health_s, took_s)
-                outcome.health_s.append(max(0.0, took_s - waiting.most_s()))
+                outcome.health_s.append(max(0.0, took_s - waiting.max_s()))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -168,7 +168,7 @@ class _Waiting:
         self._process_ids = process_ids
         self._begun_ns = [self._threads_ns(process_id) for process_id in process_ids]
 
-    def most_s(self) -> float:
+    def max_s(self) -> float:
         """Of the thread of each process that waited most, since the beginning, together; seconds."""
         total_ns = 0
         for process_id, begun_ns in zip(self._process_ids, self._begun_ns, strict=True):
@@ -293,7 +293,7 @@ class _Attack:
             if not self._may_send("bounds"):
                 break
             if rpc == _CONNECT:
-                await talking.say(data)
+                await talking.send(data)
             else:
                 await self._call(channel, rpc, data)
         await talking.end()
@@ -302,14 +302,14 @@ class _Attack:
         for rpc, kind in self._methods.items():
             for message in messages.filled(partial(messages.valid, kind)):
                 yield rpc, message.SerializeToString()
-        for message in messages.filled(partial(_said, 0)):
+        for message in messages.filled(partial(_sent, 0)):
             yield _CONNECT, message.SerializeToString()
         while True:
             for rpc, kind in self._methods.items():
                 for message in messages.at_bounds(partial(messages.valid, kind)):
                     yield rpc, message.SerializeToString()
             for index, _ in enumerate(messages.conversation()):
-                for message in messages.at_bounds(partial(_said, index)):
+                for message in messages.at_bounds(partial(_sent, index)):
                     yield _CONNECT, message.SerializeToString()
 
     async def _send_random(self, channel: grpc.aio.Channel) -> None:
@@ -337,7 +337,7 @@ class _Attack:
                 data = messages.mangled(chance.choice(messages.conversation()).SerializeToString(), chance)
             else:
                 data = self._random_request()
-            await talking.say(data, has_hello=chance.random() < (0.8 if kind == "order" else 1.0))
+            await talking.send(data, has_hello=chance.random() < (0.8 if kind == "order" else 1.0))
         await talking.end()
 
     def _random_request(self) -> bytes:
@@ -420,7 +420,7 @@ class _Talk:
         self._call: Any = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def say(self, data: bytes, *, has_hello: bool = True) -> None:
+    async def send(self, data: bytes, *, has_hello: bool = True) -> None:
         """Say something, on a new stream if there is none."""
         if self._reading is not None and self._reading.done():
             await self.end()
@@ -455,7 +455,7 @@ class _Talk:
             self._note_end(_CONNECT, error)
 
 
-def _said(index: int) -> ConnectRequest:
+def _sent(index: int) -> ConnectRequest:
     return messages.conversation()[index]
 
 

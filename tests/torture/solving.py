@@ -27,7 +27,7 @@ from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
 from perseus.v1 import event_pb2, job_pb2
 from tests.service.service_fakes import START_S, Cluster, make_spec
 
-_PATIENCE_S = 1800.0
+_TIMEOUT_S = 1800.0
 _TURN_S = 0.005
 _TURNS = 20
 """How often a disturber is asked before the jobs are looked at."""
@@ -74,9 +74,9 @@ async def _coordinator(
 ) -> AsyncIterator[tuple[Coordinator, WorkerPool]]:
     store = await SqlStore.open(path)
     # The ranks are gone, and their leases must not run out before the last job is solved.
-    rules = Cluster(make_spec()).rules.model_copy(update={"lease_s": 2 * _PATIENCE_S})
-    jobs = WorkerPool(JOBS, 1, _PATIENCE_S, new_worker=new_worker)
-    requests = WorkerPool(REQUESTS, 1, _PATIENCE_S)
+    rules = Cluster(make_spec()).rules.model_copy(update={"lease_s": 2 * _TIMEOUT_S})
+    jobs = WorkerPool(JOBS, 1, _TIMEOUT_S, new_worker=new_worker)
+    requests = WorkerPool(REQUESTS, 1, _TIMEOUT_S)
     coordinator = Coordinator(store, jobs, requests, rules, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
@@ -107,7 +107,7 @@ async def restarted(
             jobs = [job for _, job in coordinator.jobs.jobs("", (), is_full=False)]
             solved = [job for job in jobs if job.t_min_s and job.state == job_pb2.JOB_STATE_PLANNED]
             stock = [job for job in jobs if job.state == job_pb2.JOB_STATE_STOCK]
-            if len(solved) + len(stock) == len(jobs) or time.monotonic() > began_s + _PATIENCE_S:
+            if len(solved) + len(stock) == len(jobs) or time.monotonic() > began_s + _TIMEOUT_S:
                 break
         await coordinator.flush()
         wanted = EventFilter(types=frozenset({event_pb2.JOB_EVENT_TYPE_SOLVE_RETRIED}))

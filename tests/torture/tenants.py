@@ -31,7 +31,7 @@ from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
 from tests.grid.brokers import MqttBroker, running
 from tests.grid.coordinators import CoordinatorProcess
-from tests.grid.doors import DoorProcess
+from tests.grid.gateways import GatewayProcess
 from tests.grid.isv import Sender, target_of
 from tests.ports import free_port
 from tests.service import service_fakes
@@ -57,7 +57,7 @@ class Outcome:
     """What became of it, and what should not be so."""
 
     reading_count: int = 0
-    most_measured_w: float = 0.0
+    max_measured_w: float = 0.0
     refused_count: int = 0
     kept_target_s: float = 0.0
     open_files: int = 0
@@ -82,14 +82,16 @@ async def torture_tenants(
         coordinator.launch()
         with running(MqttBroker(coordinator.security, folder / "broker.log")) as broker:
             coordinator.await_listening()
-            door = DoorProcess(folder / "door", coordinator.security, broker.address, coordinator.address)
-            senders = Sender(door.keys, "flood"), Sender(door.keys, "acme")
-            door.start()
+            gateway = GatewayProcess(
+                folder / "door", coordinator.security, broker.address, coordinator.address
+            )
+            senders = Sender(gateway.keys, "flood"), Sender(gateway.keys, "acme")
+            gateway.start()
             async with coordinator.security.channels(coordinator.address).open() as operator:
                 await _lie(coordinator, operator, seconds, outcome)
                 await _flood(broker, senders, operator, flood_messages, outcome)
                 await _hold_page(coordinator, page, connection_count, outcome)
-            door.stop()
+            gateway.stop()
     finally:
         coordinator.kill()
     return outcome
@@ -128,25 +130,25 @@ async def _lie(
         power, ends_s = PowerServiceStub(operator), time.monotonic() + seconds
         while time.monotonic() < ends_s:
             await asyncio.gather(
-                *(_tell(liar, made_up) for liar in liars),
-                _tell(agent, own),
+                *(_report(liar, made_up) for liar in liars),
+                _report(agent, own),
                 asyncio.sleep(_PERIOD_S),
             )
             outcome.reading_count += LIARS
             feeds = (await power.ListFeeds(pb.ListFeedsRequest())).feeds
             measured_w = max(feed.measured_w for feed in feeds)
-            outcome.most_measured_w = max(outcome.most_measured_w, measured_w)
+            outcome.max_measured_w = max(outcome.max_measured_w, measured_w)
         if outcome.refused_count:
             outcome.problems.append(f"a tenant was refused {outcome.refused_count} ranks")
-        if outcome.most_measured_w > GPU_W * len(own) * 1.001:
-            outcome.problems.append(f"a feed measured {outcome.most_measured_w:g} W")
+        if outcome.max_measured_w > GPU_W * len(own) * 1.001:
+            outcome.problems.append(f"a feed measured {outcome.max_measured_w:g} W")
         for each in (*liars, agent):
             each.call.cancel()
 
 
-async def _tell(agent: FakeAgent, powers_w: dict[str, float]) -> None:
-    await agent.say(heartbeat=agent_service_pb2.Heartbeat())
-    await agent.say(
+async def _report(agent: FakeAgent, powers_w: dict[str, float]) -> None:
+    await agent.send(heartbeat=agent_service_pb2.Heartbeat())
+    await agent.send(
         power_reading=agent_service_pb2.PowerReading(
             duration_s=_PERIOD_S, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
         )
@@ -236,7 +238,7 @@ def section(outcome: Outcome, seconds: float) -> str:
     rows = (
         (
             f"with a token for other jobs says {gpu_count:,} GPUs of {MADE_UP_W:g} W each, for {seconds:g} s",
-            f"the feed measures {outcome.most_measured_w:.0f} W at most",
+            f"the feed measures {outcome.max_measured_w:.0f} W at most",
         ),
         (
             f"claims the UUIDs of its GPUs before it does, for {LIARS} jobs",

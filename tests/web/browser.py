@@ -59,18 +59,20 @@ async def browsing(
 
     Certificates are those of the test's own authority, and are not looked at.
     """
-    complaints: list[str] = []
+    console_errors: list[str] = []
     async with _shared or launched() as browser:
         context = await browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, ignore_https_errors=True
         )
         page = await context.new_page()
         page.set_default_timeout(WAIT_MS)
-        page.on("console", lambda said: complaints.append(said.text) if said.type != "log" else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "console", lambda message: console_errors.append(message.text) if message.type != "log" else None
+        )
+        page.on("pageerror", lambda error: console_errors.append(str(error)))
         yield page
         await context.close()
-    unexpected = [each for each in complaints if not any(words in each for words in expected)]
+    unexpected = [each for each in console_errors if not any(words in each for words in expected)]
     assert unexpected == [], "\n".join(unexpected)
 
 

@@ -12,7 +12,7 @@ from playwright.async_api import Page, expect
 from perseus.demo.cluster import Cluster
 from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import Client
-from tests.web import said
+from tests.web import display
 from tests.web.browser import browsing, figure, in_browser, panel
 from tests.web.demo import http_url, log_in, page_served
 from tests.workloads import SMALL
@@ -58,8 +58,8 @@ async def test_the_demo_is_seen_as_it_runs(cluster: Cluster, tmp_path: Path) -> 
         await figures_agree(page, client)
         job = await client.job("seen")
         frontier = panel(page, "Frontier").get_by_role("row")
-        await expect(frontier.filter(has_text="Tmin")).to_contain_text(said.seconds(job.t_min_s))
-        await expect(page.get_by_text(f"stock {said.joules(job.baseline.energy_j)}")).to_be_visible()
+        await expect(frontier.filter(has_text="Tmin")).to_contain_text(display.seconds(job.t_min_s))
+        await expect(page.get_by_text(f"stock {display.joules(job.baseline.energy_j)}")).to_be_visible()
         spoken = panel(page, "Timeline").locator("[aria-live=polite]")
         await panel(page, "Timeline").locator("canvas").focus()
         await page.keyboard.press("ArrowRight")
@@ -91,12 +91,12 @@ async def figures_agree(page: Page, client: Client) -> None:
             for name in ("iteration time", "energy an iteration", "power")
         ]
         figures = (await client.job("seen")).figures
-        told = [
-            said.seconds(figures.iteration_time_s),
-            said.joules(figures.energy_j),
-            said.watts(figures.power_w),
+        reported = [
+            display.seconds(figures.iteration_time_s),
+            display.joules(figures.energy_j),
+            display.watts(figures.power_w),
         ]
-        if shown == told:
+        if shown == reported:
             return
-        assert time.monotonic() < ends_s, (shown, told)
+        assert time.monotonic() < ends_s, (shown, reported)
         await page.wait_for_timeout(50)

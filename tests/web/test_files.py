@@ -15,10 +15,10 @@ def own_files() -> list[Path]:
 
 
 def test_uplot_is_what_was_published() -> None:
-    told = dict(re.findall(r"\| `(.+)` \| `([0-9a-f]{64})` \|", (UPLOT / "ORIGIN.md").read_text()))
+    reported = dict(re.findall(r"\| `(.+)` \| `([0-9a-f]{64})` \|", (UPLOT / "ORIGIN.md").read_text()))
     there = {path.name for path in UPLOT.iterdir()} - {"ORIGIN.md"}
-    assert told == {name: hashlib.sha256((UPLOT / name).read_bytes()).hexdigest() for name in there}
-    assert "LICENSE" in told
+    assert reported == {name: hashlib.sha256((UPLOT / name).read_bytes()).hexdigest() for name in there}
+    assert "LICENSE" in reported
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:

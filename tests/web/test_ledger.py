@@ -13,7 +13,7 @@ from playwright.async_api import expect
 from perseus.v1 import job_pb2
 from perseus.v1.ledger_service_pb2 import LedgerAccount
 from tests.service.grpc_fakes import ALL_PLACES, FakeAgent
-from tests.web import said
+from tests.web import display
 from tests.web.browser import (
     Scheme,
     browsing,
@@ -39,13 +39,13 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 def figures(account: LedgerAccount) -> list[str]:
     """What stands in the row of an account of which all is known."""
     return [
-        said.kwh(account.energy_kwh),
-        said.kwh(account.saved_energy_kwh, account.saved_energy_margin_kwh),
-        said.percent(account.saved_percent),
-        said.money(account.cost),
-        said.money(account.saved_cost),
-        said.carbon(account.carbon_g),
-        said.carbon(account.saved_carbon_g),
+        display.kwh(account.energy_kwh),
+        display.kwh(account.saved_energy_kwh, account.saved_energy_margin_kwh),
+        display.percent(account.saved_percent),
+        display.money(account.cost),
+        display.money(account.saved_cost),
+        display.carbon(account.carbon_g),
+        display.carbon(account.saved_carbon_g),
     ]
 
 
@@ -65,20 +65,20 @@ PERIODS = [
 async def test_a_periods_numbers_are_those_of_grpc(
     site: Site, period: str, times: dict[str, datetime], rows: list[str]
 ) -> None:
-    told = await site.ledger(times=times)
+    reported = await site.ledger(times=times)
     async with browsing() as page:
         await site.open(page)
         await choose(page, "Period", period)
         await expect(page.get_by_role("rowheader")).to_have_text(rows)
         cells = table_row(page, "total").get_by_role("cell")
-        energy = said.kwh(told.total.energy_kwh)
-        saved = said.kwh(told.total.saved_energy_kwh, told.total.saved_energy_margin_kwh)
+        energy = display.kwh(reported.total.energy_kwh)
+        saved = display.kwh(reported.total.saved_energy_kwh, reported.total.saved_energy_margin_kwh)
         await expect(cells.nth(1)).to_have_text(energy)
         await expect(cells.nth(2)).to_have_text(saved)
-        await expect(cells.nth(3)).to_have_text(said.percent(told.total.saved_percent))
+        await expect(cells.nth(3)).to_have_text(display.percent(reported.total.saved_percent))
         await expect(figure(page, "used")).to_have_text(energy)
         await expect(figure(page, "saved")).to_have_text(saved)
-        for entry in told.entries:
+        for entry in reported.entries:
             if entry.job_id == "bare":
                 shown = ["run 1", "0.500 kWh", *6 * ["unknown"]]
                 await expect(table_row(page, "bare").get_by_role("cell")).to_have_text(shown)
@@ -105,20 +105,20 @@ TOGETHER = "(m, accounts) => JSON.parse(JSON.stringify(m.together(accounts)))"  
 
 
 async def test_runs_add_up_to_what_the_coordinator_says_of_their_job(site: Site) -> None:
-    told = await site.ledger("gpt3")
-    assert len(told.entries) == 2
+    reported = await site.ledger("gpt3")
+    assert len(reported.entries) == 2
     accounts = [
         json_format.MessageToDict(
             each.account, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
-        for each in told.entries
+        for each in reported.entries
     ]
     async with browsing() as page:
         await page.goto(site.url)
         found = await run(page, "ledger", TOGETHER, accounts)
     assert "saved_energy_margin_kwh" not in found, "no interval is made up"
     for field, value in found.items():
-        assert value == pytest.approx(getattr(told.total, field)), field
+        assert value == pytest.approx(getattr(reported.total, field)), field
     assert {"cost", "carbon_g", "saved_cost", "saved_percent", "price_per_kwh"} <= set(found)
 
 
@@ -211,25 +211,27 @@ async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Pa
 
 
 async def test_a_job_is_told_of_this_run_and_of_all(site: Site) -> None:
-    told = await site.ledger("gpt3")
-    run_account = told.entries[-1].account
+    reported = await site.ledger("gpt3")
+    run_account = reported.entries[-1].account
     async with browsing() as page:
         await page.goto(f"{site.url}/#/jobs/gpt3")
         ledger = panel(page, "Ledger")
         await expect(ledger.get_by_role("columnheader")).to_have_text(["this run", "all 2 runs"])
         names = ["used", "saved against stock", "saved, percent", "cost", "cost saved", "CO₂", "CO₂ saved"]
-        for name, own, whole in zip(names, figures(run_account), figures(told.total), strict=True):
+        for name, own, whole in zip(names, figures(run_account), figures(reported.total), strict=True):
             await expect(table_row(page, name).get_by_role("cell")).to_have_text([own, whole])
         profiling_kwh, extra_kwh = run_account.profiling_energy_kwh, run_account.profiling_extra_energy_kwh
         profiling = table_row(page, "used for profiling").get_by_role("cell")
-        await expect(profiling.first).to_have_text(said.kwh(profiling_kwh))
+        await expect(profiling.first).to_have_text(display.kwh(profiling_kwh))
         extra = table_row(page, "of it beyond stock").get_by_role("cell")
-        await expect(extra.first).to_have_text(f"+{said.kwh(extra_kwh)}")
+        await expect(extra.first).to_have_text(f"+{display.kwh(extra_kwh)}")
         assumed = table_row(page, "assumed: price of a kWh").get_by_role("cell")
         await expect(assumed).to_have_text(["0.25", "0.25"])
         assumed = table_row(page, "assumed: CO₂ of a kWh").get_by_role("cell")
         await expect(assumed).to_have_text(["400 g", "400 g"])
-        await expect(ledger).to_contain_text(f"{said.kwh(told.total.straggler_energy_kwh)} with a straggler")
+        await expect(ledger).to_contain_text(
+            f"{display.kwh(reported.total.straggler_energy_kwh)} with a straggler"
+        )
 
 
 async def test_a_running_jobs_ledger_is_that_of_grpc(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page
 
-from tests.web import said
+from tests.web import display
 from tests.web.browser import Scheme, browsing, in_browser
 from tests.web.fleet import fleet
 
@@ -49,12 +49,12 @@ async def test_numbers_have_units_and_as_many_digits_as_are_read(page: Page) -> 
     ranges = await run(page, "numbers", "(m) => [m.ranges([2, 0, 1, 5]), m.ranges([])]")
     assert ranges == ["0–2, 5", ""]
     for value in (0.8, 12.3, 797.2, 1663.67, 99999.0, 2.5e7):
-        assert await run(page, "numbers", "(m, value) => m.joules(value)", value) == said.joules(value)
+        assert await run(page, "numbers", "(m, value) => m.joules(value)", value) == display.joules(value)
 
 
 def iteration(number: int, pipeline: int, time_s: float = 1.0, energy_j: float = 100.0) -> dict[str, Any]:
-    told = {"iteration": str(number), "pipeline": pipeline, "plan_version": "1"}
-    return {"iteration": {**told, "iteration_time_s": time_s, "energy_j": energy_j}}
+    reported = {"iteration": str(number), "pipeline": pipeline, "plan_version": "1"}
+    return {"iteration": {**reported, "iteration_time_s": time_s, "energy_j": energy_j}}
 
 
 MODEL = """(m, updates) => {
@@ -160,29 +160,29 @@ def _luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-WORDS = "(m, policy, pacing) => [m.policy(policy), m.pacing(pacing)]"
+WORDS = "(m, policy, target) => [m.policy(policy), m.signalTarget(target)]"
 
 
 async def test_a_policy_by_a_signal_is_said_in_words(page: Page) -> None:
     work = {"iteration_count": "40", "end_time": "2027-01-15T08:00:00Z"}
-    paced = {"state": "SIGNAL_PACING_STATE_PACED", "iteration_count": 82285.7, "done_count": "1200"}
+    following = {"state": "SIGNAL_TARGET_STATE_FOLLOWING", "iteration_count": 82285.7, "done_count": "1200"}
     cases: list[tuple[dict[str, Any], dict[str, Any] | None, str, str]] = [
         (
             {"least_carbon": {"extra_time": {"percent": 5, "horizon_s": 86_400}}},
-            {**paced, "iteration_time_s": 1.1},
+            {**following, "iteration_time_s": 1.1},
             "least carbon within 5 % more time over 1 d 0 h",
             "iterations of 1.100 s; 1200 of 82",
         ),
         (
             {"least_cost": {"work_until": work}},
-            {**paced, "state": "SIGNAL_PACING_STATE_BLIND"},
+            {**following, "state": "SIGNAL_TARGET_STATE_NO_SIGNAL"},
             "least cost for 40 iterations until 2027-01-15T08:00:00Z",
             "nothing is known of the signal: no slowdown; 1200 of 82",
         ),
-        ({"least_cost": {"work_until": work}}, paced, "least cost for 40", "no slowdown now; 1200 of 82"),
+        ({"least_cost": {"work_until": work}}, following, "least cost for 40", "no slowdown now; 1200 of 82"),
         ({}, None, "no slowdown", ""),
     ]
-    for policy, pacing, rule, note in cases:
-        said_rule, said_note = await run(page, "words", WORDS, policy, pacing)
-        assert said_rule.startswith(rule)
-        assert said_note.startswith(note)
+    for policy, signal_target, rule, note in cases:
+        shown_rule, shown_note = await run(page, "words", WORDS, policy, signal_target)
+        assert shown_rule.startswith(rule)
+        assert shown_note.startswith(note)

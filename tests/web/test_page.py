@@ -22,7 +22,7 @@ from tests.service.grpc_fakes import (
     make_settings,
     spec_message,
 )
-from tests.web import said
+from tests.web import display
 from tests.web.browser import (
     Scheme,
     browsing,
@@ -123,30 +123,32 @@ async def test_the_numbers_are_those_of_grpc(site: Site) -> None:
         for text in (
             "planned",
             "4 of 4",
-            said.seconds(job.figures.iteration_time_s),
-            said.watts(job.figures.power_w),
-            said.percent(saving.energy_percent).removesuffix(" %"),
+            display.seconds(job.figures.iteration_time_s),
+            display.watts(job.figures.power_w),
+            display.percent(saving.energy_percent).removesuffix(" %"),
         ):
             await expect(row).to_contain_text(text)
         await row.get_by_role("link").click()
 
-        await expect(figure(page, "iteration time")).to_have_text(said.seconds(job.figures.iteration_time_s))
-        await expect(figure(page, "energy an iteration")).to_have_text(said.joules(job.figures.energy_j))
-        await expect(figure(page, "power")).to_have_text(said.watts(job.figures.power_w))
+        await expect(figure(page, "iteration time")).to_have_text(
+            display.seconds(job.figures.iteration_time_s)
+        )
+        await expect(figure(page, "energy an iteration")).to_have_text(display.joules(job.figures.energy_j))
+        await expect(figure(page, "power")).to_have_text(display.watts(job.figures.power_w))
         await expect(figure(page, "energy saved")).to_contain_text(
-            said.percent(saving.energy_percent).removesuffix(" %")
+            display.percent(saving.energy_percent).removesuffix(" %")
         )
         await expect(figure(page, "stragglers")).to_have_text("0")
-        await expect(page.get_by_text(f"stock {said.joules(job.baseline.energy_j)}")).to_be_visible()
+        await expect(page.get_by_text(f"stock {display.joules(job.baseline.energy_j)}")).to_be_visible()
 
         places = panel(page, "Frontier").get_by_role("row")
         await expect(places).to_have_count(6)
         for name, time_s in (("Tmin", job.t_min_s), ("T*", job.t_star_s), ("Tslow", job.t_slow_s)):
-            await expect(places.filter(has_text=name)).to_contain_text(said.seconds(time_s))
+            await expect(places.filter(has_text=name)).to_contain_text(display.seconds(time_s))
         stock = places.filter(has_text="all at the highest clock")
-        await expect(stock).to_contain_text(said.joules(frontier.baseline.energy_j))
+        await expect(stock).to_contain_text(display.joules(frontier.baseline.energy_j))
         await expect(places.filter(has_text="in force")).to_contain_text(
-            said.seconds(job.planned_iteration_time_s[0])
+            display.seconds(job.planned_iteration_time_s[0])
         )
 
         report = job_service_pb2.GetReportRequest(job_id="job")
@@ -154,7 +156,7 @@ async def test_the_numbers_are_those_of_grpc(site: Site) -> None:
         measured = panel(page, "Measured").locator("tbody tr")
         await expect(measured).to_have_count(len(periods))
         await expect(measured.first).to_contain_text(f"{periods[-1].number} planned")
-        await expect(measured.first).to_contain_text(said.percent(periods[-1].saving.energy_percent)[:-2])
+        await expect(measured.first).to_contain_text(display.percent(periods[-1].saving.energy_percent)[:-2])
 
         # What comes while the page is open is on it, too.
         await site.agent.iterate(3)
@@ -165,19 +167,19 @@ async def test_the_numbers_are_those_of_grpc(site: Site) -> None:
 async def test_the_timeline_shows_stock_and_plan_and_can_be_read_by_keyboard(site: Site) -> None:
     await site.plan()
     request = job_service_pb2.GetTimelineRequest(job_id="job")
-    told = await site.client.jobs.GetTimeline(request, timeout=TIMEOUT_S)
+    reported = await site.client.jobs.GetTimeline(request, timeout=TIMEOUT_S)
     async with browsing() as page:
         await page.goto(site.of())
         timeline = panel(page, "Timeline")
         await timeline.get_by_text("As a table").click()
         rows = timeline.locator("tbody tr")
-        await expect(rows).to_have_count(2 * len(told.entries))
+        await expect(rows).to_have_count(2 * len(reported.entries))
         await expect(rows.first).to_contain_text("at stock")
-        entry = told.entries[-1]
+        entry = reported.entries[-1]
         last = rows.last
         await expect(last).to_contain_text(f"{1e3 * entry.duration_s:.1f} ms")
         await expect(last).to_contain_text(f"{entry.clock_mhz} MHz" if entry.clock_mhz else "stock")
-        await expect(last).to_contain_text(said.watts(entry.power_w))
+        await expect(last).to_contain_text(display.watts(entry.power_w))
 
         await timeline.locator("canvas").focus()
         spoken = timeline.locator("[aria-live=polite]")
@@ -241,7 +243,7 @@ async def test_a_straggler_is_reported_and_cleared(site: Site) -> None:
         await expect(controls.get_by_role("status")).to_have_text("Pipeline 1 is reported as slow.")
         (straggler,) = (await site.client.job()).stragglers
         assert straggler.pipeline == 1
-        target = said.seconds(straggler.iteration_time_s)
+        target = display.seconds(straggler.iteration_time_s)
         row = frontier.get_by_role("row").filter(has_text="T′, pipeline 1, reported")
         await expect(row).to_contain_text(target)
         await expect(frontier.locator("svg")).to_contain_text("T′")
@@ -250,7 +252,7 @@ async def test_a_straggler_is_reported_and_cleared(site: Site) -> None:
         others = frontier.get_by_role("row").filter(has_text="in force: pipeline 0")
         planned_s = (await site.client.job()).planned_iteration_time_s
         assert planned_s[0] > planned_s[1]
-        await expect(others).to_contain_text(said.seconds(planned_s[0]))
+        await expect(others).to_contain_text(display.seconds(planned_s[0]))
 
         await controls.get_by_role("button", name="Clear straggler, pipeline 1").click()
         await expect(figure(page, "stragglers")).to_have_text("0")
@@ -286,16 +288,16 @@ async def test_policy_and_baseline(site: Site) -> None:
         await expect(controls.get_by_role("button", name="Measure baseline again")).to_be_disabled()
 
 
-@pytest.mark.parametrize("least", ["carbon", "cost"])
-async def test_a_policy_by_a_signal_is_set_as_on_the_command_line(site: Site, least: str) -> None:
+@pytest.mark.parametrize("minimum", ["carbon", "cost"])
+async def test_a_policy_by_a_signal_is_set_as_on_the_command_line(site: Site, minimum: str) -> None:
     await site.plan()
-    rule = f"least_{least}"
+    rule = f"least_{minimum}"
     async with browsing() as page:
         await page.goto(site.of())
         controls = panel(page, "Controls")
         chosen = controls.get_by_label("Policy", exact=True)
         submit = controls.get_by_role("button", name="Set policy")
-        await chosen.select_option(label=f"Least {least}, within extra time")
+        await chosen.select_option(label=f"Least {minimum}, within extra time")
         await controls.get_by_label("extra time, % more time").fill("7.5")
         await controls.get_by_label("horizon, h").fill("0.5")  # an hour is the least, 366 days the most
         await submit.click()
@@ -313,14 +315,14 @@ async def test_a_policy_by_a_signal_is_set_as_on_the_command_line(site: Site, le
         await expect(controls.locator(".outcome.well")).to_have_text("The policy is set.")
         extra = getattr((await site.client.job()).policy, rule).extra_time
         assert (extra.percent, extra.horizon_s) == (7.5, 36 * 3600)
-        await expect(figure(page, "policy")).to_contain_text(f"Least {least} within 7.5 % more time")
+        await expect(figure(page, "policy")).to_contain_text(f"Least {minimum} within 7.5 % more time")
         assert await inaccessible(page) == []
 
-        await chosen.select_option(label=f"Least {least}, until a time")
+        await chosen.select_option(label=f"Least {minimum}, until a time")
         await controls.get_by_label("iterations, iterations").fill("4000")
         await controls.get_by_label("time, UTC").fill("2096-02-29T12:30")
         await submit.click()
-        await expect(figure(page, "policy")).to_contain_text(f"Least {least} for 4")
+        await expect(figure(page, "policy")).to_contain_text(f"Least {minimum} for 4")
         work = getattr((await site.client.job()).policy, rule).work_until
         assert work.iteration_count == 4000
         assert work.end_time.ToJsonString() == "2096-02-29T12:30:00Z"
@@ -371,7 +373,7 @@ async def test_texts_of_others_are_text(site: Site) -> None:
         reason=rank_pb2.GPU_ERROR_REASON_NO_PERMISSION,
         message=markup,
     )
-    await site.agent.say(gpu_error=error)
+    await site.agent.send(gpu_error=error)
     async with browsing() as page:
         await page.goto(site.of())
         event = panel(page, "Events").locator("li").filter(has_text=markup)

@@ -7,7 +7,7 @@ from playwright.async_api import expect
 from perseus.v1 import power_service_pb2
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 from tests.service.grpc_fakes import TIMEOUT_S
-from tests.web import said
+from tests.web import display
 from tests.web.browser import browsing, in_browser, inaccessible
 from tests.web.test_page import serving
 
@@ -27,14 +27,14 @@ async def test_a_limited_feed_is_shown_with_whom_it_holds_back_and_goes_with_its
         request = power_service_pb2.SetBudgetRequest(budget_id="peak", request_id="r", limit_w=1.0)
         await power.SetBudget(request, timeout=TIMEOUT_S)
         row = feeds.get_by_role("row").filter(has_text="default")
-        await expect(row).to_contain_text(said.watts(1.0))
+        await expect(row).to_contain_text(display.watts(1.0))
         await expect(row).to_contain_text("not kept")
         await expect(row).to_contain_text("would have to be paused: job")
         await expect(row.get_by_role("cell").last).to_have_text("job")
         assert await inaccessible(page) == []
         await site.agent.iterate(1)
         job = page.get_by_role("row").filter(has=page.get_by_role("link", name="job", exact=True))
-        held_s = (await site.client.job()).budget_iteration_time_s
-        await expect(job).to_contain_text(f"held back by a power budget, to {said.seconds(held_s)}")
+        held_s = (await site.client.job()).budget_target_iteration_time_s
+        await expect(job).to_contain_text(f"held back by a power budget, to {display.seconds(held_s)}")
         await power.CancelBudget(power_service_pb2.CancelBudgetRequest(budget_id="peak"), timeout=TIMEOUT_S)
         await expect(feeds).to_be_hidden()

@@ -34,7 +34,7 @@ class Access(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class GpuObservation:
     """What the kernel and the driver show of a GPU, for one user.
 
     `access_problem` says why an access is CLOSED or UNKNOWN. `owners` are the users of the processes that
@@ -99,25 +99,25 @@ def by_grant(grants: Grants, user: User, uuid: str, index: int) -> Allowed | Ref
     return None
 
 
-def by_sight(user: User, uuid: str, sight: Sight, *, stands: bool) -> Allowed | Refused:
+def by_observation(user: User, uuid: str, observation: GpuObservation, *, stands: bool) -> Allowed | Refused:
     """What the kernel and the driver show of it. `stands`: the claim was seen to be good before."""
-    is_running = sight.owners is not None and user.uid in sight.owners
+    is_running = observation.owners is not None and user.uid in observation.owners
     if stands:
         return Allowed(is_running=True)
-    if sight.access is not Access.OPEN:
-        found = "may not" if sight.access is Access.CLOSED else "perhaps may not"
+    if observation.access is not Access.OPEN:
+        found = "may not" if observation.access is Access.CLOSED else "perhaps may not"
         return Refused(
             NOT_OPENABLE,
             f"GPU {uuid}: expected that user {user} may open its device, found that they {found}: "
-            f"{sight.access_problem}; {_GRANT_IT}",
+            f"{observation.access_problem}; {_GRANT_IT}",
         )
-    if sight.owners is None:
-        if sight.is_agents_user:
+    if observation.owners is None:
+        if observation.is_agents_user:
             return Allowed()
         return Refused(
             NOT_KNOWN, f"GPU {uuid}: the driver does not tell whose processes run on it; {_GRANT_IT}"
         )
-    others = sorted(sight.owners - {user.uid})
+    others = sorted(observation.owners - {user.uid})
     if others:
         return Refused(
             OF_ANOTHER_USER,

@@ -80,12 +80,12 @@ def parse(text: str) -> tuple[Grant, ...]:
 
 def _parse_lines(lines: Iterable[str]) -> Iterable[Grant]:
     for number, line in enumerate(lines, 1):
-        said = line.split("#", 1)[0].strip()
-        if not said:
+        content = line.split("#", 1)[0].strip()
+        if not content:
             continue
-        user, colon, gpus = (part.strip() for part in said.partition(":"))
+        user, colon, gpus = (part.strip() for part in content.partition(":"))
         if not colon or not _USER.fullmatch(user):
-            raise MalformedGrantError(f"line {number}: expected USER: GPU …, found {said[:80]!a}")
+            raise MalformedGrantError(f"line {number}: expected USER: GPU …, found {content[:80]!a}")
         words = gpus.split()
         names = [word for word in words if "=" not in word]
         if not names:

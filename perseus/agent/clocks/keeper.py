@@ -35,7 +35,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from perseus.agent.clocks.lead import Lead
+from perseus.agent.clocks.lead_time import LeadTime
 from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
 from perseus.agent.clocks.timetable import Prediction, Timetable
 
@@ -46,10 +46,10 @@ Commands = list[SetClock | ResetClock | ScheduleClock]
 
 _ERRORS_KEPT = 64
 _LONG_GAP_LATENCIES = 4
-_LONGEST_KEPT_GAP_S = 1.0
+_MAX_KEPT_GAP_S = 1.0
 # Silence is long from so many times the longest that anything took, and from so long on in any case.
 _LONG_SILENCE_SPANS = 4
-_LEAST_SILENCE_S = 1.0
+_MIN_SILENCE_S = 1.0
 _UNKNOWN_SILENCE_S = 10.0
 
 
@@ -70,7 +70,7 @@ class ClockKeeper:
     """
 
     def __init__(self) -> None:
-        self.lead = Lead()
+        self.lead = LeadTime()
         self.fallback_mhz: int | None = None
         self.position: int | None = None
         self._is_in_gap = False
@@ -117,7 +117,7 @@ class ClockKeeper:
         """The fallback is another from now on: at once where nothing planned is computed."""
         if fallback_mhz == self.fallback_mhz:
             return []
-        self._settle(now_s)
+        self._reconcile(now_s)
         self.fallback_mhz = fallback_mhz
         return self._ask(fallback_mhz, None) if self.position is None else []
 
@@ -126,16 +126,16 @@ class ClockKeeper:
 
         Where that is nothing planned, only the next iteration gets them, and until then a ceiling counts.
         """
-        self._settle(now_s)
+        self._reconcile(now_s)
         if self.position is not None:
             return self._ask(self._clocks[self.position], None)
         return [] if self.fallback_mhz is None else self._ask(self.fallback_mhz, None)
 
     def is_silent(self, heard_at_s: float, now_s: float) -> bool:
         """Whether the last mark was so long ago that the trainer can't be computing as planned."""
-        self._settle(now_s)
+        self._reconcile(now_s)
         silence_s = now_s - heard_at_s
-        if silence_s < _LEAST_SILENCE_S or self._wanted_mhz == self.fallback_mhz:
+        if silence_s < _MIN_SILENCE_S or self._wanted_mhz == self.fallback_mhz:
             return False
         longest_s = self._timetable.longest_s()
         return silence_s >= (_UNKNOWN_SILENCE_S if longest_s is None else _LONG_SILENCE_SPANS * longest_s)
@@ -169,10 +169,10 @@ class ClockKeeper:
 
     def _begin_gap(self, time_s: float, now_s: float, following: Clocks) -> Commands:
         self._is_in_gap, self.position = True, None
-        self._settle(now_s)
+        self._reconcile(now_s)
         gap_s = self._timetable.gap_s(0)
         long_s = _LONG_GAP_LATENCIES * self.lead.latency_s
-        comes_late = is_higher(following[0], self.fallback_mhz) and gap_s <= _LONGEST_KEPT_GAP_S
+        comes_late = is_higher(following[0], self.fallback_mhz) and gap_s <= _MAX_KEPT_GAP_S
         is_kept = self._keeps_gaps or comes_late
         at_s = time_s + long_s + (gap_s if is_kept else 0.0)
         if (gap_s > long_s and not is_kept) or at_s <= now_s:
@@ -212,7 +212,7 @@ class ClockKeeper:
 
     def _decide(self, needs: Sequence[_Need], now_s: float, next_mark_s: float) -> Commands:
         """`needs`: in order of time, from what is computed now, or comes next, on."""
-        self._settle(now_s)
+        self._reconcile(now_s)
         wanted_mhz = self._wanted_mhz
         reach_s = now_s + self.lead.reach_s
         soon = [need for need in needs if need.begin_s <= reach_s or self._due_s(need) <= now_s]
@@ -222,7 +222,7 @@ class ClockKeeper:
             wanted_mhz = enough_mhz
         return self._ask(wanted_mhz, self._next_raise(needs, wanted_mhz, next_mark_s))
 
-    def _settle(self, now_s: float) -> None:
+    def _reconcile(self, now_s: float) -> None:
         """What was scheduled is what is wanted, once it was due."""
         if self._scheduled is not None and self._scheduled.at_s <= now_s:
             self._wanted_mhz, self._scheduled = self._scheduled.clock_mhz, None

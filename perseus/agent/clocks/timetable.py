@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _ITERATIONS_KEPT = 8
-_LEAST_ITERATIONS = 2
+_MIN_ITERATIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class Timetable:
     def duration_s(self, position: int) -> float | None:
         """How long the computation takes; None if it was not seen often enough."""
         durations_s = self._durations_s[position]
-        if len(durations_s) < _LEAST_ITERATIONS:
+        if len(durations_s) < _MIN_ITERATIONS:
             return None
         return sorted(durations_s)[(len(durations_s) - 1) // 2]
 
     def gap_s(self, position: int) -> float:
         """How long the GPU waits at least before the computation; 0 if that is not known."""
         gaps_s = self._gaps_s[position]
-        return min(gaps_s) if len(gaps_s) >= _LEAST_ITERATIONS else 0.0
+        return min(gaps_s) if len(gaps_s) >= _MIN_ITERATIONS else 0.0
 
     def longest_s(self) -> float | None:
         """The longest that a computation, or the wait before one of the same iteration, took of late.

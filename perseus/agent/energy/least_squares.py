@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_SMALLEST_SINGULAR_SHARE = 1e-9
+_MIN_SINGULAR_SHARE = 1e-9
 
 
 def generalised_least_squares(
@@ -23,7 +23,7 @@ def generalised_least_squares(
     best_likelihood = -np.inf
     for system, log_determinant in zip(whitened, log_determinants, strict=True):
         left, singular, right = np.linalg.svd(system[:, :-1], full_matrices=False)
-        singular = singular.clip(_SMALLEST_SINGULAR_SHARE * singular[0])
+        singular = singular.clip(_MIN_SINGULAR_SHARE * singular[0])
         solution = right.T @ (left.T @ system[:, -1] / singular)
         misfit = float(np.sum((system[:, -1] - system[:, :-1] @ solution) ** 2))
         likelihood = -(log_determinant + 2 * np.log(singular).sum() + misfit) / 2

@@ -28,15 +28,15 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.agent.energy.beat import find_beat
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.least_squares import generalised_least_squares
+from perseus.agent.energy.update_times import find_update_times
 from perseus.gpu import ClockEventReason
 
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
 
-_DOUBT_POINTS = np.linspace(-7, 7, 8) / 8  # where the doubt about a move is looked at: midpoints of eighths
+_ERROR_POINTS = np.linspace(-7, 7, 8) / 8  # where the doubt about a move is looked at: midpoints of eighths
 _COUNTER_RESOLUTION_J = 0.001  # NVML counts millijoules
 _SPARE_WINDOWS = 3  # windows needed beyond one per unknown, to have a scale to judge the residuals by
 _OUTLIER_ROUNDS = 2
@@ -181,7 +181,7 @@ class _Moves:
             self.common_error_s,
         )
 
-    def doubts_s(self) -> list[Array]:
+    def error_shifts_s(self) -> list[Array]:
         """Shifts of one standard deviation, shape (moves,): of each move by chance, of all, of their pace."""
         count = len(self.times_s)
         chance = np.random.default_rng(0).uniform(-1.0, 1.0, count)
@@ -203,10 +203,10 @@ def _moves(changes: Sequence[CounterChange]) -> _Moves:
     times_s = np.array([change.time_s for change in changes])
     own_error_s = np.array([change.uncertainty_s for change in changes])
     common_error_s = 0.0
-    beat = find_beat(times_s, own_error_s)
-    if beat is not None:
-        times_s, own_error_s = beat.times_s, np.full(len(changes), beat.jitter_s)
-        common_error_s = beat.phase_error_s
+    updates = find_update_times(times_s, own_error_s)
+    if updates is not None:
+        times_s, own_error_s = updates.times_s, np.full(len(changes), updates.jitter_s)
+        common_error_s = updates.phase_error_s
     return _Moves(
         times_s,
         np.array([change.energy_j for change in changes]),
@@ -253,7 +253,7 @@ def _with_errors(
     regression = _Regression(moves, np.flatnonzero(usable))
     powers_w, errors_w = regression.fit(_time_spent_s(moves, 0.0, spans, keys))
     elsewhere_w = [
-        regression.fit(_time_spent_s(moves, shift_s, spans, keys))[0] for shift_s in moves.doubts_s()
+        regression.fit(_time_spent_s(moves, shift_s, spans, keys))[0] for shift_s in moves.error_shifts_s()
     ]
     errors_w = np.sqrt(errors_w**2 + np.sum((np.array(elsewhere_w) - powers_w) ** 2, axis=0))
     return [
@@ -309,7 +309,7 @@ def _time_spent_s(
 
     The moves are shifted by `shift_s`. Shape (moves, doubt points, keys + 1).
     """
-    times_s = (moves.times_s + shift_s)[:, None] + np.multiply.outer(moves.error_s, _DOUBT_POINTS)
+    times_s = (moves.times_s + shift_s)[:, None] + np.multiply.outer(moves.error_s, _ERROR_POINTS)
     spent_s = np.empty((*times_s.shape, len(keys) + 1))
     for column, key in enumerate(keys):
         edges_s = np.array([(span.begin_s, span.end_s) for span in spans if span.key == key])

@@ -64,7 +64,7 @@ def calling(function: str, subject: str, nvml: Any) -> Iterator[None]:
         raise error_class(f"{subject}: {function}: {error}: {advice}") from error
 
 
-def look(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
+def inspect(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
     """Where a GPU is, and who computes on it; nothing of it is changed. Raises as `NvmlGpu`.
 
     Processes that compute count, those of MPS too; those that only draw (a display's) do not.

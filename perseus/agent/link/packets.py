@@ -69,7 +69,7 @@ _MARK = struct.Struct("<BBBBiiiqq")
 _MAX_LISTS = 4096
 _MAX_QUOTES = 8 * MAX_OBJECTS
 _MAX_IDENTIFIER_LENGTH = 64
-_INFLATED_AT_ONCE_BYTES = 64 * 1024
+_INFLATE_CHUNK_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
@@ -243,8 +243,8 @@ def encode(message: Message) -> bytes:
         case Membership(spec_fingerprint):
             return _encode_json({"type": "membership", "spec_fingerprint": spec_fingerprint})
         case Reply(ok, reason, text, is_notice):
-            told = {"type": "reply", "ok": ok, "reason": reason, "message": text}
-            return _encode_json({**told, "is_notice": True} if is_notice else told)
+            reply = {"type": "reply", "ok": ok, "reason": reason, "message": text}
+            return _encode_json({**reply, "is_notice": True} if is_notice else reply)
         case IterationMark(Edge.BEGIN, iteration, time_ns, relative_work_permille):
             return mark_packer(MarkType.ITERATION_BEGIN)(0, 0, 0, relative_work_permille, iteration, time_ns)
         case IterationMark(_, iteration, time_ns, _, dropped_mark_count):
@@ -315,14 +315,14 @@ class _Size:
 
     def problem(self) -> str:
         """What there is too much of; empty if nothing."""
-        for what, found, most in (
+        for what, found, maximum in (
             ("bytes", self._bytes, MAX_JSON_BYTES),
             ("objects", self._objects, MAX_OBJECTS),
             ("lists", self._lists, _MAX_LISTS),
             ("quotation marks", self._quotes, _MAX_QUOTES),
         ):
-            if found > most:
-                return f"expected JSON of at most {most} {what}, found {found}"
+            if found > maximum:
+                return f"expected JSON of at most {maximum} {what}, found {found}"
         return ""
 
 
@@ -332,7 +332,7 @@ def _inflate(packet: bytes) -> bytes:
     size = _Size()
     try:
         while not inflater.eof:
-            piece = inflater.decompress(packet, _INFLATED_AT_ONCE_BYTES)
+            piece = inflater.decompress(packet, _INFLATE_CHUNK_BYTES)
             packet = inflater.unconsumed_tail
             if not piece and not packet and not inflater.eof:
                 raise MalformedPacket("packet: deflated JSON is truncated")
@@ -368,7 +368,7 @@ def _decode_json(packet: bytes) -> Message:
         raise MalformedPacket(f"packet: expected JSON: {error}") from error
     if not isinstance(fields, dict):
         raise MalformedPacket(f"packet: expected a JSON object, found {type(fields).__name__}")
-    message_type = _text(fields, "type", most=_MAX_IDENTIFIER_LENGTH)
+    message_type = _text(fields, "type", maximum=_MAX_IDENTIFIER_LENGTH)
     version = _field(fields, "version", int)
     if version != PROTOCOL_VERSION:
         raise MalformedPacket(
@@ -379,25 +379,25 @@ def _decode_json(packet: bytes) -> Message:
             return HealthQuestion()
         case "hello":
             rank = Rank(
-                _text(fields, "job_id", least=1),
+                _text(fields, "job_id", minimum=1),
                 _count(fields, "pipeline"),
                 _count(fields, "stage"),
                 _count(fields, "tensor"),
             )
             return Hello(
                 rank,
-                _text(fields, "gpu_uuid", least=1),
+                _text(fields, "gpu_uuid", minimum=1),
                 _field(fields, "is_registered", bool),
-                _count(fields, "time_ns", most=2**63 - 1) if "time_ns" in fields else 0,
+                _count(fields, "time_ns", maximum=2**63 - 1) if "time_ns" in fields else 0,
             )
         case "registration":
             return Registration(
                 _field(fields, "spec", dict),
-                _text(fields, "request_id", most=_MAX_IDENTIFIER_LENGTH),
-                _text(fields, "spec_fingerprint", most=_MAX_IDENTIFIER_LENGTH),
+                _text(fields, "request_id", maximum=_MAX_IDENTIFIER_LENGTH),
+                _text(fields, "spec_fingerprint", maximum=_MAX_IDENTIFIER_LENGTH),
             )
         case "membership":
-            return Membership(_text(fields, "spec_fingerprint", most=_MAX_IDENTIFIER_LENGTH))
+            return Membership(_text(fields, "spec_fingerprint", maximum=_MAX_IDENTIFIER_LENGTH))
         case "reply":
             return Reply(
                 _field(fields, "ok", bool),
@@ -427,21 +427,21 @@ def _shown(value: Any) -> str:
     return json.dumps(value[:100] if isinstance(value, str) else value)[:100]
 
 
-def _text(fields: dict[str, Any], name: str, *, least: int = 0, most: int = MAX_NAME_LENGTH) -> str:
+def _text(fields: dict[str, Any], name: str, *, minimum: int = 0, maximum: int = MAX_NAME_LENGTH) -> str:
     """A text that can be shown to people and compared: it has a length, and no control characters."""
     text = _field(fields, name, str)
-    if not least <= len(text) <= most or not text.isprintable():
+    if not minimum <= len(text) <= maximum or not text.isprintable():
         raise MalformedPacket(
-            f"packet: field {name!r}: expected {least} to {most} printable characters, "
+            f"packet: field {name!r}: expected {minimum} to {maximum} printable characters, "
             f"found {len(text)}: {text[:100]!a}"
         )
     return text
 
 
-def _count(fields: dict[str, Any], name: str, *, most: int = 2**31 - 1) -> int:
+def _count(fields: dict[str, Any], name: str, *, maximum: int = 2**31 - 1) -> int:
     value = _field(fields, name, int)
-    if not 0 <= value <= most:
-        raise MalformedPacket(f"packet: field {name!r}: expected 0 to {most}, found {str(value)[:20]}")
+    if not 0 <= value <= maximum:
+        raise MalformedPacket(f"packet: field {name!r}: expected 0 to {maximum}, found {str(value)[:20]}")
     return value
 
 

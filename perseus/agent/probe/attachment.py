@@ -243,7 +243,7 @@ class Attachment:
 
     def _leave(self) -> Marks | None:
         self._restore()
-        self._say_lost("it is detached")
+        self._report_lost("it is detached")
         marks, self._marks = self._marks, None
         return marks
 
@@ -261,14 +261,14 @@ class Attachment:
         self._has_given_up = True
         trace = None if isinstance(error, UnmarkableError) else error
         _log.error("not marked any more, training goes on at stock clocks: %s", error, exc_info=trace)
-        self._say_lost(str(error))
+        self._report_lost(str(error))
         marks, self._marks = self._marks, None
         if marks is not None:
             # Kept, as events that are destroyed in the midst of a capture might spoil it.
             self._given_up = marks
             self._close(marks)
 
-    def _say_lost(self, why: str) -> None:
+    def _report_lost(self, why: str) -> None:
         try:
             self._order.lose(why)
         except Exception as error:  # as above
@@ -284,7 +284,7 @@ class Attachment:
 _ABSENT = object()
 
 
-def never_in_the_way(attach: _Hook) -> _Hook:
+def never_raises(attach: _Hook) -> _Hook:
     """A hook's `attach` that lets training go on without marks where it fails; ValueErrors are mistakes."""
 
     @wraps(attach)

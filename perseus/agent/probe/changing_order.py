@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from perseus.agent.link.computation import Computation, Kind
 
-SETTLED = 5
+STABLE_AFTER = 5
 """Iterations in a row that make another order the one to go by."""
 
-_MOST_TOLD = 8
+_MAX_REPORTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Change:
     """An iteration that differs. `is_news`: it was not told before. `has_settled`: it is to be registered."""
 
     executed: tuple[Computation, ...]
-    is_news: bool
-    has_settled: bool
+    is_new: bool
+    is_stable: bool
 
 
 class ChangingOrder:
@@ -38,7 +38,7 @@ class ChangingOrder:
         self._others: list[tuple[Kind, int, int]] = []
         self._latest: tuple[Computation, ...] | None = None
         self._repeat_count = 0
-        self._told: list[tuple[Computation, ...]] = []
+        self._reported: list[tuple[Computation, ...]] = []
         self._registered_counts = {self.registered: 1}
 
     def begin_iteration(self) -> None:
@@ -64,11 +64,11 @@ class ChangingOrder:
         executed = (*self.registered[: self._position], *others)
         self._repeat_count = self._repeat_count + 1 if executed == self._latest else 1
         self._latest = executed
-        is_news = executed not in self._told and len(self._told) < _MOST_TOLD
-        if is_news:
-            self._told.append(executed)
-        needed_count = SETTLED * 2 ** self._registered_counts.get(executed, 0)
-        return Change(executed, is_news, self._repeat_count == needed_count)
+        is_new = executed not in self._reported and len(self._reported) < _MAX_REPORTED
+        if is_new:
+            self._reported.append(executed)
+        needed_count = STABLE_AFTER * 2 ** self._registered_counts.get(executed, 0)
+        return Change(executed, is_new, self._repeat_count == needed_count)
 
     def register(self, executed: tuple[Computation, ...]) -> None:
         """From now on this is what is registered."""

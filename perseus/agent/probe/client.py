@@ -44,6 +44,7 @@ from perseus.agent.link.packets import (
     encode,
     mark_packer,
 )
+from perseus.agent.probe.agent_connection import AgentConnection
 from perseus.agent.probe.job_spec import (
     NamedSchedule,
     Path,
@@ -52,7 +53,6 @@ from perseus.agent.probe.job_spec import (
     job_spec,
     spec_fingerprint,
 )
-from perseus.agent.probe.line import Line
 
 _log = logging.getLogger("perseus.probe")
 
@@ -70,9 +70,9 @@ _pack_wait_end = mark_packer(MarkType.WAIT_END)
 class Probe:
     """One rank's line to the agent. Made by `connect`."""
 
-    def __init__(self, rank: Rank, line: Line) -> None:
+    def __init__(self, rank: Rank, connection: AgentConnection) -> None:
         self._rank = rank
-        self._line = line
+        self._connection = connection
         self._fingerprint = ""
         self._request_id = uuid.uuid4().hex
         self._has_begun = False
@@ -114,17 +114,17 @@ class Probe:
         def hello() -> bytes:
             return encode(Hello(rank, gpu_uuid, is_registered, monotonic_ns()))
 
-        return cls(rank, Line.introduce(rank, path, hello, timeout_s))
+        return cls(rank, AgentConnection.introduce(rank, path, hello, timeout_s))
 
     @property
     def is_connected(self) -> bool:
         """Whether an agent listens, as far as known."""
-        return self._line.is_connected
+        return self._connection.is_connected
 
     @property
     def dropped_mark_count(self) -> int:
         """Marks dropped so far because the socket was full."""
-        return self._line.dropped_count
+        return self._connection.dropped_count
 
     def register(
         self,
@@ -173,7 +173,9 @@ class Probe:
         membership = (
             Registration(spec, self._request_id, fingerprint) if registers else Membership(fingerprint)
         )
-        return self._line.belong(encode(membership), is_answered=registers, timeout_s=timeout_s, waits=waits)
+        return self._connection.join_job(
+            encode(membership), is_answered=registers, timeout_s=timeout_s, waits=waits
+        )
 
     def begin_iteration(self, time_ns: int | None = None, *, relative_work: float | None = None) -> None:
         """The next iteration begins: now, or at a time of CLOCK_MONOTONIC. So for all marks.
@@ -185,19 +187,21 @@ class Probe:
         self._iteration += self._has_begun
         self._has_begun = True
         self._ordinal = -1
-        self._line.look_after()
+        self._connection.maintain()
         try:
             work = 0 if relative_work is None else self._permille(relative_work)
-            self._line.send(_pack_iteration_begin(0, 0, 0, work, self._iteration, time_ns or monotonic_ns()))
+            self._connection.send(
+                _pack_iteration_begin(0, 0, 0, work, self._iteration, time_ns or monotonic_ns())
+            )
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
     def end_iteration(self, time_ns: int | None = None) -> None:
         """The iteration ends."""
         try:
-            self._line.send(
+            self._connection.send(
                 _pack_iteration_end(
-                    0, 0, 0, self._line.dropped_here_count, self._iteration, time_ns or monotonic_ns()
+                    0, 0, 0, self._connection.dropped_here_count, self._iteration, time_ns or monotonic_ns()
                 )
             )
         except (OSError, struct.error) as error:
@@ -209,7 +213,7 @@ class Probe:
         """A computation of this iteration begins."""
         self._ordinal += 1
         try:
-            self._line.send(
+            self._connection.send(
                 _pack_begin(
                     kind, microbatch, chunk, self._ordinal, self._iteration, time_ns or monotonic_ns()
                 )
@@ -223,7 +227,7 @@ class Probe:
         """The computation ends."""
         ordinal = self._ordinal if self._ordinal >= 0 else 0
         try:
-            self._line.send(
+            self._connection.send(
                 _pack_end(kind, microbatch, chunk, ordinal, self._iteration, time_ns or monotonic_ns())
             )
         except (OSError, struct.error) as error:
@@ -232,14 +236,14 @@ class Probe:
     def begin_wait(self, time_ns: int | None = None) -> None:
         """The computation under way begins to wait for other ranks: such time is none of its own."""
         try:
-            self._line.send(_pack_wait_begin(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
+            self._connection.send(_pack_wait_begin(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
     def end_wait(self, time_ns: int | None = None) -> None:
         """It computes again."""
         try:
-            self._line.send(_pack_wait_end(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
+            self._connection.send(_pack_wait_end(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
@@ -256,11 +260,11 @@ class Probe:
 
     def finish(self) -> None:
         """Training is done: the job needs this rank no more. Waits up to a second for a full socket."""
-        self._line.send_last(encode(Finish(monotonic_ns())), _FINISH_TIMEOUT_S)
+        self._connection.send_last(encode(Finish(monotonic_ns())), _FINISH_TIMEOUT_S)
 
     def close(self) -> None:
         """Close the connection. Without `finish` before, the agent takes it for a failure of the trainer."""
-        self._line.close()
+        self._connection.close()
 
     def _permille(self, relative_work: float) -> int:
         """Relative work in thousandths, 0 for what is none."""
@@ -285,7 +289,7 @@ class Probe:
 
     def _not_sent(self, error: OSError | struct.error) -> None:
         if isinstance(error, OSError):
-            self._line.not_sent(error)
+            self._connection.not_sent(error)
             return
         if not self._has_mistaken_mark:
             _log.error("%s: marks that can not be are left out: %s", self._rank, error)

@@ -37,7 +37,7 @@ from perseus.agent.probe.marks import UnmarkableError
 
 _log = logging.getLogger("perseus.device_marks")
 
-LOOK_AGAIN_S = 0.001
+POLL_INTERVAL_S = 0.001
 # Training is over when finish() is called, so it may wait a moment for the device.
 _FINISH_TIMEOUT_S = 1.0
 
@@ -117,7 +117,7 @@ class DeviceMarks:
         self._is_marking = threading.Event()
         self._is_over = threading.Event()
         self._has_helper = has_helper
-        self._helper = threading.Thread(target=self._keep_looking, name="perseus-marks", daemon=True)
+        self._helper = threading.Thread(target=self._keep_polling, name="perseus-marks", daemon=True)
 
     def register(
         self,
@@ -183,7 +183,7 @@ class DeviceMarks:
         """It computes again."""
         self._add(self._probe.end_wait)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Send the marks of all events that have completed, in the order in which they were recorded."""
         with self._lock:
             self._find_completed()
@@ -193,7 +193,7 @@ class DeviceMarks:
         """Training is done. Waits up to a second for the device to get to the last mark."""
         deadline_s = time.monotonic() + _FINISH_TIMEOUT_S
         while (self._edges or self._due) and self._helper.is_alive() and time.monotonic() < deadline_s:
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(POLL_INTERVAL_S)
         self._end_helper()
         self._probe.finish()
 
@@ -262,11 +262,11 @@ class DeviceMarks:
             self._sent_ns = at_ns
             self._due.popleft()
 
-    def _keep_looking(self) -> None:
+    def _keep_polling(self) -> None:
         try:
             self._source.enter_helper()
-            while self._is_marking.wait() and not self._is_over.wait(LOOK_AGAIN_S):
-                self.look()
+            while self._is_marking.wait() and not self._is_over.wait(POLL_INTERVAL_S):
+                self.poll()
         except Exception as error:  # of the device, say: training will see it by itself
             _log.warning("no marks any more, training goes on at stock clocks: %s", error)
             self._is_over.set()

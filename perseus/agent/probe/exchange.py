@@ -38,7 +38,7 @@ class Exchange(Protocol):
     def post(self, name: str, order: ExecutedOrder) -> None:
         """Post an order under a name that all stages have for it."""
 
-    def look(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
+    def poll(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
         """The orders of all stages under that name; None for those that are not there yet."""
 
 
@@ -55,7 +55,7 @@ class StoreExchange:
         """See `Exchange.post`."""
         default_store().set(self._key(name, order.stage), encode_order(order))
 
-    def look(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
+    def poll(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
         """See `Exchange.look`."""
         store = default_store()
         keys = [self._key(name, stage) for stage in range(stage_count)]
@@ -75,7 +75,7 @@ class LocalExchange:
         """See `Exchange.post`."""
         self._posted[name, order.stage] = order
 
-    def look(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
+    def poll(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
         """See `Exchange.look`."""
         return [self._posted.get((name, stage)) for stage in range(stage_count)]
 

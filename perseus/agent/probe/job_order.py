@@ -125,11 +125,11 @@ class JobOrder:
 
     def _register_first(self, marks: Marks) -> None:
         """Register the job, once all stages have posted what they execute."""
-        if (orders := self._look()) is not None:
+        if (orders := self._poll()) is not None:
             self._is_awaited = False
             self._register(marks, orders, waits=True)
 
-    def _look(self) -> list[ExecutedOrder] | None:
+    def _poll(self) -> list[ExecutedOrder] | None:
         """What all stages have posted under the latest name; None as long as some have not.
 
         Raises:
@@ -137,7 +137,7 @@ class JobOrder:
         """
         assert self._posted is not None
         name, since = self._posted
-        found = self._exchange.look(name, self._placement.stage_count)
+        found = self._exchange.poll(name, self._placement.stage_count)
         orders = [order for order in found if order is not None]
         for order in orders:
             if not order.computations:
@@ -169,7 +169,7 @@ class JobOrder:
     def _follow(self, order: ChangingOrder, marks: Marks) -> None:
         """An iteration has ended: say that it differs, post what has settled, register what all posted."""
         change = order.end_iteration()
-        if change is not None and change.is_news:
+        if change is not None and change.is_new:
             first = (self._placement.pipeline, self._placement.stage, self._placement.tensor) == (0, 0, 0)
             _log.log(
                 logging.WARNING if first else logging.INFO,
@@ -178,12 +178,12 @@ class JobOrder:
                 self._placement.stage,
                 describe_change(order.registered, change.executed),
             )
-        if change is not None and change.has_settled:
+        if change is not None and change.is_stable:
             self._post(str(self._iteration), change.executed)
         if self._posted is None:
             return
         try:
-            orders = self._look()
+            orders = self._poll()
         except UnmarkableError:
             _log.warning(
                 "stage %d executes another order and other stages of its pipeline do not: not registered "
@@ -224,7 +224,7 @@ def table_if_any(make: Callable[[], Sequence[Computation] | None]) -> Sequence[C
 
 def _difference(table: Sequence[Computation], executed: Sequence[Computation]) -> str:
     """Where a framework's table and what it executed differ first; empty if nowhere."""
-    for index, (said, done) in enumerate(zip_longest(table, executed)):
-        if said != done:
-            return f"computation {index}: the framework's table has {said}, {done} was executed"
+    for index, (expected, done) in enumerate(zip_longest(table, executed)):
+        if expected != done:
+            return f"computation {index}: the framework's table has {expected}, {done} was executed"
     return ""

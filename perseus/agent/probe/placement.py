@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 STAGE_DIMENSION = "pp"
 TENSOR_DIMENSIONS = ("cp", "tp")
 
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 """How long ranks wait for others to attach, which may load their stages meanwhile."""
 
 _meetings = count()
@@ -128,12 +128,12 @@ def from_pipeline_group(group: "ProcessGroup | None", device: "torch.device", me
         store.set(f"{meeting}/{number}", json.dumps(ranks))
     pipeline_count = distributed.get_world_size() // len(ranks)
     keys = [f"{meeting}/{number}" for number in range(1, pipeline_count + 1)]
-    until_s, pause_s = time.monotonic() + PATIENCE_S, 0.01
+    until_s, pause_s = time.monotonic() + TIMEOUT_S, 0.01
     while not store.check(keys):
         if store.check([f"{meeting}/failed"]):
             raise UnplacedError(store.get(f"{meeting}/failed").decode())
         if time.monotonic() > until_s:
-            raise UnplacedError(f"other ranks have not attached in {PATIENCE_S:.0f} s")
+            raise UnplacedError(f"other ranks have not attached in {TIMEOUT_S:.0f} s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
     pipelines = [json.loads(store.get(key)) for key in keys]

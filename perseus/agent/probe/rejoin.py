@@ -26,43 +26,43 @@ class Rejoin:
         self._path = path
         self._hello = hello
         self._next_try_ns = now_ns + PERIOD_NS
-        self._line: socket.socket | None = None
+        self._socket: socket.socket | None = None
 
-    def look(self, now_ns: int) -> socket.socket | None:
+    def poll(self, now_ns: int) -> socket.socket | None:
         """Try where it is time, or see whether the agent has replied; the line, once it has agreed."""
-        if self._line is None:
+        if self._socket is None:
             if now_ns >= self._next_try_ns:
                 self._next_try_ns = now_ns + PERIOD_NS
-                self._line = self._knock()
+                self._socket = self._try_connect()
             return None
         try:
-            packet = self._line.recv(MAX_PACKET_BYTES)
+            packet = self._socket.recv(MAX_PACKET_BYTES)
             reply = decode(packet) if packet else None
         except BlockingIOError:
             return None  # one that is stopped replies when it goes on
         except (OSError, MalformedPacket) as error:
             _log.debug("%s: no agent yet: %s", self._path, error)
             reply = None
-        line, self._line = self._line, None
+        sock, self._socket = self._socket, None
         if isinstance(reply, Reply) and reply.ok:
-            return line
-        line.close()
+            return sock
+        sock.close()
         return None
 
     def close(self) -> None:
         """Give up."""
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
-    def _knock(self) -> socket.socket | None:
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.setblocking(False)
+    def _try_connect(self) -> socket.socket | None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
         try:
-            line.connect(self._path)
-            line.send(self._hello())
+            sock.connect(self._path)
+            sock.send(self._hello())
         except OSError as error:
             _log.debug("%s: no agent yet: %s", self._path, error)
-            line.close()
+            sock.close()
             return None
-        return line
+        return sock

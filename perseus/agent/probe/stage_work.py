@@ -46,16 +46,16 @@ def work_text(modules: Sequence[Any], **more: Any) -> str:
 
     At most 128 printable ASCII characters.
     """
-    told = json.dumps([model_of(modules), more], sort_keys=True, default=str)
-    digest = hashlib.sha256(told.encode()).hexdigest()[:32]
+    text = json.dumps([model_of(modules), more], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     count = parameter_count(modules)
     return f"{count} parameters, {digest}" if modules else digest
 
 
-def work_if_known(tell: Callable[[], str]) -> str:
+def work_if_known(describe: Callable[[], str]) -> str:
     """What `tell` says; empty, and a word about it, if it fails: the work then passes for its place."""
     try:
-        return tell()
+        return describe()
     except Exception as error:  # of a model or a framework that is not as known
         _log.info("what the stage computes is not told: %s", error)
         return ""

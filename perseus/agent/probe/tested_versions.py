@@ -44,7 +44,7 @@ met: dict[str, Run] = {}
 """What the hooks of this process have met, by hook."""
 
 
-def say_if_untested(hook: str, version: str, torch_version: str) -> None:
+def warn_if_untested(hook: str, version: str, torch_version: str) -> None:
     """A warning, once in a process, where the hook was never run with this version of its framework or torch.
 
     Of another patch release than those that it was run with it is said, but no warning.

@@ -14,7 +14,7 @@ from perseus.agent.rank.messages import (
     GpuLimits,
     PlanOffer,
     RankAccepted,
-    RankCeiling,
+    RankMaxClock,
     RankRefused,
 )
 
@@ -90,7 +90,7 @@ Event = (
     | Heard
     | RankAccepted
     | RankRefused
-    | RankCeiling
+    | RankMaxClock
     | PlanOffer
     | CounterChange
     | ClockSet

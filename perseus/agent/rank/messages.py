@@ -154,7 +154,7 @@ class IterationRow:
     gap_slowed_time_s: float = 0.0
     capped_clock_mhz: int = 0
     relative_work: float = 0.0
-    is_touched: bool = False
+    has_clock_change: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Ceiling:
+class MaxClock:
     """The highest clock while a rank computes under no stage plan.
 
     `outlasts_lease`: once the lease has run out, plan and ceiling stay; else that ends at stock.
@@ -277,7 +277,7 @@ class RankAccepted:
 
     rank: Rank
     order: tuple[Computation, ...]
-    ceiling: Ceiling | None = None
+    max_clock: MaxClock | None = None
 
 
 JOB_NOT_FOUND = "JOB_NOT_FOUND"
@@ -300,15 +300,15 @@ class RankRefused:
     rank: Rank
     reason: str
     message: str
-    ceiling: Ceiling | None = None
+    max_clock: MaxClock | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class RankCeiling:
+class RankMaxClock:
     """The rank has another ceiling from now on, or none."""
 
     rank: Rank
-    ceiling: Ceiling | None
+    max_clock: MaxClock | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +375,7 @@ class PlanOffer:
     is_urgent: bool = False
 
 
-ToSession = RankAccepted | RankRefused | RankCeiling | PlanOffer
+ToSession = RankAccepted | RankRefused | RankMaxClock | PlanOffer
 """What concerns one rank."""
 
 Incoming = Welcome | ToSession | TelemetryAck | TelemetryRefused | MessageRefused | HeartbeatAnswer | Drain

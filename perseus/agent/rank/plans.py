@@ -13,9 +13,9 @@ from perseus.agent.clocks.keeper import Clocks
 from perseus.agent.link.computation import Kind, Rank
 from perseus.agent.rank.messages import (
     NO_PLAN,
-    Ceiling,
     GpuDescription,
     Hold,
+    MaxClock,
     PlanId,
     PlanOffer,
     PlanRefusal,
@@ -60,8 +60,8 @@ class Plans:
         self.in_force: Plan | None = None
         self.pending: Plan | None = None
         self.forbidden = forbidden
-        self.ceiling: Ceiling | None = None
-        self._ceiling_lease_s = 0.0
+        self.max_clock: MaxClock | None = None
+        self._max_clock_lease_s = 0.0
 
     @property
     def has_any(self) -> bool:
@@ -77,17 +77,17 @@ class Plans:
     def lease_s(self) -> float | None:
         """For how long plans and ceiling hold without a word from the coordinator; None without any."""
         leases_s = [plan.lease_s for plan in (self.in_force, self.pending) if plan]
-        if self.ceiling is not None:
-            leases_s.append(self._ceiling_lease_s)
+        if self.max_clock is not None:
+            leases_s.append(self._max_clock_lease_s)
         return min(leases_s, default=None)
 
     @property
     def fallback_mhz(self) -> int | None:
         """The clock where nothing is computed as planned: the ceiling, as far as the GPU has it, or stock."""
-        if self.ceiling is None or self.forbidden is not None:
+        if self.max_clock is None or self.forbidden is not None:
             return None
-        supported_mhz, most_mhz = self._supported_clocks_mhz, self.ceiling.clock_mhz
-        return next((mhz for mhz in supported_mhz if mhz <= most_mhz), supported_mhz[-1])
+        supported_mhz, max_mhz = self._supported_clocks_mhz, self.max_clock.clock_mhz
+        return next((mhz for mhz in supported_mhz if mhz <= max_mhz), supported_mhz[-1])
 
     @property
     def clocks_mhz(self) -> Clocks:
@@ -109,13 +109,13 @@ class Plans:
         self.pending = None
         self.in_force = plan
 
-    def limit(self, ceiling: Ceiling | None, lease_s: float) -> bool:
+    def limit(self, max_clock: MaxClock | None, lease_s: float) -> bool:
         """Take another ceiling, or none; whether the clocks in force change by that.
 
         `lease_s`: for how long it holds without a word from the coordinator.
         """
         before = self.clocks_mhz
-        self.ceiling, self._ceiling_lease_s = ceiling, lease_s
+        self.max_clock, self._max_clock_lease_s = max_clock, lease_s
         self.in_force = self._limited(self.in_force)
         self.pending = self._limited(self.pending)
         return self.clocks_mhz != before
@@ -188,10 +188,10 @@ class Plans:
         """A plan under the ceiling."""
         if plan is None:
             return None
-        most_mhz, clocks_mhz = self.fallback_mhz, plan.offered_mhz
-        if most_mhz is not None:
+        max_mhz, clocks_mhz = self.fallback_mhz, plan.offered_mhz
+        if max_mhz is not None:
             clocks_mhz = tuple(
-                most_mhz if mhz is None or (plan.is_hold and mhz > most_mhz) else mhz for mhz in clocks_mhz
+                max_mhz if mhz is None or (plan.is_hold and mhz > max_mhz) else mhz for mhz in clocks_mhz
             )
         return plan if clocks_mhz == plan.clocks_mhz else replace(plan, clocks_mhz=clocks_mhz)
 

@@ -13,6 +13,7 @@ from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.link.packets import Edge
+from perseus.agent.rank.clock_counters import ClockCounters
 from perseus.agent.rank.messages import NO_PLAN, ComputationRow, IterationRow
 from perseus.agent.rank.sampling import (
     EstimateRequest,
@@ -22,16 +23,15 @@ from perseus.agent.rank.sampling import (
     energy_at_j,
     throttling,
 )
-from perseus.agent.rank.tally import ClockTally
 
 COUNTER_WAIT_S = 0.3
 """How long a finished iteration waits for the energy counter: some of its longest periods."""
 
-MOST_WAITS = 4096
+MAX_WAITS = 4096
 """One computation waits less often: a layer does a few times."""
 
 # What is longer is no gap, but a trainer that was stopped.
-_LONGEST_GAP_S = 3600.0
+_MAX_GAP_S = 3600.0
 _CHANGES_KEPT = 256  # of the counter: 25 s at 100 ms, which bounds the regression to some 10 ms
 
 
@@ -59,7 +59,7 @@ class Run:
         """It begins or ends to wait."""
         if self.end_s is not None:
             return  # the begin of the one that waits was lost
-        if self.is_waiting == (edge is Edge.BEGIN) or len(self.waits_s) == MOST_WAITS:
+        if self.is_waiting == (edge is Edge.BEGIN) or len(self.waits_s) == MAX_WAITS:
             self.has_lost_mark = True
         elif edge is Edge.BEGIN:
             self.waits_s.append((time_s, None))
@@ -78,7 +78,7 @@ class PlanRecord:
 
     clocks_mhz: Clocks
     sampler: Sampler
-    tally: ClockTally = field(default_factory=ClockTally)
+    counters: ClockCounters = field(default_factory=ClockCounters)
 
     @property
     def version(self) -> int:
@@ -105,7 +105,7 @@ class Iteration:
     has_deviated: bool = False
     is_at_stock: bool = False
     """Whether it runs at stock whatever the plan is: those before it were not to order."""
-    is_touched: bool = False
+    has_clock_change: bool = False
     """Whether clocks came into force in the midst of it: what it took shows nothing of any."""
 
     @property
@@ -176,7 +176,7 @@ class Recorder:
     def clock_set(self, done: ClockSet) -> None:
         """A set was carried out."""
         self._clock_sets.append(done)
-        self._plan.tally.set_count += 1
+        self._plan.counters.set_count += 1
 
     def report(
         self, order: tuple[Computation, ...] | None, now_s: float, *, needed_s: float, waits: bool
@@ -212,14 +212,14 @@ class Recorder:
         computations: list[ComputationRow],
     ) -> None:
         assert iteration.begin_s is not None  # others are not finished
-        plan = None if iteration.is_at_stock or iteration.is_touched else iteration.plan
+        plan = None if iteration.is_at_stock or iteration.has_clock_change else iteration.plan
         complete = [self._measure_run(plan, run) for run in iteration.runs if run.end_s is not None]
         begin_j = energy_at_j(self._changes, iteration.begin_s)
         end_j = energy_at_j(self._changes, iteration.end_s)
         is_regular = (
             not iteration.has_deviated
             and not iteration.is_at_stock
-            and not iteration.is_touched
+            and not iteration.has_clock_change
             and tuple(each.computation for each in complete) == order
             and begin_j is not None  # the counter was not yet watched: of no use for energy
         )
@@ -242,10 +242,10 @@ class Recorder:
                 gap_slowed_time_s=gap_slowed_time_s,
                 capped_clock_mhz=capped_mhz,
                 relative_work=iteration.relative_work,
-                is_touched=iteration.is_touched,
+                has_clock_change=iteration.has_clock_change,
             )
         )
-        if iteration.is_touched:
+        if iteration.has_clock_change:
             return
         computations += [
             ComputationRow(
@@ -261,7 +261,7 @@ class Recorder:
     def _measure_gap(self, iteration: Iteration, end_j: float | None) -> tuple[float, float, float]:
         """Time, energy and what clocks can have added to the time of the gap that ended with this counter."""
         begin_s, end_s = iteration.gap_begin_s, iteration.begin_s
-        if begin_s is None or end_s is None or not 0 <= end_s - begin_s <= _LONGEST_GAP_S:
+        if begin_s is None or end_s is None or not 0 <= end_s - begin_s <= _MAX_GAP_S:
             return 0.0, 0.0, 0.0
         energy_j = 0.0
         # The counter's changes that far back may be forgotten, but the iteration before was measured by them.
@@ -292,7 +292,7 @@ class Recorder:
         # (clock, from when): the one that it began at, then those that came into force while it ran.
         clocks = [(mhz, since_s) for mhz, since_s, _ in self._clocks_between(run.begin_s, run.end_s)]
         if plan is not None and run.computation.kind != Kind.FIXED:
-            plan.tally.add(plan.clocks_mhz[run.position], clocks, run.end_s)
+            plan.counters.add(plan.clocks_mhz[run.position], clocks, run.end_s)
         return FinishedComputation(
             run.computation,
             run.begin_s,

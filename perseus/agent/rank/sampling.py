@@ -29,11 +29,11 @@ _NEGLIGIBLE_GAP_S = 0.001
 # An estimate is refreshed when the plan has been in force for this share longer than at the one before.
 _REFRESH_SHARE = 0.125
 # And after so many more iterations in any case: what a plan costs may change while it is in force.
-_LONGEST_REFRESH = 1000
+_MAX_REFRESH = 1000
 # Where the counter hardly ever moves, this bounds what is kept for it.
-_MOST_PARTS = 32_768
+_MAX_PARTS = 32_768
 # Less is no power.
-_LEAST_BLOCKING_W = 1e-3
+_MIN_BLOCKING_W = 1e-3
 
 # Kind, chunk and clock (MHz, None for stock).
 Key = tuple[Kind, int, int | None]
@@ -109,7 +109,7 @@ class Sampler:
         self._iterations.append(iteration)
         self._iteration_count += 1
         self._part_count += iteration.part_count
-        while self._part_count > _MOST_PARTS or len(self._iterations) > _MOST_PARTS:
+        while self._part_count > _MAX_PARTS or len(self._iterations) > _MAX_PARTS:
             self._forget_oldest()
 
     def estimate_request(self, changes: Sequence[CounterChange]) -> EstimateRequest | None:
@@ -123,7 +123,7 @@ class Sampler:
             return None
         while self._iterations and self._iterations[0].end_s < changes[0].time_s:
             self._forget_oldest()
-        refresh = min(self._estimated_count * _REFRESH_SHARE, _LONGEST_REFRESH)
+        refresh = min(self._estimated_count * _REFRESH_SHARE, _MAX_REFRESH)
         if self._iteration_count < self._estimated_count + refresh:
             return None
         self._estimated_count = self._iteration_count
@@ -160,7 +160,7 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     for each in pure:
         durations_s.setdefault(each.key, []).append(each.duration_s)
     blocking = fit.blocking_power_w
-    if blocking is not None and blocking.value < _LEAST_BLOCKING_W:
+    if blocking is not None and blocking.value < _MIN_BLOCKING_W:
         blocking = None  # few windows may say what can't be
     typical_s = {key: typical_duration_s(some) for key, some in durations_s.items()}
     return EnergyEstimate(

@@ -60,18 +60,20 @@ from perseus.agent.rank.events import (
     TrainerJoined,
     TrainerSpecified,
 )
+from perseus.agent.rank.iteration_tracker import IterationTracker
+from perseus.agent.rank.join_state import JoinState
 from perseus.agent.rank.messages import (
     NO_PLAN,
-    Ceiling,
     EnergyEstimate,
     FromSession,
     GpuDescription,
     GpuLimits,
+    MaxClock,
     PlanId,
     PlanOffer,
     RankAccepted,
-    RankCeiling,
     RankLeftReason,
+    RankMaxClock,
     RankRefused,
     Telemetry,
     coordinates,
@@ -79,10 +81,8 @@ from perseus.agent.rank.messages import (
     rank_left,
 )
 from perseus.agent.rank.order import Order
-from perseus.agent.rank.pacing import Pacer
 from perseus.agent.rank.plans import Plans
 from perseus.agent.rank.recorder import Recorder
-from perseus.agent.rank.standing import Standing
 from perseus.v1 import agent_service_pb2 as wire
 
 
@@ -111,10 +111,10 @@ class Session:
         self._owner = owner
         self._after_sequence = after_sequence
         self._commands: list[Command] = []
-        self._standing = Standing(is_registered=is_registered)
+        self._join = JoinState(is_registered=is_registered)
         self._plans = Plans(rank, gpu, forbidden="the agent only observes" if observe else None)
         self._recorder = Recorder(gpu.supported_clocks_mhz[0])
-        self._pacer = Pacer(self._plans, self._recorder)
+        self._tracker = IterationTracker(self._plans, self._recorder)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """What is to be done, in order, about something that is now known. Times are CLOCK_MONOTONIC."""
@@ -126,7 +126,7 @@ class Session:
     @property
     def wanted_clock_mhz(self) -> int | None:
         """The clock asked for last, None for stock."""
-        return self._pacer.keeper.wanted_mhz
+        return self._tracker.keeper.wanted_mhz
 
     @property
     def has_plan(self) -> bool:
@@ -137,7 +137,7 @@ class Session:
         """End it whatever state it is in, after an error of our own; what is to be said once all is over."""
         self.has_ended = True
         self._plans.follow(None)
-        self._pacer.abandon_iteration()
+        self._tracker.abandon_iteration()
         self._recorder.drop_finished()
         self._commands = []
         return [rank_left(self.rank, RankLeftReason.GPU_FAILED)]
@@ -160,8 +160,8 @@ class Session:
                 self._on_heard(now_s)
             case PlanOffer():
                 self._on_plan_offer(event, now_s)
-            case RankCeiling():
-                self._on_rank_ceiling(event, now_s)
+            case RankMaxClock():
+                self._on_rank_max_clock(event, now_s)
             case Connected():
                 self._on_connected(event, now_s)
             case Disconnected():
@@ -194,7 +194,7 @@ class Session:
             self._commands.append(ResetClock())
 
     def _on_trainer_specified(self, event: TrainerSpecified) -> None:
-        if self._standing.specify(event.spec_fingerprint):
+        if self._join.specify(event.spec_fingerprint):
             self._drop_plans()  # they were made for something else
             self._announce()
 
@@ -216,64 +216,64 @@ class Session:
 
     def _end(self, now_s: float) -> None:
         self._plans.follow(None)
-        self._pacer.abandon_iteration()
+        self._tracker.abandon_iteration()
         if self._plans.forbidden is None:
             self._commands.append(ResetClock())
         self._report(now_s, waits=False)
         self.has_ended = True
 
     def _on_tick(self, now_s: float) -> None:
-        if self._standing.is_announcement_due(now_s):
+        if self._join.is_announcement_due(now_s):
             self._announce()
         lease_s = self._plans.lease_s
-        if lease_s is not None and now_s - self._standing.heard_at_s > lease_s:
+        if lease_s is not None and now_s - self._join.heard_at_s > lease_s:
             self._on_lease_over(now_s)
-        self._commands += self._pacer.fall_back_if_silent(now_s)
+        self._commands += self._tracker.fall_back_if_silent(now_s)
         self._report(now_s)
 
     def _on_lease_over(self, now_s: float) -> None:
-        ceiling = self._plans.ceiling
-        if ceiling is None or not ceiling.outlasts_lease:
+        max_clock = self._plans.max_clock
+        if max_clock is None or not max_clock.outlasts_lease:
             self._limit(None, now_s)
             self._drop_plans()
 
     # --- Standing with the coordinator ----------------------------------------------------------------------
 
     def _on_connected(self, event: Connected, now_s: float) -> None:
-        self._standing.connect(event.lease_s, now_s)
+        self._join.connect(event.lease_s, now_s)
         self._announce()
 
     def _on_disconnected(self) -> None:
-        self._standing.disconnect()
+        self._join.disconnect()
 
     def _on_heard(self, now_s: float) -> None:
-        self._standing.heard_at_s = now_s
+        self._join.heard_at_s = now_s
 
     def _on_rank_accepted(self, accepted: RankAccepted, now_s: float) -> None:
-        self._standing.accept()
+        self._join.accept()
         order = self._plans.order
         if order is None or order.computations != accepted.order:
             self._drop_plans()  # they were made for another order
-            self._commands += self._pacer.deviate()
+            self._commands += self._tracker.deviate()
             self._plans.order = Order(accepted.order)
-            self._pacer.follow_order()
-        self._limit(accepted.ceiling, now_s)
+            self._tracker.follow_order()
+        self._limit(accepted.max_clock, now_s)
 
     def _on_rank_refused(self, refused: RankRefused, now_s: float) -> None:
-        self._standing.refuse(now_s)
-        self._limit(refused.ceiling, now_s)
+        self._join.refuse(now_s)
+        self._limit(refused.max_clock, now_s)
         self._drop_plans()
 
-    def _on_rank_ceiling(self, message: RankCeiling, now_s: float) -> None:
-        self._limit(message.ceiling, now_s)
+    def _on_rank_max_clock(self, message: RankMaxClock, now_s: float) -> None:
+        self._limit(message.max_clock, now_s)
 
-    def _limit(self, ceiling: Ceiling | None, now_s: float) -> None:
-        if self._plans.limit(ceiling, self._standing.lease_s):
-            self._commands += self._pacer.change_at_once(now_s)
-        self._commands += self._pacer.follow_ceiling(now_s)
+    def _limit(self, max_clock: MaxClock | None, now_s: float) -> None:
+        if self._plans.limit(max_clock, self._join.lease_s):
+            self._commands += self._tracker.change_immediately(now_s)
+        self._commands += self._tracker.follow_max_clock(now_s)
 
     def _announce(self) -> None:
-        if not self._standing.may_announce():
+        if not self._join.may_announce():
             return
         in_force, limits = self._plans.id_in_force, self._gpu.limits
         self._send(
@@ -287,40 +287,40 @@ class Session:
                     power_limit_w=limits.power_limit_w,
                     workload_power_profiles=limits.power_profiles,
                 ),
-                iteration=self._pacer.begun_iteration,
+                iteration=self._tracker.begun_iteration,
                 in_force_epoch=in_force.epoch,
                 in_force_version=in_force.version,
                 after_sequence=self._after_sequence,
-                spec_fingerprint=self._standing.spec_fingerprint or "",
+                spec_fingerprint=self._join.spec_fingerprint or "",
                 owner=self._owner,
             )
         )
 
     def _send(self, message: wire.RankJoined | wire.PlanAnswer | wire.PlanInForce) -> None:
-        if self._standing.is_connected:
+        if self._join.is_connected:
             self._commands.append(Send(message))
 
     # --- Plans ----------------------------------------------------------------------------------------------
 
     def _on_plan_offer(self, offer: PlanOffer, now_s: float) -> None:
-        begun_iteration = self._pacer.begun_iteration
-        refusal = self._plans.consider(offer, begun_iteration, is_accepted=self._standing.is_accepted)
+        begun_iteration = self._tracker.begun_iteration
+        refusal = self._plans.consider(offer, begun_iteration, is_accepted=self._join.is_accepted)
         self._send(plan_answer(self.rank, offer.plan, refusal, begun_iteration))
         plan = self._plans.pending
         if offer.is_urgent and refusal is None and plan is not None:
             self._plans.follow(plan)
-            self._commands += self._pacer.change_at_once(now_s)
-            self._tell_in_force(plan.plan, begun_iteration)
+            self._commands += self._tracker.change_immediately(now_s)
+            self._report_in_force(plan.plan, begun_iteration)
 
     def _bring_into_force(self, iteration: int) -> None:
         """The plan that is due when this iteration begins, if one is."""
         plan = self._plans.due(iteration)
         if plan is not None:
             self._plans.follow(plan)
-            self._pacer.follow_plan()
-            self._tell_in_force(plan.plan, iteration)
+            self._tracker.follow_plan()
+            self._report_in_force(plan.plan, iteration)
 
-    def _tell_in_force(self, plan: PlanId, iteration: int) -> None:
+    def _report_in_force(self, plan: PlanId, iteration: int) -> None:
         """The plan in force has changed, from this iteration on."""
         self._send(
             wire.PlanInForce(
@@ -337,32 +337,32 @@ class Session:
         has_any, was_in_force = self._plans.has_any, self._plans.in_force is not None
         self._plans.follow(None)
         if was_in_force:
-            self._pacer.follow_plan()
-            self._commands += self._pacer.deviate()
+            self._tracker.follow_plan()
+            self._commands += self._tracker.deviate()
         if has_any:
-            self._tell_in_force(NO_PLAN, self._pacer.begun_iteration + 1)
-        self._commands += self._pacer.fall_back()
+            self._report_in_force(NO_PLAN, self._tracker.begun_iteration + 1)
+        self._commands += self._tracker.fall_back()
 
     # --- Clocks ---------------------------------------------------------------------------------------------
 
     def _on_mark(self, mark: IterationMark | ComputationMark | WaitMark, now_s: float) -> None:
         self._bring_into_force(mark.iteration)  # whichever mark of it is the first to come
-        pacer = self._pacer
+        tracker = self._tracker
         match mark:
             case ComputationMark(Edge.BEGIN):
-                self._commands += pacer.begin_computation(mark, now_s)
+                self._commands += tracker.begin_computation(mark, now_s)
             case ComputationMark():
-                self._commands += pacer.end_computation(mark, now_s)
+                self._commands += tracker.end_computation(mark, now_s)
             case WaitMark():
-                self._commands += pacer.wait(mark, now_s)
+                self._commands += tracker.wait(mark, now_s)
             case IterationMark(Edge.BEGIN):
-                self._commands += pacer.begin_iteration(mark, now_s)
+                self._commands += tracker.begin_iteration(mark, now_s)
             case IterationMark():
-                self._commands += pacer.end_iteration(mark, now_s)
+                self._commands += tracker.end_iteration(mark, now_s)
 
     def _on_set_not_permitted(self, event: SetNotPermitted) -> None:
         self._plans.forbidden = event.message
-        self._pacer.forbid()
+        self._tracker.forbid()
         self._drop_plans()
 
     # --- Measurement ----------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ class Session:
 
     def _on_clock_set(self, done: ClockSet) -> None:
         self._recorder.clock_set(done)
-        self._pacer.keeper.lead.clock_set(done)
+        self._tracker.keeper.lead.clock_set(done)
 
     def _on_energy_estimate(self, estimate: EnergyEstimate) -> None:
         self._commands.append(Send(Telemetry(self.rank, (), (), estimate, None)))
@@ -381,10 +381,10 @@ class Session:
     def _report(self, now_s: float, *, waits: bool = True) -> None:
         """Tell of all iterations that can be measured by now; of all that have ended, if nothing waits."""
         order = self._plans.order.computations if self._plans.order is not None else None
-        for report in self._recorder.report(order, now_s, needed_s=self._pacer.needed_s, waits=waits):
+        for report in self._recorder.report(order, now_s, needed_s=self._tracker.needed_s, waits=waits):
             clocks = None
             if self._plans.forbidden is None:
-                clocks = report.plan.tally.statistics(report.plan.version, self._pacer.keeper)
+                clocks = report.plan.counters.statistics(report.plan.version, self._tracker.keeper)
             self._commands.append(
                 Send(
                     Telemetry(
@@ -398,13 +398,13 @@ class Session:
     def validate(self) -> None:
         """Check what must always hold; AssertionError otherwise. Called by tests after every event."""
         assert not self._commands
-        self._plans.validate(self._pacer.begun_iteration)
-        self._pacer.validate(self._gpu.supported_clocks_mhz)
-        self._standing.validate()
+        self._plans.validate(self._tracker.begun_iteration)
+        self._tracker.validate(self._gpu.supported_clocks_mhz)
+        self._join.validate()
         self._recorder.validate()
         if not self.has_ended:
             assert self._recorder.plan_version == self._plans.id_in_force.version
         else:
             assert not self._recorder.has_unreported
             assert not self._plans.has_any
-            assert not self._pacer.has_iteration
+            assert not self._tracker.has_iteration

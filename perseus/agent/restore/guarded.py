@@ -7,7 +7,7 @@ from perseus.agent.gpu import (
     GpuPermissionError,
     GpuUnsupportedError,
 )
-from perseus.agent.restore.records import PATIENCE_S, ClockRange, HeldRecord, Record, RecordFolder
+from perseus.agent.restore.records import TIMEOUT_S, ClockRange, HeldRecord, Record, RecordFolder
 
 
 class GuardedGpu:
@@ -41,7 +41,7 @@ class GuardedGpu:
         """Lock the clock, once the record is on disk. `RecordError`: it is not, and the clock is not set."""
         is_first = False
         if self._held is None:
-            self._held = self._records.find(self.uuid, patience_s=PATIENCE_S)
+            self._held = self._records.find(self.uuid, timeout_s=TIMEOUT_S)
         if self._held is None:
             self._held = self._records.write(Record(self.uuid, self._stock))
             is_first = True
@@ -54,7 +54,7 @@ class GuardedGpu:
 
     def reset_clock(self) -> None:
         """Back to stock. A GPU without a record was not touched, and is not touched now."""
-        held = self._held or self._records.find(self.uuid, patience_s=PATIENCE_S)
+        held = self._held or self._records.find(self.uuid, timeout_s=TIMEOUT_S)
         if held is not None:
             self._held = held
             held.restore(self._gpu)

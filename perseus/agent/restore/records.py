@@ -30,11 +30,11 @@ from perseus.agent.restore.folder import is_held_by_ours, own_file, own_folder
 
 _log = structlog.get_logger(__name__)
 
-PATIENCE_S = 0.5
+TIMEOUT_S = 0.5
 """For those who must have a record that is held for a moment only."""
 
 _VERSION = 1
-_LOOK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 _SUFFIX = ".json"
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _MAX_BYTES = 4096
@@ -151,20 +151,20 @@ class RecordFolder:
             if name.endswith(_SUFFIX) and _UUID.fullmatch(name.removesuffix(_SUFFIX))
         )
 
-    def find(self, gpu_uuid: str, *, patience_s: float = 0.0) -> HeldRecord | None:
+    def find(self, gpu_uuid: str, *, timeout_s: float = 0.0) -> HeldRecord | None:
         """Hold the record of a GPU, if it has one.
 
         `RecordHeldError` if another process holds it, and does so for longer than `patience_s`: whoever only
         looks holds it for a moment. `RecordError` if it can't be read, or is none.
         """
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + timeout_s
         while True:
             try:
                 return self._find(gpu_uuid)
             except RecordHeldError:
                 if time.monotonic() >= deadline_s:
                     raise
-                time.sleep(_LOOK_AGAIN_S)
+                time.sleep(_POLL_INTERVAL_S)
 
     def _find(self, gpu_uuid: str) -> HeldRecord | None:
         path = self._path(gpu_uuid)
@@ -249,7 +249,7 @@ class RecordFolder:
 
 
 def restore_found(
-    folder: RecordFolder, gpu_uuid: str, open_gpu: Callable[[str], Gpu], *, patience_s: float = 0.0
+    folder: RecordFolder, gpu_uuid: str, open_gpu: Callable[[str], Gpu], *, timeout_s: float = 0.0
 ) -> bool:
     """Bring a GPU back, if it has a record that nobody holds; whether that was done.
 
@@ -257,7 +257,7 @@ def restore_found(
     `open_gpu` and its GPU raise.
     """
     try:
-        held = folder.find(gpu_uuid, patience_s=patience_s)
+        held = folder.find(gpu_uuid, timeout_s=timeout_s)
     except RecordHeldError:
         return False  # it lives
     if held is None:

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol, TypeVar
 import structlog
 
 from perseus.agent.gpu import Gpu, GpuError, GpuInUseError, GpuNotFoundError, RecordError
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.restore.records import RecordFolder, restore_found
 
 _log = structlog.get_logger(__name__)
@@ -55,20 +55,20 @@ class Restorer:
         self,
         records: RecordFolder,
         open_gpu: Callable[[str], Gpu],
-        lanes: Lanes,
+        executor: GpuExecutor,
         *,
         retry_s: float = _RETRY_S,
-        patience_s: float = 0.0,
+        timeout_s: float = 0.0,
     ) -> None:
         self.restore_counts: Counter[str] = Counter()
         self._records = records
         self._open_gpu = open_gpu
-        self._lanes = lanes
+        self._executor = executor
         self._retry_s = retry_s
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         # GPUs that are being opened to be served, are served, or are not closed yet.
         self._taken: set[str] = set()
-        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
         # What was said of GPUs that could not be brought back, so that it is said once.
         self._not_restored: dict[str, str] = {}
 
@@ -90,7 +90,7 @@ class Restorer:
             raise GpuInUseError(f"GPU {gpu_uuid}: expected one that is free, found it still being served")
         self._taken.add(gpu_uuid)
         try:
-            return await self._lanes.run(gpu_uuid, lambda: open_gpu(gpu_uuid), lambda gpu: gpu.close())
+            return await self._executor.run(gpu_uuid, lambda: open_gpu(gpu_uuid), lambda gpu: gpu.close())
         except BaseException:
             self._taken.discard(gpu_uuid)
             raise
@@ -107,12 +107,12 @@ class Restorer:
             finally:
                 self._taken.discard(gpu_uuid)
 
-        await self._lanes.run(gpu_uuid, close_and_release)
+        await self._executor.run(gpu_uuid, close_and_release)
 
     async def keep_restoring(self) -> NoReturn:
         """Bring back whatever is left by whoever dies, until cancelled."""
         while True:
-            await self._look()
+            await self._scan()
             await asyncio.sleep(self._retry_s)
 
     async def restore_once(self) -> list[Restoration]:
@@ -126,13 +126,13 @@ class Restorer:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(self._retry_s)
-            left = await self._look()
-            await asyncio.gather(*self._under_way.values())
+            left = await self._scan()
+            await asyncio.gather(*self._running.values())
             if not left and not self._not_restored:
                 return
         raise RecordError("; ".join([*self._not_restored.values(), *left]))
 
-    async def _look(self) -> list[str]:
+    async def _scan(self) -> list[str]:
         """Begin to bring back what is left. Returns what is said of records of GPUs that are served."""
         try:
             found = await asyncio.to_thread(self._records.gpu_uuids)
@@ -146,15 +146,15 @@ class Restorer:
         for gpu_uuid in self._not_restored.keys() - {"", *found}:
             self._note(gpu_uuid, None)  # somebody else brought it back
         for gpu_uuid in found:
-            if gpu_uuid not in self._taken and gpu_uuid not in self._under_way:
-                self._under_way[gpu_uuid] = asyncio.create_task(self._restore(gpu_uuid))
+            if gpu_uuid not in self._taken and gpu_uuid not in self._running:
+                self._running[gpu_uuid] = asyncio.create_task(self._restore(gpu_uuid))
         return [f"GPU {uuid}: not closed yet, and so not restored" for uuid in found if uuid in self._taken]
 
     async def _restore(self, gpu_uuid: str) -> None:
         try:
             done = await self._try(gpu_uuid)
         finally:
-            del self._under_way[gpu_uuid]
+            del self._running[gpu_uuid]
         if done is None or isinstance(done.error, GpuNotFoundError):
             # One that is not found may be another agent's, with which this one shares the folder.
             self._note(gpu_uuid, None)
@@ -169,11 +169,11 @@ class Restorer:
 
         def restore() -> bool:
             return gpu_uuid not in self._taken and restore_found(
-                self._records, gpu_uuid, self._open_gpu, patience_s=self._patience_s
+                self._records, gpu_uuid, self._open_gpu, timeout_s=self._timeout_s
             )
 
         try:
-            is_done = await self._lanes.run(gpu_uuid, restore)
+            is_done = await self._executor.run(gpu_uuid, restore)
         except Exception as error:  # also a mistake of ours: the GPU may be locked all the same
             return Restoration(gpu_uuid, error)
         return Restoration(gpu_uuid, None) if is_done else None

@@ -45,7 +45,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _ATTEMPTS = 20
 _ATTEMPT_TIMEOUT_S = 15.0  # longer than a GPU that hangs is waited for, so that it is said which does
 _PAUSE_S = 0.5
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 def main(command: list[str]) -> int:
@@ -98,9 +98,9 @@ class _Stop:
         if self._asked_s is not None:
             agent.send_signal(signal.SIGTERM)
 
-    def left_s(self, patience_s: float) -> float:
+    def left_s(self, timeout_s: float) -> float:
         """What is left of the time after the first signal; infinite while there was none."""
-        return math.inf if self._asked_s is None else self._asked_s + patience_s - time.monotonic()
+        return math.inf if self._asked_s is None else self._asked_s + timeout_s - time.monotonic()
 
 
 def _wait(process: "subprocess.Popen[bytes]", left_s: Callable[[], float]) -> int | None:
@@ -111,7 +111,7 @@ def _wait(process: "subprocess.Popen[bytes]", left_s: Callable[[], float]) -> in
             return None
         # A signal's handler runs at once, and the wait goes on; what it changed is seen after this.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LOOK_S if time.monotonic() < begun_s + 1 else _PAUSE_S)
+            process.wait(_POLL_INTERVAL_S if time.monotonic() < begun_s + 1 else _PAUSE_S)
     return status
 
 

@@ -23,10 +23,10 @@ from typing import TypeVar, TypeVarTuple
 
 import structlog
 
-from perseus.agent.claims.decision import Access, Allowed, Refused, Sight, by_grant, by_sight
+from perseus.agent.claims.decision import Access, Allowed, GpuObservation, Refused, by_grant, by_observation
 from perseus.agent.claims.grants import Grant, Grants, MalformedGrantError, User, parse
 from perseus.agent.gpu import GpuUse
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.sidecar import openable
 from perseus.agent.sidecar.backends import Backend
 from perseus.agent.sidecar.peer import (
@@ -47,18 +47,18 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _THREADS = 2
-_LOOKS_AT_A_TIME = 8
+_MAX_CONCURRENT_INSPECTIONS = 8
 _OPENABLE_TIMEOUT_S = 5.0
 
 
 class AccessChecker:
     """Judges claims. `grants` is a folder, which need not be there."""
 
-    def __init__(self, gpus: Backend, grants: Path, lanes: Lanes) -> None:
+    def __init__(self, gpus: Backend, grants: Path, executor: GpuExecutor) -> None:
         self._gpus = gpus
         self._grants = grants
-        self._lanes = lanes
-        self._looks = asyncio.Semaphore(_LOOKS_AT_A_TIME)
+        self._executor = executor
+        self._inspections = asyncio.Semaphore(_MAX_CONCURRENT_INSPECTIONS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="access")
         self._problems = RateLimitedLog(_log)
         self._sees_the_whole_node = sees_the_whole_node()
@@ -72,17 +72,17 @@ class AccessChecker:
 
         `GpuError` if the GPU can't be looked at.
         """
-        use = await self._look(gpu_uuid)
+        use = await self._inspect(gpu_uuid)
         if self._sees_the_whole_node and (unseen := await self._run(_unseen, use)):
             # One that has just ended is gone when the driver is asked again. One that stays may be anybody's.
-            use = await self._look(gpu_uuid)
+            use = await self._inspect(gpu_uuid)
             if unseen & frozenset(use.process_ids or ()):
                 use = replace(use, process_ids=None)
         return await self._run(self._judge, peer, user, gpu_uuid, use, before)
 
-    async def _look(self, gpu_uuid: str) -> GpuUse:
-        async with self._looks:
-            return await self._lanes.run(gpu_uuid, lambda: self._gpus.look(gpu_uuid))
+    async def _inspect(self, gpu_uuid: str) -> GpuUse:
+        async with self._inspections:
+            return await self._executor.run(gpu_uuid, lambda: self._gpus.inspect(gpu_uuid))
 
     def close(self) -> None:
         """Judge nobody any more; what is under way is not waited for."""
@@ -101,16 +101,16 @@ class AccessChecker:
         grants = read_grants(self._grants)
         for problem in grants.problems:
             self._problems.warning("grants not understood", reason=problem)
-        said = by_grant(grants, user, uuid, use.index)
-        if isinstance(said, Refused):
-            return said
-        if said is not None:
-            return replace(said, is_running=owners is not None and user.uid in owners)
+        output = by_grant(grants, user, uuid, use.index)
+        if isinstance(output, Refused):
+            return output
+        if output is not None:
+            return replace(output, is_running=owners is not None and user.uid in owners)
         if before is not None and before.is_running and not before.is_granted:
-            return by_sight(user, uuid, Sight(Access.OPEN, owners=owners), stands=True)
+            return by_observation(user, uuid, GpuObservation(Access.OPEN, owners=owners), stands=True)
         access, problem = self._access(peer, Path(use.device_node))
-        sight = Sight(access, problem, owners, is_agents_user=peer.uid == os.geteuid())
-        return by_sight(user, uuid, sight, stands=False)
+        observation = GpuObservation(access, problem, owners, is_agents_user=peer.uid == os.geteuid())
+        return by_observation(user, uuid, observation, stands=False)
 
     # --- The device -----------------------------------------------------------------------------------------
 
@@ -170,8 +170,8 @@ def _ask_as(peer: Peer, node: Path, folders: list[Path]) -> tuple[Access, str]:
         return Access.OPEN, ""
     if done.returncode == openable.NOT_OPENABLE and not done.stderr:
         return Access.CLOSED, f"{node} is closed to them"
-    said = done.stderr.strip().splitlines()
-    return Access.UNKNOWN, said[-1][:300] if said else f"trying it ended with {done.returncode}"
+    output = done.stderr.strip().splitlines()
+    return Access.UNKNOWN, output[-1][:300] if output else f"trying it ended with {done.returncode}"
 
 
 _MAX_FILES = 4096

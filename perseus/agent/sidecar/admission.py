@@ -10,15 +10,15 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from perseus.agent.claims.book import GPU_TAKEN, Claim
 from perseus.agent.claims.decision import Allowed, Refused
 from perseus.agent.claims.grants import User
+from perseus.agent.claims.registry import GPU_TAKEN, Claim
 from perseus.agent.gpu import GpuError, GpuInUseError
 from perseus.agent.link.packets import Hello, Reply
 from perseus.agent.rank.events import TrainerGone
 from perseus.agent.sidecar.access import AccessChecker
-from perseus.agent.sidecar.gpus import Vitals
-from perseus.agent.sidecar.local import COMPLAINT_PERIOD_S, Line
+from perseus.agent.sidecar.gpus import AgentCounters
+from perseus.agent.sidecar.local import REFUSAL_LOG_PERIOD_S, ProbeConnection
 from perseus.agent.sidecar.peer import check_clock
 from perseus.agent.sidecar.roster import Roster, Trainer
 from perseus.rate_limited_log import RateLimitedLog
@@ -29,7 +29,7 @@ _log = structlog.get_logger(__name__)
 _WATCH_UNPROVEN_S = 1.0
 _WATCH_S = 5.0
 # How long a trainer waits for another one's GPU, which gives way to it.
-_GIVE_WAY_S = 10.0
+_EVICTION_TIMEOUT_S = 10.0
 # How long a process that says hello again is given to have left before.
 _LEAVE_S = 2.0
 _CLAIM_LOST = "CLAIM_LOST"
@@ -38,11 +38,11 @@ _CLAIM_LOST = "CLAIM_LOST"
 class Admission:
     """Admits trainers to a roster and turns them away; `vitals` counts those."""
 
-    def __init__(self, roster: Roster, access: AccessChecker, vitals: Vitals) -> None:
+    def __init__(self, roster: Roster, access: AccessChecker, counters: AgentCounters) -> None:
         self._roster = roster
         self._access = access
-        self._vitals = vitals
-        self._complaints = RateLimitedLog(_log, COMPLAINT_PERIOD_S)
+        self._counters = counters
+        self._refusal_log = RateLimitedLog(_log, REFUSAL_LOG_PERIOD_S)
         # By user: what a hello costs (threads, processes, looks at the driver) is for others, too.
         self._judging: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
@@ -51,46 +51,46 @@ class Admission:
             lock = self._judging[uid] = asyncio.Lock()
         return lock
 
-    async def admit(self, hello: Hello, line: Line) -> Trainer | Refused:
+    async def admit(self, hello: Hello, connection: ProbeConnection) -> Trainer | Refused:
         """Enter a trainer's claim, or say why not; whoever has to give way to it is gone by then."""
         if self._roster.is_stopping:
             return Refused("AGENT_STOPS", "the agent is being stopped")
-        if (refused := check_clock(line.peer, hello.time_ns, time.monotonic_ns())) is not None:
+        if (refused := check_clock(connection.peer, hello.time_ns, time.monotonic_ns())) is not None:
             return refused
         before = self._roster.trainers.get(hello.rank)
-        if before is not None and before.line.peer.pid == line.peer.pid:
+        if before is not None and before.connection.peer.pid == connection.peer.pid:
             # It has left, and is back at once: its last words, and its GPU's way to stock, take a moment.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
                     await before.gone.wait()
-        unnamed = User(line.peer.uid, str(line.peer.uid))
-        if (refused := self._roster.book.refusal(hello.rank, hello.gpu_uuid, unnamed)) is not None:
+        unnamed = User(connection.peer.uid, str(connection.peer.uid))
+        if (refused := self._roster.registry.refusal(hello.rank, hello.gpu_uuid, unnamed)) is not None:
             return refused
-        await line.pay_hello()
-        user = await self._access.user(line.peer)
+        await connection.pay_hello()
+        user = await self._access.user(connection.peer)
         verdict: Allowed | Refused | None
         problem = None
         try:
             async with self._one_at_a_time(user.uid):
-                verdict = await self._access.judge(line.peer, user, hello.gpu_uuid, None)
+                verdict = await self._access.judge(connection.peer, user, hello.gpu_uuid, None)
         except GpuError as error:  # whoever serves it will meet the same, and tell
             verdict, problem = None, error
         if isinstance(verdict, Refused):
             return verdict
         claim = Claim(hello.rank, hello.gpu_uuid, user, verdict)
-        if (refused := await self._make_way(claim)) is not None:
+        if (refused := await self._evict_unproven(claim)) is not None:
             return refused
         if self._roster.is_stopping:
             return Refused("AGENT_STOPS", "the agent is being stopped")
-        trainer = Trainer(claim, line, hello.is_registered, problem)
+        trainer = Trainer(claim, connection, hello.is_registered, problem)
         self._roster.enter(trainer)
         return trainer
 
-    async def _make_way(self, claim: Claim) -> Refused | None:
+    async def _evict_unproven(self, claim: Claim) -> Refused | None:
         """End the claims that give way to this one; why not, if one doesn't."""
         try:
-            async with asyncio.timeout(_GIVE_WAY_S):
-                while conflicting := self._roster.book.conflicts(claim):
+            async with asyncio.timeout(_EVICTION_TIMEOUT_S):
+                while conflicting := self._roster.registry.conflicts(claim):
                     if isinstance(conflicting, Refused):
                         return conflicting
                     for other in [self._roster.trainers[each.rank] for each in conflicting]:
@@ -104,11 +104,11 @@ class Admission:
     async def may_have_its_gpu(self, trainer: Trainer) -> bool:
         """Judge the claim to a GPU that could not be used before; `GpuError` if that can't be done now."""
         claim = trainer.claim
-        verdict = await self._access.judge(trainer.line.peer, claim.user, claim.gpu_uuid, None)
+        verdict = await self._access.judge(trainer.connection.peer, claim.user, claim.gpu_uuid, None)
         if isinstance(verdict, Refused):
             self._end(trainer, verdict)
             return False
-        if self._roster.book.has_other_for_gpu(claim):
+        if self._roster.registry.has_other_for_gpu(claim):
             raise GpuInUseError(f"GPU {claim.gpu_uuid}: another rank runs on it")
         claim.verdict = verdict
         return True
@@ -126,13 +126,13 @@ class Admission:
                         await trainer.has_marked.wait()
             try:
                 verdict = await self._access.judge(
-                    trainer.line.peer, claim.user, claim.gpu_uuid, claim.verdict
+                    trainer.connection.peer, claim.user, claim.gpu_uuid, claim.verdict
                 )
             except GpuError:  # whoever serves the GPU meets it, too
                 continue
             except Exception as error:  # of the system, say: what was found holds until it can be asked again
-                uid, reason = trainer.line.peer.uid, type(error).__name__
-                self._complaints.warning(
+                uid, reason = trainer.connection.peer.uid, type(error).__name__
+                self._refusal_log.warning(
                     "claim not judged again",
                     uid,
                     reason,
@@ -151,20 +151,20 @@ class Admission:
 
     # --- Turning away ---------------------------------------------------------------------------------------
 
-    def turn_away(self, line: Line, hello: Hello, refused: Refused) -> None:
+    def turn_away(self, connection: ProbeConnection, hello: Hello, refused: Refused) -> None:
         """Say to a trainer that was not admitted why not."""
-        self._refuse(line, str(hello.rank), refused)
+        self._refuse(connection, str(hello.rank), refused)
 
     def _end(self, trainer: Trainer, refused: Refused) -> None:
         """What was good is not good any more: the rank ends, and its GPU goes back to stock."""
-        self._refuse(trainer.line, str(trainer.rank), refused)
-        self._roster.tell(trainer.rank, TrainerGone())
+        self._refuse(trainer.connection, str(trainer.rank), refused)
+        self._roster.dispatch(trainer.rank, TrainerGone())
 
-    def _refuse(self, line: Line, rank: str, refused: Refused) -> None:
-        self._vitals.refusal_counts[refused.reason] += 1
+    def _refuse(self, connection: ProbeConnection, rank: str, refused: Refused) -> None:
+        self._counters.refusal_counts[refused.reason] += 1
         reason, message = refused.reason, refused.message
-        uid = line.peer.uid
-        self._complaints.warning(
+        uid = connection.peer.uid
+        self._refusal_log.warning(
             "rank refused", uid, reason, uid=uid, reason=reason, rank=rank, message=message
         )
-        line.end(Reply(False, reason, message))
+        connection.end(Reply(False, reason, message))

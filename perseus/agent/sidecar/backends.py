@@ -15,8 +15,8 @@ import pynvml
 import structlog
 
 from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
-from perseus.agent.gpu.lanes import ALL_GPUS, Lanes
-from perseus.agent.gpu.nvml import NvmlGpu, calling, look
+from perseus.agent.gpu.executor import ALL_GPUS, GpuExecutor
+from perseus.agent.gpu.nvml import NvmlGpu, calling, inspect
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.emulation.gpu import EmulatedGpu
 
@@ -27,7 +27,7 @@ class Backend(Protocol):
     def open(self, uuid: str) -> Gpu:
         """The GPU, for the caller to close. `GpuError`; a `GpuNotFoundError` lists what there is."""
 
-    def look(self, uuid: str) -> GpuUse:
+    def inspect(self, uuid: str) -> GpuUse:
         """Where the GPU is, and who computes on it. `GpuError` as for `open`."""
 
     def listed(self) -> list[str | GpuError]:
@@ -51,10 +51,10 @@ class NvmlBackend:
         except GpuNotFoundError as error:
             raise _not_found(uuid, self.listed()) from error
 
-    def look(self, uuid: str) -> GpuUse:
+    def inspect(self, uuid: str) -> GpuUse:
         """See `Backend.look`."""
         try:
-            return look(uuid, str(self._device_folder), self._nvml)
+            return inspect(uuid, str(self._device_folder), self._nvml)
         except GpuNotFoundError as error:
             raise _not_found(uuid, self.listed()) from error
 
@@ -90,7 +90,7 @@ class EmulatedBackend:
         """See `Backend.open`."""
         return EmulatedGpu(self._path(uuid)[1])
 
-    def look(self, uuid: str) -> GpuUse:
+    def inspect(self, uuid: str) -> GpuUse:
         """See `Backend.look`; the device node is the state file."""
         index, path = self._path(uuid)
         gpu = EmulatedGpu(path)
@@ -133,10 +133,10 @@ class VisibleGpus:
         self._check(uuid)
         return self._gpus.open(uuid)
 
-    def look(self, uuid: str) -> GpuUse:
+    def inspect(self, uuid: str) -> GpuUse:
         """See `Backend.look`; the index counts hidden GPUs, too."""
         self._check(uuid)
-        return self._gpus.look(uuid)
+        return self._gpus.inspect(uuid)
 
     def listed(self) -> list[str | GpuError]:
         """See `Backend.listed`; in the order in which CUDA counts them, without those that are lost."""
@@ -213,30 +213,32 @@ class Found:
 class Inventory:
     """Looks at a backend's GPUs, in a lane of its own: a driver that hangs keeps nobody else waiting."""
 
-    def __init__(self, gpus: Backend, lanes: Lanes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, gpus: Backend, executor: GpuExecutor, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._gpus = gpus
-        self._lanes = lanes
+        self._executor = executor
         self._clock = clock
         self._found = Found(0)
         self._found_s = float("-inf")
 
-    async def look(self) -> Found:
+    async def refresh(self) -> Found:
         """What is found now; who asks often is told the same for a moment."""
         if self._clock() >= self._found_s + _KEPT_S:
-            self._found, self._found_s = await self._look(), self._clock()
+            self._found, self._found_s = await self._refresh(), self._clock()
         return self._found
 
-    async def tell(self) -> None:
+    async def report(self) -> None:
         """Say in the log what is found."""
-        found = await self.look()
+        found = await self.refresh()
         for problem in found.problems:
             _log.error("no GPU can be served" if not found.gpu_count else "GPU lost", reason=problem)
         if found.gpu_count:
             _log.info("GPUs found", count=found.gpu_count)
 
-    async def _look(self) -> Found:
+    async def _refresh(self) -> Found:
         try:
-            listed = await self._lanes.run(ALL_GPUS, self._gpus.listed)
+            listed = await self._executor.run(ALL_GPUS, self._gpus.listed)
         except GpuError as error:
             return Found(0, (str(error),))
         problems = [str(each) for each in listed if isinstance(each, GpuError)]

@@ -27,10 +27,10 @@ STOCK: Final = None
 _UNKNOWN_MHZ = -1
 
 # How often, and how long at most, the effective clock is looked at after a set.
-_LOOK_INTERVAL_S = 0.001
-_LOOK_S = 0.050
+_POLL_INTERVAL_S = 0.001
+_IN_FORCE_TIMEOUT_S = 0.050
 # Calls of the driver that fail: the first and the longest delay, and for how long they may fail in a row.
-_FIRST_DELAY_S, _LONGEST_DELAY_S, _GIVE_UP_S = 0.01, 0.5, 2.0
+_FIRST_DELAY_S, _MAX_DELAY_S, _GIVE_UP_S = 0.01, 0.5, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ClockResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _DesiredClock:
     target_mhz: int | None
     due_s: float
 
@@ -62,7 +62,7 @@ def driver_retry() -> Retry:
     One that is busy, or another of its clients, makes single calls fail that succeed a moment later. A rank
     is given up only when nothing has succeeded for a while.
     """
-    return Retry(_FIRST_DELAY_S, _LONGEST_DELAY_S, forget_after_s=_GIVE_UP_S, give_up_after_s=_GIVE_UP_S)
+    return Retry(_FIRST_DELAY_S, _MAX_DELAY_S, forget_after_s=_GIVE_UP_S, give_up_after_s=_GIVE_UP_S)
 
 
 class ClockWorker:
@@ -86,12 +86,12 @@ class ClockWorker:
         self._changed = threading.Condition()
         # Resets may succeed for as long as sets fail.
         self._retries = {True: driver_retry(), False: driver_retry()}
-        self._retried: _Wish | None = None
+        self._retried: _DesiredClock | None = None
         self._retry_at_s = 0.0
-        self._told_failure: tuple[str, bool] | None = None
+        self._logged_failure: tuple[str, bool] | None = None
         self._begun_at_s: float | None = None
-        self._wanted: _Wish | None = None
-        self._scheduled: _Wish | None = None
+        self._desired: _DesiredClock | None = None
+        self._scheduled: _DesiredClock | None = None
         self._closing = False
         self._in_force_mhz: int | None = _UNKNOWN_MHZ  # a crashed agent may have left any clock
         self._thread = threading.Thread(target=self._run, name=f"clocks of {gpu.uuid}", daemon=True)
@@ -112,14 +112,14 @@ class ClockWorker:
 
         RuntimeError after `close`.
         """
-        self._wish(_Wish(target_mhz, self._monotonic()), None)
+        self._set_desired(_DesiredClock(target_mhz, self._monotonic()), None)
 
     def schedule(self, target_mhz: int | None, due_s: float) -> None:
         """Want this clock, or `STOCK`, from `due_s` on, in place of what was scheduled; returns at once.
 
         RuntimeError after `close`.
         """
-        self._wish(self._wanted, _Wish(target_mhz, due_s))
+        self._set_desired(self._desired, _DesiredClock(target_mhz, due_s))
 
     def close(self) -> None:
         """Carry out the last request, if it is still open, and end the thread; blocks until then.
@@ -136,84 +136,86 @@ class ClockWorker:
         begun_at_s = self._begun_at_s
         return now_s - begun_at_s if begun_at_s is not None else 0.0
 
-    def _wish(self, wanted: _Wish | None, scheduled: _Wish | None) -> None:
+    def _set_desired(self, wanted: _DesiredClock | None, scheduled: _DesiredClock | None) -> None:
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"GPU {self._gpu.uuid}: its clock worker is closed")
-            self._wanted, self._scheduled = wanted, scheduled
+            self._desired, self._scheduled = wanted, scheduled
             if wanted is not None:
                 self._retried = None
             self._changed.notify()
 
     def _run(self) -> None:
-        while (wish := self._next()) is not None:
-            if wish.target_mhz != self._in_force_mhz:
-                self._set(wish)
+        while (desired := self._next()) is not None:
+            if desired.target_mhz != self._in_force_mhz:
+                self._set(desired)
 
-    def _next(self) -> _Wish | None:
+    def _next(self) -> _DesiredClock | None:
         """The newest wish, as soon as there is one; None when the worker is closing."""
         with self._changed:
             while True:
                 left_s: float | None = None
                 if self._scheduled is not None or self._retried is not None:
                     left_s = self._take_what_is_due(self._monotonic())
-                wish, self._wanted = self._wanted, None
-                if wish is not None or (self._closing and self._retried is None):
-                    return wish
+                desired, self._desired = self._desired, None
+                if desired is not None or (self._closing and self._retried is None):
+                    return desired
                 self._changed.wait(left_s)
 
     def _take_what_is_due(self, now_s: float) -> float | None:
         """Want what is due by now; how long until something else is."""
         if self._scheduled is not None and self._scheduled.due_s <= now_s:
-            self._wanted, self._scheduled, self._retried = self._scheduled, None, None
+            self._desired, self._scheduled, self._retried = self._scheduled, None, None
         if self._retried is not None and self._retry_at_s <= now_s:
-            self._wanted, self._retried = self._retried, None
+            self._desired, self._retried = self._retried, None
         dues_s = [self._scheduled.due_s] if self._scheduled is not None else []
         if self._retried is not None:
             dues_s.append(self._retry_at_s)
         return min(dues_s) - now_s if dues_s else None
 
-    def _set(self, wish: _Wish) -> None:
+    def _set(self, desired: _DesiredClock) -> None:
         error: Exception | None = None
         self._begun_at_s = begun_at_s = self._monotonic()
         try:
-            if wish.target_mhz is STOCK:
+            if desired.target_mhz is STOCK:
                 self._gpu.reset_clock()
             else:
-                self._gpu.set_clock_mhz(wish.target_mhz)
-            self._in_force_mhz = wish.target_mhz
+                self._gpu.set_clock_mhz(desired.target_mhz)
+            self._in_force_mhz = desired.target_mhz
         except Exception as caught:  # whatever it was, the next set (a reset, perhaps) must still be tried
             error = caught
             self._in_force_mhz = _UNKNOWN_MHZ
         self._begun_at_s = None
         in_force_at_s = self._monotonic()
         if error is None:
-            self._retries[wish.target_mhz is STOCK].succeeded()
-            self._told_failure = None
-            if wish.target_mhz is not STOCK:
-                in_force_at_s = self._seen_at_s(wish.target_mhz, in_force_at_s)
-        is_tried_again = error is not None and self._try_again(wish, error, in_force_at_s)
+            self._retries[desired.target_mhz is STOCK].succeeded()
+            self._logged_failure = None
+            if desired.target_mhz is not STOCK:
+                in_force_at_s = self._seen_at_s(desired.target_mhz, in_force_at_s)
+        is_tried_again = error is not None and self._try_again(desired, error, in_force_at_s)
         if error is not None:
             failure = (repr(error), is_tried_again)
-            was_told = failure == self._told_failure
-            self._told_failure = failure
-            if was_told and (is_tried_again or wish.target_mhz is STOCK):
+            was_logged = failure == self._logged_failure
+            self._logged_failure = failure
+            if was_logged and (is_tried_again or desired.target_mhz is STOCK):
                 return
-        result = ClockResult(wish.target_mhz, wish.due_s, begun_at_s, in_force_at_s, error, is_tried_again)
+        result = ClockResult(
+            desired.target_mhz, desired.due_s, begun_at_s, in_force_at_s, error, is_tried_again
+        )
         try:
             self._on_result(result)
         except Exception:  # for the same reason
-            _log.exception("clock result not delivered", gpu=self._gpu.uuid, target_mhz=wish.target_mhz)
+            _log.exception("clock result not delivered", gpu=self._gpu.uuid, target_mhz=desired.target_mhz)
 
-    def _try_again(self, wish: _Wish, error: Exception, now_s: float) -> bool:
+    def _try_again(self, desired: _DesiredClock, error: Exception, now_s: float) -> bool:
         """Try again where that may help, or must; whether the failure is borne."""
-        retry = self._retries[wish.target_mhz is STOCK]
+        retry = self._retries[desired.target_mhz is STOCK]
         retry_at_s = now_s + retry.failed(now_s)
         is_borne = is_transient(error) and not retry.is_over(now_s)
         with self._changed:
-            is_tried_again = is_borne or (wish.target_mhz is STOCK and not self._closing)
-            if is_tried_again and self._wanted is None:
-                self._retried, self._retry_at_s = wish, retry_at_s
+            is_tried_again = is_borne or (desired.target_mhz is STOCK and not self._closing)
+            if is_tried_again and self._desired is None:
+                self._retried, self._retry_at_s = desired, retry_at_s
         return is_borne
 
     def _seen_at_s(self, target_mhz: int, returned_at_s: float) -> float:
@@ -228,9 +230,14 @@ class ClockWorker:
                 return returned_at_s
             now_s = self._monotonic()
             if is_there:
-                return returned_at_s if now_s - returned_at_s < _LOOK_INTERVAL_S else now_s
+                return returned_at_s if now_s - returned_at_s < _POLL_INTERVAL_S else now_s
             with self._changed:
-                due_s = self._scheduled.due_s if self._scheduled else now_s + _LOOK_S
-                if self._wanted or self._closing or due_s <= now_s or now_s > returned_at_s + _LOOK_S:
+                due_s = self._scheduled.due_s if self._scheduled else now_s + _IN_FORCE_TIMEOUT_S
+                if (
+                    self._desired
+                    or self._closing
+                    or due_s <= now_s
+                    or now_s > returned_at_s + _IN_FORCE_TIMEOUT_S
+                ):
                     return returned_at_s
-                self._changed.wait(min(_LOOK_INTERVAL_S, due_s - now_s))
+                self._changed.wait(min(_POLL_INTERVAL_S, due_s - now_s))

@@ -21,7 +21,7 @@ from perseus.rate_limited_log import RateLimitedLog
 
 _log = structlog.get_logger(__name__)
 
-LOOK_INTERVAL_S = 2.0
+LIMITS_INTERVAL_S = 2.0
 
 T = TypeVar("T")
 
@@ -45,11 +45,11 @@ class LimitsWatch:
         self._next_s = 0.0
         self._failures = RateLimitedLog(_log)
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Look, if it is time to."""
         if now_s < self._next_s:
             return
-        self._next_s = now_s + LOOK_INTERVAL_S
+        self._next_s = now_s + LIMITS_INTERVAL_S
         try:
             limits = read_limits(self._gpu)
         except GpuError as error:
@@ -151,26 +151,28 @@ class CounterPoller:
         reasons = self._gpu.clock_event_reasons()
         capped_mhz = self._gpu.sm_clock_mhz() if reasons & ClockEventReason.THROTTLED else 0
         if after_s >= self._parts_from_s:
-            self._look_further(energy_j, after_s)
+            self._poll_more(energy_j, after_s)
         return detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)
 
-    def _look_further(self, energy_j: float, now_s: float) -> None:
+    def _poll_more(self, energy_j: float, now_s: float) -> None:
         """What the rank can do without: an error that nobody has foreseen only puts it off."""
         part = "limits watch"
         try:
             if self._limits is not None:
-                self._limits.look(now_s)
+                self._limits.check(now_s)
             part = "GPU readings"
             if self._reading_interval_s is not None and now_s >= self._read_at_s + self._reading_interval_s:
                 self._read_at_s = now_s
-                self.reading = GpuReading(energy_j, _told(self._gpu.power_w), _told(self._gpu.sm_clock_mhz))
+                self.reading = GpuReading(
+                    energy_j, _or_none(self._gpu.power_w), _or_none(self._gpu.sm_clock_mhz)
+                )
         except Exception as error:
             self._parts_from_s = now_s + self._part_retry.failed(now_s)
             if self._on_part_failed is not None:
                 self._on_part_failed(part, error)
 
 
-def _told(ask: Callable[[], T]) -> T | None:
+def _or_none(ask: Callable[[], T]) -> T | None:
     """What a GPU answers; nothing where it does not tell: whoever needs the answer will meet the error."""
     try:
         return ask()

@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from perseus.agent.gpu import Gpu, GpuError
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.rank.messages import GpuDescription, GpuErrorReason, GpuLimits
 from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import RecordFolder
@@ -37,7 +37,7 @@ NOT_SERVED = ""
 """Stands for GPUs that were never opened: whoever asks for one may name anything."""
 
 
-class GpuVitals:
+class GpuCounters:
     """Of one GPU, since the agent started.
 
     Attributes:
@@ -52,7 +52,7 @@ class GpuVitals:
         self.error_counts: Counter[GpuErrorReason] = Counter()
 
 
-class Vitals:
+class AgentCounters:
     """Of all GPUs that were opened, by UUID; and of trainers.
 
     Attributes:
@@ -61,12 +61,12 @@ class Vitals:
     """
 
     def __init__(self) -> None:
-        self.gpus: dict[str, GpuVitals] = {}
+        self.gpus: dict[str, GpuCounters] = {}
         self.refusal_counts: Counter[str] = Counter()
 
-    def opened(self, gpu_uuid: str) -> GpuVitals:
+    def opened(self, gpu_uuid: str) -> GpuCounters:
         """Return what is counted of a GPU that was opened."""
-        return self.gpus.setdefault(gpu_uuid, GpuVitals())
+        return self.gpus.setdefault(gpu_uuid, GpuCounters())
 
     def note_error(self, gpu_uuid: str, reason: GpuErrorReason) -> None:
         """Count an error."""
@@ -176,17 +176,17 @@ class RankGpus:
         self,
         settings: AgentSettings,
         gpus: Backend,
-        lanes: Lanes,
+        executor: GpuExecutor,
         records: RecordFolder,
         restorer: Restorer,
         optional: OptionalParts,
     ) -> None:
         self.observe = settings.observe
-        self.vitals = Vitals()
+        self.counters = AgentCounters()
         self._optional = optional
         self._settings = settings
         self._gpus = gpus
-        self._lanes = lanes
+        self._executor = executor
         self._records = records
         self._restorer = restorer
         self._mapping = JobMapping(settings.job_mapping_folder) if settings.job_mapping_folder else None
@@ -223,7 +223,7 @@ class RankGpus:
         """Note for dcgm-exporter that a job runs on a GPU; return its index, None if nothing is noted."""
         if self._mapping is not None:
             try:
-                index = (await self._lanes.run(uuid, lambda: self._gpus.look(uuid))).index
+                index = (await self._executor.run(uuid, lambda: self._gpus.inspect(uuid))).index
                 self._mapping.enter(index, job_id)
                 return index
             except GpuError:  # whoever serves it meets the same

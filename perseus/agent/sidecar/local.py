@@ -184,14 +184,14 @@ _LITTLE_BYTES = BURST_BYTES / 2
 """Who has so much left said little lately, and does not wait for others."""
 
 
-class Allowance:
+class TokenBucket:
     """A user's, or that of all. It fills at a rate, up to a burst, and may be overdrawn by one packet.
 
     `of_all` is what all users have together: what one spends is spent there, too.
     """
 
     def __init__(
-        self, now_s: float, rate_bytes_per_s: float = USER_BYTES_PER_S, of_all: "Allowance | None" = None
+        self, now_s: float, rate_bytes_per_s: float = USER_BYTES_PER_S, of_all: "TokenBucket | None" = None
     ) -> None:
         self._rate_bytes_per_s = rate_bytes_per_s
         self._of_all = of_all
@@ -218,7 +218,7 @@ class Allowance:
 
 
 HELLO_TIMEOUT_S = 5.0
-COMPLAINT_PERIOD_S = 10.0
+REFUSAL_LOG_PERIOD_S = 10.0
 """How often the log tells that a user does the same wrong."""
 MAX_CONNECTIONS_PER_USER = 64
 """A trainer has one; no node has more GPUs."""
@@ -242,19 +242,19 @@ _INFLATED_COST = 16
 _buffer = bytearray(MAX_PACKET_BYTES + 1)
 
 
-class Line:
+class ProbeConnection:
     """The agent's end of one probe's connection."""
 
     def __init__(
         self,
         connection: socket.socket,
         peer: Peer,
-        allowance: Allowance | None = None,
+        bucket: TokenBucket | None = None,
         readers: ThreadPoolExecutor | None = None,
     ) -> None:
         self.peer = peer
         self._socket = connection
-        self._allowance = allowance or Allowance(time.monotonic())
+        self._allowance = bucket or TokenBucket(time.monotonic())
         self._readers = readers
         self._packets_in_a_row = 0
         self._has_ended = False  # the peer: nothing is added to what is queued
@@ -353,17 +353,19 @@ class Line:
 class LocalServer:
     """Listens at `path` and gives each connection to `serve`, which need not close it."""
 
-    def __init__(self, path: Path, access: SocketAccess, serve: Callable[[Line], Awaitable[None]]) -> None:
+    def __init__(
+        self, path: Path, access: SocketAccess, serve: Callable[[ProbeConnection], Awaitable[None]]
+    ) -> None:
         """OSError as `Listener`."""
         self._serve = serve
-        self._most = _most_connections()
-        self._complaints = RateLimitedLog(_log, COMPLAINT_PERIOD_S)
+        self._most = _max_connections()
+        self._refusal_log = RateLimitedLog(_log, REFUSAL_LOG_PERIOD_S)
         # One, so that reading what is large takes no more than one core.
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        self._conversations: dict[asyncio.Task[None], Line] = {}
+        self._conversations: dict[asyncio.Task[None], ProbeConnection] = {}
         self._connection_counts: Counter[int] = Counter()
-        self._of_all = Allowance(time.monotonic(), ALL_BYTES_PER_S)
-        self._allowances: dict[int, Allowance] = {}
+        self._of_all = TokenBucket(time.monotonic(), ALL_BYTES_PER_S)
+        self._buckets: dict[int, TokenBucket] = {}
         self._listener = Listener(path, access)
         self._loop = asyncio.get_running_loop()
         self._resume: asyncio.TimerHandle | None = None
@@ -397,7 +399,7 @@ class LocalServer:
 
     def _pause(self, error: OSError) -> None:
         """Accept nobody for a moment: they wait, and whoever is served is not disturbed."""
-        self._complaints.warning("no room for connections", error=error.strerror)
+        self._refusal_log.warning("no room for connections", error=error.strerror)
         self._loop.remove_reader(self._listener.socket)
 
         def resume() -> None:
@@ -415,8 +417,8 @@ class LocalServer:
             return
         uid = peer.uid
         if self._connection_counts[uid] >= MAX_CONNECTIONS_PER_USER:
-            most = f"expected at most {MAX_CONNECTIONS_PER_USER} connections of a user, found more"
-            problem = ("TOO_MANY_CONNECTIONS", most)
+            maximum = f"expected at most {MAX_CONNECTIONS_PER_USER} connections of a user, found more"
+            problem = ("TOO_MANY_CONNECTIONS", maximum)
         elif self._connection_counts.total() >= self._most:
             problem = ("TOO_MANY_CONNECTIONS", f"expected at most {self._most} connections, found more")
         else:
@@ -426,22 +428,22 @@ class LocalServer:
         self._turn_away(connection, uid, *problem)
 
     def _turn_away(self, connection: socket.socket, uid: int, reason: str, message: str) -> None:
-        self._complaints.warning("connection refused", uid, reason, uid=uid, reason=reason, message=message)
+        self._refusal_log.warning("connection refused", uid, reason, uid=uid, reason=reason, message=message)
         with contextlib.suppress(OSError):
             connection.send(encode(Reply(False, reason, message)))
         connection.close()
 
     def _converse(self, connection: socket.socket, peer: Peer) -> None:
         uid = peer.uid
-        if uid not in self._allowances:
+        if uid not in self._buckets:
             now_s = time.monotonic()
-            self._allowances = {
-                other: allowance
-                for other, allowance in self._allowances.items()
-                if other in self._connection_counts or not allowance.is_full(now_s)
+            self._buckets = {
+                other: bucket
+                for other, bucket in self._buckets.items()
+                if other in self._connection_counts or not bucket.is_full(now_s)
             }
-            self._allowances[uid] = Allowance(now_s, USER_BYTES_PER_S, self._of_all)
-        line = Line(connection, peer, self._allowances[uid], self._readers)
+            self._buckets[uid] = TokenBucket(now_s, USER_BYTES_PER_S, self._of_all)
+        line = ProbeConnection(connection, peer, self._buckets[uid], self._readers)
         self._connection_counts[uid] += 1
         task = asyncio.create_task(self._run(line))
         self._conversations[task] = line
@@ -455,14 +457,14 @@ class LocalServer:
         if not self._connection_counts[uid]:
             del self._connection_counts[uid]
 
-    async def _run(self, line: Line) -> None:
+    async def _run(self, line: ProbeConnection) -> None:
         try:
             await self._serve(line)
         except Exception:  # of one trainer's conversation; the others go on
             _log.exception("connection failed")
 
 
-def _most_connections() -> int:
+def _max_connections() -> int:
     """How many connections there is room for, with as many files open as the agent may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _MAX_FILES) or hard == resource.RLIM_INFINITY:

@@ -23,7 +23,7 @@ import structlog
 from perseus.agent.link.computation import Rank
 from perseus.agent.rank.messages import GpuErrorReason
 from perseus.agent.restore.restorer import Restorer
-from perseus.agent.sidecar.gpus import NOT_SERVED, Vitals
+from perseus.agent.sidecar.gpus import NOT_SERVED, AgentCounters
 from perseus.agent.sidecar.optional import OptionalParts, part_retry
 from perseus.agent.sidecar.served import ServedRank
 from perseus.agent.sidecar.settings import AgentSettings
@@ -47,13 +47,13 @@ class AgentCollector:
         ranks: Mapping[Rank, ServedRank],
         coordinator: Coordinator,
         restorer: Restorer,
-        vitals: Vitals,
+        counters: AgentCounters,
         optional: OptionalParts,
     ) -> None:
         self._ranks = ranks
         self._coordinator = coordinator
         self._restorer = restorer
-        self._vitals = vitals
+        self._counters = counters
         self.optional = optional
         self._version = version("perseus-energy")
 
@@ -64,18 +64,18 @@ class AgentCollector:
         for file, expiry_s in self._coordinator.certificate_expiries_s.items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         self._read_stream(readings)
-        for reason, count in sorted(self._vitals.refusal_counts.items()):
+        for reason, count in sorted(self._counters.refusal_counts.items()):
             readings.put(names.AGENT_TRAINERS_REFUSED, count, reason)
         for part, count in sorted(self.optional.failure_counts.items()):
             readings.put(names.AGENT_PART_FAILURES, count, part)
         for rank, served in self._ranks.items():
             _read_rank(readings, rank, served)
-        for gpu_uuid, vitals in self._vitals.gpus.items():
+        for gpu_uuid, counters in self._counters.gpus.items():
             for error in GpuErrorReason:
-                readings.put(names.GPU_ERRORS, vitals.error_counts[error], gpu_uuid, error.name.lower())
+                readings.put(names.GPU_ERRORS, counters.error_counts[error], gpu_uuid, error.name.lower())
             if gpu_uuid != NOT_SERVED:
-                readings.put(names.GPU_SETS, vitals.sets, gpu_uuid)
-                readings.put(names.GPU_MARKS_DROPPED, vitals.dropped_mark_count, gpu_uuid)
+                readings.put(names.GPU_SETS, counters.sets, gpu_uuid)
+                readings.put(names.GPU_MARKS_DROPPED, counters.dropped_mark_count, gpu_uuid)
         self._read_restores(readings)
         return readings
 
@@ -92,7 +92,7 @@ class AgentCollector:
 
     def _read_restores(self, readings: Readings) -> None:
         restored, failing = self._restorer.restore_counts, self._restorer.not_restored
-        for gpu_uuid in sorted({*self._vitals.gpus, *restored, *failing} - {NOT_SERVED}):
+        for gpu_uuid in sorted({*self._counters.gpus, *restored, *failing} - {NOT_SERVED}):
             readings.put(names.GPU_RESTORES, restored[gpu_uuid], gpu_uuid)
             readings.put(names.GPU_NOT_RESTORED, gpu_uuid in failing, gpu_uuid)
 
@@ -118,10 +118,10 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 """With a scraper that says or takes nothing."""
 
-_MOST_AT_ONCE = 8
+_MAX_CONCURRENT = 8
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def serving_metrics_of(collector: AgentCollector, settings: AgentSettings) -> It
         return collector.collect()
 
     def collect() -> Readings:
-        readings = asyncio.run_coroutine_threadsafe(read(), loop).result(_PATIENCE_S)
+        readings = asyncio.run_coroutine_threadsafe(read(), loop).result(_TIMEOUT_S)
         for file, expiry_s in tls.material.expiries_s.items() if tls is not None else ():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         return readings
@@ -271,7 +271,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def get_request(self) -> tuple[Any, Any]:
         connection, address = super().get_request()
-        connection.settimeout(_PATIENCE_S)
+        connection.settimeout(_TIMEOUT_S)
         if self._tls is None:
             return connection, address
         self._tls.poll()
@@ -282,7 +282,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """As the parent's. Where there are too many, the oldest makes way: who scrapes is done in no time."""
         with self._lock:
-            if len(self._open) >= _MOST_AT_ONCE:
+            if len(self._open) >= _MAX_CONCURRENT:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with suppress(OSError):

@@ -13,12 +13,12 @@ from perseus.retry import Retry
 
 _log = structlog.get_logger(__name__)
 
-_FIRST_DELAY_S, _LONGEST_DELAY_S, _FORGET_S = 1.0, 60.0, 300.0
+_FIRST_DELAY_S, _MAX_DELAY_S, _FORGET_S = 1.0, 60.0, 300.0
 
 
 def part_retry() -> Retry:
     """Return when a part is started again that has failed."""
-    return Retry(_FIRST_DELAY_S, _LONGEST_DELAY_S, forget_after_s=_FORGET_S)
+    return Retry(_FIRST_DELAY_S, _MAX_DELAY_S, forget_after_s=_FORGET_S)
 
 
 class OptionalParts:

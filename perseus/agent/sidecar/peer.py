@@ -98,11 +98,11 @@ def sees_the_whole_node() -> bool:
 
 
 def _groups(connection: socket.socket) -> tuple[int, ...]:
-    for most in (_FEW_GROUPS, _MAX_GROUPS):
+    for maximum in (_FEW_GROUPS, _MAX_GROUPS):
         try:
-            found = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, most * _GROUP.size)
+            found = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, maximum * _GROUP.size)
         except OSError:
-            if most == _MAX_GROUPS:
+            if maximum == _MAX_GROUPS:
                 raise
             continue
         return tuple(gid for (gid,) in _GROUP.iter_unpack(found))
@@ -128,7 +128,7 @@ def _opened_by_number(pid: int, uid: int) -> int:
     looked, is either the peer or began between its end and now: then it is told by its user. Another process
     of the same user's could still be meant, which may do what the peer may, but for its cgroup.
     """
-    looked_at_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    observed_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
@@ -136,7 +136,7 @@ def _opened_by_number(pid: int, uid: int) -> int:
     try:
         began_s = _began_s(Path(f"/proc/{pid}/stat").read_text())
         owner = owner_of(pid)
-        if owner != uid or began_s > looked_at_s or has_ended(pidfd):
+        if owner != uid or began_s > observed_s or has_ended(pidfd):
             raise UnknownPeerError(f"process {pid}, which connected, has ended")
     except OSError as error:
         os.close(pidfd)
@@ -181,7 +181,7 @@ def _is_initial_user_namespace() -> bool:
 # agent stood still, and then the probe will try again.
 
 
-ANOTHER_CLOCK = "ANOTHER_CLOCK"
+CLOCK_MISMATCH = "CLOCK_MISMATCH"
 
 _OLDEST_HELLO_NS = 30 * 10**9
 
@@ -194,7 +194,7 @@ def check_clock(peer: Peer, hello_time_ns: int, now_ns: int) -> Refused | None:
     if not ahead_s:
         return None
     return Refused(
-        ANOTHER_CLOCK,
+        CLOCK_MISMATCH,
         f"expected the agent's CLOCK_MONOTONIC, found one that is {abs(ahead_s):g} s "
         f"{'ahead of' if ahead_s > 0 else 'behind'} it: trainer and agent must be in one time namespace",
     )

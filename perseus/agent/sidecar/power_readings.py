@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 
 import structlog
 
-from perseus.agent.energy.drawn import DrawnPower
+from perseus.agent.energy.mean_power import MeanPower
 from perseus.agent.gpu import Gpu, GpuError
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.link.computation import Rank
 from perseus.agent.sidecar.backends import Backend
 from perseus.agent.sidecar.served import ServedRank
@@ -23,11 +23,11 @@ from perseus.v1 import agent_service_pb2 as wire
 
 _log = structlog.get_logger(__name__)
 
-_LANE = "those without a rank"
+_EXECUTOR_KEY = "those without a rank"
 _UNASKED_S = 1.0
 _LIST_S = 60.0
 _CLOSE_S = 1.0
-_MOST_GPUS = 256
+_MAX_GPUS = 256
 """Of a reading; the contract says so."""
 
 
@@ -81,38 +81,38 @@ class PowerReadings:
     """Readings of all GPUs of a node, of which `served` ranks run some."""
 
     def __init__(
-        self, gpus: Backend, lanes: Lanes, served: Mapping[Rank, ServedRank], uplink: Uplink
+        self, gpus: Backend, executor: GpuExecutor, served: Mapping[Rank, ServedRank], uplink: Uplink
     ) -> None:
         self._others = OtherGpus(gpus)
-        self._lanes = lanes
+        self._executor = executor
         self._served = served
         self._uplink = uplink
-        self._drawn = DrawnPower()
+        self._mean_power = MeanPower()
         self._failures = RateLimitedLog(_log)
 
-    async def tell(self) -> None:
+    async def report(self) -> None:
         """Tell for as long as the coordinator wants to know, until cancelled."""
         try:
-            await self._tell()
+            await self._report()
         finally:
             with contextlib.suppress(GpuError, TimeoutError):  # one hangs: the process ends all the same
-                await asyncio.wait_for(self._lanes.run(_LANE, self._others.close), _CLOSE_S)
+                await asyncio.wait_for(self._executor.run(_EXECUTOR_KEY, self._others.close), _CLOSE_S)
 
-    async def _tell(self) -> None:
-        told_s: float | None = None
+    async def _report(self) -> None:
+        reported_s: float | None = None
         while True:
             interval_s = self._uplink.coordinator.power_interval_s
             await asyncio.sleep(_UNASKED_S if interval_s is None else interval_s)
             if self._uplink.coordinator.power_interval_s is None:
-                told_s = None
+                reported_s = None
                 continue
-            powers_w = self._drawn.take(await self._counters())
-            before_s, told_s = told_s, time.monotonic()
+            powers_w = self._mean_power.take(await self._counters())
+            before_s, reported_s = reported_s, time.monotonic()
             if powers_w and before_s is not None:
-                powers_w = dict(list(powers_w.items())[:_MOST_GPUS])
-                self._uplink.coordinator.say(
+                powers_w = dict(list(powers_w.items())[:_MAX_GPUS])
+                self._uplink.coordinator.send(
                     wire.PowerReading(
-                        duration_s=told_s - before_s, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
+                        duration_s=reported_s - before_s, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
                     )
                 )
 
@@ -121,7 +121,7 @@ class PowerReadings:
         served = {each.gpu_uuid: each.counted for each in self._served.values() if not each.has_ended}
         counters = {uuid: (each.time_s, each.energy_j) for uuid, each in served.items() if each is not None}
         try:
-            counters |= await self._lanes.run(_LANE, lambda: self._others.read(served.keys()))
+            counters |= await self._executor.run(_EXECUTOR_KEY, lambda: self._others.read(served.keys()))
         except GpuError as error:
             self._failures.warning("power of GPUs without a rank not known", reason=str(error))
         return counters

@@ -37,7 +37,7 @@ from perseus.agent.rank.events import AgentStops, Connected, TrainerGone, Traine
 from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.admission import Admission
 from perseus.agent.sidecar.gpus import RankGpus
-from perseus.agent.sidecar.local import COMPLAINT_PERIOD_S, HELLO_TIMEOUT_S, Line
+from perseus.agent.sidecar.local import HELLO_TIMEOUT_S, REFUSAL_LOG_PERIOD_S, ProbeConnection
 from perseus.agent.sidecar.roster import Roster, Trainer
 from perseus.agent.sidecar.served import Estimator, ServedRank, gpu_error_report
 from perseus.agent.sidecar.uplink import Uplink
@@ -48,7 +48,7 @@ _log = structlog.get_logger(__name__)
 
 # A GPU that failed is tried again soon at first, then at least once a minute; one that was well for some
 # minutes has not failed before.
-_FIRST_DELAY_S, _LONGEST_DELAY_S, _FORGET_S = 1.0, 60.0, 120.0
+_FIRST_DELAY_S, _MAX_DELAY_S, _FORGET_S = 1.0, 60.0, 120.0
 
 
 class Ranks:
@@ -68,12 +68,12 @@ class Ranks:
         self._uplink = uplink
         self._health = health
         self._estimator = Estimator()
-        self._complaints = RateLimitedLog(_log, COMPLAINT_PERIOD_S)
+        self._refusal_log = RateLimitedLog(_log, REFUSAL_LOG_PERIOD_S)
 
     async def stop(self) -> None:
         """End all ranks; their GPUs are back on stock when this returns."""
         served = list(self._roster.served.values())
-        self._roster.tell_all(AgentStops())
+        self._roster.dispatch_to_all(AgentStops())
         await asyncio.gather(*(rank.ended() for rank in served))
 
     def close(self) -> None:
@@ -82,52 +82,54 @@ class Ranks:
 
     # --- A trainer's connection -----------------------------------------------------------------------------
 
-    async def converse(self, line: Line) -> None:
+    async def converse(self, connection: ProbeConnection) -> None:
         """One trainer's connection, from its first packet to its last."""
         trainer: Trainer | None = None
         try:
-            hello = await self._hello(line)
+            hello = await self._hello(connection)
             if hello is None:
                 return
             if isinstance(hello, HealthQuestion):
-                await line.pay_hello()
-                line.reply(await self._health())
+                await connection.pay_hello()
+                connection.reply(await self._health())
                 return
-            admitted = await self._admission.admit(hello, line)
+            admitted = await self._admission.admit(hello, connection)
             if isinstance(admitted, Refused):
-                self._admission.turn_away(line, hello, admitted)
+                self._admission.turn_away(connection, hello, admitted)
                 return
             trainer = admitted
             self._uplink.begin(trainer.rank)
             served = await self._take_up(trainer)
             trainer.serving = asyncio.create_task(self._keep_serving(trainer, served))
-            while (message := await line.receive()) is not None:
+            while (message := await connection.receive()) is not None:
                 await self._on_message(trainer, message)
         except MalformedPacket as error:
             rank = str(trainer.rank) if trainer else None
-            self._complain("trainer not understood", "MALFORMED_PACKET", line, str(error), rank=rank)
+            self._log_refusal("trainer not understood", "MALFORMED_PACKET", connection, str(error), rank=rank)
         finally:
             if trainer is not None:
                 await self._let_go(trainer)
 
-    async def _hello(self, line: Line) -> Hello | HealthQuestion | None:
+    async def _hello(self, connection: ProbeConnection) -> Hello | HealthQuestion | None:
         """The first packet of a connection; None if there is none to come."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = await line.receive_small()
+                hello = await connection.receive_small()
         except TimeoutError:
             message = f"expected a hello within {HELLO_TIMEOUT_S:g} s, found silence"
-            self._complain("connection refused", "HELLO_TIMEOUT", line, message)
+            self._log_refusal("connection refused", "HELLO_TIMEOUT", connection, message)
             return None
         if hello is not None and not isinstance(hello, Hello | HealthQuestion):
             raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
         return hello
 
-    def _complain(self, event: str, reason: str, line: Line, message: str, **details: object) -> None:
+    def _log_refusal(
+        self, event: str, reason: str, connection: ProbeConnection, message: str, **details: object
+    ) -> None:
         """Say what a peer did wrong, in the log and to it."""
-        uid = line.peer.uid
-        self._complaints.warning(event, uid, reason, uid=uid, reason=reason, message=message, **details)
-        line.reply(Reply(False, reason, message))
+        uid = connection.peer.uid
+        self._refusal_log.warning(event, uid, reason, uid=uid, reason=reason, message=message, **details)
+        connection.reply(Reply(False, reason, message))
 
     async def _on_message(self, trainer: Trainer, message: Message) -> None:
         match message:
@@ -136,12 +138,12 @@ class Ranks:
                 if isinstance(message, IterationMark) and message.dropped_mark_count:
                     dropped_count = message.dropped_mark_count - trainer.dropped_mark_count
                     trainer.dropped_mark_count = message.dropped_mark_count
-                    self._gpus.vitals.note_dropped(trainer.claim.gpu_uuid, max(0, dropped_count))
-                self._roster.tell(trainer.rank, message)
+                    self._gpus.counters.note_dropped(trainer.claim.gpu_uuid, max(0, dropped_count))
+                self._roster.dispatch(trainer.rank, message)
             case Registration():
                 claim = trainer.claim
                 labels = claim.verdict.labels if claim.verdict is not None else ()
-                trainer.line.reply(
+                trainer.connection.reply(
                     await self._uplink.register(claim.rank.job_id, message, claim.user.name, labels)
                 )
                 self._specify(trainer, message.spec_fingerprint)
@@ -157,7 +159,7 @@ class Ranks:
     def _specify(self, trainer: Trainer, spec_fingerprint: str) -> None:
         """Its trainer has said what it belongs to; the coordinator refuses what was not registered."""
         trainer.spec_fingerprint = spec_fingerprint
-        self._roster.tell(trainer.rank, TrainerSpecified(spec_fingerprint))
+        self._roster.dispatch(trainer.rank, TrainerSpecified(spec_fingerprint))
 
     async def _let_go(self, trainer: Trainer) -> None:
         """End a trainer's rank; its GPU is back on stock when its claim ends."""
@@ -181,7 +183,7 @@ class Ranks:
 
     async def _take_up(self, trainer: Trainer) -> ServedRank | None:
         """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
-        claim, line = trainer.claim, trainer.line
+        claim, connection = trainer.claim, trainer.connection
         reports = self._uplink.reports.of(claim.rank)
         is_first = trainer.serving is None
         try:
@@ -197,12 +199,12 @@ class Ranks:
                 "GPU not usable", rank=str(claim.rank), gpu=claim.gpu_uuid, reason=str(error)
             )
             if is_first:
-                line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
+                connection.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
             report = gpu_error_report(claim.rank, claim.gpu_uuid, error, claim.user.name)
             self._uplink.reports.report(claim.rank, report, reports)
             return None
         if is_first:
-            line.reply(Reply(True))
+            connection.reply(Reply(True))
         if trainer.spec_fingerprint is not None:
             rank.handle(TrainerSpecified(trainer.spec_fingerprint))
         if (lease_s := self._uplink.lease_s) is not None:
@@ -232,8 +234,8 @@ class Ranks:
                 session,
                 opened,
                 self._estimator,
-                self._gpus.vitals.opened(uuid),
-                say=coordinator.say,
+                self._gpus.counters.opened(uuid),
+                send=coordinator.send,
                 report=lambda error: reports.report(
                     claim.rank, gpu_error_report(claim.rank, uuid, error, owner), own
                 ),
@@ -250,7 +252,7 @@ class Ranks:
 
     async def _keep_serving(self, trainer: Trainer, rank: ServedRank | None) -> None:
         """Take a rank up again whose GPU has failed, for as long as its trainer stays."""
-        retry = Retry(_FIRST_DELAY_S, _LONGEST_DELAY_S, forget_after_s=_FORGET_S)
+        retry = Retry(_FIRST_DELAY_S, _MAX_DELAY_S, forget_after_s=_FORGET_S)
         while not self._roster.is_stopping:
             if rank is not None:
                 await rank.ended()

@@ -7,12 +7,12 @@ import asyncio
 
 import structlog
 
-from perseus.agent.claims.book import Book, Claim
+from perseus.agent.claims.registry import Claim, ClaimRegistry
 from perseus.agent.gpu import GpuError
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Reply
 from perseus.agent.rank.events import Event
-from perseus.agent.sidecar.local import Line
+from perseus.agent.sidecar.local import ProbeConnection
 from perseus.agent.sidecar.served import ServedRank
 from perseus.rate_limited_log import RateLimitedLog
 
@@ -22,9 +22,11 @@ _log = structlog.get_logger(__name__)
 class Trainer:
     """A trainer whose claim is entered. `problem`: what is wrong with its GPU, if that is known already."""
 
-    def __init__(self, claim: Claim, line: Line, is_registered: bool, problem: GpuError | None) -> None:
+    def __init__(
+        self, claim: Claim, connection: ProbeConnection, is_registered: bool, problem: GpuError | None
+    ) -> None:
         self.claim = claim
-        self.line = line
+        self.connection = connection
         self.is_registered = is_registered
         self.problem = problem
         self.problems = RateLimitedLog(_log)
@@ -53,27 +55,27 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self.book = Book()
+        self.registry = ClaimRegistry()
         self.trainers: dict[Rank, Trainer] = {}
         self.served: dict[Rank, ServedRank] = {}
         self.is_stopping = False
 
     def enter(self, trainer: Trainer) -> None:
         """Take in a trainer whose claim conflicts with none."""
-        self.book.enter(trainer.claim)
+        self.registry.enter(trainer.claim)
         self.trainers[trainer.rank] = trainer
 
     def leave(self, trainer: Trainer) -> None:
         """It is gone."""
-        self.book.end(trainer.claim)
+        self.registry.end(trainer.claim)
         del self.trainers[trainer.rank]
 
-    def tell(self, rank: Rank, event: Event) -> None:
+    def dispatch(self, rank: Rank, event: Event) -> None:
         """Let a rank know, if it is served."""
         if (served := self.served.get(rank)) is not None:
             served.handle(event)
 
-    def tell_all(self, event: Event) -> None:
+    def dispatch_to_all(self, event: Event) -> None:
         """Let all ranks know that are served."""
         for served in list(self.served.values()):
             served.handle(event)
@@ -81,4 +83,4 @@ class Roster:
     def reply(self, rank: Rank, reply: Reply) -> None:
         """Say something to a rank's trainer, if it is here."""
         if (trainer := self.trainers.get(rank)) is not None:
-            trainer.line.reply(reply)
+            trainer.connection.reply(reply)

@@ -19,14 +19,14 @@ import pynvml
 
 from perseus.agent.energy.counter import ChangeDetector
 from perseus.agent.gpu import ClockEventReason, GpuError, GpuUnsupportedError
-from perseus.agent.gpu.lanes import PATIENCE_S, Lanes
+from perseus.agent.gpu.executor import TIMEOUT_S, GpuExecutor
 from perseus.agent.gpu.nvml import NvmlGpu, calling
 
 _CAP_SYS_ADMIN = 21
 _WATCH_S = 2.0
 _POLL_S = 0.001
-_FEWEST_CHANGES = 4
-_PATIENCE_S = _WATCH_S + PATIENCE_S
+_MIN_CHANGES = 4
+_TIMEOUT_S = _WATCH_S + TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,16 @@ def node_findings(nvml: Any = pynvml) -> tuple[Finding, ...]:
 async def all_gpu_findings(
     listed: Sequence[str | GpuError],
     find: Callable[[str], GpuFindings],
-    patience_s: float = _PATIENCE_S,
+    timeout_s: float = _TIMEOUT_S,
 ) -> list[GpuFindings]:
     """What `find` finds of each GPU that is listed, all at once; one that can't be asked says why."""
-    lanes = Lanes(patience_s)
+    executor = GpuExecutor(timeout_s)
 
     async def ask(index: int, uuid: str | GpuError) -> GpuFindings:
         if isinstance(uuid, GpuError):
             return _unusable(f"GPU {index}", uuid)
         try:
-            return await lanes.run(uuid, lambda: find(uuid))
+            return await executor.run(uuid, lambda: find(uuid))
         except GpuError as error:
             return _unusable(uuid, error)
 
@@ -197,9 +197,9 @@ def _counter_period_s(gpu: NvmlGpu, monotonic: Callable[[], float], sleep: Calla
         if (change := detector.poll(before_s, monotonic(), energy_j, 0)) is not None:
             times_s.append(change.time_s)
         sleep(_POLL_S)
-    if len(times_s) < _FEWEST_CHANGES:
+    if len(times_s) < _MIN_CHANGES:
         raise GpuUnsupportedError(
-            f"energy counter: expected at least {_FEWEST_CHANGES} changes within {_WATCH_S:g} s, "
+            f"energy counter: expected at least {_MIN_CHANGES} changes within {_WATCH_S:g} s, "
             f"found {len(times_s)}"
         )
     steps_s = [later_s - earlier_s for earlier_s, later_s in itertools.pairwise(times_s)]

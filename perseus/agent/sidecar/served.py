@@ -29,7 +29,7 @@ from perseus.agent.gpu import (
     GpuUnsupportedError,
     RecordError,
 )
-from perseus.agent.gpu.lanes import PATIENCE_S
+from perseus.agent.gpu.executor import TIMEOUT_S
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import MAX_NAME_LENGTH
 from perseus.agent.rank.commands import EstimateEnergy, Send
@@ -54,7 +54,7 @@ from perseus.agent.rank.sampling import EstimateRequest, estimate
 from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
 from perseus.agent.sidecar.counter_poller import CounterPoller, GpuReading, LimitsWatch
-from perseus.agent.sidecar.gpus import GpuVitals, OpenedGpu
+from perseus.agent.sidecar.gpus import GpuCounters, OpenedGpu
 from perseus.printable import printable
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import rank_pb2
@@ -141,8 +141,8 @@ class ServedRank:
         session: Session,
         opened: OpenedGpu,
         estimator: Estimator,
-        vitals: GpuVitals,
-        say: Callable[[FromSession], None],
+        counters: GpuCounters,
+        send: Callable[[FromSession], None],
         report: Callable[[GpuError], None],
     ) -> None:
         self.rank = session.rank
@@ -150,17 +150,17 @@ class ServedRank:
         """Whether it ended as its GPU failed, which may come back."""
         self._session = session
         self._opened = opened
-        self._vitals = vitals
+        self._counters = counters
         self._gpu = gpu = opened.gpu
         self._estimator = estimator
-        self._say = say
+        self._send = send
         self._report = report
         self._loop = asyncio.get_running_loop()
         self._log = _log.bind(rank=str(self.rank), gpu=gpu.uuid)
         self._ending: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         # To be said once the GPU is back on stock.
-        self._last_words: list[FromSession] = []
+        self._final_messages: list[FromSession] = []
         self._worker = ClockWorker(gpu, lambda result: self._hand_over(self._clock_result, result))
         self._poller = CounterPoller(
             gpu,
@@ -223,7 +223,7 @@ class ServedRank:
         except Exception:  # a mistake of ours: the GPU's clock may be anything
             self._log.exception("rank given up", on=type(event).__name__)
             self.has_failed = True
-            self._last_words = self._session.give_up()
+            self._final_messages = self._session.give_up()
         if self._session.has_ended:
             self._ending = asyncio.create_task(self._end())
 
@@ -242,20 +242,20 @@ class ServedRank:
                     )
                 case Send(wire.RankLeft(reason=reason) as message):
                     self.has_failed = reason == rank_pb2.RANK_LEFT_REASON_GPU_FAILED
-                    self._last_words.append(message)  # it says that the GPU is back on stock
+                    self._final_messages.append(message)  # it says that the GPU is back on stock
                 case Send(message):
                     self._note(message)
-                    self._say(message)
+                    self._send(message)
         if isinstance(event, Tick) and not self._session.has_ended:
-            self._look_for_hung_calls()
+            self._check_for_hung_calls()
 
-    def _look_for_hung_calls(self) -> None:
+    def _check_for_hung_calls(self) -> None:
         now_s = time.monotonic()
         under_way_s = max(self._worker.under_way_s(now_s), self._poller.under_way_s(now_s))
-        if under_way_s > PATIENCE_S:
+        if under_way_s > TIMEOUT_S:
             self._gpu_failed(
                 GpuHungError(
-                    f"GPU {self.gpu_uuid}: expected the driver to answer within {PATIENCE_S:g} s, "
+                    f"GPU {self.gpu_uuid}: expected the driver to answer within {TIMEOUT_S:g} s, "
                     f"found it silent for {under_way_s:.0f} s: the GPU or its driver hangs"
                 )
             )
@@ -274,9 +274,9 @@ class ServedRank:
             if isinstance(error, GpuError):
                 self._report(error)
         try:
-            for message in self._last_words:
+            for message in self._final_messages:
                 self._note(message)
-                self._say(message)
+                self._send(message)
         finally:
             self._over.set()
 
@@ -295,7 +295,7 @@ class ServedRank:
     def _clock_result(self, result: ClockResult) -> None:
         match result.error:
             case None:
-                self._vitals.sets.add(result.in_force_at_s - result.begun_at_s)
+                self._counters.sets.add(result.in_force_at_s - result.begun_at_s)
                 self.handle(
                     ClockSet(result.target_mhz, result.in_force_at_s, result.begun_at_s, result.due_s)
                 )

@@ -108,7 +108,7 @@ class AgentSettings(BaseSettings):
         address = listen if ":" in listen else f"127.0.0.1:{listen}"
         if host_and_port(address) is None:
             raise ValueError("expected [HOST:]PORT, with a port from 0 to 65535")
-        check_address(address, least_port=0)
+        check_address(address, min_port=0)
         needed = (info.data.get("metrics_tls_certificate"), info.data.get("metrics_token_file"))
         if not is_local(address) and None in needed:
             raise ValueError(

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.link.packets import Reply
 from perseus.agent.rank.events import Tick
 from perseus.agent.restore.records import RecordFolder
@@ -125,21 +125,21 @@ class Agent:
 
     def __init__(self, settings: AgentSettings, gpus: Backend, all_gpus: Backend) -> None:
         self._settings = settings
-        lanes = Lanes()
+        executor = GpuExecutor()
         self._optional = OptionalParts()
         records = RecordFolder(settings.restore_folder)
-        self._restorer = Restorer(records, all_gpus.open, lanes)
-        self._access = AccessChecker(gpus, settings.grants, lanes)
-        self._inventory = Inventory(gpus, lanes)
+        self._restorer = Restorer(records, all_gpus.open, executor)
+        self._access = AccessChecker(gpus, settings.grants, executor)
+        self._inventory = Inventory(gpus, executor)
         self._roster = Roster()
-        rank_gpus = RankGpus(settings, gpus, lanes, records, self._restorer, self._optional)
-        self._uplink = Uplink(settings, self._roster, rank_gpus.vitals)
+        rank_gpus = RankGpus(settings, gpus, executor, records, self._restorer, self._optional)
+        self._uplink = Uplink(settings, self._roster, rank_gpus.counters)
         self._connecting: asyncio.Task[None] | None = None
-        admission = Admission(self._roster, self._access, rank_gpus.vitals)
+        admission = Admission(self._roster, self._access, rank_gpus.counters)
         self.ranks = Ranks(self._roster, admission, rank_gpus, self._uplink, self._health)
-        self._readings = PowerReadings(gpus, lanes, self._roster.served, self._uplink)
+        self._readings = PowerReadings(gpus, executor, self._roster.served, self._uplink)
         self.collector = AgentCollector(
-            self._roster.served, self._uplink.coordinator, self._restorer, rank_gpus.vitals, self._optional
+            self._roster.served, self._uplink.coordinator, self._restorer, rank_gpus.counters, self._optional
         )
 
     async def work(self) -> None:
@@ -147,8 +147,8 @@ class Agent:
         async with asyncio.TaskGroup() as parts:
             self._connecting = parts.create_task(self._uplink.coordinator.run())
             parts.create_task(self._tick())
-            parts.create_task(self._optional.keep_running("inventory", self._inventory.tell))
-            parts.create_task(self._optional.keep_running("power readings", self._readings.tell))
+            parts.create_task(self._optional.keep_running("inventory", self._inventory.report))
+            parts.create_task(self._optional.keep_running("power readings", self._readings.report))
             if not self._settings.observe:
                 parts.create_task(self._restorer.keep_restoring())
 
@@ -174,7 +174,7 @@ class Agent:
 
     async def _health(self) -> Reply:
         """Whether GPUs can be served; a coordinator that is away is no fault of the agent's."""
-        found = await self._inventory.look()
+        found = await self._inventory.refresh()
         parts = [
             f"GPUs: {found.gpu_count}",
             f"ranks: {len(self._roster.served)}",
@@ -186,4 +186,4 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self._roster.tell_all(Tick())
+            self._roster.dispatch_to_all(Tick())

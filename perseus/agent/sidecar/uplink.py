@@ -25,13 +25,13 @@ from perseus.agent.rank.messages import (
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
-    RankCeiling,
+    RankMaxClock,
     RankRefused,
     ToSession,
     Welcome,
     plan_answer,
 )
-from perseus.agent.sidecar.gpus import Vitals
+from perseus.agent.sidecar.gpus import AgentCounters
 from perseus.agent.sidecar.roster import Roster
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.stream.coordinator import Coordinator
@@ -42,15 +42,15 @@ from perseus.tls.tokens import find_token
 from perseus.v1 import agent_service_pb2 as wire
 
 # Of one trainer's GPU; a text may have a figure in it, and so be another every time.
-_MOST_REPORTS = 16
+_MAX_REPORTS = 16
 
 
 class GpuReports:
     """The reports of an agent's trainers, from a trainer's coming to its going; `vitals` counts them."""
 
-    def __init__(self, coordinator: Coordinator, vitals: Vitals) -> None:
+    def __init__(self, coordinator: Coordinator, counters: AgentCounters) -> None:
         self._coordinator = coordinator
-        self._vitals = vitals
+        self._counters = counters
         self._reports: dict[Rank, list[wire.GpuError]] = {}
 
     def begin(self, rank: Rank) -> None:
@@ -59,7 +59,7 @@ class GpuReports:
 
     def end(self, rank: Rank) -> None:
         """It is gone: what the coordinator could not be told yet is kept for the next stream."""
-        self._coordinator.say_next(self._reports.pop(rank))
+        self._coordinator.send_next(self._reports.pop(rank))
 
     def has_any(self, rank: Rank) -> bool:
         """Whether something went wrong with a trainer's GPU."""
@@ -71,24 +71,24 @@ class GpuReports:
 
     def report(self, rank: Rank, report: wire.GpuError, reports: list[wire.GpuError]) -> None:
         """Let the coordinator know, once; of a trainer that has gone, too."""
-        self._vitals.note_error(report.gpu_uuid, GpuErrorReason(report.reason))
+        self._counters.note_error(report.gpu_uuid, GpuErrorReason(report.reason))
         if reports is not self._reports.get(rank):
-            self._coordinator.say(report)
-            self._coordinator.say_next([report])  # where no stream is open
+            self._coordinator.send(report)
+            self._coordinator.send_next([report])  # where no stream is open
         elif report not in reports:
             reports.append(report)
-            del reports[:-_MOST_REPORTS]
-            self._coordinator.say(report)
+            del reports[:-_MAX_REPORTS]
+            self._coordinator.send(report)
 
-    def say_again(self, rank: Rank) -> None:
+    def report_again(self, rank: Rank) -> None:
         """Say all there is of a rank's GPU, to a coordinator that may not know it."""
         for report in self._reports.get(rank, []):
-            self._coordinator.say(report)
+            self._coordinator.send(report)
 
-    def say_all_again(self) -> None:
+    def report_all_again(self) -> None:
         """Say all there is, on a stream that is new."""
         for rank in self._reports:
-            self.say_again(rank)
+            self.report_again(rank)
 
 
 def channels_of(settings: AgentSettings) -> Channels:
@@ -119,7 +119,7 @@ class Uplink:
         reports: what it is told of the trainers' GPUs.
     """
 
-    def __init__(self, settings: AgentSettings, roster: Roster, vitals: Vitals) -> None:
+    def __init__(self, settings: AgentSettings, roster: Roster, counters: AgentCounters) -> None:
         self._address = settings.coordinator
         self._roster = roster
         self._welcome: Welcome | None = None
@@ -129,7 +129,7 @@ class Uplink:
         self._registrar = Registrar(channels)
         identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
         self.coordinator = Coordinator(channels, identity, self, random.random)
-        self.reports = GpuReports(self.coordinator, vitals)
+        self.reports = GpuReports(self.coordinator, counters)
 
     @property
     def lease_s(self) -> float | None:
@@ -163,7 +163,7 @@ class Uplink:
         """A rank's trainer is gone, and its claim ended."""
         self._registrar.forget_rank(rank)
         self.reports.end(rank)
-        if not self._roster.book.has_job(rank.job_id):
+        if not self._roster.registry.has_job(rank.job_id):
             self._registrar.forget_job(rank.job_id)
 
     # --- What the coordinator says: a `stream.coordinator.Listener` -----------------------------------------
@@ -171,17 +171,17 @@ class Uplink:
     def connected(self, welcome: Welcome) -> None:
         """See `Listener.connected`."""
         self._welcome = welcome
-        self._roster.tell_all(Connected(welcome.lease_s))
-        self.reports.say_all_again()
+        self._roster.dispatch_to_all(Connected(welcome.lease_s))
+        self.reports.report_all_again()
 
     def disconnected(self) -> None:
         """See `Listener.disconnected`."""
         self._welcome = None
-        self._roster.tell_all(Disconnected())
+        self._roster.dispatch_to_all(Disconnected())
 
     def heard(self) -> None:
         """See `Listener.heard`."""
-        self._roster.tell_all(Heard())
+        self._roster.dispatch_to_all(Heard())
 
     def received(self, message: ToSession) -> None:
         """See `Listener.received`."""
@@ -192,8 +192,8 @@ class Uplink:
                 self._on_rank_accepted(message)
             case RankRefused():
                 self._on_rank_refused(message)
-            case RankCeiling():
-                self._roster.tell(message.rank, message)
+            case RankMaxClock():
+                self._roster.dispatch(message.rank, message)
             case _:
                 assert_never(message)
 
@@ -203,20 +203,20 @@ class Uplink:
             served.handle(offer)
         else:
             unknown = PlanRefusal(PlanRefusalReason.UNKNOWN_RANK, f"{offer.rank}: not served by this agent")
-            self.coordinator.say(plan_answer(offer.rank, offer.plan, unknown, -1))
+            self.coordinator.send(plan_answer(offer.rank, offer.plan, unknown, -1))
 
     def _on_rank_accepted(self, accepted: RankAccepted) -> None:
         self._notify(accepted.rank, self._registrar.rank_accepted(accepted.rank))
-        self._roster.book.answered(accepted.rank, is_accepted=True)
-        self._roster.tell(accepted.rank, accepted)
+        self._roster.registry.answered(accepted.rank, is_accepted=True)
+        self._roster.dispatch(accepted.rank, accepted)
 
     def _on_rank_refused(self, refused: RankRefused) -> None:
         rank = refused.rank
         self._notify(rank, self._registrar.rank_refused(refused))
-        self._roster.book.answered(rank, is_accepted=False)
+        self._roster.registry.answered(rank, is_accepted=False)
         if refused.reason == JOB_NOT_FOUND and self.reports.has_any(rank):
-            asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self.reports.say_again, rank)
-        self._roster.tell(rank, refused)
+            asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self.reports.report_again, rank)
+        self._roster.dispatch(rank, refused)
 
     def _notify(self, rank: Rank, notice: Reply | None) -> None:
         """Let a trainer's own log know what became of its rank."""

@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from perseus.agent.gpu import GpuError
-from perseus.agent.gpu.lanes import ALL_GPUS, Lanes
+from perseus.agent.gpu.executor import ALL_GPUS, GpuExecutor
 from perseus.agent.link.packets import MalformedPacket
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.restore.restorer import Restoration, Restorer
-from perseus.agent.sidecar.asking import ask_health
 from perseus.agent.sidecar.backends import Backend, backend
+from perseus.agent.sidecar.health_client import ask_health
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.slurm.grant_writing import take_back, write_grant
 from perseus.agent.slurm.job import SlurmError, SlurmJob, uuids_of
@@ -29,7 +29,7 @@ from perseus.agent.slurm.job import SlurmError, SlurmJob, uuids_of
 _START_S = 10.0
 _ANSWER_S = 2.0
 _RESTORE_S = 15.0
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 # What slurmd says of one job is nothing that an agent for all of them should know.
 _OF_THE_JOB = ("SLURM", "SPANK_", "CUDA_", "GPU_", "ROCR_", "ZE_")
 
@@ -52,7 +52,7 @@ def prolog(job: SlurmJob, settings: AgentSettings, start: "AgentStart | None" = 
     """
     if not job.gpu_numbers:
         return
-    write_grant(settings.grants, job, asyncio.run(_uuids(job, backend(settings), Lanes())))
+    write_grant(settings.grants, job, asyncio.run(_uuids(job, backend(settings), GpuExecutor())))
     if _answers(settings.socket):
         return
     if start is None:
@@ -62,7 +62,7 @@ def prolog(job: SlurmJob, settings: AgentSettings, start: "AgentStart | None" = 
     while not _answers(settings.socket):
         if time.monotonic() > end_s:
             raise NoAgentError(f"no agent at {settings.socket} within {_START_S:g} s: see {start.log}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def epilog(job: SlurmJob, settings: AgentSettings) -> None:
@@ -77,11 +77,11 @@ def epilog(job: SlurmJob, settings: AgentSettings) -> None:
 
 
 async def _restored(job: SlurmJob, gpu_uuids: Collection[str], settings: AgentSettings) -> None:
-    gpus, lanes = backend(settings), Lanes()
+    gpus, executor = backend(settings), GpuExecutor()
     records = RecordFolder(settings.restore_folder)
-    restorer = Restorer(records, gpus.open, lanes)
+    restorer = Restorer(records, gpus.open, executor)
     if not gpu_uuids and job.gpu_numbers:  # the prolog failed, or ran with other settings
-        gpu_uuids = await _uuids(job, gpus, lanes)
+        gpu_uuids = await _uuids(job, gpus, executor)
     end_s = time.monotonic() + _RESTORE_S
     while True:
         found: list[Restoration] = await restorer.restore_once()
@@ -94,7 +94,7 @@ async def _restored(job: SlurmJob, gpu_uuids: Collection[str], settings: AgentSe
             raise NotRestoredError(
                 "\n".join(f"GPU {uuid}: not back on stock: {why.get(uuid, held)}" for uuid in left)
             )
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 class AgentStart:
@@ -126,7 +126,7 @@ def for_all_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_OF_THE_JOB)}
 
 
-async def _uuids(job: SlurmJob, gpus: Backend, lanes: Lanes) -> list[str]:
+async def _uuids(job: SlurmJob, gpus: Backend, executor: GpuExecutor) -> list[str]:
     """The job's GPUs. `NoSuchGpuError`; `GpuError` if none is known.
 
     One that is lost, or hangs, is as if it were not there, and keeps no job from the others.
@@ -134,11 +134,11 @@ async def _uuids(job: SlurmJob, gpus: Backend, lanes: Lanes) -> list[str]:
 
     async def device_node(uuid: str) -> str:
         try:
-            return (await lanes.run(uuid, lambda: gpus.look(uuid))).device_node
+            return (await executor.run(uuid, lambda: gpus.inspect(uuid))).device_node
         except GpuError:
             return ""
 
-    uuids = [uuid for uuid in await lanes.run(ALL_GPUS, gpus.listed) if isinstance(uuid, str)]
+    uuids = [uuid for uuid in await executor.run(ALL_GPUS, gpus.listed) if isinstance(uuid, str)]
     nodes = await asyncio.gather(*map(device_node, uuids))
     return uuids_of(job.gpu_numbers, dict(zip(uuids, nodes, strict=True)))
 

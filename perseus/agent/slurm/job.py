@@ -87,13 +87,13 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(value)
 
 
-def _gpu_numbers(said: str) -> tuple[int, ...]:
+def _gpu_numbers(text: str) -> tuple[int, ...]:
     """From "0,1" or "0-3,6"; empty for a job without GPUs."""
     numbers: list[int] = []
-    for part in filter(None, said.split(",")):
+    for part in filter(None, text.split(",")):
         found = _NUMBERS.fullmatch(part)
         if found is None:
-            raise SlurmEnvironmentError(f"SLURM_JOB_GPUS: expected numbers of GPUs, found {said[:80]!r}")
+            raise SlurmEnvironmentError(f"SLURM_JOB_GPUS: expected numbers of GPUs, found {text[:80]!r}")
         first = int(found[1])
         numbers += range(first, int(found[2] or first) + 1)
     return tuple(numbers)

@@ -15,7 +15,7 @@ from perseus.v1 import agent_service_pb2 as wire
 
 _OWN_DETAILS = "Internal error from Core"
 _STATUS_WITHIN_S = 1.0
-_LOOKS = 100
+_CHECKS = 100
 
 _StreamStreamCall = grpc.aio.StreamStreamCall[wire.ConnectRequest, wire.ConnectResponse]
 
@@ -38,10 +38,10 @@ class Call:
         try:
             await self._call.write(request)
         except grpc.aio.AioRpcError as error:
-            said = await self._said(error)
-            if said.code() is grpc.StatusCode.OK:
+            final = await self._final_error(error)
+            if final.code() is grpc.StatusCode.OK:
                 raise asyncio.InvalidStateError("the coordinator has ended the stream") from None
-            raise said from None
+            raise final from None
 
     async def read(self) -> wire.ConnectResponse | None:
         """Return the next message; None where the stream ends well.
@@ -52,10 +52,10 @@ class Call:
         try:
             answer = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            said = await self._said(error)
-            if said.code() is grpc.StatusCode.OK:
+            final = await self._final_error(error)
+            if final.code() is grpc.StatusCode.OK:
                 return None
-            raise said from None
+            raise final from None
         return answer if isinstance(answer, wire.ConnectResponse) else None  # None: grpc.aio.EOF
 
     async def done_writing(self) -> None:
@@ -66,17 +66,17 @@ class Call:
         """End the stream."""
         self._call.cancel()
 
-    async def _said(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+    async def _final_error(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
         """Return the status that the coordinator gave the stream, where gRPC may have put its own."""
         if not _is_own(error):
             return error
-        said = self._first or error
-        for _ in range(_LOOKS):
-            if not _is_own(said):
+        final = self._first or error
+        for _ in range(_CHECKS):
+            if not _is_own(final):
                 break
-            await asyncio.sleep(_STATUS_WITHIN_S / _LOOKS)
-            said = await _status(self._call)
-        return said
+            await asyncio.sleep(_STATUS_WITHIN_S / _CHECKS)
+            final = await _status(self._call)
+        return final
 
     def _keep(self, call: Any) -> None:
         if self._first is None:

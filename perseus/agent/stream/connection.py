@@ -35,8 +35,8 @@ _log = structlog.get_logger(__name__)
 
 _HANDSHAKE_S = 10.0
 _GOODBYE_S = 2.0
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 15.0
-_MAX_CHECK_WORD_LENGTH = 256
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.25, 15.0
+_MAX_COMMIT_MARKER_LENGTH = 256
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
 
 # Attempts follow our own backoff, so a new attempt must not wait for gRPC's own on a shared connection.
@@ -70,18 +70,18 @@ class Connection:
         self._address = channels.address
         self._agent = agent
         self._handler = handler
-        self._retry = Retry(_FIRST_DELAY_S, _LONGEST_DELAY_S, jitter=1.0, random=random)
+        self._retry = Retry(_FIRST_DELAY_S, _MAX_DELAY_S, jitter=1.0, random=random)
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._was_welcome = False
         self._asked_delay_s = 0.0
         self._is_closing = False
         # Kept over streams: by it the coordinator finds that it has lost state.
-        self._check_word = ""
+        self._commit_marker = ""
         # Likewise: by it the coordinator knows this agent again, with whatever token it comes.
         self._instance_key = ""
         self._misunderstood = RateLimitedLog(_log)
-        self._outage = RateLimitedLog(_log)
+        self._outage_log = RateLimitedLog(_log)
 
     @property
     def is_connected(self) -> bool:
@@ -119,12 +119,12 @@ class Connection:
                 reason = "the call was cancelled"  # by gRPC: nobody wants us to end
             except Exception as error:
                 reason = repr(error)
-                self._outage.error(
+                self._outage_log.error(
                     "stream failed", reason, reason=reason, exc_info=True, coordinator=self._address
                 )
             if not self._is_closing and renewed is None:
                 delay_s = self._asked_delay_s + self._retry.failed()
-                self._outage.warning(
+                self._outage_log.warning(
                     "no coordinator",
                     reason,
                     reason=reason,
@@ -151,7 +151,7 @@ class Connection:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
                 reason = await self._channels.diagnosis() or reason
             elif error.code() not in _TRANSIENT and retry_s is None:
-                self._outage.error(
+                self._outage_log.error(
                     "coordinator refuses the stream", reason, reason=reason, coordinator=self._address
                 )
         except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
@@ -167,7 +167,7 @@ class Connection:
             welcome = await self._handshake(call)
             self._was_welcome = True
             self._retry.succeeded()
-            self._outage.reset()
+            self._outage_log.reset()
             self._heard_at_s = time.monotonic()
             self._outbox = asyncio.Queue()
             _log.info("connected", coordinator=self._address, epoch=welcome.epoch, lease_s=welcome.lease_s)
@@ -182,7 +182,7 @@ class Connection:
             self._handler.connected(welcome)
             writer = asyncio.create_task(self._write(call, self._outbox))
             reader = asyncio.create_task(self._read(call))
-            heart = asyncio.create_task(self._beat(self._outbox, welcome.lease_s))
+            heart = asyncio.create_task(self._send_heartbeats(self._outbox, welcome.lease_s))
             tasks = [writer, reader, heart]
             await asyncio.wait([*tasks, renewing], return_when=asyncio.FIRST_COMPLETED)
             if writer.done() and writer.exception() is None:  # the last word is said: let it arrive
@@ -211,7 +211,7 @@ class Connection:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
-                    await call.write(translate.hello(self._agent, self._check_word, self._instance_key))
+                    await call.write(translate.hello(self._agent, self._commit_marker, self._instance_key))
                 while True:
                     answer = await call.read()
                     if answer is None:
@@ -225,8 +225,8 @@ class Connection:
                             await call.write(translate.request(self._refusal(error)))
                         continue
                     if isinstance(welcome, Welcome):
-                        self._note_check_word(answer)
-                        if 0 < len(answer.welcome.instance_key) <= _MAX_CHECK_WORD_LENGTH:
+                        self._note_commit_marker(answer)
+                        if 0 < len(answer.welcome.instance_key) <= _MAX_COMMIT_MARKER_LENGTH:
                             self._instance_key = answer.welcome.instance_key
                         return welcome
                     raise _NoWelcomeError(f"expected a welcome, found {type(welcome).__name__}")
@@ -242,7 +242,7 @@ class Connection:
     async def _read(self, call: Call) -> None:
         while (answer := await call.read()) is not None:
             self._heard_at_s = time.monotonic()
-            self._note_check_word(answer)
+            self._note_commit_marker(answer)
             try:
                 message = translate.response(answer)
             except translate.MalformedMessageError as error:
@@ -253,9 +253,9 @@ class Connection:
             except Exception:  # a mistake of ours, on one message
                 _log.exception("message not handled", message=type(message).__name__)
 
-    def _note_check_word(self, answer: wire.ConnectResponse) -> None:
-        if 0 < len(word := translate.check_word(answer)) <= _MAX_CHECK_WORD_LENGTH:
-            self._check_word = word
+    def _note_commit_marker(self, answer: wire.ConnectResponse) -> None:
+        if 0 < len(word := translate.commit_marker(answer)) <= _MAX_COMMIT_MARKER_LENGTH:
+            self._commit_marker = word
 
     def _refusal(self, error: translate.MalformedMessageError) -> MessageRefused:
         """Say in the log what the coordinator said wrong, or newly, and return what it is told."""
@@ -269,7 +269,9 @@ class Connection:
         )
         return refused
 
-    async def _beat(self, outbox: asyncio.Queue[wire.ConnectRequest | None], lease_s: float) -> None:
+    async def _send_heartbeats(
+        self, outbox: asyncio.Queue[wire.ConnectRequest | None], lease_s: float
+    ) -> None:
         while time.monotonic() - self._heard_at_s < lease_s:
             outbox.put_nowait(translate.heartbeat())
             await asyncio.sleep(lease_s / 3)

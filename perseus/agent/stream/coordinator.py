@@ -19,7 +19,7 @@ from perseus.agent.rank.messages import (
     MessageRefused,
     PlanOffer,
     RankAccepted,
-    RankCeiling,
+    RankMaxClock,
     RankRefused,
     Telemetry,
     TelemetryAck,
@@ -35,7 +35,7 @@ from perseus.v1 import agent_service_pb2 as wire
 
 _log = structlog.get_logger(__name__)
 
-_MOST_FAREWELLS = 1024
+_MAX_FINAL_MESSAGES = 1024
 
 
 class Listener(Protocol):
@@ -71,7 +71,7 @@ class Coordinator:
         self.lease_s: float | None = None
         self.power_interval_s: float | None = None
         self._channels = channels
-        self._farewells: list[wire.RankLeft | wire.GpuError] = []
+        self._final_messages: list[wire.RankLeft | wire.GpuError] = []
         self._connection = Connection(channels, agent, self, random)
         self._refusals = RateLimitedLog(_log)
 
@@ -103,29 +103,29 @@ class Coordinator:
         """Say goodbye; `run` then returns. Without an open stream it must be cancelled."""
         self._connection.close(reason)
 
-    def say(self, message: FromSession | wire.GpuError | wire.PowerReading) -> None:
+    def send(self, message: FromSession | wire.GpuError | wire.PowerReading) -> None:
         """Say it: telemetry and the end of a rank sooner or later, all else now or not at all."""
         match message:
             case Telemetry():
                 self.telemetry.append(message)
                 self._send_telemetry()
             case wire.RankLeft() if not self.is_connected:
-                self._keep_farewell(message)
+                self._keep_final_message(message)
             case _:
                 self._connection.send(message)
 
-    def say_next(self, reports: Iterable[wire.GpuError]) -> None:
+    def send_next(self, reports: Iterable[wire.GpuError]) -> None:
         """Say it on the next stream, unless one is open: whoever said it before is about to be gone."""
         if not self.is_connected:
             for report in reports:
-                self._keep_farewell(report)
+                self._keep_final_message(report)
 
-    def _keep_farewell(self, message: wire.RankLeft | wire.GpuError) -> None:
+    def _keep_final_message(self, message: wire.RankLeft | wire.GpuError) -> None:
         """For the next stream; what has been said already, or too long ago, is not said again."""
-        if message in self._farewells:
-            self._farewells.remove(message)
-        self._farewells.append(message)
-        del self._farewells[:-_MOST_FAREWELLS]
+        if message in self._final_messages:
+            self._final_messages.remove(message)
+        self._final_messages.append(message)
+        del self._final_messages[:-_MAX_FINAL_MESSAGES]
 
     def connected(self, welcome: Welcome) -> None:
         """See `connection.Handler.connected`."""
@@ -134,9 +134,9 @@ class Coordinator:
         self._acknowledge(welcome.acknowledged_sequence)
         self.telemetry.rewind()
         # First of all: a rank that has left may be served for another trainer by now.
-        farewells, self._farewells = self._farewells, []
-        for farewell in farewells:
-            self._connection.send(farewell)
+        final_messages, self._final_messages = self._final_messages, []
+        for final in final_messages:
+            self._connection.send(final)
         self._listener.connected(welcome)
         self._send_telemetry()
 
@@ -149,7 +149,7 @@ class Coordinator:
         """See `connection.Handler.received`."""
         self._listener.heard()
         match message:
-            case PlanOffer() | RankAccepted() | RankRefused() | RankCeiling():
+            case PlanOffer() | RankAccepted() | RankRefused() | RankMaxClock():
                 self._listener.received(message)
             case TelemetryAck(sequence):
                 self._acknowledge(sequence)

@@ -41,7 +41,7 @@ _INVALID = "INVALID_REGISTRATION"
 # So many for the same reason, in three seconds, are no matter of moments: who is about to leave has left.
 _LASTING_REFUSALS = 3
 # By then, whoever was about to leave when a job was registered has left.
-_AT_ONCE_S = 10.0
+_REPEAT_WINDOW_S = 10.0
 # What says nothing about the job: the coordinator is absent, busy or restarting.
 _TRANSIENT = {
     grpc.StatusCode.UNAVAILABLE,
@@ -88,10 +88,10 @@ class Registrar:
         self._taken: dict[str, float] = {}
         # The jobs whose ranks here were accepted since they were registered last.
         self._served: set[str] = set()
-        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
         # Why the coordinator refused a rank last, and how often in a row; those whose trainers were told.
         self._refusals: dict[Rank, tuple[str, int]] = {}
-        self._told: set[Rank] = set()
+        self._notified: set[Rank] = set()
         # When the coordinator may be asked again, where it said so.
         self._not_before_s: dict[str, float] = {}
 
@@ -119,9 +119,9 @@ class Registrar:
         """The coordinator takes a rank. Returns what its trainer is to be told, if it was told otherwise."""
         self._served.add(rank.job_id)
         self._refusals.pop(rank, None)
-        if rank not in self._told:
+        if rank not in self._notified:
             return None
-        self._told.discard(rank)
+        self._notified.discard(rank)
         return Reply(True, "", "the coordinator takes the rank now", is_notice=True)
 
     def rank_refused(self, refused: RankRefused) -> Reply | None:
@@ -149,7 +149,7 @@ class Registrar:
             self._register_again(rank.job_id)
         if count + 1 != _LASTING_REFUSALS or reason == JOB_NOT_FOUND:
             return None
-        self._told.add(rank)
+        self._notified.add(rank)
         message = f"the coordinator does not take the rank: {refused.message}"
         return Reply(False, reason, f"{message}: training goes on at stock clocks", is_notice=True)
 
@@ -157,12 +157,12 @@ class Registrar:
         taken_s = self._taken.get(job_id)
         if taken_s is None or job_id in self._served:
             return False
-        return self._monotonic() < taken_s + _AT_ONCE_S
+        return self._monotonic() < taken_s + _REPEAT_WINDOW_S
 
     def forget_rank(self, rank: Rank) -> None:
         """Its trainer is gone."""
         self._refusals.pop(rank, None)
-        self._told.discard(rank)
+        self._notified.discard(rank)
 
     def forget_job(self, job_id: str) -> None:
         """Its last trainer here is gone: whoever else has trainers of it sees to its registration."""
@@ -173,7 +173,7 @@ class Registrar:
 
     def close(self) -> None:
         """Give up what is under way."""
-        for registering in self._under_way.values():
+        for registering in self._running.values():
             registering.cancel()
 
     async def _register(self, request: RegisterJobRequest) -> Outcome:
@@ -194,7 +194,7 @@ class Registrar:
 
     def _register_again(self, job_id: str) -> None:
         request = self._requests.get(job_id)
-        if request is None or job_id in self._under_way:
+        if request is None or job_id in self._running:
             return
         if self._monotonic() < self._not_before_s.get(job_id, 0.0):
             return
@@ -209,8 +209,8 @@ class Registrar:
                     _log.error("registration refused", job=job_id, message=message)
 
         task = asyncio.create_task(register())
-        self._under_way[job_id] = task
-        task.add_done_callback(lambda _: self._under_way.pop(job_id, None))
+        self._running[job_id] = task
+        task.add_done_callback(lambda _: self._running.pop(job_id, None))
 
 
 async def register_job(channels: Channels, request: RegisterJobRequest) -> Outcome:

@@ -5,7 +5,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-_LONGEST_DELAY_S = 300.0
+_MAX_DELAY_S = 300.0
 """Nobody makes an agent wait for longer."""
 
 
@@ -21,7 +21,7 @@ def retry_delay_s(error: grpc.aio.AioRpcError) -> float | None:
     if not _unpack(error, info):
         return None
     delay_s: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
-    return min(max(0.0, delay_s), _LONGEST_DELAY_S)
+    return min(max(0.0, delay_s), _MAX_DELAY_S)
 
 
 def _unpack(error: grpc.aio.AioRpcError, into: Message) -> bool:

@@ -20,7 +20,6 @@ from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import (
     MAX_SENTENCE_LENGTH,
     AgentIdentity,
-    Ceiling,
     ClockStatistics,
     ComputationRow,
     Drain,
@@ -30,11 +29,12 @@ from perseus.agent.rank.messages import (
     Hold,
     Incoming,
     IterationRow,
+    MaxClock,
     MessageRefused,
     PlanId,
     PlanOffer,
     RankAccepted,
-    RankCeiling,
+    RankMaxClock,
     RankRefused,
     StageClocks,
     Stock,
@@ -99,19 +99,21 @@ class MalformedMessageError(ValueError):
 # --- What the agent says ------------------------------------------------------------------------------------
 
 
-def check_word(message: wire.ConnectResponse) -> str:
+def commit_marker(message: wire.ConnectResponse) -> str:
     """The coordinator's word for what it has stored, where a message has one; empty if not."""
     match message.WhichOneof("message"):
         case "welcome":
-            return message.welcome.check_word
+            return message.welcome.commit_marker
         case "telemetry_ack":
-            return message.telemetry_ack.check_word
+            return message.telemetry_ack.commit_marker
         case "plan_offer":
-            return message.plan_offer.check_word
+            return message.plan_offer.commit_marker
     return ""
 
 
-def hello(agent: AgentIdentity, latest_check_word: str = "", instance_key: str = "") -> wire.ConnectRequest:
+def hello(
+    agent: AgentIdentity, latest_commit_marker: str = "", instance_key: str = ""
+) -> wire.ConnectRequest:
     """The first message on a stream."""
     return wire.ConnectRequest(
         hello=wire.Hello(
@@ -119,7 +121,7 @@ def hello(agent: AgentIdentity, latest_check_word: str = "", instance_key: str =
             agent_version=agent.version,
             hostname=printable(agent.hostname)[:_MAX_NAME_LENGTH],
             protocol_version=PROTOCOL_VERSION,
-            check_word=latest_check_word,
+            commit_marker=latest_commit_marker,
             instance_key=instance_key,
         )
     )
@@ -139,9 +141,9 @@ def request(message: Sendable) -> wire.ConnectRequest:
     """What a session, or the agent on behalf of one, wants to say."""
     match message:
         case Batch():
-            said: Message = _telemetry(message)
+            content: Message = _telemetry(message)
         case MessageRefused(reason, field, expected, found, about):
-            said = wire.MessageRefused(
+            content = wire.MessageRefused(
                 reason=reason,
                 field=field,
                 expected=expected,
@@ -150,9 +152,9 @@ def request(message: Sendable) -> wire.ConnectRequest:
                 rank=coordinates(about) if about is not None else None,
             )
         case _:
-            said = message
+            content = message
     request = wire.ConnectRequest()
-    getattr(request, _FIELDS[said.DESCRIPTOR.full_name]).CopyFrom(said)
+    getattr(request, _FIELDS[content.DESCRIPTOR.full_name]).CopyFrom(content)
     return request
 
 
@@ -236,7 +238,9 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         # Few trainers tell it: nearly all batches go without the column.
         relative_work=[row.relative_work for row in rows] if any(row.relative_work for row in rows) else (),
         # Only where an urgent offer or a ceiling came.
-        is_touched=[row.is_touched for row in rows] if any(row.is_touched for row in rows) else (),
+        has_clock_change=[row.has_clock_change for row in rows]
+        if any(row.has_clock_change for row in rows)
+        else (),
     )
 
 
@@ -311,13 +315,13 @@ def response(message: wire.ConnectResponse) -> Incoming:
             turned_away = message.rank_refused
             rank = _rank("rank_refused", turned_away)
             with _about(rank):
-                ceiling = _ceiling("rank_refused", turned_away)
-            return RankRefused(rank, turned_away.reason, turned_away.message, ceiling)
-        case "rank_ceiling":
-            limited = message.rank_ceiling
-            rank = _rank("rank_ceiling", limited)
+                max_clock = _max_clock("rank_refused", turned_away)
+            return RankRefused(rank, turned_away.reason, turned_away.message, max_clock)
+        case "rank_max_clock":
+            limited = message.rank_max_clock
+            rank = _rank("rank_max_clock", limited)
             with _about(rank):
-                return RankCeiling(rank, _ceiling("rank_ceiling", limited))
+                return RankMaxClock(rank, _max_clock("rank_max_clock", limited))
         case "plan_offer":
             return _plan_offer(message.plan_offer)
         case _:
@@ -345,15 +349,17 @@ def _rank_accepted(accepted: wire.RankAccepted) -> RankAccepted:
                 "at least one computation, each once",
                 f"{len(order)}, of which {len(set(order))} differ",
             )
-        return RankAccepted(rank, order, _ceiling("rank_accepted", accepted))
+        return RankAccepted(rank, order, _max_clock("rank_accepted", accepted))
 
 
-def _ceiling(where: str, message: wire.RankAccepted | wire.RankRefused | wire.RankCeiling) -> Ceiling | None:
-    if not message.HasField("ceiling"):
+def _max_clock(
+    where: str, message: wire.RankAccepted | wire.RankRefused | wire.RankMaxClock
+) -> MaxClock | None:
+    if not message.HasField("max_clock"):
         return None
-    ceiling = message.ceiling
-    clock_mhz = _within(f"{where}.ceiling.clock_mhz", ceiling.clock_mhz, 1, _MAX_CLOCK_MHZ)
-    return Ceiling(clock_mhz, ceiling.outlasts_lease)
+    max_clock = message.max_clock
+    clock_mhz = _within(f"{where}.max_clock.clock_mhz", max_clock.clock_mhz, 1, _MAX_CLOCK_MHZ)
+    return MaxClock(clock_mhz, max_clock.outlasts_lease)
 
 
 def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
@@ -365,7 +371,7 @@ def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
             start_iteration=_count("plan_offer.start_iteration", offer.start_iteration),
             lease_s=_within("plan_offer.lease_s", offer.lease_s, _MIN_LEASE_S, _MAX_TIME_S),
             clocks=_clocks_of(offer),
-            is_urgent=offer.urgent,
+            is_urgent=offer.is_urgent,
         )
 
 
@@ -401,7 +407,7 @@ def _about(rank: Rank) -> Iterator[None]:
 
 
 def _rank(
-    where: str, message: wire.RankAccepted | wire.RankRefused | wire.RankCeiling | wire.PlanOffer
+    where: str, message: wire.RankAccepted | wire.RankRefused | wire.RankMaxClock | wire.PlanOffer
 ) -> Rank:
     """The rank that a message is about: absent coordinates are not the first rank."""
     if not message.HasField("rank"):
@@ -441,7 +447,7 @@ def _power_interval_s(where: str, message: wire.Welcome | wire.Heartbeat) -> flo
     return _within(f"{where}.power_interval_s", message.power_interval_s, _MIN_INTERVAL_S, _MAX_TIME_S)
 
 
-def _within(where: str, value: N, least: float, most: float) -> N:
-    if not least <= value <= most:
-        raise MalformedMessageError(where, f"{least} to {most}", value)
+def _within(where: str, value: N, minimum: float, maximum: float) -> N:
+    if not minimum <= value <= maximum:
+        raise MalformedMessageError(where, f"{minimum} to {maximum}", value)
     return value

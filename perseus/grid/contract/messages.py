@@ -50,7 +50,7 @@ def _seconds(found: object) -> float:
 
 Time = Annotated[float, BeforeValidator(_seconds)]
 Uuid = Annotated[str, StringConstraints(pattern=_UUID4, to_lower=True)]
-Words = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class _Part(BaseModel):
@@ -65,10 +65,10 @@ class Envelope(_Part):
     specversion: Literal["1.0.2"]
     id: Uuid
     source: Annotated[str, StringConstraints(pattern=f"^{_SOURCE.pattern}$", max_length=256)]
-    type: Words
+    type: Text
     time: Time
     datacontenttype: Literal["application/json"]
-    subject: Words
+    subject: Text
     correlationid: Uuid | None = None
     traceparent: Annotated[
         str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
@@ -103,7 +103,7 @@ class _Strategy(_Part):
 class _Target(_Part):
     interval: _Interval
     load_constraint: _Constraint | None
-    feed_tags: Annotated[list[Words], Field(max_length=MAX_TARGETS)] = []
+    feed_tags: Annotated[list[Text], Field(max_length=MAX_TARGETS)] = []
     strategy: _Strategy = _Strategy()
 
 
@@ -115,7 +115,7 @@ class Enforcement(_Part):
     """What an infrastructure agent has made of shed hints: all of it that is of interest here."""
 
     breach_id: Uuid
-    feed_tag: Words
+    feed_tag: Text
     action: Literal["applied", "reverted"]
     code: Literal["success", "partial", "error"]
     diag_msg: str = ""
@@ -194,8 +194,8 @@ def _read(model: type[_Model], text: bytes) -> _Model:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"]) or "message"
-        said = problem["msg"].removeprefix("Value error, ")
-        raise MalformedError(f"{where}: {said}, found {problem['input']!r:.{_SHOWN}}") from None
+        message = problem["msg"].removeprefix("Value error, ")
+        raise MalformedError(f"{where}: {message}, found {problem['input']!r:.{_SHOWN}}") from None
 
 
 def moment(time_s: float) -> str:

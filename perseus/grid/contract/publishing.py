@@ -10,24 +10,24 @@ from perseus.grid.dsx_flex.breaches import BreachStatus
 from perseus.grid.dsx_flex.commands import FeedSnapshot, PublishAlert, PublishStatus
 from perseus.grid.dsx_flex.values import Constraint, Piece
 
-_MOST_HINTS = 1000
+_MAX_HINTS = 1000
 
 Content = dict[str, object]
 
 
-def status(told: PublishStatus) -> Content:
+def status(publication: PublishStatus) -> Content:
     """Return a snapshot of all feeds: PowerStateStatusData."""
-    feeds = {feed: _feed(snapshot) for feed, snapshot in told.feeds.items()}
-    return {"snapshot_time": moment(told.time_s), "feeds": feeds}
+    feeds = {feed: _feed(snapshot) for feed, snapshot in publication.feeds.items()}
+    return {"snapshot_time": moment(publication.time_s), "feeds": feeds}
 
 
-def alert(told: PublishAlert, nodes: Mapping[str, Sequence[str]]) -> Content:
+def alert(publication: PublishAlert, nodes: Mapping[str, Sequence[str]]) -> Content:
     """Return how a breach stands: PowerBreachAlertData. `nodes`: where jobs run, as far as that is known.
 
     What is asked of others ends with nodes: Perseus knows nothing of racks, data feeds and breakers. For a
     target of best effort nobody is to be stopped.
     """
-    breach = told.breach
+    breach = publication.breach
     is_over = breach.status is BreachStatus.RESOLVED
     is_urgent = breach.status is BreachStatus.ESCALATED and not breach.best_effort
     content: Content = {
@@ -49,21 +49,21 @@ def alert(told: PublishAlert, nodes: Mapping[str, Sequence[str]]) -> Content:
             "resolved_at": moment(breach.resolved_s),
         }
     else:
-        content["shed_hints"] = _hints(told, nodes)
+        content["shed_hints"] = _hints(publication, nodes)
     return content
 
 
-def _hints(told: PublishAlert, nodes: Mapping[str, Sequence[str]]) -> list[Content]:
+def _hints(publication: PublishAlert, nodes: Mapping[str, Sequence[str]]) -> list[Content]:
     """Nodes of the jobs that would have to be paused first, then those of the jobs that are held back."""
-    pausing = "throttle" if told.breach.best_effort else "suspend"
+    pausing = "throttle" if publication.breach.best_effort else "suspend"
     actions: dict[str, str] = {}
-    for jobs, action in ((told.to_pause, pausing), (told.held, "throttle")):
+    for jobs, action in ((publication.to_pause, pausing), (publication.held, "throttle")):
         for job_id in jobs:
             for node in nodes.get(job_id, ()):
                 actions.setdefault(node, action)
     return [
         {"resource_id": node, "resource_type": "node", "action": action, "priority": priority}
-        for priority, (node, action) in enumerate(list(actions.items())[:_MOST_HINTS], 1)
+        for priority, (node, action) in enumerate(list(actions.items())[:_MAX_HINTS], 1)
     ]
 
 

@@ -58,20 +58,20 @@ class BreachWatch:
 
     def take(self, reading: FeedReading, target: Piece | None, now_s: float) -> list[Breach]:
         """Take how the feed stands under its target, None for none; return what is to be told."""
-        told: list[Breach] = []
+        changed: list[Breach] = []
         if self._open is not None and (target is None or not _is_for(self._open, target)):
-            told.append(self._resolved(self._open, reading, now_s))
+            changed.append(self._resolved(self._open, reading, now_s))
         if target is None or reading.judged_w is None or reading.in_transition:
             self._above_since_s = None
-            return told
+            return changed
         excess = reading.judged_w / target.constraint.limit_w - 1
         if self._open is None:
-            told += self._found(reading, target, excess, now_s)
+            changed += self._found(reading, target, excess, now_s)
         elif excess <= 0:
-            told.append(self._resolved(self._open, reading, now_s))
+            changed.append(self._resolved(self._open, reading, now_s))
         else:
-            told += self._escalated(self._open, reading, excess, now_s)
-        return told
+            changed += self._escalated(self._open, reading, excess, now_s)
+        return changed
 
     def _found(self, reading: FeedReading, target: Piece, excess: float, now_s: float) -> list[Breach]:
         if excess <= THRESHOLD:

@@ -18,13 +18,13 @@ from functools import lru_cache
 
 from perseus.grid.dsx_flex.values import Piece
 
-MOST_BUDGETS = 240
+MAX_BUDGETS = 240
 """At once: fewer than the coordinator's `limit_budgets`, so that what replaces others finds room."""
 
 SOON_S = 60.0
 """What counts so soon is a budget at once."""
 
-_MADE_WAY = "made way"
+_SUPERSEDED = "made way"
 """Correlation identifier of a budget that the door cancels to set it again: no operator has cancelled it."""
 
 _BUDGETS_KEPT = 16_384
@@ -79,9 +79,9 @@ class KnownBudget:
     stage: Stage
 
     @property
-    def has_made_way(self) -> bool:
+    def is_superseded(self) -> bool:
         """Whether it was cancelled by the door, to be set again."""
-        return self.stage is Stage.CANCELLED and self.budget.correlation_id == _MADE_WAY
+        return self.stage is Stage.CANCELLED and self.budget.correlation_id == _SUPERSEDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def due(some: Iterable[Piece], senders: Mapping[str, str], now_s: float) -> list
     later: dict[str, list[Piece]] = {}
     for piece in ordered[len(found) :]:
         later.setdefault(senders[piece.event_id], []).append(piece)
-    share = max(0, MOST_BUDGETS - len(found)) // (len(later) + 1)
+    share = max(0, MAX_BUDGETS - len(found)) // (len(later) + 1)
     found += [piece for own in later.values() for piece in own[:share]]
     return sorted(found, key=lambda each: each.start_s)
 
@@ -165,7 +165,7 @@ def changes(
     ours = {
         each: state
         for each, state in known.items()
-        if each.startswith(prefix(identifier)) and not state.has_made_way
+        if each.startswith(prefix(identifier)) and not state.is_superseded
     }
     current = [
         each
@@ -190,7 +190,7 @@ def changes(
         (wanted[each] for each in wanted.keys() - set(due_ids) if each in ours),
         key=lambda budget: budget.start_s,
     )
-    excess = min(len(new), current_count + len(new) - MOST_BUDGETS)
+    excess = min(len(new), current_count + len(new) - MAX_BUDGETS)
     changed = [
         budget_id
         for budget_id, budget in wanted.items()
@@ -209,7 +209,7 @@ def changes(
     ]
     return Changes(
         to_defer=tuple(
-            replace(each, correlation_id=_MADE_WAY)
+            replace(each, correlation_id=_SUPERSEDED)
             for each in later[::-1][: max(0, excess)]
             if ours[each.budget_id].stage is Stage.CURRENT
         ),

@@ -40,7 +40,7 @@ class Transitions:
 
     def take(self, reading: FeedReading, *, has_target: bool, now_s: float) -> list[FeedEvent]:
         """Take how the feed stands; return what has happened, in order."""
-        allowed_w = min(reading.limit_w, reading.ceiling_w)
+        allowed_w = min(reading.limit_w, reading.power_cap_w)
         before_w, self._allowed_w = self._allowed_w, allowed_w
         wanted = _moved(before_w, allowed_w)
         events: list[FeedEvent] = []

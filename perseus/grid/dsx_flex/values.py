@@ -88,7 +88,7 @@ class FeedReading:
     maximum_w: float | None
     default_w: float | None
     limit_w: float
-    ceiling_w: float
+    power_cap_w: float
     measured_w: float
     judged_w: float | None
     calculated_w: float

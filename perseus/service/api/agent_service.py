@@ -20,9 +20,9 @@ import grpc
 import structlog
 
 from perseus.service.api.authentication import caller
-from perseus.service.api.complaints import Complaints
-from perseus.service.api.kept import Kept
+from perseus.service.api.memo import Memo
 from perseus.service.api.outbox import Outbox
+from perseus.service.api.refusal_log import RefusalLog
 from perseus.service.api.statuses import (
     MAPPED,
     MappedError,
@@ -35,12 +35,12 @@ from perseus.service.api.statuses import (
 from perseus.service.api.translate_agents import (
     RankMessage,
     answer_from_proto,
-    ceiling_to_proto,
     check_hello,
     gpu_error_from_proto,
     in_force_from_proto,
     joined_from_proto,
     left_from_proto,
+    max_clock_to_proto,
     offer_to_proto,
     reading_from_proto,
     telemetry_from_proto,
@@ -62,10 +62,10 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
 from perseus.service.domain.messages import coordinates_to_proto, order_to_proto
-from perseus.service.domain.model import Ceiling, Offer, PlannedClocks
+from perseus.service.domain.model import MaxClock, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
-from perseus.service.shell.quotas import Pace, Quotas
+from perseus.service.shell.quotas import Quotas, RateLimiter
 from perseus.solver import Computation
 from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, computation_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
@@ -78,13 +78,13 @@ PROTOCOL_VERSION = 1
 _UNSTORED_LIMIT = 64
 """Messages of one stream that may wait to be stored."""
 
-_LEAST_PAUSE_S = 0.01
+_MIN_PAUSE_S = 0.01
 """A shorter one is not worth a timer: it is made good with the next."""
 
 _KINDS_LIMIT = 64
 """Kinds of misunderstanding that are logged, of one stream; each once."""
 
-_ORDERS: Kept[Sequence[Computation], computation_pb2.StageOrder] = Kept(order_to_proto, limit=256)
+_ORDERS: Memo[Sequence[Computation], computation_pb2.StageOrder] = Memo(order_to_proto, limit=256)
 """What ranks compute: all of a stage the same."""
 
 M = TypeVar("M", bound=RankMessage)
@@ -107,31 +107,31 @@ class OutboxPort:
         self._lease_s = lease_s
 
     def accept_rank(
-        self, job_id: str, rank: Coordinates, order: Sequence[Computation], ceiling: Ceiling | None
+        self, job_id: str, rank: Coordinates, order: Sequence[Computation], max_clock: MaxClock | None
     ) -> None:
         """See `shell.ports.AgentPort`."""
         accepted = agent_service_pb2.RankAccepted(
             job_id=job_id,
             rank=coordinates_to_proto(rank),
             order=_ORDERS.of(order),
-            ceiling=ceiling_to_proto(ceiling),
+            max_clock=max_clock_to_proto(max_clock),
         )
-        self._outbox.answer(ConnectResponse(rank_accepted=accepted))
+        self._outbox.enqueue(ConnectResponse(rank_accepted=accepted))
 
-    def limit_rank(self, job_id: str, rank: Coordinates, ceiling: Ceiling | None) -> None:
+    def limit_rank(self, job_id: str, rank: Coordinates, max_clock: MaxClock | None) -> None:
         """See `shell.ports.AgentPort`."""
-        limited = agent_service_pb2.RankCeiling(
-            job_id=job_id, rank=coordinates_to_proto(rank), ceiling=ceiling_to_proto(ceiling)
+        limited = agent_service_pb2.RankMaxClock(
+            job_id=job_id, rank=coordinates_to_proto(rank), max_clock=max_clock_to_proto(max_clock)
         )
-        self._outbox.answer(ConnectResponse(rank_ceiling=limited))
+        self._outbox.enqueue(ConnectResponse(rank_max_clock=limited))
 
     def refuse_rank(
-        self, job_id: str, rank: Coordinates, error: CoordinatorError, ceiling: Ceiling | None
+        self, job_id: str, rank: Coordinates, error: CoordinatorError, max_clock: MaxClock | None
     ) -> None:
         """See `shell.ports.AgentPort`."""
         self._outbox.drop((job_id, rank))
-        refused = rank_refused(job_id, coordinates_to_proto(rank), error, ceiling)
-        self._outbox.answer(ConnectResponse(rank_refused=refused))
+        refused = rank_refused(job_id, coordinates_to_proto(rank), error, max_clock)
+        self._outbox.enqueue(ConnectResponse(rank_refused=refused))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """See `shell.ports.AgentPort`."""
@@ -139,7 +139,7 @@ class OutboxPort:
         message = offer_to_proto(job_id, rank, offer, self.epoch, lease_s)
         self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
 
-    def beat(self, power_interval_s: float) -> None:
+    def heartbeat(self, power_interval_s: float) -> None:
         """See `shell.ports.AgentPort`."""
         heartbeat = agent_service_pb2.Heartbeat(power_interval_s=power_interval_s)
         self._outbox.replace("heartbeat", ConnectResponse(heartbeat=heartbeat))
@@ -151,7 +151,7 @@ class OutboxPort:
     def drain(self) -> None:
         """See `shell.ports.AgentPort`."""
         message = agent_service_pb2.Drain(reason="the coordinator is about to stop")
-        self._outbox.answer(ConnectResponse(drain=message))
+        self._outbox.enqueue(ConnectResponse(drain=message))
         self._outbox.close()
 
     def end(self, error: CoordinatorError) -> None:
@@ -165,19 +165,19 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
     def __init__(self, agents: Agents, quotas: Quotas) -> None:
         self._agents = agents
         self._quotas = quotas
-        self._complaints = Complaints()
+        self._refusal_log = RefusalLog()
 
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[ConnectRequest], context: Context
     ) -> None:
         """Serve one agent until its stream ends, or has to be ended."""
         try:
-            with self._quotas.stream(caller().name) as pace:
+            with self._quotas.stream(caller().name) as rate_limiter:
                 await self._serve(
-                    _Stream(self._agents, self._quotas, pace, context), request_iterator, context
+                    _Stream(self._agents, self._quotas, rate_limiter, context), request_iterator, context
                 )
         except LimitReachedError as error:
-            self._complaints.complain(context.peer(), "agent turned away", error.reason, error=str(error))
+            self._refusal_log.record(context.peer(), "agent turned away", error.reason, error=str(error))
             await context.abort_with_status(to_status(error))
 
     async def _serve(
@@ -214,11 +214,11 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
 class _Stream:
     """One agent's stream."""
 
-    def __init__(self, agents: Agents, quotas: Quotas, pace: Pace, context: Context) -> None:
+    def __init__(self, agents: Agents, quotas: Quotas, rate_limiter: RateLimiter, context: Context) -> None:
         self.instance_id = ""
         self._agents = agents
         self._limits = quotas.limits
-        self._pace = pace
+        self._rate_limiter = rate_limiter
         self._context = context
         self._hostname = ""
         self._principal = caller()
@@ -248,11 +248,11 @@ class _Stream:
         """Put the check word on what tells that something is stored; as late as can be, so that it rises."""
         match message.WhichOneof("message"):
             case "welcome":
-                message.welcome.check_word = self._agents.check_word
+                message.welcome.commit_marker = self._agents.commit_marker
             case "telemetry_ack":
-                message.telemetry_ack.check_word = self._agents.check_word
+                message.telemetry_ack.commit_marker = self._agents.commit_marker
             case "plan_offer":
-                message.plan_offer.check_word = self._agents.check_word
+                message.plan_offer.commit_marker = self._agents.commit_marker
 
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
         """Take what the agent says, until it ends the stream or says goodbye.
@@ -269,7 +269,7 @@ class _Stream:
             if unstored >= _UNSTORED_LIMIT:
                 await self._agents.flush()
                 unstored = 0
-            if self._agents.is_crowded:
+            if self._agents.is_overloaded:
                 await self._agents.admission()
             if not self.instance_id:
                 await self._greet(request)
@@ -279,9 +279,9 @@ class _Stream:
                 return
             else:
                 self._take(kind, request)
-            pause_s = self._pace.take(count)
-            if pause_s > _LEAST_PAUSE_S:
-                self._log_once("agent sends faster than it may: it is slowed down", ("pace", "", ""))
+            pause_s = self._rate_limiter.take(count)
+            if pause_s > _MIN_PAUSE_S:
+                self._log_limited("agent sends faster than it may: it is slowed down", ("rate limit", "", ""))
                 await asyncio.sleep(pause_s)
 
     def part(self) -> None:
@@ -299,9 +299,9 @@ class _Stream:
         self._hostname = request.hello.hostname
         self._port.plan_lease_s = self._agents.plan_lease_s(self._hostname)
         self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
-        check_word = request.hello.check_word
+        commit_marker = request.hello.commit_marker
         self._port.epoch, sequence = await self._agents.greet(
-            instance_id, self._port, check_word, self._principal, request.hello.instance_key
+            instance_id, self._port, commit_marker, self._principal, request.hello.instance_key
         )
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
@@ -322,7 +322,7 @@ class _Stream:
             instance_key=self._agents.instance_key(instance_id),
             power_interval_s=self._agents.power_interval_s,
         )
-        self._outbox.answer(ConnectResponse(welcome=welcome))
+        self._outbox.enqueue(ConnectResponse(welcome=welcome))
 
     def _take(self, kind: str | None, request: ConnectRequest) -> None:
         match kind:
@@ -332,7 +332,7 @@ class _Stream:
                 raise HelloRepeatedError(instance_id=self.instance_id)
             case "heartbeat":
                 self._agents.hear(self.instance_id)
-                self._port.beat(self._agents.power_interval_s)
+                self._port.heartbeat(self._agents.power_interval_s)
             case "power_reading":
                 self._take_power(request.power_reading)
             case "message_refused":
@@ -372,13 +372,13 @@ class _Stream:
         )
 
     def _leave(self, message: agent_service_pb2.RankLeft) -> None:
-        self._agents.tell(message.job_id, left_from_proto(message, self.instance_id))
+        self._agents.dispatch(message.job_id, left_from_proto(message, self.instance_id))
 
     def _take_answer(self, message: agent_service_pb2.PlanAnswer) -> None:
-        self._agents.tell(message.job_id, answer_from_proto(message, self.instance_id))
+        self._agents.dispatch(message.job_id, answer_from_proto(message, self.instance_id))
 
     def _take_in_force(self, message: agent_service_pb2.PlanInForce) -> None:
-        self._agents.tell(message.job_id, in_force_from_proto(message, self.instance_id))
+        self._agents.dispatch(message.job_id, in_force_from_proto(message, self.instance_id))
 
     def _take_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
         self._agents.note_gpu_error(message.job_id, gpu_error_from_proto(message))
@@ -405,7 +405,7 @@ class _Stream:
         self._log_refusal("telemetry", error)
         parts = refused_parts(error)
         refused = agent_service_pb2.TelemetryRefused(sequence=message.sequence, **parts)
-        self._outbox.answer(ConnectResponse(telemetry_refused=refused))
+        self._outbox.enqueue(ConnectResponse(telemetry_refused=refused))
         if 1 <= message.sequence <= MAX_COUNT:
             self._agents.pass_telemetry(self.instance_id, message.sequence)
 
@@ -419,9 +419,9 @@ class _Stream:
             return
         count_refusal(error)
         is_foreign = isinstance(error, JobOutOfScopeError)
-        ceiling = None if is_foreign else self._agents.ceiling(message.job_id)
-        refused = rank_refused(cut(message.job_id), message.rank, error, ceiling)
-        self._outbox.answer(ConnectResponse(rank_refused=refused))
+        max_clock = None if is_foreign else self._agents.max_clock(message.job_id)
+        refused = rank_refused(cut(message.job_id), message.rank, error, max_clock)
+        self._outbox.enqueue(ConnectResponse(rank_refused=refused))
 
     def _refuse(self, error: MappedError, about: RankMessage | None = None) -> None:
         self._log_refusal(type(about).__name__ if about is not None else "message", error)
@@ -430,11 +430,11 @@ class _Stream:
             job_id=cut(about.job_id) if about is not None else "",
             rank=about.rank if about is not None and about.HasField("rank") else None,
         )
-        self._outbox.answer(ConnectResponse(message_refused=refused))
+        self._outbox.enqueue(ConnectResponse(message_refused=refused))
 
     def _note_refusal(self, refused: agent_service_pb2.MessageRefused) -> None:
         """The agent did not understand something. Never answered: two refusals would chase each other."""
-        self._log_once(
+        self._log_limited(
             "agent refuses a message",
             ("theirs", refused.reason, _kind(refused.field)),
             reason=cut(refused.reason),
@@ -448,9 +448,9 @@ class _Stream:
         count_refusal(error)
         parts = refused_parts(error)
         key = (what, parts["reason"], _kind(parts["field"]))
-        self._log_once("message of an agent refused", key, message=what, error=str(error))
+        self._log_limited("message of an agent refused", key, message=what, error=str(error))
 
-    def _log_once(self, event: str, kind: tuple[str, str, str], **details: str) -> None:
+    def _log_limited(self, event: str, kind: tuple[str, str, str], **details: str) -> None:
         """Warn, once of each kind and stream: an agent that errs may do so a thousand times a second."""
         if kind not in self._logged and len(self._logged) < _KINDS_LIMIT:
             self._logged.add(kind)
@@ -466,7 +466,7 @@ class _Stream:
 
 
 def rank_refused(
-    job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError, ceiling: Ceiling | None
+    job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError, max_clock: MaxClock | None
 ) -> agent_service_pb2.RankRefused:
     """Return what an agent is told of a rank that is not served."""
     info = error_info(error)
@@ -476,7 +476,7 @@ def rank_refused(
         reason=info.reason,
         message=str(error),
         metadata=info.metadata,
-        ceiling=ceiling_to_proto(ceiling),
+        max_clock=max_clock_to_proto(max_clock),
     )
 
 

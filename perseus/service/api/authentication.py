@@ -12,7 +12,6 @@ from typing import Any
 
 import structlog
 
-from perseus.service.api.complaints import Complaints
 from perseus.service.api.interceptors import (
     Behaviour,
     Context,
@@ -21,6 +20,7 @@ from perseus.service.api.interceptors import (
     serve_stream,
     wrapped,
 )
+from perseus.service.api.refusal_log import RefusalLog
 from perseus.service.api.rpc_scopes import NOBODY, RPC_SCOPES, check_scope
 from perseus.service.api.statuses import to_status
 from perseus.service.domain.errors import CoordinatorError, CredentialMissingError, ScopeTooNarrowError
@@ -51,7 +51,7 @@ def calling(principal: Principal) -> Iterator[None]:
         _caller.reset(before)
 
 
-class Unasked(Interceptor):
+class NoAuthentication(Interceptor):
     """Lets everybody make every call, for a coordinator that asks nobody who they are."""
 
     def wrap(self, rpc: str, handler: RpcHandler) -> RpcHandler:
@@ -84,7 +84,7 @@ class Authentication(Interceptor):
     def __init__(self, tokens: Tokens, certificates: Mapping[str, Grant]) -> None:
         self._tokens = tokens
         self._certificates = certificates
-        self._complaints = Complaints()
+        self._refusal_log = RefusalLog()
 
     def wrap(self, rpc: str, handler: RpcHandler) -> RpcHandler:
         """See Interceptor."""
@@ -131,7 +131,7 @@ class Authentication(Interceptor):
 
     async def _refuse(self, rpc: str, context: Context, error: CoordinatorError) -> None:
         event = "call refused" if isinstance(error, ScopeTooNarrowError) else "caller refused"
-        self._complaints.complain(context.peer(), event, error.reason, rpc=rpc, error=str(error))
+        self._refusal_log.record(context.peer(), event, error.reason, rpc=rpc, error=str(error))
         await context.abort_with_status(to_status(error))
 
     def _principal(self, context: Context) -> Principal:

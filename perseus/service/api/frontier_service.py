@@ -29,8 +29,8 @@ from perseus.v1 import frontier_service_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-LEAST_POINT_COUNT = 3
-MOST_POINT_COUNT = 10_000
+MIN_POINT_COUNT = 3
+MAX_POINT_COUNT = 10_000
 
 
 class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
@@ -59,9 +59,9 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:
         """See the contract."""
         count = request.point_count or POINT_COUNT
-        if not LEAST_POINT_COUNT <= count <= MOST_POINT_COUNT:
+        if not MIN_POINT_COUNT <= count <= MAX_POINT_COUNT:
             raise InvalidFieldError(
-                field="point_count", expected=f"0, or {LEAST_POINT_COUNT} to {MOST_POINT_COUNT}", found=count
+                field="point_count", expected=f"0, or {MIN_POINT_COUNT} to {MAX_POINT_COUNT}", found=count
             )
         check_problem_size(request.problem, count, self._quotas.limits.limit_solve_computations)
         with self._quotas.solve(caller().name):

@@ -18,7 +18,7 @@ BYTES_LIMIT = 16 * 2**20
 _OVERHEAD_BYTES = 128
 """What an empty message takes while it waits."""
 
-_TAKEN_AT_ONCE = 32
+_TAKE_BATCH = 32
 
 
 class Outbox:
@@ -30,7 +30,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[CoordinatorError] = asyncio.get_running_loop().create_future()
-        self._answers: deque[agent_service_pb2.ConnectResponse] = deque()
+        self._queue: deque[agent_service_pb2.ConnectResponse] = deque()
         self._latest: dict[Hashable, agent_service_pb2.ConnectResponse] = {}
         self._acknowledged: int | None = None
         self._bytes = 0
@@ -38,10 +38,10 @@ class Outbox:
         # Whoever takes, while nothing waits. A future, for an asyncio.Event costs twice as much.
         self._taker: asyncio.Future[None] | None = None
 
-    def answer(self, message: agent_service_pb2.ConnectResponse) -> None:
+    def enqueue(self, message: agent_service_pb2.ConnectResponse) -> None:
         """Queue a message; all of these are sent, in order, before the others."""
         if not self.ended.done():
-            self._answers.append(message)
+            self._queue.append(message)
             self._grow(message)
 
     def replace(self, key: Hashable, message: agent_service_pb2.ConnectResponse) -> None:
@@ -66,7 +66,7 @@ class Outbox:
         """End the stream instead of sending anything more. The first error counts."""
         if not self.ended.done():
             self.ended.set_result(error)
-        self._answers.clear()
+        self._queue.clear()
         self._latest.clear()
         self._acknowledged = None
         self._bytes = 0
@@ -83,20 +83,20 @@ class Outbox:
         Raises:
             CoordinatorError: the stream is to end.
         """
-        is_empty = not self._answers and not self._latest and self._acknowledged is None
+        is_empty = not self._queue and not self._latest and self._acknowledged is None
         if is_empty and not self._is_closed and not self.ended.done():
             self._taker = self.ended.get_loop().create_future()
             await self._taker
         if self.ended.done():
             raise self.ended.result()
-        messages = [self._answers.popleft() for _ in range(min(len(self._answers), _TAKEN_AT_ONCE))]
-        while self._latest and len(messages) < _TAKEN_AT_ONCE:
+        messages = [self._queue.popleft() for _ in range(min(len(self._queue), _TAKE_BATCH))]
+        while self._latest and len(messages) < _TAKE_BATCH:
             messages.append(self._latest.pop(next(iter(self._latest))))
         self._bytes -= sum(map(_size, messages))
-        if self._acknowledged is not None and not self._answers:
+        if self._acknowledged is not None and not self._queue:
             messages.append(_acknowledgement(self._acknowledged))
             self._acknowledged = None
-        has_more = bool(self._answers or self._latest)
+        has_more = bool(self._queue or self._latest)
         return messages, self._is_closed and not has_more
 
     def _grow(self, message: agent_service_pb2.ConnectResponse) -> None:

@@ -13,19 +13,19 @@ from google.protobuf.message import Message
 
 from perseus.service.domain.bounds import MAX_SENTENCE_LENGTH, check_size, check_text
 
-_MOST_ROWS = 4096
+_MAX_ROWS = 4096
 """Of a repeated field that is a text or holds some: far above what any may have, and soon looked through."""
 
 
 @dataclass(slots=True)
-class _Way:
+class _TextFields:
     """The fields of a message that are texts, and those whose messages hold some."""
 
     texts: list[FieldDescriptor] = field(default_factory=list)
-    inner: list[tuple[FieldDescriptor, "_Way"]] = field(default_factory=list)
+    inner: list[tuple[FieldDescriptor, "_TextFields"]] = field(default_factory=list)
 
 
-_ways: dict[str, _Way] = {}
+_by_descriptor: dict[str, _TextFields] = {}
 
 
 def check_texts(message: Message, prefix: str = "") -> None:
@@ -34,39 +34,39 @@ def check_texts(message: Message, prefix: str = "") -> None:
     Raises:
         InvalidFieldError: names the field, from the message on.
     """
-    _check(message, _way(cast(Descriptor, message.DESCRIPTOR)), prefix)
+    _check(message, _text_fields(cast(Descriptor, message.DESCRIPTOR)), prefix)
 
 
-def _check(message: Message, way: _Way, prefix: str) -> None:
-    for each in way.texts:
+def _check(message: Message, text_fields: _TextFields, prefix: str) -> None:
+    for each in text_fields.texts:
         value = getattr(message, each.name)
         if each.is_repeated:
-            check_size(f"{prefix}{each.name}", len(value), _MOST_ROWS)
+            check_size(f"{prefix}{each.name}", len(value), _MAX_ROWS)
             for row, text in enumerate(value):
-                check_text(f"{prefix}{each.name}[{row}]", text, most=MAX_SENTENCE_LENGTH)
+                check_text(f"{prefix}{each.name}[{row}]", text, maximum=MAX_SENTENCE_LENGTH)
         elif value:
-            check_text(f"{prefix}{each.name}", value, most=MAX_SENTENCE_LENGTH)
-    for each, inner in way.inner:
+            check_text(f"{prefix}{each.name}", value, maximum=MAX_SENTENCE_LENGTH)
+    for each, inner in text_fields.inner:
         if each.is_repeated:
             parts = getattr(message, each.name)
-            check_size(f"{prefix}{each.name}", len(parts), _MOST_ROWS)
+            check_size(f"{prefix}{each.name}", len(parts), _MAX_ROWS)
             for row, part in enumerate(parts):
                 _check(part, inner, f"{prefix}{each.name}[{row}].")
         elif message.HasField(each.name):
             _check(getattr(message, each.name), inner, f"{prefix}{each.name}.")
 
 
-def _way(descriptor: Descriptor) -> _Way:
-    known = _ways.get(descriptor.full_name)
+def _text_fields(descriptor: Descriptor) -> _TextFields:
+    known = _by_descriptor.get(descriptor.full_name)
     if known is not None:
         return known
-    way = _ways[descriptor.full_name] = _Way()
+    text_fields = _by_descriptor[descriptor.full_name] = _TextFields()
     for each in descriptor.fields:
         if each.type == FieldDescriptor.TYPE_STRING:
-            way.texts.append(each)
+            text_fields.texts.append(each)
         elif each.message_type is not None and holds_text(each.message_type):
-            way.inner.append((each, _way(each.message_type)))
-    return way
+            text_fields.inner.append((each, _text_fields(each.message_type)))
+    return text_fields
 
 
 def holds_text(descriptor: Descriptor, above: Sequence[str] = ()) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from perseus.service.api.kept import Kept
+from perseus.service.api.memo import Memo
 from perseus.service.api.translate_jobs import coordinates_from_proto
 from perseus.service.api.translate_problems import (
     KIND_FROM_PROTO,
@@ -41,10 +41,10 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
 from perseus.service.domain.model import (
     STOCK_MHZ,
-    Ceiling,
     Gpu,
     GpuErrorReason,
     HoldClocks,
+    MaxClock,
     Offer,
     PlannedClocks,
     RankLeftReason,
@@ -104,11 +104,11 @@ def check_hello(message: agent_service_pb2.Hello) -> None:
     Raises:
         InvalidFieldError: names the field.
     """
-    check_text("hello.instance_id", message.instance_id, least=1)
+    check_text("hello.instance_id", message.instance_id, minimum=1)
     check_text("hello.agent_version", message.agent_version)
     check_text("hello.hostname", message.hostname)
     check_range("hello.protocol_version", message.protocol_version, 0, MAX_COUNT)
-    check_text("hello.check_word", message.check_word)
+    check_text("hello.commit_marker", message.commit_marker)
     check_text("hello.instance_key", message.instance_key)
 
 
@@ -156,7 +156,7 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         instance_id=instance_id,
         hostname=hostname,
         gpu=Gpu(
-            check_text("rank_joined.gpu.uuid", message.gpu.uuid, least=1),
+            check_text("rank_joined.gpu.uuid", message.gpu.uuid, minimum=1),
             check_text("rank_joined.gpu.model", message.gpu.model),
             clocks_mhz,
             limits.power_limit_w,
@@ -210,7 +210,7 @@ def gpu_error_from_proto(message: agent_service_pb2.GpuError) -> GpuErrorReporte
         place_from_proto(message, "gpu_error"),
         check_text("gpu_error.gpu_uuid", message.gpu_uuid),
         reason,
-        check_text("gpu_error.message", message.message, most=MAX_SENTENCE_LENGTH),
+        check_text("gpu_error.message", message.message, maximum=MAX_SENTENCE_LENGTH),
     )
 
 
@@ -236,7 +236,7 @@ def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -
         epoch=check_text("plan_answer.epoch", message.epoch),
         version=message.version,
         refusal=None if message.accepted else refusal,
-        message=check_text("plan_answer.message", message.message, most=MAX_SENTENCE_LENGTH),
+        message=check_text("plan_answer.message", message.message, maximum=MAX_SENTENCE_LENGTH),
         iteration=message.iteration,
         refused_clocks_mhz=tuple(message.refused_clocks_mhz),
     )
@@ -289,7 +289,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
             gap_slowed_time_s=iterations.gap_slowed_time_s[:],
             capped_clock_mhz=iterations.capped_clock_mhz[:],
             relative_work=iterations.relative_work[:],
-            is_touched=iterations.is_touched[:],
+            has_clock_change=iterations.has_clock_change[:],
         ),
         computations=ComputationColumns(
             iteration=computations.iteration[:],
@@ -362,7 +362,7 @@ def offer_to_proto(
         version=offer.version,
         start_iteration=offer.start_iteration,
         lease_s=lease_s,
-        urgent=offer.is_urgent,
+        is_urgent=offer.is_urgent,
     )
     match offer.clocks:
         case PlannedClocks(plan):
@@ -374,11 +374,11 @@ def offer_to_proto(
     return message
 
 
-def ceiling_to_proto(ceiling: Ceiling | None) -> agent_service_pb2.Ceiling | None:
+def max_clock_to_proto(max_clock: MaxClock | None) -> agent_service_pb2.MaxClock | None:
     """Return a ceiling; None where there is none."""
-    if ceiling is None:
+    if max_clock is None:
         return None
-    return agent_service_pb2.Ceiling(clock_mhz=ceiling.clock_mhz, outlasts_lease=ceiling.outlasts_lease)
+    return agent_service_pb2.MaxClock(clock_mhz=max_clock.clock_mhz, outlasts_lease=max_clock.outlasts_lease)
 
 
 def _share_to_proto(stage: Sequence[PlannedComputation]) -> agent_service_pb2.PlanOffer:
@@ -391,5 +391,5 @@ def _share_to_proto(stage: Sequence[PlannedComputation]) -> agent_service_pb2.Pl
     return message
 
 
-_SHARES = Kept(_share_to_proto, limit=256)
+_SHARES = Memo(_share_to_proto, limit=256)
 """Shares of plans: every pipeline under a plan has the same."""

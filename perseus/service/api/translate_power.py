@@ -4,21 +4,21 @@ from perseus.service.domain.messages import NUMBERS, time_from_proto, time_to_pr
 from perseus.service.domain.power import (
     DEFAULT_FEED,
     BudgetRecord,
+    BudgetRequest,
     Feed,
     FeedStatus,
-    WantedBudget,
 )
 from perseus.v1 import power_service_pb2 as pb
 
 
-def wanted_from_proto(message: pb.SetBudgetRequest) -> WantedBudget:
+def wanted_from_proto(message: pb.SetBudgetRequest) -> BudgetRequest:
     """Return the budget that is asked for, not yet checked.
 
     Raises:
         InvalidFieldError: a time is none.
     """
     amount = message.WhichOneof("amount")
-    return WantedBudget(
+    return BudgetRequest(
         budget_id=message.budget_id,
         request_id=message.request_id,
         feed=message.feed or DEFAULT_FEED,
@@ -59,7 +59,7 @@ def feed_to_proto(feed: Feed, status: FeedStatus) -> pb.FeedState:
         feed=status.feed,
         reference_w=feed.reference_w,
         limit_w=status.limit_w,
-        ceiling_w=status.ceiling_w,
+        power_cap_w=status.power_cap_w,
         measured_w=status.measured_w,
         managed_w=status.managed_w,
         unmanaged_w=status.unmanaged_w,
@@ -67,9 +67,9 @@ def feed_to_proto(feed: Feed, status: FeedStatus) -> pb.FeedState:
         is_in_transition=status.in_transition,
         job_ids_to_pause=status.to_pause,
         job_ids_beyond_tolerance=status.beyond_tolerance,
-        held_job_ids=status.held,
+        slowed_job_ids=status.held,
         own_limit_w=feed.limit_w,
         default_w=feed.default_w,
         judged_w=status.judged_w,
-        doubtful_gpu_count=status.doubtful_gpu_count,
+        conflicting_gpu_count=status.conflicting_gpu_count,
     )

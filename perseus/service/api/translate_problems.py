@@ -145,7 +145,7 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
 
 
 def check_problem_size(
-    message: frontier_pb2.PipelineProblem, point_count: int, most_computations: int
+    message: frontier_pb2.PipelineProblem, point_count: int, max_computations: int
 ) -> None:
     """Refuse a problem that is too large to be solved while somebody waits.
 
@@ -158,18 +158,18 @@ def check_problem_size(
         field = "problem.schedule.named.microbatch_count"
         spec = schedule_spec_from_proto(schedule)
         assert isinstance(spec, NamedSchedule)
-        computation_count = spec.most_computations(message.stage_count)
+        computation_count = spec.max_computations(message.stage_count)
     else:
         field = "problem.schedule.explicit.stages"
         # Millions of them fit into a message, too many to count what is in each.
         check_size(field, len(schedule.explicit.stages), MAX_STAGE_COUNT)
         computation_count = sum(len(stage.computations) for stage in schedule.explicit.stages)
-    if computation_count > most_computations:
-        expected = f"at most {most_computations} computations"
+    if computation_count > max_computations:
+        expected = f"at most {max_computations} computations"
         raise InvalidFieldError(field=field, expected=expected, found=f"{computation_count} computations")
     if computation_count * point_count > MAX_SOLVED_CHOICE_COUNT:
-        most = MAX_SOLVED_CHOICE_COUNT // computation_count
-        expected = f"at most {most} for {computation_count} computations"
+        maximum = MAX_SOLVED_CHOICE_COUNT // computation_count
+        expected = f"at most {maximum} for {computation_count} computations"
         raise InvalidFieldError(field="point_count", expected=expected, found=point_count)
 
 

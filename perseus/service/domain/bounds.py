@@ -46,56 +46,56 @@ MAX_SENTENCE_LENGTH = 1024
 """Characters of a sentence for people."""
 
 
-def check_range(field: str, value: float, least: float, most: float) -> None:
+def check_range(field: str, value: float, minimum: float, maximum: float) -> None:
     """Refuse a number that is not between two bounds, both included; NaN is not.
 
     Raises:
         InvalidFieldError: names the field and the bounds.
     """
-    if not least <= value <= most:
-        raise InvalidFieldError(field=field, expected=between(least, most), found=value)
+    if not minimum <= value <= maximum:
+        raise InvalidFieldError(field=field, expected=between(minimum, maximum), found=value)
 
 
-def check_size(field: str, size: int, most: int) -> None:
+def check_size(field: str, size: int, maximum: int) -> None:
     """Refuse a repeated field with too many elements.
 
     Raises:
         InvalidFieldError: names the field and the bound.
     """
-    if size > most:
-        raise InvalidFieldError(field=field, expected=f"at most {most} of them", found=size)
+    if size > maximum:
+        raise InvalidFieldError(field=field, expected=f"at most {maximum} of them", found=size)
 
 
-def check_text(field: str, text: str, least: int = 0, most: int = MAX_NAME_LENGTH) -> str:
+def check_text(field: str, text: str, minimum: int = 0, maximum: int = MAX_NAME_LENGTH) -> str:
     """Return a text, if it has a number of characters between two bounds, all printable.
 
     Raises:
         InvalidFieldError: it has not.
     """
-    if not least <= len(text) <= most:
-        raise InvalidFieldError(field=field, expected=f"{least} to {most} characters", found=len(text))
+    if not minimum <= len(text) <= maximum:
+        raise InvalidFieldError(field=field, expected=f"{minimum} to {maximum} characters", found=len(text))
     if not text.isprintable():
         raise InvalidFieldError(field=field, expected="printable characters", found=repr(text))
     return text
 
 
-def check_ascii(field: str, text: str, least: int, most: int) -> None:
+def check_ascii(field: str, text: str, minimum: int, maximum: int) -> None:
     """Refuse an identifier of another length, or with characters other than printable ASCII.
 
     Raises:
         InvalidFieldError: names the field.
     """
-    if not (least <= len(text) <= most and text.isascii() and text.isprintable()):
+    if not (minimum <= len(text) <= maximum and text.isascii() and text.isprintable()):
         raise InvalidFieldError(
             field=field,
-            expected=f"{least} to {most} printable ASCII characters",
-            found=repr(text[: most + 1]),
+            expected=f"{minimum} to {maximum} printable ASCII characters",
+            found=repr(text[: maximum + 1]),
         )
 
 
-def between(least: float, most: float) -> str:
+def between(minimum: float, maximum: float) -> str:
     """Return bounds for an error's text."""
-    return f"{_shown(least)} to {_shown(most)}"
+    return f"{_shown(minimum)} to {_shown(maximum)}"
 
 
 def _shown(bound: float) -> str:

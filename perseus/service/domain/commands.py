@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.model import Ceiling, Offer
+from perseus.service.domain.model import MaxClock, Offer
 from perseus.service.domain.records import Record
 from perseus.service.domain.specification import Coordinates
 from perseus.solver import Pipeline, Plan, Refinement
@@ -21,16 +21,16 @@ class AcceptRank:
 
     rank: Coordinates
     instance_id: str
-    ceiling: Ceiling | None = None
+    max_clock: MaxClock | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SendCeiling:
+class SendMaxClock:
     """Tell the agent that its rank has another ceiling, or none any more."""
 
     rank: Coordinates
     instance_id: str
-    ceiling: Ceiling | None
+    max_clock: MaxClock | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RefuseRank:
     rank: Coordinates
     instance_id: str
     why: CoordinatorError
-    ceiling: Ceiling | None = None
+    max_clock: MaxClock | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Store(NamedTuple):
 
 Command = (
     AcceptRank
-    | SendCeiling
+    | SendMaxClock
     | SendOffer
     | RefuseRank
     | EndStream

@@ -12,10 +12,10 @@ _MAX_VALUE_LENGTH = 256
 """Characters of a value that an error quotes."""
 
 
-def cut(value: object, most: int = _MAX_VALUE_LENGTH) -> str:
+def cut(value: object, maximum: int = _MAX_VALUE_LENGTH) -> str:
     """Return a value as text of at most so many characters."""
     text = str(value)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= maximum else f"{text[: maximum - 1]}…"
 
 
 class ServiceError(Exception):

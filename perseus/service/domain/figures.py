@@ -50,7 +50,7 @@ class RunFigures:
     totals: Totals | None = None
     period: Period | None = None
     saving: Saving | None = None
-    promised_time_s: float | None = None
+    predicted_time_s: float | None = None
     straggler_time_s: float | None = None
     switch_count: int | None = None
     saved_energy_j: float | None = None

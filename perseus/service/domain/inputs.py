@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from perseus.service.domain.bounds import check_range
 from perseus.service.domain.measured import KnownProfile
 from perseus.service.domain.model import (
-    Ceiling,
     Gpu,
     GpuErrorReason,
+    MaxClock,
     RankLeftReason,
     RefusalReason,
     Straggler,
 )
-from perseus.service.domain.signals import PacingState, SignalRule, WorkWindow
+from perseus.service.domain.signals import SignalRule, SignalTargetState, WorkWindow
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Registration
 from perseus.service.domain.telemetry import TelemetryBatch
 from perseus.solver import MAX_CLOCK_MHZ, Frontier, Plan, Refinement
@@ -141,18 +141,18 @@ class PolicySet:
 
 
 @dataclass(frozen=True, slots=True)
-class PaceOrdered:
+class BudgetTargetSet:
     """A power budget makes iterations take this long, on the frontier's scale; None: none does any more.
 
     `is_urgent`: within seconds, not from some iteration on.
     """
 
-    deadline_s: float | None
+    target_time_s: float | None
     is_urgent: bool
 
 
 @dataclass(frozen=True, slots=True)
-class SignalPaced:
+class SignalTargetSet:
     """A signal says how long iterations are to take, on the frontier's scale; None: it slows nothing down.
 
     `rule`: what that is to keep; it counts only while the job's policy is it. `window`: the work, and the
@@ -161,31 +161,31 @@ class SignalPaced:
 
     rule: SignalRule
     window: WorkWindow
-    state: PacingState
-    pace_s: float | None
+    state: SignalTargetState
+    target_time_s: float | None
     value: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class CeilingOrdered:
+class MaxClockSet:
     """A power budget wants no clock above this one where a GPU computes under no plan; None ends that.
 
     `outlasts_lease`: as of `Ceiling`.
     """
 
-    ceiling_mhz: int | None
+    max_clock_mhz: int | None
     outlasts_lease: bool = False
 
-    def to_ceiling(self) -> Ceiling | None:
+    def to_max_clock(self) -> MaxClock | None:
         """Return the ceiling, if there is one.
 
         Raises:
             InvalidFieldError: it is no clock.
         """
-        if self.ceiling_mhz is None:
+        if self.max_clock_mhz is None:
             return None
-        check_range("ceiling_mhz", self.ceiling_mhz, 1, MAX_CLOCK_MHZ)
-        return Ceiling(self.ceiling_mhz, self.outlasts_lease)
+        check_range("max_clock_mhz", self.max_clock_mhz, 1, MAX_CLOCK_MHZ)
+        return MaxClock(self.max_clock_mhz, self.outlasts_lease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +297,9 @@ Input = (
     | StragglerReported
     | StragglerCleared
     | PolicySet
-    | PaceOrdered
-    | SignalPaced
-    | CeilingOrdered
+    | BudgetTargetSet
+    | SignalTargetSet
+    | MaxClockSet
     | RegisteredAgain
     | Abandoned
     | EpochRenewed

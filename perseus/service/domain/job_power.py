@@ -8,7 +8,7 @@ from perseus.solver import Frontier
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CurveBasis:
+class PowerCurveBasis:
     """What a planned run's powers and speeds are made from (`fleet.power.curve`).
 
     Attributes:
@@ -23,7 +23,7 @@ class CurveBasis:
     slowdowns: Mapping[int, float]
     overhead_s: float
 
-    def is_same(self, other: "CurveBasis | None") -> bool:
+    def is_same(self, other: "PowerCurveBasis | None") -> bool:
         """Whether it leads to the same curve."""
         return (
             other is not None
@@ -48,9 +48,9 @@ class JobPower:
         placement_count: how often a rank came from another host, or with another GPU, than before.
     """
 
-    basis: CurveBasis | None
+    basis: PowerCurveBasis | None
     terms: BudgetTerms
-    pace_s: float | None = None
+    target_time_s: float | None = None
     power_w: float | None = None
     iteration_time_s: float = 0.0
     is_changing: bool = False

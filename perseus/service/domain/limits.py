@@ -105,7 +105,7 @@ class Limits(BaseModel):
         check_size("computations.iteration", row_count, self.limit_batch_rows)
 
 
-class Bucket:
+class TokenBucket:
     """Lets so many messages a second through, and after a silence a second's worth at once. Pure.
 
     Nothing is ever turned away: what comes too early is told how long to wait, in the order in which it came,

@@ -64,7 +64,7 @@ class JobIteration:
     state: JobState = JobState.STOCK
     has_straggler: bool = False
     unmeasured_rank_count: int = 0
-    is_touched: bool = False
+    has_clock_change: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from perseus.service.domain.profiling import (
     ProfilingCost,
     ProfilingLimit,
 )
-from perseus.service.domain.signals import PacingState, SignalKind, SignalPacing
+from perseus.service.domain.signals import SignalKind, SignalTarget, SignalTargetState
 from perseus.service.domain.specification import (
     Coordinates,
     JobSpec,
@@ -50,7 +50,7 @@ _CONTRACT: Mapping[type[enum.Enum], Any] = {
     JobState: job_pb2.JobState,
     Kind: computation_pb2.ComputationKind,
     NoSlowdownBasis: job_pb2.NoSlowdownBasis,
-    PacingState: job_pb2.SignalPacingState,
+    SignalTargetState: job_pb2.SignalTargetState,
     ProfilingLimit: event_pb2.ProfilingLimit,
     RankLeftReason: rank_pb2.RankLeftReason,
     RankState: rank_pb2.RankState,
@@ -116,16 +116,16 @@ def cost_to_proto(cost: ProfilingCost) -> job_pb2.ProfilingCost:
     )
 
 
-def pacing_to_proto(pacing: SignalPacing) -> job_pb2.SignalPacing:
+def signal_target_to_proto(signal_target: SignalTarget) -> job_pb2.SignalTarget:
     """Return how a job runs by a signal."""
-    return job_pb2.SignalPacing(
-        state=NUMBERS[pacing.state],
-        begin_time=time_to_proto(pacing.window.begin_s),
-        end_time=time_to_proto(pacing.window.end_s),
-        iteration_count=pacing.window.iteration_count,
-        done_count=pacing.done_count,
-        iteration_time_s=pacing.pace_s,
-        value_per_kwh=pacing.value,
+    return job_pb2.SignalTarget(
+        state=NUMBERS[signal_target.state],
+        start_time=time_to_proto(signal_target.window.begin_s),
+        end_time=time_to_proto(signal_target.window.end_s),
+        iteration_count=signal_target.window.iteration_count,
+        done_count=signal_target.done_count,
+        iteration_time_s=signal_target.target_time_s,
+        value_per_kwh=signal_target.value,
     )
 
 
@@ -138,14 +138,14 @@ def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
     elif policy.max_average_power_w is not None:
         message.max_average_power_w = policy.max_average_power_w
     elif (rule := policy.signal) is not None:
-        least = message.least_carbon if rule.kind is SignalKind.CARBON else message.least_cost
-        least.SetInParent()
+        minimum = message.least_carbon if rule.kind is SignalKind.CARBON else message.least_cost
+        minimum.SetInParent()
         if rule.extra_time is not None:
-            least.extra_time.percent = rule.extra_time.percent
-            least.extra_time.horizon_s = rule.extra_time.horizon_s
+            minimum.extra_time.percent = rule.extra_time.percent
+            minimum.extra_time.horizon_s = rule.extra_time.horizon_s
         if rule.work_until is not None:
-            least.work_until.iteration_count = rule.work_until.iteration_count
-            least.work_until.end_time.CopyFrom(time_to_proto(rule.work_until.end_s))
+            minimum.work_until.iteration_count = rule.work_until.iteration_count
+            minimum.work_until.end_time.CopyFrom(time_to_proto(rule.work_until.end_s))
     elif policy.max_slowdown_percent == 0:
         message.no_slowdown.SetInParent()
     else:

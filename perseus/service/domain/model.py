@@ -96,7 +96,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Ceiling:
+class MaxClock:
     """The highest clock of a job's GPUs while they compute under no plan, as a power budget wants it.
 
     `outlasts_lease`: when the coordinator has been silent for the lease, plans and ceiling stay as they are;
@@ -111,10 +111,10 @@ class Ceiling:
 class StockClocks:
     """The GPU's own clocks, without Perseus; while there is a ceiling, none above it."""
 
-    ceiling_mhz: int | None = None
+    max_clock_mhz: int | None = None
 
     def __str__(self) -> str:
-        return "stock" if self.ceiling_mhz is None else f"stock, at most {self.ceiling_mhz} MHz"
+        return "stock" if self.max_clock_mhz is None else f"stock, at most {self.max_clock_mhz} MHz"
 
 
 STOCK_MHZ = 0

@@ -46,9 +46,9 @@ class Feed:
 
     def __post_init__(self) -> None:
         check_text("name", self.name, 1)
-        for name, least in (("reference_w", 1), ("limit_w", 0), ("default_w", 0)):
+        for name, minimum in (("reference_w", 1), ("limit_w", 0), ("default_w", 0)):
             if (figure := getattr(self, name)) is not None:
-                check_range(name, figure, least, MAX_FEED_POWER_W)
+                check_range(name, figure, minimum, MAX_FEED_POWER_W)
         for name in ("ramp_down_w_per_s", "ramp_up_w_per_s"):
             if not getattr(self, name) > 0:
                 raise InvalidFieldError(field=name, expected="more than 0", found=getattr(self, name))
@@ -205,7 +205,7 @@ class UnreadableBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedBudget:
+class BudgetRequest:
     """A budget as it is asked for: a limit in watts, or in percent of its feed's reference.
 
     Times are on the wall clock; without a start it is now.
@@ -251,7 +251,7 @@ class FeedStatus:
     measured_w: float
     managed_w: float
     unmanaged_w: float
-    ceiling_w: float | None
+    power_cap_w: float | None
     held: tuple[str, ...]
     judged_w: float | None
-    doubtful_gpu_count: int = 0
+    conflicting_gpu_count: int = 0

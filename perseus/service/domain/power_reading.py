@@ -86,7 +86,7 @@ _EXCESS = 1.25
 
 
 @lru_cache(1024)  # asked for every GPU, every second
-def most_power_w(model: str) -> float:
+def max_power_w(model: str) -> float:
     """Return what no GPU of a model draws more than, as NVML or AMD SMI names it: whatever its agent says."""
     words = re.split(r"[^A-Z0-9]+", model.upper())
     return _EXCESS * next(

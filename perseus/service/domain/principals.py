@@ -207,7 +207,7 @@ def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 
-class TokenBook:
+class TokenRegistry:
     """All tokens, by name and by what is kept of them."""
 
     def __init__(self, tokens: Iterable[Token] = ()) -> None:

@@ -7,15 +7,15 @@ from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import (
     NO_VERSION,
-    Ceiling,
     JobState,
+    MaxClock,
     PipelineOffer,
     Rank,
     StockIteration,
     Straggler,
 )
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
-from perseus.service.domain.signals import SignalPacing
+from perseus.service.domain.signals import SignalTarget
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
 from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import IterationColumns
@@ -60,11 +60,11 @@ class JobRecord:
     stall: Stall | None = None
     finish_time_s: float | None = None
     baseline_request_ids: tuple[str, ...] = ()
-    broken_promise_count: int = 0
+    prediction_violation_count: int = 0
     set_latency_s: float = 0.0
-    pace_s: float | None = None
-    ceiling: Ceiling | None = None
-    pacing: SignalPacing | None = None
+    budget_target_time_s: float | None = None
+    max_clock: MaxClock | None = None
+    signal_target: SignalTarget | None = None
 
     @property
     def has_finished(self) -> bool:
@@ -72,7 +72,7 @@ class JobRecord:
         return self.state is JobState.FINISHED
 
 
-MOST_REQUEST_IDS = 64
+MAX_REQUEST_IDS = 64
 """So many of the latest requests are known; an older one counts as new."""
 
 
@@ -104,7 +104,7 @@ class Registrations:
     def with_newest(self, newest: Registration) -> "Registrations":
         """Return these with one more; it is there once."""
         others = (some for some in self.registrations if some != newest)
-        return Registrations((*others, newest)[-MOST_REQUEST_IDS:])
+        return Registrations((*others, newest)[-MAX_REQUEST_IDS:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,12 +112,12 @@ class WorkWindow:
             )
 
 
-class PacingState(enum.Enum):
+class SignalTargetState(enum.Enum):
     """How a job runs by its signal now."""
 
-    PACED = "paced"
+    FOLLOWING = "paced"
     """As slow as pays."""
-    BLIND = "blind"
+    NO_SIGNAL = "blind"
     """Nothing is known of the signal: no slowdown."""
     LATE = "late"
     """The work can't be done in time any more: no slowdown."""
@@ -126,7 +126,7 @@ class PacingState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SignalPacing:
+class SignalTarget:
     """How a job runs by its signal, and how far it is.
 
     Attributes:
@@ -138,7 +138,7 @@ class SignalPacing:
     """
 
     window: WorkWindow
-    state: PacingState
-    pace_s: float | None = None
+    state: SignalTargetState
+    target_time_s: float | None = None
     value: float | None = None
     done_count: int = 0

@@ -22,7 +22,7 @@ from perseus.service.domain.errors import (
     RankOutOfRangeError,
 )
 from perseus.service.domain.signals import SignalRule
-from perseus.solver import Computation, Path, Schedule, most_computations, named_schedule
+from perseus.solver import Computation, Path, Schedule, max_computations, named_schedule
 
 _JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _LABEL = _JOB_ID
@@ -113,9 +113,9 @@ class NamedSchedule:
     microbatch_count: int
     chunk_count: int = 0
 
-    def most_computations(self, stage_count: int) -> int:
+    def max_computations(self, stage_count: int) -> int:
         """Return how many computations it has at most."""
-        return most_computations(
+        return max_computations(
             self.name, stage_count, max(1, self.microbatch_count), max(1, self.chunk_count)
         )
 
@@ -141,7 +141,7 @@ def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
     if isinstance(spec, NamedSchedule):
         check_range("schedule.named.microbatch_count", spec.microbatch_count, 1, MAX_MICROBATCH_COUNT)
         check_range("schedule.named.chunk_count", spec.chunk_count, 0, MAX_CHUNK_COUNT)
-        _check_size("schedule.named.microbatch_count", spec.most_computations(stage_count))
+        _check_size("schedule.named.microbatch_count", spec.max_computations(stage_count))
         return named_schedule(spec.name, stage_count, spec.microbatch_count, spec.chunk_count)
     if len(spec.orders) != stage_count:
         raise InvalidFieldError(
@@ -327,7 +327,7 @@ class JobSpec:
     def computation_count(self) -> int:
         """How many computations its stages have together, at most."""
         if isinstance(self.schedule, NamedSchedule):
-            return self.schedule.most_computations(self.parallelism.stage_count)
+            return self.schedule.max_computations(self.parallelism.stage_count)
         return sum(len(order) for order in self.schedule.orders)
 
     @property

@@ -67,7 +67,7 @@ class IterationColumns(NamedTuple):
     gap_slowed_time_s: Sequence[float] = ()
     capped_clock_mhz: Sequence[int] = ()
     relative_work: Sequence[float] = ()
-    is_touched: Sequence[bool] = ()
+    has_clock_change: Sequence[bool] = ()
 
     def check(self) -> None:
         """Refuse columns that can't be.
@@ -378,9 +378,9 @@ def _is_work(value: float) -> bool:
     return value == 0 or MIN_RELATIVE_WORK <= value <= MAX_RELATIVE_WORK
 
 
-def _check_lengths(where: str, columns: IterationColumns | ComputationColumns, most: int) -> None:
+def _check_lengths(where: str, columns: IterationColumns | ComputationColumns, maximum: int) -> None:
     expected = len(columns.iteration)
-    check_size(f"{where}.iteration", expected, most)
+    check_size(f"{where}.iteration", expected, maximum)
     if len(set(map(len, columns))) > 1:
         for name, column in zip(columns._fields, columns, strict=True):
             if len(column) != expected and (column or name not in columns._field_defaults):
@@ -389,11 +389,11 @@ def _check_lengths(where: str, columns: IterationColumns | ComputationColumns, m
                 )
 
 
-def _check_bounds(field: str, column: Sequence[float], least: float, most: float) -> None:
+def _check_bounds(field: str, column: Sequence[float], minimum: float, maximum: float) -> None:
     # Nothing below 0 and a sum that is not too large tell of almost every column that it is fine, and cost
     # the least. A NaN anywhere is in the sum.
-    if column and not (0 <= least <= min(column) and sum(column) <= most):
-        _check_rows(field, column, lambda value: least <= value <= most, between(least, most))
+    if column and not (0 <= minimum <= min(column) and sum(column) <= maximum):
+        _check_rows(field, column, lambda value: minimum <= value <= maximum, between(minimum, maximum))
 
 
 def _check_rows(field: str, column: Sequence[float], is_fine: Callable[[float], bool], expected: str) -> None:

@@ -32,7 +32,7 @@ from perseus.service.domain.ledger import (
     Reference,
 )
 from perseus.service.domain.statement import J_PER_KWH, Account, LedgerEntry, Quantity, Statement
-from perseus.service.fleet.student import interval_factor
+from perseus.service.fleet.student_t import interval_factor
 
 
 def constant(rates: Rates) -> RatesAt:

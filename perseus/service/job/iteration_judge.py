@@ -13,20 +13,20 @@ from perseus.service.domain.model import HoldClocks, JobState
 from perseus.service.domain.records import IterationRows
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.job.course import Course
+from perseus.service.job.lifecycle import Lifecycle
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import changed_work
 from perseus.service.job.run import Run
-from perseus.service.job.stragglers.straggler_book import NOTHING_JUDGED
+from perseus.service.job.stragglers.registry import NOTHING_JUDGED
 from perseus.v1 import event_pb2
 
 
 class IterationJudge:
     """Takes what ranks report of iterations."""
 
-    def __init__(self, run: Run, course: Course) -> None:
+    def __init__(self, run: Run, lifecycle: Lifecycle) -> None:
         self._run = run
-        self._course = course
+        self._lifecycle = lifecycle
 
     def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> None:
         """Take the iterations that a rank reports, and judge those of the whole job that they complete."""
@@ -38,42 +38,46 @@ class IterationJudge:
         summaries, complete = run.log.add(rank, rows, run.wall_time_s)
         for summary in summaries:
             run.timelines.finish(summary)
-            run.journal.do(ReportIteration(summary))
-        run.journal.store(IterationRows(rank, rows, run.log.closed_through))
+            run.buffer.do(ReportIteration(summary))
+        run.buffer.store(IterationRows(rank, rows, run.log.closed_through))
         if not complete:
             return
         for period in run.log.periods[max(0, count - 1) :]:
             if period != last:
-                run.journal.store(period)
-        run.journal.store(run.meter.take(complete, run.log.latest_baseline, run.wall_time_s))
+                run.buffer.store(period)
+        run.buffer.store(run.meter.take(complete, run.log.latest_baseline, run.wall_time_s))
         run.planner.count_done(sum(1 + iteration.skipped_count for iteration in complete))
         run.offers.iteration_time_s = complete[-1].iteration_time_s
-        is_free = run.limiter.ceiling is None
+        is_free = run.max_clock_enforcer.max_clock is None
         for iteration in complete:
             gap_s = run.progress.silence_s(run.now_s)
             run.progress.take_iteration(iteration, run.now_s)
-            is_evidence = run.limiter.is_evidence(iteration)
+            is_comparable = run.max_clock_enforcer.is_comparable(iteration)
             judgement = NOTHING_JUDGED
-            if is_evidence:
+            if is_comparable:
                 run.planner.watch.learn(iteration)
                 judgement = run.stragglers.judge(iteration)
             if judgement.has_changed:
-                self._course.after_straggler_change()
+                self._lifecycle.after_straggler_change()
             if run.record.state is JobState.PROFILING:
-                self._note_profiled(iteration, judgement.slowed, gap_s, is_evidence=is_evidence)
+                self._note_profiled(iteration, judgement.slowed, gap_s, is_comparable=is_comparable)
             elif run.record.state is JobState.PLANNED:
-                if is_evidence:
+                if is_comparable:
                     self._watch_plans(iteration)
                 if is_free:
                     self._watch_gpus()
-            elif is_evidence and run.limiter.ceiling is None and iteration.versions == run.offers.versions:
+            elif (
+                is_comparable
+                and run.max_clock_enforcer.max_clock is None
+                and iteration.versions == run.offers.versions
+            ):
                 run.planner.watch.take_stock(iteration)
         run.planner.latency.follow(run.now_s)
         if run.record.state is JobState.BASELINE and is_free:
             run.baseline.take(complete, run.offers.versions)
 
     def _note_profiled(
-        self, iteration: JobIteration, slowed: Collection[int], gap_s: float, *, is_evidence: bool
+        self, iteration: JobIteration, slowed: Collection[int], gap_s: float, *, is_comparable: bool
     ) -> None:
         """Let the profiler count an iteration, unless it ran at stock because nothing is held for now.
 
@@ -81,17 +85,17 @@ class IterationJudge:
         """
         run = self._run
         if iteration.skipped_count:
-            run.profiler.spending.take_gap(iteration, gap_s, run.baseline.time_s)
-        run.profiler.spending.end_gap()
+            run.profiler.budget_tracker.take_gap(iteration, gap_s, run.baseline.time_s)
+        run.profiler.budget_tracker.end_gap()
         is_as_offered = iteration.versions == run.offers.versions
-        if is_as_offered and self._course.held_clocks() is None:
+        if is_as_offered and self._lifecycle.held_clocks() is None:
             return
         baseline = run.baseline.iteration
         assert baseline is not None
         run.profiler.take_iteration(
-            iteration, is_as_offered and is_evidence, {*run.stragglers.pipelines, *slowed}, baseline
+            iteration, is_as_offered and is_comparable, {*run.stragglers.pipelines, *slowed}, baseline
         )
-        if (held := self._course.held_clocks()) is not None:
+        if (held := self._lifecycle.held_clocks()) is not None:
             self._profile_without(held)
 
     def _profile_without(self, held: HoldClocks) -> None:
@@ -104,12 +108,12 @@ class IterationJudge:
             caps = tuple(cap for cap in caps if cap.rank in unmeasured)
         if caps:
             self._cap(caps)
-            self._course.enter(JobState.PROFILING, f"{caps[0].rank} is held below its clocks")
+            self._lifecycle.enter(JobState.PROFILING, f"{caps[0].rank} is held below its clocks")
 
     def _watch_plans(self, iteration: JobIteration) -> None:
         run = self._run
         frontier = run.planner.frontier
-        verdict = run.planner.judge(run.limiter.without_gaps(iteration), run.caps)
+        verdict = run.planner.judge(run.max_clock_enforcer.without_gaps(iteration), run.caps)
         if verdict.caps:
             self._do_without(verdict.caps)
             return
@@ -118,26 +122,26 @@ class IterationJudge:
             changed = changed_work(frontier.pipeline, filter(None, latest))
             if changed is not None:
                 stage, ratio = changed
-                self._course.forget_measured()
+                self._lifecycle.forget_measured()
                 why = f"stage {stage} takes {ratio:.2f} × the time planned: it is profiled again"
-                self._course.enter(JobState.BASELINE, why)
+                self._lifecycle.enter(JobState.BASELINE, why)
                 return
         if verdict.is_irregular and verdict.withdraw is not None:
             run.baseline.forget()
-            self._course.enter(JobState.BASELINE, verdict.withdraw)
+            self._lifecycle.enter(JobState.BASELINE, verdict.withdraw)
         elif verdict.withdraw is None:
             if verdict.solve_again:
-                self._course.solve()
+                self._lifecycle.solve()
         elif verdict.solve_again:
             run.planner.drop_frontier(verdict.slow)
-            self._course.enter(JobState.SOLVING, verdict.withdraw)
+            self._lifecycle.enter(JobState.SOLVING, verdict.withdraw)
         else:
-            self._course.fall_back(verdict.withdraw)
+            self._lifecycle.fall_back(verdict.withdraw)
 
     def _do_without(self, caps: Sequence[Cap]) -> None:
         """Plan without the clocks that GPUs do not reach."""
         self._cap(caps)
-        self._course.measure_again(
+        self._lifecycle.measure_again(
             f"{caps[0].rank} is held below its clocks: stock is measured again, and planned anew"
         )
 
@@ -146,7 +150,7 @@ class IterationJudge:
         hold_s = run.caps.hold(run.now_s)
         for cap in caps:
             run.ranks.cap_clock(cap.rank, cap.clock_mhz)
-            run.journal.announce(
+            run.buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_CLOCK_CAPPED,
                 f"{cap.rank} reaches {cap.clock_mhz} MHz, where it is to have {cap.planned_mhz} MHz "
                 f"(clock event reasons {cap.reasons:#x}): it does without higher ones for {hold_s:.0f} s",
@@ -165,6 +169,6 @@ class IterationJudge:
         if run.record.state is not JobState.PLANNED:
             return
         if run.caps.is_over(run.now_s) and run.ranks.lift_caps():
-            self._course.measure_again("clocks that GPUs did not reach are tried again")
+            self._lifecycle.measure_again("clocks that GPUs did not reach are tried again")
         elif run.planner.is_outdated:
-            self._course.solve()
+            self._lifecycle.solve()

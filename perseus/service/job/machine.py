@@ -36,14 +36,14 @@ from perseus.service.domain.inputs import (
     AgentHeard,
     AgentLeft,
     BaselineRequested,
-    CeilingOrdered,
+    BudgetTargetSet,
     EpochRenewed,
     FinishRequested,
     GpuErrorReported,
     Input,
     LagNotFound,
+    MaxClockSet,
     OfferAnswered,
-    PaceOrdered,
     PlanInForce,
     PolicySet,
     ProfileFound,
@@ -53,7 +53,7 @@ from perseus.service.domain.inputs import (
     RefineFailed,
     RegisteredAgain,
     ResumeRequested,
-    SignalPaced,
+    SignalTargetSet,
     Solved,
     SolveFailed,
     SolveRetried,
@@ -72,7 +72,7 @@ from perseus.service.domain.model import (
     RankState,
 )
 from perseus.service.domain.records import (
-    MOST_REQUEST_IDS,
+    MAX_REQUEST_IDS,
     EndedRun,
     JobRecord,
     Registrations,
@@ -81,8 +81,8 @@ from perseus.service.domain.records import (
 from perseus.service.domain.specification import JobSpec, Registration, check_request_id
 from perseus.service.domain.telemetry import Order
 from perseus.service.job import views
-from perseus.service.job.course import Course
 from perseus.service.job.iteration_judge import IterationJudge
+from perseus.service.job.lifecycle import Lifecycle
 from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
@@ -103,9 +103,9 @@ class JobMachine:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.recording: Recording | None = None
-        self._course = Course(run)
-        self._judge = IterationJudge(run, self._course)
-        self._refusals = Refusals(run.ranks, run.offers, run.journal)
+        self._lifecycle = Lifecycle(run)
+        self._judge = IterationJudge(run, self._lifecycle)
+        self._refusals = Refusals(run.ranks, run.offers, run.buffer)
         self._orders = [Order(order) for order in run.schedule.orders]
         # As they were given out last.
         self._stored_record: JobRecord | None = None
@@ -144,7 +144,7 @@ class JobMachine:
     @property
     def last_event_sequence(self) -> int:
         """Number of the last event."""
-        return self.run.journal.sequence
+        return self.run.buffer.sequence
 
     # ------------------------------------------------------------------ the way in and out
 
@@ -165,7 +165,7 @@ class JobMachine:
         )
         run.record.version = version
         self._note_registration(registration)
-        self.run.journal.announce(
+        self.run.buffer.announce(
             event_pb2.JOB_EVENT_TYPE_REGISTERED,
             f"registered with {counts.pipeline_count} pipelines × {counts.stage_count} stages × "
             f"{counts.tensor_count} tensor-parallel ranks",
@@ -188,7 +188,7 @@ class JobMachine:
         run.restore(stored, now_s, wall_time_s)
         machine = cls(run)
         machine.recording = Recording(Restored(stored, rules, epoch, now_s, wall_time_s))
-        machine._course.go_on(stored.open_rows)
+        machine._lifecycle.resume_restored(stored.open_rows)
         if run.record.has_finished:
             machine.recording.drop()
         return machine, machine._take_commands()
@@ -207,24 +207,24 @@ class JobMachine:
             self.recording.add(event, now_s, wall_time_s)
         self.run.begin(now_s, wall_time_s)
         _HANDLERS[type(event)](self, event, now_s)
-        self._course.settle()
+        self._lifecycle.reconcile()
         if self.recording is not None and self.record.has_finished:
             self.recording.drop()
         return self._take_commands()
 
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
-        self._course.validate()
+        self._lifecycle.validate()
 
     def _take_commands(self) -> list[Command]:
         run = self.run
         if run.record != self._stored_record:  # of every message; most change none of it
             self._stored_record = copy(run.record)
-            run.journal.store(self._stored_record)
+            run.buffer.store(self._stored_record)
         if run.record.has_finished and not run.has_live_rank and not self._has_ended:
             self._has_ended = True
-            run.journal.store(EndedRun(views.job(run, is_full=True)))
-        return run.journal.take()
+            run.buffer.store(EndedRun(views.job(run, is_full=True)))
+        return run.buffer.take()
 
     # ------------------------------------------------------------------ inputs
 
@@ -232,7 +232,7 @@ class JobMachine:
         self._note_registration(event.registration)
 
     def _on_abandoned(self, event: Abandoned, _now_s: float) -> None:
-        self._course.enter(JobState.FINISHED, f"abandoned: {event.why}")
+        self._lifecycle.enter(JobState.FINISHED, f"abandoned: {event.why}")
 
     def _on_epoch_renewed(self, event: EpochRenewed, _now_s: float) -> None:
         self.run.epoch = event.epoch
@@ -240,7 +240,7 @@ class JobMachine:
         self.record.version += LOST_VERSIONS
 
     def _on_rank_joined(self, event: RankJoined, now_s: float) -> None:
-        self._course.check_running()
+        self._lifecycle.check_running()
         self.spec.check_rank(event.rank)
         if not self._takes(event.spec_fingerprint):
             raise SpecMismatchError(
@@ -253,16 +253,16 @@ class JobMachine:
             )
         rank = self.run.ranks[event.rank]
         if rank.instance_id == event.instance_id and rank.state in LIVE and event.iteration < rank.iteration:
-            self._course.lose([rank], "its trainer is back at an earlier iteration")
+            self._lifecycle.lose([rank], "its trainer is back at an earlier iteration")
         has_refused = self.run.ranks[event.rank].has_refused
         self.run.ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)
         if rank.gpu is not None and rank.gpu != event.gpu:
-            self._course.check_work(f"{event.rank} is back on another GPU, or under other limits")
+            self._lifecycle.check_work(f"{event.rank} is back on another GPU, or under other limits")
         self.run.offers.forget_sent(event.rank)
         self.run.progress.forget(event.rank)
-        self.run.journal.do(AcceptRank(event.rank, event.instance_id, self.record.ceiling))
+        self.run.buffer.do(AcceptRank(event.rank, event.instance_id, self.record.max_clock))
         if has_refused and not self.run.ranks[event.rank].has_refused:
-            self._course.profile_more(f"{event.rank} has another agent")
+            self._lifecycle.profile_more(f"{event.rank} has another agent")
 
     def _on_rank_left(self, event: RankLeft, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
@@ -272,7 +272,7 @@ class JobMachine:
                 self.run.offers.forget_sent(event.rank)
                 self.run.ranks.finish(event.rank, event.reason.value)
             else:
-                self._course.lose([rank], event.reason.value)
+                self._lifecycle.lose([rank], event.reason.value)
 
     def _on_gpu_error_reported(self, event: GpuErrorReported, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
@@ -284,7 +284,7 @@ class JobMachine:
         self.run.ranks.disconnect(event.instance_id, now_s)
 
     def _on_agent_left(self, event: AgentLeft, _now_s: float) -> None:
-        self._course.lose(self.run.ranks.of_instance(event.instance_id, *LIVE), "its agent ended")
+        self._lifecycle.lose(self.run.ranks.of_instance(event.instance_id, *LIVE), "its agent ended")
 
     def _on_agent_heard(self, event: AgentHeard, now_s: float) -> None:
         self.run.ranks.hear_agent(event.instance_id, now_s)
@@ -304,7 +304,7 @@ class JobMachine:
         batch.check_clocks(gpu.supported_clocks_mhz)
         is_plain = batch.check_order(self._orders[place.stage])
         if batch.gpu_limits is not None and self.run.ranks.note_limits(place, batch.gpu_limits):
-            self._course.check_work(f"{place} has a GPU under other limits")
+            self._lifecycle.check_work(f"{place} has a GPU under other limits")
         self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
         if batch.iterations.iteration:
             reasons = batch.iterations.clock_event_reasons[-1]
@@ -330,7 +330,7 @@ class JobMachine:
         self.run.ranks.note_iteration(event.rank, event.iteration)
         why = self._refusals.take(event) if event.epoch == self.run.epoch else None
         if why is not None:
-            self._course.plan_without(why)
+            self._lifecycle.plan_without(why)
 
     def _on_plan_in_force(self, event: PlanInForce, now_s: float) -> None:
         if not self.run.ranks.hear(event.rank, event.instance_id, now_s):
@@ -345,51 +345,51 @@ class JobMachine:
         self.run.ranks.change(replace(rank, in_force_version=version))
 
     def _on_straggler_reported(self, event: StragglerReported, _now_s: float) -> None:
-        self._course.check_running()
+        self._lifecycle.check_running()
         straggler = event.straggler
         self.spec.check_pipeline(straggler.pipeline)
         check_straggler(straggler)
         if self.run.stragglers.report(straggler):
             self.run.planner.announce_straggler(straggler)
-            self._course.after_straggler_change()
+            self._lifecycle.after_straggler_change()
 
     def _on_straggler_cleared(self, event: StragglerCleared, _now_s: float) -> None:
-        self._course.check_running()
+        self._lifecycle.check_running()
         self.spec.check_pipeline(event.pipeline)
         if self.run.stragglers.clear(event.pipeline):
-            self._course.after_straggler_change()
+            self._lifecycle.after_straggler_change()
 
     def _on_policy_set(self, event: PolicySet, _now_s: float) -> None:
-        self._course.check_running()
+        self._lifecycle.check_running()
         event.policy.check()
         if self.run.planner.set_policy(event.policy):
-            self._course.retarget()
+            self._lifecycle.retarget()
 
-    def _on_pace_ordered(self, event: PaceOrdered, _now_s: float) -> None:
-        self._course.check_running()
-        if event.deadline_s is not None:
-            check_range("deadline_s", event.deadline_s, MIN_DURATION_S, MAX_DURATION_S)
-        if self.run.planner.order_pace(event.deadline_s, is_urgent=event.is_urgent):
-            self._course.retarget(is_urgent=event.is_urgent)
+    def _on_budget_target_set(self, event: BudgetTargetSet, _now_s: float) -> None:
+        self._lifecycle.check_running()
+        if event.target_time_s is not None:
+            check_range("target_time_s", event.target_time_s, MIN_DURATION_S, MAX_DURATION_S)
+        if self.run.planner.set_budget_target(event.target_time_s, is_urgent=event.is_urgent):
+            self._lifecycle.retarget(is_urgent=event.is_urgent)
 
-    def _on_signal_paced(self, event: SignalPaced, _now_s: float) -> None:
-        self._course.check_running()
-        if event.pace_s is not None:
-            check_range("pace_s", event.pace_s, MIN_DURATION_S, MAX_DURATION_S)
-        if self.run.planner.order_signal_pace(event):
-            self._course.retarget()
+    def _on_signal_target_set(self, event: SignalTargetSet, _now_s: float) -> None:
+        self._lifecycle.check_running()
+        if event.target_time_s is not None:
+            check_range("target_time_s", event.target_time_s, MIN_DURATION_S, MAX_DURATION_S)
+        if self.run.planner.set_signal_target(event):
+            self._lifecycle.retarget()
 
-    def _on_ceiling_ordered(self, event: CeilingOrdered, _now_s: float) -> None:
-        self._course.limit(event.to_ceiling())
+    def _on_max_clock_set(self, event: MaxClockSet, _now_s: float) -> None:
+        self._lifecycle.limit(event.to_max_clock())
 
     def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
         if self.record.state is not JobState.FINISHED:
-            self._course.enter(JobState.FINISHED, "ended on request")
+            self._lifecycle.enter(JobState.FINISHED, "ended on request")
 
     def _on_resume_requested(self, _event: ResumeRequested, _now_s: float) -> None:
         if self.record.state is not JobState.STOCK:
             return
-        self.run.journal.announce(
+        self.run.buffer.announce(
             event_pb2.JOB_EVENT_TYPE_RESUMED, "the job goes on from stock, as it was asked to"
         )
         self.run.planner.drop_frontier()
@@ -397,54 +397,54 @@ class JobMachine:
         self.run.profiler.renew()
         self.run.baseline.forget()
         everybody = self.run.ranks.are_all(RankState.CONNECTED)
-        self._course.enter(JobState.BASELINE if everybody else JobState.WAITING, "it was asked to go on")
+        self._lifecycle.enter(JobState.BASELINE if everybody else JobState.WAITING, "it was asked to go on")
 
     def _on_baseline_requested(self, event: BaselineRequested, _now_s: float) -> None:
         check_request_id(event.request_id)
         if event.request_id in self.record.baseline_request_ids:
             return
-        self._course.check_running()
+        self._lifecycle.check_running()
         if self.record.state is not JobState.PLANNED:
             raise JobNotSolvedError(job_id=self.spec.job_id, state=self.record.state.value)
-        self.run.journal.announce(
+        self.run.buffer.announce(
             event_pb2.JOB_EVENT_TYPE_BASELINE_REQUESTED,
             f"the stock iteration, {self.run.baseline.time_s:.6f} s so far, is measured again",
             event_pb2.BaselineRequested(baseline_time_s=self.run.baseline.time_s),
         )
         self.record.baseline_request_ids = (*self.record.baseline_request_ids, event.request_id)[
-            -MOST_REQUEST_IDS:
+            -MAX_REQUEST_IDS:
         ]
         self.run.baseline.forget()
-        self._course.enter(JobState.BASELINE, "the stock baseline is measured again")
+        self._lifecycle.enter(JobState.BASELINE, "the stock baseline is measured again")
 
     def _on_profile_found(self, event: ProfileFound, _now_s: float) -> None:
         self.run.profiler.known = event.found
 
     def _on_solved(self, event: Solved, _now_s: float) -> None:
-        self._course.take_frontier(event.frontier)
+        self._lifecycle.take_frontier(event.frontier)
 
     def _on_solve_retried(self, event: SolveRetried, _now_s: float) -> None:
         if self.record.state is not JobState.FINISHED:
             self.run.planner.announce_retry(event.cause, event.crash_count, event.delay_s)
 
     def _on_solve_failed(self, event: SolveFailed, _now_s: float) -> None:
-        self._course.take_failure(event.cause)
+        self._lifecycle.take_failure(event.cause)
 
     def _on_lag_not_found(self, event: LagNotFound, _now_s: float) -> None:
-        self._course.do_without_lag(event.found)
+        self._lifecycle.do_without_lag(event.found)
 
     def _on_refined(self, event: Refined, _now_s: float) -> None:
-        self._course.take_plan(event.refinement, event.plan)
+        self._lifecycle.take_plan(event.refinement, event.plan)
 
     def _on_refine_failed(self, event: RefineFailed, _now_s: float) -> None:
-        self._course.do_without_plan(event.refinement, event.cause)
+        self._lifecycle.do_without_plan(event.refinement, event.cause)
 
     def _on_tick(self, _event: Tick, now_s: float) -> None:
         expired = self.run.ranks.expired(now_s)
         silent = {rank.instance_id: None for rank in expired if rank.state is RankState.CONNECTED}
-        self._course.lose(expired, "its lease ran out")
+        self._lifecycle.lose(expired, "its lease ran out")
         for instance_id in silent:
-            self.run.journal.do(EndStream(instance_id))
+            self.run.buffer.do(EndStream(instance_id))
 
     def _takes(self, spec_fingerprint: str) -> bool:
         """Tell whether ranks of this specification may join; what names none is not checked."""
@@ -468,7 +468,7 @@ class JobMachine:
         registrations = self.registrations.with_newest(registration)
         if registrations != self.registrations:
             self.run.registrations = registrations
-            self.run.journal.store(registrations)
+            self.run.buffer.store(registrations)
 
 
 # Looked up for every message: a table costs a tenth of what `functools.singledispatchmethod` does.
@@ -488,9 +488,9 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     StragglerReported: JobMachine._on_straggler_reported,
     StragglerCleared: JobMachine._on_straggler_cleared,
     PolicySet: JobMachine._on_policy_set,
-    PaceOrdered: JobMachine._on_pace_ordered,
-    SignalPaced: JobMachine._on_signal_paced,
-    CeilingOrdered: JobMachine._on_ceiling_ordered,
+    BudgetTargetSet: JobMachine._on_budget_target_set,
+    SignalTargetSet: JobMachine._on_signal_target_set,
+    MaxClockSet: JobMachine._on_max_clock_set,
     FinishRequested: JobMachine._on_finish_requested,
     ResumeRequested: JobMachine._on_resume_requested,
     BaselineRequested: JobMachine._on_baseline_requested,

@@ -31,16 +31,16 @@ from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.iteration_log import IterationLog
-from perseus.service.job.journal import Journal
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.v1 import event_pb2
 
-PATIENCE_S = 10.0
-PATIENCE_ITERATIONS = 3
+NO_PROGRESS_TIMEOUT_S = 10.0
+NO_PROGRESS_ITERATIONS = 3
 
 _RUNNING = frozenset({JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED})
 
@@ -61,7 +61,7 @@ class Progress:
         offers: OfferBoard,
         profiler: Profiler,
         round_iterations: int,
-        journal: Journal,
+        buffer: CommandBuffer,
         now_s: float,
         wall_time_s: float,
     ) -> None:
@@ -73,11 +73,11 @@ class Progress:
         self._offers = offers
         self._profiler = profiler
         self._round_iterations = round_iterations
-        self._journal = journal
+        self._buffer = buffer
         # What the wall clock shows more than the clock that never goes back.
         self._wall_offset_s = wall_time_s - now_s
         # Since the job got on last.
-        self._told_reasons = set() if record.stall is None else {record.stall.reason}
+        self._announced_reasons = set() if record.stall is None else {record.stall.reason}
         self._heard_s = self._checked_s = self._useful_s = now_s
         self._useless_count = 0
         # Since the first iteration of a round of profiling, and how many rounds had been measured whole.
@@ -91,14 +91,14 @@ class Progress:
     @property
     def stall(self) -> Stall | None:
         """Why the job does not get on as things are now; None if it does, or may yet."""
-        return self._find_missing() if self._state is JobState.WAITING else self._told
+        return self._find_missing() if self._state is JobState.WAITING else self._announced
 
     @property
     def _state(self) -> JobState:
         return self._record.state
 
     @property
-    def _told(self) -> Stall | None:
+    def _announced(self) -> Stall | None:
         """The reason that was announced last, while the job has not got on."""
         return self._record.stall
 
@@ -109,12 +109,12 @@ class Progress:
         self.restart(now_s)
         if state not in _RUNNING | {JobState.WAITING}:
             self._record.stall = None
-            self._told_reasons.clear()
-        elif self._told is not None and state is not before:
-            reason = self._told.reason
+            self._announced_reasons.clear()
+        elif self._announced is not None and state is not before:
+            reason = self._announced.reason
             has_all = reason is StallReason.RANK_MISSING and not self._ranks.missing
             if has_all or reason is StallReason.NO_ENERGY_ESTIMATES:
-                self._get_on()
+                self._end_stall()
 
     def forget(self, rank: Coordinates) -> None:
         """A rank has joined: its iterations may begin anywhere."""
@@ -140,14 +140,17 @@ class Progress:
             self._repeating.clear()
             if self._state is JobState.PROFILING and self._measuring_s is None and self._held() is not None:
                 self._measuring_s = now_s
-            if self._told is not None and self._told.reason is not StallReason.NO_ENERGY_ESTIMATES:
-                self._get_on()
-        elif iteration.is_touched:
+            if self._announced is not None and self._announced.reason is not StallReason.NO_ENERGY_ESTIMATES:
+                self._end_stall()
+        elif iteration.has_clock_change:
             return
         elif not iteration.is_regular or not self._offers.is_pending(iteration.iteration):
             self._useless_count += 1
-            if self._useless_count >= PATIENCE_ITERATIONS and now_s >= self._useful_s + PATIENCE_S:
-                self._tell_useless(iteration, now_s)
+            if (
+                self._useless_count >= NO_PROGRESS_ITERATIONS
+                and now_s >= self._useful_s + NO_PROGRESS_TIMEOUT_S
+            ):
+                self._announce_useless(iteration, now_s)
 
     def check(self, now_s: float, wall_time_s: float) -> None:
         """Say why the job does not get on, where it has been waited for long enough."""
@@ -155,10 +158,10 @@ class Progress:
         if self._profiler.whole_round_count != self._whole_round_count:
             self._whole_round_count = self._profiler.whole_round_count
             self._measuring_s = None
-            if self._told is not None and self._told.reason is StallReason.NO_ENERGY_ESTIMATES:
-                self._get_on()
+            if self._announced is not None and self._announced.reason is StallReason.NO_ENERGY_ESTIMATES:
+                self._end_stall()
         since_s = self._heard_s if self._measuring_s is None else min(self._heard_s, self._measuring_s)
-        if now_s < since_s + PATIENCE_S:  # nobody's patience is shorter
+        if now_s < since_s + NO_PROGRESS_TIMEOUT_S:  # nobody's patience is shorter
             return
         deadline_s = self.next_deadline_s()
         if deadline_s is None or now_s < deadline_s:
@@ -166,24 +169,24 @@ class Progress:
         if self._state is JobState.WAITING:
             missing = self._find_missing()
             if missing is not None:
-                self._tell(missing, now_s)
+                self._announce_stall(missing, now_s)
         elif now_s >= self._silence_deadline_s():
             self._checked_s = now_s
             self.is_silent = True
-            self._tell_silence(now_s)
+            self._announce_silence(now_s)
         else:
-            self._tell_unmeasured(now_s)
+            self._announce_unmeasured(now_s)
 
     def next_deadline_s(self) -> float | None:
         """When `check` may have something to say, if nothing else happens."""
         if self._state is JobState.WAITING:
-            is_told = StallReason.RANK_MISSING in self._told_reasons
-            return None if is_told else self._heard_s + PATIENCE_S
+            is_announced = StallReason.RANK_MISSING in self._announced_reasons
+            return None if is_announced else self._heard_s + NO_PROGRESS_TIMEOUT_S
         if self._state not in _RUNNING or self._ranks.counts[RankState.FINISHED]:
             return None
         deadline_s = self._silence_deadline_s()
-        if self._measuring_s is not None and StallReason.NO_ENERGY_ESTIMATES not in self._told_reasons:
-            deadline_s = min(deadline_s, self._measuring_s + self._patience_s(self._round_iterations))
+        if self._measuring_s is not None and StallReason.NO_ENERGY_ESTIMATES not in self._announced_reasons:
+            deadline_s = min(deadline_s, self._measuring_s + self._timeout_s(self._round_iterations))
         return deadline_s
 
     def silence_s(self, now_s: float) -> float:
@@ -192,7 +195,7 @@ class Progress:
 
     def validate(self) -> None:
         """Check what must always hold."""
-        assert (self._told is None) == (not self._told_reasons)
+        assert (self._announced is None) == (not self._announced_reasons)
         assert not self.is_silent or self._state in _RUNNING
 
     def restart(self, now_s: float) -> None:
@@ -201,12 +204,12 @@ class Progress:
         self._useless_count = 0
         self._measuring_s = None
 
-    def _patience_s(self, more_iterations: int = 0) -> float:
+    def _timeout_s(self, more_iterations: int = 0) -> float:
         iteration_s = max(self._log.iteration_time_s, self._baseline.time_s)
-        return max(PATIENCE_S, (PATIENCE_ITERATIONS + more_iterations) * iteration_s)
+        return max(NO_PROGRESS_TIMEOUT_S, (NO_PROGRESS_ITERATIONS + more_iterations) * iteration_s)
 
     def _silence_deadline_s(self) -> float:
-        return max(self._heard_s, self._checked_s) + self._patience_s()
+        return max(self._heard_s, self._checked_s) + self._timeout_s()
 
     def _held(self) -> HoldClocks | None:
         clocks = self._offers[0].clocks
@@ -224,29 +227,29 @@ class Progress:
             return self._stall(StallReason.RANK_MISSING, finished, self._heard_s) if finished else None
         return None
 
-    def _tell_silence(self, now_s: float) -> None:
+    def _announce_silence(self, now_s: float) -> None:
         stall = self._find_missing()
         if stall is None and self._repeating:
             stall = self._stall(StallReason.REPEATED_ITERATIONS, sorted(self._repeating), self._heard_s)
         if stall is None:
             stall = self._stall(StallReason.NO_ITERATIONS, self._log.silent_ranks(), self._heard_s)
-        self._tell(stall, now_s)
+        self._announce_stall(stall, now_s)
 
-    def _tell_useless(self, iteration: JobIteration, now_s: float) -> None:
+    def _announce_useless(self, iteration: JobIteration, now_s: float) -> None:
         if iteration.is_regular:
             reason, ranks = StallReason.OTHER_CLOCKS, self._log.ranks_under_others(self._offers)
         else:
             reason, ranks = StallReason.IRREGULAR_ITERATIONS, self._log.irregular_ranks()
-        if ranks and (self._told is None or self._told.reason is not reason):
-            self._tell(self._stall(reason, ranks, self._useful_s), now_s)
+        if ranks and (self._announced is None or self._announced.reason is not reason):
+            self._announce_stall(self._stall(reason, ranks, self._useful_s), now_s)
 
-    def _tell_unmeasured(self, now_s: float) -> None:
+    def _announce_unmeasured(self, now_s: float) -> None:
         held, since_s = self._held(), self._measuring_s
         self._measuring_s = None
         if held is not None and since_s is not None:
             ranks = self._profiler.unmeasured_ranks(held, self._ranks.usable_clocks_mhz())
             if ranks:
-                self._tell(self._stall(StallReason.NO_ENERGY_ESTIMATES, ranks, since_s), now_s)
+                self._announce_stall(self._stall(StallReason.NO_ENERGY_ESTIMATES, ranks, since_s), now_s)
 
     def _stall(
         self, reason: StallReason, ranks: Sequence[Coordinates], since_s: float, count: int | None = None
@@ -256,21 +259,21 @@ class Progress:
         since_time_s = since_s + self._wall_offset_s
         return Stall(reason, None if is_all else ranks[0], count, since_time_s, self._latest_iteration)
 
-    def _tell(self, stall: Stall, now_s: float) -> None:
+    def _announce_stall(self, stall: Stall, now_s: float) -> None:
         self._record.stall = stall
-        if stall.reason not in self._told_reasons:
-            self._told_reasons.add(stall.reason)
+        if stall.reason not in self._announced_reasons:
+            self._announced_reasons.add(stall.reason)
             lasted_s = now_s + self._wall_offset_s - stall.since_time_s
             self._announce(event_pb2.JOB_EVENT_TYPE_STALLED, f"{stall}, for {lasted_s:.0f} s", stall)
 
-    def _get_on(self) -> None:
-        assert self._told is not None
-        stall, self._record.stall = self._told, None
-        self._told_reasons.clear()
+    def _end_stall(self) -> None:
+        assert self._announced is not None
+        stall, self._record.stall = self._announced, None
+        self._announced_reasons.clear()
         self._announce(event_pb2.JOB_EVENT_TYPE_STALL_ENDED, f"the job gets on again; before, {stall}", stall)
 
     def _announce(self, kind: event_pb2.JobEventType.ValueType, message: str, stall: Stall) -> None:
-        self._journal.announce(
+        self._buffer.announce(
             kind,
             message,
             event_pb2.Stall(

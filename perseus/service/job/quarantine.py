@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from perseus.service.domain.commands import Command, RefuseRank, SendCeiling
+from perseus.service.domain.commands import Command, RefuseRank, SendMaxClock
 from perseus.service.domain.errors import RankNotServedError
 from perseus.service.domain.inputs import (
     Abandoned,
@@ -19,12 +19,12 @@ from perseus.service.domain.inputs import (
     AgentHeard,
     AgentLeft,
     BaselineRequested,
-    CeilingOrdered,
     EpochRenewed,
     FinishRequested,
     GpuErrorReported,
     Input,
     LagNotFound,
+    MaxClockSet,
     OfferAnswered,
     PlanInForce,
     ProfileFound,
@@ -44,7 +44,7 @@ from perseus.service.domain.model import LOST_VERSIONS, NO_VERSION, JobState, Ra
 from perseus.service.domain.records import EndedRun, ForgetIterations, JobRecord, StoredJob
 from perseus.service.domain.snapshot import Fault, RunSnapshot
 from perseus.service.domain.specification import Coordinates
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
 from perseus.service.job.views import stored_job
@@ -63,8 +63,8 @@ def quarantine(known: StoredJob, fault: Fault, rules: Rules, epoch: str, wall_ti
     served = tuple(rank for rank in known.ranks if rank.state in LIVE)
     states = Counter(rank.state for rank in lost(known.ranks).values())
     states[RankState.EXPECTED] += known.spec.rank_count - len(known.ranks)
-    journal = Journal(wall_time_s=wall_time_s)
-    journal.sequence = known.last_sequence
+    buffer = CommandBuffer(wall_time_s=wall_time_s)
+    buffer.sequence = known.last_sequence
     snapshot = RunSnapshot(
         known.spec,
         known.run_number,
@@ -76,21 +76,21 @@ def quarantine(known: StoredJob, fault: Fault, rules: Rules, epoch: str, wall_ti
         served,
     )
     if before is JobState.FINISHED:
-        return _given_out(replace(snapshot, fault=None, ranks=()), journal, has_ended=True)
+        return _given_out(replace(snapshot, fault=None, ranks=()), buffer, has_ended=True)
     if before is JobState.STOCK:
-        snapshot = _keep(snapshot, replace(record, state_reason=why, stall=None), journal)
+        snapshot = _keep(snapshot, replace(record, state_reason=why, stall=None), buffer)
     else:
-        snapshot = _enter(snapshot, replace(record, state=JobState.STOCK, state_reason=why), journal)
-    journal.store(ForgetIterations())
-    journal.announce(
+        snapshot = _enter(snapshot, replace(record, state=JobState.STOCK, state_reason=why), buffer)
+    buffer.store(ForgetIterations())
+    buffer.announce(
         event_pb2.JOB_EVENT_TYPE_QUARANTINED,
         why,
         event_pb2.Quarantined(part=NUMBERS[fault.part], error=fault.error, before=NUMBERS[before]),
     )
     error = snapshot.refusal()
     for rank in served:
-        journal.do(RefuseRank(rank.coordinates, rank.instance_id, error, record.ceiling))
-    return _given_out(snapshot, journal, has_ended=False)
+        buffer.do(RefuseRank(rank.coordinates, rank.instance_id, error, record.max_clock))
+    return _given_out(snapshot, buffer, has_ended=False)
 
 
 def lost(ranks: Iterable[Rank]) -> dict[Coordinates, Rank]:
@@ -109,16 +109,16 @@ def handle(snapshot: RunSnapshot, event: Input, now_s: float, wall_time_s: float
     Raises:
         JobFinishedError, JobQuarantinedError, RankNotServedError: it needs a machine.
     """
-    journal, record = Journal(wall_time_s=wall_time_s), snapshot.record
-    journal.sequence = snapshot.last_event_sequence
-    journal.begin(now_s, wall_time_s)
+    buffer, record = CommandBuffer(wall_time_s=wall_time_s), snapshot.record
+    buffer.sequence = snapshot.last_event_sequence
+    buffer.begin(now_s, wall_time_s)
     match event:
-        case CeilingOrdered():
-            snapshot = _keep(snapshot, replace(record, ceiling=event.to_ceiling()), journal)
+        case MaxClockSet():
+            snapshot = _keep(snapshot, replace(record, max_clock=event.to_max_clock()), buffer)
             for rank in snapshot.ranks:
-                journal.do(SendCeiling(rank.coordinates, rank.instance_id, event.to_ceiling()))
+                buffer.do(SendMaxClock(rank.coordinates, rank.instance_id, event.to_max_clock()))
         case EpochRenewed(epoch):
-            snapshot = _keep(snapshot, replace(record, version=record.version + LOST_VERSIONS), journal)
+            snapshot = _keep(snapshot, replace(record, version=record.version + LOST_VERSIONS), buffer)
             snapshot.job.epoch = epoch
         case AgentDisconnected() | AgentLeft() | AgentHeard() | RankLeft() | Tick():
             pass
@@ -129,14 +129,14 @@ def handle(snapshot: RunSnapshot, event: Input, now_s: float, wall_time_s: float
         case FinishRequested() if record.has_finished:
             pass
         case FinishRequested():
-            snapshot = _finish(snapshot, "ended on request", wall_time_s, journal)
+            snapshot = _finish(snapshot, "ended on request", wall_time_s, buffer)
         case Abandoned(why) if not record.has_finished:
-            snapshot = _finish(snapshot, f"abandoned: {why}", wall_time_s, journal)
+            snapshot = _finish(snapshot, f"abandoned: {why}", wall_time_s, buffer)
         case RegisteredAgain(registration) if not record.has_finished:
             registrations = snapshot.registrations.with_newest(registration)
             if registrations != snapshot.registrations:
                 snapshot = replace(snapshot, registrations=registrations)
-                journal.store(registrations)
+                buffer.store(registrations)
         case TelemetryArrived() if record.has_finished:
             place, job_id = event.rank, snapshot.spec.job_id
             raise RankNotServedError(
@@ -149,40 +149,40 @@ def handle(snapshot: RunSnapshot, event: Input, now_s: float, wall_time_s: float
         case _:
             raise snapshot.refusal()
     has_ended = snapshot.record.has_finished and not record.has_finished
-    return _given_out(snapshot, journal, has_ended=has_ended)
+    return _given_out(snapshot, buffer, has_ended=has_ended)
 
 
-def _finish(snapshot: RunSnapshot, why: str, wall_time_s: float, journal: Journal) -> RunSnapshot:
+def _finish(snapshot: RunSnapshot, why: str, wall_time_s: float, buffer: CommandBuffer) -> RunSnapshot:
     record = replace(snapshot.record, state=JobState.FINISHED, state_reason=why, finish_time_s=wall_time_s)
-    return _enter(snapshot, record, journal)
+    return _enter(snapshot, record, buffer)
 
 
-def _enter(snapshot: RunSnapshot, record: JobRecord, journal: Journal) -> RunSnapshot:
+def _enter(snapshot: RunSnapshot, record: JobRecord, buffer: CommandBuffer) -> RunSnapshot:
     before, why = snapshot.record.state, record.state_reason
-    journal.announce(
+    buffer.announce(
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
         f"{before.value} → {record.state.value}: {why}",
         event_pb2.StateChanged(before=NUMBERS[before], after=NUMBERS[record.state], reason=why),
     )
-    return _keep(snapshot, replace(record, stall=None), journal)
+    return _keep(snapshot, replace(record, stall=None), buffer)
 
 
-def _keep(snapshot: RunSnapshot, record: JobRecord, journal: Journal) -> RunSnapshot:
+def _keep(snapshot: RunSnapshot, record: JobRecord, buffer: CommandBuffer) -> RunSnapshot:
     if record != snapshot.record:
-        journal.store(record)
+        buffer.store(record)
     return replace(snapshot, record=record)
 
 
-def _given_out(snapshot: RunSnapshot, journal: Journal, *, has_ended: bool) -> _Change:
+def _given_out(snapshot: RunSnapshot, buffer: CommandBuffer, *, has_ended: bool) -> _Change:
     """Return a run as it is shown now, with what was written down meanwhile; `has_ended`: just now."""
     record, job = snapshot.record, job_pb2.Job()
     job.CopyFrom(snapshot.job)
     job.state, job.state_reason = NUMBERS[record.state], record.state_reason
-    job.last_event_sequence = journal.sequence
+    job.last_event_sequence = buffer.sequence
     del job.labels[:]
     job.labels.extend(job_pb2.Label(key=key, value=value) for key, value in snapshot.registrations.labels)
     if record.finish_time_s is not None:
         job.finish_time.CopyFrom(time_to_proto(record.finish_time_s))
     if has_ended:
-        journal.store(EndedRun(job))
-    return replace(snapshot, job=job), journal.take()
+        buffer.store(EndedRun(job))
+    return replace(snapshot, job=job), buffer.take()

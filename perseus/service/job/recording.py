@@ -43,7 +43,7 @@ from perseus.v1 import event_pb2
 MAX_SIZE_BYTES = 8 * 2**20
 """What the inputs of one recording may take in memory, roughly."""
 
-_FORMAT = 1
+_FORMAT = 2
 _INPUT_BYTES, _ROW_BYTES = 1024, 192
 """What an input takes in memory, and each computation in it."""
 

@@ -8,20 +8,20 @@ from copy import copy
 
 from perseus.service.domain.records import JobRecord, Registrations, StoredJob
 from perseus.service.domain.specification import JobSpec
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.energy_meter import EnergyMeter
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
-from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import CapWatch
-from perseus.service.job.planning.limiter import Limiter
+from perseus.service.job.planning.max_clock import MaxClockEnforcer
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.planner import Planner
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.progress import Progress
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
 from perseus.service.job.rules import Rules
-from perseus.service.job.stragglers.straggler_book import StragglerBook
+from perseus.service.job.stragglers.registry import StragglerRegistry
 
 
 class Run:
@@ -75,16 +75,16 @@ class Run:
         self.schedule = spec.check()
         counts = spec.parallelism
         places = list(counts.all_coordinates())
-        self.journal = Journal(len(places), create_time_s)
+        self.buffer = CommandBuffer(len(places), create_time_s)
         self.log = IterationLog(places)
         self.meter = EnergyMeter()
         self.timelines = TimelineMemory(counts)
-        self.ranks = RankTable(spec, rules.lease_s, self.journal, created_s)
-        self.offers = OfferBoard(record, counts, self.ranks, self.journal)
-        self.limiter = Limiter(record, self.ranks, self.offers, self.journal)
+        self.ranks = RankTable(spec, rules.lease_s, self.buffer, created_s)
+        self.offers = OfferBoard(record, counts, self.ranks, self.buffer)
+        self.max_clock_enforcer = MaxClockEnforcer(record, self.ranks, self.offers, self.buffer)
         self.baseline = Baseline(record, rules.baseline_iterations)
-        self.profiler = Profiler(record, counts, self.schedule, rules, self.journal)
-        self.stragglers = StragglerBook(record, self.schedule, counts, self.journal)
+        self.profiler = Profiler(record, counts, self.schedule, rules, self.buffer)
+        self.stragglers = StragglerRegistry(record, self.schedule, counts, self.buffer)
         self.planner = Planner(
             record,
             counts,
@@ -95,7 +95,7 @@ class Run:
             self.profiler,
             self.baseline,
             self.stragglers,
-            self.journal,
+            self.buffer,
         )
         self.progress = Progress(
             record,
@@ -105,7 +105,7 @@ class Run:
             self.offers,
             self.profiler,
             rules.profile_iterations,
-            self.journal,
+            self.buffer,
             created_s,
             create_time_s,
         )
@@ -119,10 +119,10 @@ class Run:
         self.ranks.restore(stored.ranks, now_s)
         if any(rank.capped_clock_mhz for rank in stored.ranks):
             self.caps.hold(now_s)
-        self.offers.restore(stored.offers, is_urgent=self.record.ceiling is not None)
+        self.offers.restore(stored.offers, is_urgent=self.record.max_clock is not None)
         self.profiler.profiles = stored.profiles
         self.progress.restart(now_s)
-        self.journal.sequence, self.journal.wall_time_s = stored.last_sequence, wall_time_s
+        self.buffer.sequence, self.buffer.wall_time_s = stored.last_sequence, wall_time_s
         self.log.restore(stored.periods)
         self.meter.restore(stored.latest_hour)
         self.log.mark_straggler(-1, bool(self.stragglers))
@@ -130,7 +130,7 @@ class Run:
     def begin(self, now_s: float, wall_time_s: float) -> None:
         """An input is taken at this time."""
         self.now_s, self.wall_time_s = now_s, wall_time_s
-        self.journal.begin(now_s, wall_time_s)
+        self.buffer.begin(now_s, wall_time_s)
 
     @property
     def has_live_rank(self) -> bool:

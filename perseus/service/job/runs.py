@@ -35,14 +35,14 @@ class LatestRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class Repeat:
     """The request has led to this run before, and changes nothing."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
+class Continue:
     """The latest run goes on: plan, profile and versions stay."""
 
 
@@ -61,19 +61,19 @@ class Begin:
     abandons: str | None = None
 
 
-Way = Return | GoOn | Refuse | Begin
+Decision = Repeat | Continue | Refuse | Begin
 
 
-def way(latest: LatestRun | None, known_to: int | None) -> Way:
+def decide(latest: LatestRun | None, known_to: int | None) -> Decision:
     """Return where a registration leads; `known_to` is the run that its request has led to before, if any."""
     if latest is None:
         return Begin(1)
     if known_to is not None and (known_to != latest.number or latest.has_finished):
-        return Return(known_to)
+        return Repeat(known_to)
     if latest.has_finished:
         return Begin(latest.number + 1)
     if latest.difference is None:
-        return GoOn()
+        return Continue()
     if latest.has_live_rank:
         return Refuse(latest.difference)
     return Begin(latest.number + 1, abandons=latest.difference)

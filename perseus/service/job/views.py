@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping
 
 from perseus.service.domain.errors import JobNotSolvedError, TimelineNotReadyError
 from perseus.service.domain.figures import RankColumns, RunFigures
-from perseus.service.domain.job_pacing import JobPacing
 from perseus.service.domain.job_power import JobPower
+from perseus.service.domain.job_signal import JobSignal
 from perseus.service.domain.measured import MeasuredTimeline, Powers, Timeline
 from perseus.service.domain.messages import (
     NUMBERS,
     budget_to_proto,
     cost_to_proto,
-    pacing_to_proto,
     parallelism_to_proto,
     policy_to_proto,
     saving_to_proto,
+    signal_target_to_proto,
     spec_to_proto,
     time_to_proto,
 )
@@ -39,9 +39,9 @@ from perseus.v1 import job_pb2
 def job(run: Run, *, is_full: bool) -> job_pb2.Job:
     """Return the job; without what grows with its size, there is no work over its ranks or pipelines."""
     record, planner, frontier = run.record, run.planner, run.planner.frontier
-    shown = _of_record(run, record, run.rules, run.epoch, run.ranks.counts, run.journal.sequence)
+    shown = _of_record(run, record, run.rules, run.epoch, run.ranks.counts, run.buffer.sequence)
     shown.state_reason = _state_reason(record, run.progress.stall)
-    shown.profiled_clock_count = run.profiler.least_clock_count
+    shown.profiled_clock_count = run.profiler.min_clock_count
     if record.state is JobState.PROFILING:
         progress = run.profiler.progress
         shown.profiling_progress.tried_clock_count = progress.tried_clock_count
@@ -57,8 +57,8 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
         shown.no_slowdown_time.iteration_time_s = found.time_s
         shown.no_slowdown_time.basis = NUMBERS[found.basis]
     shown.min_planned_iteration_time_s, shown.max_planned_iteration_time_s = run.offers.planned_range_s
-    if record.pace_s is not None:
-        shown.budget_iteration_time_s = record.pace_s
+    if record.budget_target_time_s is not None:
+        shown.budget_target_iteration_time_s = record.budget_target_time_s
     shown.figures.CopyFrom(_figures_to_proto(figures(run)))
     if is_full:
         shown.spec.CopyFrom(spec_to_proto(run.spec))
@@ -127,8 +127,8 @@ def _of_record(
         shown.baseline.energy_j = record.baseline.energy_j
     if record.finish_time_s is not None:
         shown.finish_time.CopyFrom(time_to_proto(record.finish_time_s))
-    if record.pacing is not None:
-        shown.signal_pacing.CopyFrom(pacing_to_proto(record.pacing))
+    if record.signal_target is not None:
+        shown.signal_target.CopyFrom(signal_target_to_proto(record.signal_target))
     return shown
 
 
@@ -149,7 +149,7 @@ def _figures_to_proto(found: RunFigures) -> job_pb2.JobFigures:
         power_w=energy_j / latest.iteration_time_s if latest is not None and energy_j else None,
         mean_iteration_time_s=period.iteration_time_s if period is not None else None,
         saving=saving_to_proto(found.saving) if found.saving is not None else None,
-        promised_iteration_time_s=found.promised_time_s,
+        predicted_iteration_time_s=found.predicted_time_s,
         straggler_iteration_time_s=found.straggler_time_s or None,
     )
 
@@ -167,7 +167,7 @@ def figures(run: Run) -> RunFigures:
         totals=run.log.totals,
         period=period,
         saving=saving,
-        promised_time_s=run.planner.promised_time_s(),
+        predicted_time_s=run.planner.predicted_time_s(),
         straggler_time_s=max(run.planner.straggler_times_s().values(), default=None),
         switch_count=run.offers.switch_count,
         saved_energy_j=run.meter.saved_j,
@@ -181,18 +181,19 @@ def power(run: Run) -> JobPower:
     return JobPower(
         basis=planner.curve_basis() if record.state is JobState.PLANNED else None,
         terms=record.policy.budget_terms or BudgetTerms(),
-        pace_s=record.pace_s,
+        target_time_s=record.budget_target_time_s,
         power_w=energy_j / (latest.iteration_time_s + latest.gap_time_s) if latest and energy_j else None,
         iteration_time_s=latest.iteration_time_s if latest is not None else 0.0,
-        is_changing=latest is not None and (latest.is_touched or latest.versions != run.offers.versions),
+        is_changing=latest is not None
+        and (latest.has_clock_change or latest.versions != run.offers.versions),
         is_in_force=latest is not None and run.offers.are_in_force,
         placement_count=run.ranks.placement_count,
     )
 
 
-def pacing(run: Run) -> JobPacing | None:
+def signal_target(run: Run) -> JobSignal | None:
     """Return what it wants of a signal, and can do; None if its policy follows none."""
-    return run.planner.job_pacing(is_planned=run.record.state is JobState.PLANNED)
+    return run.planner.job_signal(is_planned=run.record.state is JobState.PLANNED)
 
 
 def hostnames(run: Run) -> list[str]:
@@ -260,7 +261,7 @@ def _measured_timeline(run: Run, pipeline: int, found: Timeline) -> MeasuredTime
 
 def rank_columns(run: Run, first_pipeline: int, pipeline_count: int) -> RankColumns:
     """Return so many pipelines' ranks from one on, in columns; fewer where there are no more."""
-    counts, paces = run.spec.parallelism, run.stragglers.paces
+    counts, slowness = run.spec.parallelism, run.stragglers.slowness
     places = [
         (pipeline, stage)
         for pipeline in range(counts.pipeline_count)[first_pipeline:][:pipeline_count]
@@ -281,7 +282,9 @@ def rank_columns(run: Run, first_pipeline: int, pipeline_count: int) -> RankColu
         iteration=[rank.iteration if rank.iteration >= 0 else None for rank in ranks],
         clock_mhz=to_ranks(run.timelines.mean_clock_mhz(*place) for place in places),
         slowness=to_ranks(
-            None if paces is None or math.isnan(paces[stage, pipeline]) else float(paces[stage, pipeline])
+            None
+            if slowness is None or math.isnan(slowness[stage, pipeline])
+            else float(slowness[stage, pipeline])
             for pipeline, stage in places
         ),
         power_w=run.log.rank_powers_w(first_index, len(ranks)),

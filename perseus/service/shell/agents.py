@@ -28,13 +28,13 @@ from perseus.service.domain.inputs import (
     RankLeft,
     TelemetryArrived,
 )
-from perseus.service.domain.model import Ceiling, FaultyPart, Gpu, RankLeftReason
+from perseus.service.domain.model import FaultyPart, Gpu, MaxClock, RankLeftReason
 from perseus.service.domain.power_reading import PowerReading
 from perseus.service.domain.principals import ANYBODY, Principal
 from perseus.service.domain.specification import Coordinates
 from perseus.service.fleet.gpus import GpuIndex, Place
 from perseus.service.fleet.power.feeds import Feeds
-from perseus.service.fleet.power.readings import INTERVAL_S, Drawn, JoinedGpu, PowerReadings
+from perseus.service.fleet.power.readings import INTERVAL_S, JoinedGpu, PowerReadings, PowerTotals
 from perseus.service.job import views
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.ports import AgentPort
@@ -109,12 +109,12 @@ class Agents:
         self.power_interval_s = INTERVAL_S
         for agent in self._agents.values():
             if agent.is_greeted:  # else its Welcome, which comes first, says so
-                agent.port.beat(INTERVAL_S)
+                agent.port.heartbeat(INTERVAL_S)
 
     @property
-    def check_word(self) -> str:
+    def commit_marker(self) -> str:
         """The word for all that is stored so far."""
-        return self._store.check_word
+        return self._store.commit_marker
 
     def load(self) -> None:
         """Learn which GPUs the loaded runs' ranks are on."""
@@ -136,7 +136,7 @@ class Agents:
         self,
         instance_id: str,
         port: AgentPort,
-        check_word: str = "",
+        commit_marker: str = "",
         principal: Principal = ANYBODY,
         instance_key: str = "",
     ) -> tuple[str, int]:
@@ -149,7 +149,7 @@ class Agents:
         Raises:
             InstanceServedError: the instance is another principal's.
         """
-        await self._check_state(check_word, instance_id)
+        await self._check_state(commit_marker, instance_id)
         is_same = hmac.compare_digest(instance_key.encode(), self.instance_key(instance_id).encode())
         stored = "" if is_same else await self._stored_principal(instance_id)
         self._readings.forget(instance_id)
@@ -162,7 +162,7 @@ class Agents:
         self._live.ports[instance_id] = port
         if older is not None:
             older.port.end(StreamReplacedError(instance_id=instance_id))
-            self._tell_jobs(older, AgentDisconnected(instance_id))
+            self._dispatch_to_jobs(older, AgentDisconnected(instance_id))
         await self._writer.flush()
         agent.received_sequence = await self._store.telemetry_sequence(instance_id)
         agent.is_greeted = True
@@ -172,12 +172,12 @@ class Agents:
         await self._writer.flush()  # It may be on its way to the store.
         return await self._store.telemetry_principal(instance_id)
 
-    async def _check_state(self, check_word: str, instance_id: str) -> None:
+    async def _check_state(self, commit_marker: str, instance_id: str) -> None:
         """Begin a new epoch if state is lost that an agent knows of, and let all others begin anew, too."""
-        if not check_word:
+        if not commit_marker:
             return
         async with self._checking:  # Another agent's hello may have told it already.
-            if not self._store.has_lost(check_word):
+            if not self._store.has_lost(commit_marker):
                 return
             epoch = await self._store.renew_epoch()
         log.error(
@@ -197,13 +197,15 @@ class Agents:
             del self._agents[instance_id]
             del self._live.ports[instance_id]
             self._readings.forget(instance_id)
-            self._tell_jobs(agent, AgentLeft(instance_id) if is_goodbye else AgentDisconnected(instance_id))
+            self._dispatch_to_jobs(
+                agent, AgentLeft(instance_id) if is_goodbye else AgentDisconnected(instance_id)
+            )
 
     def hear(self, instance_id: str) -> None:
         """Take an agent's sign of life."""
         agent = self._agents.get(instance_id)
         if agent is not None:
-            self._tell_jobs(agent, AgentHeard(instance_id))
+            self._dispatch_to_jobs(agent, AgentHeard(instance_id))
 
     def join(self, job_id: str, event: RankJoined, owner: str = "") -> None:
         """Take a rank that an agent serves; `owner` is its trainer's, "" if that is not known.
@@ -231,7 +233,7 @@ class Agents:
             agent.job_ids.add(job_id)
             agent.gpus[event.gpu.uuid] = (job_id, event.rank), event.gpu
 
-    def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
+    def dispatch(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
         """Take what an agent says of a rank.
 
         Raises:
@@ -258,9 +260,9 @@ class Agents:
             feed, is_of_host = self._feeds.of_host(hostname), agent.principal.vouches_for(hostname)
             self._readings.take(instance_id, feed, reading, self._monotonic(), is_of_host=is_of_host)
 
-    def drawn(self, job_ids: Collection[str]) -> Drawn:
+    def totals(self, job_ids: Collection[str]) -> PowerTotals:
         """Return what GPUs draw now, as far as agents tell: of these jobs, and of whatever else."""
-        return self._readings.drawn(self._monotonic(), self._joined_by, self._gpus.jobs_on, job_ids)
+        return self._readings.totals(self._monotonic(), self._joined_by, self._gpus.jobs_on, job_ids)
 
     def _joined_by(self, instance_id: str) -> Mapping[str, JoinedGpu]:
         agent = self._agents.get(instance_id)
@@ -311,9 +313,9 @@ class Agents:
         self._writer.later(entries, [partial(agent.port.acknowledge, agent.received_sequence)])
 
     @property
-    def is_crowded(self) -> bool:
+    def is_overloaded(self) -> bool:
         """Whether agents say more than is stored in time: then streams await admission before a message."""
-        return self._writer.is_crowded
+        return self._writer.is_overloaded
 
     async def admission(self) -> None:
         """Wait, after the streams that wait already, until there is room for what agents say."""
@@ -323,10 +325,10 @@ class Agents:
         """Wait until what agents said so far is stored, and carried out."""
         await self._writer.flush()
 
-    def ceiling(self, job_id: str) -> Ceiling | None:
+    def max_clock(self, job_id: str) -> MaxClock | None:
         """The ceiling that a job's ranks are under, whether they are served or not; None without one."""
         run = self._live.get(job_id)
-        return run.machine.record.ceiling if run is not None else None
+        return run.machine.record.max_clock if run is not None else None
 
     def _principal_of(self, job_id: str, rank: Coordinates) -> str:
         run = self._live.get(job_id)
@@ -350,7 +352,7 @@ class Agents:
             FaultyPart.MACHINE,
         )
 
-    def _tell_jobs(self, agent: _Agent, event: Input) -> None:
+    def _dispatch_to_jobs(self, agent: _Agent, event: Input) -> None:
         for job_id in list(agent.job_ids):
             run = self._live.get(job_id)
             if run is not None and run.machine.has_live_rank:

@@ -22,9 +22,9 @@ from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.ledger import Ledger
 from perseus.service.shell.live_runs import LiveRuns
-from perseus.service.shell.pacing import Pacing
 from perseus.service.shell.power import Power
 from perseus.service.shell.quotas import Quotas
+from perseus.service.shell.signal_targets import SignalTargets
 from perseus.service.shell.signals import NamedSignal, Signals
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
@@ -92,7 +92,7 @@ class Coordinator:
         self.tokens = Tokens(store, self.writer)
         self.ledger = Ledger(store, self.writer, constant(rates), retention.ledger_age_s)
         self.power = Power(store, self.writer, self.live, self.agents, self.quotas, feeds, retention)
-        self.pacing = Pacing(self.live, self.signals, self.power.shares)
+        self.signal_targets = SignalTargets(self.live, self.signals, self.power.shares)
 
     def _rates_at(self, job_id: str, time_s: float) -> Rates:
         return self.signals.rates_at(self.power.shares(job_id), time_s)
@@ -116,7 +116,7 @@ class Coordinator:
             self._tick(),
             self.power.run(),
             *([self.signals.run()] if self._has_signals else []),
-            self.pacing.run(),
+            self.signal_targets.run(),
             self.ledger.run(),
             self._prune(),
             self._store.watch(),
@@ -148,7 +148,7 @@ class Coordinator:
         """Forget what is no longer to be kept, in the store and here, in small steps."""
         while True:
             pruned = await self._store.prune(self._retention, time.time())
-            self.jobs.retire(self._retention, time.time())
+            self.jobs.evict(self._retention, time.time())
             if pruned.is_done:
                 self.store_size_bytes = await self._store.size_bytes()
             await asyncio.sleep(PRUNE_ROUND_S if pruned.is_done else PRUNE_STEP_S)

@@ -26,7 +26,7 @@ class JobClock:
     def __init__(self, period_s: float, source: Callable[[], float]) -> None:
         self._period_s = period_s
         self._source = source
-        self._seen_s = self._told_s = source()
+        self._seen_s = self._last_s = source()
         self._stood_s = self._stood_since_tick_s = 0.0
         self._kept_s = 0.0
         self._due_s: float | None = None
@@ -38,8 +38,8 @@ class JobClock:
             self._stand(gap_s)
         self._seen_s = seen_s
         # What was told while a tick was late can't be taken back: then it stands until it is true.
-        self._told_s = max(self._told_s, seen_s - self._stood_s)
-        return self._told_s
+        self._last_s = max(self._last_s, seen_s - self._stood_s)
+        return self._last_s
 
     def tick(self, kept_s: float = 0.0) -> float:
         """Take note that the loop runs, a period after it did last; return how late that is, seconds.

@@ -100,7 +100,7 @@ class Jobs:
             JobUnreadableError: what is stored of the job can't be read.
         """
         registration.check()
-        await self._recall(spec.job_id)
+        await self._load(spec.job_id)
         machine: JobMachine | None = None
         while True:
             run = self._live.get(spec.job_id)
@@ -111,13 +111,13 @@ class Jobs:
                     registration.owner
                 ):
                     raise OwnerMismatchError(job_id=spec.job_id, owner=registration.owner)
-            match runs.way(_latest_run(run, spec), known_to):
-                case runs.Return(number):
+            match runs.decide(_latest_run(run, spec), known_to):
+                case runs.Repeat(number):
                     await self._writer.flush()  # What it led to may be on its way to the store.
                     return await self.job(spec.job_id, number, is_full=True)
                 case runs.Refuse(difference):
                     raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
-                case runs.GoOn():
+                case runs.Continue():
                     assert run is not None
                     before = run.machine.registrations  # whose owner it keeps, and in whose name it began
                     owned = replace(registration, owner=before.owner, principal=before.principal)
@@ -179,7 +179,7 @@ class Jobs:
             JobNotFoundError: there is none, unless that is allowed.
             JobNotFinishedError: it has not ended.
         """
-        await self._recall(job_id, may_be_unreadable=True)
+        await self._load(job_id, may_be_unreadable=True)
         if self._live.unreadable.pop(job_id, None) is not None:
             self._requests.pop(job_id, None)
             await self._delete_stored(job_id, 0)
@@ -240,7 +240,7 @@ class Jobs:
         Raises:
             JobNotFoundError: there is none.
         """
-        await self._recall(job_id)
+        await self._load(job_id)
         run = self._live.find(job_id)
         await self._writer.flush()
         found: list[job_pb2.Job] = []
@@ -315,7 +315,7 @@ class Jobs:
             JobNotFoundError: there is none.
             CoordinatorError: the run refuses it (`JobMachine.handle`).
         """
-        await self._recall(job_id)
+        await self._load(job_id)
         run = self._live.find(job_id)
         await self._live.handle(run, event)
         return self._live.job(run, is_full=True)
@@ -390,7 +390,7 @@ class Jobs:
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
-        await self._recall(job_id)
+        await self._load(job_id)
         run = self._live.find(job_id)
         number = run_number or run.number
         if number != run.number and number not in await self._store.run_numbers(job_id):
@@ -424,7 +424,7 @@ class Jobs:
         finally:
             run.watchers.discard(watcher)
 
-    async def _recall(self, job_id: str, *, may_be_unreadable: bool = False) -> None:
+    async def _load(self, job_id: str, *, may_be_unreadable: bool = False) -> None:
         """Load a job whose latest run is archived, so that it is there until `retire` is called next.
 
         Raises:
@@ -447,7 +447,7 @@ class Jobs:
         if not may_be_unreadable:
             self._live.check_readable(job_id)
 
-    def retire(self, retention: Retention, now_s: float) -> None:
+    def evict(self, retention: Retention, now_s: float) -> None:
         """Drop the runs from memory that have ended too long ago; the store has their reports."""
         finished = [
             (run.machine.record.finish_time_s, run)
@@ -462,7 +462,7 @@ class Jobs:
 
     async def _run(self, job_id: str, run_number: int) -> LiveRun:
         """Return a run: the one that lives, or one as it was stored when the run had ended."""
-        await self._recall(job_id)
+        await self._load(job_id)
         run = self._live.find(job_id)
         if run_number in (LATEST, run.number):
             return run

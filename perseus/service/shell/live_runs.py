@@ -33,7 +33,7 @@ from perseus.service.domain.commands import (
     Refine,
     RefuseRank,
     ReportIteration,
-    SendCeiling,
+    SendMaxClock,
     SendOffer,
     Solve,
     Store,
@@ -69,10 +69,10 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.recording import Recording, Restored
 from perseus.service.job.rules import Rules
 from perseus.service.job.run import Run
-from perseus.service.shell.answers import Answers
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.live_run import LiveRun, Machine
 from perseus.service.shell.ports import AgentPort
+from perseus.service.shell.run_tasks import RunTasks
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
@@ -150,8 +150,8 @@ class LiveRuns:
         self.unreadable: dict[str, UnreadableJob] = {}
         self._store = store
         self._writer = writer
-        writer.put_aside = self._put_aside
-        self._answers = Answers(self, store, writer, solver)
+        writer.quarantine_unstorable = self._quarantine_unstorable
+        self._tasks = RunTasks(self, store, writer, solver)
         self._rates_at = rates_at
         self._runs: dict[str, LiveRun] = {}
         # Those that may have a deadline: an ended job has none, and costs nothing.
@@ -215,7 +215,7 @@ class LiveRuns:
 
     async def close(self) -> None:
         """Drop what is being solved."""
-        await self._answers.close()
+        await self._tasks.close()
 
     # ------------------------------------------------------------------ the runs
 
@@ -429,7 +429,9 @@ class LiveRuns:
         run.incarnation += 1
         self._perform(run, [*_recorded(machine.recording, Fault.of(part, error)), *commands])
 
-    def _put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
+    def _quarantine_unstorable(
+        self, job_id: str, run_number: int, error: Exception
+    ) -> CoordinatorError | None:
         """See `Writer.put_aside`."""
         run = self._runs.get(job_id)
         is_new = run is not None and run.number == run_number and isinstance(run.machine, JobMachine)
@@ -458,12 +460,12 @@ class LiveRuns:
             JobQuarantinedError: the coordinator fails at that, too.
             JobUnreadableError: what is stored can't be read.
         """
-        aside = run.machine
+        quarantined = run.machine
         if run.solving is not None:
             await asyncio.wait([run.solving])
         await self._writer.flush()
         stored = await self._store.load_run(run.job_id, run.number)
-        if run.machine is not aside or stored is None:  # somebody else was faster, or it is deleted
+        if run.machine is not quarantined or stored is None:  # somebody else was faster, or it is deleted
             return
         if isinstance(stored, UnreadableJob):
             raise JobUnreadableError(job_id=run.job_id, run_number=run.number, cause=stored.cause)
@@ -542,31 +544,31 @@ class LiveRuns:
             return  # It was put aside, or has been revived: nothing that it wanted before is of use.
         machine = run.machine
         match command:
-            case AcceptRank(rank, instance_id, ceiling):
+            case AcceptRank(rank, instance_id, max_clock):
                 if (port := self.ports.get(instance_id)) and isinstance(machine, JobMachine):
                     order = machine.run.schedule.orders[rank.stage]
-                    port.accept_rank(run.job_id, rank, order, ceiling)
-            case SendCeiling(rank, instance_id, ceiling):
+                    port.accept_rank(run.job_id, rank, order, max_clock)
+            case SendMaxClock(rank, instance_id, max_clock):
                 if port := self.ports.get(instance_id):
-                    port.limit_rank(run.job_id, rank, ceiling)
+                    port.limit_rank(run.job_id, rank, max_clock)
             case SendOffer(rank, instance_id, offer):
                 if port := self.ports.get(instance_id):
                     port.offer(run.job_id, rank, offer)
-            case RefuseRank(rank, instance_id, error, ceiling):
+            case RefuseRank(rank, instance_id, error, max_clock):
                 if port := self.ports.get(instance_id):
-                    port.refuse_rank(run.job_id, rank, error, ceiling)
+                    port.refuse_rank(run.job_id, rank, error, max_clock)
             case EndStream(instance_id):
                 if port := self.ports.get(instance_id):
                     port.end(LeaseExpiredError(instance_id=instance_id, lease_s=self.rules.lease_s))
             case ReportIteration(summary):
                 for watcher in run.watchers:
-                    watcher.tell(summary)
+                    watcher.push(summary)
             case FindProfile(keys):
-                self._answers.find_profile(run, machine, keys)
+                self._tasks.find_profile(run, machine, keys)
             case Solve():
-                self._answers.solve(run, machine, command)
+                self._tasks.solve(run, machine, command)
             case Refine(refinement):
-                self._answers.refine(run, machine, refinement)
+                self._tasks.refine(run, machine, refinement)
             case DropSolve():
                 if run.solving is not None:
                     run.solving.cancel()
@@ -575,7 +577,7 @@ class LiveRuns:
         kind = event_pb2.JobEventType.Name(event.type).removeprefix("JOB_EVENT_TYPE_")
         log.info("job event", job_id=run.job_id, type=kind, message=event.message)
         for watcher in run.watchers:
-            watcher.tell(event)
+            watcher.push(event)
 
     def _publish_job(self, run: LiveRun) -> None:
         for watcher in run.watchers:

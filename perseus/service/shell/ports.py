@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.model import Ceiling, Offer
+from perseus.service.domain.model import MaxClock, Offer
 from perseus.service.domain.specification import Coordinates
 from perseus.solver import Computation
 
@@ -13,22 +13,22 @@ class AgentPort(Protocol):
     """The way to one agent. Nothing here waits."""
 
     def accept_rank(
-        self, job_id: str, rank: Coordinates, order: Sequence[Computation], ceiling: Ceiling | None
+        self, job_id: str, rank: Coordinates, order: Sequence[Computation], max_clock: MaxClock | None
     ) -> None:
         """Say that a rank is served, what it computes, and under which ceiling."""
 
-    def limit_rank(self, job_id: str, rank: Coordinates, ceiling: Ceiling | None) -> None:
+    def limit_rank(self, job_id: str, rank: Coordinates, max_clock: MaxClock | None) -> None:
         """Say that a rank has another ceiling, or none; before all offers that still wait."""
 
     def refuse_rank(
-        self, job_id: str, rank: Coordinates, error: CoordinatorError, ceiling: Ceiling | None
+        self, job_id: str, rank: Coordinates, error: CoordinatorError, max_clock: MaxClock | None
     ) -> None:
         """Say that a rank is not served, or no longer: it goes to stock. An offer that waits is dropped."""
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """Offer clocks to a rank; an offer that still waits for the rank is replaced."""
 
-    def beat(self, power_interval_s: float) -> None:
+    def heartbeat(self, power_interval_s: float) -> None:
         """Give a sign of life, with how often power readings are wanted, seconds; 0 for never."""
 
     def acknowledge(self, sequence: int) -> None:

@@ -31,10 +31,10 @@ from perseus.service.domain.power import (
     MAX_TIME_S,
     Budget,
     BudgetRecord,
+    BudgetRequest,
     Feed,
     FeedStatus,
     UnreadableBudget,
-    WantedBudget,
     check_budget_id,
     percent_of_reference_w,
 )
@@ -46,7 +46,7 @@ from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
     Input,
-    SetPace,
+    SetTargetTime,
     Tick,
 )
 from perseus.service.job import views
@@ -61,7 +61,7 @@ from perseus.service.storage.store import BudgetEntry
 STEP_BACK_S = 1.0
 """A wall clock that goes back by less is as exact as wall clocks are: time stands still meanwhile."""
 
-LEAST_PERIOD_S, MOST_PERIOD_S = 0.5 * PERIOD_S, 10 * PERIOD_S
+MIN_PERIOD_S, MAX_PERIOD_S = 0.5 * PERIOD_S, 10 * PERIOD_S
 """For how long a power is believed to have held: the wall clock may jump."""
 
 log = structlog.get_logger(__name__)
@@ -89,7 +89,7 @@ class Power:
         self._feeds = feeds
         self._retention = retention
         self._clock = clock
-        self._latest_s = self._looked_s = 0.0
+        self._latest_s = self._ticked_s = 0.0
         # No feed is configured, no budget known, and nobody has watched feeds so far.
         self._is_idle = True
         self._records: dict[str, BudgetRecord] = {}
@@ -101,7 +101,7 @@ class Power:
         self._inbox: list[Input] = []
         self._has_news = asyncio.Event()
         # Set when the present look ends.
-        self._look_ended = asyncio.Event()
+        self._tick_ended = asyncio.Event()
         self._end: Exception | None = None
 
     async def load(self) -> None:
@@ -111,7 +111,7 @@ class Power:
                 self._records[record.budget.budget_id] = record
         self._is_idle = not (self._feeds.feeds or self._records)
         self._begin()
-        await self._tell_inbox()
+        await self._drain_inbox()
 
     def _in_its_place(self, lost: UnreadableBudget) -> list[BudgetRecord]:
         budgets = lost.in_its_place(self._feeds.all())
@@ -135,7 +135,7 @@ class Power:
 
     # ------------------------------------------------------------------ what clients ask
 
-    async def set_budget(self, wanted: WantedBudget, principal: str) -> BudgetRecord:
+    async def set_budget(self, wanted: BudgetRequest, principal: str) -> BudgetRecord:
         """Set a budget, durably, or replace the one of its identifier; the same request again does nothing.
 
         Raises:
@@ -229,7 +229,7 @@ class Power:
         """Begin anew where the wall clock was set back: it had jumped ahead, and what it ended goes on."""
         if (now_s := self._clock()) < self._latest_s - STEP_BACK_S:
             log.warning("the wall clock was set back", by_s=round(self._latest_s - now_s, 1))
-            self._latest_s = self._looked_s = now_s
+            self._latest_s = self._ticked_s = now_s
             self._begin()
             changed.update(self._live.job_ids)
 
@@ -240,16 +240,16 @@ class Power:
             FeedNotFoundError: there is no such feed.
             DrainingError: the coordinator is about to stop.
         """
-        told: dict[str, FeedStatus] = {}
+        published: dict[str, FeedStatus] = {}
         if self._is_idle:
             self._has_news.set()
         while self._end is None:
-            looked = self._look_ended
+            ticked = self._tick_ended
             for feed, status in self.feeds(name):
-                if told.get(feed.name) != status:
-                    told[feed.name] = status
+                if published.get(feed.name) != status:
+                    published[feed.name] = status
                     yield feed, status
-            await looked.wait()
+            await ticked.wait()
         raise self._end
 
     def end(self, error: Exception) -> None:
@@ -257,7 +257,7 @@ class Power:
         self._end = error
         self._wake_readers()
 
-    def _limit_w(self, wanted: WantedBudget) -> float:
+    def _limit_w(self, wanted: BudgetRequest) -> float:
         self._check_feed(wanted.feed)
         if (wanted.limit_w is None) == (wanted.percent is None):
             raise InvalidFieldError(field="amount", expected="limit_w or percent", found="neither")
@@ -306,9 +306,9 @@ class Power:
                     # Budgets first, by themselves: a ceiling's way down begins at what is drawn then, by jobs
                     # that are known. After idling none is, so the budget waits for the look that follows.
                     if not is_woken:
-                        await self._tell_inbox()
+                        await self._drain_inbox()
                     is_woken = False
-                    await self._look(changed)
+                    await self._tick(changed)
                 except Exception as error:
                     log.error("the fleet's machine failed, and begins anew", exc_info=error)
                     self._begin()
@@ -318,40 +318,40 @@ class Power:
                     async with asyncio.timeout(PERIOD_S):
                         await self._has_news.wait()
 
-    async def _look(self, changed: set[str]) -> None:
+    async def _tick(self, changed: set[str]) -> None:
         """Tell the fleet what has changed, which empties the set, and the jobs what follows."""
-        looked_at = list(changed)
+        changed_ids = list(changed)
         changed.clear()
-        found = [await self._jobs.follow(job_id) for job_id in looked_at]
+        found = [await self._jobs.follow(job_id) for job_id in changed_ids]
         of_jobs = (event for event in found if event is not None)
-        drawn = self._agents.drawn(self._jobs.job_ids)
-        await self._tell([*of_jobs, self._jobs.measured(self._since_look_s(), drawn), Tick()])
+        totals = self._agents.totals(self._jobs.job_ids)
+        await self._apply([*of_jobs, self._jobs.measured(self._since_tick_s(), totals), Tick()])
         self._jobs.order(self._fleet, self._is_urgent, self.now_s())
         self._is_urgent.clear()
         self._forget()
         self._wake_readers()
 
-    def _since_look_s(self) -> float:
+    def _since_tick_s(self) -> float:
         """Return for how long what is known to be drawn has held: about a second."""
-        before_s, self._looked_s = self._looked_s, self.now_s()
-        return min(MOST_PERIOD_S, max(LEAST_PERIOD_S, self._looked_s - before_s))
+        before_s, self._ticked_s = self._ticked_s, self.now_s()
+        return min(MAX_PERIOD_S, max(MIN_PERIOD_S, self._ticked_s - before_s))
 
     def shares(self, job_id: str) -> Mapping[str, float]:
         """Return the share of a job's GPUs that is on each feed; empty where nothing is known."""
         return {DEFAULT_FEED: 1.0} if self._is_idle else self._jobs.shares(job_id)
 
-    async def _tell_inbox(self) -> None:
+    async def _drain_inbox(self) -> None:
         self._has_news.clear()
         inbox, self._inbox = self._inbox, []
-        await self._tell(inbox)
+        await self._apply(inbox)
 
-    async def _tell(self, events: Iterable[Input]) -> None:
+    async def _apply(self, events: Iterable[Input]) -> None:
         """Let the fleet take inputs, if there are any; its paces are ordered when this look ends."""
         commands = await asyncio.to_thread(self._fleet.handle_all, events, self.now_s())
         self._statuses = self._fleet.statuses
         for command in commands:
             match command:
-                case SetPace(job_id, _, is_urgent):
+                case SetTargetTime(job_id, _, is_urgent):
                     self._is_urgent[job_id] = is_urgent
                 case FeedStatus():
                     log.info(
@@ -363,7 +363,7 @@ class Power:
                         measured_w=round(command.measured_w, 1),
                         to_pause=command.to_pause,
                         beyond_tolerance=command.beyond_tolerance,
-                        doubtful_gpu_count=command.doubtful_gpu_count,
+                        conflicting_gpu_count=command.conflicting_gpu_count,
                     )
 
     def _forget(self) -> None:
@@ -378,8 +378,8 @@ class Power:
             del self._records[budget_id]
 
     def _wake_readers(self) -> None:
-        self._look_ended.set()
-        self._look_ended = asyncio.Event()
+        self._tick_ended.set()
+        self._tick_ended = asyncio.Event()
 
 
 def _check_times(start_s: float, end_s: float | None, now_s: float) -> None:

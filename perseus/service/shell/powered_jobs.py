@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 import structlog
 
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.inputs import CeilingOrdered, PaceOrdered
-from perseus.service.domain.job_power import NO_POWER, CurveBasis, JobPower
-from perseus.service.domain.power_reading import most_power_w
+from perseus.service.domain.inputs import BudgetTargetSet, MaxClockSet
+from perseus.service.domain.job_power import NO_POWER, JobPower, PowerCurveBasis
+from perseus.service.domain.power_reading import max_power_w
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.fleet.power.curve import StageFeeds, power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.feeds import Feeds, placement, shares
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import JobChanged, JobLeft, PowerMeasured
-from perseus.service.fleet.power.readings import Drawn, completed_w
+from perseus.service.fleet.power.readings import PowerTotals, completed_w
 from perseus.service.job import views
 from perseus.service.shell.live_run import LiveRun
 from perseus.service.shell.live_runs import LiveRuns
@@ -41,7 +41,7 @@ class _Known:
     gpus: Mapping[str, float]
     """How many are on each feed."""
     highest_clock_mhz: int
-    most_w: Mapping[str, float]
+    max_w: Mapping[str, float]
     """What its GPUs on each feed can draw: it counts with no more, whatever was measured or is planned."""
     points: tuple[PowerPoint, ...] = ()
 
@@ -53,9 +53,9 @@ class _Known:
 
     def possible_w(self, powers_w: Mapping[str, float]) -> dict[str, float]:
         """Return powers by feed, as far as its GPUs there can draw them."""
-        return {feed: min(power_w, self.most_w.get(feed, 0.0)) for feed, power_w in powers_w.items()}
+        return {feed: min(power_w, self.max_w.get(feed, 0.0)) for feed, power_w in powers_w.items()}
 
-    def changed(self, job_id: str, ceiling_mhz: int | None) -> JobChanged:
+    def changed(self, job_id: str, max_clock_mhz: int | None) -> JobChanged:
         terms = self.power.terms
         demand = JobDemand(
             job_id,
@@ -65,7 +65,7 @@ class _Known:
             terms.weight,
             highest_clock_mhz=self.highest_clock_mhz,
         )
-        return JobChanged(demand, self.power.iteration_time_s, ceiling_mhz)
+        return JobChanged(demand, self.power.iteration_time_s, max_clock_mhz)
 
 
 class PoweredJobs:
@@ -76,7 +76,7 @@ class PoweredJobs:
         self._feeds = feeds
         self._jobs: dict[str, _Known] = {}
         # Runs that draw nothing that is known, and yet are under a ceiling: their feeds.
-        self._aside: dict[str, set[str]] = {}
+        self._idle_capped: dict[str, set[str]] = {}
         # Jobs that can't be reckoned with, which the log has told of.
         self._left_out: set[str] = set()
         # Since the start: those of which no power is known, and until when that counts.
@@ -98,8 +98,8 @@ class PoweredJobs:
         """
         run = self._live.get(job_id)
         if run is None or run.machine.record.has_finished or not run.machine.has_live_rank:
-            if run is not None and run.machine.record.ceiling is not None:
-                self._aside[job_id] = set(shares(self._placed(run)))
+            if run is not None and run.machine.record.max_clock is not None:
+                self._idle_capped[job_id] = set(shares(self._placed(run)))
             return self._leave(job_id)
         try:
             changed = await self._update(job_id, run)
@@ -108,7 +108,7 @@ class PoweredJobs:
                 self._left_out.add(job_id)
                 log.error("a job is left out of power budgets", job_id=job_id, exc_info=error)
             return self._leave(job_id)
-        self._aside.pop(job_id, None)
+        self._idle_capped.pop(job_id, None)
         self._left_out.discard(job_id)
         return changed
 
@@ -117,7 +117,7 @@ class PoweredJobs:
         """The jobs that draw power."""
         return self._jobs.keys()
 
-    def measured(self, duration_s: float, drawn: Drawn) -> PowerMeasured:
+    def measured(self, duration_s: float, drawn: PowerTotals) -> PowerMeasured:
         """Return what was drawn for so long, of those of which it is known.
 
         It is what agents tell of this second. Where they tell of none or not all of a job's GPUs, its latest
@@ -126,11 +126,11 @@ class PoweredJobs:
         jobs_w: dict[str, Mapping[str, float]] = {}
         changing, outdated = set(), set()
         for job_id, known in self._jobs.items():
-            told_w = drawn.jobs_w.get(job_id)
-            if told_w is None and known.power.power_w is None:
+            reported_w = drawn.jobs_w.get(job_id)
+            if reported_w is None and known.power.power_w is None:
                 continue
             jobs_w[job_id], is_whole = completed_w(
-                told_w or {}, drawn.gpu_counts.get(job_id, {}), known.drawn_w(), known.gpus
+                reported_w or {}, drawn.gpu_counts.get(job_id, {}), known.drawn_w(), known.gpus
             )
             if is_whole:
                 if not known.power.is_in_force:
@@ -142,7 +142,7 @@ class PoweredJobs:
         here = self._unknown & self._jobs.keys() - jobs_w.keys()
         self._unknown = {job_id for job_id in here if not self._jobs[job_id].points}
         others_w = {**dict.fromkeys(self._feeds.all(), 0.0), **drawn.others_w}
-        return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated, drawn.doubtful_counts)
+        return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated, drawn.conflicting_counts)
 
     def shares(self, job_id: str) -> Mapping[str, float]:
         """Return the share of a job's GPUs that is on each feed; empty where it is not reckoned with."""
@@ -158,31 +158,33 @@ class PoweredJobs:
             if run is None:
                 continue
             # First what counts wherever a plan does not: the plan may take a moment.
-            ceiling_mhz, pace_s = fleet.ceiling_mhz(job_id), fleet.pace_s(job_id)
+            max_clock_mhz, target_time_s = fleet.max_clock_mhz(job_id), fleet.target_time_s(job_id)
             may_lift = held.isdisjoint(known.shares)
-            if may_lift or not _is_lifted(run, ceiling_mhz):
-                self._order_ceiling(run, ceiling_mhz, known.shares)
+            if may_lift or not _is_lifted(run, max_clock_mhz):
+                self._send_max_clock(run, max_clock_mhz, known.shares)
             if (
                 known.power.basis is not None
-                and pace_s != known.power.pace_s
-                and (may_lift or (pace_s or 0.0) >= (known.power.pace_s or 0.0))
+                and target_time_s != known.power.target_time_s
+                and (may_lift or (target_time_s or 0.0) >= (known.power.target_time_s or 0.0))
             ):
-                self._tell(run, PaceOrdered(pace_s, urgent.get(job_id, pace_s is not None)))
-        for job_id, feeds in list(self._aside.items()):
+                self._send(run, BudgetTargetSet(target_time_s, urgent.get(job_id, target_time_s is not None)))
+        for job_id, feeds in list(self._idle_capped.items()):
             if not any(fleet.is_limited(feed) for feed in feeds):
-                del self._aside[job_id]
+                del self._idle_capped[job_id]
                 if (run := self._live.get(job_id)) is not None:
-                    self._order_ceiling(run, None, ())
+                    self._send_max_clock(run, None, ())
 
-    def _order_ceiling(
-        self, run: LiveRun, ceiling_mhz: int | None, feeds: Sequence[str] | Mapping[str, float]
+    def _send_max_clock(
+        self, run: LiveRun, max_clock_mhz: int | None, feeds: Sequence[str] | Mapping[str, float]
     ) -> None:
-        outlasts_lease = ceiling_mhz is not None and any(feed in self._feeds.with_last_plan for feed in feeds)
-        ordered = CeilingOrdered(ceiling_mhz, outlasts_lease)
-        if run.machine.record.ceiling != ordered.to_ceiling():
-            self._tell(run, ordered)
+        outlasts_lease = max_clock_mhz is not None and any(
+            feed in self._feeds.with_last_plan for feed in feeds
+        )
+        ordered = MaxClockSet(max_clock_mhz, outlasts_lease)
+        if run.machine.record.max_clock != ordered.to_max_clock():
+            self._send(run, ordered)
 
-    def _tell(self, run: LiveRun, order: PaceOrdered | CeilingOrdered) -> None:
+    def _send(self, run: LiveRun, order: BudgetTargetSet | MaxClockSet) -> None:
         with suppress(CoordinatorError):  # it has ended, or is quarantined: the next look finds it so
             self._live.handle(run, order)
 
@@ -202,7 +204,7 @@ class PoweredJobs:
             highest_mhz = self._live.read(run, views.highest_clock_mhz, lambda _: 0)
             own_shares, gpu_count = shares(placed), run.machine.spec.rank_count
             gpus = {feed: share * gpu_count for feed, share in own_shares.items()}
-            known_now = _Known(run.number, power, placed, own_shares, gpus, highest_mhz, self._most_w(run))
+            known_now = _Known(run.number, power, placed, own_shares, gpus, highest_mhz, self._max_w(run))
             known_now.points = await self._points(power.basis, known_now)
         else:
             known_now = replace(known, power=power)
@@ -210,17 +212,17 @@ class PoweredJobs:
                 known_now.points = await self._points(power.basis, known_now)
         self._jobs[job_id] = known_now
         if known is None or known_now.points is not known.points or power.terms != known.power.terms:
-            ceiling = run.machine.record.ceiling
-            return known_now.changed(job_id, None if ceiling is None else ceiling.clock_mhz)
+            max_clock = run.machine.record.max_clock
+            return known_now.changed(job_id, None if max_clock is None else max_clock.clock_mhz)
         return None
 
-    def _most_w(self, run: LiveRun) -> dict[str, float]:
+    def _max_w(self, run: LiveRun) -> dict[str, float]:
         hostnames = self._hostnames(run)
         models = self._live.read(run, views.gpu_models, lambda _: [""] * len(hostnames))
         found: dict[str, float] = {}
         for hostname, model in zip(hostnames, models, strict=True):
             feed = self._feeds.of_host(hostname)
-            found[feed] = found.get(feed, 0.0) + most_power_w(model)
+            found[feed] = found.get(feed, 0.0) + max_power_w(model)
         return found
 
     def _hostnames(self, run: LiveRun) -> Sequence[str]:
@@ -237,7 +239,7 @@ class PoweredJobs:
         hostnames = self._hostnames(run)
         return placement(self._feeds, hostnames, counts.stage_count, counts.tensor_count)
 
-    async def _points(self, basis: CurveBasis | None, known: _Known) -> tuple[PowerPoint, ...]:
+    async def _points(self, basis: PowerCurveBasis | None, known: _Known) -> tuple[PowerPoint, ...]:
         """Return the points of a curve: in a thread, as that adds up every plan of the frontier."""
         if basis is None:
             return ()
@@ -257,13 +259,13 @@ class PoweredJobs:
         return tuple(possible)
 
 
-def _is_lifted(run: LiveRun, ceiling_mhz: int | None) -> bool:
+def _is_lifted(run: LiveRun, max_clock_mhz: int | None) -> bool:
     """Whether a ceiling would be higher than the one that a run has."""
-    before = run.machine.record.ceiling
+    before = run.machine.record.max_clock
     if before is None or before.clock_mhz is None:
         return False
-    return ceiling_mhz is None or ceiling_mhz > before.clock_mhz
+    return max_clock_mhz is None or max_clock_mhz > before.clock_mhz
 
 
-def _is_new(basis: CurveBasis | None, before: CurveBasis | None) -> bool:
+def _is_new(basis: PowerCurveBasis | None, before: PowerCurveBasis | None) -> bool:
     return before is not None if basis is None else not basis.is_same(before)

@@ -10,23 +10,23 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from perseus.service.domain.errors import LimitReachedError
-from perseus.service.domain.limits import Bucket, Limits
+from perseus.service.domain.limits import Limits, TokenBucket
 from perseus.service.domain.specification import JobSpec
 
 
 @dataclass(slots=True)
 class _Account:
-    bucket: Bucket
+    bucket: TokenBucket
     counts: Counter[str] = field(default_factory=Counter)
     """Of what goes on now, by what it is."""
 
 
-class Pace:
+class RateLimiter:
     """How fast one stream may speak: as fast as streams may, and all those of its principal together."""
 
     __slots__ = ("_all", "_monotonic", "_own")
 
-    def __init__(self, own: Bucket, all_: Bucket, monotonic: Callable[[], float]) -> None:
+    def __init__(self, own: TokenBucket, all_: TokenBucket, monotonic: Callable[[], float]) -> None:
         self._own = own
         self._all = all_
         self._monotonic = monotonic
@@ -48,14 +48,16 @@ class Quotas:
         self._accounts: dict[str, _Account] = {}
 
     @contextmanager
-    def stream(self, principal: str) -> Iterator[Pace]:
+    def stream(self, principal: str) -> Iterator[RateLimiter]:
         """For the length of a block: one stream more.
 
         Raises:
             LimitReachedError: it would be too many.
         """
         with self._one_more(principal, "streams at once", self.limits.limit_streams) as account:
-            yield Pace(Bucket(self.limits.limit_stream_messages_per_s), account.bucket, self._monotonic)
+            yield RateLimiter(
+                TokenBucket(self.limits.limit_stream_messages_per_s), account.bucket, self._monotonic
+            )
 
     def solve(self, principal: str) -> AbstractContextManager[object]:
         """For the length of a block: one problem, or plan, more.
@@ -112,7 +114,7 @@ class Quotas:
     def _account(self, principal: str) -> _Account:
         account = self._accounts.get(principal)
         if account is None:
-            account = self._accounts[principal] = _Account(Bucket(self.limits.limit_messages_per_s))
+            account = self._accounts[principal] = _Account(TokenBucket(self.limits.limit_messages_per_s))
         return account
 
 

@@ -15,19 +15,19 @@ import structlog
 from perseus.retry import Retry
 from perseus.service.domain.ledger import HOUR_S, UNKNOWN, Rates
 from perseus.service.domain.signals import SignalKind
-from perseus.service.fleet.signals.outlook import SignalBook
+from perseus.service.fleet.signals.history import SignalHistory
 from perseus.service.signals.source import Source, SourceError
 
 log = structlog.get_logger(__name__)
 
-FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 900.0
+FIRST_DELAY_S, MAX_DELAY_S = 5.0, 900.0
 
 
 def retry_of(period_s: float, draw: Callable[[], float]) -> Retry:
     """Return when a source is asked again that fails, of which a working one is asked every `period_s`."""
     if period_s < FIRST_DELAY_S:  # a file, say: looking at it costs nothing
         return Retry(period_s, period_s)
-    return Retry(FIRST_DELAY_S, LONGEST_DELAY_S, jitter=0.5, random=draw)  # many do not come at once
+    return Retry(FIRST_DELAY_S, MAX_DELAY_S, jitter=0.5, random=draw)  # many do not come at once
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class NamedSignal:
     kind: SignalKind
     feeds: Sequence[str]
     source: Source
-    book: SignalBook = field(default_factory=SignalBook)
+    history: SignalHistory = field(default_factory=SignalHistory)
     failure_count: int = 0
 
 
@@ -59,9 +59,9 @@ class Signals:
         self._signals = signals
         self._rates = rates
         self._clock = clock
-        self._draw = draw
+        self._random = draw
         self._by_feed = {
-            (signal.kind, feed): signal.book for signal in signals for feed in signal.feeds or [""]
+            (signal.kind, feed): signal.history for signal in signals for feed in signal.feeds or [""]
         }
 
     async def run(self) -> None:
@@ -76,7 +76,7 @@ class Signals:
             for signal in self._signals:
                 await signal.source.close()
 
-    def book(self, kind: SignalKind, shares: Mapping[str, float]) -> SignalBook | None:
+    def history(self, kind: SignalKind, shares: Mapping[str, float]) -> SignalHistory | None:
         """Return the signal that a job is to follow: that of the feed with the most of its GPUs.
 
         `shares`: of its GPUs, by feed; empty if that is not known.
@@ -88,7 +88,7 @@ class Signals:
         """Yield each signal's name, whether anything is known of it now, and its failures so far."""
         now_s = self._clock()
         for signal in self._signals:
-            yield signal.name, signal.book.value_at(now_s) is not None, signal.failure_count
+            yield signal.name, signal.history.value_at(now_s) is not None, signal.failure_count
 
     def rates_at(self, shares: Mapping[str, float], time_s: float) -> Rates:
         """Return what signals say of an hour for GPUs on these feeds; where they say nothing, what is set."""
@@ -102,29 +102,29 @@ class Signals:
     def _mean(self, kind: SignalKind, shares: Mapping[str, float], hour: int) -> float | None:
         total = 0.0
         for feed, share in (shares or {"": 1.0}).items():
-            book = self._by_feed.get((kind, feed)) or self._by_feed.get((kind, ""))
-            mean = None if book is None else book.mean_in_hour(hour)
+            history = self._by_feed.get((kind, feed)) or self._by_feed.get((kind, ""))
+            mean = None if history is None else history.mean_in_hour(hour)
             if mean is None:
                 return None
             total += share * mean
         return total
 
     async def _follow(self, signal: NamedSignal) -> None:
-        retry = retry_of(signal.source.period_s, self._draw)
-        said = ""
+        retry = retry_of(signal.source.period_s, self._random)
+        logged = ""
         while True:
             try:
                 found = await signal.source.read(self._clock())
                 if found is not None:
-                    signal.book.take(found, self._clock())
+                    signal.history.take(found, self._clock())
                     log.debug("signal read", signal=signal.name, value_count=len(found.values))
             except Exception as error:
                 cause = str(error) if isinstance(error, SourceError) else f"a fault: {error!r}"
                 retry_after_s = error.retry_after_s if isinstance(error, SourceError) else 0.0
                 signal.failure_count += 1
                 wait_s = max(retry_after_s, retry.failed())
-                if cause != said:
-                    known = signal.book.value_at(self._clock()) is not None
+                if cause != logged:
+                    known = signal.history.value_at(self._clock()) is not None
                     log.warning(
                         "signal can't be read",
                         signal=signal.name,
@@ -132,11 +132,11 @@ class Signals:
                         consequence="the last value counts for now" if known else "nothing is known of it",
                         exc_info=None if isinstance(error, SourceError) else error,
                     )
-                said = cause
+                logged = cause
             else:
-                if said:
+                if logged:
                     log.info("signal is read again", signal=signal.name, failure_count=retry.failure_count)
-                said = ""
+                logged = ""
                 retry.succeeded()
                 wait_s = signal.source.period_s
             await asyncio.sleep(wait_s)

@@ -20,7 +20,7 @@ from perseus.service.domain.principals import (
     Principal,
     Scope,
     Token,
-    TokenBook,
+    TokenRegistry,
     check_token_name,
     digest_of,
 )
@@ -44,18 +44,18 @@ class Tokens:
         self._store = store
         self._writer = writer
         self._clock = clock
-        self._book = TokenBook()
+        self._registry = TokenRegistry()
         # By token: those who are to hear of its end.
         self._waiting: dict[str, set[asyncio.Future[CoordinatorError]]] = {}
 
     async def load(self) -> None:
         """Load what is stored."""
-        self._book = TokenBook(await self._store.load_tokens())
+        self._registry = TokenRegistry(await self._store.load_tokens())
 
     @property
     def tokens(self) -> Collection[Token]:
         """All of them, revoked and expired ones too, by name."""
-        return self._book.tokens
+        return self._registry.tokens
 
     def authenticate(self, secret: str) -> Principal:
         """Return who shows a token.
@@ -63,7 +63,7 @@ class Tokens:
         Raises:
             TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not valid.
         """
-        return self._book.find(secret, self._clock()).principal
+        return self._registry.find(secret, self._clock()).principal
 
     def holder(self, digest: str) -> Principal:
         """Return whose token it is of which this is kept (`digest_of`).
@@ -71,7 +71,7 @@ class Tokens:
         Raises:
             TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not valid any more.
         """
-        return self._book.find_digest(digest, self._clock()).principal
+        return self._registry.find_digest(digest, self._clock()).principal
 
     async def create(self, name: str, grant: Grant, expire_time_s: float | None) -> tuple[Token, str]:
         """Make a token, durably; return it, and the secret that nobody can be told again.
@@ -85,7 +85,7 @@ class Tokens:
         now_s = self._clock()
         if expire_time_s is not None and expire_time_s <= now_s:
             raise InvalidFieldError(field="expire_time", expected="a time to come", found=expire_time_s)
-        if self._book.get(name) is not None:
+        if self._registry.get(name) is not None:
             raise TokenAlreadyExistsError(name=name)
         secret = new_secret()
         token = Token(name, digest_of(secret), grant, now_s, expire_time_s)
@@ -95,7 +95,7 @@ class Tokens:
     async def adopt(self, secret: str) -> None:
         """Let the token in the operator's file be an operator's; one that was revoked stays revoked."""
         digest = digest_of(secret)
-        known = self._book.get(OPERATOR)
+        known = self._registry.get(OPERATOR)
         if known is None or known.digest != digest:
             await self._put(Token(OPERATOR, digest, Grant(Scope.OPERATOR), self._clock()))
 
@@ -105,7 +105,7 @@ class Tokens:
         Raises:
             TokenNotFoundError: there is none of that name.
         """
-        token = self._book.get(name)
+        token = self._registry.get(name)
         if token is None:
             raise TokenNotFoundError(name=name)
         if token.revoke_time_s is None:
@@ -114,7 +114,7 @@ class Tokens:
         return token
 
     async def _put(self, token: Token) -> None:
-        self._book.put(token)
+        self._registry.put(token)
         self.tick()
         await self._writer.later([TokenEntry(token)])
 
@@ -135,7 +135,7 @@ class Tokens:
         """Tell those who wait of tokens that have ended."""
         now_s = self._clock()
         for name, waiting in self._waiting.items():
-            token = self._book.get(name)
+            token = self._registry.get(name)
             if token is None:  # a certificate's
                 continue
             try:

@@ -25,7 +25,7 @@ from perseus.v1 import job_pb2
 from perseus.v1.event_pb2 import JobEvent
 from perseus.v1.job_service_pb2 import CaughtUp, WatchGap
 
-News = JobEvent | job_pb2.IterationSummary
+WatchItem = JobEvent | job_pb2.IterationSummary
 
 QUEUE_LIMIT = 1024
 QUEUE_BYTES_LIMIT = 4 * 2**20
@@ -38,14 +38,14 @@ SNAPSHOT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Deliver:
     """Tell the reader."""
 
-    update: News | CaughtUp | WatchGap
+    update: WatchItem | CaughtUp | WatchGap
 
 
 @dataclass(frozen=True, slots=True)
-class TellJob:
+class DeliverJob:
     """Tell the reader the job as it is, and `note_snapshot` which one that was."""
 
 
@@ -69,7 +69,7 @@ class End:
     """The job has ended, and the reader knows all of it."""
 
 
-Step = Tell | TellJob | Fetch | Wait | End
+Step = Deliver | DeliverJob | Fetch | Wait | End
 
 
 class WatchState:
@@ -100,22 +100,22 @@ class WatchState:
         """None once the reader was told that it has caught up."""
         self._end_sequence = last_sequence if has_ended else None
         self._page: deque[JobEvent | WatchGap] = deque()
-        self._queue: deque[News] = deque()
+        self._queue: deque[WatchItem] = deque()
         self._queue_bytes = 0
         self._missed_iteration_count = 0
         self._is_job_changed = True
         self._snapshot_sequence = 0
         self._next_snapshot_s = float("-inf")
 
-    def tell(self, news: News) -> None:
+    def push(self, item: WatchItem) -> None:
         """Take news. Events come in order, each once it is stored."""
-        self._queue_bytes += (size := _size(news))
+        self._queue_bytes += (size := _size(item))
         if len(self._queue) >= self._queue_limit or self._queue_bytes > QUEUE_BYTES_LIMIT:
             self._drop_queue()
             self._queue_bytes = size
-        if isinstance(news, JobEvent) and news.state_changed.after == job_pb2.JOB_STATE_FINISHED:
-            self._end_sequence = news.sequence
-        self._queue.append(news)
+        if isinstance(item, JobEvent) and item.state_changed.after == job_pb2.JOB_STATE_FINISHED:
+            self._end_sequence = item.sequence
+        self._queue.append(item)
 
     def change_job(self) -> None:
         """Take note that the job looks different now."""
@@ -143,28 +143,28 @@ class WatchState:
         if self._is_snapshot_due() and now_s >= self._next_snapshot_s:
             self._is_job_changed = False
             self._next_snapshot_s = now_s + SNAPSHOT_INTERVAL_S
-            return TellJob()
+            return DeliverJob()
         if self._first_horizon is not None and self._cursor >= self._first_horizon:
             caught_up = CaughtUp(last_event_sequence=self._first_horizon)
             self._first_horizon = None
-            return Tell(caught_up)
+            return Deliver(caught_up)
         if self._page:
-            return self._tell_of_page()
+            return self._deliver_page()
         if self._cursor < self._horizon:
             self._fetched_horizon = self._horizon
             return Fetch(self._cursor, self._page_size)
         if self._missed_iteration_count:
             gap = WatchGap(missed_iteration_count=self._missed_iteration_count)
             self._missed_iteration_count = 0
-            return Tell(gap)
+            return Deliver(gap)
         while self._queue:
-            news = self._queue.popleft()
-            self._queue_bytes -= _size(news)
-            if isinstance(news, job_pb2.IterationSummary):
-                return Tell(news)
-            if news.sequence > self._cursor:
-                self._cursor = news.sequence
-                return Tell(news)
+            item = self._queue.popleft()
+            self._queue_bytes -= _size(item)
+            if isinstance(item, job_pb2.IterationSummary):
+                return Deliver(item)
+            if item.sequence > self._cursor:
+                self._cursor = item.sequence
+                return Deliver(item)
         if self._is_snapshot_due():
             return Wait(self._next_snapshot_s)
         return Wait(None) if self._end_sequence is None else End()
@@ -173,15 +173,15 @@ class WatchState:
         """Whether the job has changed, or its end was not shown yet."""
         return self._is_job_changed or self._snapshot_sequence < (self._end_sequence or 0)
 
-    def _tell_of_page(self) -> Tell:
+    def _deliver_page(self) -> Deliver:
         update = self._page.popleft()
         self._cursor = update.last_missed_sequence if isinstance(update, WatchGap) else update.sequence
-        return Tell(update)
+        return Deliver(update)
 
     def _drop_queue(self) -> None:
-        for news in self._queue:
-            if isinstance(news, JobEvent):
-                self._horizon = news.sequence
+        for item in self._queue:
+            if isinstance(item, JobEvent):
+                self._horizon = item.sequence
             else:
                 self._missed_iteration_count += 1
         self._queue.clear()
@@ -191,6 +191,6 @@ def _gap(first_sequence: int, last_sequence: int) -> WatchGap:
     return WatchGap(first_missed_sequence=first_sequence, last_missed_sequence=last_sequence)
 
 
-def _size(news: News) -> int:
+def _size(item: WatchItem) -> int:
     """About how many bytes news takes: a message no more than some times what it takes on the wire."""
-    return _PLAIN_BYTES if isinstance(news, job_pb2.IterationSummary) else _PLAIN_BYTES + 4 * news.ByteSize()
+    return _PLAIN_BYTES if isinstance(item, job_pb2.IterationSummary) else _PLAIN_BYTES + 4 * item.ByteSize()

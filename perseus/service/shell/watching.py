@@ -5,10 +5,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from perseus.service.shell.watch_state import End, Fetch, News, Tell, TellJob, Wait, WatchState
+from perseus.service.shell.watch_state import Deliver, DeliverJob, End, Fetch, Wait, WatchItem, WatchState
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 
-Update = job_pb2.Job | News | job_service_pb2.CaughtUp | job_service_pb2.WatchGap
+Update = job_pb2.Job | WatchItem | job_service_pb2.CaughtUp | job_service_pb2.WatchGap
 
 
 class Watcher:
@@ -19,9 +19,9 @@ class Watcher:
         self._error: Exception | None = None
         self._wake = asyncio.Event()
 
-    def tell(self, news: News) -> None:
+    def push(self, item: WatchItem) -> None:
         """Tell news, which is stored."""
-        self._state.tell(news)
+        self._state.push(item)
         self._wake.set()
 
     def change_job(self) -> None:
@@ -53,9 +53,9 @@ class Watcher:
             if self._error is not None:
                 raise self._error
             match self._state.next_step(time.monotonic()):
-                case Tell(update):
+                case Deliver(update):
                     yield update
-                case TellJob():
+                case DeliverJob():
                     job = view()
                     self._state.note_snapshot(job.last_event_sequence)
                     yield job

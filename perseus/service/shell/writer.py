@@ -27,7 +27,7 @@ from perseus.service.storage.store import (
 GATHERING_S = 0.02
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
 
-CROWD = 1024
+MAX_WAITING = 1024
 """Work that waits; when there is more, whoever reads what makes more is to await admission first. Readers
 outnumber the one writer by thousands: without this, more than can be done leaves it no turn at all. It is two
 full groups: one gathers while the other is stored."""
@@ -37,7 +37,7 @@ _COMMIT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 TURN_S = 0.005
 """How long actions keep the event loop at a time."""
 
-WOKEN_AT_ONCE = 64
+WAKE_BATCH = 64
 """Who waits for work goes on in the loop's next turn: readers by the thousand would make that a long one."""
 
 
@@ -114,7 +114,7 @@ class Writer:
     """
 
     def __init__(self, store: SqlStore) -> None:
-        self.put_aside: Callable[[str, int, Exception], CoordinatorError | None] | None = None
+        self.quarantine_unstorable: Callable[[str, int, Exception], CoordinatorError | None] | None = None
         self.commits = Distribution(_COMMIT_BOUNDS_S)
         self.entry_count = 0
         self._store = store
@@ -151,7 +151,7 @@ class Writer:
             for item in work:
                 woken_count += item.carry_out()
                 self.waiting_count -= 1
-                if woken_count >= WOKEN_AT_ONCE or time.monotonic() >= turn_ends_s:
+                if woken_count >= WAKE_BATCH or time.monotonic() >= turn_ends_s:
                     await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
                     turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
             self._waiting_since_s = taken_s if self._work else None
@@ -159,14 +159,14 @@ class Writer:
 
     async def _admit(self) -> None:
         """Let the next few readers go on, as many as there is room for."""
-        room_count = CROWD - self.waiting_count
+        free_count = MAX_WAITING - self.waiting_count
         admitted_count = 0
-        while self._kept and admitted_count < room_count:
+        while self._kept and admitted_count < free_count:
             reader, _ = self._kept.popleft()
             if not reader.done():  # else its stream has ended meanwhile
                 reader.set_result(None)
                 admitted_count += 1
-                if admitted_count % WOKEN_AT_ONCE == 0:
+                if admitted_count % WAKE_BATCH == 0:
                     await asyncio.sleep(0)
         if self._kept:  # what the admitted say need not be work: somebody has to see to the others
             self._has_work.set()
@@ -175,20 +175,20 @@ class Writer:
         """Take out what the run wants that an error is about; what it wants once it is aside comes later."""
         wanted = [*work, *self._work]
         spoiled = [item for item in wanted if item.is_of(error.job_id, error.run_number)]
-        if self.put_aside is None or not spoiled:
+        if self.quarantine_unstorable is None or not spoiled:
             raise error
-        told = self.put_aside(error.job_id, error.run_number, error)
+        refusal = self.quarantine_unstorable(error.job_id, error.run_number, error)
         for item in spoiled:
-            item.spoil(told)
+            item.spoil(refusal)
 
     def late_s(self) -> float:
         """For how long the oldest work has waited that is not stored and carried out, seconds."""
         return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
 
     @property
-    def is_crowded(self) -> bool:
+    def is_overloaded(self) -> bool:
         """Whether so much waits that whoever reads what makes more is to await admission first."""
-        return self.waiting_count > CROWD or bool(self._kept)
+        return self.waiting_count > MAX_WAITING or bool(self._kept)
 
     async def admission(self) -> None:
         """Wait, after those who wait already, until there is room for more work."""

@@ -18,7 +18,7 @@ from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
 from perseus.service.fleet.signals.series import MAX_VALUE, Signal
 
 TIME_COLUMN = "timestamp"
-_MOST_ROWS = 1_000_000
+_MAX_ROWS = 1_000_000
 
 
 class SignalFileError(Exception):
@@ -72,8 +72,8 @@ def _rows(
                 raise SignalFileError(f"{path}, line 1: expected a column {name}, found {found}")
         for count, row in enumerate(reader):
             line = reader.line_num
-            if count >= _MOST_ROWS:
-                raise SignalFileError(f"{path}, line {line}: expected at most {_MOST_ROWS} rows, found more")
+            if count >= _MAX_ROWS:
+                raise SignalFileError(f"{path}, line {line}: expected at most {_MAX_ROWS} rows, found more")
             yield line, _time_s(path, line, row[TIME_COLUMN]), _value(path, line, column, row[column])
     except csv.Error as error:
         raise SignalFileError(f"{path}, line {reader.reader.line_num}: expected CSV, found {error}") from None

@@ -11,7 +11,7 @@ from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
 from perseus.service.signals.source import SourceError
 
 PERIOD_S = 1.0
-_MOST_BYTES = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 
 
 class CsvSource:
@@ -30,7 +30,7 @@ class CsvSource:
         # What tells the file that was read last from another: its size, time and inode.
         self._seen: tuple[int, int, int] | None = None
         self._signal: Signal | None = None
-        self._told_count = 0
+        self._logged_count = 0
 
     async def read(self, now_s: float) -> Signal | None:
         """See `Source.read`."""
@@ -39,9 +39,9 @@ class CsvSource:
         if signal is None or self._has_forecast:
             return signal if is_new else None
         count = bisect_right(signal.times_s, now_s)
-        if count == 0 or not (is_new or count != self._told_count):
+        if count == 0 or not (is_new or count != self._logged_count):
             return None
-        self._told_count = count
+        self._logged_count = count
         return replace(signal, times_s=signal.times_s[:count], values=signal.values[:count])
 
     async def close(self) -> None:
@@ -57,9 +57,9 @@ class CsvSource:
         seen = found.st_size, found.st_mtime_ns, found.st_ino
         if seen == self._seen:
             return False
-        if found.st_size > _MOST_BYTES:
+        if found.st_size > _MAX_BYTES:
             raise SourceError(
-                f"{self._path}: expected at most {_MOST_BYTES} bytes, found {found.st_size} bytes"
+                f"{self._path}: expected at most {_MAX_BYTES} bytes, found {found.st_size} bytes"
             )
         try:
             self._signal = read_signal_csv(self._path, self._kind, self._column, stale_s=self._stale_s)

@@ -15,8 +15,8 @@ from typing import Any
 
 from perseus.service.domain.signals import HOUR_S, SignalKind
 from perseus.service.fleet.signals.series import Signal
-from perseus.service.signals.answers import member, number, rows, signal_of, time_s
 from perseus.service.signals.json_client import JsonClient
+from perseus.service.signals.json_series import member, number, rows, signal_of, time_s
 from perseus.service.signals.source import SourceError
 
 URL = "https://api.electricitymaps.com"
@@ -56,21 +56,21 @@ class ElectricityMaps:
         query = {"zone": self._zone}
         found: list[tuple[float, float | None]] = []
         if self._has_forecast:
-            answer = await self._client.get(
+            response = await self._client.get(
                 "/v3/carbon-intensity/forecast", {**query, "horizonHours": str(_HORIZON_H)}
             )
-            self._check_zone(answer)
-            found += _rows(rows(NAME, answer, "forecast"), "carbonIntensity")
-        answer = await self._client.get("/v3/carbon-intensity/history", query)
-        self._check_zone(answer)
+            self._check_zone(response)
+            found += _rows(rows(NAME, response, "forecast"), "carbonIntensity")
+        response = await self._client.get("/v3/carbon-intensity/history", query)
+        self._check_zone(response)
         # What was is better than what was forecast of it.
-        return found + _rows(rows(NAME, answer, "history"), "carbonIntensity")
+        return found + _rows(rows(NAME, response, "history"), "carbonIntensity")
 
     async def _prices(self) -> list[tuple[float, float | None]]:
-        answer = await self._client.get("/v4/price-day-ahead/combined", {"zone": self._zone})
-        self._check_zone(answer)
-        data = rows(NAME, answer, "data")
-        common = answer.get("unit")
+        response = await self._client.get("/v4/price-day-ahead/combined", {"zone": self._zone})
+        self._check_zone(response)
+        data = rows(NAME, response, "data")
+        common = response.get("unit")
         for row in data:
             unit = row.get("unit", common) if isinstance(row, dict) else common
             if not isinstance(unit, str) or not unit.endswith("/MWh"):
@@ -78,9 +78,9 @@ class ElectricityMaps:
         found = _rows(data, "value")
         return [(at_s, None if value is None else value / _KWH_PER_MWH) for at_s, value in found]
 
-    def _check_zone(self, answer: Any) -> None:
+    def _check_zone(self, response: Any) -> None:
         """Refuse another zone: without one that it knows, the service answers for where the caller is."""
-        zone = member(NAME, answer, "zone")
+        zone = member(NAME, response, "zone")
         if zone != self._zone:
             raise SourceError(f"{NAME}: expected zone {self._zone}, found {zone!r:.60}")
 

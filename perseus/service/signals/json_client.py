@@ -14,8 +14,8 @@ import aiohttp
 from perseus.service.signals.source import SourceError
 
 TIMEOUT_S = 30.0
-MOST_BYTES = 2**20
-_MOST_RETRY_AFTER_S = 3600.0
+MAX_BYTES = 2**20
+_MAX_RETRY_AFTER_S = 3600.0
 _TOO_MANY, _UNAVAILABLE = 429, 503
 
 
@@ -63,8 +63,8 @@ async def _body(url: str, response: aiohttp.ClientResponse) -> bytes:
     body = bytearray()
     async for chunk in response.content.iter_chunked(65_536):
         body += chunk
-        if len(body) > MOST_BYTES:
-            raise SourceError(f"{url}: expected at most {MOST_BYTES} bytes, found more")
+        if len(body) > MAX_BYTES:
+            raise SourceError(f"{url}: expected at most {MAX_BYTES} bytes, found more")
     return bytes(body)
 
 
@@ -82,11 +82,11 @@ def _retry_after_s(response: aiohttp.ClientResponse) -> float:
     if response.status not in (_TOO_MANY, _UNAVAILABLE) or not text:
         return 0.0
     if text.isascii() and text.isdigit():
-        return min(_MOST_RETRY_AFTER_S, float(text[:9]))
+        return min(_MAX_RETRY_AFTER_S, float(text[:9]))
     try:
         until = parsedate_to_datetime(text)
         now = parsedate_to_datetime(response.headers.get("Date", ""))
-        return min(_MOST_RETRY_AFTER_S, max(0.0, (until - now).total_seconds()))
+        return min(_MAX_RETRY_AFTER_S, max(0.0, (until - now).total_seconds()))
     except (TypeError, ValueError):
         return 0.0
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.signals.series import Signal
-from perseus.service.signals.answers import member, number, rows, signal_of, text_of_time, time_s
 from perseus.service.signals.json_client import JsonClient
+from perseus.service.signals.json_series import member, number, rows, signal_of, text_of_time, time_s
 from perseus.service.signals.source import SourceError
 
 URL = "https://api.carbonintensity.org.uk"
@@ -53,11 +53,11 @@ class UkCarbonIntensity:
         """See `Source.close`."""
         await self._client.close()
 
-    def _regional(self, answer: Any) -> Any:
-        region = member(NAME, answer, "data", "regionid")
+    def _regional(self, response: Any) -> Any:
+        region = member(NAME, response, "data", "regionid")
         if region != self._region:
             raise SourceError(f"{NAME}: expected regionid {self._region}, found {region!r:.60}")
-        return rows(NAME, answer, "data", "data")
+        return rows(NAME, response, "data", "data")
 
 
 def _intensity(row: Any) -> float | None:

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 log = structlog.get_logger(__name__)
 
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 """With a process that has closed its pipe and not ended yet."""
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -138,7 +138,7 @@ class Worker:
     async def _died(self, *, is_of_its_work: bool) -> WorkerDiedError:
         assert self._process is not None
         # The end of the pipe comes before the end of the process.
-        await asyncio.to_thread(self._process.join, _PATIENCE_S)
+        await asyncio.to_thread(self._process.join, _TIMEOUT_S)
         exit_code = self._process.exitcode
         self._replace()
         return WorkerDiedError(exit_code, is_of_its_work=is_of_its_work)

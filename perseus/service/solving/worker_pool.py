@@ -52,7 +52,7 @@ MAX_CRASHES = 8
 MIN_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 
-_LOOK_ROUND_S = 1.0
+_POLL_INTERVAL_S = 1.0
 """How often a problem that has had its turn, and goes on, looks whether somebody came."""
 
 _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
@@ -75,11 +75,11 @@ class Policy:
     first_turn_s: float
     max_waiting: int | None
     retries: bool
-    starts_at_once: bool
+    starts_immediately: bool
 
 
-JOBS = Policy(first_turn_s=60.0, max_waiting=None, retries=True, starts_at_once=True)
-REQUESTS = Policy(first_turn_s=math.inf, max_waiting=16, retries=False, starts_at_once=False)
+JOBS = Policy(first_turn_s=60.0, max_waiting=None, retries=True, starts_immediately=True)
+REQUESTS = Policy(first_turn_s=math.inf, max_waiting=16, retries=False, starts_immediately=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,12 +133,12 @@ class WorkerPool:
         self._limit_s = limit_s
         self._hull_tolerance = hull_tolerance
         self._clock = clock
-        self._draw = draw
+        self._random = draw
         self._queue = FairQueue()
         self._problems: dict[str, _Problem] = {}
         self._request_numbers = count(1)
         self._workers = [new_worker() for _ in range(process_count)]
-        if policy.starts_at_once:
+        if policy.starts_immediately:
             for worker in self._workers:
                 worker.start()
         self._idle = list(self._workers)
@@ -325,7 +325,7 @@ class WorkerPool:
             cause = f"{error}; it ended {problem.crash_count} of this problem's workers"
             raise SolverCrashedError(cause=cause) from None
         times = problem.crash_count + problem.failed_start_count
-        delay_s = self._draw() * min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(times - 1, 10))
+        delay_s = self._random() * min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(times - 1, 10))
         log.warning(
             "solver's process died",
             job_id=key,
@@ -350,6 +350,6 @@ class WorkerPool:
                 raise SolverTimeoutError(limit_s=f"{self._limit_s:g}")
             if spent_s >= turn_s and self._queue.is_anybody_ready(self._clock()):
                 return False
-            left_s = turn_s - spent_s if spent_s < turn_s else _LOOK_ROUND_S
+            left_s = turn_s - spent_s if spent_s < turn_s else _POLL_INTERVAL_S
             await asyncio.wait({work}, timeout=min(left_s, self._limit_s - spent_s))
         return True

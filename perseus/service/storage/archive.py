@@ -1,6 +1,6 @@
 """A whole database in one portable file, to keep it or to move it to another engine.
 
-Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "v0001"}`. Then one
+Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "v0003"}`. Then one
 line for each row, `{"table": "runs", "row": {...}}`, columns by name, bytes in base64; tables and rows are in
 the order of their keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
 
@@ -22,7 +22,7 @@ from perseus.service.storage.engines import connect, explain
 from perseus.service.storage.migrating import migrate
 
 _FORMAT = "perseus-store"
-_ROWS_AT_ONCE = 500
+_ROW_BATCH = 500
 
 
 class ArchiveError(Exception):
@@ -95,7 +95,7 @@ def _import(connection: Connection, file: TextIO) -> int:
     name, count = "", 0
     for number, line in lines:
         is_end = line.get("end") is True
-        if name and (is_end or line.get("table") != name or len(rows) >= _ROWS_AT_ONCE):
+        if name and (is_end or line.get("table") != name or len(rows) >= _ROW_BATCH):
             connection.execute(insert(schema.metadata.tables[name]), rows)
             count, rows = count + len(rows), []
         if is_end:

@@ -15,7 +15,7 @@ from perseus.service.storage.migrating import schema_of
 from perseus.solver import SolverError
 from perseus.v1 import event_pb2
 
-_MOST_EVENTS = 20
+_MAX_EVENTS = 20
 """Events that are named one by one."""
 
 
@@ -88,10 +88,10 @@ def _findings(connection: Connection) -> Iterator[str]:
         elif job is not None:
             yield from (f"{name}: {finding}" for finding in _run_findings(job))
             version = job.record.version if job.record else 0
-            least = versions.get(job_id, 0)
-            if version < least:
-                yield f"{name}: expected a version of {least} or more, as of the run before, found {version}"
-            versions[job_id] = max(version, least)
+            minimum = versions.get(job_id, 0)
+            if version < minimum:
+                yield f"{name}: expected version {minimum} or more, as of the run before, found {version}"
+            versions[job_id] = max(version, minimum)
     yield from _event_findings(connection)
 
 
@@ -108,14 +108,14 @@ def _state_findings(connection: Connection) -> Iterator[str]:
     if len(rows) != 1:
         yield f"coordinator: expected one row, found {len(rows)}"
         return
-    table = schema.generations.c
+    table = schema.boots.c
     before = 0
     for number, first_commit in connection.execute(
         select(table.number, table.first_commit).order_by(table.number)
     ):
         if not before <= first_commit <= rows[0].commit_number:
             yield (
-                f"generation {number}: expected its first commit from {before} to {rows[0].commit_number}, "
+                f"boot {number}: expected its first commit from {before} to {rows[0].commit_number}, "
                 f"found {first_commit}"
             )
         before = first_commit
@@ -190,8 +190,8 @@ def _event_findings(connection: Connection) -> Iterator[str]:
             event_pb2.JobEvent.FromString(row.event)
         except DecodeError as error:
             count += 1
-            if count <= _MOST_EVENTS:
+            if count <= _MAX_EVENTS:
                 cause = " ".join(str(error).split())
                 yield f"job {row.job_id!r}, run {row.run_number}: event {row.sequence} can't be read: {cause}"
-    if count > _MOST_EVENTS:
-        yield f"{count - _MOST_EVENTS} more events can't be read"
+    if count > _MAX_EVENTS:
+        yield f"{count - _MAX_EVENTS} more events can't be read"

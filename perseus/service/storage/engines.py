@@ -38,10 +38,10 @@ _LOCKED = "it is locked: is another coordinator running on it?"
 
 _CONNECT_TIMEOUT_S = 10
 
-_LOCK_PATIENCE_S = 2.0
+_LOCK_TIMEOUT_S = 2.0
 """The server takes a moment to notice that whoever held the lock is gone, killed and started again, say."""
 
-_LOCK_LOOK_S = 0.1
+_LOCK_POLL_S = 0.1
 
 _LONG_LOG_BYTES = 64 * 2**20
 """While the log is longer, reads take turns with commits. SQLite checkpoints it every 4 MB, but only as far
@@ -149,17 +149,17 @@ def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
 def explain(error: Exception) -> str:
     """Return what a database failed at, in one line."""
     origin: Any = error.orig if isinstance(error, DBAPIError) else error
-    said = " ".join(str(origin).split())
+    cause_text = " ".join(str(origin).split())
     if (code := getattr(origin, "sqlite_errorname", None)) is not None:
         cause = next((text for prefix, text in _SQLITE_CAUSES if code.startswith(prefix)), None)
-        return f"{cause} ({said})" if cause else f"{said} ({code})"
+        return f"{cause} ({cause_text})" if cause else f"{cause_text} ({code})"
     if hasattr(origin, "sqlstate"):
         state = origin.sqlstate
         if state is None:  # it comes from the driver, not from the server
-            return f"the server can't be reached ({said})"
+            return f"the server can't be reached ({cause_text})"
         cause = _POSTGRESQL_CAUSES.get(state) or _POSTGRESQL_CAUSES.get(state[:2])
-        return f"{cause} ({said})" if cause else f"{said} (SQLSTATE {state})"
-    return said or type(error).__name__
+        return f"{cause} ({cause_text})" if cause else f"{cause_text} (SQLSTATE {state})"
+    return cause_text or type(error).__name__
 
 
 # ---------------------------------------------------------------------- SQLite
@@ -291,9 +291,9 @@ def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
         else:
             # Whatever the server's default: what was acknowledged must survive its crash.
             connection.exec_driver_sql("SET synchronous_commit = on")
-            patience_ends_s = time.monotonic() + _LOCK_PATIENCE_S
-            while not (is_ours := _try_lock(connection)) and time.monotonic() < patience_ends_s:
-                time.sleep(_LOCK_LOOK_S)
+            deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+            while not (is_ours := _try_lock(connection)) and time.monotonic() < deadline_s:
+                time.sleep(_LOCK_POLL_S)
             connection.commit()
             if not is_ours:
                 raise DatabaseUnavailableError(database=name, cause=_LOCKED)

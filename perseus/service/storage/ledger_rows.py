@@ -108,7 +108,7 @@ def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
     ]
 
 
-def set_aside(connection: Connection, job_id: str) -> None:
+def archive_rows(connection: Connection, job_id: str) -> None:
     """Make room for another job of the name: this one is deleted, and what it has used stays."""
     of_job = _COLUMNS.job_id == job_id
     deletion = connection.scalar(select(func.max(_COLUMNS.deletion)).where(of_job)) or 0

@@ -361,8 +361,8 @@ def _unreadable_budget(row: Row[Any], problem: str) -> UnreadableBudget:
     feed, limit_w = None, None
     over_time_s = row.over_time_s if isinstance(row.over_time_s, int | float) else None
     with suppress(*_UNREADABLE, OverflowError):
-        said = json.loads(row.budget)[1]["budget"]
-        feed, limit_w = str(said["feed"]), float(said["limit_w"])
+        stored = json.loads(row.budget)[1]["budget"]
+        feed, limit_w = str(stored["feed"]), float(stored["limit_w"])
     with suppress(*_UNREADABLE, InvalidFieldError):
         if codecs.BUDGET.load(row.budget).over_time_s != over_time_s:
             over_time_s = None  # one of both is wrong

@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "v0002"
+HEAD = "v0003"
 """The latest migration: what this schema is."""
 
 # Ordered by bytes wherever it is, as SQLite orders all texts.
@@ -64,9 +64,7 @@ coordinator = _table(
 
 # Every start of a coordinator on this database, the latest ones: `token` is random, `first_commit` the number
 # of commits before it.
-generations = _table(
-    "generations", _number("number", primary_key=True), _text("token"), _number("first_commit")
-)
+boots = _table("boots", _number("number", primary_key=True), _text("token"), _number("first_commit"))
 
 # `version` and `finish_time_s` repeat what is in the record. `ended_job` is the serialised `perseus.v1.Job`
 # of a run that has ended and of which no rank is served any more. An archived run has that, its report and

@@ -27,7 +27,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.retention import Retention
 from perseus.service.storage import ledger_rows, reading, schema
-from perseus.service.storage.check_words import GENERATIONS_KEPT, Generation, History
+from perseus.service.storage.commit_markers import MAX_BOOTS_KEPT, Boot, History
 from perseus.service.storage.engines import Opened, connect, explain
 from perseus.service.storage.migrating import migrate
 from perseus.service.storage.pruning import Pruner
@@ -77,8 +77,8 @@ class SqlStore:
         with self._connection.begin():
             migrate(self._connection, opened.name)
             self._commit_number = _create_state(self._connection)
-            self._history = _begin_generation(self._connection, self._commit_number)
-        self._word = self._history.word(self._commit_number)
+            self._history = _begin_boot(self._connection, self._commit_number)
+        self._marker = self._history.marker(self._commit_number)
         self._writer = GroupWriter(self._connection, clock)
         self._failure: StoreFailedError | None = None
         self._has_failed = asyncio.Event()
@@ -122,13 +122,13 @@ class SqlStore:
         return await self._run(self._renew_epoch)
 
     @property
-    def check_word(self) -> str:
+    def commit_marker(self) -> str:
         """The word for all that is written so far: it shows whether that is lost (`check_words`)."""
-        return self._word
+        return self._marker
 
-    def has_lost(self, check_word: str) -> bool:
+    def has_lost(self, commit_marker: str) -> bool:
         """Tell whether a word that somebody holds is of state that is not here."""
-        return self._history.is_behind(check_word, self._commit_number)
+        return self._history.is_behind(commit_marker, self._commit_number)
 
     def instance_key(self, instance_id: str) -> str:
         """Return what shows that an agent is that instance: told to itself alone."""
@@ -137,8 +137,8 @@ class SqlStore:
     def _renew_epoch(self) -> str:
         epoch = uuid.uuid4().hex
         self._connection.execute(update(schema.coordinator).values(epoch=epoch))
-        self._history = History(epoch, self._history.secret, self._history.generations)
-        self._word = self._history.word(self._commit_number)
+        self._history = History(epoch, self._history.secret, self._history.boots)
+        self._marker = self._history.marker(self._commit_number)
         return epoch
 
     # ------------------------------------------------------------------ writing
@@ -152,7 +152,7 @@ class SqlStore:
         number = self._commit_number + 1
         await self._run(partial(self._writer.write, entries, number))
         self._commit_number = number
-        self._word = self._history.word(number)
+        self._marker = self._history.marker(number)
 
     async def prune(self, retention: Retention, now_s: float) -> Pruned:
         """Delete some of what is no longer to be kept at this time of the wall clock: a small step."""
@@ -244,18 +244,18 @@ def _create_state(connection: Connection) -> int:
     return 0
 
 
-def _begin_generation(connection: Connection, commit_number: int) -> History:
+def _begin_boot(connection: Connection, commit_number: int) -> History:
     """Write down that a coordinator starts on this database; return its history."""
-    table = schema.generations
+    table = schema.boots
     earlier = [
-        Generation(row.number, row.token, row.first_commit)
+        Boot(row.number, row.token, row.first_commit)
         for row in connection.execute(select(table).order_by(table.c.number))
     ]
     number = earlier[-1].number + 1 if earlier else 1
-    latest = Generation(number, secrets.token_hex(8), commit_number)
+    latest = Boot(number, secrets.token_hex(8), commit_number)
     connection.execute(
         insert(table).values(number=latest.number, token=latest.token, first_commit=latest.first_commit)
     )
-    connection.execute(delete(table).where(table.c.number <= number - GENERATIONS_KEPT))
+    connection.execute(delete(table).where(table.c.number <= number - MAX_BOOTS_KEPT))
     state = connection.execute(select(schema.coordinator.c.epoch, schema.coordinator.c.secret)).one()
-    return History(state.epoch, state.secret, (*earlier, latest)[-GENERATIONS_KEPT:])
+    return History(state.epoch, state.secret, (*earlier, latest)[-MAX_BOOTS_KEPT:])

@@ -309,7 +309,7 @@ class GroupWriter:
         )
         for table in schema.OF_RUNS:
             self._connection.execute(delete(table).where(table.c.job_id == entry.job_id))
-        ledger_rows.set_aside(self._connection, entry.job_id)
+        ledger_rows.archive_rows(self._connection, entry.job_id)
         self._drop_plans(entry.job_id)
 
     def _drop_plans(self, job_id: str) -> None:

@@ -11,7 +11,7 @@ from perseus.service.shell.tokens import Tokens
 from perseus.service.web.sessions import LIFETIME_S, Sessions
 
 
-class Access:
+class HttpAuthenticator:
     """Finds out who asks. `certificates`: what their identities (common or alternative names) stand for."""
 
     def __init__(self, tokens: Tokens, certificates: Mapping[str, Grant]) -> None:

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from perseus.service.api.rpc_scopes import READERS
-from perseus.service.web.access import Access
+from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.errors import Handler, answer_errors
 from perseus.service.web.origin import Hosts
 from perseus.service.web.page_api import PageApi
 from perseus.service.web.page_files import PageFile
 from perseus.service.web.scrape import Scrape
 
-_MOST_REQUEST_BYTES = 65_536
+_MAX_REQUEST_BYTES = 65_536
 
 _HEADERS = {
     # Nothing but our own files, and nobody's frame around them.
@@ -29,7 +29,7 @@ _PAGE = "index.html"
 
 def make_app(
     scrape: Scrape,
-    access: Access | None,
+    access: HttpAuthenticator | None,
     page_api: PageApi | None = None,
     files: Mapping[str, PageFile] | None = None,
     hosts: Hosts | None = None,
@@ -62,7 +62,7 @@ def make_app(
             hosts.check(request)
         return await handler(request)
 
-    app = web.Application(middlewares=[answer_errors, check_hosts], client_max_size=_MOST_REQUEST_BYTES)
+    app = web.Application(middlewares=[answer_errors, check_hosts], client_max_size=_MAX_REQUEST_BYTES)
     app.on_response_prepare.append(_add_headers)
     app.router.add_get("/metrics", metrics)
     if page_api is not None:

@@ -23,7 +23,7 @@ from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.live_run import LiveRun
 from perseus.v1 import event_pb2, job_pb2
 
-MOST_JOBS = 1_000
+MAX_JOBS = 1_000
 """Jobs with series of their own."""
 
 _TURN_JOBS = 32
@@ -64,8 +64,8 @@ class CoordinatorCollector:
         self._read_process(readings)
         unfinished = [run for run in self._coordinator.live if not run.machine.record.has_finished]
         unfinished.sort(key=lambda run: run.machine.create_time_s)
-        readings.put(names.HIDDEN_JOBS, max(0, len(unfinished) - MOST_JOBS))
-        for number, run in enumerate(unfinished[-MOST_JOBS:]):
+        readings.put(names.HIDDEN_JOBS, max(0, len(unfinished) - MAX_JOBS))
+        for number, run in enumerate(unfinished[-MAX_JOBS:]):
             if number % _TURN_JOBS == 0:
                 await asyncio.sleep(0)
             self._read_job(readings, run)
@@ -114,7 +114,7 @@ class CoordinatorCollector:
 
     def _read_store(self, readings: Readings) -> None:
         writer = self._coordinator.writer
-        readings.put(names.KEPT_READERS, writer.kept_count)
+        readings.put(names.THROTTLED_STREAMS, writer.kept_count)
         readings.put(names.STORE_LATE, writer.late_s())
         readings.put(names.STORE_WAITING, writer.waiting_count)
         readings.put(names.STORE_COMMIT, writer.commits)
@@ -133,7 +133,9 @@ class CoordinatorCollector:
         _put_profiling(readings, job, record.profiling_cost, live.rules.profiling_budget)
         counts, job_id = run.event_counts, run.job_id
         readings.put(names.JOB_PLAN_SWITCHES, figures.switch_count, job_id)
-        readings.put(names.JOB_BROKEN_PROMISES, counts[event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN], job_id)
+        readings.put(
+            names.JOB_PREDICTION_VIOLATIONS, counts[event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED], job_id
+        )
         readings.put(names.JOB_DETECTED, counts[event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED], job_id)
         readings.put(names.JOB_GPU_ERRORS, counts[event_pb2.JOB_EVENT_TYPE_GPU_ERROR], job_id)
         readings.put(names.JOB_QUARANTINES, counts[event_pb2.JOB_EVENT_TYPE_QUARANTINED], job_id)
@@ -167,7 +169,7 @@ def _put_ledger(readings: Readings, totals: LedgerTotals) -> None:
 
 def _put_feed(readings: Readings, name: str, status: FeedStatus) -> None:
     readings.put(names.FEED_LIMIT, status.limit_w, name)
-    readings.put(names.FEED_CEILING, status.ceiling_w, name)
+    readings.put(names.FEED_POWER_CAP, status.power_cap_w, name)
     readings.put(names.FEED_POWER, status.measured_w, name)
     readings.put(names.FEED_MANAGED, status.managed_w, name)
     readings.put(names.FEED_UNMANAGED, status.unmanaged_w, name)
@@ -211,7 +213,7 @@ def _put_measured(readings: Readings, job: job_pb2.Job, record: JobRecord, figur
         readings.put(names.JOB_BASELINE_ENERGY, record.baseline.energy_j or None, job_id)
     if figures.period is not None:
         readings.put(names.JOB_MEASURED, figures.period.iteration_time_s, job_id)
-    readings.put(names.JOB_PROMISED, figures.promised_time_s, job_id)
+    readings.put(names.JOB_PREDICTED, figures.predicted_time_s, job_id)
     if (saving := figures.saving) is not None:
         readings.put(names.JOB_SAVING, _ratio(saving.energy_percent), job_id)
         readings.put(names.JOB_SAVING_ERROR, _ratio(saving.energy_se_percent), job_id)
@@ -221,7 +223,7 @@ def _put_measured(readings: Readings, job: job_pb2.Job, record: JobRecord, figur
     detected_count = sum(straggler.is_detected for straggler in record.stragglers)
     readings.put(names.JOB_STRAGGLERS, detected_count, job_id, "detected")
     readings.put(names.JOB_STRAGGLERS, len(record.stragglers) - detected_count, job_id, "reported")
-    readings.put(names.JOB_BUDGET_TIME, record.pace_s, job_id)
+    readings.put(names.JOB_BUDGET_TARGET_TIME, record.budget_target_time_s, job_id)
     readings.put(names.JOB_STRAGGLER_TIME, figures.straggler_time_s or None, job_id)
 
 
@@ -239,7 +241,7 @@ def _put_profiling(
     if job.HasField("profiling_progress"):
         progress = job.profiling_progress
         readings.put(names.JOB_PROFILING_TRIED, progress.tried_clock_count, job_id)
-        readings.put(names.JOB_PROFILING_MOST, progress.max_clock_count, job_id)
+        readings.put(names.JOB_PROFILING_MAX, progress.max_clock_count, job_id)
         if progress.HasField("remaining_s"):
             readings.put(names.JOB_PROFILING_LEFT, progress.remaining_s, job_id)
 

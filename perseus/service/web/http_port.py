@@ -20,7 +20,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from perseus.service.api.complaints import Complaints
+from perseus.service.api.refusal_log import RefusalLog
 from perseus.service.web.errors import Handler
 from perseus.tls.files import TlsSource
 from perseus.tls.server import server_context
@@ -144,7 +144,7 @@ class HttpPort:
         self._generation = -1
         self._context: ssl.SSLContext | None = None
         self._connections = connections
-        self._complaints = Complaints()
+        self._refusal_log = RefusalLog()
         self._beginning: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -159,7 +159,7 @@ class HttpPort:
                 except ConnectionAbortedError:
                     continue
                 except OSError as error:
-                    self._complaints.complain(
+                    self._refusal_log.record(
                         "all", "no connection can be taken for a while", str(error.strerror)
                     )
                     await asyncio.sleep(_PAUSE_S)
@@ -182,7 +182,7 @@ class HttpPort:
         noted = self._connections.begin(address)
         if noted is None:
             connection.close()
-            self._complaints.complain(peer, "connection refused", "TOO_MANY_CONNECTIONS")
+            self._refusal_log.record(peer, "connection refused", "TOO_MANY_CONNECTIONS")
             return
         if self._tls is not None and self._generation != self._tls.generation:
             self._generation, self._context = self._tls.generation, server_context(self._tls.material)
@@ -197,7 +197,7 @@ class HttpPort:
             )
             self._connections.secured(noted, transport)
         except ssl.SSLError as error:
-            self._complaints.complain(peer, "TLS handshake refused", _words(error))
+            self._refusal_log.record(peer, "TLS handshake refused", _words(error))
         except OSError as error:  # gone, or silent, as whoever looks whether a port is open
             _log.debug("no TLS handshake", peer=peer, reason=str(error))
         finally:

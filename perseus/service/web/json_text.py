@@ -13,7 +13,7 @@ from perseus.service.domain.errors import MalformedMessageError
 
 Asked = TypeVar("Asked", bound=Message)
 
-_MOST_DEPTH = 24
+_MAX_DEPTH = 24
 """Of messages in messages; the contract's deepest has 8."""
 
 _LARGE_BYTES = 16_384
@@ -54,7 +54,7 @@ def from_json(text: bytes, kind: type[Asked]) -> Asked:
         if not isinstance(found, dict):
             raise json_format.ParseError(f"expected an object, found {type(found).__name__}")
         _encode(found).encode()  # Half a surrogate pair is no text, and raises SystemErrors in protobuf.
-        return json_format.ParseDict(found, kind(), max_recursion_depth=_MOST_DEPTH)
+        return json_format.ParseDict(found, kind(), max_recursion_depth=_MAX_DEPTH)
     except (json_format.ParseError, ValueError, RecursionError) as error:
         raise MalformedMessageError(cause=error) from None
 

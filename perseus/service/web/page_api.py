@@ -20,25 +20,25 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.principals import ANYBODY, Principal, Scope
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.web.access import Access, cookie_name, drop_cookie, set_cookie
+from perseus.service.web.access import HttpAuthenticator, cookie_name, drop_cookie, set_cookie
 from perseus.service.web.event_sources import JobList, JobUpdates
 from perseus.service.web.event_stream import EventSource, EventStreams
 from perseus.service.web.json_text import as_json, from_json, large_to_json
 from perseus.service.web.origin import check_origin
 from perseus.service.web.rank_grid import RankGrid
-from perseus.service.web.sessions import Attempts
-from perseus.service.web.shared import Shared
+from perseus.service.web.sessions import LoginRateLimiter
+from perseus.service.web.single_flight_cache import SingleFlightCache
 
 _JSON = "application/json"
 _PACKAGE = "perseus.v1"
 
-_SHARED = frozenset(
+_CACHED_CALLS = frozenset(
     f"/{_PACKAGE}.{name}"
     for name in ("JobService/GetTimeline", "FrontierService/GetFrontier", "LedgerService/ListLedgerEntries")
 )
 """Calls whose answers take long, and are wanted time and again: one serves all readers for a while."""
 
-_MOST_ANSWERS = 64
+_MAX_ANSWERS = 64
 _BODY_S = 30.0
 """So long a request's body may take."""
 
@@ -56,14 +56,16 @@ class PageApi:
         access: who may; None where nobody is asked who they are.
     """
 
-    def __init__(self, coordinator: Coordinator, calls: Iterable[Call], access: Access | None) -> None:
+    def __init__(
+        self, coordinator: Coordinator, calls: Iterable[Call], access: HttpAuthenticator | None
+    ) -> None:
         self._calls: Mapping[str, Call] = {call.rpc: call for call in calls}
         self._access = access
-        self._attempts = Attempts()
+        self._login_rate_limiter = LoginRateLimiter()
         self._coordinator = coordinator
         self._streams = EventStreams()
         self._grid = RankGrid(coordinator.jobs)
-        self._answers: Shared[str] = Shared(_MOST_ANSWERS)
+        self._answers: SingleFlightCache[str] = SingleFlightCache(_MAX_ANSWERS)
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes."""
@@ -90,7 +92,7 @@ class PageApi:
         secret = _token_in(await _body(request))
         if self._access is None:
             return _session_answer(ANYBODY, is_open=True)
-        self._attempts.take(request.remote or "")
+        self._login_rate_limiter.take(request.remote or "")
         session_id, principal = self._access.sessions.begin(secret)
         response = _session_answer(principal)
         set_cookie(request, response, session_id)
@@ -126,7 +128,7 @@ class PageApi:
         async def make() -> str:
             return await large_to_json(await call.answer(principal, asked))
 
-        if call.rpc in _SHARED:  # every reader may see the same
+        if call.rpc in _CACHED_CALLS:  # every reader may see the same
             key = call.rpc, asked.SerializeToString(deterministic=True)
             return _json_answer(await self._answers.get(key, make))
         return _json_answer(await make())

@@ -7,13 +7,13 @@ from functools import partial
 from perseus.service.domain.model import RankState
 from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.service.web.json_text import as_json
-from perseus.service.web.shared import Shared
+from perseus.service.web.single_flight_cache import SingleFlightCache
 from perseus.v1 import job_pb2
 
 _TURN_RANKS = 1_024
 """Ranks read at a time: some milliseconds."""
 
-_MOST_JOBS = 32
+_MAX_JOBS = 32
 """Jobs whose answers are kept."""
 
 _STATES = tuple(RankState)
@@ -26,7 +26,7 @@ class RankGrid:
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
-        self._shared: Shared[tuple[bytes, bytes]] = Shared(_MOST_JOBS)
+        self._cache: SingleFlightCache[tuple[bytes, bytes]] = SingleFlightCache(_MAX_JOBS)
 
     async def answer(self, job_id: str) -> tuple[bytes, bytes]:
         """Return the JSON of a job's ranks, as it is and packed with gzip.
@@ -35,7 +35,7 @@ class RankGrid:
             CoordinatorError: there is no such job.
         """
         job = await self._jobs.job(job_id, LATEST, is_full=False)
-        return await self._shared.get((job_id, job.run_number), partial(self._make, job))
+        return await self._cache.get((job_id, job.run_number), partial(self._make, job))
 
     async def _make(self, job: job_pb2.Job) -> tuple[bytes, bytes]:
         counts = job.parallelism

@@ -14,7 +14,7 @@ from perseus.metrics.readings import Readings
 FRESH_S = 1.0
 """How long an answer serves: nobody scrapes more often, and whoever does costs nothing."""
 
-_MOST_FORMATS = 8
+_MAX_FORMATS = 8
 """Of an answer that are kept; a scraper chooses by its header."""
 
 
@@ -41,6 +41,6 @@ class Scrape:
             if (known := self._answers.get(accept)) is not None:
                 return known
             answer = await asyncio.to_thread(render, self._readings, accept)
-            if len(self._answers) < _MOST_FORMATS:
+            if len(self._answers) < _MAX_FORMATS:
                 self._answers[accept] = answer
             return answer

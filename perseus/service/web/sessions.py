@@ -16,18 +16,18 @@ from perseus.service.shell.tokens import Tokens
 
 LIFETIME_S = 12 * 3600.0
 
-MOST_OF_A_TOKEN = 64
+MAX_SESSIONS_PER_TOKEN = 64
 """Sessions at once; the oldest makes way."""
 
-MOST = 4_096
+MAX_SESSIONS = 4_096
 """Of all tokens; the oldest makes way."""
 
-MOST_ATTEMPTS = 10
+MAX_ATTEMPTS = 10
 """In a row, from one address; then one in so many seconds."""
 
 ATTEMPT_S = 2.0
 
-_MOST_ADDRESSES = 1_024
+_MAX_ADDRESSES = 1_024
 _ID_BYTES = 32
 
 
@@ -61,8 +61,8 @@ class Sessions:
         now_s = self._monotonic()
         self._forget(digest for digest, each in self._by_digest.items() if each.end_s <= now_s)
         own = [digest for digest, each in self._by_digest.items() if each.principal_name == principal.name]
-        self._forget(own[: max(0, len(own) - MOST_OF_A_TOKEN + 1)])
-        self._forget([*self._by_digest][: max(0, len(self) - MOST + 1)])
+        self._forget(own[: max(0, len(own) - MAX_SESSIONS_PER_TOKEN + 1)])
+        self._forget([*self._by_digest][: max(0, len(self) - MAX_SESSIONS + 1)])
         session_id = secrets.token_urlsafe(_ID_BYTES)
         self._by_digest[digest_of(session_id)] = _Session(
             digest_of(secret), principal.name, now_s + LIFETIME_S
@@ -90,7 +90,7 @@ class Sessions:
             del self._by_digest[digest]
 
 
-class Attempts:
+class LoginRateLimiter:
     """How often somebody may try to log in, by the address that they come from."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -105,13 +105,13 @@ class Attempts:
             LimitReachedError: it is one too many.
         """
         now_s = self._monotonic()
-        left, since_s = self._left.pop(address, (MOST_ATTEMPTS, now_s))
-        left = min(MOST_ATTEMPTS, left + (now_s - since_s) / ATTEMPT_S)
+        left, since_s = self._left.pop(address, (MAX_ATTEMPTS, now_s))
+        left = min(MAX_ATTEMPTS, left + (now_s - since_s) / ATTEMPT_S)
         is_one_too_many = left < 1
         self._left[address] = (left if is_one_too_many else left - 1, now_s)
-        while len(self._left) > _MOST_ADDRESSES:
+        while len(self._left) > _MAX_ADDRESSES:
             del self._left[next(iter(self._left))]
         if is_one_too_many:
             raise LimitReachedError(
-                principal=address, what="logins in a row", limit=MOST_ATTEMPTS, found=MOST_ATTEMPTS + 1
+                principal=address, what="logins in a row", limit=MAX_ATTEMPTS, found=MAX_ATTEMPTS + 1
             )

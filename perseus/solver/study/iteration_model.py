@@ -44,7 +44,7 @@ _PRIOR = 1e-6
 _SCAN_COUNT = 24
 """Lags common to all that are tried, up to one with which iterations are too long without fixed times."""
 
-_RUNGS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5)
+_LAG_GRID = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5)
 """Lags of a boundary that are tried, as shares of the same."""
 
 _WORTH_A_STEP = 0.99
@@ -53,7 +53,7 @@ _WORTH_A_STEP = 0.99
 _DESCENT_COUNT = 4
 """So many of the places where that ends are gone on from, best first."""
 
-_MOST_AT_ONCE = 2_000_000
+_MAX_BATCH_SIZE = 2_000_000
 """Times of computations that are emulated together: 16 MB."""
 
 
@@ -152,12 +152,12 @@ class IterationModel:
         if len(is_of) < 2:
             return []
         is_of = np.concatenate((is_of, np.eye(len(boundaries), dtype=bool)))
-        rungs = self._longest_lag * np.array(_RUNGS)
+        lag_grid_ps = self._longest_lag * np.array(_LAG_GRID)
         ends = []
-        for lags in np.repeat(rungs[:, None], len(boundaries), axis=1):
+        for lags in np.repeat(lag_grid_ps[:, None], len(boundaries), axis=1):
             loss = self._screen(lags[None])[0]
             while True:
-                tried = np.where(is_of[:, None, :], rungs[None, :, None], lags).reshape(-1, len(lags))
+                tried = np.where(is_of[:, None, :], lag_grid_ps[None, :, None], lags).reshape(-1, len(lags))
                 losses = self._screen(tried)
                 if losses.min() >= _WORTH_A_STEP * loss:
                     break
@@ -191,7 +191,7 @@ class IterationModel:
     def _lengths_s(self, lags: FloatArray) -> FloatArray:
         """Return what the iterations take with some lags (a row each) and no sought time."""
         count = len(self._measured_s)
-        at_once = max(1, _MOST_AT_ONCE // self._durations_ps.size)
+        at_once = max(1, _MAX_BATCH_SIZE // self._durations_ps.size)
         some = [lags[n : n + at_once] for n in range(0, len(lags), at_once)]
         lengths_ps = [
             self._paths.lengths_ps(

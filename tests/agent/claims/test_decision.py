@@ -10,10 +10,10 @@ from perseus.agent.claims.decision import (
     OF_ANOTHER_USER,
     Access,
     Allowed,
+    GpuObservation,
     Refused,
-    Sight,
     by_grant,
-    by_sight,
+    by_observation,
 )
 from perseus.agent.claims.grants import Grants, User, parse
 
@@ -23,7 +23,7 @@ GPU = ("GPU-b", 1)
 
 
 @pytest.mark.parametrize(
-    ("said", "problems", "expected"),
+    ("output", "problems", "expected"),
     [
         ("", (), None),
         ("alice: 1", (), Allowed(is_granted=True)),
@@ -42,8 +42,10 @@ GPU = ("GPU-b", 1)
         ("bob: 0", ("/x: line 1",), GRANTS_NOT_UNDERSTOOD),
     ],
 )
-def test_what_the_operator_says(said: str, problems: tuple[str, ...], expected: Allowed | str | None) -> None:
-    verdict = by_grant(Grants(parse(said), problems), ALICE, *GPU)
+def test_what_the_operator_says(
+    output: str, problems: tuple[str, ...], expected: Allowed | str | None
+) -> None:
+    verdict = by_grant(Grants(parse(output), problems), ALICE, *GPU)
     assert (verdict.reason if isinstance(verdict, Refused) else verdict) == expected
 
 
@@ -53,30 +55,32 @@ HERS, HIS = frozenset({ALICE.uid}), frozenset({BOB_UID})
 
 
 @pytest.mark.parametrize(
-    ("sight", "stands", "expected"),
+    ("observation", "stands", "expected"),
     [
-        (Sight(OPEN, owners=NOBODY), False, Allowed()),
-        (Sight(OPEN, owners=HERS), False, Allowed(is_running=True)),
-        (Sight(OPEN, owners=HIS), False, OF_ANOTHER_USER),
-        (Sight(OPEN, owners=HERS | HIS), False, OF_ANOTHER_USER),
-        (Sight(OPEN, owners=frozenset({0})), False, OF_ANOTHER_USER),
-        (Sight(OPEN, owners=None), False, NOT_KNOWN),
-        (Sight(OPEN, owners=None, is_agents_user=True), False, Allowed()),
-        (Sight(CLOSED, "closed", NOBODY), False, NOT_OPENABLE),
-        (Sight(CLOSED, "closed", HERS), False, NOT_OPENABLE),
-        (Sight(UNKNOWN, "no idea", NOBODY), False, NOT_OPENABLE),
+        (GpuObservation(OPEN, owners=NOBODY), False, Allowed()),
+        (GpuObservation(OPEN, owners=HERS), False, Allowed(is_running=True)),
+        (GpuObservation(OPEN, owners=HIS), False, OF_ANOTHER_USER),
+        (GpuObservation(OPEN, owners=HERS | HIS), False, OF_ANOTHER_USER),
+        (GpuObservation(OPEN, owners=frozenset({0})), False, OF_ANOTHER_USER),
+        (GpuObservation(OPEN, owners=None), False, NOT_KNOWN),
+        (GpuObservation(OPEN, owners=None, is_agents_user=True), False, Allowed()),
+        (GpuObservation(CLOSED, "closed", NOBODY), False, NOT_OPENABLE),
+        (GpuObservation(CLOSED, "closed", HERS), False, NOT_OPENABLE),
+        (GpuObservation(UNKNOWN, "no idea", NOBODY), False, NOT_OPENABLE),
         # A claim that was seen to be good is not taken away by whoever comes later.
-        (Sight(OPEN, owners=HERS | HIS), True, Allowed(is_running=True)),
-        (Sight(OPEN, owners=HIS), True, Allowed(is_running=True)),
+        (GpuObservation(OPEN, owners=HERS | HIS), True, Allowed(is_running=True)),
+        (GpuObservation(OPEN, owners=HIS), True, Allowed(is_running=True)),
     ],
 )
-def test_what_is_seen(sight: Sight, stands: bool, expected: Allowed | str) -> None:
-    verdict = by_sight(ALICE, GPU[0], sight, stands=stands)
+def test_what_is_seen(observation: GpuObservation, stands: bool, expected: Allowed | str) -> None:
+    verdict = by_observation(ALICE, GPU[0], observation, stands=stands)
     assert (verdict.reason if isinstance(verdict, Refused) else verdict) == expected
 
 
 def test_a_refusal_says_what_was_expected_and_found() -> None:
-    refused = by_sight(ALICE, "GPU-b", Sight(CLOSED, "/dev/nvidia1 is closed to them"), stands=False)
+    refused = by_observation(
+        ALICE, "GPU-b", GpuObservation(CLOSED, "/dev/nvidia1 is closed to them"), stands=False
+    )
     assert isinstance(refused, Refused)
     assert refused.message == (
         "GPU GPU-b: expected that user alice may open its device, found that they may not: /dev/nvidia1 is "

@@ -20,9 +20,9 @@ grants = st.lists(st.tuples(users, st.lists(gpus, min_size=1, max_size=5)), max_
 
 
 @given(grants, st.sampled_from(["\n", "\r\n", "  # why\n", "\n\n# a comment: 1\n"]))
-def test_what_is_written_is_what_is_granted(said: list[tuple[str, list[str]]], end: str) -> None:
-    text = "".join(f"{user}:  {' '.join(names)} {end}" for user, names in said)
-    assert parse(text) == tuple(Grant(user, frozenset(names)) for user, names in said)
+def test_what_is_written_is_what_is_granted(message: list[tuple[str, list[str]]], end: str) -> None:
+    text = "".join(f"{user}:  {' '.join(names)} {end}" for user, names in message)
+    assert parse(text) == tuple(Grant(user, frozenset(names)) for user, names in message)
 
 
 @given(st.text())
@@ -30,12 +30,12 @@ def test_anything_else_is_one_clear_mistake(text: str) -> None:
     try:
         found = parse(text)
     except MalformedGrantError as error:
-        said = str(error)
+        message = str(error)
     else:
         assert all(grant.user and grant.gpus for grant in found)
         return
-    assert said.startswith("line ")
-    assert said.isprintable()
+    assert message.startswith("line ")
+    assert message.isprintable()
 
 
 @pytest.mark.parametrize(

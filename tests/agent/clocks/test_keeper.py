@@ -213,7 +213,7 @@ def test_an_iteration_whose_last_mark_is_lost_has_a_gap_after_it_too() -> None:
     assert bench.keeper.end_iteration(end_s, end_s, bench.clocks_mhz) == [schedule(None, end_s + 0.040)]
 
 
-def test_the_fallback_may_be_a_ceiling_instead_of_stock() -> None:
+def test_the_fallback_may_be_a_max_clock_instead_of_stock() -> None:
     bench = Bench((1000, 1000), (0.050, 0.100), gap_s=0.100)
     bench.keeper.fallback_mhz = 1200
     bench.begin(0)

@@ -47,7 +47,7 @@ def measured(seed: int, *, late_mark_share: float = 0.0) -> EnergyEstimate:
                 now_s += 0.030
                 go_to(now_s)
                 noisy_s = duration_s * (1 + 0.01 * float(random.standard_normal()))
-                work = Work(noisy_s * CLOCK_MHZ / A100_SXM.max_clock_mhz, 0.0, activity)
+                work = Work(noisy_s * CLOCK_MHZ / A100_SXM.highest_clock_mhz, 0.0, activity)
                 state.begin(work)
                 end_s = marked_s = state.finish_s(A100_SXM)
                 if random.random() < late_mark_share:

@@ -116,7 +116,7 @@ def test_marks_that_come_late_now_and_then_do_little_harm(stage: int) -> None:
 
 
 @pytest.mark.parametrize("counter_jitter_s", [0.001, 0.030])
-def test_a_counter_without_a_steady_beat_gives_honest_answers(counter_jitter_s: float) -> None:
+def test_a_counter_without_a_steady_update_period_gives_honest_answers(counter_jitter_s: float) -> None:
     program = one_forward_one_backward(1, stage_count=4, microbatch_count=8)
     relative, standardised = errors(
         simulate(program, seed=seed, iterations=6, counter_jitter_s=counter_jitter_s) for seed in SEEDS
@@ -148,7 +148,7 @@ def test_interpolating_at_the_edges_is_biased_where_the_regression_is_not() -> N
         assert power_w.value == pytest.approx(POWER_W[key], rel=0.03)
 
 
-def test_without_a_beat_the_standard_errors_follow_the_poll_interval() -> None:
+def test_without_an_update_period_the_standard_errors_follow_the_poll_interval() -> None:
     coarse, fine = (
         fit(simulate(LONG, seed=1, iterations=70, counter_jitter_s=0.03, poll_interval_s=poll_interval_s))
         for poll_interval_s in (0.010, 0.001)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment, never_in_the_way
+from perseus.agent.probe.attachment import Attachment, never_raises
 from perseus.agent.probe.marks import UnmarkableError
 from tests.agent.marks_stub import MarksStub
 from tests.agent.probe.attached import ALONE, OTHER, beside, train
@@ -36,7 +36,7 @@ def test_nothing_of_ours_raises_into_training(
     attachment.detach()
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
     assert marks.calls[-1] == ("close",), "the agent takes the rank for gone"
-    (own, _) = exchange.look("first", 2)
+    (own, _) = exchange.poll("first", 2)
     assert own is not None
     assert own.lost == (f"{failing} fails" if failing != "register" else ""), "the others learn of it"
 
@@ -50,7 +50,7 @@ def test_what_is_marked_is_called_as_it_was_and_returns_and_raises_what_it_did(m
     noted: list[tuple[object, ...]] = []
     attachment = Attachment(ALONE, marks, beside(OTHER))
     marked = attachment.marked(
-        compute, lambda args, _kwargs: (Kind.FORWARD, args[0], 1), lambda *told: noted.append(told)
+        compute, lambda args, _kwargs: (Kind.FORWARD, args[0], 1), lambda *reported: noted.append(reported)
     )
     attachment.begin_iteration()
     assert marked(3, "a", "b", scale=2.0) == (3, ("a", "b"), 2.0)
@@ -87,7 +87,7 @@ def test_a_question_that_fails_is_told_of_once_and_ends_marking(
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert f"not marked any more, training goes on at stock clocks: no {failing}" in record.getMessage()
     assert marks.calls[-1] == ("close",), "the agent brings the GPU back to stock"
-    (own, _) = exchange.look("first", 2)
+    (own, _) = exchange.poll("first", 2)
     assert own is not None
     assert own.lost == f"no {failing}", "the others learn of it"
 
@@ -143,12 +143,12 @@ def test_a_hook_that_fails_lets_training_go_on_and_mistakes_are_refused(
     def attach(failure: Exception) -> Attachment:
         raise failure
 
-    with never_in_the_way(attach)(AttributeError("no parallel_state")) as attachment:
+    with never_raises(attach)(AttributeError("no parallel_state")) as attachment:
         train(attachment)
     (record,) = caplog.records
     assert record.getMessage() == "not attached, training goes on at stock clocks: no parallel_state"
     with pytest.raises(ValueError, match="job_id"):
-        never_in_the_way(attach)(ValueError("job_id"))
+        never_raises(attach)(ValueError("job_id"))
 
 
 def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:

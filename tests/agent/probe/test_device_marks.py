@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.agent.link.computation import Kind, Rank
+from perseus.agent.probe.agent_connection import AgentConnection
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_marks import DeviceMarks
-from perseus.agent.probe.line import Line
 from perseus.agent.probe.marks import UnmarkableError
 
 
@@ -146,7 +146,7 @@ def test_waits_are_marked_at_the_device_s_times() -> None:
     marks.end_computation(Kind.FORWARD, 0, 0)
     marks.end_iteration()
     device.now_ms = 200.0
-    marks.look()
+    marks.poll()
     times_ns = {mark[0]: mark[-1] for mark in probe.marks}
     assert times_ns["end wait"] - times_ns["begin wait"] == pytest.approx(10e6)
     assert times_ns["end"] - times_ns["begin"] == pytest.approx(40e6)
@@ -157,16 +157,16 @@ def test_the_device_s_times_count_and_not_the_host_s() -> None:
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     launch_iteration(marks)  # the host runs ahead
-    marks.look()
+    marks.poll()
     assert not probe.marks, "the device has done nothing yet"
     device.now_ms = 100.25
-    marks.look()
+    marks.poll()
     assert probe.marks == [("begin iteration", 5_100_250_000)], "found a quarter of a millisecond late"
     device.now_ms = 130.5
-    marks.look()
+    marks.poll()
     assert probe.marks[1:] == [("begin", Kind.FORWARD, 3, 1, 5_110_250_000)], "the end would lie ahead"
     device.now_ms = 151.5
-    marks.look()
+    marks.poll()
     assert probe.marks[2:] == [
         ("end", Kind.FORWARD, 3, 1, 5_130_750_000),
         ("end iteration", 5_140_250_000),
@@ -192,7 +192,7 @@ def test_every_mark_is_sent_once_in_order_with_exact_durations(
         launch_iteration(marks)
     for step_ms in [*looks_ms, 1000.0]:
         device.now_ms += step_ms
-        marks.look()
+        marks.poll()
         assert all(mark[-1] <= device.monotonic_ns() for mark in probe.marks), "none is from the future"
     assert len(probe.marks) == 16
     for first in range(0, 16, 4):
@@ -293,7 +293,7 @@ def test_an_iteration_that_is_captured_whole_is_not_recorded() -> None:
     with pytest.raises(UnmarkableError, match="captured whole in a CUDA graph"):
         marks.begin_iteration()
     marks.begin_computation(Kind.FORWARD, 0, 0)
-    marks.look()
+    marks.poll()
     assert not device.made
 
 
@@ -312,7 +312,7 @@ def test_computations_that_are_captured_are_left_out_and_told_of_once(
         marks.end_computation(Kind.BACKWARD, 0, 0)
         marks.end_iteration()
     device.now_ms = 7.0
-    marks.look()
+    marks.poll()
     assert [mark[:2] for mark in probe.marks if mark[0] == "begin"] == 2 * [("begin", Kind.BACKWARD)]
     assert len(caplog.records) == 1
 
@@ -325,7 +325,7 @@ def test_a_late_look_at_an_anchor_does_not_shift_its_iteration() -> None:
     launch_iteration(marks)
     for now_ms in (10.8, 11.3, 12.02, 13.9, 26.0, 35.0):
         device.now_ms = now_ms
-        marks.look()
+        marks.poll()
     begins_ns = [mark[-1] - device.host_ahead_ns for mark in probe.marks if mark[0] == "begin iteration"]
     assert begins_ns[0] == 10_800_000, "there had been no other look"
     assert 20_020_000 <= begins_ns[1] <= 20_021_000, "late as the look at 12.02 ms, and the drift since"
@@ -346,7 +346,7 @@ def test_lateness_is_that_of_the_promptest_looks(late_ms: list[float], drift: fl
         launch_iteration(marks)
     for index, late in enumerate(late_ms):
         device.now_ms = 10.0 * index + late
-        marks.look()
+        marks.poll()
     begins_ns = [mark[-1] for mark in probe.marks if mark[0] == "begin iteration"]
     for iteration, begun_ns in list(enumerate(begins_ns))[1:]:
         late_by_ms = begun_ns / 1e6 - 40.0 * iteration * (1 + drift)
@@ -358,12 +358,12 @@ def test_no_anchor_is_before_it_was_recorded_nor_before_the_mark_that_precedes_i
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     device.now_ms = 2.0
-    marks.look()
+    marks.poll()
     device.host_ahead_ns += 30_000_000  # the host's clock was slewed by far more than clocks drift
     device.now_ms = 45.0
     launch_iteration(marks)
     device.now_ms = 53.0
-    marks.look()
+    marks.poll()
     begins_ns = [mark[-1] for mark in probe.marks if mark[0] == "begin iteration"]
     assert begins_ns[1] >= device.host_ahead_ns + 45_000_000
     times_ns = [mark[-1] for mark in probe.marks]
@@ -376,9 +376,9 @@ def test_events_are_used_again() -> None:
     for iteration in range(1000):
         launch_iteration(marks)
         device.now_ms = 0.04 * iteration - 1.0  # the host runs ahead by 100 events
-        marks.look()
+        marks.poll()
     device.now_ms = 1e6
-    marks.look()
+    marks.poll()
     assert len(probe.marks) == 4000
     assert len(device.made) <= 120
 
@@ -402,19 +402,19 @@ def test_an_agent_that_comes_later_gets_marks_and_one_that_goes_gets_none() -> N
     probe.has_agent = True
     launch_iteration(marks)
     device.now_ms = 1.0
-    marks.look()
+    marks.poll()
     assert [mark[0] for mark in probe.marks] == ["begin iteration", "begin"]
     launch_iteration(marks)
     probe.has_agent = False
     launch_iteration(marks)
     assert probe.begun_count == 4, "every iteration has its number, also those that were not sent"
     assert device.recorded_count == 8
-    marks.look()
+    marks.poll()
     assert len(probe.marks) == 2
     probe.has_agent = True
     launch_iteration(marks)
     device.now_ms = 11.0
-    marks.look()
+    marks.poll()
     assert probe.begun_count == 5
     assert probe.marks[2] == ("begin iteration", device.host_ahead_ns + 8_000_000)
     assert len(probe.marks) == 6
@@ -426,11 +426,11 @@ def test_it_goes_before_a_real_probe(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.setblocking(False)
     rank = Rank("job", 0, 0, 0)
-    probe = Probe(rank, Line(rank, "nowhere", lambda: b"", ours))
+    probe = Probe(rank, AgentConnection(rank, "nowhere", lambda: b"", ours))
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     device.now_ms = 3.0
-    marks.look()
+    marks.poll()
     times_ns = [int.from_bytes(theirs.recv(64)[-8:], "little") for _ in range(4)]
     assert times_ns == [5_000_000_000, 5_001_000_000, 5_002_000_000, 5_003_000_000]
     marks.close()

@@ -6,7 +6,7 @@ import pytest
 
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment
-from perseus.agent.probe.changing_order import SETTLED
+from perseus.agent.probe.changing_order import STABLE_AFTER
 from perseus.agent.probe.exchange import ExecutedOrder, LocalExchange, decode_order, encode_order
 from perseus.agent.probe.job_order import paths_through, table_if_any
 from perseus.agent.probe.placement import Placement
@@ -52,9 +52,9 @@ def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksSt
 def test_every_rank_says_what_its_pipeline_executed(marks: MarksStub, place: Placement) -> None:
     other = ExecutedOrder(1 - place.stage, OTHER.computations)
     train(Attachment(place, marks, beside(other)))
-    (said,) = marks.registered
+    (message,) = marks.registered
     in_order = [ORDER, OTHER.computations] if place.stage == 0 else [OTHER.computations, ORDER]
-    assert said["schedule"] == in_order
+    assert message["schedule"] == in_order
 
 
 def test_an_iteration_that_was_not_executed_whole_is_not_registered(marks: MarksStub) -> None:
@@ -212,7 +212,7 @@ def test_an_order_that_has_changed_is_said_at_once_and_registered_when_it_has_se
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stages = two_stages(Meeting())
-    for iteration in range(SETTLED):
+    for iteration in range(STABLE_AFTER):
         assert all(len(marks.registered) == 1 for _, marks in stages), iteration
         for attachment, _ in stages:
             train(attachment, LONGER)
@@ -233,7 +233,7 @@ def test_an_order_that_has_changed_is_said_at_once_and_registered_when_it_has_se
 def test_single_iterations_that_differ_are_not_registered() -> None:
     stages = two_stages(Meeting())
     for _ in range(3):
-        for order in [LONGER] * (SETTLED - 1) + [ORDER]:
+        for order in [LONGER] * (STABLE_AFTER - 1) + [ORDER]:
             for attachment, _ in stages:
                 train(attachment, order)
     assert all(len(marks.registered) == 1 for _, marks in stages)
@@ -243,7 +243,7 @@ def test_a_job_that_alternates_is_registered_ever_more_rarely() -> None:
     stages = two_stages(Meeting())
     for _ in range(32):
         for order in (LONGER, ORDER):
-            for _ in range(SETTLED):
+            for _ in range(STABLE_AFTER):
                 for attachment, _ in stages:
                     train(attachment, order)
     assert len(stages[0][1].registered) == 2, "to begin with, and once"
@@ -265,7 +265,7 @@ def test_a_store_that_fails_ends_the_following_and_not_the_marks(caplog: pytest.
     meeting = Meeting()
     stages = two_stages(meeting)
     meeting.failure = ConnectionError("the store is gone")
-    for _ in range(2 * SETTLED):
+    for _ in range(2 * STABLE_AFTER):
         for attachment, _ in stages:
             train(attachment, LONGER)
     assert caplog.messages[1:] == 2 * ["orders that change are not followed any more: the store is gone"]
@@ -276,7 +276,7 @@ def test_a_store_that_fails_ends_the_following_and_not_the_marks(caplog: pytest.
 
 def test_shorter_iterations_are_other_orders_too() -> None:
     stages = two_stages(Meeting())
-    for _ in range(SETTLED + 1):
+    for _ in range(STABLE_AFTER + 1):
         for attachment, _ in stages:
             train(attachment, ORDER[:1])
     assert [each["schedule"] for each in stages[0][1].registered] == [[ORDER] * 2, [ORDER[:1]] * 2]

@@ -114,13 +114,13 @@ def test_stages_of_one_pipeline_see_each_other_s_orders_and_no_others() -> None:
         for stage in range(2)
     ]
     own, other = StoreExchange(0, 0), StoreExchange(1, 0)
-    assert own.look("first", 2) == [None, None]
+    assert own.poll("first", 2) == [None, None]
     own.post("first", orders[1])
-    assert own.look("first", 2) == [None, orders[1]]
+    assert own.poll("first", 2) == [None, orders[1]]
     own.post("first", orders[0])
-    assert own.look("first", 2) == orders
-    assert own.look("second", 2) == [None, None]
-    assert other.look("first", 2) == [None, None]
+    assert own.poll("first", 2) == orders
+    assert own.poll("second", 2) == [None, None]
+    assert other.poll("first", 2) == [None, None]
 
 
 def mesh(names: tuple[str, ...] | None, coordinates: tuple[int, ...] | None) -> Any:

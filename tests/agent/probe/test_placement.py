@@ -36,11 +36,11 @@ def test_a_mesh_may_name_its_dimensions_otherwise() -> None:
 
 
 def test_without_a_mesh_every_group_is_a_pipeline() -> None:
-    said = [(4, 6), (1, 3), (4, 6), (1, 3), (0, 2)]
-    assert place_among_pipelines(3, said, "GPU-3") == Placement(1, 3, 1, 2, gpu_uuid="GPU-3")
-    assert place_among_pipelines(4, said, NO_GPU) == Placement(2, 3, 0, 2)
+    message = [(4, 6), (1, 3), (4, 6), (1, 3), (0, 2)]
+    assert place_among_pipelines(3, message, "GPU-3") == Placement(1, 3, 1, 2, gpu_uuid="GPU-3")
+    assert place_among_pipelines(4, message, NO_GPU) == Placement(2, 3, 0, 2)
     with pytest.raises(ValueError, match="pipelines: expected rank 9 in one of 3, found it in none"):
-        place_among_pipelines(9, said, NO_GPU)
+        place_among_pipelines(9, message, NO_GPU)
 
 
 def test_a_place_outside_of_the_job_is_refused() -> None:

@@ -132,8 +132,8 @@ def test_a_full_socket_drops_marks_without_waiting(
     with probe.iteration():
         pass
     assert probe.dropped_mark_count == dropped, "there is room again"
-    told = [mark.dropped_mark_count for mark in agent.marks() if isinstance(mark, IterationMark)]
-    assert told == [0, dropped], "and the agent is told, at the end"
+    reported = [mark.dropped_mark_count for mark in agent.marks() if isinstance(mark, IterationMark)]
+    assert reported == [0, dropped], "and the agent is told, at the end"
     probe.close()
     assert f"{dropped} marks dropped" in caplog.text
 

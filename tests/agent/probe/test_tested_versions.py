@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from perseus.agent.probe import tested_versions
-from perseus.agent.probe.tested_versions import say_if_untested
+from perseus.agent.probe.tested_versions import warn_if_untested
 
 RUNS = [("megatron", "0.9.2", "2.9.0"), ("megatron", "0.16.1", "2.13.0"), ("torch", "2.15.0", "2.15.0")]
 
@@ -18,7 +18,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize(
-    ("version", "torch", "level", "said"),
+    ("version", "torch", "level", "message"),
     [
         ("0.16.1", "2.13.0+cu130", None, ""),
         ("0.16.3", "2.13.0", logging.INFO, "Megatron-Core 0.16.3: "),
@@ -27,21 +27,21 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     ],
 )
 def test_it_is_said_once(
-    version: str, torch: str, level: int | None, said: str, caplog: pytest.LogCaptureFixture
+    version: str, torch: str, level: int | None, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        say_if_untested("megatron", version, torch)
+        warn_if_untested("megatron", version, torch)
     assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
-    assert said in caplog.text
-    if said.startswith("Megatron"):
+    assert message in caplog.text
+    if message.startswith("Megatron"):
         assert "but with 0.9.2, 0.16.1 " in caplog.text
 
 
 def test_the_hook_into_torch_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    say_if_untested("torch", "2.16.0", "2.16.0")
+    warn_if_untested("torch", "2.16.0", "2.16.0")
     assert len(caplog.records) == 1
 
 
 def test_a_hook_that_was_never_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    say_if_untested("torchtitan", "0.3.0", "2.15.0")
+    warn_if_untested("torchtitan", "0.3.0", "2.15.0")
     assert "torchtitan 0.3.0: its hook was never run with it, but with none" in caplog.text

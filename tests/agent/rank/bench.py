@@ -10,14 +10,14 @@ from perseus.agent.rank.commands import Command, EstimateEnergy, Send
 from perseus.agent.rank.events import Connected, Event, Tick, TrainerJoined
 from perseus.agent.rank.messages import (
     NO_PLAN,
-    Ceiling,
     GpuDescription,
     Hold,
+    MaxClock,
     PlanId,
     PlanOffer,
     PlanRefusalReason,
     RankAccepted,
-    RankCeiling,
+    RankMaxClock,
     RankRefused,
     StageClocks,
     Stock,
@@ -100,8 +100,8 @@ class Bench:
         return self.do(PlanOffer(RANK, PlanId(epoch, version), start, LEASE_S, clocks, is_urgent))
 
     def limit(self, clock_mhz: int | None, *, outlasts_lease: bool = False) -> list[Command]:
-        ceiling = None if clock_mhz is None else Ceiling(clock_mhz, outlasts_lease)
-        return self.do(RankCeiling(RANK, ceiling))
+        max_clock = None if clock_mhz is None else MaxClock(clock_mhz, outlasts_lease)
+        return self.do(RankMaxClock(RANK, max_clock))
 
     def run(self, number: int, *, duration_s: float = 0.1) -> list[Command]:
         """A whole iteration: each computation for `duration_s`, as long a wait before it."""

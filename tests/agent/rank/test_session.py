@@ -18,6 +18,7 @@ from perseus.agent.rank.events import (
     TrainerJoined,
     TrainerSpecified,
 )
+from perseus.agent.rank.join_state import JOIN_RETRY_S, MAX_JOIN_RETRY_S
 from perseus.agent.rank.messages import (
     Hold,
     PlanId,
@@ -28,7 +29,6 @@ from perseus.agent.rank.messages import (
     Stock,
     rank_left,
 )
-from perseus.agent.rank.standing import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S
 from tests.agent.rank.bench import (
     B0,
     F0,
@@ -62,7 +62,7 @@ def test_a_refused_rank_is_announced_again_until_accepted() -> None:
     bench.do(RankRefused(RANK, "JOB_NOT_FOUND", ""))
     assert bench.after(2 * JOIN_RETRY_S, Tick()) == announcement
     bench.do(RankAccepted(RANK, ORDER))
-    assert bench.after(LONGEST_JOIN_RETRY_S, Tick()) == []
+    assert bench.after(MAX_JOIN_RETRY_S, Tick()) == []
 
 
 def test_a_rank_that_is_refused_over_and_over_asks_more_and_more_seldom() -> None:

@@ -143,8 +143,8 @@ def test_after_two_iterations_that_differ_they_run_at_stock_until_one_is_to_orde
     assert clocks_of(bench.iteration(Edge.BEGIN, 5)) == [SetClock(1000)]
     bench.now_s += 0.1
     (*_, message) = telemetry(counted(bench, 60.0))
-    told = {row.iteration: row.is_regular for row in message.iterations}
-    assert told == {0: True, 1: False, 2: False, 3: False, 4: False}
+    reported = {row.iteration: row.is_regular for row in message.iterations}
+    assert reported == {0: True, 1: False, 2: False, 3: False, 4: False}
     assert {row.plan_version for row in message.iterations} == {1}
 
 

@@ -22,13 +22,13 @@ from perseus.agent.rank.events import (
     TrainerJoined,
 )
 from perseus.agent.rank.messages import (
-    Ceiling,
     GpuDescription,
     Hold,
+    MaxClock,
     PlanId,
     PlanOffer,
     RankAccepted,
-    RankCeiling,
+    RankMaxClock,
     RankRefused,
     StageClocks,
     Stock,
@@ -49,7 +49,7 @@ COMPUTATIONS = st.sampled_from([*ORDERS[0], *ORDERS[1]])
 CLOCKS = st.sampled_from([*GPU.supported_clocks_mhz * 6, 0, 999])
 ORDER_INDICES = st.sampled_from([0] * 6 + [1])
 LEASE_S = 3.0
-CEILINGS = st.one_of(st.none(), st.builds(Ceiling, st.sampled_from([1400, 1100, 700, 100]), st.booleans()))
+MAX_CLOCKS = st.one_of(st.none(), st.builds(MaxClock, st.sampled_from([1400, 1100, 700, 100]), st.booleans()))
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -75,7 +75,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.accepted: set[int] = set()
         self.reported: list[int] = []
         self.has_left = False
-        self.ceiling: Ceiling | None = None
+        self.max_clock: MaxClock | None = None
         # By version: the highest clock of a stage plan, 0 of other offers.
         self.planned_mhz = {0: 0}
         self.allowed_mhz = 0
@@ -85,7 +85,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def do(self, event: Event) -> None:
         had_ended = self.session.has_ended
-        under_way = self.session._pacer.begun_iteration if self.session._pacer.has_iteration else None
+        under_way = self.session._tracker.begun_iteration if self.session._tracker.has_iteration else None
         if self.scheduled is not None and self.scheduled.at_s <= self.now_s:
             self.clock_mhz, self.scheduled = self.scheduled.clock_mhz, None
         commands = self.session.handle(event, self.now_s)
@@ -111,10 +111,10 @@ class SessionMachine(RuleBasedStateMachine):
                 case Send(Telemetry(_, iterations, computations)):
                     self.reported += [row.iteration for row in iterations]
                     assert all(row.duration_s >= 0 for row in iterations)
-                    touched = {row.iteration for row in iterations if row.is_touched}
+                    touched = {row.iteration for row in iterations if row.has_clock_change}
                     assert touched >= self.touched.intersection(row.iteration for row in iterations)
                     assert not touched.intersection(row.iteration for row in computations)
-                    assert not any(row.is_regular for row in iterations if row.is_touched)
+                    assert not any(row.is_regular for row in iterations if row.has_clock_change)
                 case Send(wire.RankLeft()):
                     assert not self.has_left
                     self.has_left = True
@@ -131,32 +131,34 @@ class SessionMachine(RuleBasedStateMachine):
         is_urgent = isinstance(event, PlanOffer) and event.is_urgent
         if is_urgent and under_way is not None and any(_is_in_force(command) for command in commands):
             self.touched.add(under_way)
-        self.check_ceiling(event)
+        self.check_max_clock(event)
 
-    def check_ceiling(self, event: Event) -> None:
+    def check_max_clock(self, event: Event) -> None:
         """No clock is above the ceiling, but those of a stage plan that is in force, or about to be."""
         match event:
-            case RankAccepted() | RankRefused() | RankCeiling():
-                self.ceiling = event.ceiling
-            case Tick() if self.ceiling is not None and not self.ceiling.outlasts_lease:
+            case RankAccepted() | RankRefused() | RankMaxClock():
+                self.max_clock = event.max_clock
+            case Tick() if self.max_clock is not None and not self.max_clock.outlasts_lease:
                 if self.now_s - self.heard_at_s > LEASE_S:
-                    self.ceiling = None
+                    self.max_clock = None
         plans = self.session._plans
         stage_mhz = max(
             self.planned_mhz[plan.plan.version] if plan else 0 for plan in (plans.in_force, plans.pending)
         )
         # A clock that was asked for in the gap for what comes next stays until that comes, or it is long.
-        is_in_gap = self.session._pacer.keeper._is_in_gap
+        is_in_gap = self.session._tracker.keeper._is_in_gap
         self.allowed_mhz = max(stage_mhz, self.allowed_mhz if is_in_gap else 0)
-        if self.ceiling is None or self.observe or self.session.has_ended:
+        if self.max_clock is None or self.observe or self.session.has_ended:
             return
-        own_mhz = max((mhz for mhz in GPU.supported_clocks_mhz if mhz <= self.ceiling.clock_mhz), default=600)
-        most_mhz = max(own_mhz, self.allowed_mhz)
+        own_mhz = max(
+            (mhz for mhz in GPU.supported_clocks_mhz if mhz <= self.max_clock.clock_mhz), default=600
+        )
+        max_mhz = max(own_mhz, self.allowed_mhz)
         assert self.clock_mhz is not None
-        assert self.clock_mhz <= most_mhz
+        assert self.clock_mhz <= max_mhz
         if self.scheduled is not None:
             assert self.scheduled.clock_mhz is not None
-            assert self.scheduled.clock_mhz <= most_mhz
+            assert self.scheduled.clock_mhz <= max_mhz
 
     @rule(duration_s=st.sampled_from([0.0, 0.1, 0.1, 0.4, 0.4, LEASE_S + 0.1]))
     def pass_time(self, duration_s: float) -> None:
@@ -164,25 +166,25 @@ class SessionMachine(RuleBasedStateMachine):
         self.do(Tick())
 
     @precondition(lambda self: not self.connected)
-    @rule(index=ORDER_INDICES, ceiling=CEILINGS)
-    def connect(self, index: int, ceiling: Ceiling | None) -> None:
+    @rule(index=ORDER_INDICES, max_clock=MAX_CLOCKS)
+    def connect(self, index: int, max_clock: MaxClock | None) -> None:
         self.connected = True
         self.heard_at_s = self.now_s
         self.do(Connected(LEASE_S))
-        self.do(RankAccepted(RANK, ORDERS[index], ceiling))
+        self.do(RankAccepted(RANK, ORDERS[index], max_clock))
 
     @precondition(lambda self: self.connected)
-    @rule(ceiling=CEILINGS)
-    def limit(self, ceiling: Ceiling | None) -> None:
+    @rule(max_clock=MAX_CLOCKS)
+    def limit(self, max_clock: MaxClock | None) -> None:
         self.heard()
-        self.do(RankCeiling(RANK, ceiling))
+        self.do(RankMaxClock(RANK, max_clock))
 
     @precondition(lambda self: self.connected)
-    @rule(refuses=st.booleans(), ceiling=CEILINGS)
-    def disconnect(self, refuses: bool, ceiling: Ceiling | None) -> None:
+    @rule(refuses=st.booleans(), max_clock=MAX_CLOCKS)
+    def disconnect(self, refuses: bool, max_clock: MaxClock | None) -> None:
         if refuses:
             self.heard()
-            self.do(RankRefused(RANK, "JOB_NOT_FOUND", "", ceiling))
+            self.do(RankRefused(RANK, "JOB_NOT_FOUND", "", max_clock))
         self.connected = False
         self.do(Disconnected())
 
@@ -295,9 +297,9 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def a_clock_needs_a_plan_within_its_lease(self) -> None:
         if self.clock_mhz is not None:
-            assert self.accepted or self.ceiling
+            assert self.accepted or self.max_clock
             self.do(Tick())
-            if self.ceiling is None or not self.ceiling.outlasts_lease:
+            if self.max_clock is None or not self.max_clock.outlasts_lease:
                 assert self.clock_mhz is None or self.now_s - self.heard_at_s <= LEASE_S
 
     @invariant()

@@ -62,7 +62,7 @@ def test_between_iterations_it_is_in_force_and_the_next_one_is_not_touched(plann
     planned.run(2)
     planned.now_s += 0.05
     rows = [row for some in telemetry(counted(planned, 300.0)) for row in some.iterations]
-    assert [(row.iteration, row.plan_version, row.is_touched) for row in rows][-1] == (2, 2, False)
+    assert [(row.iteration, row.plan_version, row.has_clock_change) for row in rows][-1] == (2, 2, False)
 
 
 def test_it_takes_the_place_of_what_was_to_come(planned: Bench) -> None:
@@ -109,15 +109,15 @@ def test_the_iteration_that_it_touches_is_told_as_such_without_its_computations(
     touched(planned, 2, at)
     planned.run(3)
     planned.now_s += 0.05
-    told = telemetry(counted(planned, 400.0))
-    rows = {row.iteration: row for some in told for row in some.iterations}
-    assert [(n, row.plan_version, row.is_regular, row.is_touched) for n, row in rows.items()] == [
+    reported = telemetry(counted(planned, 400.0))
+    rows = {row.iteration: row for some in reported for row in some.iterations}
+    assert [(n, row.plan_version, row.is_regular, row.has_clock_change) for n, row in rows.items()] == [
         (0, 1, True, False),
         (1, 1, True, False),
         (2, 1, False, True),
         (3, 2, True, False),
     ]
-    assert {row.iteration for some in told for row in some.computations} == {0, 1, 3}
+    assert {row.iteration for some in reported for row in some.computations} == {0, 1, 3}
     assert rows[2].energy_j > 0, "it was used, and counts as such"
 
 
@@ -145,6 +145,6 @@ def test_the_clocks_of_the_iteration_that_it_touches_are_in_no_statistics(planne
     counted(planned, 10.0)
     touched(planned, 2, at=1)
     planned.now_s += 0.05
-    told = telemetry(counted(planned, 300.0))
-    assert told[-1].clocks is not None
-    assert told[-1].clocks.computation_count == 2 * len(ORDER)
+    reported = telemetry(counted(planned, 300.0))
+    assert reported[-1].clocks is not None
+    assert reported[-1].clocks.computation_count == 2 * len(ORDER)

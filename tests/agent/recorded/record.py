@@ -7,7 +7,7 @@ import inspect
 import sys
 
 from tests.agent.recorded import scenarios
-from tests.agent.recorded.lives import save
+from tests.agent.recorded.runs import save
 
 
 def main(names: list[str]) -> None:

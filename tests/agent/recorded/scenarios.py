@@ -4,7 +4,7 @@ from typing import Any
 
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark, WaitMark, encode
-from tests.agent.recorded.lives import CLOCKS_MHZ, Life, Step, place_of
+from tests.agent.recorded.runs import CLOCKS_MHZ, RecordedRun, Step, place_of
 
 FIRST, SECOND = Rank("job", 0, 1, 0), Rank("job", 1, 1, 0)
 ORDER = (
@@ -34,7 +34,7 @@ class Node:
 
     def __init__(self) -> None:
         self.steps: list[tuple[Step, list[Any]]] = []
-        self.life = Life()
+        self.recorded_run = RecordedRun()
         self.now_s = 100.0
         self._gpus: dict[Rank, _Gpu] = {}
         self._ticked_s = 100.0
@@ -46,7 +46,7 @@ class Node:
         if rank is not None:
             step["rank"] = place_of(rank)
         step["at_s"] = self.now_s
-        went = self.life.take(step)
+        went = self.recorded_run.take(step)
         self.steps.append((step, went))
         for each in went:
             if "set_mhz" in each:
@@ -273,7 +273,7 @@ def a_rank_that_the_coordinator_refuses(node: Node) -> None:
         node.run(3)
     node.accept()
     node.run(2)
-    node.about("rank_refused", reason="LEASE_EXPIRED", message="too long", ceiling={"clock_mhz": 1000})
+    node.about("rank_refused", reason="LEASE_EXPIRED", message="too long", max_clock={"clock_mhz": 1000})
     node.run(2)
     node.finish()
 
@@ -296,7 +296,7 @@ def an_agent_that_only_observes(node: Node) -> None:
     node.offer(1, **PLAN)
     node.offer(2)
     node.run(4)
-    node.about("rank_ceiling", ceiling={"clock_mhz": 900})
+    node.about("rank_max_clock", max_clock={"clock_mhz": 900})
     node.run(2)
     node.finish()
 
@@ -367,21 +367,21 @@ def an_order_that_changes(node: Node) -> None:
     node.finish()
 
 
-def ceilings_that_come_and_go(node: Node) -> None:
+def maximum_clocks_that_come_and_go(node: Node) -> None:
     node.joined().run(2)
-    node.about("rank_ceiling", ceiling={"clock_mhz": 1100})
+    node.about("rank_max_clock", max_clock={"clock_mhz": 1100})
     node.run(2)
     node.offer(1, hold={"clock_mhz": 1200})
     node.run(3)
     node.offer(2, **PLAN)
     node.run(3)
-    node.about("rank_ceiling", ceiling={"clock_mhz": 900, "outlasts_lease": True})
+    node.about("rank_max_clock", max_clock={"clock_mhz": 900, "outlasts_lease": True})
     node.lost()
     node.run(10)
     node.welcome()
-    node.accept(ceiling={"clock_mhz": 900})
+    node.accept(max_clock={"clock_mhz": 900})
     node.run(1)
-    node.about("rank_ceiling")
+    node.about("rank_max_clock")
     node.run(2)
     node.finish()
 

@@ -24,7 +24,7 @@ from perseus.agent.gpu import (
     RecordError,
     RecordHeldError,
 )
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.restore import guarded as guarding
 from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import ClockRange, Record, RecordFolder
@@ -46,9 +46,9 @@ def leave_behind(folder: RecordFolder, stock: ClockRange | None = None, uuid: st
 
 
 def restore_found(
-    folder: RecordFolder, open_gpu: Callable[[str], Gpu], *, patience_s: float = 0.0
+    folder: RecordFolder, open_gpu: Callable[[str], Gpu], *, timeout_s: float = 0.0
 ) -> list[Restoration]:
-    return asyncio.run(Restorer(folder, open_gpu, Lanes(), patience_s=patience_s).restore_once())
+    return asyncio.run(Restorer(folder, open_gpu, GpuExecutor(), timeout_s=timeout_s).restore_once())
 
 
 @pytest.mark.parametrize("stock", [None, ClockRange(600, 1200)])
@@ -183,7 +183,7 @@ def test_without_a_record_no_clock_is_set(folder: RecordFolder) -> None:
 
 
 def test_two_agents_do_not_set_one_gpu(folder: RecordFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarding, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(guarding, "TIMEOUT_S", 0.05)
     first = GuardedGpu(FakeGpu(), folder, None)
     first.set_clock_mhz(1000)
     gpu = FakeGpu()
@@ -203,7 +203,7 @@ def test_a_record_that_is_held_for_a_moment_is_waited_for(folder: RecordFolder) 
     assert looking is not None
     assert restore_found(folder, lambda _: FakeGpu()) == []
     threading.Timer(0.05, looking.release).start()
-    assert restore_found(folder, lambda _: FakeGpu(), patience_s=10.0) == [Restoration(UUID, None)]
+    assert restore_found(folder, lambda _: FakeGpu(), timeout_s=10.0) == [Restoration(UUID, None)]
 
 
 def _die_with_a_record(path: str) -> None:
@@ -368,21 +368,21 @@ def passable() -> Iterator[Path]:
 
 
 @needs_root
-def test_a_strangers_lock_does_not_keep_a_gpu_from_being_restored(passable: Path) -> None:
+def test_another_users_lock_does_not_keep_a_gpu_from_being_restored(passable: Path) -> None:
     folder = RecordFolder(passable / "restore")
     leave_behind(folder)
     path = folder.path / f"{UUID}.json"
 
-    def stranger() -> subprocess.Popen[str]:
+    def other_user() -> subprocess.Popen[str]:
         return start_as(NOBODY, "tests.agent.restore.test_records", "hold", [str(path)])
 
-    with stranger() as refused:
+    with other_user() as refused:
         assert refused.stdout is not None
         assert refused.stdout.readline() == "refused\n"
     # As an earlier version has left it.
     folder.path.chmod(0o755)
     path.chmod(0o644)
-    with stranger() as holder:
+    with other_user() as holder:
         assert holder.stdout is not None
         assert holder.stdin is not None
         assert holder.stdout.readline() == "held\n"

@@ -17,14 +17,14 @@ from perseus.agent.gpu import (
     GpuNotFoundError,
     RecordError,
 )
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.restore.records import Record, RecordFolder
 from perseus.agent.restore.restorer import Restorer
 from tests.agent.coordinator_stub import until
 from tests.agent.fake_gpu import FakeGpu
 
 UUID = FakeGpu.uuid
-PATIENCE_S = 0.3
+TIMEOUT_S = 0.3
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def restorer(folder: RecordFolder, *answers: FakeGpu | Exception) -> Restorer:
             raise answer
         return answer
 
-    return Restorer(folder, open_gpu, Lanes(patience_s=PATIENCE_S), retry_s=0.0)
+    return Restorer(folder, open_gpu, GpuExecutor(timeout_s=TIMEOUT_S), retry_s=0.0)
 
 
 async def test_restoring_is_tried_until_it_succeeds(folder: RecordFolder) -> None:
@@ -149,7 +149,7 @@ async def test_a_gpu_that_hangs_keeps_no_other_from_being_brought_back(folder: R
             return hung
         return gpu
 
-    restoring = Restorer(folder, open_gpu, Lanes(patience_s=0.5), retry_s=0.01)
+    restoring = Restorer(folder, open_gpu, GpuExecutor(timeout_s=0.5), retry_s=0.01)
     keeping = asyncio.create_task(restoring.keep_restoring())
     await until(lambda: gpu.sets == [None], "the other's restoring")
     assert await restoring.take(UUID, lambda _: gpu) is gpu, "and from being served"

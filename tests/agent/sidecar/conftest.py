@@ -7,7 +7,7 @@ import pytest
 
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
-from tests.agent.coordinator_stub import Book, CoordinatorStub
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox
 from tests.agent.sidecar.training import ORDER, UUID, Start, Trainer
 
 
@@ -25,8 +25,8 @@ async def start() -> AsyncIterator[Start]:
     """Starts coordinators, and stops those that still run when the test ends."""
     coordinators: list[CoordinatorStub] = []
 
-    async def start(book: Book, port: int = 0) -> CoordinatorStub:
-        coordinator = CoordinatorStub(book, ORDER)  # type: ignore[abstract] # it serves RegisterJob only
+    async def start(inbox: Inbox, port: int = 0) -> CoordinatorStub:
+        coordinator = CoordinatorStub(inbox, ORDER)  # type: ignore[abstract] # it serves RegisterJob only
         coordinators.append(coordinator)
         await coordinator.start(port)
         return coordinator

@@ -62,6 +62,6 @@ class FailingBackend(EmulatedBackend):
         faults.meet("open")
         return FailingGpu(super().open(uuid), faults)  # type: ignore[return-value] # by __getattr__
 
-    def look(self, uuid: str) -> GpuUse:
-        self.faults_of(uuid).meet("look")
-        return super().look(uuid)
+    def inspect(self, uuid: str) -> GpuUse:
+        self.faults_of(uuid).meet("inspect")
+        return super().inspect(uuid)

@@ -22,7 +22,7 @@ from perseus.agent.claims.decision import (
     Refused,
 )
 from perseus.agent.gpu import Gpu, GpuError, GpuHungError, GpuUse
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.sidecar.access import AccessChecker, read_grants
 from perseus.agent.sidecar.peer import Peer, UnknownPeerError, _opened_by_number, identify, user_of
 from tests.agent.other_users import NOBODY, OWNER, needs_root, passable_folder, start_as
@@ -46,7 +46,7 @@ class Node:
     def open(self, uuid: str) -> Gpu:
         raise NotImplementedError
 
-    def look(self, uuid: str) -> GpuUse:
+    def inspect(self, uuid: str) -> GpuUse:
         use = self.use
         if self._later is not None:
             self.use = replace(use, process_ids=self._later)
@@ -98,7 +98,7 @@ def node() -> Iterator[Path]:
 
 
 async def judged(gpus: Node, peer: Peer, grants: Path, before: Allowed | None = None) -> Allowed | str:
-    checker = AccessChecker(gpus, grants, Lanes())
+    checker = AccessChecker(gpus, grants, GpuExecutor())
     verdict = await checker.judge(peer, user_of(peer.uid), UUID, before)
     checker.close()
     return verdict.reason if isinstance(verdict, Refused) else verdict
@@ -179,7 +179,7 @@ async def test_a_process_that_has_ended_opens_nothing(node: Path, tmp_path: Path
 async def test_across_pid_namespaces_the_user_is_all_there_is_and_that_is_said_once(
     node: Path, tmp_path: Path
 ) -> None:
-    checker = AccessChecker(Node(node), tmp_path / "none", Lanes())
+    checker = AccessChecker(Node(node), tmp_path / "none", GpuExecutor())
     peer = Peer(os.geteuid(), os.getegid(), (), 0, None)
     with capture_logs() as logs:
         for _ in range(3):
@@ -196,12 +196,12 @@ async def test_a_gpu_that_hangs_is_not_waited_for_by_those_who_want_another(
     hang = threading.Event()
 
     class HungNode(Node):
-        def look(self, uuid: str) -> GpuUse:
+        def inspect(self, uuid: str) -> GpuUse:
             if uuid == "GPU-hung":
                 hang.wait()
             return self.use
 
-    checker, peer = AccessChecker(HungNode(node), tmp_path / "none", Lanes(patience_s=0.2)), ours()
+    checker, peer = AccessChecker(HungNode(node), tmp_path / "none", GpuExecutor(timeout_s=0.2)), ours()
     user = user_of(peer.uid)
     hung = [asyncio.create_task(checker.judge(peer, user, "GPU-hung", None)) for _ in range(4)]
     await asyncio.sleep(0)
@@ -225,7 +225,7 @@ def grant(folder: Path, name: str, text: str) -> Path:
 
 async def test_grants_come_first_and_are_read_anew(node: Path, tmp_path: Path) -> None:
     me = user_of(os.geteuid()).name
-    checker = AccessChecker(Node(node, None), tmp_path / "grants", Lanes())
+    checker = AccessChecker(Node(node, None), tmp_path / "grants", GpuExecutor())
     peer = ours()
 
     async def verdict() -> Allowed | str:

@@ -7,18 +7,18 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from perseus.agent.claims.book import GPU_TAKEN, JOB_TAKEN, RANK_TAKEN, Claim
 from perseus.agent.claims.decision import Allowed, Refused
 from perseus.agent.claims.grants import User
+from perseus.agent.claims.registry import GPU_TAKEN, JOB_TAKEN, RANK_TAKEN, Claim
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Hello
 from perseus.agent.sidecar import admission
 from perseus.agent.sidecar.admission import Admission
-from perseus.agent.sidecar.gpus import Vitals
+from perseus.agent.sidecar.gpus import AgentCounters
 from perseus.agent.sidecar.roster import Roster, Trainer
 
 
-class Door:
+class FakeAccess:
     """Can't look at a GPU once, and finds that it is another's then."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Door:
         return Refused("GPU_OF_ANOTHER_USER", "found user 7's")
 
 
-class SlowDoor:
+class SlowAccess:
     """Lets everybody in, when it is told to; and counts whom it looks at."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class SlowDoor:
         return Allowed()
 
 
-class FakeLine:
+class FakeConnection:
     """A trainer's connection, of which no process is known."""
 
     def __init__(self, uid: int) -> None:
@@ -59,38 +59,38 @@ class FakeLine:
 
 
 @pytest.fixture
-def admitting(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, SlowDoor, Roster]:
+def admitting(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, SlowAccess, Roster]:
     monkeypatch.setattr(admission, "check_clock", lambda *_: None)
-    door, roster = SlowDoor(), Roster()
-    found = Admission(roster, cast(Any, door), Vitals())
-    return found, door, roster
+    access, roster = SlowAccess(), Roster()
+    found = Admission(roster, cast(Any, access), AgentCounters())
+    return found, access, roster
 
 
 async def test_nobody_looks_into_a_hello_that_can_not_be_good(
-    admitting: tuple[Admission, SlowDoor, Roster],
+    admitting: tuple[Admission, SlowAccess, Roster],
 ) -> None:
-    admits, door, roster = admitting
+    admits, access, roster = admitting
     held = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "owner"), Allowed(is_granted=True))
-    roster.enter(Trainer(held, cast(Any, FakeLine(1000)), is_registered=True, problem=None))
+    roster.enter(Trainer(held, cast(Any, FakeConnection(1000)), is_registered=True, problem=None))
     for uid, rank, gpu, reason in (
         (1000, Rank("job", 0, 0, 0), "GPU-1", RANK_TAKEN),
         (1000, Rank("job", 0, 1, 0), "GPU-0", GPU_TAKEN),
         (2000, Rank("job", 0, 1, 0), "GPU-1", JOB_TAKEN),
     ):
-        refused = await admits.admit(Hello(rank, gpu), cast(Any, FakeLine(uid)))
+        refused = await admits.admit(Hello(rank, gpu), cast(Any, FakeConnection(uid)))
         assert isinstance(refused, Refused)
         assert refused.reason == reason
-    assert door.looked_at == []
+    assert access.looked_at == []
 
 
 async def test_of_a_user_one_hello_is_looked_into_at_a_time(
-    admitting: tuple[Admission, SlowDoor, Roster],
+    admitting: tuple[Admission, SlowAccess, Roster],
 ) -> None:
-    admits, door, roster = admitting
+    admits, access, roster = admitting
     hellos = [
         asyncio.create_task(
             admits.admit(
-                Hello(Rank(f"job-{uid}", 0, number, 0), f"GPU-{uid}-{number}"), cast(Any, FakeLine(uid))
+                Hello(Rank(f"job-{uid}", 0, number, 0), f"GPU-{uid}-{number}"), cast(Any, FakeConnection(uid))
             )
         )
         for uid in (1000, 2000)
@@ -98,23 +98,23 @@ async def test_of_a_user_one_hello_is_looked_into_at_a_time(
     ]
     for _ in range(20):
         await asyncio.sleep(0)
-    assert sorted(door.looked_at) == [1000, 2000]
-    door.may_go_on.set()
+    assert sorted(access.looked_at) == [1000, 2000]
+    access.may_go_on.set()
     await asyncio.gather(*hellos)
-    assert sorted(door.looked_at) == [1000] * 3 + [2000] * 3
+    assert sorted(access.looked_at) == [1000] * 3 + [2000] * 3
     assert len(roster.trainers) == 6
 
 
 async def test_a_claim_is_judged_again_after_whatever_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_WATCH_UNPROVEN_S", 0.0)
-    told: list[object] = []
-    line = SimpleNamespace(peer=SimpleNamespace(uid=1000), end=told.append)
-    roster = SimpleNamespace(tell=lambda *message: told.append(message))
-    door = Door()
+    reported: list[object] = []
+    line = SimpleNamespace(peer=SimpleNamespace(uid=1000), end=reported.append)
+    roster = SimpleNamespace(dispatch=lambda *message: reported.append(message))
+    access = FakeAccess()
     claim = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "somebody"), Allowed())
-    watching = Admission(cast(Any, roster), cast(Any, door), Vitals())
+    watching = Admission(cast(Any, roster), cast(Any, access), AgentCounters())
     with capture_logs() as logs:
         await watching.watch(Trainer(claim, cast(Any, line), is_registered=False, problem=None))
     assert [line["event"] for line in logs] == ["claim not judged again", "rank refused"]
     assert "Too many open files" in logs[0]["message"]
-    assert len(told) == 2, "the trainer and the rank's end"
+    assert len(reported) == 2, "the trainer and the rank's end"

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from perseus import configuration
 from perseus.agent.rank.messages import GpuErrorReason
 from perseus.agent.sidecar import gpus
-from perseus.agent.sidecar.gpus import NOT_SERVED, JobMapping, Vitals
+from perseus.agent.sidecar.gpus import NOT_SERVED, AgentCounters, JobMapping
 from perseus.agent.sidecar.metrics_server import serving_metrics
 from perseus.agent.sidecar.optional import OptionalParts
 from perseus.agent.sidecar.settings import AgentSettings
@@ -29,7 +29,7 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
 from perseus.tls.files import Role, TlsFiles, TlsSource
-from tests.agent.coordinator_stub import Book, CoordinatorStub, until
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
 from tests.agent.sidecar.training import HELD_MHZ, ORDER, UUID, Trainer, hold, settings
 from tests.ports import free_port
 from tests.service.web.scraping import Samples, parsed, value
@@ -58,7 +58,7 @@ async def test_an_agent_at_work_is_told(
 ) -> None:
     monkeypatch.setattr(gpus, "_READING_S", 0.1)
     port, mapping = free_port(), tmp_path / "jobs"
-    coordinator = CoordinatorStub(Book(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
+    coordinator = CoordinatorStub(Inbox(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)
     certificate, key, context = trusted(tmp_path)
     (tmp_path / "token").write_text("perseus_token")
@@ -74,12 +74,12 @@ async def test_an_agent_at_work_is_told(
     try:
         async with serving(given):
             trainer = Trainer(given.socket, gpu)
-            await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
-            coordinator.say(hold(1, trainer.iteration_count + 20))
+            await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry at stock")
+            coordinator.send(hold(1, trainer.iteration_count + 20))
 
             samples: Samples = {}
 
-            async def is_told() -> bool:
+            async def is_reported() -> bool:
                 nonlocal samples
                 url = f"https://127.0.0.1:{port}/metrics"
                 status, text = await asyncio.to_thread(get, url, "perseus_token", context)
@@ -89,7 +89,7 @@ async def test_an_agent_at_work_is_told(
                 in_force = ("perseus_gpu_clock_in_force_hertz", frozenset({("gpu_uuid", UUID)}))
                 return samples.get(wanted) == samples.get(in_force) == HELD_MHZ * 1e6
 
-            while not await is_told():  # noqa: ASYNC110
+            while not await is_reported():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             of_gpu = {"gpu_uuid": UUID}
             assert value(samples, "perseus_gpu_clock_set_hertz", **of_gpu) == HELD_MHZ * 1e6
@@ -107,12 +107,12 @@ async def test_an_agent_at_work_is_told(
                 samples, "perseus_gpu_rank_info", **of_gpu, job_id="job", pipeline="0", stage="0", tensor="0"
             )
             assert {path.name: path.read_text() for path in mapping.glob("[!.]*")} == {"0": "job\n"}
-            told = {name for name, _ in samples}
+            reported = {name for name, _ in samples}
             expected = {
                 f"{metric.name}_count" if metric.kind is names.Kind.HISTOGRAM else metric.name
                 for metric in (names.BUILD_INFO, *names.AGENT)
             }
-            assert expected - told == {names.AGENT_TRAINERS_REFUSED.name, names.AGENT_PART_FAILURES.name}
+            assert expected - reported == {names.AGENT_TRAINERS_REFUSED.name, names.AGENT_PART_FAILURES.name}
             await trainer.stop()
             await until(lambda: not list(mapping.iterdir()), "no job on the GPU")
     finally:
@@ -200,15 +200,15 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_what_trainers_name_makes_no_series() -> None:
-    vitals = Vitals()
+    counters = AgentCounters()
     for number in range(1000):
-        vitals.note_error(f"GPU-made-up-{number}", GpuErrorReason.NOT_FOUND)
-        vitals.note_dropped(f"GPU-made-up-{number}", 7)
-    assert vitals.gpus.keys() == {NOT_SERVED}
-    assert vitals.gpus[NOT_SERVED].error_counts == {GpuErrorReason.NOT_FOUND: 1000}
-    own = vitals.opened("GPU-0")
-    vitals.note_error("GPU-0", GpuErrorReason.LOST)
-    vitals.note_dropped("GPU-0", 7)
+        counters.note_error(f"GPU-made-up-{number}", GpuErrorReason.NOT_FOUND)
+        counters.note_dropped(f"GPU-made-up-{number}", 7)
+    assert counters.gpus.keys() == {NOT_SERVED}
+    assert counters.gpus[NOT_SERVED].error_counts == {GpuErrorReason.NOT_FOUND: 1000}
+    own = counters.opened("GPU-0")
+    counters.note_error("GPU-0", GpuErrorReason.LOST)
+    counters.note_dropped("GPU-0", 7)
     assert (own.error_counts, own.dropped_mark_count) == ({GpuErrorReason.LOST: 1}, 7)
 
 

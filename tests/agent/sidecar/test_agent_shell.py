@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from perseus.agent import Kind, Probe
-from perseus.agent.rank import standing
+from perseus.agent.rank import join_state
 from perseus.agent.sidecar import admission
 from perseus.agent.sidecar.shell import run, serving
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import frontier_pb2, rank_pb2
-from tests.agent.coordinator_stub import Book, until
+from tests.agent.coordinator_stub import Inbox, until
 from tests.agent.sidecar.training import (
     HELD_MHZ,
     ORDER,
@@ -36,25 +36,25 @@ from tests.agent.sidecar.training import (
 async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry at stock")
         assert trainer.is_registered
-        joined = coordinator.book.all("rank_joined")[-1].rank_joined
+        joined = coordinator.inbox.all("rank_joined")[-1].rank_joined
         assert joined.gpu.uuid == UUID
         assert tuple(joined.gpu.supported_clocks_mhz) == A100_SXM.clocks_mhz
         assert joined.in_force_version == 0
 
-        coordinator.say(hold(version=1, start_iteration=trainer.iteration_count + 3))
+        coordinator.send(hold(version=1, start_iteration=trainer.iteration_count + 3))
         await coordinator.until(in_force(1), "plan 1 in force")
-        assert coordinator.book.all("plan_answer")[-1].plan_answer.accepted
+        assert coordinator.inbox.all("plan_answer")[-1].plan_answer.accepted
         await coordinator.until(measured_under(1), "telemetry under plan 1")
         # A busy host may make a gap long, in which it is at stock.
         await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the held clock")
         under_plan = next(
             request.telemetry
-            for request in coordinator.book.all("telemetry")
+            for request in coordinator.inbox.all("telemetry")
             if 1 in request.telemetry.iterations.plan_version
         )
         assert all(energy_j > 0 for energy_j in under_plan.iterations.energy_j)
@@ -64,26 +64,26 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
         await until(
             lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the plan, which stays in force while the lease runs"
         )
-        earlier = coordinator.book
-        remembered = Book(jobs=earlier.jobs, acknowledged_sequence=earlier.acknowledged_sequence)
+        earlier = coordinator.inbox
+        remembered = Inbox(jobs=earlier.jobs, acknowledged_sequence=earlier.acknowledged_sequence)
         coordinator = await start(remembered, coordinator.port)
         await coordinator.until(measured_under(1), "telemetry again")
-        joined = coordinator.book.all("rank_joined")[-1].rank_joined
+        joined = coordinator.inbox.all("rank_joined")[-1].rank_joined
         assert (joined.in_force_epoch, joined.in_force_version) == ("e", 1)
-        first = coordinator.book.all("telemetry")[0].telemetry
+        first = coordinator.inbox.all("telemetry")[0].telemetry
         assert first.sequence == earlier.acknowledged_sequence + 1
         assert first.dropped_batch_count == 0
 
         await coordinator.until(
-            lambda book: any(r.telemetry.HasField("energy") for r in book.all("telemetry")),
+            lambda inbox: any(r.telemetry.HasField("energy") for r in inbox.all("telemetry")),
             "an energy estimate",
         )
         await trainer.stop()
-        await coordinator.until(lambda book: len(book.all("rank_left")) > 0, "rank left")
-        left = coordinator.book.all("rank_left")[-1].rank_left
+        await coordinator.until(lambda inbox: len(inbox.all("rank_left")) > 0, "rank left")
+        left = coordinator.inbox.all("rank_left")[-1].rank_left
         assert left.reason == rank_pb2.RANK_LEFT_REASON_FINISHED
         assert gpu.sm_clock_mhz() == STOCK_MHZ
-    await coordinator.until(lambda book: len(book.all("goodbye")) == 1, "goodbye")
+    await coordinator.until(lambda inbox: len(inbox.all("goodbye")) == 1, "goodbye")
     assert not (tmp_path / "run" / "agent.sock").exists()
 
 
@@ -91,22 +91,22 @@ async def test_a_trainer_that_left_is_told_of_before_the_one_that_came_after(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     """Else the coordinator would take the farewell, and telemetry that is sent again, for the new one's."""
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     async with serving(settings(tmp_path, coordinator.port)):
         first = Trainer(tmp_path / "run" / "agent.sock", gpu)
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
-        assert coordinator.book.all("rank_joined")[-1].rank_joined.after_sequence == 0
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry")
+        assert coordinator.inbox.all("rank_joined")[-1].rank_joined.after_sequence == 0
         await coordinator.stop()
         await first.stop()
         socket = tmp_path / "run" / "agent.sock"
         second = await asyncio.to_thread(connected_probe, socket, is_registered=True)
-        remembered = Book(acknowledged_sequence=coordinator.book.acknowledged_sequence)
+        remembered = Inbox(acknowledged_sequence=coordinator.inbox.acknowledged_sequence)
         coordinator = await start(remembered, coordinator.port)
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry sent again")
-        (joined,) = coordinator.book.all("rank_joined")
-        (left,) = coordinator.book.all("rank_left")
-        (again, *_) = coordinator.book.all("telemetry")
-        heard = coordinator.book.heard
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry sent again")
+        (joined,) = coordinator.inbox.all("rank_joined")
+        (left,) = coordinator.inbox.all("rank_left")
+        (again, *_) = coordinator.inbox.all("telemetry")
+        heard = coordinator.inbox.heard
         assert heard.index(left) < heard.index(joined) < heard.index(again)
         assert again.telemetry.sequence <= joined.rank_joined.after_sequence
         second.close()
@@ -115,10 +115,10 @@ async def test_a_trainer_that_left_is_told_of_before_the_one_that_came_after(
 async def test_a_stage_plan_sets_a_clock_per_computation(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry at stock")
         plan = frontier_pb2.StagePlan(
             computations=[
                 # Not the first one: after a gap that a busy host makes long it begins at stock.
@@ -128,12 +128,12 @@ async def test_a_stage_plan_sets_a_clock_per_computation(
         )
         offer = hold(version=5, start_iteration=trainer.iteration_count + 3)
         offer.plan_offer.stage_plan.CopyFrom(plan)
-        coordinator.say(offer)
+        coordinator.send(offer)
         await coordinator.until(measured_under(5), "telemetry under plan 5")
         await coordinator.until(
-            lambda book: (
+            lambda inbox: (
                 {HELD_MHZ, STOCK_MHZ}
-                <= {clock for r in book.all("telemetry") for clock in r.telemetry.computations.clock_mhz}
+                <= {clock for r in inbox.all("telemetry") for clock in r.telemetry.computations.clock_mhz}
             ),
             "computations at both clocks",
         )
@@ -147,26 +147,26 @@ async def test_a_stage_plan_sets_a_clock_per_computation(
 async def test_without_a_coordinator_training_runs_and_the_job_is_registered_later(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     await coordinator.stop()
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
         await until(lambda: trainer.iteration_count >= 2, "training")
         assert trainer.is_registered
-        coordinator = await start(Book(), coordinator.port)
-        await coordinator.until(lambda book: "job" in book.jobs, "the job registered")
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+        coordinator = await start(Inbox(), coordinator.port)
+        await coordinator.until(lambda inbox: "job" in inbox.jobs, "the job registered")
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry")
         trainer.finishes = False
         await trainer.stop()
-        await coordinator.until(lambda book: len(book.all("rank_left")) > 0, "rank left")
-        left = coordinator.book.all("rank_left")[-1].rank_left
+        await coordinator.until(lambda inbox: len(inbox.all("rank_left")) > 0, "rank left")
+        left = coordinator.inbox.all("rank_left")[-1].rank_left
         assert left.reason == rank_pb2.RANK_LEFT_REASON_TRAINER_GONE
 
 
 async def test_a_refused_registration_reaches_the_probe(
     tmp_path: Path, gpu: EmulatedGpu, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    coordinator = await start(Book(refusal="job 'job' has 4 stages, found 1"))
+    coordinator = await start(Inbox(refusal="job 'job' has 4 stages, found 1"))
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
         await until(lambda: trainer.is_registered is not None, "an answer")
@@ -178,17 +178,17 @@ async def test_a_refused_registration_reaches_the_probe(
 async def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu, registers=False)
         await until(lambda: trainer.iteration_count > 0, "training")
-        await coordinator.until(lambda book: len(book.all("heartbeat")) > 1, "time to pass")
-        assert coordinator.book.all("rank_joined") == []
+        await coordinator.until(lambda inbox: len(inbox.all("heartbeat")) > 1, "time to pass")
+        assert coordinator.inbox.all("rank_joined") == []
         await trainer.stop()
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
-        request = coordinator.book.jobs["job"]
-        joined = coordinator.book.all("rank_joined")[-1].rank_joined
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry")
+        request = coordinator.inbox.jobs["job"]
+        joined = coordinator.inbox.all("rank_joined")[-1].rank_joined
         assert joined.spec_fingerprint == request.spec_fingerprint != ""
         assert joined.gpu.power_limit_w == A100_SXM.board_power_w
         await trainer.stop()
@@ -197,20 +197,20 @@ async def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to(
 async def test_every_training_registers_by_a_request_of_its_own(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     requests = []
     async with serving(settings(tmp_path, coordinator.port)):
         for _ in range(2):
-            coordinator.book.jobs.clear()
+            coordinator.inbox.jobs.clear()
             trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-            await coordinator.until(lambda book: "job" in book.jobs, "the job registered")
-            requests.append(coordinator.book.jobs["job"])
+            await coordinator.until(lambda inbox: "job" in inbox.jobs, "the job registered")
+            requests.append(coordinator.inbox.jobs["job"])
             # A coordinator that lost its state is told again, by the same request.
-            coordinator.book.jobs.clear()
+            coordinator.inbox.jobs.clear()
             refused = wire.RankRefused(job_id="job", rank=RANK, reason="JOB_NOT_FOUND")
-            coordinator.say(wire.ConnectResponse(rank_refused=refused))
-            await coordinator.until(lambda book: "job" in book.jobs, "the job registered again")
-            assert coordinator.book.jobs["job"] == requests[-1]
+            coordinator.send(wire.ConnectResponse(rank_refused=refused))
+            await coordinator.until(lambda inbox: "job" in inbox.jobs, "the job registered again")
+            assert coordinator.inbox.jobs["job"] == requests[-1]
             await trainer.stop()
     first, second = requests
     assert first.request_id != second.request_id
@@ -224,11 +224,11 @@ async def test_a_jobs_labels_are_those_of_the_grant_that_its_trainer_has(
     folder.mkdir(mode=0o755)
     (folder / "slurm-17").write_text(f"{os.geteuid()}: {UUID} slurm-job=17 slurm-account=physics\n")
     (folder / "slurm-18").write_text("1005: GPU-of-another slurm-job=18\n")
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     async with serving(settings(tmp_path, coordinator.port, grants=folder)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-        await coordinator.until(lambda book: "job" in book.jobs, "the job registered")
-        found = [(label.key, label.value) for label in coordinator.book.jobs["job"].labels]
+        await coordinator.until(lambda inbox: "job" in inbox.jobs, "the job registered")
+        found = [(label.key, label.value) for label in coordinator.inbox.jobs["job"].labels]
         await trainer.stop()
     assert found == [("slurm-account", "physics"), ("slurm-job", "17")]
 
@@ -269,13 +269,13 @@ async def test_an_agent_that_observes_refuses_clocks_and_measures(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     gpu.set_clock_mhz(A100_SXM.clocks_mhz[5])
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     async with serving(settings(tmp_path, coordinator.port, observe=True)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
-        coordinator.say(hold(version=1, start_iteration=trainer.iteration_count + 3))
-        await coordinator.until(lambda book: len(book.all("plan_answer")) > 0, "an answer")
-        answer = coordinator.book.all("plan_answer")[-1].plan_answer
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry")
+        coordinator.send(hold(version=1, start_iteration=trainer.iteration_count + 3))
+        await coordinator.until(lambda inbox: len(inbox.all("plan_answer")) > 0, "an answer")
+        answer = coordinator.inbox.all("plan_answer")[-1].plan_answer
         assert answer.refusal_reason == rank_pb2.PLAN_REFUSAL_REASON_NOT_PERMITTED
         await trainer.stop()
     assert gpu.sm_clock_mhz() == A100_SXM.clocks_mhz[5], "not even reset"
@@ -284,24 +284,24 @@ async def test_an_agent_that_observes_refuses_clocks_and_measures(
 async def test_sigterm_ends_the_agent_with_its_gpus_at_stock(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
     running = asyncio.create_task(run(settings(tmp_path, coordinator.port)))
     await until((tmp_path / "run" / "agent.sock").exists, "the socket")
     trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-    await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
-    coordinator.say(hold(version=1, start_iteration=trainer.iteration_count + 3))
+    await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry")
+    coordinator.send(hold(version=1, start_iteration=trainer.iteration_count + 3))
     await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the held clock")
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 10)
     assert gpu.sm_clock_mhz() == STOCK_MHZ
-    assert coordinator.book.heard[-1].WhichOneof("message") == "goodbye"
+    assert coordinator.inbox.heard[-1].WhichOneof("message") == "goodbye"
     await trainer.stop()
 
 
 async def test_a_trainer_that_leaves_and_is_back_at_once_is_served(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
 
     def leave_and_return(marks: int) -> list[bool]:
         found = []
@@ -331,22 +331,22 @@ async def test_a_rank_that_is_not_taken_is_said_in_the_trainers_own_log_once_and
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(standing, "JOIN_RETRY_S", 0.05)
+    monkeypatch.setattr(join_state, "JOIN_RETRY_S", 0.05)
     caplog.set_level("INFO", "perseus.probe")
-    coordinator = await start(Book())
+    coordinator = await start(Inbox())
 
     def notices() -> list[str]:
         return [text for text in caplog.messages if "the coordinator" in text]
 
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry")
         refused = wire.RankRefused(job_id="job", rank=RANK, reason="JOB_FINISHED", message="run 1 has ended")
         for _ in range(5):
-            coordinator.say(wire.ConnectResponse(rank_refused=refused))
+            coordinator.send(wire.ConnectResponse(rank_refused=refused))
         await until(lambda: bool(notices()), "a word in the trainer's log")
         await coordinator.until(
-            lambda book: len(book.all("rank_joined")) > 1, "announced again, and accepted"
+            lambda inbox: len(inbox.all("rank_joined")) > 1, "announced again, and accepted"
         )
         await until(lambda: len(notices()) == 2, "another word")
         await trainer.stop()

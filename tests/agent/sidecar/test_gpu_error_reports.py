@@ -18,7 +18,7 @@ from perseus.agent.gpu import (
 )
 from perseus.agent.link.computation import Rank
 from perseus.agent.rank.messages import GpuErrorReason
-from perseus.agent.sidecar.gpus import Vitals
+from perseus.agent.sidecar.gpus import AgentCounters
 from perseus.agent.sidecar.served import gpu_error_report
 from perseus.agent.sidecar.uplink import GpuReports
 from perseus.v1 import rank_pb2
@@ -40,9 +40,13 @@ from perseus.v1 import rank_pb2
 )
 def test_every_error_has_its_reason(error_class: type[GpuError], reason: GpuErrorReason) -> None:
     rank = Rank("job", 0, 0, 0)
-    told = gpu_error_report(rank, "GPU-0", error_class("what it says"), "somebody")
-    assert (told.job_id, told.rank, told.gpu_uuid) == ("job", rank_pb2.RankCoordinates(), "GPU-0")
-    assert (GpuErrorReason(told.reason), told.message, told.owner) == (reason, "what it says", "somebody")
+    reported = gpu_error_report(rank, "GPU-0", error_class("what it says"), "somebody")
+    assert (reported.job_id, reported.rank, reported.gpu_uuid) == ("job", rank_pb2.RankCoordinates(), "GPU-0")
+    assert (GpuErrorReason(reported.reason), reported.message, reported.owner) == (
+        reason,
+        "what it says",
+        "somebody",
+    )
 
 
 def test_a_drivers_words_are_said_as_the_contract_allows_them() -> None:
@@ -54,29 +58,29 @@ def test_a_drivers_words_are_said_as_the_contract_allows_them() -> None:
     assert text.isprintable()
 
 
-class Said:
+class Sent:
     """Takes note of what is said to a coordinator."""
 
     def __init__(self) -> None:
         self.now: list[object] = []
         self.later: list[object] = []
 
-    def say(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self.now.append(message)
 
-    def say_next(self, messages: list[object]) -> None:
+    def send_next(self, messages: list[object]) -> None:
         self.later += messages
 
 
 def test_a_report_that_comes_after_its_trainer_s_end_is_said_and_is_not_the_next_one_s() -> None:
-    said, rank = Said(), Rank("job", 0, 0, 0)
-    reports = GpuReports(cast(Any, said), Vitals())
+    output, rank = Sent(), Rank("job", 0, 0, 0)
+    reports = GpuReports(cast(Any, output), AgentCounters())
     report = gpu_error_report(rank, "GPU-0", GpuLostError("fell off the bus"), "somebody")
     reports.begin(rank)
     own = reports.of(rank)
     reports.end(rank)
     reports.report(rank, report, own)
-    assert (said.now, said.later) == ([report], [report])
+    assert (output.now, output.later) == ([report], [report])
     reports.begin(rank)
     reports.report(rank, report, own)
     assert not reports.has_any(rank)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perseus.agent.gpu import GpuDriverError, GpuLostError, GpuPermissionError, RecordError
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.link.packets import IterationMark
 from perseus.agent.probe.client import Probe
 from perseus.agent.rank.commands import Command
@@ -21,7 +21,7 @@ from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.v1 import rank_pb2
-from tests.agent.coordinator_stub import Book, CoordinatorStub, until
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
 from tests.agent.sidecar.failing_gpu import FailingBackend, Faults
 from tests.agent.sidecar.training import (
     HELD_MHZ,
@@ -63,7 +63,7 @@ def faults(tmp_path: Path, gpus: list[EmulatedGpu], monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[CoordinatorStub]:
-    coordinator = CoordinatorStub(Book(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
+    coordinator = CoordinatorStub(Inbox(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)
     yield coordinator
     await coordinator.stop()
@@ -76,17 +76,17 @@ def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> float:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> float:
     """How long calls may take here before they count as hung."""
-    patience_s = 0.5
-    monkeypatch.setattr(shell, "Lanes", lambda: Lanes(patience_s))
-    monkeypatch.setattr(served, "PATIENCE_S", patience_s)
-    return patience_s
+    timeout_s = 0.5
+    monkeypatch.setattr(shell, "GpuExecutor", lambda: GpuExecutor(timeout_s))
+    monkeypatch.setattr(served, "TIMEOUT_S", timeout_s)
+    return timeout_s
 
 
 async def trainer_under_plan(tmp_path: Path, coordinator: CoordinatorStub, gpu: EmulatedGpu) -> Trainer:
     trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
-    await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
+    await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry at stock")
     await bring_under_plan(coordinator, trainer, gpu, 1)
     return trainer
 
@@ -94,13 +94,13 @@ async def trainer_under_plan(tmp_path: Path, coordinator: CoordinatorStub, gpu: 
 async def bring_under_plan(
     coordinator: CoordinatorStub, trainer: Trainer, gpu: EmulatedGpu, version: int
 ) -> None:
-    coordinator.say(hold(version, start_iteration=trainer.iteration_count + 5))
+    coordinator.send(hold(version, start_iteration=trainer.iteration_count + 5))
     await coordinator.until(in_force(version), f"plan {version} in force")
     await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the plan's clock")
 
 
-def joined_count(book: Book) -> int:
-    return len(book.all("rank_joined"))
+def joined_count(inbox: Inbox) -> int:
+    return len(inbox.all("rank_joined"))
 
 
 def records(tmp_path: Path) -> list[Path]:
@@ -115,8 +115,8 @@ async def test_a_reset_that_fails_is_tried_again_while_the_trainer_stays_and_its
         with faults.during(total_energy_j=LOST, open=LOST):
             with faults.during(reset_clock=LOST):
                 left_mhz = gpu.sm_clock_mhz()  # that of the plan, unless a busy host left a gap just before
-                await coordinator.until(lambda book: len(book.all("rank_left")) == 1, "rank left")
-                (left,) = coordinator.book.all("rank_left")
+                await coordinator.until(lambda inbox: len(inbox.all("rank_left")) == 1, "rank left")
+                (left,) = coordinator.inbox.all("rank_left")
                 assert left.rank_left.reason == rank_pb2.RANK_LEFT_REASON_GPU_FAILED
                 assert gpu.sm_clock_mhz() == left_mhz
                 assert records(tmp_path)
@@ -124,10 +124,11 @@ async def test_a_reset_that_fails_is_tried_again_while_the_trainer_stays_and_its
             await until(lambda: gpu.sm_clock_mhz() == STOCK_MHZ, "stock")
             await until(lambda: not records(tmp_path), "restored")
         # It may have come back meanwhile, to fail once more or not: it stays once it goes on measuring.
-        measured = len(coordinator.book.all("telemetry"))
+        measured = len(coordinator.inbox.all("telemetry"))
         await coordinator.until(
-            lambda book: (
-                joined_count(book) > len(book.all("rank_left")) and len(book.all("telemetry")) > measured + 2
+            lambda inbox: (
+                joined_count(inbox) > len(inbox.all("rank_left"))
+                and len(inbox.all("telemetry")) > measured + 2
             ),
             "the rank's coming back",
         )
@@ -144,14 +145,14 @@ async def test_a_gpu_that_only_observing_is_left_of_is_reset_once_it_can_be(
         forbidden = GpuPermissionError("no")
         with faults.during(set_clock_mhz=forbidden, reset_clock=forbidden):
             left_mhz = gpu.sm_clock_mhz()
-            coordinator.say(hold(2, start_iteration=trainer.iteration_count + 2))
+            coordinator.send(hold(2, start_iteration=trainer.iteration_count + 2))
             offer = hold(3, start_iteration=trainer.iteration_count + 4)
             offer.plan_offer.hold.clock_mhz = A100_SXM.clocks_mhz[5]
-            coordinator.say(offer)
-            await coordinator.until(lambda book: len(book.all("gpu_error")) > 0, "the error's report")
+            coordinator.send(offer)
+            await coordinator.until(lambda inbox: len(inbox.all("gpu_error")) > 0, "the error's report")
             assert gpu.sm_clock_mhz() == left_mhz
         await until(lambda: gpu.sm_clock_mhz() == STOCK_MHZ, "stock")
-        assert not coordinator.book.all("rank_left")
+        assert not coordinator.inbox.all("rank_left")
         await trainer.stop()
 
 
@@ -164,13 +165,13 @@ async def test_errors_that_pass_cost_no_rank(
         with faults.during(set_clock_mhz=unknown, total_energy_j=unknown, reset_clock=unknown):
             offer = hold(2, start_iteration=trainer.iteration_count + 3)
             offer.plan_offer.hold.clock_mhz = A100_SXM.clocks_mhz[5]
-            coordinator.say(offer)
+            coordinator.send(offer)
             await coordinator.until(in_force(2), "plan 2 in force")
             await asyncio.sleep(0.3)
         await until(lambda: gpu.sm_clock_mhz() == A100_SXM.clocks_mhz[5], "the clock, in the end")
-        assert not coordinator.book.all("rank_left")
-        (told,) = coordinator.book.all("gpu_error")
-        assert told.gpu_error.message == "unknown error"
+        assert not coordinator.inbox.all("rank_left")
+        (reported,) = coordinator.inbox.all("gpu_error")
+        assert reported.gpu_error.message == "unknown error"
         await trainer.stop()
 
 
@@ -179,15 +180,15 @@ async def test_a_driver_that_hangs_costs_its_own_gpu_only(
     gpus: list[EmulatedGpu],
     faults: Faults,
     coordinator: CoordinatorStub,
-    short_patience: float,
+    short_timeout: float,
 ) -> None:
     hang = threading.Event()
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = await trainer_under_plan(tmp_path, coordinator, gpus[0])
         with faults.during(set_clock_mhz=hang, total_energy_j=hang, reset_clock=hang, open=hang, look=hang):
             left_mhz = gpus[0].sm_clock_mhz()
-            await coordinator.until(lambda book: len(book.all("rank_left")) == 1, "rank left")
-            assert "hangs" in coordinator.book.all("gpu_error")[0].gpu_error.message
+            await coordinator.until(lambda inbox: len(inbox.all("rank_left")) == 1, "rank left")
+            assert "hangs" in coordinator.inbox.all("gpu_error")[0].gpu_error.message
             await trainer.stop()
             other = await asyncio.to_thread(
                 Probe.connect,
@@ -200,7 +201,7 @@ async def test_a_driver_that_hangs_costs_its_own_gpu_only(
             )
             assert other.is_connected
             await coordinator.until(
-                lambda book: OTHER_UUID in [each.rank_joined.gpu.uuid for each in book.all("rank_joined")],
+                lambda inbox: OTHER_UUID in [each.rank_joined.gpu.uuid for each in inbox.all("rank_joined")],
                 "the other's rank",
             )
             other.close()
@@ -211,7 +212,7 @@ async def test_a_driver_that_hangs_costs_its_own_gpu_only(
 
 
 async def test_an_agent_ends_though_a_driver_hangs_and_says_that_a_gpu_is_left(
-    tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub, short_patience: float
+    tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub, short_timeout: float
 ) -> None:
     hang = threading.Event()
     agent = serving(settings(tmp_path, coordinator.port))
@@ -262,11 +263,11 @@ async def test_an_unexpected_error_in_a_session_brings_its_gpu_back_and_then_the
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
         is_broken = True
-        await coordinator.until(lambda book: len(book.all("rank_left")) == 1, "rank left")
+        await coordinator.until(lambda inbox: len(inbox.all("rank_left")) == 1, "rank left")
         is_broken = False
         assert gpu.sm_clock_mhz() == STOCK_MHZ
         await coordinator.until(
-            lambda book: joined_count(book) > len(book.all("rank_left")), "the rank's coming back"
+            lambda inbox: joined_count(inbox) > len(inbox.all("rank_left")), "the rank's coming back"
         )
         await bring_under_plan(coordinator, trainer, gpu, 2)
         await trainer.stop()

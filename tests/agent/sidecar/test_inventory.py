@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 
 from perseus import configuration
 from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
-from perseus.agent.gpu.lanes import Lanes
-from perseus.agent.sidecar.asking import ask_health
+from perseus.agent.gpu.executor import GpuExecutor
 from perseus.agent.sidecar.backends import Found, Inventory
+from perseus.agent.sidecar.health_client import ask_health
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
 from perseus.cli.health import _ask_agent
@@ -38,12 +38,12 @@ class Listing:
     def open(self, uuid: str) -> Gpu:
         raise GpuNotFoundError(uuid)
 
-    def look(self, uuid: str) -> GpuUse:
+    def inspect(self, uuid: str) -> GpuUse:
         raise GpuNotFoundError(uuid)
 
 
 @pytest.mark.parametrize(
-    ("backend", "expected", "told"),
+    ("backend", "expected", "reported"),
     [
         (Listing("a", "b"), Found(2), ["GPUs found"]),
         (Listing("a", GpuError("GPU 1: lost")), Found(1, ("GPU 1: lost",)), ["GPU lost", "GPUs found"]),
@@ -55,17 +55,19 @@ class Listing:
         ),
     ],
 )
-async def test_what_there_is_and_is_wrong_is_told(backend: Listing, expected: Found, told: list[str]) -> None:
-    inventory = Inventory(backend, Lanes())
+async def test_what_there_is_and_is_wrong_is_told(
+    backend: Listing, expected: Found, reported: list[str]
+) -> None:
+    inventory = Inventory(backend, GpuExecutor())
     with capture_logs() as logs:
-        await inventory.tell()
-    assert await inventory.look() == expected
-    assert [line["event"] for line in logs] == told
+        await inventory.report()
+    assert await inventory.refresh() == expected
+    assert [line["event"] for line in logs] == reported
     assert [line["reason"] for line in logs if "reason" in line] == list(expected.problems)
 
 
 async def test_no_gpu_at_all_is_wrong_too() -> None:
-    found = await Inventory(Listing(), Lanes()).look()
+    found = await Inventory(Listing(), GpuExecutor()).refresh()
     assert found.gpu_count == 0
     assert "no GPU" in found.problems[0]
 
@@ -73,11 +75,11 @@ async def test_no_gpu_at_all_is_wrong_too() -> None:
 async def test_who_asks_often_is_told_the_same_for_a_moment() -> None:
     now_s = 0.0
     backend = Listing(error=GpuError("no driver"))
-    inventory = Inventory(backend, Lanes(), lambda: now_s)
-    assert (await inventory.look()).gpu_count == (await inventory.look()).gpu_count == 0
+    inventory = Inventory(backend, GpuExecutor(), lambda: now_s)
+    assert (await inventory.refresh()).gpu_count == (await inventory.refresh()).gpu_count == 0
     assert backend.look_count == 1
     backend.error, backend.found, now_s = None, ["a"], 5.0
-    assert await inventory.look() == Found(1)
+    assert await inventory.refresh() == Found(1)
 
 
 async def test_an_agent_answers_whether_it_has_gpus(
@@ -101,9 +103,9 @@ async def test_an_agent_answers_whether_it_has_gpus(
             with pytest.raises(typer.Exit) as end:
                 await asyncio.to_thread(_ask_agent, settings.socket, 10.0, Format.JSON)
             assert end.value.exit_code == 1
-    said = capsys.readouterr()
-    assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in said.err
-    found = json.loads(said.out)
+    output = capsys.readouterr()
+    assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in output.err
+    found = json.loads(output.out)
     assert (found["who"], found["is_serving"]) == ("agent", False)
     assert found["status"].startswith("GPUs: 0; ranks: 0; ")
     EmulatedGpu.create(gpus / "0", A100_SXM, "GPU-0").close()

@@ -32,11 +32,11 @@ from perseus.agent.sidecar.local import (
     HELLO_BYTES,
     MAX_CONNECTIONS_PER_USER,
     USER_BYTES_PER_S,
-    Allowance,
-    Line,
     LocalServer,
     NoSuchGroupError,
+    ProbeConnection,
     SocketAccess,
+    TokenBucket,
 )
 from perseus.agent.sidecar.peer import identify
 from tests.agent.coordinator_stub import until
@@ -44,7 +44,7 @@ from tests.agent.coordinator_stub import until
 OPEN = SocketAccess(0o666)
 
 
-async def drain(line: Line) -> None:
+async def drain(line: ProbeConnection) -> None:
     while await line.receive() is not None:
         pass
 
@@ -96,7 +96,7 @@ async def test_without_files_left_nobody_is_lost(
     path = tmp_path / "agent.sock"
     heard: asyncio.Queue[object] = asyncio.Queue()
 
-    async def serve(line: Line) -> None:
+    async def serve(line: ProbeConnection) -> None:
         await heard.put(await line.receive())
 
     server = LocalServer(path, OPEN, serve)
@@ -134,54 +134,54 @@ async def test_more_files_may_be_open_than_a_login_shell_allows(tmp_path: Path) 
 
 
 def test_an_allowance_fills_at_a_rate_up_to_a_burst() -> None:
-    allowance = Allowance(0.0)
-    allowance.spend(BURST_BYTES, 0.0)
-    assert allowance.wait_s() == 0.0
-    allowance.spend(ALL_BYTES_PER_S // 2, 0.0)
-    assert allowance.wait_s() == pytest.approx(1.0)
-    assert not allowance.is_full(2.0)
-    allowance.spend(0, 2.0)
-    assert allowance.wait_s() == 0.0
-    assert allowance.is_full(60.0)
-    allowance.spend(BURST_BYTES, 1000.0)
-    assert allowance.wait_s() == 0.0, "what is not used up does not add up"
+    bucket = TokenBucket(0.0)
+    bucket.spend(BURST_BYTES, 0.0)
+    assert bucket.wait_s() == 0.0
+    bucket.spend(ALL_BYTES_PER_S // 2, 0.0)
+    assert bucket.wait_s() == pytest.approx(1.0)
+    assert not bucket.is_full(2.0)
+    bucket.spend(0, 2.0)
+    assert bucket.wait_s() == 0.0
+    assert bucket.is_full(60.0)
+    bucket.spend(BURST_BYTES, 1000.0)
+    assert bucket.wait_s() == 0.0, "what is not used up does not add up"
 
 
 def test_all_users_together_have_what_there_is_and_who_says_little_does_not_wait() -> None:
-    of_all = Allowance(0.0, ALL_BYTES_PER_S)
-    loud = [Allowance(0.0, of_all=of_all) for _ in range(10)]
-    modest = Allowance(0.0, of_all=of_all)
-    packet, said = 2048, dict.fromkeys(loud, 0)
+    of_all = TokenBucket(0.0, ALL_BYTES_PER_S)
+    loud = [TokenBucket(0.0, of_all=of_all) for _ in range(10)]
+    modest = TokenBucket(0.0, of_all=of_all)
+    packet, message = 2048, dict.fromkeys(loud, 0)
     may_go_on_s = dict.fromkeys(loud, 0.0)
     for step in range(10_000):
         now_s = step / 1000
         for each in loud:
             if now_s >= may_go_on_s[each]:
                 each.spend(packet, now_s)
-                said[each] += packet
+                message[each] += packet
                 may_go_on_s[each] = now_s + each.wait_s()
         if step % 100 == 0:  # 10 packets a second
             modest.spend(packet, now_s)
             assert modest.wait_s() == 0.0
     # Each has said the half of its burst before it waits for others.
-    most = ALL_BYTES_PER_S * 10 + BURST_BYTES * (1 + len(loud) / 2)
-    assert sum(said.values()) <= 1.1 * most
-    assert max(said.values()) <= 1.2 * min(said.values())
+    maximum = ALL_BYTES_PER_S * 10 + BURST_BYTES * (1 + len(loud) / 2)
+    assert sum(message.values()) <= 1.1 * maximum
+    assert max(message.values()) <= 1.2 * min(message.values())
 
 
 async def test_hellos_are_looked_into_no_faster_than_marks_are_read() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     now_s = time.monotonic()
-    allowance = Allowance(now_s)
-    line = Line(ours, identify(ours), allowance)
+    bucket = TokenBucket(now_s)
+    line = ProbeConnection(ours, identify(ours), bucket)
     for _ in range(BURST_BYTES // HELLO_BYTES):
         await line.pay_hello()
-    assert allowance.wait_s() == 0.0
+    assert bucket.wait_s() == 0.0
     paying = asyncio.create_task(line.pay_hello())
     await asyncio.sleep(0)
     assert not paying.done()
-    assert allowance.wait_s() == pytest.approx(HELLO_BYTES / USER_BYTES_PER_S, rel=0.5)
+    assert bucket.wait_s() == pytest.approx(HELLO_BYTES / USER_BYTES_PER_S, rel=0.5)
     paying.cancel()
     await asyncio.gather(paying, return_exceptions=True)
     line.close()
@@ -221,7 +221,7 @@ async def longest_without_a_turn_s(packet: bytes) -> float:
     """CPU time of the process between two turns of the loop while a packet is read, at most."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    line = Line(ours, identify(ours))
+    line = ProbeConnection(ours, identify(ours))
     theirs.send(packet)
     reading = asyncio.create_task(line.receive())
     at_s = time.process_time()
@@ -255,14 +255,14 @@ async def test_the_socket_belongs_to_the_group_that_is_named(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who is told that nobody else may connect")
-@pytest.mark.parametrize(("mode", "is_said"), [(0o600, True), (0o660, True), (0o666, False), (0o602, False)])
+@pytest.mark.parametrize(("mode", "is_sent"), [(0o600, True), (0o660, True), (0o666, False), (0o602, False)])
 async def test_that_only_root_may_connect_is_said_where_it_is_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_said: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_sent: bool
 ) -> None:
     monkeypatch.setattr(local, "DEFAULT_GROUP", "no-such-group")
     with capture_logs() as logs:
         server = LocalServer(tmp_path / "agent.sock", SocketAccess(mode), drain)
-    assert [line["event"] for line in logs] == (["only root may connect"] if is_said else [])
+    assert [line["event"] for line in logs] == (["only root may connect"] if is_sent else [])
     await server.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from perseus.agent.gpu import GpuDriverError
 from perseus.agent.rank.messages import GpuLimits
-from perseus.agent.sidecar.counter_poller import LOOK_INTERVAL_S, LimitsWatch
+from perseus.agent.sidecar.counter_poller import LIMITS_INTERVAL_S, LimitsWatch
 from tests.agent.fake_gpu import FakeGpu
 
 
@@ -31,17 +31,17 @@ class LimitedGpu(FakeGpu):
 
 def test_only_changes_are_told_and_it_looks_only_so_often() -> None:
     known, lower, profiled = GpuLimits(400.0), GpuLimits(300.0), GpuLimits(300.0, (7,))
-    told: list[GpuLimits] = []
-    watch = LimitsWatch(LimitedGpu(iter([known, lower, lower, profiled])), known, told.append)
-    for look in range(8):  # every second one comes too soon
-        watch.look(100.0 + look * LOOK_INTERVAL_S / 2)
-    assert told == [lower, profiled]
+    reported: list[GpuLimits] = []
+    watch = LimitsWatch(LimitedGpu(iter([known, lower, lower, profiled])), known, reported.append)
+    for check in range(8):  # every second one comes too soon
+        watch.check(100.0 + check * LIMITS_INTERVAL_S / 2)
+    assert reported == [lower, profiled]
 
 
 def test_what_can_not_be_read_stays_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     known, busy = GpuLimits(400.0), GpuDriverError("busy")
-    told: list[GpuLimits] = []
-    watch = LimitsWatch(LimitedGpu(iter([busy, busy, known, GpuLimits(250.0)])), known, told.append)
-    for look in range(4):
-        watch.look(100.0 + look * LOOK_INTERVAL_S)
-    assert told == [GpuLimits(250.0)]
+    reported: list[GpuLimits] = []
+    watch = LimitsWatch(LimitedGpu(iter([busy, busy, known, GpuLimits(250.0)])), known, reported.append)
+    for check in range(4):
+        watch.check(100.0 + check * LIMITS_INTERVAL_S)
+    assert reported == [GpuLimits(250.0)]

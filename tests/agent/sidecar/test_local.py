@@ -9,11 +9,11 @@ import pytest
 
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import MAX_PACKET_BYTES, Finish, Hello, MalformedPacket, Reply, decode, encode
-from perseus.agent.sidecar.local import Line, LocalServer, SocketAccess, SocketInUseError
+from perseus.agent.sidecar.local import LocalServer, ProbeConnection, SocketAccess, SocketInUseError
 from perseus.agent.sidecar.peer import identify
 
 
-async def drain(line: Line) -> None:
+async def drain(line: ProbeConnection) -> None:
     while await line.receive() is not None:
         pass
 
@@ -59,10 +59,10 @@ async def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
         LocalServer(path, ACCESS, drain)
 
 
-def pair() -> tuple[Line, socket.socket]:
+def pair() -> tuple[ProbeConnection, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    return Line(ours, identify(ours)), theirs
+    return ProbeConnection(ours, identify(ours)), theirs
 
 
 async def test_a_packet_is_a_message_and_the_end_is_none() -> None:
@@ -101,7 +101,7 @@ def started(command: list[str]) -> "subprocess.Popen[bytes]":
 async def test_the_end_of_a_process_is_seen_though_a_child_holds_its_connection(tmp_path: Path) -> None:
     heard: asyncio.Queue[object] = asyncio.Queue()
 
-    async def serve(line: Line) -> None:
+    async def serve(line: ProbeConnection) -> None:
         while (message := await line.receive()) is not None:
             await heard.put(message)
         await heard.put(None)
@@ -139,7 +139,7 @@ async def test_a_probe_that_reads_nothing_does_not_hold_up_a_reply() -> None:
 async def test_a_conversation_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     heard: asyncio.Queue[object] = asyncio.Queue()
 
-    async def serve(line: Line) -> None:
+    async def serve(line: ProbeConnection) -> None:
         message = await line.receive()
         if message == Finish(1):
             raise KeyError

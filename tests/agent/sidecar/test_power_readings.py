@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from perseus.agent.energy.drawn import DrawnPower
+from perseus.agent.energy.mean_power import MeanPower
 from perseus.agent.gpu import Gpu, GpuError
 from perseus.agent.sidecar import optional
 from perseus.agent.sidecar.backends import EmulatedBackend
@@ -15,7 +15,7 @@ from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.v1 import agent_service_pb2 as wire
-from tests.agent.coordinator_stub import Book
+from tests.agent.coordinator_stub import Inbox
 from tests.agent.sidecar.training import UUID, Start, Trainer, settings
 
 INTERVAL_S = 0.1
@@ -26,32 +26,32 @@ async def test_the_power_of_a_rank_s_gpu_and_of_an_idle_one_is_told(
 ) -> None:
     idle = EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-idle")
     idle_w = idle.power_w()
-    coordinator = await start(Book(power_interval_s=INTERVAL_S))
+    coordinator = await start(Inbox(power_interval_s=INTERVAL_S))
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
 
-        def told(book: Book) -> dict[str, list[float]]:
+        def reported(inbox: Inbox) -> dict[str, list[float]]:
             found: dict[str, list[float]] = {}
-            for each in book.all("power_reading"):
+            for each in inbox.all("power_reading"):
                 for uuid, power_w in zip(
                     each.power_reading.gpu_uuid, each.power_reading.power_w, strict=True
                 ):
                     found.setdefault(uuid, []).append(power_w)
             return found
 
-        await coordinator.until(lambda book: len(book.all("telemetry")) > 3, "training")
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 3, "training")
         begun_j = gpu.total_energy_j()
         begun_s = asyncio.get_running_loop().time()
-        known = len(told(coordinator.book).get(UUID, []))
-        await coordinator.until(lambda book: len(told(book).get(UUID, [])) >= known + 8, "readings")
+        known = len(reported(coordinator.inbox).get(UUID, []))
+        await coordinator.until(lambda inbox: len(reported(inbox).get(UUID, [])) >= known + 8, "readings")
         true_w = (gpu.total_energy_j() - begun_j) / (asyncio.get_running_loop().time() - begun_s)
         await trainer.stop()
-        readings = told(coordinator.book)
+        readings = reported(coordinator.inbox)
         mean_w = sum(readings[UUID][known + 1 :]) / len(readings[UUID][known + 1 :])
         assert mean_w == pytest.approx(true_w, rel=0.1)
         assert sum(readings["GPU-idle"]) / len(readings["GPU-idle"]) == pytest.approx(idle_w, rel=0.1)
         assert true_w > 1.5 * idle_w
-        first = coordinator.book.all("power_reading")[1].power_reading
+        first = coordinator.inbox.all("power_reading")[1].power_reading
         assert 0.5 * INTERVAL_S < first.duration_s < 20 * INTERVAL_S
     idle.close()
 
@@ -59,13 +59,13 @@ async def test_the_power_of_a_rank_s_gpu_and_of_an_idle_one_is_told(
 async def test_a_coordinator_is_told_nothing_until_it_asks(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    coordinator = await start(Book(lease_s=0.9))
+    coordinator = await start(Inbox(lease_s=0.9))
     async with serving(settings(tmp_path, coordinator.port)):
-        await coordinator.until(lambda book: len(book.all("heartbeat")) > 4, "more than a second to pass")
-        assert not coordinator.book.all("power_reading")
-        coordinator.say(wire.ConnectResponse(heartbeat=wire.Heartbeat(power_interval_s=INTERVAL_S)))
+        await coordinator.until(lambda inbox: len(inbox.all("heartbeat")) > 4, "more than a second to pass")
+        assert not coordinator.inbox.all("power_reading")
+        coordinator.send(wire.ConnectResponse(heartbeat=wire.Heartbeat(power_interval_s=INTERVAL_S)))
         # Further heartbeats, which say nothing of it, change nothing.
-        await coordinator.until(lambda book: len(book.all("power_reading")) > 4, "readings")
+        await coordinator.until(lambda inbox: len(inbox.all("power_reading")) > 4, "readings")
 
 
 async def test_an_unforeseen_error_in_power_readings_ends_nothing_and_they_go_on(
@@ -73,18 +73,18 @@ async def test_an_unforeseen_error_in_power_readings_ends_nothing_and_they_go_on
 ) -> None:
     monkeypatch.setattr(optional, "_FIRST_DELAY_S", 0.05)
     errors = iter([ValueError("nobody has foreseen this")])
-    take = DrawnPower.take
+    take = MeanPower.take
 
-    def failing(self: DrawnPower, counters: dict[str, tuple[float, float]]) -> dict[str, float]:
+    def failing(self: MeanPower, counters: dict[str, tuple[float, float]]) -> dict[str, float]:
         for error in errors:
             raise error
         return take(self, counters)
 
-    monkeypatch.setattr(DrawnPower, "take", failing)
-    coordinator = await start(Book(power_interval_s=INTERVAL_S))
+    monkeypatch.setattr(MeanPower, "take", failing)
+    coordinator = await start(Inbox(power_interval_s=INTERVAL_S))
     with capture_logs() as logs:
         async with serving(settings(tmp_path, coordinator.port)) as failure:
-            await coordinator.until(lambda book: len(book.all("power_reading")) > 1, "readings")
+            await coordinator.until(lambda inbox: len(inbox.all("power_reading")) > 1, "readings")
             assert not failure.done()
     (failed,) = [line for line in logs if line["event"] == "optional part failed"]
     assert failed["part"] == "power readings"

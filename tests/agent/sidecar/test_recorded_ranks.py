@@ -4,25 +4,25 @@ from itertools import islice
 
 import pytest
 
-from tests.agent.recorded.lives import FILES, Life, load
+from tests.agent.recorded.runs import FILES, RecordedRun, load
 from tests.differences import differences
 
 NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in FILES.glob("*.jsonl.gz"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recorded_life_of_ranks_goes_as_it_went(name: str) -> None:
-    life = Life()
+def test_a_recorded_run_of_ranks_goes_as_it_went(name: str) -> None:
+    recorded_run = RecordedRun()
     for number, (step, expected) in enumerate(load(name)):
-        found = list(islice(differences(expected, life.take(step)), 5))
+        found = list(islice(differences(expected, recorded_run.take(step)), 5))
         assert not found, f"step {number}, {step}: " + "\n".join(found)
 
 
 def test_there_are_fifteen_of_all_kinds() -> None:
     went = [each for name in NAMES for _, out in load(name) for each in out]
-    said = {kind for each in went for kind in each.get("say", {})}
+    message = {kind for each in went for kind in each.get("say", {})}
     assert len(NAMES) >= 15
-    assert said >= {
+    assert message >= {
         "rank_joined",
         "rank_left",
         "plan_answer",

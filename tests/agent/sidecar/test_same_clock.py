@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.sidecar.peer import ANOTHER_CLOCK, Peer, check_clock
+from perseus.agent.sidecar.peer import CLOCK_MISMATCH, Peer, check_clock
 from perseus.agent.sidecar.shell import serving
 from tests.agent.sidecar.training import UUID, settings
 
@@ -36,7 +36,7 @@ def needs_time_namespaces() -> None:
         pytest.skip(f"no time namespaces here: {error}")
 
 
-async def said_by_trainer(tmp_path: Path, prefix: list[str]) -> str:
+async def trainer_output(tmp_path: Path, prefix: list[str]) -> str:
     trainer = await asyncio.create_subprocess_exec(
         *[*prefix, sys.executable, "-c", TRAINER, str(tmp_path / "run" / "agent.sock"), UUID],
         stdout=asyncio.subprocess.PIPE,
@@ -49,12 +49,12 @@ async def said_by_trainer(tmp_path: Path, prefix: list[str]) -> str:
 async def test_a_trainer_in_another_time_namespace_is_refused_with_the_reason(tmp_path: Path) -> None:
     """Its clock is 5 s behind, which a hello that was slow to come might be as well."""
     async with serving(settings(tmp_path, 1)):
-        said = await said_by_trainer(tmp_path, in_time_namespace(-5, []))
-        assert said.endswith("refused\n")
-        assert "found one that is 5 s behind it" in said
-        assert "must be in one time namespace" in said
-        assert (await said_by_trainer(tmp_path, in_time_namespace(0, []))).endswith("connected\n")
-        assert (await said_by_trainer(tmp_path, [])).endswith("connected\n")
+        text = await trainer_output(tmp_path, in_time_namespace(-5, []))
+        assert text.endswith("refused\n")
+        assert "found one that is 5 s behind it" in text
+        assert "must be in one time namespace" in text
+        assert (await trainer_output(tmp_path, in_time_namespace(0, []))).endswith("connected\n")
+        assert (await trainer_output(tmp_path, [])).endswith("connected\n")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_of_a_process_that_can_not_be_seen_the_hello_tells(hello_ago_s: float, i
     refused = check_clock(UNSEEN, now_ns - int(hello_ago_s * SECOND_NS), now_ns)
     assert (refused is None) == is_fine
     if refused is not None:
-        assert refused.reason == ANOTHER_CLOCK
+        assert refused.reason == CLOCK_MISMATCH
         assert ("ahead of" if hello_ago_s < 0 else "behind") in refused.message
 
 

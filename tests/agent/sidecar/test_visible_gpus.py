@@ -32,7 +32,7 @@ class Node:
     def open(self, uuid: str) -> Gpu:
         raise GpuNotFoundError(f"opened {uuid}")
 
-    def look(self, uuid: str) -> GpuUse:
+    def inspect(self, uuid: str) -> GpuUse:
         return GpuUse(UUIDS.index(uuid), "node", ())
 
     def listed(self) -> list[str | GpuError]:
@@ -46,9 +46,9 @@ def test_an_agent_serves_only_what_is_visible_to_it() -> None:
         gpus.open("GPU-1c")
     with pytest.raises(GpuNotFoundError, match=r"CUDA_VISIBLE_DEVICES=2,1 leaves visible.*GPU-1c, GPU-0b"):
         gpus.open("GPU-0a")
-    assert gpus.look("GPU-1c").index == 2, "among all, as nvidia-smi counts"
+    assert gpus.inspect("GPU-1c").index == 2, "among all, as nvidia-smi counts"
     with pytest.raises(GpuNotFoundError, match="leaves visible"):
-        gpus.look("GPU-0a")
+        gpus.inspect("GPU-0a")
 
 
 class NodeWithLostGpus(Node):

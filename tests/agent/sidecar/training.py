@@ -13,7 +13,7 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM, Work
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2, rank_pb2
-from tests.agent.coordinator_stub import Book, CoordinatorStub
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox
 
 UUID = "GPU-0"
 STOCK_MHZ = A100_SXM.clocks_mhz[0]
@@ -118,11 +118,13 @@ def hold(version: int, start_iteration: int) -> wire.ConnectResponse:
     )
 
 
-def in_force(version: int) -> Callable[[Book], bool]:
-    return lambda book: any(request.plan_in_force.version == version for request in book.all("plan_in_force"))
+def in_force(version: int) -> Callable[[Inbox], bool]:
+    return lambda inbox: any(
+        request.plan_in_force.version == version for request in inbox.all("plan_in_force")
+    )
 
 
-def measured_under(version: int) -> Callable[[Book], bool]:
-    return lambda book: any(
-        version in request.telemetry.iterations.plan_version for request in book.all("telemetry")
+def measured_under(version: int) -> Callable[[Inbox], bool]:
+    return lambda inbox: any(
+        version in request.telemetry.iterations.plan_version for request in inbox.all("telemetry")
     )

@@ -85,7 +85,7 @@ class LostAndFound:
     def open(self, uuid: str) -> Gpu:
         raise AssertionError("no GPU is opened to grant it")
 
-    def look(self, uuid: str) -> GpuUse:
+    def inspect(self, uuid: str) -> GpuUse:
         if uuid == "GPU-1":
             raise GpuLostError("GPU-1: fell off the bus")
         return GpuUse(2, "/dev/nvidia2", ())
@@ -118,7 +118,7 @@ def test_the_epilog_restores_what_a_dead_agent_has_left(settings: AgentSettings)
     lock(settings, "GPU-1").close()
     assert clock_mhz(settings, "GPU-1") == MODEL.clocks_mhz[-1]
     epilog(JOB, settings)
-    assert clock_mhz(settings, "GPU-1") == MODEL.max_clock_mhz
+    assert clock_mhz(settings, "GPU-1") == MODEL.highest_clock_mhz
     assert granted(settings) == {}
     assert RecordFolder(settings.restore_folder).gpu_uuids() == []
 
@@ -157,5 +157,5 @@ def test_other_jobs_gpus_are_none_of_the_epilogs_business(settings: AgentSetting
 
 
 def test_an_agent_for_all_jobs_hears_nothing_of_one() -> None:
-    said = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "1", "PATH": "/bin", "GPU_DEVICE_ORDINAL": "1"}
-    assert for_all_jobs(said) == {"PATH": "/bin"}
+    message = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "1", "PATH": "/bin", "GPU_DEVICE_ORDINAL": "1"}
+    assert for_all_jobs(message) == {"PATH": "/bin"}

@@ -21,7 +21,7 @@ from perseus.agent.stream.coordinator import Coordinator
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import rank_pb2
-from tests.agent.coordinator_stub import Book, CoordinatorStub, until
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
 
 RANK = Rank("job", 0, 0, 0)
 TELEMETRY = Telemetry(RANK, (), (), None, None)
@@ -42,7 +42,7 @@ class Agent:
 
     def connected(self, welcome: Welcome) -> None:
         self.seen.append(welcome)
-        self.coordinator.say(IN_FORCE)
+        self.coordinator.send(IN_FORCE)
 
     def heard(self) -> None:
         self.seen.append("heard")
@@ -55,8 +55,8 @@ class Agent:
 
 
 @asynccontextmanager
-async def serving(book: Book, port: int = 0) -> AsyncIterator[CoordinatorStub]:
-    server = CoordinatorStub(book, [])  # type: ignore[abstract] # it serves RegisterJob only
+async def serving(inbox: Inbox, port: int = 0) -> AsyncIterator[CoordinatorStub]:
+    server = CoordinatorStub(inbox, [])  # type: ignore[abstract] # it serves RegisterJob only
     await server.start(port)
     try:
         yield server
@@ -66,7 +66,7 @@ async def serving(book: Book, port: int = 0) -> AsyncIterator[CoordinatorStub]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[CoordinatorStub]:
-    async with serving(Book()) as server:
+    async with serving(Inbox()) as server:
         yield server
 
 
@@ -80,25 +80,25 @@ async def running(agent: Agent) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def said(server: CoordinatorStub) -> list[str | None]:
-    names = [request.WhichOneof("message") for request in server.book.heard]
+def output(server: CoordinatorStub) -> list[str | None]:
+    names = [request.WhichOneof("message") for request in server.inbox.heard]
     return [name for name in names if name != "heartbeat"]
 
 
 async def test_what_is_said_without_a_stream_is_kept_or_forgotten(server: CoordinatorStub) -> None:
     agent = Agent(f"127.0.0.1:{server.port}")
-    agent.coordinator.say(TELEMETRY)
-    agent.coordinator.say(IN_FORCE)
-    agent.coordinator.say(REPORT)
-    agent.coordinator.say(rank_left(RANK, RankLeftReason.FINISHED))
-    agent.coordinator.say_next([REPORT])
+    agent.coordinator.send(TELEMETRY)
+    agent.coordinator.send(IN_FORCE)
+    agent.coordinator.send(REPORT)
+    agent.coordinator.send(rank_left(RANK, RankLeftReason.FINISHED))
+    agent.coordinator.send_next([REPORT])
     async with running(agent):
-        await server.until(lambda book: book.acknowledged_sequence == 1, "telemetry")
-        assert said(server) == ["hello", "rank_left", "gpu_error", "plan_in_force", "telemetry"]
-        agent.coordinator.say(rank_left(RANK, RankLeftReason.FINISHED))
-        agent.coordinator.say(TELEMETRY)
-        await server.until(lambda book: book.acknowledged_sequence == 2, "telemetry")
-        assert said(server)[5:] == ["rank_left", "telemetry"]
+        await server.until(lambda inbox: inbox.acknowledged_sequence == 1, "telemetry")
+        assert output(server) == ["hello", "rank_left", "gpu_error", "plan_in_force", "telemetry"]
+        agent.coordinator.send(rank_left(RANK, RankLeftReason.FINISHED))
+        agent.coordinator.send(TELEMETRY)
+        await server.until(lambda inbox: inbox.acknowledged_sequence == 2, "telemetry")
+        assert output(server)[5:] == ["rank_left", "telemetry"]
     assert agent.coordinator.telemetry_sequence == 2
 
 
@@ -106,19 +106,19 @@ async def test_what_was_not_acknowledged_is_said_again_on_the_next_stream(server
     agent = Agent(f"127.0.0.1:{server.port}")
     async with running(agent):
         await until(lambda: agent.coordinator.is_connected, "connected")
-        agent.coordinator.say(TELEMETRY)
-        await server.until(lambda book: book.acknowledged_sequence == 1, "acknowledged")
-        agent.coordinator.say_next([REPORT])  # not on the next: a stream is open
-        server.book.acknowledges = False
-        agent.coordinator.say(TELEMETRY)
-        await server.until(lambda book: len(book.all("telemetry")) == 2, "heard")
+        agent.coordinator.send(TELEMETRY)
+        await server.until(lambda inbox: inbox.acknowledged_sequence == 1, "acknowledged")
+        agent.coordinator.send_next([REPORT])  # not on the next: a stream is open
+        server.inbox.acknowledges = False
+        agent.coordinator.send(TELEMETRY)
+        await server.until(lambda inbox: len(inbox.all("telemetry")) == 2, "heard")
         await server.stop()
         await until(lambda: "disconnected" in agent.seen, "disconnected")
-        agent.coordinator.say(TELEMETRY)
-        async with serving(Book(acknowledged_sequence=1), server.port) as restarted:
-            await restarted.until(lambda book: book.acknowledged_sequence == 3, "telemetry")
-            assert said(restarted) == ["hello", "plan_in_force", "telemetry", "telemetry"]
-            assert [each.telemetry.sequence for each in restarted.book.all("telemetry")] == [2, 3]
+        agent.coordinator.send(TELEMETRY)
+        async with serving(Inbox(acknowledged_sequence=1), server.port) as restarted:
+            await restarted.until(lambda inbox: inbox.acknowledged_sequence == 3, "telemetry")
+            assert output(restarted) == ["hello", "plan_in_force", "telemetry", "telemetry"]
+            assert [each.telemetry.sequence for each in restarted.inbox.all("telemetry")] == [2, 3]
 
 
 async def test_ranks_hear_what_concerns_them_and_the_rest_is_said_in_the_log(server: CoordinatorStub) -> None:
@@ -127,17 +127,17 @@ async def test_ranks_hear_what_concerns_them_and_the_rest_is_said_in_the_log(ser
     with capture_logs() as logs:
         async with running(agent):
             await until(lambda: agent.coordinator.is_connected, "connected")
-            server.say(wire.ConnectResponse(drain=wire.Drain(reason="an update")))
-            server.say(wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)))
-            server.say(wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=1.0)))
-            server.say(wire.ConnectResponse(rank_refused=refused))
+            server.send(wire.ConnectResponse(drain=wire.Drain(reason="an update")))
+            server.send(wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)))
+            server.send(wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=1.0)))
+            server.send(wire.ConnectResponse(rank_refused=refused))
             await until(lambda: RankRefused(RANK, "R", "why") in agent.seen, "the refusal")
     welcome, *heard = agent.seen[: agent.seen.index(RankRefused(RANK, "R", "why"))]
     assert welcome == Welcome("e", 3.0, 0)
     assert set(heard) == {"heard"}
     assert len(heard) >= 4
-    (told,) = server.book.all("message_refused")
-    assert (told.message_refused.field, told.message_refused.found) == ("telemetry_ack.sequence", "9")
+    (reported,) = server.inbox.all("message_refused")
+    assert (reported.message_refused.field, reported.message_refused.found) == ("telemetry_ack.sequence", "9")
     reasons = [str(line["reason"]) for line in logs if "reason" in line]
     assert "an update" in reasons
     assert "telemetry: expected an acknowledgement up to 0, found 9" in reasons
@@ -151,22 +151,22 @@ async def test_refused_telemetry_is_dropped_counted_said_once_and_all_goes_on(
     with capture_logs() as logs:
         async with running(agent):
             await until(lambda: agent.coordinator.is_connected, "connected")
-            server.book.acknowledges = False
+            server.inbox.acknowledges = False
             for _ in range(3):
-                agent.coordinator.say(TELEMETRY)
-            await server.until(lambda book: len(book.all("telemetry")) == 3, "telemetry")
+                agent.coordinator.send(TELEMETRY)
+            await server.until(lambda inbox: len(inbox.all("telemetry")) == 3, "telemetry")
             for sequence in (1, 2):
                 refused = wire.TelemetryRefused(
                     sequence=sequence, reason="INVALID_FIELD", field=f"a[{sequence}]", expected="x", found="y"
                 )
-                server.say(wire.ConnectResponse(telemetry_refused=refused))
-            server.say(wire.ConnectResponse(message_refused=wire.MessageRefused(reason="R", field="f")))
-            server.say(wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=3)))
+                server.send(wire.ConnectResponse(telemetry_refused=refused))
+            server.send(wire.ConnectResponse(message_refused=wire.MessageRefused(reason="R", field="f")))
+            server.send(wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=3)))
             heard = agent.seen.count("heard")
             await until(lambda: agent.seen.count("heard") >= heard + 4, "all is heard")
-            agent.coordinator.say(TELEMETRY)
-            await server.until(lambda book: len(book.all("telemetry")) == 4, "telemetry")
-    assert server.book.all("telemetry")[-1].telemetry.dropped_batch_count == 2
+            agent.coordinator.send(TELEMETRY)
+            await server.until(lambda inbox: len(inbox.all("telemetry")) == 4, "telemetry")
+    assert server.inbox.all("telemetry")[-1].telemetry.dropped_batch_count == 2
     assert "disconnected" not in agent.seen[:-1]
     (line,) = [line for line in logs if line["event"] == "telemetry refused, and dropped"]
     assert (line["reason"], line["field"], line["dropped_batch_count"]) == ("INVALID_FIELD", "a[1]", 1)

@@ -6,7 +6,6 @@ import pytest
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import (
-    Ceiling,
     ClockStatistics,
     ComputationRow,
     Drain,
@@ -15,14 +14,15 @@ from perseus.agent.rank.messages import (
     HeartbeatAnswer,
     Hold,
     IterationRow,
+    MaxClock,
     MessageRefused,
     PlanId,
     PlanOffer,
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
-    RankCeiling,
     RankLeftReason,
+    RankMaxClock,
     RankRefused,
     StageClocks,
     Stock,
@@ -111,11 +111,11 @@ def test_rows_become_columns() -> None:
     assert list(batch.iterations.gap_energy_j) == [0.0, 600.0]
     assert list(batch.iterations.gap_slowed_time_s) == [0.0, 0.01]
     assert list(batch.iterations.relative_work) == [0.0, 1.25]
-    assert not batch.iterations.is_touched
-    touched = replace(telemetry, iterations=(replace(telemetry.iterations[0], is_touched=True),))
-    assert list(translate.request(Batch(6, touched, 0)).telemetry.iterations.is_touched) == [True]
-    untold = replace(telemetry, iterations=telemetry.iterations[:1])
-    assert not translate.request(Batch(6, untold, 0)).telemetry.iterations.relative_work
+    assert not batch.iterations.has_clock_change
+    touched = replace(telemetry, iterations=(replace(telemetry.iterations[0], has_clock_change=True),))
+    assert list(translate.request(Batch(6, touched, 0)).telemetry.iterations.has_clock_change) == [True]
+    missing = replace(telemetry, iterations=telemetry.iterations[:1])
+    assert not translate.request(Batch(6, missing, 0)).telemetry.iterations.relative_work
     assert list(batch.computations.kind) == [1, 2]
     assert list(batch.computations.microbatch) == [0, 2]
     assert list(batch.computations.chunk) == [0, 1]
@@ -161,32 +161,32 @@ def test_rows_become_columns() -> None:
                     job_id="job",
                     rank=COORDINATES,
                     order=computation_pb2.StageOrder(computations=[WIRE_F0]),
-                    ceiling=wire.Ceiling(clock_mhz=900),
+                    max_clock=wire.MaxClock(clock_mhz=900),
                 )
             ),
-            RankAccepted(RANK, (F0,), Ceiling(900)),
+            RankAccepted(RANK, (F0,), MaxClock(900)),
         ),
         (
             wire.ConnectResponse(
                 rank_refused=wire.RankRefused(
-                    job_id="job", rank=COORDINATES, reason="R", ceiling=wire.Ceiling(clock_mhz=900)
+                    job_id="job", rank=COORDINATES, reason="R", max_clock=wire.MaxClock(clock_mhz=900)
                 )
             ),
-            RankRefused(RANK, "R", "", Ceiling(900)),
+            RankRefused(RANK, "R", "", MaxClock(900)),
         ),
         (
             wire.ConnectResponse(
-                rank_ceiling=wire.RankCeiling(
+                rank_max_clock=wire.RankMaxClock(
                     job_id="job",
                     rank=COORDINATES,
-                    ceiling=wire.Ceiling(clock_mhz=900, outlasts_lease=True),
+                    max_clock=wire.MaxClock(clock_mhz=900, outlasts_lease=True),
                 )
             ),
-            RankCeiling(RANK, Ceiling(900, outlasts_lease=True)),
+            RankMaxClock(RANK, MaxClock(900, outlasts_lease=True)),
         ),
         (
-            wire.ConnectResponse(rank_ceiling=wire.RankCeiling(job_id="job", rank=COORDINATES)),
-            RankCeiling(RANK, None),
+            wire.ConnectResponse(rank_max_clock=wire.RankMaxClock(job_id="job", rank=COORDINATES)),
+            RankMaxClock(RANK, None),
         ),
         (wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)), TelemetryAck(9)),
         (
@@ -247,19 +247,19 @@ def test_offers(message: wire.ConnectResponse, clocks: Stock | Hold | StageClock
 
 
 def test_an_urgent_offer() -> None:
-    message = offer(stock=wire.StockClocks(), urgent=True)
+    message = offer(stock=wire.StockClocks(), is_urgent=True)
     assert translate.response(message) == PlanOffer(RANK, PlanId("e", 3), 8, 2.5, Stock(), is_urgent=True)
 
 
 @pytest.mark.parametrize("clock_mhz", [0, -900, 100_001])
-def test_a_ceiling_that_is_no_clock_is_named(clock_mhz: int) -> None:
-    ceiling = wire.Ceiling(clock_mhz=clock_mhz)
+def test_a_max_clock_that_is_no_clock_is_named(clock_mhz: int) -> None:
+    max_clock = wire.MaxClock(clock_mhz=clock_mhz)
     message = wire.ConnectResponse(
-        rank_ceiling=wire.RankCeiling(job_id="job", rank=COORDINATES, ceiling=ceiling)
+        rank_max_clock=wire.RankMaxClock(job_id="job", rank=COORDINATES, max_clock=max_clock)
     )
     with pytest.raises(translate.MalformedMessageError) as caught:
         translate.response(message)
-    assert str(caught.value) == f"rank_ceiling.ceiling.clock_mhz: expected 1 to 100000, found {clock_mhz}"
+    assert str(caught.value) == f"rank_max_clock.max_clock.clock_mhz: expected 1 to 100000, found {clock_mhz}"
     assert caught.value.refused.rank == RANK
 
 

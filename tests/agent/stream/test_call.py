@@ -56,11 +56,11 @@ async def ends(reason: str, message_bytes: int) -> list[object]:
 @pytest.mark.parametrize("message_bytes", [10, 65_536])
 async def test_what_the_coordinator_says_is_heard_though_a_write_fails(message_bytes: int) -> None:
     seen = await ends("too many", message_bytes)
-    told = [one for one in seen if isinstance(one, grpc.aio.AioRpcError)]
-    for error in told:
+    reported = [one for one in seen if isinstance(one, grpc.aio.AioRpcError)]
+    for error in reported:
         assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many")
         assert dict(error.trailing_metadata())["again"] == "later"
-    assert len(told) >= _STREAM_COUNT, "every reader is told"
+    assert len(reported) >= _STREAM_COUNT, "every reader is told"
     others = [one for one in seen if not isinstance(one, grpc.aio.AioRpcError)]
     assert all(isinstance(one, asyncio.InvalidStateError) for one in others), "writes after that"
 

@@ -89,21 +89,21 @@ async def test_a_leases_silence_ends_the_stream() -> None:
 
 
 async def test_answered_heartbeats_keep_the_stream() -> None:
-    beats = 0
+    heartbeats = 0
 
     async def answering(
         requests: AsyncIterator[wire.ConnectRequest],
     ) -> AsyncIterator[wire.ConnectResponse]:
-        nonlocal beats
+        nonlocal heartbeats
         async for request in requests:
             if request.WhichOneof("message") == "hello":
                 yield welcome(lease_s=1.0)
             else:
-                beats += 1
+                heartbeats += 1
                 yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
 
     witness = Witness()
-    await converse(witness, lambda: beats >= 4, answering)
+    await converse(witness, lambda: heartbeats >= 4, answering)
     assert witness.seen.count("disconnected") == 1, "when the test ended it"
 
 
@@ -134,7 +134,7 @@ RANK = rank_pb2.RankCoordinates(stage=1)
 
 async def test_a_newer_coordinator_is_followed_and_told_what_is_not_understood() -> None:
     """Each malformed or unknown message is refused by itself, even before the welcome; the stream goes on."""
-    told: list[wire.MessageRefused] = []
+    reported: list[wire.MessageRefused] = []
     hello = wire.Hello()
     odd_kind = computation_pb2.Computation()
     odd_kind.kind = 42  # type: ignore[assignment] # a value of a newer contract
@@ -158,15 +158,15 @@ async def test_a_newer_coordinator_is_followed_and_told_what_is_not_understood()
             yield response
         yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=1))
         async for request in requests:
-            told.extend([request.message_refused] if request.HasField("message_refused") else [])
+            reported.extend([request.message_refused] if request.HasField("message_refused") else [])
 
     witness = Witness()
     with capture_logs() as logs:
-        await converse(witness, lambda: len(witness.seen) >= 2 and len(told) >= 10, newer)
+        await converse(witness, lambda: len(witness.seen) >= 2 and len(reported) >= 10, newer)
     assert witness.seen[:2] == [Welcome("e", 30.0, 0, 9), TelemetryAck(1)]
     assert witness.seen.count("disconnected") == 1, "when the test ended it"
     assert hello.protocol_version == PROTOCOL_VERSION
-    assert [(each.reason, each.field) for each in told] == [
+    assert [(each.reason, each.field) for each in reported] == [
         *[("UNKNOWN_MESSAGE", "99")] * 4,
         ("EMPTY_MESSAGE", "message"),
         ("INVALID_FIELD", "telemetry_ack.sequence"),
@@ -175,15 +175,15 @@ async def test_a_newer_coordinator_is_followed_and_told_what_is_not_understood()
         ("INVALID_FIELD", "plan_offer.rank"),
         ("INVALID_FIELD", "rank_refused.rank"),
     ]
-    assert told[0].found == "field 99"
-    assert told[6].found == "42"
-    assert [(each.job_id, each.rank) for each in told if each.HasField("rank")] == [("job", RANK)] * 2
+    assert reported[0].found == "field 99"
+    assert reported[6].found == "42"
+    assert [(each.job_id, each.rank) for each in reported if each.HasField("rank")] == [("job", RANK)] * 2
     warnings = [line for line in logs if line["log_level"] == "warning"]
     (version,) = [line for line in warnings if "protocol_version" in line]
     assert (version["protocol_version"], version["own_protocol_version"]) == (9, PROTOCOL_VERSION)
-    said = [line["reason"] for line in warnings if line["event"] == "message of the coordinator refused"]
-    assert len(said) == 7, "each kind once"
-    assert "99: expected a message of protocol version 1, found field 99" in said
+    output = [line["reason"] for line in warnings if line["event"] == "message of the coordinator refused"]
+    assert len(output) == 7, "each kind once"
+    assert "99: expected a message of protocol version 1, found field 99" in output
 
 
 @pytest.mark.parametrize("lease_s", [1e308, 5e-324, math.nan])
@@ -197,35 +197,37 @@ async def test_a_lease_that_can_not_be_is_no_welcome(lease_s: float) -> None:
 
 
 async def test_the_latest_check_word_is_said_on_the_next_stream() -> None:
-    said: list[str] = []
+    output: list[str] = []
 
     async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
-        said.append((await anext(requests)).hello.check_word)
-        yield wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=9, check_word=f"w{len(said)}"))
-        if len(said) == 1:
-            yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, check_word="a"))
-        elif len(said) == 2:
-            offer = wire.PlanOffer(check_word="o", version=-1)  # refused by itself, but told for all that
+        output.append((await anext(requests)).hello.commit_marker)
+        yield wire.ConnectResponse(
+            welcome=wire.Welcome(epoch="e", lease_s=9, commit_marker=f"w{len(output)}")
+        )
+        if len(output) == 1:
+            yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, commit_marker="a"))
+        elif len(output) == 2:
+            offer = wire.PlanOffer(commit_marker="o", version=-1)  # refused by itself, but told for all that
             yield wire.ConnectResponse(plan_offer=offer)
             yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
-        elif len(said) == 4:
-            yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, check_word="x" * 257))
+        elif len(output) == 4:
+            yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, commit_marker="x" * 257))
 
-    await converse(Witness(), lambda: len(said) >= 5, script)
-    assert said[:5] == ["", "a", "o", "w3", "w4"]
+    await converse(Witness(), lambda: len(output) >= 5, script)
+    assert output[:5] == ["", "a", "o", "w3", "w4"]
 
 
 async def test_what_shows_that_it_is_the_same_agent_is_said_on_every_further_stream() -> None:
-    said: list[str] = []
-    told = ["key", "", "x" * 257, "newer", ""]
+    output: list[str] = []
+    reported = ["key", "", "x" * 257, "newer", ""]
 
     async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
-        said.append((await anext(requests)).hello.instance_key)
-        key = told[min(len(said), len(told)) - 1]
+        output.append((await anext(requests)).hello.instance_key)
+        key = reported[min(len(output), len(reported)) - 1]
         yield wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=9, instance_key=key))
 
-    await converse(Witness(), lambda: len(said) >= 5, script)
-    assert said[:5] == ["", "key", "key", "key", "newer"]
+    await converse(Witness(), lambda: len(output) >= 5, script)
+    assert output[:5] == ["", "key", "key", "key", "newer"]
 
 
 async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

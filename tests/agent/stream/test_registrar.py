@@ -11,7 +11,7 @@ from perseus.agent.rank.messages import JOB_FINISHED, JOB_NOT_FOUND, SPEC_MISMAT
 from perseus.agent.stream.registration import Refused, Registered, Registrar, Unreachable
 from perseus.tls.channels import Channels
 from perseus.v1 import job_pb2, job_service_pb2
-from tests.agent.coordinator_stub import Book, CoordinatorStub, until
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
 
 RANK = Rank("job", 0, 0, 0)
 REGISTRATION = Registration({"jobId": "job"}, "request", "fingerprint")
@@ -23,7 +23,7 @@ KNOWN = job_service_pb2.RegisterJobRequest(
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[CoordinatorStub]:
-    coordinator = CoordinatorStub(Book(), [])  # type: ignore[abstract] # it serves RegisterJob only
+    coordinator = CoordinatorStub(Inbox(), [])  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)
     yield coordinator
     await coordinator.stop()
@@ -35,35 +35,35 @@ def registrar(coordinator: CoordinatorStub) -> Registrar:
 
 
 async def registered(coordinator: CoordinatorStub) -> None:
-    await until(lambda: "job" in coordinator.book.jobs, "the job registered")
+    await until(lambda: "job" in coordinator.inbox.jobs, "the job registered")
 
 
 async def test_a_job_is_registered_again_when_the_coordinator_does_not_know_it(
     coordinator: CoordinatorStub, registrar: Registrar
 ) -> None:
     assert await registrar.register("job", REGISTRATION) == Registered()
-    assert coordinator.book.jobs == {"job": KNOWN}
+    assert coordinator.inbox.jobs == {"job": KNOWN}
 
     def is_known() -> bool:
         registrar.rank_refused(
             UNKNOWN
         )  # announced again and again: one that comes while it is asked is no news
-        return "job" in coordinator.book.jobs
+        return "job" in coordinator.inbox.jobs
 
     for _ in range(2):
-        coordinator.book.jobs.clear()
+        coordinator.inbox.jobs.clear()
         await until(is_known, "the job registered")
 
 
 async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
-    coordinator = CoordinatorStub(Book(), [])  # type: ignore[abstract] # it serves RegisterJob only
+    coordinator = CoordinatorStub(Inbox(), [])  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)
     await coordinator.stop()
     registrar = Registrar(Channels(f"127.0.0.1:{coordinator.port}"))
     outcome = await registrar.register("job", REGISTRATION)
     assert isinstance(outcome, Unreachable)
     assert f"127.0.0.1:{coordinator.port}: UNAVAILABLE" in outcome.message
-    restarted = CoordinatorStub(Book(), [])  # type: ignore[abstract] # it serves RegisterJob only
+    restarted = CoordinatorStub(Inbox(), [])  # type: ignore[abstract] # it serves RegisterJob only
     await restarted.start(coordinator.port)
     registrar.rank_refused(UNKNOWN)
     await registered(restarted)
@@ -85,8 +85,8 @@ async def test_what_can_not_be_a_registration_is_refused_and_changes_nothing(
     assert isinstance(refused, Refused)
     assert refused.reason == "INVALID_REGISTRATION"
     assert message in refused.message
-    assert coordinator.book.jobs == {"job": KNOWN}
-    coordinator.book.jobs.clear()
+    assert coordinator.inbox.jobs == {"job": KNOWN}
+    coordinator.inbox.jobs.clear()
     registrar.rank_refused(UNKNOWN)
     await registered(coordinator)
 
@@ -95,19 +95,19 @@ async def test_a_job_that_is_refused_or_forgotten_is_not_registered_again(
     coordinator: CoordinatorStub, registrar: Registrar
 ) -> None:
     assert await registrar.register("job", REGISTRATION) == Registered()
-    coordinator.book.refusal = "job 'job' has 4 stages, found 1"
+    coordinator.inbox.refusal = "job 'job' has 4 stages, found 1"
     assert await registrar.register("job", REGISTRATION) == Refused(
         "JOB_EXISTS", "job 'job' has 4 stages, found 1"
     )
-    coordinator.book.refusal = ""
+    coordinator.inbox.refusal = ""
     assert await registrar.register("other", Registration({"jobId": "other"}, "other", "")) == Registered()
     registrar.forget_job("other")
-    coordinator.book.jobs.clear()
+    coordinator.inbox.jobs.clear()
     registrar.rank_refused(UNKNOWN)
     registrar.rank_refused(RankRefused(Rank("other", 0, 0, 0), JOB_NOT_FOUND, ""))
     # What were under way would be done by the time that this one is.
     assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()
-    assert set(coordinator.book.jobs) == {"last"}
+    assert set(coordinator.inbox.jobs) == {"last"}
 
 
 FINISHED = RankRefused(RANK, JOB_FINISHED, "job 'job' has finished")
@@ -117,11 +117,11 @@ async def test_a_request_whose_run_has_ended_before_it_came_to_anything_is_made_
     coordinator: CoordinatorStub, registrar: Registrar
 ) -> None:
     assert await registrar.register("job", REGISTRATION) == Registered()
-    coordinator.book.jobs.clear()
+    coordinator.inbox.jobs.clear()
     assert registrar.rank_refused(FINISHED) is None
     await registered(coordinator)
-    assert coordinator.book.jobs["job"].request_id not in ("", KNOWN.request_id)
-    assert coordinator.book.jobs["job"].spec == KNOWN.spec
+    assert coordinator.inbox.jobs["job"].request_id not in ("", KNOWN.request_id)
+    assert coordinator.inbox.jobs["job"].spec == KNOWN.spec
 
 
 async def test_a_run_that_somebody_has_ended_stays_ended_and_its_trainer_is_told_once(
@@ -129,14 +129,16 @@ async def test_a_run_that_somebody_has_ended_stays_ended_and_its_trainer_is_told
 ) -> None:
     assert await registrar.register("job", REGISTRATION) == Registered()
     assert registrar.rank_accepted(RANK) is None
-    coordinator.book.jobs.clear()
-    told = [notice for notice in [registrar.rank_refused(FINISHED) for _ in range(9)] if notice is not None]
-    (notice,) = told
+    coordinator.inbox.jobs.clear()
+    reported = [
+        notice for notice in [registrar.rank_refused(FINISHED) for _ in range(9)] if notice is not None
+    ]
+    (notice,) = reported
     assert (notice.ok, notice.reason, notice.is_notice) == (False, JOB_FINISHED, True)
     assert notice.message == (
         "the coordinator does not take the rank: job 'job' has finished: training goes on at stock clocks"
     )
-    assert not coordinator.book.jobs
+    assert not coordinator.inbox.jobs
     accepted = registrar.rank_accepted(RANK)
     assert accepted is not None
     assert accepted.ok
@@ -161,19 +163,19 @@ async def test_a_refusal_is_said_once_for_each_reason(registrar: Registrar) -> N
 async def test_a_job_that_others_run_is_registered_by_the_same_request_when_they_are_gone(
     coordinator: CoordinatorStub, registrar: Registrar, reason: str
 ) -> None:
-    coordinator.book.refusal = "job 'job' has live ranks"
-    coordinator.book.refusal_reason = "JOB_ALREADY_EXISTS"
+    coordinator.inbox.refusal = "job 'job' has live ranks"
+    coordinator.inbox.refusal_reason = "JOB_ALREADY_EXISTS"
     refused = await registrar.register("job", REGISTRATION)
     assert refused == Refused("JOB_ALREADY_EXISTS", "job 'job' has live ranks")
-    coordinator.book.refusal = ""
+    coordinator.inbox.refusal = ""
     registrar.rank_refused(RankRefused(RANK, reason, ""))
     await registered(coordinator)
-    assert coordinator.book.jobs == {"job": KNOWN}
+    assert coordinator.inbox.jobs == {"job": KNOWN}
     # Its ranks are served now, and it has ended since: it is not for this agent to begin another run.
     registrar.rank_accepted(RANK)
-    coordinator.book.jobs.clear()
+    coordinator.inbox.jobs.clear()
     await registered_no_more(registrar, reason)
-    assert coordinator.book.jobs.keys() == {"last"}
+    assert coordinator.inbox.jobs.keys() == {"last"}
 
 
 async def registered_no_more(registrar: Registrar, reason: str) -> None:
@@ -185,18 +187,18 @@ async def registered_no_more(registrar: Registrar, reason: str) -> None:
 async def test_a_limit_that_time_helps_against_is_waited_for(coordinator: CoordinatorStub) -> None:
     now_s = 100.0
     registrar = Registrar(Channels(f"127.0.0.1:{coordinator.port}"), lambda: now_s)
-    book = coordinator.book
-    book.refusal, book.refusal_reason, book.refusal_code = "too many jobs", "LIMIT_REACHED", 8
+    inbox = coordinator.inbox
+    inbox.refusal, inbox.refusal_reason, inbox.refusal_code = "too many jobs", "LIMIT_REACHED", 8
     assert await registrar.register("job", REGISTRATION) == Refused("LIMIT_REACHED", "too many jobs")
-    book.retry_delay_s = 5
+    inbox.retry_delay_s = 5
     outcome = await registrar.register("job", REGISTRATION)
     assert isinstance(outcome, Unreachable)
     assert (outcome.retry_delay_s, "too many jobs" in outcome.message) == (5.0, True)
-    count, book.refusal = book.register_count, ""
+    count, inbox.refusal = inbox.register_count, ""
     registrar.rank_refused(UNKNOWN)
     now_s = 104.9
     registrar.rank_refused(UNKNOWN)
     now_s = 105.0
     registrar.rank_refused(UNKNOWN)
     await registered(coordinator)
-    assert book.register_count == count + 1, "it was not asked before that"
+    assert inbox.register_count == count + 1, "it was not asked before that"

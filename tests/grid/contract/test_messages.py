@@ -37,7 +37,7 @@ def read(sender: Sender, data: object, /, **changed: Any) -> TargetSet:
 
 def test_a_message_is_read_with_what_it_leaves_out(sender: Sender) -> None:
     interval = {"start_time": "2027-01-15T18:00:00+01:00", "end_time": "2027-01-15T18:00:00.5Z"}
-    told = read(
+    reported = read(
         sender,
         {
             "targets": [
@@ -49,9 +49,9 @@ def test_a_message_is_read_with_what_it_leaves_out(sender: Sender) -> None:
         id="0A0A0A0A-0b0b-4c0c-8d0d-0e0e0e0e0e0e",
         newer="extensions are let through",
     )
-    assert told.correlation_id == told.event_id == "0a0a0a0a-0b0b-4c0c-8d0d-0e0e0e0e0e0e"
-    assert (told.sender, told.time_s) == ("acme-energy", SENT_S)
-    assert told.targets == (
+    assert reported.correlation_id == reported.event_id == "0a0a0a0a-0b0b-4c0c-8d0d-0e0e0e0e0e0e"
+    assert (reported.sender, reported.time_s) == ("acme-energy", SENT_S)
+    assert reported.targets == (
         Target((), SENT_S, math.inf, None, best_effort=False),
         Target(("hall-a",), 1_800_032_400.0, 1_800_036_000.5, Constraint(640, "watt"), best_effort=True),
     )
@@ -180,11 +180,11 @@ def test_whatever_is_read_is_within_the_contract_and_whatever_is_not_is_refused(
     """Refused beyond the schema: a limit of 0, ends before starts, times without an offset, and sizes."""
     envelope = read_envelope(ENVELOPE, LOAD_TARGET_SET)
     try:
-        told = read_load_targets(envelope, json.dumps(content).encode())
+        reported = read_load_targets(envelope, json.dumps(content).encode())
     except MalformedError:
         return
     assert problems("SetLoadTargetData", content) == []
-    for target in told.targets:
+    for target in reported.targets:
         assert 0 <= target.start_s < target.end_s
         assert target.constraint is None or 0 <= target.constraint.limit_w <= 1e12
 
@@ -227,8 +227,8 @@ GOOD_TARGETS = st.fixed_dictionaries(
 @given(st.fixed_dictionaries({"targets": st.lists(GOOD_TARGETS, min_size=1, max_size=4)}))
 def test_whatever_the_contract_allows_is_read(content: dict[str, Any]) -> None:
     assert problems("SetLoadTargetData", content) == []
-    told = read_load_targets(read_envelope(ENVELOPE, LOAD_TARGET_SET), json.dumps(content).encode())
-    assert len(told.targets) == len(content["targets"])
+    reported = read_load_targets(read_envelope(ENVELOPE, LOAD_TARGET_SET), json.dumps(content).encode())
+    assert len(reported.targets) == len(content["targets"])
 
 
 @given(st.one_of(st.binary(max_size=200), st.integers(0, len(ENVELOPE)).map(lambda end: ENVELOPE[:end])))
@@ -253,8 +253,13 @@ def test_an_enforcement_outcome_is_read(tmp_path: Path) -> None:
         "timestamp": moment(SENT_S),
     }
     assert problems("PowerBreachEnforcementData", outcome) == []
-    told = read_enforcement(json.dumps(outcome).encode())
-    assert (told.action, told.code, told.timestamp, len(told.results)) == ("applied", "partial", SENT_S, 1)
+    reported = read_enforcement(json.dumps(outcome).encode())
+    assert (reported.action, reported.code, reported.timestamp, len(reported.results)) == (
+        "applied",
+        "partial",
+        SENT_S,
+        1,
+    )
 
 
 def test_moments_are_those_of_rfc_3339() -> None:

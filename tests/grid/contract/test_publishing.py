@@ -17,7 +17,7 @@ from perseus.grid.dsx_flex.breaches import Breach, BreachStatus
 from perseus.grid.dsx_flex.commands import FeedSnapshot, PublishAlert, PublishStatus
 from perseus.grid.dsx_flex.values import Constraint, FeedEvent, Piece
 from tests.grid.contract.contract_schemas import needs_contract, problems
-from tests.grid.dsx_flex.doors import NOW_S, TRACE, reading, uuid4
+from tests.grid.dsx_flex.gateways import NOW_S, TRACE, reading, uuid4
 
 OPEN = Piece("hall-a", NOW_S, float("inf"), Constraint(0.7, "megawatt"), True, uuid4(2), uuid4(1), 0)
 CLOSED = replace(OPEN, start_s=NOW_S + 60, end_s=NOW_S + 90, best_effort=False)
@@ -82,7 +82,7 @@ BREACH = Breach(
 NODES = {"gpt3": ["a-1", "a-2"], "bert": ["a-2", "a-3"]}
 
 
-def told(**changed: Any) -> dict[str, Any]:
+def reported(**changed: Any) -> dict[str, Any]:
     breach = replace(BREACH, **changed)
     is_over = breach.status is BreachStatus.RESOLVED
     to_pause, held = ((), ()) if is_over else (("gpt3", "gone"), ("bert",))
@@ -97,7 +97,7 @@ def told(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("state", BreachStatus)
 def test_a_breach_is_the_contract_s(state: BreachStatus, best_effort: bool) -> None:
     resolved_s = NOW_S + 9 if state is BreachStatus.RESOLVED else None
-    content = told(status=state, best_effort=best_effort, resolved_s=resolved_s)
+    content = reported(status=state, best_effort=best_effort, resolved_s=resolved_s)
     assert problems("PowerBreachAlertData", content) == []
     assert problems("PowerBreachAlertEvent", written(POWER_BREACH_ALERT, content, uuid4(2))) == []
     assert ("shed_hints" in content) == (state is not BreachStatus.RESOLVED)
@@ -105,20 +105,20 @@ def test_a_breach_is_the_contract_s(state: BreachStatus, best_effort: bool) -> N
 
 
 def test_hints_name_nodes_of_jobs_to_pause_first_and_stop_nobody_for_best_effort() -> None:
-    hints = told()["shed_hints"]
+    hints = reported()["shed_hints"]
     assert [(hint["resource_id"], hint["action"], hint["priority"]) for hint in hints] == [
         ("a-1", "suspend", 1),
         ("a-2", "suspend", 2),
         ("a-3", "throttle", 3),
     ]
-    assert {hint["action"] for hint in told(best_effort=True)["shed_hints"]} == {"throttle"}
+    assert {hint["action"] for hint in reported(best_effort=True)["shed_hints"]} == {"throttle"}
 
 
 def test_only_an_escalated_breach_asks_for_nodes_to_be_shut_down() -> None:
     escalated = BreachStatus.ESCALATED
-    assert told()["infrastructure_actions"] == []
-    assert told(status=escalated)["infrastructure_actions"] == ["SHUTDOWN_NODES"]
-    assert told(status=escalated, best_effort=True)["infrastructure_actions"] == []
+    assert reported()["infrastructure_actions"] == []
+    assert reported(status=escalated)["infrastructure_actions"] == ["SHUTDOWN_NODES"]
+    assert reported(status=escalated, best_effort=True)["infrastructure_actions"] == []
 
 
 def test_an_envelope_says_who_and_what(tmp_path: object) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perseus.grid.dsx_flex.schedule import active, pieces, without
 from perseus.grid.dsx_flex.values import Target, TargetSet
-from tests.grid.dsx_flex.doors import NOW_S, message, target
+from tests.grid.dsx_flex.gateways import NOW_S, message, target
 
 HOURS = st.integers(0, 12)
 FEEDS = ("hall-a", "hall-b")
@@ -35,14 +35,14 @@ def plainly_w(history: list[TargetSet], feed: str, at_h: float) -> float:
     limits = []
     for sender in {some.sender for some in history}:
         own = [some for some in history if some.sender == sender]
-        told = [
+        reported = [
             each
             for some in sorted(own, key=lambda each: each.time_s)
             for each in some.targets
             if each.start_s <= at_h < each.end_s and feed in (each.feeds or FEEDS)
         ]
-        if told and told[-1].constraint is not None:
-            limits.append(told[-1].constraint.limit_w)
+        if reported and reported[-1].constraint is not None:
+            limits.append(reported[-1].constraint.limit_w)
     return min(limits, default=math.inf)
 
 

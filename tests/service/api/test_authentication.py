@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from perseus.agent.stream.call import Call
 from perseus.demo.security import Security
 from perseus.service.api.authentication import caller, calling
-from perseus.service.api.complaints import Complaints
+from perseus.service.api.refusal_log import RefusalLog
 from perseus.service.api.rpc_scopes import RPC_SCOPES
 from perseus.service.domain.errors import TokenFileUnusableError
 from perseus.service.domain.principals import ANYBODY, Grant, Principal, Scope
@@ -86,9 +86,9 @@ async def outcome(client: Client, rpc: str) -> str:
 async def joining(client: Client) -> str:
     """An agent may greet, and then be refused what it says of a rank."""
     call = Call(client.agents.Connect(timeout=TIMEOUT_S))
-    for said in (HELLO, JOINED):
+    for output in (HELLO, JOINED):
         with suppress(asyncio.InvalidStateError):  # the stream has ended; reading says why
-            await call.write(said)
+            await call.write(output)
         answer = await call.read()
     call.cancel()
     assert answer is not None
@@ -213,7 +213,7 @@ async def test_streams_end_with_their_token(site: Site, is_revoked: bool) -> Non
             assert status is not None
             assert status.details[0].Unpack(info)
             assert info.reason == ("TOKEN_REVOKED" if is_revoked else "TOKEN_EXPIRED")
-        await other.say(heartbeat=agent_service_pb2.Heartbeat())  # nobody else's ends
+        await other.send(heartbeat=agent_service_pb2.Heartbeat())  # nobody else's ends
         await other.until(lambda: any(message.HasField("heartbeat") for message in other.received))
         other.call.cancel()
 
@@ -235,7 +235,7 @@ async def test_an_agent_speaks_for_the_jobs_of_its_scope_and_its_stream_goes_on(
         assert [refused.reason for refused in agent.refused] == ["JOB_OUT_OF_SCOPE"]
         (rank,) = agent.ranks.values()
         rank.begin()
-        await agent.say(telemetry=agent.telemetry(rank))
+        await agent.send(telemetry=agent.telemetry(rank))
         await agent.until(lambda: bool(agent.telemetry_refused))
         assert agent.telemetry_refused[0].reason == "JOB_OUT_OF_SCOPE"
         agent.job_id = "llama-1"
@@ -251,11 +251,11 @@ async def test_nobody_takes_over_the_stream_of_another_credential(site: Site) ->
         agent = FakeAgent(owner, "instance", [Coordinates(0, 0, 0)])
         await agent.join()
         stolen = FakeAgent(thief, "instance", [Coordinates(0, 0, 0)])
-        await stolen.say(hello=HELLO.hello)
+        await stolen.send(hello=HELLO.hello)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stolen.reader
         assert refused.value.code() is PERMISSION_DENIED
-        await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+        await agent.send(heartbeat=agent_service_pb2.Heartbeat())
         await agent.until(lambda: any(message.HasField("heartbeat") for message in agent.received))
         agent.call.cancel()
 
@@ -270,7 +270,7 @@ async def test_a_jobs_owner_keeps_it_while_it_runs(site: Site) -> None:
         (rank,) = agent.ranks.values()
         message = agent.joined(rank)
         message.owner = owner
-        await agent.say(rank_joined=message)
+        await agent.send(rank_joined=message)
         await agent.until(lambda: bool(agent.accepted or agent.refused))
         agent.call.cancel()
         return agent.refused[0].reason if agent.refused else "accepted"
@@ -391,15 +391,15 @@ def test_scopes_of_certificates_are_checked_at_the_start(tmp_path: Path) -> None
         )
 
 
-def test_complaints_say_how_many_were_left_out() -> None:
+def test_refusal_logs_say_how_many_were_left_out() -> None:
     now_s = 0.0
-    complaints = Complaints(lambda: now_s)
+    refusal_log = RefusalLog(lambda: now_s)
     with capture_logs() as logs:
         for port in range(3):
-            complaints.complain(f"ipv4:10.0.0.1:{port}", "caller refused", "TOKEN_UNKNOWN")
-        complaints.complain("ipv4:10.0.0.2:1", "caller refused", "TOKEN_UNKNOWN")
+            refusal_log.record(f"ipv4:10.0.0.1:{port}", "caller refused", "TOKEN_UNKNOWN")
+        refusal_log.record("ipv4:10.0.0.2:1", "caller refused", "TOKEN_UNKNOWN")
         now_s = 11.0
-        complaints.complain("ipv4:10.0.0.1:9", "caller refused", "TOKEN_UNKNOWN")
+        refusal_log.record("ipv4:10.0.0.1:9", "caller refused", "TOKEN_UNKNOWN")
     assert [(line["peer"], line.get("left_out")) for line in logs] == [
         ("ipv4:10.0.0.1:0", None),
         ("ipv4:10.0.0.2:1", None),
@@ -426,8 +426,8 @@ async def greeting(client: Client, instance_id: str, key: str = "") -> agent_ser
         answer = await call.read()
     except grpc.aio.AioRpcError as error:
         status, info = rpc_status.from_call(error), ErrorInfo()
-        is_told = status is not None and status.details[0].Unpack(info)
-        return f"{error.code().name} {info.reason if is_told else None}"
+        is_reported = status is not None and status.details[0].Unpack(info)
+        return f"{error.code().name} {info.reason if is_reported else None}"
     call.cancel()
     assert isinstance(answer, agent_service_pb2.ConnectResponse)
     return answer.welcome

@@ -110,7 +110,7 @@ def clocks() -> clock_statistics_pb2.ClockStatistics:
     return clock_statistics_pb2.ClockStatistics(set_count=1, prediction_error_s=0.1)
 
 
-def said(agent: FakeAgent) -> list[ConnectRequest]:
+def output(agent: FakeAgent) -> list[ConnectRequest]:
     """One valid message of each kind that has numbers, all of them set."""
     rank = agent.ranks[ALL_PLACES[0]]
     rank.begin()
@@ -162,7 +162,7 @@ async def test_every_number_that_an_agent_says_has_bounds(tmp_path: Path) -> Non
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
         await agent.join()
-        bases = said(agent)
+        bases = output(agent)
         paths = set(declared(ConnectRequest.DESCRIPTOR)) - OF_STREAM - OF_COORDINATOR
         found = {path for base in bases for path in paths if any(holders(base, path))}
         assert found == paths, "set what is missing"
@@ -174,7 +174,7 @@ async def test_every_number_that_an_agent_says_has_bounds(tmp_path: Path) -> Non
                     if path[0] == "telemetry" and path[-1] != "sequence":  # or it counts as taken before
                         agent.sequence += 1
                         message.telemetry.sequence = agent.sequence
-                    await agent.say(**{str(message.WhichOneof("message")): getattr(message, path[0])})
+                    await agent.send(**{str(message.WhichOneof("message")): getattr(message, path[0])})
                     try:
                         async with asyncio.timeout(TIMEOUT_S):
                             await agent.until(lambda count=count: refusals(agent) > count)  # type: ignore[misc]
@@ -366,12 +366,12 @@ async def test_every_number_that_a_client_asks_with_has_bounds(tmp_path: Path) -
                     continue
                 base = next(each for each in own if any(holders(each, path)))
                 for value, message in spoiled(base, path):
-                    told = await answer(method(message, timeout=TIMEOUT_S))
+                    reported = await answer(method(message, timeout=TIMEOUT_S))
                     fair = FAIR_ANSWERS.get((name, path[-1]))
-                    if not told.startswith(("INVALID_", "PIPELINE_OUT_OF_RANGE", "ITERATION_TIME")) and (
-                        fair is None or told != fair
+                    if not reported.startswith(("INVALID_", "PIPELINE_OUT_OF_RANGE", "ITERATION_TIME")) and (
+                        fair is None or reported != fair
                     ):
-                        let_in.append(f"{name}.{'.'.join(path)}: {value}: {told or 'let in'}")
+                        let_in.append(f"{name}.{'.'.join(path)}: {value}: {reported or 'let in'}")
         assert let_in == []
         listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
         assert [job.job_id for job in listed.jobs] == ["job"]

@@ -46,8 +46,8 @@ def test_the_coordinator_keeps_and_shows_what_a_rank_reported_last() -> None:
     rank = cluster.ranks[place]
     for each in (replace(clocks, set_count=1), clocks):
         rank.sequence += 1
-        told = batch(rank.sequence, [], 1, 0.8)._replace(clocks=each)
-        cluster.send(TelemetryArrived(place, rank.instance_id, told))
+        reported = batch(rank.sequence, [], 1, 0.8)._replace(clocks=each)
+        cluster.send(TelemetryArrived(place, rank.instance_id, reported))
     shown = {each.coordinates: each for _, each in cluster.machine.run.ranks.select(RankFilter(), 0)}
     assert rank_to_proto(shown[place]).clocks == WIRE
     assert not rank_to_proto(shown[Coordinates(0, 1, 0)]).HasField("clocks")

@@ -17,10 +17,10 @@ from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.shell.test_registering_large_jobs import calls_of
 from tests.torture.malformed_messages import conversation, filled, valid
 
-MOST_CALLS = 2 * 65_536
+MAX_CALLS = 2 * 65_536
 """Functions that are called for as many computations as a job may have; a message has room for millions."""
 
-MOST_COMPUTATIONS = 8192
+MAX_COMPUTATIONS = 8192
 """Of a problem that a service solves by default."""
 
 
@@ -32,7 +32,7 @@ def refused(message: Message) -> int:
         if isinstance(message, job_service_pb2.RegisterJobRequest):
             spec_from_proto(message.spec)
         elif isinstance(message, frontier_service_pb2.SolveRequest):
-            check_problem_size(message.problem, 3, MOST_COMPUTATIONS)
+            check_problem_size(message.problem, 3, MAX_COMPUTATIONS)
             problem_from_proto(message.problem)
         elif isinstance(message, ConnectRequest):
             joined_from_proto(message.rank_joined, "instance", "host")
@@ -57,7 +57,7 @@ def test_requests_with_texts_and_schedules(kind: type[Message]) -> None:
     assert made
     for message in made:
         assert message.ByteSize() > 1_900_000
-        assert refused(message) < MOST_CALLS
+        assert refused(message) < MAX_CALLS
 
 
 def test_ranks_with_clocks() -> None:
@@ -65,4 +65,4 @@ def test_ranks_with_clocks() -> None:
     joined = [each for each in made if each.rank_joined.ByteSize() > 1_900_000]
     assert joined
     for message in joined:
-        assert refused(message) < MOST_CALLS
+        assert refused(message) < MAX_CALLS

@@ -32,15 +32,15 @@ async def test_errors_are_events_once_each(client: Client) -> None:
     agent = FakeAgent(client, "agent", [])
     await agent.hello()
     lost = gpu_error(1, rank_pb2.GPU_ERROR_REASON_LOST)
-    await agent.say(gpu_error=lost)
+    await agent.send(gpu_error=lost)
     await agent.until(lambda: len(agent.refused) == 1)
     assert (agent.refused[0].reason, agent.refused[0].rank) == ("JOB_NOT_FOUND", lost.rank)
 
     await client.register()
     for _ in range(2):
-        await agent.say(gpu_error=lost)
-    await agent.say(gpu_error=gpu_error(0, rank_pb2.GPU_ERROR_REASON_DRIVER_FAILED))
-    await agent.say(gpu_error=gpu_error(7, rank_pb2.GPU_ERROR_REASON_LOST))
+        await agent.send(gpu_error=lost)
+    await agent.send(gpu_error=gpu_error(0, rank_pb2.GPU_ERROR_REASON_DRIVER_FAILED))
+    await agent.send(gpu_error=gpu_error(7, rank_pb2.GPU_ERROR_REASON_LOST))
     await agent.until(lambda: len(agent.messages_refused) == 1)
     assert agent.messages_refused[0].reason == "RANK_OUT_OF_RANGE"
     assert agent.messages_refused[0].rank.stage == 7

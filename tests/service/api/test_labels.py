@@ -39,8 +39,8 @@ async def test_labels_that_can_not_be_are_named(
     tmp_path: Path, labels: list[tuple[str, str]], expected: str, found: str
 ) -> None:
     async with running_here(make_settings(tmp_path)) as (address, _), Channels(address).open() as channel:
-        said = [Label(key=key, value=value) for key, value in labels]
-        request = RegisterJobRequest(spec=spec_message(), request_id="1", labels=said)
+        message = [Label(key=key, value=value) for key, value in labels]
+        request = RegisterJobRequest(spec=spec_message(), request_id="1", labels=message)
         _, reason, values = await refusal(Client(channel).jobs.RegisterJob(request))
     assert reason == "INVALID_FIELD"
     assert values["field"].startswith("labels")

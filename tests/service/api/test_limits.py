@@ -231,19 +231,19 @@ async def test_who_sends_too_fast_is_slowed_down_and_loses_nothing(tmp_path: Pat
         other = FakeAgent(client, "b", [])
         await agent.join()
         await other.hello()
-        count, beat_count, began_s = 3 * rate, 0, time.monotonic()
+        count, heartbeat_count, began_s = 3 * rate, 0, time.monotonic()
         with capture_logs() as logs:
             sent = asyncio.create_task(send_batches(agent, count))
             while agent.acknowledged < count:  # meanwhile others are answered
                 other.received.clear()
-                await other.say(heartbeat=agent_service_pb2.Heartbeat())
+                await other.send(heartbeat=agent_service_pb2.Heartbeat())
                 await other.until(lambda: any(each.HasField("heartbeat") for each in other.received))
-                beat_count += 1
+                heartbeat_count += 1
                 await asyncio.sleep(0.02)
             await sent
         took_s = time.monotonic() - began_s
         assert took_s >= (count - 2 * rate) / rate, "a second's worth at once, and then the rate"
-        assert beat_count > 1
+        assert heartbeat_count > 1
         assert agent.telemetry_refused == []
         assert not agent.reader.done(), "its stream is there still"
         slowed = [line for line in logs if "slowed down" in line["event"]]
@@ -256,7 +256,7 @@ async def send_batches(agent: FakeAgent, count: int) -> None:
     rank = agent.ranks[ALL_PLACES[0]]
     for _ in range(count):
         rank.begin()
-        await agent.say(telemetry=agent.telemetry(rank))
+        await agent.send(telemetry=agent.telemetry(rank))
 
 
 async def test_nothing_is_allocated_for_a_number_that_is_merely_stated(tmp_path: Path) -> None:

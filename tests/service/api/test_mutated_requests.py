@@ -213,7 +213,7 @@ def offered(context: _Context) -> bool:
     return any(each.HasField("plan_offer") for each in context.written)
 
 
-async def said_by(coordinator: Coordinator, rank: Coordinates) -> tuple[object, ...]:
+async def output_of(coordinator: Coordinator, rank: Coordinates) -> tuple[object, ...]:
     """What a job knows of a rank from its own agent."""
     found = next(
         each for _, each in await coordinator.jobs.ranks("job", RankFilter(), 0) if each.coordinates == rank
@@ -221,13 +221,13 @@ async def said_by(coordinator: Coordinator, rank: Coordinates) -> tuple[object, 
     return found.state, found.instance_id, found.gpu, found.in_force_version, found.iteration, found.clocks
 
 
-async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.ConnectRequest]) -> _Context:
+async def converse(coordinator: Coordinator, instance_id: str, output: list[wire.ConnectRequest]) -> _Context:
     """Say it all on one stream, and wait until it is answered or the stream has ended."""
     context = _Context()
 
     async def speak() -> AsyncIterator[wire.ConnectRequest]:
         yield wire.ConnectRequest(hello=wire.Hello(instance_id=instance_id))
-        for request in said:
+        for request in output:
             yield request
         context.answered.clear()
         yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
@@ -239,7 +239,7 @@ async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.C
     return context
 
 
-async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
+async def check(path: Path, output: list[wire.ConnectRequest]) -> None:
     store = await SqlStore.open(path)
     coordinator = Coordinator(store, *unused_solvers(), RULES, Retention())
     await coordinator.start()
@@ -265,16 +265,16 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         theirs = asyncio.create_task(service.Connect(speak(), others))  # type: ignore[arg-type]
         await others.answered.wait()
         await coordinator.flush()
-        before = await said_by(coordinator, THEIRS)
+        before = await output_of(coordinator, THEIRS)
         assert before[0] is RankState.CONNECTED
 
         with capture_logs() as logs:
-            context = await converse(coordinator, "mine", [*beginning(MINE), *said])
+            context = await converse(coordinator, "mine", [*beginning(MINE), *output])
         assert [line for line in logs if line["log_level"] == "error"] == []
         if context.status is not None:
             assert context.status.details.startswith("Connect: expected hello once")
         await coordinator.flush()
-        assert await said_by(coordinator, THEIRS) == before
+        assert await output_of(coordinator, THEIRS) == before
         for job in coordinator.live:
             assert isinstance(job.machine, JobMachine), "no job is quarantined"
             job.machine.validate()
@@ -298,7 +298,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
     again = await SqlStore.open(path)
     restarted = Coordinator(again, *unused_solvers(), RULES, Retention())
     await restarted.start()
-    assert (await said_by(restarted, THEIRS))[1:3] == before[1:3]
+    assert (await output_of(restarted, THEIRS))[1:3] == before[1:3]
     await again.close()
 
 
@@ -325,9 +325,9 @@ async def test_what_was_hostile_once_ends_nothing_but_itself(tmp_path: Path) -> 
 
 @pytest.mark.slow("every example starts a coordinator and its store twice")
 @pytest.mark.timeout(600)
-@given(said=st.lists(requests(), min_size=1, max_size=12))
+@given(output=st.lists(requests(), min_size=1, max_size=12))
 def test_nothing_that_an_agent_says_ends_more_than_itself(
-    tmp_path_factory: Any, said: list[wire.ConnectRequest]
+    tmp_path_factory: Any, output: list[wire.ConnectRequest]
 ) -> None:
     with calling(ANYBODY), patch.object(writer, "GATHERING_S", 0.0):
-        asyncio.run(check(tmp_path_factory.mktemp("store") / "jobs.db", said))
+        asyncio.run(check(tmp_path_factory.mktemp("store") / "jobs.db", output))

@@ -24,8 +24,8 @@ async def test_of_the_offers_for_a_rank_only_the_latest_waits_and_answers_go_fir
     box.replace("rank 0", offer(1))
     box.replace("rank 1", offer(2))
     box.replace("rank 0", offer(3))
-    box.answer(accepted("a"))
-    box.answer(accepted("b"))
+    box.enqueue(accepted("a"))
+    box.enqueue(accepted("b"))
     assert await box.take() == ([accepted("a"), accepted("b"), offer(2), offer(3)], False)
 
 
@@ -34,20 +34,20 @@ async def test_taking_waits_for_the_next_message() -> None:
     taking = asyncio.create_task(box.take())
     await asyncio.sleep(0)
     assert not taking.done()
-    box.answer(accepted("a"))
+    box.enqueue(accepted("a"))
     assert await taking == ([accepted("a")], False)
 
 
 async def test_a_closed_outbox_still_sends_what_waits() -> None:
     box = Outbox()
-    box.answer(accepted("a"))
+    box.enqueue(accepted("a"))
     box.close()
     assert await box.take() == ([accepted("a")], True)
 
 
 async def test_an_ended_outbox_sends_nothing_and_tells_the_first_reason() -> None:
     box = Outbox()
-    box.answer(accepted("a"))
+    box.enqueue(accepted("a"))
     box.end(LeaseExpiredError(instance_id="x", lease_s=3))
     box.end(ReaderTooSlowError(limit=1))
     with pytest.raises(LeaseExpiredError, match="'x' was silent for longer than its lease of 3 s"):
@@ -58,12 +58,12 @@ async def test_an_agent_that_asks_on_without_reading_is_ended(monkeypatch: pytes
     monkeypatch.setattr(outbox, "BYTES_LIMIT", 1000)
     box = Outbox()
     while not box.ended.done():
-        box.answer(accepted("a" * 63))
-    assert len(box._answers) == 0
+        box.enqueue(accepted("a" * 63))
+    assert len(box._queue) == 0
     for _ in range(3):  # nothing gathers any more
-        box.answer(accepted("b"))
+        box.enqueue(accepted("b"))
         box.replace("rank 0", offer(1))
-    assert (len(box._answers), len(box._latest)) == (0, 0)
+    assert (len(box._queue), len(box._latest)) == (0, 0)
     with pytest.raises(ReaderTooSlowError, match="more than 1000 bytes"):
         await box.take()
 
@@ -75,7 +75,7 @@ async def test_what_is_replaced_dropped_or_taken_counts_no_more(monkeypatch: pyt
         box.replace("acknowledgement", offer(version))
         box.replace(("job", version), offer(version))
         box.drop(("job", version))
-        box.answer(accepted(str(version)))
+        box.enqueue(accepted(str(version)))
         assert await box.take() == ([accepted(str(version)), offer(version)], False)
     assert not box.ended.done()
     assert box._bytes == 0
@@ -84,13 +84,13 @@ async def test_what_is_replaced_dropped_or_taken_counts_no_more(monkeypatch: pyt
 async def test_the_latest_acknowledgement_follows_the_answers() -> None:
     box = Outbox()
     box.acknowledge(1)
-    for index in range(outbox._TAKEN_AT_ONCE + 1):
-        box.answer(accepted(str(index)))
+    for index in range(outbox._TAKE_BATCH + 1):
+        box.enqueue(accepted(str(index)))
     box.acknowledge(2)
     first, _ = await box.take()
     assert all(message.HasField("rank_accepted") for message in first)
     (last, ack), _ = await box.take()
-    assert (last, ack.telemetry_ack.sequence) == (accepted(str(outbox._TAKEN_AT_ONCE)), 2)
+    assert (last, ack.telemetry_ack.sequence) == (accepted(str(outbox._TAKE_BATCH)), 2)
     box.end(ReaderTooSlowError(limit=1))
     box.acknowledge(3)
     assert box._acknowledged is None, "nobody takes it any more"
@@ -101,19 +101,19 @@ async def test_a_message_that_is_larger_than_all_may_be_together_is_sent(
 ) -> None:
     monkeypatch.setattr(outbox, "BYTES_LIMIT", 10)
     box = Outbox()
-    box.answer(accepted("job"))
+    box.enqueue(accepted("job"))
     assert await box.take() == ([accepted("job")], False)
 
 
 async def test_many_messages_are_taken_a_few_at_a_time_in_their_order() -> None:
     box = Outbox()
     for index in range(100):
-        box.answer(accepted(str(index)))
+        box.enqueue(accepted(str(index)))
         box.replace(index, offer(index))
     box.close()
     taken, is_last = [], False
     while not is_last:
         messages, is_last = await box.take()
-        assert len(messages) <= outbox._TAKEN_AT_ONCE
+        assert len(messages) <= outbox._TAKE_BATCH
         taken += messages
     assert taken == [*(accepted(str(index)) for index in range(100)), *(offer(index) for index in range(100))]

@@ -110,7 +110,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FleetClock:
 
 
 async def is_held(client: Client) -> bool:
-    return (await client.job()).HasField("budget_iteration_time_s")
+    return (await client.job()).HasField("budget_target_iteration_time_s")
 
 
 async def is_free(client: Client) -> bool:
@@ -245,16 +245,16 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_p
             await agent.settle()
             held = await client.job()
             assert held.min_planned_iteration_time_s > before.max_planned_iteration_time_s
-            assert held.budget_iteration_time_s == pytest.approx(held.t_slow_s)
+            assert held.budget_target_iteration_time_s == pytest.approx(held.t_slow_s)
             feed = await power.feed()
-            assert (feed.limit_w, list(feed.held_job_ids)) == (1.0, ["job"])
+            assert (feed.limit_w, list(feed.slowed_job_ids)) == (1.0, ["job"])
             offers = len(agent.offers)
 
     async with connected(settings) as client:
         power = Budgets(client)
         (budget,) = (await power.listed()).budgets
         assert (budget.state, budget.correlation_id) == (pb.BUDGET_STATE_IN_FORCE, "evt-1")
-        assert (await client.job()).budget_iteration_time_s == held.budget_iteration_time_s
+        assert (await client.job()).budget_target_iteration_time_s == held.budget_target_iteration_time_s
         agent.use(client)
         await agent.join()
 
@@ -275,10 +275,12 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_p
         assert free.max_planned_iteration_time_s == before.max_planned_iteration_time_s
         await agent.end()
         await client.finish()
-        told = [event.budget_paced for event in await client.events() if event.HasField("budget_paced")]
-        assert told[0].iteration_time_s == held.budget_iteration_time_s
-        assert told[0].is_urgent
-        assert not told[-1].HasField("iteration_time_s")
+        reported = [
+            event.budget_target_set for event in await client.events() if event.HasField("budget_target_set")
+        ]
+        assert reported[0].iteration_time_s == held.budget_target_iteration_time_s
+        assert reported[0].is_urgent
+        assert not reported[-1].HasField("iteration_time_s")
 
 
 @pytest.mark.parametrize(
@@ -326,8 +328,8 @@ async def test_a_budget_that_can_not_be_read_limits_to_the_safe_side_until_someb
                 return await found_w() == {"hall": 5000.0}
 
             await until(is_lifted)
-    (told,) = [line for line in logs if line["event"].startswith("a power budget can't be read")]
-    assert (told["log_level"], told["budget_ids"][0]) == ("error", "lost")
+    (reported,) = [line for line in logs if line["event"].startswith("a power budget can't be read")]
+    assert (reported["log_level"], reported["budget_ids"][0]) == ("error", "lost")
     assert check_database(settings.database) == []
 
 
@@ -349,7 +351,7 @@ async def test_what_gpus_draw_is_known_from_their_agents_before_any_iteration_is
         assert agent.welcome.power_interval_s == 1.0
 
         async def is_known() -> bool:
-            await agent.say(**reading(agent, 250.0, idle=60.0, foreign=400.0))
+            await agent.send(**reading(agent, 250.0, idle=60.0, foreign=400.0))
             # Means over some seconds, of which the first ones knew nothing.
             return 1100.0 < (await power.feed("hall")).unmanaged_w <= 4 * 250 + 460.001
 
@@ -357,17 +359,17 @@ async def test_what_gpus_draw_is_known_from_their_agents_before_any_iteration_is
         await agent.end()
 
 
-def ceilings_mhz(agent: FakeAgent) -> list[int]:
+def max_clocks_mhz(agent: FakeAgent) -> list[int]:
     """All that the agent was told since it joined; 0 for none."""
-    told = [(m.rank_accepted, m.rank_ceiling, m.WhichOneof("message")) for m in agent.received]
+    reported = [(m.rank_accepted, m.rank_max_clock, m.WhichOneof("message")) for m in agent.received]
     return [
-        (accepted if kind == "rank_accepted" else limited).ceiling.clock_mhz
-        for accepted, limited, kind in told
-        if kind in ("rank_accepted", "rank_ceiling")
+        (accepted if kind == "rank_accepted" else limited).max_clock.clock_mhz
+        for accepted, limited, kind in reported
+        if kind in ("rank_accepted", "rank_max_clock")
     ]
 
 
-async def test_a_restart_lifts_no_ceiling_of_a_job_without_plans(tmp_path: Path) -> None:
+async def test_a_restart_lifts_no_max_clock_of_a_job_without_plans(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         await client.register()
@@ -376,11 +378,11 @@ async def test_a_restart_lifts_no_ceiling_of_a_job_without_plans(tmp_path: Path)
         await Budgets(client).set(limit_w=600.0)
 
         async def is_held_down() -> bool:
-            await agent.say(**reading(agent, 250.0))
-            return 0 < ceilings_mhz(agent)[-1] <= 0.6 * service_fakes.CLOCKS_MHZ[0]
+            await agent.send(**reading(agent, 250.0))
+            return 0 < max_clocks_mhz(agent)[-1] <= 0.6 * service_fakes.CLOCKS_MHZ[0]
 
         await until(is_held_down)
-        held_mhz = ceilings_mhz(agent)[-1]
+        held_mhz = max_clocks_mhz(agent)[-1]
 
     agent.received.clear()
     async with connected(settings) as client:
@@ -388,11 +390,11 @@ async def test_a_restart_lifts_no_ceiling_of_a_job_without_plans(tmp_path: Path)
         await agent.join()
 
         async def is_known() -> bool:
-            await agent.say(**reading(agent, 100.0))  # under the ceiling there is room
+            await agent.send(**reading(agent, 100.0))  # under the ceiling there is room
             return (await Budgets(client).feed()).unmanaged_w > 390.0
 
         await until(is_known)
-        assert set(ceilings_mhz(agent)) == {held_mhz}
+        assert set(max_clocks_mhz(agent)) == {held_mhz}
         await agent.end()
 
 
@@ -429,7 +431,7 @@ async def held_beside_another(tmp_path: Path) -> AsyncIterator[tuple[FakeAgent, 
 
 
 def is_held_at(job: job_pb2.Job, iteration_time_s: float) -> bool:
-    return job.budget_iteration_time_s == pytest.approx(iteration_time_s)
+    return job.budget_target_iteration_time_s == pytest.approx(iteration_time_s)
 
 
 async def is_reckoned_with(client: Client, agent: FakeAgent) -> bool:
@@ -437,7 +439,7 @@ async def is_reckoned_with(client: Client, agent: FakeAgent) -> bool:
     return (await Budgets(client).feed()).managed_w > 0
 
 
-async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(
+async def test_a_restart_lifts_no_target_while_nothing_is_known_of_another_job(
     tmp_path: Path, clock: FleetClock
 ) -> None:
     """That one may train on before its agent is back, and draw what would otherwise be given away."""
@@ -452,7 +454,7 @@ async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(
 
         async def is_faster() -> bool:
             await agent.iterate()
-            return (await client.job()).budget_iteration_time_s < 0.99 * slowest_s
+            return (await client.job()).budget_target_iteration_time_s < 0.99 * slowest_s
 
         clock.ahead_s = 10 * TIMEOUT_S  # the other one's lease is over
         await until(is_faster)
@@ -475,8 +477,10 @@ async def test_a_budget_that_ends_after_a_restart_lets_go_whatever_is_not_known(
 
 def asked_s(agent: FakeAgent) -> float:
     """How often the agent is to report what its GPUs draw."""
-    beats_s = [m.heartbeat.power_interval_s for m in agent.received if m.WhichOneof("message") == "heartbeat"]
-    return max([agent.welcome.power_interval_s, *beats_s])
+    heartbeats_s = [
+        m.heartbeat.power_interval_s for m in agent.received if m.WhichOneof("message") == "heartbeat"
+    ]
+    return max([agent.welcome.power_interval_s, *heartbeats_s])
 
 
 async def test_until_a_budget_is_set_nothing_looks_at_feeds_and_no_agent_is_asked(
@@ -493,7 +497,7 @@ async def test_until_a_budget_is_set_nothing_looks_at_feeds_and_no_agent_is_aske
     settings = make_settings(tmp_path)
     async with connected(settings) as client, planned(client) as agent:
         power = Budgets(client)
-        await agent.say(heartbeat=pb_agents.Heartbeat())
+        await agent.send(heartbeat=pb_agents.Heartbeat())
         await agent.until(lambda: any(m.WhichOneof("message") == "heartbeat" for m in agent.received))
         assert asked_s(agent) == 0.0
         assert len(looks) == 1, "at the start, which tells the limits that are configured"
@@ -504,10 +508,10 @@ async def test_until_a_budget_is_set_nothing_looks_at_feeds_and_no_agent_is_aske
         await agent.until(lambda: asked_s(agent) == 1.0)
 
         async def is_falling() -> bool:
-            return (await power.feed()).HasField("ceiling_w")
+            return (await power.feed()).HasField("power_cap_w")
 
         await until(is_falling)
-        assert (await power.feed()).ceiling_w == pytest.approx(drawn_w, rel=0.02), "from what is drawn"
+        assert (await power.feed()).power_cap_w == pytest.approx(drawn_w, rel=0.02), "from what is drawn"
     async with connected(settings) as client:
         agent.received.clear()
         agent.use(client)
@@ -521,7 +525,7 @@ async def test_who_watches_feeds_is_told_what_is_drawn_though_nothing_is_configu
         call: Any = power.stub.WatchFeeds(pb.WatchFeedsRequest(), timeout=TIMEOUT_S)
         assert (await call.read()).feed.managed_w > 0
         await agent.until(lambda: asked_s(agent) == 1.0)
-        await agent.say(**reading(agent, 250.0, idle=60.0))
+        await agent.send(**reading(agent, 250.0, idle=60.0))
         while not (await call.read()).feed.unmanaged_w:
             pass
         call.cancel()
@@ -532,7 +536,7 @@ async def test_what_is_told_of_this_second_counts_and_not_the_latest_iteration(t
         iteration_w = (await client.job()).figures.power_w
 
         async def is_more() -> bool:
-            await agent.say(**reading(agent, iteration_w))
+            await agent.send(**reading(agent, iteration_w))
             return (await power.feed("hall")).measured_w > 2 * iteration_w
 
         await until(is_more)
@@ -543,7 +547,7 @@ async def test_a_reading_that_cannot_be_is_refused_by_itself(tmp_path: Path) -> 
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
         await agent.join()
-        await agent.say(power_reading=pb_agents.PowerReading(duration_s=1.0, gpu_uuid=["g"], power_w=[-1.0]))
+        await agent.send(power_reading=pb_agents.PowerReading(duration_s=1.0, gpu_uuid=["g"], power_w=[-1.0]))
         await agent.until(lambda: bool(agent.messages_refused))
         refused = agent.messages_refused[0]
         assert (refused.reason, refused.field) == ("INVALID_FIELD", "power_reading.power_w[0]")
@@ -564,14 +568,14 @@ async def test_a_tolerance_is_kept_exactly_and_the_feed_says_that_its_limit_is_n
         held = await client.job()
         overhead_s = max(0.0, before.baseline.iteration_time_s - before.no_slowdown_time.iteration_time_s)
         own_s = before.no_slowdown_time.iteration_time_s + overhead_s
-        assert held.budget_iteration_time_s > before.max_planned_iteration_time_s
-        assert held.budget_iteration_time_s + overhead_s <= own_s / 0.95 * (1 + 1e-9)
+        assert held.budget_target_iteration_time_s > before.max_planned_iteration_time_s
+        assert held.budget_target_iteration_time_s + overhead_s <= own_s / 0.95 * (1 + 1e-9)
 
-        async def is_said() -> bool:
+        async def is_sent() -> bool:
             feed = await power.feed()
             return not feed.is_compliant and list(feed.job_ids_to_pause) == ["job"]
 
-        await until(is_said)
+        await until(is_sent)
 
 
 async def test_a_budget_that_ends_lets_go_by_itself(tmp_path: Path, clock: FleetClock) -> None:
@@ -627,9 +631,9 @@ async def test_who_watches_is_told_how_feeds_stand_and_what_changes(tmp_path: Pa
         assert [feed.feed for feed in first] == ["default", "hall"]
         assert not first[0].HasField("limit_w")
         await power.set(limit_w=700.0)
-        while not (told := (await call.read()).feed).HasField("limit_w") or told.feed != "default":
+        while not (reported := (await call.read()).feed).HasField("limit_w") or reported.feed != "default":
             pass
-        assert told.limit_w == 700.0
+        assert reported.limit_w == 700.0
         call.cancel()
         other = power.stub.WatchFeeds(pb.WatchFeedsRequest(feed="cellar"), timeout=TIMEOUT_S)
         assert (await refusal(other.read()))[1] == "FEED_NOT_FOUND"

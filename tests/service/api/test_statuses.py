@@ -77,9 +77,9 @@ def test_a_status_carries_reason_domain_and_every_value(
 
 def test_a_retryable_error_says_when_to_try_again_and_others_do_not() -> None:
     assert delays_s(errors.JobNotFoundError(job_id="a")) == []
-    told_s = [delay_s for _ in range(20) for delay_s in delays_s(errors.SolverBusyError(limit=3))]
-    assert all(1.0 <= delay_s < 2.0 for delay_s in told_s)
-    assert len(set(told_s)) > 10, "who is refused together does not come again together"
+    reported_s = [delay_s for _ in range(20) for delay_s in delays_s(errors.SolverBusyError(limit=3))]
+    assert all(1.0 <= delay_s < 2.0 for delay_s in reported_s)
+    assert len(set(reported_s)) > 10, "who is refused together does not come again together"
 
 
 def delays_s(error: errors.CoordinatorError) -> list[float]:

@@ -36,14 +36,14 @@ async def agent_of(
         agent.call.cancel()
 
 
-async def tell_powers(agent: FakeAgent, **powers_w: float) -> None:
+async def report_powers(agent: FakeAgent, **powers_w: float) -> None:
     """Say what GPUs draw, and wait until that has been heard."""
     reading = agent_service_pb2.PowerReading(
         duration_s=1.0, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
     )
     agent.received.clear()
-    await agent.say(power_reading=reading)
-    await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+    await agent.send(power_reading=reading)
+    await agent.send(heartbeat=agent_service_pb2.Heartbeat())
     await agent.until(lambda: any(message.HasField("heartbeat") for message in agent.received))
 
 
@@ -60,8 +60,8 @@ async def test_made_up_gpus_count_for_nobody(site: Site) -> None:
         await power.set(limit_w=2000.0)
 
         async def is_known() -> bool:
-            await tell_powers(liar, **made_up)
-            await tell_powers(honest, **own)
+            await report_powers(liar, **made_up)
+            await report_powers(honest, **own)
             # A mean over some seconds, of which the first knew nothing.
             return (await power.feed()).unmanaged_w > 900.0
 
@@ -70,7 +70,7 @@ async def test_made_up_gpus_count_for_nobody(site: Site) -> None:
         assert state.unmanaged_w <= 1000.001
         assert state.measured_w <= 1000.001
         assert not state.job_ids_to_pause
-        assert state.doubtful_gpu_count == 0
+        assert state.conflicting_gpu_count == 0
 
 
 async def test_a_tenant_s_own_gpus_count_with_what_they_can_draw_at_most(site: Site) -> None:
@@ -81,13 +81,13 @@ async def test_a_tenant_s_own_gpus_count_with_what_they_can_draw_at_most(site: S
         await liar.join_ranks()
 
         async def is_known() -> bool:
-            await tell_powers(liar, **gpus)
+            await report_powers(liar, **gpus)
             return (await power.feed()).unmanaged_w > 9_000.0
 
         await until(is_known)
         state = await power.feed()
         assert state.unmanaged_w <= 4 * 2500.001
-        assert state.doubtful_gpu_count == 4
+        assert state.conflicting_gpu_count == 4
 
 
 async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(site: Site) -> None:
@@ -99,7 +99,7 @@ async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(
         await power.set(limit_w=1e6)  # no agent is heard of its GPUs before there is a budget
 
         async def is_known() -> bool:
-            await tell_powers(agent, idle=60.0)
+            await report_powers(agent, idle=60.0)
             return 50.0 < (await power.feed()).unmanaged_w <= 60.001
 
         await until(is_known)
@@ -108,7 +108,7 @@ async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(
 async def test_an_agent_is_refused_on_a_host_that_its_credential_is_not_for(site: Site) -> None:
     async with site.as_(await site.new("nodes", "agent:*@node-1,node-2*")) as client:
         agent = FakeAgent(client, "agent", ALL_PLACES)
-        await agent.say(hello=agent_service_pb2.Hello(instance_id="agent", hostname="host"))
+        await agent.send(hello=agent_service_pb2.Hello(instance_id="agent", hostname="host"))
         code, reason, metadata = await refusal(agent.reader)
         assert (code, reason) == (grpc.StatusCode.PERMISSION_DENIED, "HOST_OUT_OF_SCOPE")
         assert metadata == {"principal": "token nodes", "hostname": "host"}

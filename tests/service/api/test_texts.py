@@ -32,18 +32,18 @@ UNARY = [each for service in SERVICES for each in service.methods if not each.cl
 def texts(descriptor: Descriptor, above: Path_ = ()) -> Iterator[Path_]:
     """The way to every text field in a message."""
     for field in descriptor.fields:
-        way = (*above, field)
+        path = (*above, field)
         if field.type == FieldDescriptor.TYPE_STRING:
-            yield way
+            yield path
         elif field.message_type is not None:
-            yield from texts(field.message_type, way)
+            yield from texts(field.message_type, path)
 
 
-def put(message: Message, way: Path_, text: str) -> str:
+def put(message: Message, path: Path_, text: str) -> str:
     """Put a text there, and return the field's name as errors have it."""
     names = []
     part: Any = message
-    for field in way[:-1]:
+    for field in path[:-1]:
         value = getattr(part, field.name)
         names.append(field.name + ("[0]" if field.is_repeated else ""))
         if field.is_repeated:
@@ -51,7 +51,7 @@ def put(message: Message, way: Path_, text: str) -> str:
         else:
             value.SetInParent()
             part = value
-    last = way[-1]
+    last = path[-1]
     if last.is_repeated:
         getattr(part, last.name).append(text)
     else:
@@ -60,9 +60,9 @@ def put(message: Message, way: Path_, text: str) -> str:
 
 
 REQUESTS = [
-    pytest.param(method, way, id=f"{method.name}-{'.'.join(field.name for field in way)}")
+    pytest.param(method, path, id=f"{method.name}-{'.'.join(field.name for field in path)}")
     for method in UNARY
-    for way in texts(method.input_type)
+    for path in texts(method.input_type)
 ]
 
 
@@ -73,15 +73,15 @@ def test_there_are_such_fields() -> None:
     }
 
 
-@pytest.mark.parametrize(("method", "way"), REQUESTS)
+@pytest.mark.parametrize(("method", "path"), REQUESTS)
 async def test_a_request_with_such_a_text_is_refused(
-    method: MethodDescriptor, way: Path_, tmp_path: Path
+    method: MethodDescriptor, path: Path_, tmp_path: Path
 ) -> None:
     make = message_factory.GetMessageClass(method.input_type)
     async with connected(make_settings(tmp_path)) as client:
         for text in HOSTILE:
             request = make()
-            name = put(request, way, text)
+            name = put(request, path, text)
             code, info = await answer(client, method, request)
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert (info.reason, info.metadata["field"]) == ("INVALID_FIELD", name)
@@ -104,25 +104,25 @@ async def answer(
     return caught.value.code(), info
 
 
-SAID = [
-    pytest.param(way, id=".".join(field.name for field in way))
-    for way in texts(ConnectRequest.DESCRIPTOR)
+SENT = [
+    pytest.param(path, id=".".join(field.name for field in path))
+    for path in texts(ConnectRequest.DESCRIPTOR)
     # Words for people, which are only logged (and made printable there): refusing them helps nobody.
-    if way[0].name not in {"message_refused", "goodbye"}
+    if path[0].name not in {"message_refused", "goodbye"}
 ]
 
 
-@pytest.mark.parametrize("way", SAID)
-async def test_what_an_agent_says_with_such_a_text_is_refused_by_itself(way: Path_, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", SENT)
+async def test_what_an_agent_says_with_such_a_text_is_refused_by_itself(path: Path_, tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         for text in HOSTILE:
             call = client.agents.Connect()
-            said = ConnectRequest()
-            name = put(said, way, text)
-            if way[0].name == "hello":
-                if said.hello.instance_id == "":
-                    said.hello.instance_id = "agent"
-                await call.write(said)
+            output = ConnectRequest()
+            name = put(output, path, text)
+            if path[0].name == "hello":
+                if output.hello.instance_id == "":
+                    output.hello.instance_id = "agent"
+                await call.write(output)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call.read()
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -131,20 +131,20 @@ async def test_what_an_agent_says_with_such_a_text_is_refused_by_itself(way: Pat
             await call.write(ConnectRequest(hello=Hello(instance_id="agent")))
             welcome: Any = await call.read()
             assert welcome.HasField("welcome")
-            part = fill(said)
-            await call.write(said)
+            part = fill(output)
+            await call.write(output)
             refused: Any = await call.read()
             kind = refused.WhichOneof("message")
             assert kind in {"message_refused", "rank_refused", "telemetry_refused"}, refused
             shown = str(getattr(refused, kind))
-            assert way[-1].name in shown, (shown, part)
+            assert path[-1].name in shown, (shown, part)
             call.cancel()
 
 
-def fill(said: ConnectRequest) -> str:
+def fill(output: ConnectRequest) -> str:
     """What a message must hold beside its text, to be about a rank or GPU and otherwise fine."""
-    kind = str(said.WhichOneof("message"))
-    part = getattr(said, kind)
+    kind = str(output.WhichOneof("message"))
+    part = getattr(output, kind)
     if kind == "power_reading":
         part.duration_s = 1.0
         part.power_w[:] = [1.0]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.schedule_name import ScheduleName
-from perseus.service.api.translate_agents import ceiling_to_proto, offer_to_proto, telemetry_from_proto
+from perseus.service.api.translate_agents import max_clock_to_proto, offer_to_proto, telemetry_from_proto
 from perseus.service.api.translate_jobs import event_filter_from_proto, spec_from_proto
 from perseus.service.api.translate_problems import (
     check_problem_size,
@@ -185,16 +185,16 @@ def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: st
         ]
 
 
-def test_stock_up_to_a_ceiling_is_offered_as_stock_and_urgency_is_said() -> None:
+def test_stock_up_to_a_max_clock_is_offered_as_stock_and_urgency_is_said() -> None:
     offer = model.Offer(4, 17, model.StockClocks(900), is_urgent=True)
     message = offer_to_proto("job", Coordinates(0, 1, 0), offer, "epoch", 30.0)
     assert message.WhichOneof("clocks") == "stock"
-    assert message.urgent
+    assert message.is_urgent
 
 
-def test_a_ceiling_is_said_and_none_is_left_out() -> None:
-    assert ceiling_to_proto(None) is None
-    message = ceiling_to_proto(model.Ceiling(900, outlasts_lease=True))
+def test_a_max_clock_is_said_and_none_is_left_out() -> None:
+    assert max_clock_to_proto(None) is None
+    message = max_clock_to_proto(model.MaxClock(900, outlasts_lease=True))
     assert message is not None
     assert (message.clock_mhz, message.outlasts_lease) == (900, True)
 

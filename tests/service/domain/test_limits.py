@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.limits import Bucket, Limits
+from perseus.service.domain.limits import Limits, TokenBucket
 from tests.service.service_fakes import make_spec
 
 ARRIVALS = st.lists(
@@ -21,7 +21,7 @@ RATES = st.floats(0.5, 5000.0)
 def test_no_stretch_of_time_sees_more_than_the_rate_and_one_burst(
     rate: float, arrivals: list[tuple[float, int]]
 ) -> None:
-    bucket, now_s = Bucket(rate), 100.0
+    bucket, now_s = TokenBucket(rate), 100.0
     passed: list[tuple[float, int]] = []
     for pause_s, count in arrivals:
         now_s += pause_s
@@ -42,7 +42,7 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_burst(
 @given(st.floats(40.0, 5000.0), ARRIVALS)
 def test_who_keeps_to_the_rate_never_waits(rate: float, arrivals: list[tuple[float, int]]) -> None:
     """What comes at once is no more than a burst here."""
-    bucket, now_s = Bucket(rate), 0.0
+    bucket, now_s = TokenBucket(rate), 0.0
     for pause_s, count in arrivals:
         now_s += pause_s + count / rate
         assert bucket.take(now_s, count) <= 1e-9
@@ -50,7 +50,7 @@ def test_who_keeps_to_the_rate_never_waits(rate: float, arrivals: list[tuple[flo
 
 @given(RATES, st.integers(1, 200))
 def test_a_burst_passes_at_once_and_all_after_it_at_the_rate(rate: float, more: int) -> None:
-    bucket = Bucket(rate)
+    bucket = TokenBucket(rate)
     burst = math.floor(rate)
     if burst:
         assert bucket.take(5.0, burst) == pytest.approx(0.0, abs=1e-9)

@@ -18,7 +18,7 @@ from perseus.service.domain.principals import (
     Grant,
     Scope,
     Token,
-    TokenBook,
+    TokenRegistry,
     check_token_name,
     digest_of,
 )
@@ -87,30 +87,30 @@ def test_an_agent_has_no_more_patterns_than_allowed() -> None:
 
 
 def test_a_token_is_found_by_what_it_is_and_by_nothing_else() -> None:
-    book = TokenBook([TOKEN])
-    assert book.find("perseus_secret", 100.0) is TOKEN
+    registry = TokenRegistry([TOKEN])
+    assert registry.find("perseus_secret", 100.0) is TOKEN
     for wrong in ("perseus_secre", "perseus_secret ", "", TOKEN.digest, TOKEN.name, "\ud800"):
         with pytest.raises(TokenUnknownError):
-            book.find(wrong, 100.0)
+            registry.find(wrong, 100.0)
 
 
 def test_a_token_ends_when_it_expires_or_is_revoked() -> None:
-    book = TokenBook([replace(TOKEN, expire_time_s=200.0)])
-    assert book.find("perseus_secret", 199.9).name == "ci"
+    registry = TokenRegistry([replace(TOKEN, expire_time_s=200.0)])
+    assert registry.find("perseus_secret", 199.9).name == "ci"
     with pytest.raises(TokenExpiredError, match="'ci' has expired"):
-        book.find("perseus_secret", 200.0)
-    book.put(replace(TOKEN, revoke_time_s=150.0))
+        registry.find("perseus_secret", 200.0)
+    registry.put(replace(TOKEN, revoke_time_s=150.0))
     with pytest.raises(TokenRevokedError, match="'ci' is revoked"):
-        book.find("perseus_secret", 150.0)
+        registry.find("perseus_secret", 150.0)
 
 
 def test_a_token_that_is_replaced_is_known_no_more() -> None:
-    book = TokenBook([TOKEN])
-    book.put(replace(TOKEN, digest=digest_of("perseus_other")))
-    assert book.find("perseus_other", 100.0).name == "ci"
+    registry = TokenRegistry([TOKEN])
+    registry.put(replace(TOKEN, digest=digest_of("perseus_other")))
+    assert registry.find("perseus_other", 100.0).name == "ci"
     with pytest.raises(TokenUnknownError):
-        book.find("perseus_secret", 100.0)
-    assert [token.name for token in book.tokens] == ["ci"]
+        registry.find("perseus_secret", 100.0)
+    assert [token.name for token in registry.tokens] == ["ci"]
 
 
 @pytest.mark.parametrize("name", ["", "-a", "A", "a" * 64, "a b", "a\n"])

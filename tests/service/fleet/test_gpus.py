@@ -24,7 +24,7 @@ steps = st.lists(st.tuples(st.sampled_from(["join", "leave"]), places, gpus), ma
 def test_a_rank_is_refused_just_if_another_live_rank_of_its_principal_is_on_its_gpu(
     steps: list[tuple[str, Place, str]], claimant: str
 ) -> None:
-    stranger = Principal("token theirs", Grant(Scope.AGENT, ("c-*",)))
+    other_user = Principal("token theirs", Grant(Scope.AGENT, ("c-*",)))
     live: dict[Place, str] = {}
     index = GpuIndex(lambda job_id, rank, gpu: live.get((job_id, rank)) == gpu, lambda *_: "")
     mine = Principal("token mine", Grant(Scope.AGENT, ("a", "b")))
@@ -39,7 +39,7 @@ def test_a_rank_is_refused_just_if_another_live_rank_of_its_principal_is_on_its_
                 GpuAlreadyServedError, match=f"stage {rank.stage}, tensor 0 of job '{job_id}'"
             ):
                 index.check(mine, *place, gpu)
-            index.check(stranger, *place, gpu)  # It may be anywhere: it is only what somebody says.
+            index.check(other_user, *place, gpu)  # It may be anywhere: it is only what somebody says.
         else:
             index.check(mine, *place, gpu)
             live[place] = gpu
@@ -56,7 +56,7 @@ def joined_on(agent: FakeAgent, place: Coordinates, gpu_uuid: str) -> agent_serv
 async def answer(agent: FakeAgent, message: agent_service_pb2.RankJoined) -> str:
     """Announce a rank; return why it is refused, nothing if it is served."""
     before = len(agent.accepted), len(agent.refused)
-    await agent.say(rank_joined=message)
+    await agent.send(rank_joined=message)
     await agent.until(lambda: (len(agent.accepted), len(agent.refused)) != before)
     return agent.refused[-1].reason if len(agent.refused) > before[1] else ""
 
@@ -83,7 +83,7 @@ async def test_one_gpu_serves_one_rank_of_one_job_until_that_has_left(tmp_path: 
             rank=agent.place(first),
             reason=rank_pb2.RANK_LEFT_REASON_TRAINER_GONE,
         )
-        await agent.say(rank_left=left)
+        await agent.send(rank_left=left)
         assert await answer(agent, joined_on(agent, second, "GPU-X")) == ""
         assert await answer(agent, joined_on(agent, first, "GPU-X")) == "GPU_ALREADY_SERVED"
 
@@ -131,7 +131,7 @@ async def test_a_rank_without_a_place_or_gpu_is_refused(tmp_path: Path, absent: 
         await agent.hello()
         message = agent.joined(agent.ranks[ALL_PLACES[0]])
         message.ClearField("rank" if absent == "rank" else "gpu")
-        await agent.say(rank_joined=message)
+        await agent.send(rank_joined=message)
         await agent.until(lambda: bool(agent.refused or agent.messages_refused))
         assert (await client.ranks())[0].state == rank_pb2.RANK_STATE_EXPECTED
         if absent == "rank":  # there is no rank to refuse

@@ -205,7 +205,7 @@ def simulated(
         mean_j, float(((at_stock_j - mean_j) ** 2).sum()), (mean_j,),
     )  # fmt: skip
     meter, hours = EnergyMeter(), {}
-    for plan, plan_mean_j in enumerate(PLAN_MEANS_J):
+    for plan, plan_mean_j in enumerate(PLAN_SETTINGS_J):
         energies_j = rng.normal(plan_mean_j, plan_sd_j, count)
         for energy_j in energies_j.tolist():
             iteration = JobIteration(1, (plan,), True, 1.0, (energy_j,), state=JobState.PLANNED)
@@ -218,7 +218,7 @@ def simulated(
     return only(groups)
 
 
-PLAN_MEANS_J = (110.0, 80.0, 85.0)
+PLAN_SETTINGS_J = (110.0, 80.0, 85.0)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_interval_covers_what_was_really_saved(
 ) -> None:
     """In 95 of 100 runs; 1.96 standard errors of a short baseline would cover fewer."""
     rng = np.random.default_rng(20)
-    really_j = count * sum(100.0 - mean_j for mean_j in PLAN_MEANS_J)
+    really_j = count * sum(100.0 - mean_j for mean_j in PLAN_SETTINGS_J)
     trials = 1_500
     covered = by_normal = 0
     for _ in range(trials):

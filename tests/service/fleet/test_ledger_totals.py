@@ -63,10 +63,10 @@ def close(found: float | None, expected: float | None) -> bool:
 
 @given(st.lists(hours(), max_size=30), st.sampled_from([Rates(), NOW]), st.integers(0, LAST_HOUR))
 def test_they_are_what_a_statement_of_everything_says(
-    ledger: list[EnergyGroup], now: Rates, first_look: int
+    ledger: list[EnergyGroup], now: Rates, first_view: int
 ) -> None:
     totals = RunningTotals(0)
-    added_up(totals, [each for each in ledger if each.first_hour <= first_look], first_look, now)
+    added_up(totals, [each for each in ledger if each.first_hour <= first_view], first_view, now)
     added_up(totals, ledger, LAST_HOUR, now)
     whole = statement(sorted(ledger, key=lambda each: each.run_number), now).total
     found = totals.known

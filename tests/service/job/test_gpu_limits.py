@@ -34,7 +34,7 @@ def asked_keys(cluster: TruthfulCluster) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("limits", [GpuLimits(250.0), GpuLimits(300.0, (7,)), GpuLimits(0.0)])
-def test_another_limit_or_profile_is_measured_anew_and_breaks_no_promise(limits: GpuLimits) -> None:
+def test_another_limit_or_profile_is_measured_anew_and_violates_no_prediction(limits: GpuLimits) -> None:
     cluster = planned()
     keys = asked_keys(cluster)[-1]
     set_limits(cluster, limits)
@@ -52,7 +52,7 @@ def test_another_limit_or_profile_is_measured_anew_and_breaks_no_promise(limits:
     cluster.run_until(JobState.PLANNED)
     assert asked_keys(cluster)[-1] != keys, "it is not taken for the same work on the same GPUs"
     cluster.run(20)
-    assert cluster.announced(event_pb2.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PredictionViolated) == []
     (_, rank), *_ = cluster.machine.run.ranks.select(RankFilter(), 0)
     assert rank.gpu is not None
     assert (rank.gpu.power_limit_w, rank.gpu.power_profiles) == limits
@@ -102,7 +102,7 @@ def test_a_change_while_the_agent_was_away_is_seen_when_it_is_back() -> None:
 def test_a_job_at_stock_stays_there_but_goes_on_from_nothing_old() -> None:
     cluster = planned()
     for _ in range(3):
-        cluster.machine._course.fall_back("the test wants it so")
+        cluster.machine._lifecycle.fall_back("the test wants it so")
     set_limits(cluster, GpuLimits(200.0))
     cluster.run(2)
     cluster.expect(JobState.STOCK)

@@ -119,7 +119,7 @@ def test_what_is_shown_outlives_the_coordinator() -> None:
     assert after.last_event_sequence > before.last_event_sequence
     # What was measured last is measured anew; no iteration of the baseline is kept to be looked at.
     assert (before.baseline.has_timeline, after.baseline.has_timeline) == (True, False)
-    assert after.figures.promised_iteration_time_s == before.figures.promised_iteration_time_s
+    assert after.figures.predicted_iteration_time_s == before.figures.predicted_iteration_time_s
     for job in (before, after):
         job.ClearField("figures")
         job.ClearField("last_event_sequence")
@@ -195,7 +195,7 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
     cluster = Cluster(make_spec(pipelines=counts[0], stages=counts[1], tensors=counts[2]))
     places = list(cluster.ranks)
     for index in joined:
-        cluster.tell(cluster.ranks[places[index % len(places)]].joined())
+        cluster.handle(cluster.ranks[places[index % len(places)]].joined())
     found = cluster.machine.run.ranks
     for pipeline, stage in product(
         range(counts[0]) if has_pipeline else [None], range(counts[1]) if has_stage else [None]
@@ -232,8 +232,8 @@ def test_a_baseline_that_every_rank_tells_of_at_once_can_be_looked_at() -> None:
     cluster = Cluster(make_spec(pipelines=1))
     cluster.join_all()
     for rank in cluster.ranks.values():
-        told = batch(1, range(4), 0, 0.8, order=rank.order)
-        cluster.send(TelemetryArrived(rank.place, rank.instance_id, told))
+        reported = batch(1, range(4), 0, 0.8, order=rank.order)
+        cluster.send(TelemetryArrived(rank.place, rank.instance_id, reported))
     cluster.expect(JobState.PROFILING)
     measured = views.timeline(cluster.machine.run, 0, from_baseline=True)
     assert measured.timeline.iteration in range(4)

@@ -34,7 +34,7 @@ def test_a_policy_stretches_the_plan() -> None:
     t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
     (time_s,) = set(cluster.planned_times_s())
     assert t_min_s < time_s <= 1.1 * t_min_s
-    commands = cluster.tell(PolicySet(OperatingPolicy()))
+    commands = cluster.handle(PolicySet(OperatingPolicy()))
     assert events(commands) == [
         event_pb2.JOB_EVENT_TYPE_POLICY_SET,
         event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
@@ -43,13 +43,13 @@ def test_a_policy_stretches_the_plan() -> None:
     cluster.carry_out(commands)
     cluster.iterate(3)
     assert set(cluster.planned_times_s()) == {t_min_s}
-    assert cluster.tell(PolicySet(OperatingPolicy())) == []
+    assert cluster.handle(PolicySet(OperatingPolicy())) == []
 
 
 def test_a_straggler_moves_the_other_pipelines_only_and_its_end_moves_them_back() -> None:
     cluster = planned(pipelines=3)
     t_min_s = views.solved_frontier(cluster.machine.run).t_min_s
-    commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     assert {rank.pipeline for rank in offers(commands)} == {1, 2}
     assert len({offer.version for offer in offers(commands).values()}) == 1
     cluster.carry_out(commands)
@@ -57,11 +57,11 @@ def test_a_straggler_moves_the_other_pipelines_only_and_its_end_moves_them_back(
     own_s, *others_s = cluster.planned_times_s()
     assert own_s == t_min_s
     assert t_min_s < others_s[0] == others_s[1] <= 1.2 * t_min_s
-    assert cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2))) == []
+    assert cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))) == []
     cluster.send(StragglerCleared(0))
     cluster.iterate(3)
     assert set(cluster.planned_times_s()) == {t_min_s}
-    assert cluster.tell(StragglerCleared(0)) == []
+    assert cluster.handle(StragglerCleared(0)) == []
 
 
 def test_of_several_stragglers_the_slowest_counts_and_a_second_report_replaces_the_first() -> None:
@@ -123,7 +123,7 @@ def test_a_straggler_known_before_the_frontier_counts_from_the_first_plan() -> N
 def test_an_impossible_straggler_is_refused_and_changes_nothing(straggler: Straggler) -> None:
     cluster = planned()
     with pytest.raises(InvalidFieldError):
-        cluster.tell(StragglerReported(straggler))
+        cluster.handle(StragglerReported(straggler))
     assert cluster.machine.run.planner.straggler_times_s() == {}
 
 
@@ -131,23 +131,23 @@ def test_a_pipeline_that_is_not_there_is_refused() -> None:
     cluster = planned()
     for event in (StragglerReported(Straggler(2, slowdown_factor=1.5)), StragglerCleared(-1)):
         with pytest.raises(PipelineOutOfRangeError):
-            cluster.tell(event)
+            cluster.handle(event)
 
 
 def test_an_offer_that_came_too_late_is_offered_anew_under_the_same_version() -> None:
     cluster = planned()
-    commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     late = offers(commands)[THIRD]
     for rank in (cluster.ranks[THIRD], cluster.ranks[FOURTH]):
         rank.iteration = late.start_iteration
     refused = cluster.ranks[THIRD].answer(late)
     assert refused.refusal is RefusalReason.PAST_START
-    commands = cluster.tell(refused)
+    commands = cluster.handle(refused)
     assert events(commands) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     again = Offer(late.version, late.start_iteration + 4, late.clocks)
     assert actions(commands) == [SendOffer(THIRD, "agent-1", again), SendOffer(FOURTH, "agent-1", again)]
     # The other rank's answer to the first offer is older than the new one: nothing more happens.
-    assert cluster.tell(cluster.ranks[FOURTH].answer(late)) == []
+    assert cluster.handle(cluster.ranks[FOURTH].answer(late)) == []
     cluster.carry_out(commands)
     cluster.iterate(6)
     assert {cluster.ranks[place].in_force.version for place in (THIRD, FOURTH)} == {late.version}
@@ -155,8 +155,8 @@ def test_an_offer_that_came_too_late_is_offered_anew_under_the_same_version() ->
 
 def test_a_refusal_of_stock_is_told_and_not_repeated() -> None:
     cluster = planned()
-    stock = offers(cluster.tell(SolveFailed("made up")))[FIRST]
-    commands = cluster.tell(
+    stock = offers(cluster.handle(SolveFailed("made up")))[FIRST]
+    commands = cluster.handle(
         OfferAnswered(FIRST, "agent-0", EPOCH, stock.version, RefusalReason.NOT_PERMITTED, "", 30)
     )
     assert events(commands) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
@@ -168,7 +168,7 @@ def test_answers_to_older_versions_and_other_epochs_are_ignored() -> None:
     version = cluster.machine.record.version
     for epoch, number in ((EPOCH, version - 1), ("another", version)):
         answer = OfferAnswered(FIRST, "agent-0", epoch, number, RefusalReason.NOT_PERMITTED, "", 1)
-        assert cluster.tell(answer) == []
+        assert cluster.handle(answer) == []
 
 
 def test_a_rank_that_gave_an_accepted_offer_back_is_offered_it_again() -> None:
@@ -180,7 +180,7 @@ def test_a_rank_that_gave_an_accepted_offer_back_is_offered_it_again() -> None:
     assert rank.pending is not None
     assert rank.in_force.version != rank.pending.version
     rank.pending = None
-    commands = cluster.tell(PlanInForce(FIRST, rank.instance_id, "", 0, rank.iteration + 1))
+    commands = cluster.handle(PlanInForce(FIRST, rank.instance_id, "", 0, rank.iteration + 1))
     assert [command.rank for command in commands if isinstance(command, SendOffer)][:1] == [FIRST]
     cluster.carry_out(commands)
     cluster.iterate_until(JobState.PLANNED)
@@ -190,7 +190,7 @@ def test_a_rank_that_fell_back_to_stock_is_offered_its_plan_again() -> None:
     cluster = planned()
     rank = cluster.ranks[FIRST]
     fallen = PlanInForce(FIRST, "agent-0", "", 0, rank.iteration)
-    commands = cluster.tell(fallen)
+    commands = cluster.handle(fallen)
     offer = cluster.machine.run.offers.of_rank(FIRST)
     assert actions(commands) == [SendOffer(FIRST, "agent-0", offer)]
     assert offer.version == rank.in_force.version

@@ -51,8 +51,8 @@ def test_profiling_begins_with_the_highest_clock_two_iterations_ahead() -> None:
     for rank in cluster.ranks.values():
         rank.begin()
     for place in (FIRST, SECOND, THIRD):
-        assert not offers(cluster.tell(cluster.ranks[place].end(0.8)))
-    commands = cluster.tell(cluster.ranks[FOURTH].end(0.8))
+        assert not offers(cluster.handle(cluster.ranks[place].end(0.8)))
+    commands = cluster.handle(cluster.ranks[FOURTH].end(0.8))
     expected = Offer(1, 3, HoldClocks((CLOCKS_MHZ[0],) * 2))
     assert offers(commands) == dict.fromkeys((FIRST, SECOND, THIRD, FOURTH), expected)
     assert events(commands) == [
@@ -102,7 +102,7 @@ def test_a_clock_is_measured_when_every_rank_has_every_computation_often_enough(
         rank.sequence += 1
         energy = estimate(order or rank.order, version, count, 1400)
         some = batch(rank.sequence, [], version, 0.8, energy=energy)
-        return cluster.tell(TelemetryArrived(rank.place, rank.instance_id, some))
+        return cluster.handle(TelemetryArrived(rank.place, rank.instance_id, some))
 
     assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in events(report(first, 3))
     assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in events(report(second, 2))
@@ -152,16 +152,16 @@ def test_solving_runs_at_stock_and_asks_once() -> None:
             if in_force:
                 cluster.send(in_force)
         for rank in cluster.ranks.values():
-            commands = cluster.tell(rank.end(0.8))
+            commands = cluster.handle(rank.end(0.8))
             solves += [command for command in commands if isinstance(command, Solve)]
             for command in commands:
                 if isinstance(command, SendOffer):
-                    cluster.tell(cluster.ranks[command.rank].answer(command.offer))
+                    cluster.handle(cluster.ranks[command.rank].answer(command.offer))
     assert len(solves) == 1
     assert set(solves[0].problem.profiles) == {
         (s, 0, kind) for s in range(2) for kind in (Kind.FORWARD, Kind.BACKWARD)
     }
     assert {offer.clocks for offer in cluster.machine.run.offers} == {STOCK}
-    commands = cluster.tell(SolveFailed("no luck"))
+    commands = cluster.handle(SolveFailed("no luck"))
     assert events(commands) == [event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED, event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
     cluster.expect(JobState.STOCK)

@@ -18,7 +18,7 @@ from perseus.service.domain.commands import (
     AcceptRank,
     Command,
     EndStream,
-    SendCeiling,
+    SendMaxClock,
     SendOffer,
     Solve,
 )
@@ -27,9 +27,9 @@ from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
-    CeilingOrdered,
+    BudgetTargetSet,
+    MaxClockSet,
     OfferAnswered,
-    PaceOrdered,
     PolicySet,
     RankLeft,
     ResumeRequested,
@@ -56,7 +56,7 @@ PLACES = list(make_spec().parallelism.all_coordinates())
 LEASE_S = 10.0
 
 
-class RandomLife(RuleBasedStateMachine):
+class RandomRun(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cluster = Cluster(
@@ -67,7 +67,7 @@ class RandomLife(RuleBasedStateMachine):
         self.joined: set[Coordinates] = set()
         self.sent_versions: dict[Coordinates, int] = {}
         self.unknown: list[OfferAnswered] = []
-        self.told: TelemetryArrived | None = None
+        self.reported: TelemetryArrived | None = None
         self.incarnations = 0
         self.may_be_at_stock = False
 
@@ -81,8 +81,8 @@ class RandomLife(RuleBasedStateMachine):
                 assert version >= self.sent_versions.get(command.rank, 0), "a version went backwards"
                 self.sent_versions[command.rank] = version
                 self.waiting.append(command)
-            elif isinstance(command, AcceptRank | SendCeiling):
-                self.rank(command.rank).limit(command.ceiling)
+            elif isinstance(command, AcceptRank | SendMaxClock):
+                self.rank(command.rank).limit(command.max_clock)
             elif isinstance(command, Solve):
                 self.problems.append(command)
             elif isinstance(command, EndStream):
@@ -99,23 +99,23 @@ class RandomLife(RuleBasedStateMachine):
     def deliver_one(self) -> None:
         command = self.waiting.popleft()
         rank = self.rank(command.rank)
-        self.take(self.cluster.tell(rank.answer(command.offer)))
+        self.take(self.cluster.handle(rank.answer(command.offer)))
         if (in_force := rank.apply()) is not None:
-            self.take(self.cluster.tell(in_force))
+            self.take(self.cluster.handle(in_force))
 
     def step(self, rank: FakeRank) -> None:
         in_force = rank.begin()
         if rank.place in self.joined:
             if in_force is not None:
-                self.take(self.cluster.tell(in_force))
-            self.told = rank.end(0.8)
-            self.tell_telemetry(self.told)
+                self.take(self.cluster.handle(in_force))
+            self.reported = rank.end(0.8)
+            self.take_telemetry(self.reported)
 
-    def tell_telemetry(self, told: TelemetryArrived) -> None:
+    def take_telemetry(self, reported: TelemetryArrived) -> None:
         """It is refused, and changes nothing, of a rank that the machine has lost."""
         before = self.cluster.job(is_full=True)
         try:
-            self.take(self.cluster.tell(told))
+            self.take(self.cluster.handle(reported))
         except (RankNotServedError, TelemetryOutdatedError):
             assert self.cluster.job(is_full=True) == before
 
@@ -123,12 +123,12 @@ class RandomLife(RuleBasedStateMachine):
         self.joined.add(place)
         self.waiting = deque(command for command in self.waiting if command.rank != place)
         self.rank(place).pending = None
-        self.take(self.cluster.tell(self.rank(place).joined()))
+        self.take(self.cluster.handle(self.rank(place).joined()))
         # What was offered to the trainer before is answered only now, on the same stream.
         late = [answer for answer in self.unknown if answer.rank == place]
         self.unknown = [answer for answer in self.unknown if answer.rank != place]
         for answer in late:
-            self.take(self.cluster.tell(answer))
+            self.take(self.cluster.handle(answer))
 
     def lose(self, place: Coordinates) -> None:
         self.joined.discard(place)
@@ -140,11 +140,11 @@ class RandomLife(RuleBasedStateMachine):
         self.waiting = deque(command for command in self.waiting if command.rank != place)
         self.rank(place).start_trainer()
         left = RankLeft(place, self.rank(place).instance_id, RankLeftReason.TRAINER_GONE)
-        self.take(self.cluster.tell(left))
+        self.take(self.cluster.handle(left))
 
     def calm_down(self) -> None:
         """Trainers are in step, all ranks join, offers arrive, problems are solved, iterations go by."""
-        self.order_ceiling(None)
+        self.set_max_clock(None)
         if len({rank.iteration for rank in self.cluster.ranks.values()}) > 1:
             for place in PLACES:
                 self.lose(place)
@@ -197,7 +197,7 @@ class RandomLife(RuleBasedStateMachine):
     def disconnect(self, pipeline: int) -> None:
         instance_id = self.instance_of(pipeline)
         self.break_stream(instance_id)
-        self.take(self.cluster.tell(AgentDisconnected(instance_id)))
+        self.take(self.cluster.handle(AgentDisconnected(instance_id)))
 
     @rule(pipeline=st.integers(0, 1))
     def end_agent(self, pipeline: int) -> None:
@@ -210,7 +210,7 @@ class RandomLife(RuleBasedStateMachine):
                 rank.start_trainer()
                 rank.instance_id = f"agent-{pipeline}.{self.incarnations}"
                 rank.is_permitted, rank.missing_mhz = True, frozenset()
-        self.take(self.cluster.tell(AgentLeft(instance_id)))
+        self.take(self.cluster.handle(AgentLeft(instance_id)))
 
     @rule(place=st.sampled_from(PLACES))
     def run_one_iteration(self, place: Coordinates) -> None:
@@ -239,7 +239,7 @@ class RandomLife(RuleBasedStateMachine):
     @rule()
     def finish_solving(self) -> None:
         frontier = solve(self.problems.popleft().problem, point_count=4)
-        self.take(self.cluster.tell(Solved(frontier)))
+        self.take(self.cluster.handle(Solved(frontier)))
 
     @precondition(lambda self: len(self.waiting) > 1)
     @rule()
@@ -256,7 +256,7 @@ class RandomLife(RuleBasedStateMachine):
         if not luck:
             fallen = self.rank(place).lose_permission()
             if place in self.joined:
-                self.take(self.cluster.tell(fallen))
+                self.take(self.cluster.handle(fallen))
 
     @rule(place=st.sampled_from(PLACES), clock_mhz=st.sampled_from(CLOCKS_MHZ), luck=st.integers(0, 1))
     def lose_clock(self, place: Coordinates, clock_mhz: int, luck: int) -> None:
@@ -264,13 +264,13 @@ class RandomLife(RuleBasedStateMachine):
         if not luck:
             self.rank(place).missing_mhz |= {clock_mhz}
 
-    @precondition(lambda self: self.told is not None)
+    @precondition(lambda self: self.reported is not None)
     @rule()
     def repeat_telemetry(self) -> None:
         """What was told before changes nothing."""
-        assert self.told is not None
-        if self.told.rank in self.joined:
-            self.tell_telemetry(self.told)
+        assert self.reported is not None
+        if self.reported.rank in self.joined:
+            self.take_telemetry(self.reported)
 
     @precondition(lambda self: self.joined)
     @rule(data=st.data())
@@ -281,45 +281,45 @@ class RandomLife(RuleBasedStateMachine):
         old = OfferAnswered(
             rank.place, rank.instance_id, epoch, 0, RefusalReason.NOT_PERMITTED, "", rank.iteration
         )
-        self.take(self.cluster.tell(old))
+        self.take(self.cluster.handle(old))
 
     @rule(pipeline=st.integers(0, 1), factor=st.sampled_from([1.0, 1.1, 1.3, 5.0]))
     def report_straggler(self, pipeline: int, factor: float) -> None:
-        self.take(self.cluster.tell(StragglerReported(Straggler(pipeline, slowdown_factor=factor))))
+        self.take(self.cluster.handle(StragglerReported(Straggler(pipeline, slowdown_factor=factor))))
 
     @rule(pipeline=st.integers(0, 1))
     def clear_straggler(self, pipeline: int) -> None:
-        self.take(self.cluster.tell(StragglerCleared(pipeline)))
+        self.take(self.cluster.handle(StragglerCleared(pipeline)))
 
     @rule(percent=st.sampled_from([0.0, 5.0, 20.0]))
     def set_policy(self, percent: float) -> None:
-        self.take(self.cluster.tell(PolicySet(OperatingPolicy(percent))))
+        self.take(self.cluster.handle(PolicySet(OperatingPolicy(percent))))
 
-    @rule(pace_s=st.sampled_from([None, 0.5, 0.9, 100.0]), is_urgent=st.booleans())
-    def order_pace(self, pace_s: float | None, is_urgent: bool) -> None:
-        self.take(self.cluster.tell(PaceOrdered(pace_s, is_urgent)))
+    @rule(target_time_s=st.sampled_from([None, 0.5, 0.9, 100.0]), is_urgent=st.booleans())
+    def set_budget_target(self, target_time_s: float | None, is_urgent: bool) -> None:
+        self.take(self.cluster.handle(BudgetTargetSet(target_time_s, is_urgent)))
 
-    @rule(ceiling_mhz=st.sampled_from([None, None, 1400, 1150, 500]))
-    def order_ceiling(self, ceiling_mhz: int | None) -> None:
-        self.take(self.cluster.tell(CeilingOrdered(ceiling_mhz)))
+    @rule(max_clock_mhz=st.sampled_from([None, None, 1400, 1150, 500]))
+    def set_max_clock(self, max_clock_mhz: int | None) -> None:
+        self.take(self.cluster.handle(MaxClockSet(max_clock_mhz)))
         for place in self.joined:
-            assert self.rank(place).ceiling == self.cluster.machine.record.ceiling
+            assert self.rank(place).max_clock == self.cluster.machine.record.max_clock
 
     @rule()
     def resume(self) -> None:
         if self.cluster.machine.record.state is JobState.STOCK:
             self.may_be_at_stock = False
-        self.take(self.cluster.tell(ResumeRequested()))
+        self.take(self.cluster.handle(ResumeRequested()))
 
     @rule(seconds=st.sampled_from([0.1, 4.0, LEASE_S]))
     def let_time_pass(self, seconds: float) -> None:
         self.cluster.now_s += seconds
-        self.take(self.cluster.tell(Tick()))
+        self.take(self.cluster.handle(Tick()))
 
     @rule()
     def heartbeats(self) -> None:
         for instance_id in {self.rank(place).instance_id for place in self.joined}:
-            self.take(self.cluster.tell(AgentHeard(instance_id)))
+            self.take(self.cluster.handle(AgentHeard(instance_id)))
 
     @rule()
     def restart_coordinator(self) -> None:
@@ -339,18 +339,18 @@ class RandomLife(RuleBasedStateMachine):
         state = self.cluster.machine.record.state
         assert state is not JobState.FINISHED
         if state is JobState.STOCK and not self.may_be_at_stock:
-            told = [event.message for event in self.cluster.events()]
-            assert all(self.cannot_be_clocked(stage) for stage in range(2)), told[-5:]
+            reported = [event.message for event in self.cluster.events()]
+            assert all(self.cannot_be_clocked(stage) for stage in range(2)), reported[-5:]
             self.may_be_at_stock = True
 
     def teardown(self) -> None:
         self.calm_down()
         machine = self.cluster.machine
-        told = [event.message for event in self.cluster.events()]
+        reported = [event.message for event in self.cluster.events()]
         self.never_at_stock_for_no_reason()
-        assert machine.record.state is (JobState.STOCK if self.may_be_at_stock else JobState.PLANNED), told[
-            -5:
-        ]
+        assert machine.record.state is (JobState.STOCK if self.may_be_at_stock else JobState.PLANNED), (
+            reported[-5:]
+        )
         self.cluster.expect_in_force()
         for place, rank in self.cluster.ranks.items():
             clocks_mhz = stage_clocks(rank.in_force.clocks, place.stage)
@@ -363,8 +363,8 @@ class RandomLife(RuleBasedStateMachine):
 
 pytestmark = pytest.mark.slow("a life has fifty steps, each of some iterations of a cluster")
 
-TestRandomLife = RandomLife.TestCase
-TestRandomLife.settings = settings(
+TestRandomRun = RandomRun.TestCase
+TestRandomRun.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking a life takes minutes.
     suppress_health_check=[HealthCheck.filter_too_much],
 )

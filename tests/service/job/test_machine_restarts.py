@@ -36,7 +36,7 @@ def test_a_coordinator_restarted_while_profiling_keeps_what_was_measured() -> No
     assert len(profiled) == len(set(profiled)) == len(measured_clocks_mhz(cluster))
 
 
-def told_in_force(cluster: Cluster) -> list[int]:
+def reported_in_force(cluster: Cluster) -> list[int]:
     """The versions of which was said that they are in force on a pipeline."""
     return [
         event.pipeline_clocks.version
@@ -50,7 +50,7 @@ def test_clocks_offered_before_a_restart_and_in_force_after_it_are_told_of_once(
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     version = max(cluster.offered_versions)
-    assert version not in told_in_force(cluster)
+    assert version not in reported_in_force(cluster)
     cluster.restart()
     cluster.join_all()
     cluster.iterate(4)
@@ -58,7 +58,7 @@ def test_clocks_offered_before_a_restart_and_in_force_after_it_are_told_of_once(
     cluster.join_all()
     cluster.iterate(2)
     cluster.expect_in_force()
-    assert told_in_force(cluster).count(version) == cluster.spec.parallelism.pipeline_count
+    assert reported_in_force(cluster).count(version) == cluster.spec.parallelism.pipeline_count
 
 
 def test_events_are_numbered_without_gaps_across_restarts() -> None:

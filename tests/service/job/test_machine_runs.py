@@ -17,12 +17,12 @@ from perseus.service.domain.inputs import (
     SolveFailed,
 )
 from perseus.service.domain.model import Gpu, JobState, RankLeftReason
-from perseus.service.domain.records import MOST_REQUEST_IDS, ProfiledWork
+from perseus.service.domain.records import MAX_REQUEST_IDS, ProfiledWork
 from perseus.service.domain.specification import Registration
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.drift import BLOCK
-from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
+from perseus.service.job.planning.plan_watch import MAX_PREDICTION_VIOLATIONS
 from perseus.service.job.profiling.profiler import HOLD_LIMIT
 from perseus.service.job.profiling.work_keys import work_keys
 from perseus.service.job.rules import Rules
@@ -58,12 +58,12 @@ def test_ranks_of_another_specification_are_refused_and_nothing_changes() -> Non
 
 def test_who_registered_a_run_is_known_after_a_restart_as_far_back_as_the_limit() -> None:
     cluster = Cluster(make_spec())
-    for number in range(MOST_REQUEST_IDS):
+    for number in range(MAX_REQUEST_IDS):
         cluster.send(RegisteredAgain(Registration(f"request {number}", f"fingerprint {number}")))
     assert not cluster.machine._takes(REGISTRATION.spec_fingerprint), "the oldest one is forgotten"
     cluster.restart()
     known = cluster.machine.registrations.registrations
-    assert [some.request_id for some in known] == [f"request {n}" for n in range(MOST_REQUEST_IDS)]
+    assert [some.request_id for some in known] == [f"request {n}" for n in range(MAX_REQUEST_IDS)]
     before = len(cluster.history)
     cluster.send(RegisteredAgain(known[-1]))
     assert len(cluster.history) == before, "a retry stores nothing"
@@ -146,14 +146,14 @@ def test_a_restart_does_not_lead_back_to_stock() -> None:
     cluster.iterate_until(JobState.PLANNED)
 
 
-def test_the_count_of_broken_promises_begins_anew() -> None:
+def test_the_count_of_violated_predictions_begins_anew() -> None:
     cluster = TruthfulCluster(lag_s=0.006).plan()
     cluster.run(BLOCK)
     for lag_s in (0.010, 0.013):  # transfers take longer and longer
         cluster.lag_s = lag_s
         cluster.run(BLOCK)
     cluster.expect(JobState.STOCK)
-    assert len(cluster.announced(event_pb2.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
+    assert len(cluster.announced(event_pb2.PredictionViolated)) == MAX_PREDICTION_VIOLATIONS + 1
     cluster.send(ResumeRequested())
     cluster.run_until(JobState.PLANNED)
     assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"], (
@@ -161,41 +161,41 @@ def test_the_count_of_broken_promises_begins_anew() -> None:
     )
     cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
     cluster.run(BLOCK)
-    assert len(cluster.announced(event_pb2.PromiseBroken)) == MOST_BROKEN_PROMISES + 2
+    assert len(cluster.announced(event_pb2.PredictionViolated)) == MAX_PREDICTION_VIOLATIONS + 2
     cluster.expect(JobState.PLANNED)
 
 
-def test_broken_promises_survive_a_restart_and_are_made_up_for_by_kept_ones(
+def test_violated_predictions_survive_a_restart_and_are_made_up_for_by_kept_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan_watch, "FORGIVING_ITERATIONS", 2 * BLOCK)
     cluster = TruthfulCluster(lag_s=0.006).plan()
     cluster.run(BLOCK)
-    assert cluster.machine.record.broken_promise_count == 1
+    assert cluster.machine.record.prediction_violation_count == 1
     cluster.run(3 * BLOCK)
-    assert cluster.machine.record.broken_promise_count == 0
+    assert cluster.machine.record.prediction_violation_count == 0
     cluster.lag_s = 0.010
     cluster.run(BLOCK)
-    assert cluster.machine.record.broken_promise_count == 1
+    assert cluster.machine.record.prediction_violation_count == 1
     cluster.run(3 * BLOCK)
     cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
     cluster.run(BLOCK)
-    assert len(cluster.announced(event_pb2.PromiseBroken)) > MOST_BROKEN_PROMISES
-    broken_count = cluster.machine.record.broken_promise_count
-    assert 1 <= broken_count <= MOST_BROKEN_PROMISES
+    assert len(cluster.announced(event_pb2.PredictionViolated)) > MAX_PREDICTION_VIOLATIONS
+    violation_count = cluster.machine.record.prediction_violation_count
+    assert 1 <= violation_count <= MAX_PREDICTION_VIOLATIONS
     cluster.expect(JobState.PLANNED)
     cluster.restart()
-    assert cluster.machine.record.broken_promise_count == broken_count, "a restart forgives nothing"
+    assert cluster.machine.record.prediction_violation_count == violation_count, "a restart forgives nothing"
 
 
 def test_what_was_given_up_is_tried_again() -> None:
     cluster = Cluster(make_spec(), Rules(lease_s=30.0, baseline_iterations=1, profile_iterations=1))
     cluster.join_all()
     for rank in cluster.ranks.values():
-        rank.tells_energy = rank.place.stage != 1
+        rank.reports_energy = rank.place.stage != 1
     cluster.iterate_until(JobState.STOCK, limit=len(CLOCKS_MHZ) * (HOLD_LIMIT + 4))
     for rank in cluster.ranks.values():
-        rank.tells_energy = True
+        rank.reports_energy = True
     cluster.send(ResumeRequested())
     cluster.iterate_until(JobState.PLANNED)
 
@@ -225,7 +225,7 @@ def test_a_job_in_another_state_stays_as_it_is(state: JobState) -> None:
     else:
         cluster.iterate_until(state)
     before = cluster.job(is_full=True)
-    assert cluster.tell(ResumeRequested()) == []
+    assert cluster.handle(ResumeRequested()) == []
     assert cluster.job(is_full=True) == before
 
 

@@ -15,7 +15,7 @@ from perseus.service.domain.inputs import TelemetryArrived, Tick
 from perseus.service.domain.model import HoldClocks, JobState
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.profiling.profiler import HOLD_LIMIT
-from perseus.service.job.progress import PATIENCE_ITERATIONS, PATIENCE_S
+from perseus.service.job.progress import NO_PROGRESS_ITERATIONS, NO_PROGRESS_TIMEOUT_S
 from perseus.service.job.rules import Rules
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, make_spec
 
@@ -33,7 +33,7 @@ def iteration_time_s(clock_mhz: int) -> float:
 
 SLOWEST_S = iteration_time_s(CLOCKS_MHZ[-1])
 ROUND_S = HOLD_LIMIT * ITERATIONS * (SLOWEST_S - STOCK_S)
-NO_PROGRESS_S = 2 * max(PATIENCE_S, (PATIENCE_ITERATIONS + ITERATIONS) * SLOWEST_S)
+NO_PROGRESS_S = 2 * max(NO_PROGRESS_TIMEOUT_S, (NO_PROGRESS_ITERATIONS + ITERATIONS) * SLOWEST_S)
 """After so long without a step a job has to say why; a reason may need its patience twice."""
 
 
@@ -104,8 +104,8 @@ class Misbehaving(Cluster):
                 again = [0] * len(batch.computations.iteration)
                 batch = batch._replace(computations=batch.computations._replace(iteration=again))
         if conduct is not Conduct.SILENT:
-            told = batch._replace(iterations=rows)
-            self.send(TelemetryArrived(rank.place, rank.instance_id, told))
+            reported = batch._replace(iterations=rows)
+            self.send(TelemetryArrived(rank.place, rank.instance_id, reported))
 
     def check_stall(self, duration_s: float) -> None:
         """A state that should lead on, and does not, has its reason; that it gets on again is a step."""

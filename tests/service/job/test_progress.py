@@ -27,7 +27,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.stall import StallReason
 from perseus.service.domain.telemetry import TelemetryBatch
-from perseus.service.job.progress import PATIENCE_ITERATIONS, PATIENCE_S
+from perseus.service.job.progress import NO_PROGRESS_ITERATIONS, NO_PROGRESS_TIMEOUT_S
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
 from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
@@ -80,7 +80,7 @@ class Troubled(Cluster):
             if deadline_s is not None and deadline_s <= self.now_s:
                 self.send(Tick())
 
-    def told(self) -> list[tuple[event_pb2.JobEventType.ValueType, event_pb2.Stall]]:
+    def reported(self) -> list[tuple[event_pb2.JobEventType.ValueType, event_pb2.Stall]]:
         """Stalls that began and ended."""
         return [(event.type, event.stall) for event in self.events() if event.HasField("stall")]
 
@@ -90,7 +90,7 @@ class Troubled(Cluster):
                 event_pb2.JobEventType.Name(kind).removeprefix("JOB_EVENT_TYPE_"),
                 event_pb2.StallReason.Name(stall.reason).removeprefix("STALL_REASON_"),
             )
-            for kind, stall in self.told()
+            for kind, stall in self.reported()
         ]
 
 
@@ -135,11 +135,11 @@ def without_energy(batch: TelemetryBatch) -> TelemetryBatch:
 def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
     cluster = Troubled()
     cluster.send(cluster.ranks[FIRST].joined())
-    assert cluster.told() == []
-    cluster.pass_time(PATIENCE_S - 1)
-    assert cluster.told() == []
+    assert cluster.reported() == []
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S - 1)
+    assert cluster.reported() == []
     cluster.pass_time(1)
-    ((_, stalled),) = cluster.told()
+    ((_, stalled),) = cluster.reported()
     assert stalled.reason == event_pb2.STALL_REASON_RANK_MISSING
     assert stalled.rank == coordinates_to_proto(SECOND)
     assert stalled.rank_count == 3
@@ -154,7 +154,7 @@ def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
         Coordinates(1, 0, 0),
         2,
     )
-    assert len(cluster.told()) == 1
+    assert len(cluster.reported()) == 1
     cluster.join_all()
     assert cluster.reasons() == [("STALLED", "RANK_MISSING"), ("STALL_ENDED", "RANK_MISSING")]
     assert cluster.machine.run.progress.stall is None
@@ -162,11 +162,11 @@ def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
 
 def test_ranks_that_join_within_seconds_are_no_event() -> None:
     cluster = Troubled()
-    cluster.pass_time(PATIENCE_S - 1)
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S - 1)
     cluster.join_all()
     cluster.run_until(JobState.PLANNED)
     cluster.run(20)
-    assert cluster.told() == []
+    assert cluster.reported() == []
 
 
 def test_a_lost_rank_is_missing_since_it_was_lost() -> None:
@@ -174,8 +174,8 @@ def test_a_lost_rank_is_missing_since_it_was_lost() -> None:
     cluster.run_until(JobState.PLANNED)
     lost_s = cluster.now_s
     cluster.send(RankLeft(LAST, "agent-1", RankLeftReason.TRAINER_GONE))
-    cluster.pass_time(PATIENCE_S)
-    ((_, stalled),) = cluster.told()
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
+    ((_, stalled),) = cluster.reported()
     assert (stalled.reason, stalled.rank) == (event_pb2.STALL_REASON_RANK_MISSING, coordinates_to_proto(LAST))
     assert time_from_proto("since_time", stalled.since_time) == START_S + lost_s
     assert cluster.machine.run.progress.stall is not None
@@ -187,9 +187,9 @@ def test_a_lost_rank_is_missing_since_it_was_lost() -> None:
 
 def test_a_disconnected_rank_is_missing_while_its_lease_runs() -> None:
     cluster = joined()
-    cluster.tell(AgentDisconnected("agent-1"))
-    cluster.pass_time(PATIENCE_S)
-    ((_, stalled),) = cluster.told()
+    cluster.handle(AgentDisconnected("agent-1"))
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
+    ((_, stalled),) = cluster.reported()
     assert (stalled.reason, stalled.rank) == (
         event_pb2.STALL_REASON_RANK_MISSING,
         coordinates_to_proto(Coordinates(1, 0, 0)),
@@ -201,16 +201,16 @@ def test_a_disconnected_rank_is_missing_while_its_lease_runs() -> None:
 
 def test_ranks_without_iterations_are_told_and_so_is_that_they_begin() -> None:
     cluster = joined()
-    cluster.pass_time(PATIENCE_S)
-    ((_, stalled),) = cluster.told()
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
+    ((_, stalled),) = cluster.reported()
     assert stalled.reason == event_pb2.STALL_REASON_NO_ITERATIONS
     assert (stalled.HasField("rank"), stalled.rank_count) == (False, 4)
     assert stalled.iteration == -1
     cluster.pass_time(100)
-    assert len(cluster.told()) == 1
+    assert len(cluster.reported()) == 1
     cluster.run()
     assert cluster.reasons() == [("STALLED", "NO_ITERATIONS"), ("STALL_ENDED", "NO_ITERATIONS")]
-    cluster.pass_time(PATIENCE_S)
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
     assert cluster.reasons()[2:] == [("STALLED", "NO_ITERATIONS")]
 
 
@@ -218,7 +218,7 @@ def test_the_one_rank_that_reports_nothing_is_named() -> None:
     cluster = joined()
     cluster.silent = {LAST}
     cluster.run(20)
-    ((_, stalled),) = cluster.told()
+    ((_, stalled),) = cluster.reported()
     assert (stalled.reason, stalled.rank) == (
         event_pb2.STALL_REASON_NO_ITERATIONS,
         coordinates_to_proto(LAST),
@@ -227,14 +227,14 @@ def test_the_one_rank_that_reports_nothing_is_named() -> None:
 
 
 @pytest.mark.parametrize("state", [JobState.BASELINE, JobState.PLANNED])
-def test_patience_grows_with_the_iteration_time(state: JobState) -> None:
+def test_the_timeout_grows_with_the_iteration_time(state: JobState) -> None:
     cluster = joined(Rules(baseline_iterations=2, profile_iterations=2).model_copy(update={"lease_s": 1e6}))
     cluster.run(1, duration_s=60.0)
     cluster.run_until(state, duration_s=60.0)
     cluster.run(1, duration_s=60.0)
-    before = len(cluster.told())
-    cluster.pass_time(PATIENCE_ITERATIONS * 60.0 - 1)
-    assert len(cluster.told()) == before
+    before = len(cluster.reported())
+    cluster.pass_time(NO_PROGRESS_ITERATIONS * 60.0 - 1)
+    assert len(cluster.reported()) == before
     cluster.pass_time(1)
     assert cluster.reasons()[before:] == [("STALLED", "NO_ITERATIONS")]
 
@@ -244,7 +244,7 @@ def test_irregular_iterations_are_told_with_the_rank() -> None:
     cluster.spoiling[SECOND] = irregular
     cluster.run(20)
     cluster.expect(JobState.BASELINE)
-    ((_, stalled),) = cluster.told()
+    ((_, stalled),) = cluster.reported()
     assert (stalled.reason, stalled.rank) == (
         event_pb2.STALL_REASON_IRREGULAR_ITERATIONS,
         coordinates_to_proto(SECOND),
@@ -255,7 +255,7 @@ def test_irregular_iterations_are_told_with_the_rank() -> None:
     cluster.spoiling = dict.fromkeys(cluster.ranks, irregular)
     cluster.run(20)
     assert cluster.reasons()[2:] == [("STALLED", "IRREGULAR_ITERATIONS")]
-    assert cluster.told()[-1][1].rank_count == 4
+    assert cluster.reported()[-1][1].rank_count == 4
 
 
 def test_a_few_irregular_iterations_are_nothing_to_tell() -> None:
@@ -266,7 +266,7 @@ def test_a_few_irregular_iterations_are_nothing_to_tell() -> None:
         cluster.run(5)
         cluster.spoiling.clear()
         cluster.run(1)
-    assert cluster.told() == []
+    assert cluster.reported() == []
 
 
 def test_iterations_under_other_clocks_are_told_with_the_rank() -> None:
@@ -274,7 +274,7 @@ def test_iterations_under_other_clocks_are_told_with_the_rank() -> None:
     cluster.run_until(JobState.PROFILING)
     cluster.spoiling[LAST] = of_another_version
     cluster.run(20)
-    ((_, stalled),) = cluster.told()
+    ((_, stalled),) = cluster.reported()
     assert (stalled.reason, stalled.rank) == (event_pb2.STALL_REASON_OTHER_CLOCKS, coordinates_to_proto(LAST))
     cluster.spoiling.clear()
     cluster.run(2)
@@ -305,7 +305,7 @@ def test_repeated_iteration_numbers_are_told_until_the_rank_joins_again() -> Non
     cluster.run(2)
     cluster.spoiling[LAST] = of_iteration_0
     cluster.run(20)
-    ((_, stalled),) = cluster.told()
+    ((_, stalled),) = cluster.reported()
     assert (stalled.reason, stalled.rank) == (
         event_pb2.STALL_REASON_REPEATED_ITERATIONS,
         coordinates_to_proto(LAST),
@@ -329,7 +329,7 @@ def test_a_restart_from_a_checkpoint_repeats_iterations_on_another_connection() 
     for rank in cluster.ranks.values():
         cluster.send(rank.joined())
     cluster.run(20)
-    assert cluster.told() == []
+    assert cluster.reported() == []
 
 
 def test_a_job_that_ends_is_not_waited_for() -> None:
@@ -337,7 +337,7 @@ def test_a_job_that_ends_is_not_waited_for() -> None:
     cluster.run_until(JobState.PLANNED)
     cluster.send(RankLeft(FIRST, "agent-0", RankLeftReason.FINISHED))
     cluster.pass_time(500)
-    assert cluster.told() == []
+    assert cluster.reported() == []
     cluster.send(FinishRequested())
     assert cluster.machine.run.progress.stall is None
 
@@ -350,7 +350,7 @@ def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_wh
     cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3))
     cluster.spoiling[SECOND] = spoil
     cluster.run_until(JobState.STOCK)
-    assert [(kind, stall.rank) for kind, stall in cluster.told()] == [
+    assert [(kind, stall.rank) for kind, stall in cluster.reported()] == [
         (event_pb2.JOB_EVENT_TYPE_STALLED, coordinates_to_proto(SECOND))
     ]
     assert cluster.reasons() == [("STALLED", "NO_ENERGY_ESTIMATES")]
@@ -386,11 +386,11 @@ def test_clocks_are_released_while_nobody_tells_what_they_cost() -> None:
     assert isinstance(cluster.machine.run.offers[0].clocks, HoldClocks)
     cluster.silent = set(cluster.ranks)
     cost = cluster.machine.run.profiler.cost
-    cluster.pass_time(PATIENCE_S)
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
     cluster.expect(JobState.PROFILING)
     assert isinstance(cluster.machine.run.offers[0].clocks, StockClocks)
     extra_s = cluster.machine.run.profiler.cost.extra_time_s - cost.extra_time_s
-    assert extra_s == pytest.approx(PATIENCE_S - ITERATION_S)
+    assert extra_s == pytest.approx(NO_PROGRESS_TIMEOUT_S - ITERATION_S)
     cluster.pass_time(300)
     assert cluster.machine.run.profiler.cost.extra_time_s - cost.extra_time_s == pytest.approx(extra_s)
     cluster.silent.clear()
@@ -432,11 +432,11 @@ def test_what_profiling_cost_and_gave_up_survives_a_restart() -> None:
 
 def test_a_stall_that_ends_after_a_restart_is_told_to_have_ended() -> None:
     cluster = joined()
-    cluster.pass_time(PATIENCE_S)
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
     cluster.restart()
     assert cluster.machine.run.progress.stall is not None
     cluster.join_all()
-    cluster.pass_time(PATIENCE_S)
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
     cluster.run()
     assert cluster.reasons() == [("STALLED", "NO_ITERATIONS"), ("STALL_ENDED", "NO_ITERATIONS")]
 
@@ -446,6 +446,6 @@ def test_telemetry_that_is_refused_says_nothing() -> None:
     cluster = joined()
     stale = cluster.ranks[FIRST].end(ITERATION_S)
     with pytest.raises(RankNotServedError):
-        cluster.tell(TelemetryArrived(FIRST, "another agent", stale.batch))
-    cluster.pass_time(PATIENCE_S)
-    assert cluster.told()[0][1].rank_count == 4
+        cluster.handle(TelemetryArrived(FIRST, "another agent", stale.batch))
+    cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
+    assert cluster.reported()[0][1].rank_count == 4

@@ -43,14 +43,14 @@ def planned() -> Cluster:
     return cluster
 
 
-def put_aside(cluster: Cluster) -> tuple[RunSnapshot, list[Command]]:
+def quarantine_unstorable(cluster: Cluster) -> tuple[RunSnapshot, list[Command]]:
     return quarantine(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
 
 
 def test_a_run_is_put_at_stock_and_its_ranks_are_told() -> None:
     cluster = planned()
     known = cluster.stored()
-    snapshot, commands = put_aside(cluster)
+    snapshot, commands = quarantine_unstorable(cluster)
     refused = [command for command in commands if isinstance(command, RefuseRank)]
     assert {command.rank for command in refused} == set(cluster.ranks)
     assert all(isinstance(command.why, JobQuarantinedError) for command in refused)
@@ -81,7 +81,7 @@ def test_a_run_is_put_at_stock_and_its_ranks_are_told() -> None:
 
 def test_it_is_registered_again_and_ends_once() -> None:
     cluster = planned()
-    snapshot, _ = put_aside(cluster)
+    snapshot, _ = quarantine_unstorable(cluster)
     again = RegisteredAgain(Registration("another"))
     snapshot, (stored,) = handle(snapshot, again, 0.0, START_S)
     assert isinstance(stored, Store)
@@ -96,20 +96,20 @@ def test_it_is_registered_again_and_ends_once() -> None:
     assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED
     assert snapshot.job.finish_time.ToNanoseconds() == (START_S + 5) * 10**9
     assert handle(snapshot, FinishRequested(), 0.0, START_S + 6)[1] == []
-    assert put_aside(cluster)[1], "the job itself goes on"
+    assert quarantine_unstorable(cluster)[1], "the job itself goes on"
 
 
 def test_what_is_stored_of_it_brings_no_plan_back_and_resumes_from_its_profile() -> None:
     cluster = planned()
     version = cluster.machine.record.version
-    cluster.history += put_aside(cluster)[1]
+    cluster.history += quarantine_unstorable(cluster)[1]
     cluster.restart()
     cluster.expect(JobState.STOCK)
     assert all(offer.clocks == STOCK for offer in cluster.machine.run.offers)
     assert cluster.machine.record.version > version
     for rank in cluster.ranks.values():
         rank.start_trainer(rank.iteration)
-    commands = [command for rank in cluster.ranks.values() for command in cluster.tell(rank.joined())]
+    commands = [command for rank in cluster.ranks.values() for command in cluster.handle(rank.joined())]
     assert all(command.offer.clocks == STOCK for command in commands if isinstance(command, SendOffer))
     cluster.carry_out(commands)
     cluster.send(ResumeRequested())
@@ -122,7 +122,7 @@ def test_what_is_stored_of_it_brings_no_plan_back_and_resumes_from_its_profile()
 def test_a_finished_run_stays_finished() -> None:
     cluster = planned()
     cluster.send(FinishRequested())
-    snapshot, (stored,) = put_aside(cluster)
+    snapshot, (stored,) = quarantine_unstorable(cluster)
     assert stored == Store(EndedRun(snapshot.job))
     assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED
     with pytest.raises(JobFinishedError):

@@ -43,40 +43,40 @@ def report_a_straggler_that_gets_slower(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_restored", [False, True])
-def test_a_run_is_lived_again_with_the_same_commands(is_restored: bool) -> None:
+def test_a_run_is_replayed_with_the_same_commands(is_restored: bool) -> None:
     cluster = planned()
     if is_restored:
         cluster.restart()
         cluster.join_all()
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     cluster.iterate(4)
-    lived = list(replay(copied(recording_of(cluster.machine)), solve))
-    commands = [command for _, _, given in lived if isinstance(given, list) for command in given]
+    replayed = list(replay(copied(recording_of(cluster.machine)), solve))
+    commands = [command for _, _, given in replayed if isinstance(given, list) for command in given]
     kinds = [type(command) for command in commands]
     assert kinds == [type(command) for command in cluster.history[-len(kinds) :]]
-    _, machine, _ = lived[-1]
+    _, machine, _ = replayed[-1]
     assert views.job(machine.run, is_full=True) == cluster.job(is_full=True)
     assert list(machine.run.log.report(0)) == list(cluster.machine.run.log.report(0))
 
 
 def test_the_same_fault_comes_at_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = planned()
-    settle, last_version = OfferBoard.settle, cluster.machine.record.version + 2
+    reconcile, last_version = OfferBoard.reconcile, cluster.machine.record.version + 2
 
     def failing(self: OfferBoard, *arguments: object, **named: object) -> None:
-        settle(self, *arguments, **named)
+        reconcile(self, *arguments, **named)
         if max(self.versions) > last_version:
             raise ZeroDivisionError("a version too many")
 
-    monkeypatch.setattr(OfferBoard, "settle", failing)
+    monkeypatch.setattr(OfferBoard, "reconcile", failing)
     with pytest.raises(ZeroDivisionError):
         report_a_straggler_that_gets_slower(cluster)
     recording = copied(recording_of(cluster.machine))
-    lived = replay(recording, solve)
+    replayed = replay(recording, solve)
     for _ in recording.inputs:  # and how it began, but not the last
-        next(lived)
+        next(replayed)
     with pytest.raises(ZeroDivisionError, match="a version too many"):
-        next(lived)
+        next(replayed)
     last, _, _ = recording.inputs[-1]
     assert isinstance(last, StragglerReported)
 
@@ -148,7 +148,7 @@ def test_what_is_no_recording_is_refused_in_one_line(document: str) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"format": 2}, "expected format 1, found format 2"),
+        ({"format": 3}, "expected format 2, found format 3"),
         ({"beginning": {"type": "Begun", "of": "a later version"}}, "Begun"),
         ({"inputs": [{"type": "NeverSeen"}]}, "NeverSeen"),
     ],

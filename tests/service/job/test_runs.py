@@ -4,20 +4,20 @@ from itertools import product
 
 import pytest
 
-from perseus.service.job.runs import Begin, GoOn, LatestRun, Refuse, Return, Way, way
+from perseus.service.job.runs import Begin, Continue, Decision, LatestRun, Refuse, Repeat, decide
 
 # (finished, live rank, difference, run that knows the request) of a job whose latest run is the third.
-CASES: dict[tuple[bool, bool, str | None, int | None], Way] = {
+CASES: dict[tuple[bool, bool, str | None, int | None], Decision] = {
     # Whoever began or joined an earlier run is told of that one, whatever has become of the job since.
     **{
-        (has_finished, is_live, difference, 2): Return(2)
+        (has_finished, is_live, difference, 2): Repeat(2)
         for has_finished, is_live, difference in product((False, True), (False, True), (None, "schedule"))
     },
     # The same specification while the run has not finished.
-    (False, False, None, None): GoOn(),
-    (False, True, None, None): GoOn(),
-    (False, False, None, 3): GoOn(),
-    (False, True, None, 3): GoOn(),
+    (False, False, None, None): Continue(),
+    (False, True, None, None): Continue(),
+    (False, False, None, 3): Continue(),
+    (False, True, None, 3): Continue(),
     # Another one.
     (False, True, "schedule", None): Refuse("schedule"),
     (False, True, "schedule", 3): Refuse("schedule"),
@@ -28,10 +28,10 @@ CASES: dict[tuple[bool, bool, str | None, int | None], Way] = {
     (True, True, None, None): Begin(4),
     (True, False, "schedule", None): Begin(4),
     (True, True, "schedule", None): Begin(4),
-    (True, False, None, 3): Return(3),
-    (True, True, None, 3): Return(3),
-    (True, False, "schedule", 3): Return(3),
-    (True, True, "schedule", 3): Return(3),
+    (True, False, None, 3): Repeat(3),
+    (True, True, None, 3): Repeat(3),
+    (True, False, "schedule", 3): Repeat(3),
+    (True, True, "schedule", 3): Repeat(3),
 }
 
 
@@ -42,11 +42,11 @@ def test_the_table_has_every_case() -> None:
 
 @pytest.mark.parametrize(("case", "expected"), CASES.items())
 def test_a_registration_leads_where_the_table_says(
-    case: tuple[bool, bool, str | None, int | None], expected: Way
+    case: tuple[bool, bool, str | None, int | None], expected: Decision
 ) -> None:
     has_finished, is_live, difference, known_to = case
-    assert way(LatestRun(3, has_finished, is_live, difference), known_to) == expected
+    assert decide(LatestRun(3, has_finished, is_live, difference), known_to) == expected
 
 
 def test_the_first_registration_of_a_job_begins_its_first_run() -> None:
-    assert way(None, None) == Begin(1)
+    assert decide(None, None) == Begin(1)

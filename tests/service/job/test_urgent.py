@@ -13,8 +13,8 @@ def hurry(cluster: Cluster) -> None:
     for rank in cluster.ranks.values():
         rank.begin()
     cluster.machine.record.policy = OperatingPolicy(max_slowdown_percent=20.0)
-    cluster.machine._course.retarget(is_urgent=True)
-    commands = cluster.tell(Tick())
+    cluster.machine._lifecycle.retarget(is_urgent=True)
+    commands = cluster.handle(Tick())
     assert {offer.is_urgent for offer in offers(commands).values()} == {True}
     cluster.carry_out(commands)
 
@@ -36,7 +36,7 @@ def test_the_iteration_that_they_touch_is_no_evidence_however_long_it_takes() ->
 
     latest = cluster.machine.run.log.latest
     assert latest is not None
-    assert latest.is_touched
+    assert latest.has_clock_change
     assert list(cluster.machine.run.log.report(0)) == report
     cluster.iterate(20)
     cluster.expect(JobState.PLANNED)
@@ -51,11 +51,11 @@ def test_one_touched_rank_is_enough() -> None:
     for rank in cluster.ranks.values():
         rank.begin()
     for touched, rank in enumerate(cluster.ranks.values()):
-        rank.is_touched = touched == 2
+        rank.has_clock_change = touched == 2
         cluster.send(rank.end(0.8))
     latest = cluster.machine.run.log.latest
     assert latest is not None
-    assert latest.is_touched
+    assert latest.has_clock_change
 
 
 def test_the_ledger_has_what_they_touch() -> None:

@@ -37,14 +37,14 @@ class TruthfulCluster(Cluster):
         rules: Rules | None = None,
         lag_s: float = 0.0,
         *,
-        tells_timelines: bool = False,
+        reports_timelines: bool = False,
     ) -> None:
         super().__init__(make_spec(microbatches=8), rules)
         self.slowness = slowness
         self.lag_s = lag_s
         self.work: Callable[[int], float] = lambda _stage: 1.0
         self.caps_mhz: dict[Coordinates, int] = {}
-        self._tells_timelines = tells_timelines
+        self._reports_timelines = reports_timelines
         # By rank: the version of its clocks, and how much work there was in each iteration since.
         self._worked: dict[Coordinates, tuple[int, list[float]]] = {}
 
@@ -73,7 +73,7 @@ class TruthfulCluster(Cluster):
                     batch = batch._replace(energy=replace(batch.energy, samples=()))  # windows are discarded
                 if batch.energy is not None:
                     batch = batch._replace(energy=_scaled(batch.energy, median(worked)))
-                if self._tells_timelines:
+                if self._reports_timelines:
                     batch = batch._replace(computations=self._timeline(rank, batch.computations))
                 self.send(replace(event, batch=batch))
 
@@ -167,8 +167,9 @@ class TruthfulCluster(Cluster):
         )
 
 
-def _scaled(told: EnergyEstimate, factor: float) -> EnergyEstimate:
+def _scaled(reported: EnergyEstimate, factor: float) -> EnergyEstimate:
     samples = (
-        replace(some, time_s=some.time_s * factor, energy_j=some.energy_j * factor) for some in told.samples
+        replace(some, time_s=some.time_s * factor, energy_j=some.energy_j * factor)
+        for some in reported.samples
     )
-    return replace(told, samples=tuple(samples))
+    return replace(reported, samples=tuple(samples))

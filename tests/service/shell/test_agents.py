@@ -76,7 +76,7 @@ async def test_a_heartbeat_feeds_none_of_a_thousand_jobs_that_have_finished() ->
     agents, _ = await greeted(jobs)
     for number in range(1000):
         join(agents, f"job-{number}")
-        agents.tell(f"job-{number}", RankLeft(RANK, "agent", RankLeftReason.FINISHED))
+        agents.dispatch(f"job-{number}", RankLeft(RANK, "agent", RankLeftReason.FINISHED))
     for job_id in ("lives", "lives, too"):
         join(agents, job_id)
     jobs.handled.clear()

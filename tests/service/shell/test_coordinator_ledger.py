@@ -105,8 +105,8 @@ async def test_a_mistake_over_the_totals_ends_nothing_but_them(
             samples = await scrape(f"http://{http}/metrics")
             assert (await listed(client)).total.energy_kwh > 0
     assert not any(name.startswith("perseus_ledger_") for name, _ in samples)
-    (told,) = [line for line in logs if line["log_level"] == "error"]
-    assert told["event"].startswith("totals of the ledger not added up")
+    (reported,) = [line for line in logs if line["log_level"] == "error"]
+    assert reported["event"].startswith("totals of the ledger not added up")
 
 
 async def test_a_restart_counts_nothing_twice_and_leaves_nothing_out(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         for place in ALL_PLACES:
             reason = rank_pb2.RANK_LEFT_REASON_FINISHED
             left = agent_service_pb2.RankLeft(job_id="job", rank=agent.place(place), reason=reason)
-            await agent.say(rank_left=left)
-        await agent.say(goodbye=agent_service_pb2.Goodbye(reason="done"))
+            await agent.send(rank_left=left)
+        await agent.send(goodbye=agent_service_pb2.Goodbye(reason="done"))
         await asyncio.wait_for(agent.reader, TIMEOUT_S)
         assert (await client.job()).state == job_pb2.JOB_STATE_FINISHED
 

@@ -76,16 +76,16 @@ async def test_telemetry_that_was_taken_is_not_taken_twice(tmp_path: Path) -> No
         rank.begin()
         batch = agent.telemetry(rank)
         for _ in range(3):
-            await agent.say(telemetry=batch)
+            await agent.send(telemetry=batch)
         await agent.until(lambda: agent.acknowledged == batch.sequence)
         await agent.end()
         agent.use(client)
         await agent.join()
         assert agent.welcome.acknowledged_sequence == batch.sequence
-        await agent.say(telemetry=batch)
+        await agent.send(telemetry=batch)
         for place in ALL_PLACES[1:]:
             agent.ranks[place].begin()
-            await agent.say(telemetry=agent.telemetry(agent.ranks[place]))
+            await agent.send(telemetry=agent.telemetry(agent.ranks[place]))
         await agent.until(lambda: agent.acknowledged == agent.sequence)
         (period,) = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
         assert period.iteration_count == 2

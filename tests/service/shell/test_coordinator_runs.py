@@ -71,7 +71,7 @@ async def leave(agent: FakeAgent) -> None:
             rank=agent.place(rank.place),
             reason=rank_pb2.RANK_LEFT_REASON_TRAINER_GONE,
         )
-        await agent.say(rank_left=left)
+        await agent.send(rank_left=left)
 
 
 async def all_lost(client: Client) -> None:
@@ -107,7 +107,7 @@ async def test_a_crash_leads_back_to_the_same_run_with_its_plan_profile_and_vers
         rank.after_sequence = agent.sequence
     assert (await client.register("second", "work")).run_number == 1
     for rank in agent.ranks.values():
-        await agent.say(rank_joined=agent.joined(rank))
+        await agent.send(rank_joined=agent.joined(rank))
     await until(lambda: is_in(client, job_pb2.JOB_STATE_PLANNED))
     after = await client.job()
     assert (after.run_number, after.epoch) == (1, before.epoch)
@@ -161,14 +161,14 @@ async def test_another_specification_is_refused_while_ranks_are_live_and_its_ran
         left = agent_service_pb2.RankLeft(
             job_id="job", rank=agent.place(place), reason=rank_pb2.RANK_LEFT_REASON_TRAINER_GONE
         )
-        await agent.say(rank_left=left)
+        await agent.send(rank_left=left)
     other = FakeAgent(client, "other", ALL_PLACES, spec_fingerprint="other work")
     await other.join()
     code, reason, metadata = await refusal(client.register("second", "other work", **OTHER))
     assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "JOB_ALREADY_EXISTS")
     assert metadata == {"job_id": "job", "field": "policy"}
     for rank in other.ranks.values():  # as agents do, every second
-        await other.say(rank_joined=other.joined(rank))
+        await other.send(rank_joined=other.joined(rank))
     await other.until(lambda: len(other.refused) == 2 * len(ALL_PLACES))
     assert {refused.reason for refused in other.refused} == {"SPEC_MISMATCH"}
     assert not other.offers
@@ -177,7 +177,7 @@ async def test_another_specification_is_refused_while_ranks_are_live_and_its_ran
     assert (job.run_number, job.spec.policy.max_slowdown_percent) == (1, 0.0)
     assert {rank.state for rank in (await client.ranks())[:2]} == {rank_pb2.RANK_STATE_LOST}
     # The old training is served as before.
-    await agent.say(rank_joined=agent.joined(agent.ranks[ALL_PLACES[0]]))
+    await agent.send(rank_joined=agent.joined(agent.ranks[ALL_PLACES[0]]))
     await agent.until(lambda: len(agent.accepted) == len(ALL_PLACES) + 1)
     await other.end()
     await agent.end()
@@ -261,7 +261,7 @@ async def test_a_rank_that_is_served_and_now_computes_something_else_is_lost(ser
     await agent.join()
     agent.spec_fingerprint = "other work"
     for rank in agent.ranks.values():
-        await agent.say(rank_joined=agent.joined(rank))
+        await agent.send(rank_joined=agent.joined(rank))
     await agent.until(lambda: len(agent.refused) == len(ALL_PLACES))
     await all_lost(client)
     assert (await client.register("second", "other work", **OTHER)).run_number == 2
@@ -429,10 +429,10 @@ async def test_a_job_at_stock_resumes_at_the_baseline(tmp_path: Path) -> None:
         job = (await client.jobs.ResumeJob(request, timeout=TIMEOUT_S)).job
         assert job.state == job_pb2.JOB_STATE_BASELINE, "it was there already"
         for rank in agent.ranks.values():
-            rank.tells_energy = False  # nothing is ever measured
+            rank.reports_energy = False  # nothing is ever measured
         await agent.iterate_until(client, job_pb2.JOB_STATE_STOCK)
         for rank in agent.ranks.values():
-            rank.tells_energy = True
+            rank.reports_energy = True
         job = (await client.jobs.ResumeJob(request, timeout=TIMEOUT_S)).job
         assert job.state == job_pb2.JOB_STATE_BASELINE
         await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
@@ -467,8 +467,8 @@ async def test_a_new_run_adopts_the_profile_of_the_one_before(service: Service, 
     await agent.join()
     await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
     await client.finish()
-    (evidence,) = await adopted(client, "job")
-    assert evidence == event_pb2.ProfileAdopted(
+    (details,) = await adopted(client, "job")
+    assert details == event_pb2.ProfileAdopted(
         stages=[0, 1], clock_count=clock_count, source_job_id="job", source_run_number=1
     )
     await agent.end()
@@ -511,9 +511,9 @@ async def test_a_stage_is_known_by_its_work_in_another_job(service: Service) -> 
         await agent.join()
         await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
         await client.finish(job_id)
-        evidence = await adopted(client, job_id)
-        assert [list(found.stages) for found in evidence] == stages
-        assert all(found.source_job_id == "before" for found in evidence)
+        details = await adopted(client, job_id)
+        assert [list(found.stages) for found in details] == stages
+        assert all(found.source_job_id == "before" for found in details)
         await agent.end()
 
 

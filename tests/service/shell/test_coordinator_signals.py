@@ -76,20 +76,20 @@ async def set_policy(client: Client, policy: job_pb2.OperatingPolicy) -> None:
 
 
 def runs(
-    client: Client, state: "job_pb2.SignalPacingState.ValueType", *, slow: bool
+    client: Client, state: "job_pb2.SignalTargetState.ValueType", *, slow: bool
 ) -> Callable[[], Awaitable[bool]]:
     async def is_so() -> bool:
-        told = (await client.job()).signal_pacing
-        return told.state == state and told.HasField("iteration_time_s") == slow
+        reported = (await client.job()).signal_target
+        return reported.state == state and reported.HasField("iteration_time_s") == slow
 
     return is_so
 
 
-async def signal_events(client: Client) -> list[event_pb2.SignalPaced]:
+async def signal_events(client: Client) -> list[event_pb2.SignalTargetSet]:
     request = job_service_pb2.ListJobEventsRequest(
-        job_id="job", types=[event_pb2.JOB_EVENT_TYPE_SIGNAL_PACED]
+        job_id="job", types=[event_pb2.JOB_EVENT_TYPE_SIGNAL_TARGET_SET]
     )
-    return [event.signal_paced for event in (await client.jobs.ListJobEvents(request)).events]
+    return [event.signal_target_set for event in (await client.jobs.ListJobEvents(request)).events]
 
 
 async def test_a_job_is_slow_while_energy_is_dirty_and_not_once_nothing_is_known(tmp_path: Path) -> None:
@@ -97,30 +97,35 @@ async def test_a_job_is_slow_while_energy_is_dirty_and_not_once_nothing_is_known
     async with connected(settings(tmp_path)) as client, planned(client) as agent:
         before_s = (await client.job()).max_planned_iteration_time_s
         await set_policy(client, LEAST_CARBON)
-        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_PACED, slow=True))
+        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=True))
         await agent.iterate(4)
         job = await client.job()
-        assert before_s < job.max_planned_iteration_time_s <= job.signal_pacing.iteration_time_s
-        assert job.signal_pacing.value_per_kwh == 500.0
-        assert job.signal_pacing.done_count == 4
+        assert before_s < job.max_planned_iteration_time_s <= job.signal_target.iteration_time_s
+        assert job.signal_target.value_per_kwh == 500.0
+        assert job.signal_target.done_count == 4
         write(tmp_path / "carbon.csv", CLEAN)
-        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_PACED, slow=False))
+        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=False))
         write(tmp_path / "carbon.csv", DIRTY)
-        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_PACED, slow=True))
+        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=True))
         write(tmp_path / "carbon.csv", (400.0,), begin_s=time.time() - 5 * HOUR_S)
         # What was told of later hours goes with a file that tells of earlier ones only.
-        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_BLIND, slow=False))
+        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, slow=False))
 
-        async def are_told() -> bool:
+        async def are_reported() -> bool:
             return len(await signal_events(client)) == 4
 
-        await until(are_told)
-        told = await signal_events(client)
-        assert [each.pacing.HasField("iteration_time_s") for each in told] == [True, False, True, False]
-        assert told[-1].pacing.state == job_pb2.SIGNAL_PACING_STATE_BLIND
-        assert not told[-1].pacing.HasField("value_per_kwh")
+        await until(are_reported)
+        reported = await signal_events(client)
+        assert [each.signal_target.HasField("iteration_time_s") for each in reported] == [
+            True,
+            False,
+            True,
+            False,
+        ]
+        assert reported[-1].signal_target.state == job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL
+        assert not reported[-1].signal_target.HasField("value_per_kwh")
         await set_policy(client, job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()))
-        assert not (await client.job()).HasField("signal_pacing")
+        assert not (await client.job()).HasField("signal_target")
 
 
 async def test_a_policy_may_be_in_the_specification_and_a_job_without_a_signal_is_blind(
@@ -131,32 +136,32 @@ async def test_a_policy_may_be_in_the_specification_and_a_job_without_a_signal_i
     )
     by_price.least_cost.work_until.end_time.FromSeconds(int(time.time()) + 10**7)
     async with connected(make_settings(tmp_path)) as client, planned(client, by_price):
-        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_BLIND, slow=False))
+        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, slow=False))
         job = await client.job()
-        told = job.signal_pacing
+        reported = job.signal_target
         assert job.policy == job.spec.policy == by_price
-        assert told.iteration_count == 10**6
-        assert told.end_time == by_price.least_cost.work_until.end_time
+        assert reported.iteration_count == 10**6
+        assert reported.end_time == by_price.least_cost.work_until.end_time
 
 
 async def test_a_restart_goes_on_with_the_window_and_what_is_done(tmp_path: Path) -> None:
     write(tmp_path / "carbon.csv", DIRTY)
     async with connected(settings(tmp_path)) as client, planned(client) as agent:
         await set_policy(client, LEAST_CARBON)
-        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_PACED, slow=True))
+        await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=True))
         await agent.iterate(6)
         before = await client.job()
-    assert before.signal_pacing.done_count == 6
+    assert before.signal_target.done_count == 6
     async with connected(settings(tmp_path)) as client:
         agent.use(client)
         await agent.join()
         await agent.iterate(5)
         after = await client.job()
-        told, again = before.signal_pacing, after.signal_pacing
-        assert (again.begin_time, again.end_time) == (told.begin_time, told.end_time)
-        assert again.iteration_count == told.iteration_count
+        reported, again = before.signal_target, after.signal_target
+        assert (again.start_time, again.end_time) == (reported.start_time, reported.end_time)
+        assert again.iteration_count == reported.iteration_count
         assert again.done_count == 11
-        assert again.iteration_time_s == told.iteration_time_s
+        assert again.iteration_time_s == reported.iteration_time_s
         assert len(await signal_events(client)) == 1, "nothing is told anew for nothing"
         await agent.end()
 
@@ -183,14 +188,14 @@ class Scripted:
 
     period_s = 0.001
 
-    def __init__(self, *says: Signal | Exception | None) -> None:
-        self._says = list(says)
+    def __init__(self, *responses: Signal | Exception | None) -> None:
+        self._responses = list(responses)
         self.read_count = 0
         self.is_closed = False
 
     async def read(self, now_s: float) -> Signal | None:
         self.read_count += 1
-        found = self._says.pop(0) if len(self._says) > 1 else self._says[0]
+        found = self._responses.pop(0) if len(self._responses) > 1 else self._responses[0]
         if isinstance(found, Exception):
             raise found
         return found
@@ -229,15 +234,15 @@ async def test_a_source_that_fails_is_said_once_and_its_last_value_counts_on() -
     signals = Signals([named], Rates(0.3, 400.0), clock=lambda: 0.0)
     assert signals.rates_at({}, 0.0) == Rates(0.3, 400.0)
     assert list(signals.states()) == [("grid", False, 0)]
-    said = await read_through(signals, [source], 9)
-    assert said == [
+    message = await read_through(signals, [source], 9)
+    assert message == [
         ("signal can't be read", "it is down"),
         ("signal can't be read", "it is odd"),
         ("signal can't be read", "a fault: KeyError('a fault')"),
         ("signal is read again", ""),
     ]
-    assert named.book.value_at(0.0) == 200.0
-    assert named.book.version == 2
+    assert named.history.value_at(0.0) == 200.0
+    assert named.history.version == 2
     assert list(signals.states()) == [("grid", True, 5)]
 
 
@@ -258,7 +263,7 @@ async def test_each_feed_has_its_own_signal_or_the_one_for_all() -> None:
     assert signals.rates_at({"hall": 1.0}, 0.0) == Rates(-0.5, 500.0)
     assert signals.rates_at({}, 0.0) == Rates(None, 100.0)
     assert signals.rates_at({"hall": 1.0}, 100 * HOUR_S) == Rates(None, 400.0), "where nothing is known"
-    most_on_hall = signals.book(SignalKind.CARBON, {"default": 0.4, "annex": 0.6})
-    assert most_on_hall is not None
-    assert most_on_hall.value_at(0.0) == 500.0
-    assert signals.book(SignalKind.PRICE, {"default": 1.0}) is None
+    max_on_hall = signals.history(SignalKind.CARBON, {"default": 0.4, "annex": 0.6})
+    assert max_on_hall is not None
+    assert max_on_hall.value_at(0.0) == 500.0
+    assert signals.history(SignalKind.PRICE, {"default": 1.0}) is None

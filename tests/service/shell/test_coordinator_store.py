@@ -40,7 +40,7 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
         agent = FakeAgent(client, "agent", ALL_PLACES)
         await agent.join()
         await agent.iterate(1)
-        early_word = agent.check_word
+        early_marker = agent.commit_marker
         await agent.end()
     shutil.copy(settings.database, tmp_path / "copy.db")
     async with connected(settings) as client:
@@ -55,7 +55,7 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
 
     async with connected(settings) as client:
         bystander = FakeAgent(client, "bystander", [])
-        bystander.check_word = early_word
+        bystander.commit_marker = early_marker
         await bystander.hello()
         assert bystander.epoch == old_epoch  # nothing tells it yet
         agent.use(client)
@@ -65,7 +65,7 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
         for rank in agent.ranks.values():  # they keep what they have in force, of the old epoch
             message = agent.joined(rank)
             message.in_force_epoch = old_epoch if rank.in_force.version else ""
-            await agent.say(rank_joined=message)
+            await agent.send(rank_joined=message)
         with pytest.raises(grpc.aio.AioRpcError, match="has lost state"):
             await bystander.reader
         await agent.until(lambda: len(agent.accepted) == len(agent.ranks))
@@ -171,7 +171,7 @@ async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_
             job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S
         )
         assert report.periods
-        await agent.say(goodbye=agent_service_pb2.Goodbye())
+        await agent.send(goodbye=agent_service_pb2.Goodbye())
         await until(lambda: are_lost(client))
         await agent.end()
 
@@ -195,7 +195,7 @@ async def test_an_orderly_stop_stores_what_gathers_for_the_next_commit(
         agent = FakeAgent(client, "agent", ALL_PLACES)
         await agent.join()
         monkeypatch.setattr(writer, "GATHERING_S", 0.2)
-        await agent.say(goodbye=agent_service_pb2.Goodbye())
+        await agent.send(goodbye=agent_service_pb2.Goodbye())
         await until(lambda: are_lost(client))
         await agent.end()
     async with connected(make_settings(tmp_path)) as client:

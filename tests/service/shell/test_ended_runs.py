@@ -38,7 +38,7 @@ async def leave(client: Client, agent: FakeAgent) -> None:
     async def are_lost() -> bool:
         return (await client.job(agent.job_id)).rank_counts == job_pb2.RankCounts(lost_count=4)
 
-    await agent.say(goodbye=agent_service_pb2.Goodbye())
+    await agent.send(goodbye=agent_service_pb2.Goodbye())
     await until(are_lost)
     await agent.end()
 

@@ -147,7 +147,7 @@ async def test_a_process_that_was_stopped_for_longer_than_the_lease_loses_no_ran
         after = await client.ranks()
         assert [rank.state for rank in after] == [rank.state for rank in before]
         await clock.go_on()  # the ticks that follow let no lease run out either
-        await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+        await agent.send(heartbeat=agent_service_pb2.Heartbeat())
         await agent.iterate()
         assert not agent.reader.done()
         assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
@@ -203,8 +203,8 @@ class HeldStore:
     async def is_waited_for(self) -> bool:
         return self.writer is not None and self.writer.waiting_count > 0
 
-    async def is_crowded(self) -> bool:
-        return self.writer is not None and self.writer.is_crowded
+    async def is_overloaded(self) -> bool:
+        return self.writer is not None and self.writer.is_overloaded
 
 
 async def test_health_says_not_serving_while_nothing_gets_stored_and_serving_again(
@@ -242,7 +242,7 @@ async def test_a_store_that_is_behind_keeps_all_agents_together_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream_count, batch_count = 6, 40
-    monkeypatch.setattr(writers, "CROWD", 10)
+    monkeypatch.setattr(writers, "MAX_WAITING", 10)
     held = HeldStore(monkeypatch)
     async with connected(make_settings(tmp_path)) as client:
         calls = [client.agents.Connect() for _ in range(stream_count)]
@@ -254,9 +254,9 @@ async def test_a_store_that_is_behind_keeps_all_agents_together_waiting(
         for sequence in range(1, batch_count + 1):
             batch = agent_service_pb2.TelemetryBatch(job_id="nobody", sequence=sequence)
             await asyncio.gather(*(call.write(ConnectRequest(telemetry=batch)) for call in calls))
-        await until(held.is_crowded)
+        await until(held.is_overloaded)
         await asyncio.sleep(0.1)  # nothing follows what waits by now
-        assert writers.CROWD < held.later_count <= writers.CROWD + stream_count
+        assert writers.MAX_WAITING < held.later_count <= writers.MAX_WAITING + stream_count
         held.go.set()
         for call in calls:
             acknowledged = 0
@@ -269,7 +269,7 @@ async def test_an_agent_whose_words_wait_for_longer_than_the_lease_loses_no_rank
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     lease_s = 0.5
-    monkeypatch.setattr(writers, "CROWD", 10)
+    monkeypatch.setattr(writers, "MAX_WAITING", 10)
     held = HeldStore(monkeypatch)
     async with connected(make_settings(tmp_path, lease_s=lease_s)) as client:
         await client.register()
@@ -280,13 +280,13 @@ async def test_an_agent_whose_words_wait_for_longer_than_the_lease_loses_no_rank
         await flood.write(hello("flood"))
         await flood.read()
         held.go.clear()
-        for sequence in range(1, 3 * writers.CROWD):
+        for sequence in range(1, 3 * writers.MAX_WAITING):
             batch = agent_service_pb2.TelemetryBatch(job_id="nobody", sequence=sequence)
             await flood.write(ConnectRequest(telemetry=batch))
-        await until(held.is_crowded)
+        await until(held.is_overloaded)
         kept_until_s = clock.now_s + 2 * lease_s
         while clock.now_s < kept_until_s:
-            await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+            await agent.send(heartbeat=agent_service_pb2.Heartbeat())
             await clock.go_on()
             assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
         assert not any(message.HasField("heartbeat") for message in agent.received)  # nobody was heard

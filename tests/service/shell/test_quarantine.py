@@ -23,7 +23,7 @@ from perseus.service.domain.figures import RunFigures
 from perseus.service.domain.inputs import Input, TelemetryArrived
 from perseus.service.domain.model import FaultyPart
 from perseus.service.job import views
-from perseus.service.job.course import Course
+from perseus.service.job.lifecycle import Lifecycle
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.run import Run
 from perseus.service.settings import CoordinatorSettings
@@ -91,7 +91,7 @@ async def test_a_job_that_can_not_be_put_on_the_wire_hides_no_other(
         figures = views.figures
 
         def none_at_all(run: Run) -> RunFigures:
-            wrong = replace(figures(run), promised_time_s="none")  # type: ignore[arg-type]
+            wrong = replace(figures(run), predicted_time_s="none")  # type: ignore[arg-type]
             return wrong if run.spec.job_id == "job" else figures(run)
 
         monkeypatch.setattr(views, "figures", none_at_all)
@@ -129,7 +129,7 @@ async def trigger(client: Client, agent: FakeAgent) -> None:
             return
         for rank in agent.ranks.values():
             rank.begin()
-            await agent.say(telemetry=agent.telemetry(rank))
+            await agent.send(telemetry=agent.telemetry(rank))
         await asyncio.sleep(0.02)
 
 
@@ -143,7 +143,7 @@ async def trigger(client: Client, agent: FakeAgent) -> None:
         (FaultyPart.SOLVING, break_solver),
     ],
 )
-async def test_a_fault_puts_its_job_aside_until_it_is_resumed(
+async def test_a_fault_quarantines_its_job_until_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: FaultyPart, breaking: Any
 ) -> None:
     error = "UnstorableEntryError" if part is FaultyPart.STORING else "BrokenError"
@@ -159,7 +159,7 @@ async def test_a_fault_puts_its_job_aside_until_it_is_resumed(
         with monkeypatch.context() as patched, capture_logs() as logs:
             breaking(patched)
             for rank in both.ranks.values():
-                await both.say(rank_joined=both.joined(rank))
+                await both.send(rank_joined=both.joined(rank))
             if part is FaultyPart.SOLVING:
                 await both.until(lambda: len(both.accepted) == 4)
                 while (await client.job()).state != job_pb2.JOB_STATE_STOCK:
@@ -278,7 +278,7 @@ async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(
     async with running_here(settings) as (address, _), connected_to(address) as client:
         await client.register()
     with monkeypatch.context() as patched:
-        patched.setattr(Course, "go_on", lambda *_: 1 / 0)
+        patched.setattr(Lifecycle, "resume_restored", lambda *_: 1 / 0)
         async with running_here(settings) as (address, _), connected_to(address) as client:
             await until(lambda: is_stored_as_quarantined(client))
         done = await asyncio.to_thread(replayed, settings)

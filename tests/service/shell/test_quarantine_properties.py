@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from perseus.service.domain.commands import Command, SlowPlan
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
-from perseus.service.domain.model import Ceiling, Offer
+from perseus.service.domain.model import MaxClock, Offer
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.job import views
@@ -84,42 +84,42 @@ class Port:
     epoch = ""
 
     def __init__(self, dice: Dice) -> None:
-        self.told: list[object] = []
+        self.reported: list[object] = []
         self.offers: list[tuple[Coordinates, Offer]] = []
         self._dice = dice
 
     def accept_rank(
-        self, job_id: str, rank: Coordinates, order: Sequence[Computation], ceiling: Ceiling | None
+        self, job_id: str, rank: Coordinates, order: Sequence[Computation], max_clock: MaxClock | None
     ) -> None:
         self._dice.throw(job_id)
-        self.told.append(("accepted", rank, len(order)))
+        self.reported.append(("accepted", rank, len(order)))
 
-    def limit_rank(self, job_id: str, rank: Coordinates, ceiling: Ceiling | None) -> None:
+    def limit_rank(self, job_id: str, rank: Coordinates, max_clock: MaxClock | None) -> None:
         self._dice.throw(job_id)
-        self.told.append(("limited", rank, ceiling))
+        self.reported.append(("limited", rank, max_clock))
 
     def refuse_rank(
-        self, job_id: str, rank: Coordinates, error: CoordinatorError, ceiling: Ceiling | None
+        self, job_id: str, rank: Coordinates, error: CoordinatorError, max_clock: MaxClock | None
     ) -> None:
         self._dice.throw(job_id)
-        self.told.append(("refused", rank, type(error)))
+        self.reported.append(("refused", rank, type(error)))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         self._dice.throw(job_id)
-        self.told.append(("offer", rank, offer))
+        self.reported.append(("offer", rank, offer))
         self.offers.append((rank, offer))
 
-    def beat(self, power_interval_s: float) -> None:
-        self.told.append(("beat", power_interval_s))
+    def heartbeat(self, power_interval_s: float) -> None:
+        self.reported.append(("heartbeat", power_interval_s))
 
     def acknowledge(self, sequence: int) -> None:
-        self.told.append(("acknowledged", sequence))
+        self.reported.append(("acknowledged", sequence))
 
     def drain(self) -> None:
-        self.told.append("drain")
+        self.reported.append("drain")
 
     def end(self, error: CoordinatorError) -> None:
-        self.told.append(("end", type(error)))
+        self.reported.append(("end", type(error)))
 
 
 class World:
@@ -151,19 +151,19 @@ class World:
     async def iterate(self) -> None:
         offers, self.port.offers = self.port.offers, []
         for place, offer in offers:
-            self.tell(self.ranks[place].answer(offer))
+            self.dispatch(self.ranks[place].answer(offer))
         batches = []
         for rank in self.ranks.values():
             if (in_force := rank.begin()) is not None:
-                self.tell(in_force)
+                self.dispatch(in_force)
             self.sequence += 1
             rank.sequence = self.sequence - 1
             batches.append(rank.end(0.8))
         await asyncio.gather(*map(self.send, batches))
 
-    def tell(self, event: OfferAnswered | PlanInForce) -> None:
+    def dispatch(self, event: OfferAnswered | PlanInForce) -> None:
         with suppress(CoordinatorError):
-            self.agents.tell(self.spec.job_id, event)
+            self.agents.dispatch(self.spec.job_id, event)
 
     async def send(self, event: TelemetryArrived) -> None:
         try:
@@ -177,7 +177,7 @@ class World:
         found = await self.coordinator.live._store.events(self.spec.job_id, view.run_number, 0, 10_000)
         for event in found:
             event.ClearField("create_time")
-        return [self.port.told, found, view.state, view.rank_counts, view.spec, [*view.stragglers]]
+        return [self.port.reported, found, view.state, view.rank_counts, view.spec, [*view.stragglers]]
 
 
 async def live(

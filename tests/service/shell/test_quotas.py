@@ -39,15 +39,15 @@ def test_counts_are_what_is_open(steps: list[tuple[str, str | int]]) -> None:
             continue
         count = sum((one, name) == (kind, what) for one, name, _ in open_)
         stack = ExitStack()
-        most = LIMITS.limit_streams if kind == "stream" else LIMITS.limit_solves
-        if count < most:
+        maximum = LIMITS.limit_streams if kind == "stream" else LIMITS.limit_solves
+        if count < maximum:
             stack.enter_context(of_kind[kind](what))
             open_.append((kind, what, stack))
             continue
         with pytest.raises(LimitReachedError) as caught:
             stack.enter_context(of_kind[kind](what))
         assert caught.value.metadata == {
-            "principal": what, "what": f"{kind}s at once", "limit": str(most), "found": str(most + 1)
+            "principal": what, "what": f"{kind}s at once", "limit": str(maximum), "found": str(maximum + 1)
         }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ async def test_the_exact_plan_of_a_worker_takes_the_place_of_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few points, what lies between them is far from exact."""
-    monkeypatch.setattr("perseus.service.shell.answers.POINT_COUNT", 3)
+    monkeypatch.setattr("perseus.service.shell.run_tasks.POINT_COUNT", 3)
     made: list[tuple[Refinement, Plan]] = []
     refine = WorkerPool.refine
 
@@ -83,6 +83,6 @@ async def test_that_no_lag_explains_a_plan_is_told_and_the_job_goes_to_stock(
         events = await client.events()
     kinds = [event.type for event in events]
     assert event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED not in kinds
-    (told,) = (e for e in events if e.type == event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED)
-    assert told.measurements_unexplained == event_pb2.MeasurementsUnexplained(**times_s)
+    (reported,) = (e for e in events if e.type == event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED)
+    assert reported.measurements_unexplained == event_pb2.MeasurementsUnexplained(**times_s)
     assert event_pb2.JOB_EVENT_TYPE_SOLVED not in kinds

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus.service.shell import answers
+from perseus.service.shell import run_tasks
 from perseus.service.solving import worker_pool
 from perseus.service.solving.worker import Answer, WorkerDiedError
 from tests.service.grpc_fakes import ThreadWorker
@@ -17,7 +17,7 @@ from tests.torture.solving import fill, restarted
 
 @pytest.fixture(autouse=True)
 def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "POINT_COUNT", 10)
+    monkeypatch.setattr(run_tasks, "POINT_COUNT", 10)
 
 
 class MortalWorker(ThreadWorker):

@@ -28,14 +28,14 @@ async def ended(agent: FakeAgent) -> tuple[grpc.StatusCode, str, dict[str, str]]
 
 async def test_a_stream_begins_with_hello_and_has_it_once(client: Client) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
-    await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+    await agent.send(heartbeat=agent_service_pb2.Heartbeat())
     assert await ended(agent) == (INVALID, "HELLO_EXPECTED", {"found": "heartbeat"})
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.hello()
-    await agent.say(hello=agent_service_pb2.Hello(instance_id="agent"))
+    await agent.send(hello=agent_service_pb2.Hello(instance_id="agent"))
     assert await ended(agent) == (INVALID, "HELLO_REPEATED", {"instance_id": "agent"})
     agent = FakeAgent(client, "agent", ALL_PLACES)
-    await agent.say(hello=agent_service_pb2.Hello(instance_id=""))
+    await agent.send(hello=agent_service_pb2.Hello(instance_id=""))
     assert (await ended(agent))[:2] == (INVALID, "INVALID_FIELD")
 
 
@@ -50,7 +50,7 @@ async def test_ranks_that_do_not_fit_are_refused_and_the_stream_goes_on(client: 
     unknown.CopyFrom(joined)
     unknown.job_id = "no"
     for message in (outside, unknown, joined):
-        await agent.say(rank_joined=message)
+        await agent.send(rank_joined=message)
     await agent.until(lambda: bool(agent.accepted))
     assert [refused.reason for refused in agent.refused] == ["RANK_OUT_OF_RANGE", "JOB_NOT_FOUND"]
     assert agent.refused[0].metadata["stage"] == "2"
@@ -146,7 +146,7 @@ async def test_telemetry_that_cannot_be_is_refused_by_itself_and_not_taken(
     rank.begin()
     batch = agent.telemetry(rank)
     damage(batch, field)
-    await agent.say(telemetry=batch)
+    await agent.send(telemetry=batch)
     await agent.until(lambda: agent.acknowledged == batch.sequence)
     (refused,) = agent.telemetry_refused
     assert (refused.sequence, refused.reason, refused.field) == (batch.sequence, "INVALID_FIELD", field)
@@ -168,19 +168,19 @@ async def test_an_iteration_without_length_and_a_rank_outside_its_job_cost_a_nod
     rank.begin()
     batch = agent.telemetry(rank)
     batch.iterations.duration_s[0] = 0.0
-    await agent.say(telemetry=batch)
+    await agent.send(telemetry=batch)
     await agent.until(lambda: agent.acknowledged == batch.sequence)
     assert [refused.field for refused in agent.telemetry_refused] == ["iterations.duration_s[0]"]
     for places in (rank_pb2.RankCoordinates(stage=9), rank_pb2.RankCoordinates(pipeline=-1)):
         left = agent_service_pb2.RankLeft(
             job_id="job", rank=places, reason=rank_pb2.RANK_LEFT_REASON_FINISHED
         )
-        await agent.say(rank_left=left)
+        await agent.send(rank_left=left)
     await agent.until(lambda: len(agent.messages_refused) == 2)
     assert {refused.reason for refused in agent.messages_refused} == {"RANK_OUT_OF_RANGE"}
     for other in list(agent.ranks.values())[1:]:
         other.begin()
-        await agent.say(telemetry=agent.telemetry(other))
+        await agent.send(telemetry=agent.telemetry(other))
     await agent.iterate()
     assert {found.state for found in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
     assert agent.acknowledged == agent.sequence
@@ -192,7 +192,7 @@ async def test_a_batch_without_a_sequence_is_refused_and_nothing_is_acknowledged
     await agent.iterate()
     batch = agent.telemetry(agent.ranks[ALL_PLACES[0]])
     batch.sequence = 0
-    await agent.say(telemetry=batch)
+    await agent.send(telemetry=batch)
     await agent.until(lambda: bool(agent.telemetry_refused))
     assert agent.telemetry_refused[0].field == "sequence"
     await agent.iterate()
@@ -202,10 +202,10 @@ async def test_a_batch_without_a_sequence_is_refused_and_nothing_is_acknowledged
 async def test_telemetry_of_what_this_agent_does_not_serve_is_refused(client: Client) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES[:2])
     await agent.join()
-    stranger = FakeAgent(client, "stranger", ALL_PLACES[:1])
-    await stranger.hello()
+    other_user = FakeAgent(client, "stranger", ALL_PLACES[:1])
+    await other_user.hello()
     for each, changes in (
-        (stranger, {}),
+        (other_user, {}),
         (agent, {"job_id": "no"}),
         (agent, {"job_id": "No such\njob"}),
         (agent, {"rank": rank_pb2.RankCoordinates(pipeline=1)}),
@@ -214,9 +214,9 @@ async def test_telemetry_of_what_this_agent_does_not_serve_is_refused(client: Cl
         each.ranks[ALL_PLACES[0]].begin()
         batch = each.telemetry(each.ranks[ALL_PLACES[0]])
         batch.MergeFrom(agent_service_pb2.TelemetryBatch(**changes))
-        await each.say(telemetry=batch)
+        await each.send(telemetry=batch)
         await each.until(lambda each=each, batch=batch: each.acknowledged == batch.sequence)  # type: ignore[misc]
-    reasons = [refused.reason for refused in (*stranger.telemetry_refused, *agent.telemetry_refused)]
+    reasons = [refused.reason for refused in (*other_user.telemetry_refused, *agent.telemetry_refused)]
     assert reasons == [
         "RANK_NOT_SERVED",
         "JOB_NOT_FOUND",

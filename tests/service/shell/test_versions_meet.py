@@ -36,10 +36,10 @@ async def test_a_newer_agent_is_served_and_told_what_is_not_understood(client: C
         await agent.join_ranks()
         for _ in range(3):
             await write(agent, NEWER)
-        await agent.say()
+        await agent.send()
         left = agent_service_pb2.RankLeft(job_id="job", rank=agent.place(ALL_PLACES[0]))
         left.reason = 42  # type: ignore[assignment] # a value of a newer contract
-        await agent.say(rank_left=left)
+        await agent.send(rank_left=left)
         await agent.until(lambda: len(agent.messages_refused) == 5)
         await agent.iterate(2)
     assert agent.welcome.protocol_version == agent_service.PROTOCOL_VERSION
@@ -55,9 +55,9 @@ async def test_a_newer_agent_is_served_and_told_what_is_not_understood(client: C
     warnings = [line for line in logs if line["log_level"] == "warning"]
     (version,) = [line for line in warnings if "protocol_version" in line]
     assert (version["protocol_version"], version["own_protocol_version"]) == (7, 1)
-    said = [line["error"] for line in warnings if line["event"] == "message of an agent refused"]
-    assert len(said) == 3, "each kind once"
-    assert "99: expected a message of protocol version 1, found field 99" in said
+    output = [line["error"] for line in warnings if line["event"] == "message of an agent refused"]
+    assert len(output) == 3, "each kind once"
+    assert "99: expected a message of protocol version 1, found field 99" in output
 
 
 async def test_an_agent_that_says_no_version_speaks_the_first(client: Client) -> None:
@@ -75,7 +75,7 @@ async def test_what_an_agent_refuses_is_said_once_and_never_answered(client: Cli
     )
     with capture_logs() as logs:
         for _ in range(5):
-            await agent.say(message_refused=refused)
+            await agent.send(message_refused=refused)
         await agent.iterate()
     assert not agent.messages_refused
     (line,) = [line for line in logs if line["event"] == "agent refuses a message"]
@@ -97,7 +97,7 @@ async def test_one_invalid_batch_among_hundreds_is_refused_and_nothing_else(clie
             if rank.place == ALL_PLACES[1]:
                 bad_sequence = batch.sequence
                 batch.iterations.duration_s[0] = math.nan
-            await agent.say(telemetry=batch)
+            await agent.send(telemetry=batch)
         await agent.until(lambda: agent.acknowledged >= agent.sequence)
     assert agent.sequence == iterations * len(ALL_PLACES)
     assert agent.acknowledged == agent.sequence
@@ -159,7 +159,7 @@ async def test_a_mistake_in_an_announcement_refuses_that_rank(client: Client, it
     await agent.hello()
     message = agent.joined(agent.ranks[ALL_PLACES[0]])
     message.iteration = iteration
-    await agent.say(rank_joined=message)
+    await agent.send(rank_joined=message)
     await agent.until(lambda: bool(agent.refused))
     assert (agent.refused[0].reason, agent.refused[0].rank) == ("INVALID_FIELD", message.rank)
     assert agent.refused[0].metadata["field"] == "rank_joined.iteration"
@@ -180,11 +180,11 @@ async def test_a_fault_of_the_coordinators_own_costs_one_message(
         patch.setattr(agent_service, "in_force_from_proto", fail)
         patch.setattr(agent_service, "telemetry_from_proto", fail)
         for _ in range(3):
-            await agent.say(
+            await agent.send(
                 plan_in_force=agent_service_pb2.PlanInForce(job_id="job", rank=agent.place(rank.place))
             )
         rank.begin()
-        await agent.say(telemetry=agent.telemetry(rank))
+        await agent.send(telemetry=agent.telemetry(rank))
         await agent.until(lambda: agent.acknowledged == agent.sequence)
     assert {refused.reason for refused in agent.messages_refused} == {"INTERNAL"}
     assert [refused.reason for refused in agent.telemetry_refused] == ["INTERNAL"]

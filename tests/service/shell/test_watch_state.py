@@ -11,11 +11,11 @@ from perseus.service.shell.watch_state import (
     QUEUE_BYTES_LIMIT,
     QUEUE_LIMIT,
     SNAPSHOT_INTERVAL_S,
+    Deliver,
+    DeliverJob,
     End,
     Fetch,
     Step,
-    Tell,
-    TellJob,
     Wait,
     WatchState,
 )
@@ -52,7 +52,7 @@ def events(sequences: Iterable[int]) -> list[JobEvent]:
 def caught_up(last_sequence: int = 0) -> WatchState:
     """A reader who knows all there is, at time 0."""
     state = WatchState(last_sequence, last_sequence, has_ended=False)
-    assert steps(state) == [TellJob(), Tell(marker(last_sequence))]
+    assert steps(state) == [DeliverJob(), Deliver(marker(last_sequence))]
     state.note_snapshot(last_sequence)
     return state
 
@@ -69,12 +69,12 @@ def steps(state: WatchState, now_s: float = 0.0) -> list[Step]:
 
 def test_history_comes_from_the_store_then_the_marker_then_what_is_new() -> None:
     state = WatchState(0, 3, has_ended=False)
-    state.tell(event(4))
-    assert steps(state) == [TellJob(), Fetch(0, PAGE_SIZE)]
+    state.push(event(4))
+    assert steps(state) == [DeliverJob(), Fetch(0, PAGE_SIZE)]
     state.take_page(events([1, 2, 3, 4]))
-    state.tell(event(5))
-    told = [*events([1, 2, 3]), marker(3), *events([4, 5])]
-    assert steps(state) == [Tell(update) for update in told]  # type: ignore[arg-type]
+    state.push(event(5))
+    reported = [*events([1, 2, 3]), marker(3), *events([4, 5])]
+    assert steps(state) == [Deliver(update) for update in reported]  # type: ignore[arg-type]
     assert state.next_step(0.0) == Wait(None)
 
 
@@ -83,48 +83,48 @@ def test_large_news_is_dropped_and_fetched_long_before_there_is_much_of_it() -> 
     message = "x" * 150_000
     large = [event(sequence, message) for sequence in range(1, 11)]
     for each in large:
-        state.tell(each)
+        state.push(each)
         assert len(state._queue) <= 1 + QUEUE_BYTES_LIMIT // (4 * len(message))
     assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
     state.take_page(large)
-    assert [step.update for step in steps(state) if isinstance(step, Tell)] == large
+    assert [step.update for step in steps(state) if isinstance(step, Deliver)] == large
     for sequence in range(11, 11 + QUEUE_LIMIT):
-        state.tell(event(sequence))
-    told = [Tell(event(sequence)) for sequence in range(11, 11 + QUEUE_LIMIT)]
-    assert steps(state) == told, "what was told takes no room any more"
+        state.push(event(sequence))
+    reported = [Deliver(event(sequence)) for sequence in range(11, 11 + QUEUE_LIMIT)]
+    assert steps(state) == reported, "what was told takes no room any more"
 
 
 def test_what_the_reader_knows_is_left_out() -> None:
     state = WatchState(2, 3, has_ended=False)
-    assert steps(state) == [TellJob(), Fetch(2, PAGE_SIZE)]
+    assert steps(state) == [DeliverJob(), Fetch(2, PAGE_SIZE)]
     state.take_page([event(3)])
-    assert steps(state) == [Tell(event(3)), Tell(marker(3))]
+    assert steps(state) == [Deliver(event(3)), Deliver(marker(3))]
     ahead = WatchState(7, 3, has_ended=False)
-    assert steps(ahead) == [TellJob(), Tell(marker(3))]
+    assert steps(ahead) == [DeliverJob(), Deliver(marker(3))]
     for sequence in range(4, 9):
-        ahead.tell(event(sequence))
-    assert steps(ahead) == [Tell(event(8))]
+        ahead.push(event(sequence))
+    assert steps(ahead) == [Deliver(event(8))]
 
 
 def test_a_job_without_events_is_caught_up_with_at_once() -> None:
-    assert steps(WatchState(0, 0, has_ended=False)) == [TellJob(), Tell(marker(0))]
+    assert steps(WatchState(0, 0, has_ended=False)) == [DeliverJob(), Deliver(marker(0))]
 
 
 def test_an_ended_job_is_told_to_its_last_event() -> None:
     state = WatchState(0, 2, has_ended=True)
-    assert steps(state) == [TellJob(), Fetch(0, PAGE_SIZE)]
+    assert steps(state) == [DeliverJob(), Fetch(0, PAGE_SIZE)]
     state.note_snapshot(2)
     state.take_page([end(1), event(2)])
-    assert steps(state) == [Tell(end(1)), Tell(event(2)), Tell(marker(2))]
+    assert steps(state) == [Deliver(end(1)), Deliver(event(2)), Deliver(marker(2))]
     assert state.next_step(0.0) == End()
 
 
 def test_the_watch_ends_after_the_last_event_and_a_snapshot_that_shows_it() -> None:
     state = caught_up()
-    state.tell(end(1))
-    assert steps(state) == [Tell(end(1))]
+    state.push(end(1))
+    assert steps(state) == [Deliver(end(1))]
     assert state.next_step(0.5) == Wait(SNAPSHOT_INTERVAL_S)
-    assert state.next_step(SNAPSHOT_INTERVAL_S) == TellJob()
+    assert state.next_step(SNAPSHOT_INTERVAL_S) == DeliverJob()
     state.note_snapshot(1)
     assert state.next_step(SNAPSHOT_INTERVAL_S) == End()
 
@@ -134,13 +134,13 @@ def test_the_job_is_told_when_it_changes_but_not_more_often_than_its_interval() 
     for _ in range(100):
         state.change_job()
         assert state.next_step(0.9) == Wait(SNAPSHOT_INTERVAL_S)
-    assert state.next_step(1.0) == TellJob()
+    assert state.next_step(1.0) == DeliverJob()
     assert state.next_step(1.0) == Wait(None)
     state.change_job()
     assert state.next_step(1.5) == Wait(1.0 + SNAPSHOT_INTERVAL_S)
-    state.tell(event(1))
-    assert state.next_step(1.5) == Tell(event(1)), "events do not wait for it"
-    assert state.next_step(7.0) == TellJob()
+    state.push(event(1))
+    assert state.next_step(1.5) == Deliver(event(1)), "events do not wait for it"
+    assert state.next_step(7.0) == DeliverJob()
 
 
 def test_a_slow_reader_is_caught_up_from_the_store_and_told_what_it_missed() -> None:
@@ -148,12 +148,12 @@ def test_a_slow_reader_is_caught_up_from_the_store_and_told_what_it_missed() -> 
     news = [event(n) if n % 2 else iteration(n) for n in range(1, QUEUE_LIMIT + 1)]
     last = max(each.sequence for each in news if isinstance(each, JobEvent))
     for each in news:
-        state.tell(each)
-    state.tell(iteration(9999))  # One too many.
+        state.push(each)
+    state.push(iteration(9999))  # One too many.
     assert steps(state) == [Fetch(0, PAGE_SIZE)]
     stored = events(range(1, PAGE_SIZE + 1))
     state.take_page(stored)
-    assert steps(state) == [*map(Tell, stored), Fetch(PAGE_SIZE, PAGE_SIZE)]
+    assert steps(state) == [*map(Deliver, stored), Fetch(PAGE_SIZE, PAGE_SIZE)]
     rest = events(range(PAGE_SIZE + 1, last + 1))
     state.take_page(rest[:PAGE_SIZE])
     assert steps(state)[-1] == Fetch(2 * PAGE_SIZE, PAGE_SIZE)
@@ -161,7 +161,7 @@ def test_a_slow_reader_is_caught_up_from_the_store_and_told_what_it_missed() -> 
     assert steps(state)[-1] == Fetch(3 * PAGE_SIZE, PAGE_SIZE)
     state.take_page(rest[2 * PAGE_SIZE :])
     missed = WatchGap(missed_iteration_count=QUEUE_LIMIT // 2)
-    assert steps(state)[-3:] == [Tell(event(last)), Tell(missed), Tell(iteration(9999))]
+    assert steps(state)[-3:] == [Deliver(event(last)), Deliver(missed), Deliver(iteration(9999))]
 
 
 def test_deleted_events_are_a_gap_at_the_begin_in_the_middle_and_at_the_end() -> None:
@@ -169,13 +169,13 @@ def test_deleted_events_are_a_gap_at_the_begin_in_the_middle_and_at_the_end() ->
     assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
     state.take_page(events([3, 4, 7]))
     assert steps(state) == [
-        Tell(gap(1, 2)),
-        Tell(event(3)),
-        Tell(event(4)),
-        Tell(gap(5, 6)),
-        Tell(event(7)),
-        Tell(gap(8, 9)),
-        Tell(marker(9)),
+        Deliver(gap(1, 2)),
+        Deliver(event(3)),
+        Deliver(event(4)),
+        Deliver(gap(5, 6)),
+        Deliver(event(7)),
+        Deliver(gap(8, 9)),
+        Deliver(marker(9)),
     ]
 
 
@@ -183,9 +183,9 @@ def test_what_overflows_while_a_page_is_on_its_way_is_not_missing() -> None:
     state = WatchState(0, 1, has_ended=False)
     assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
     for sequence in range(2, QUEUE_LIMIT + 3):
-        state.tell(event(sequence))
+        state.push(event(sequence))
     state.take_page([event(1)])
-    assert steps(state) == [Tell(event(1)), Tell(marker(1)), Fetch(1, PAGE_SIZE)]
+    assert steps(state) == [Deliver(event(1)), Deliver(marker(1)), Fetch(1, PAGE_SIZE)]
 
 
 class Watching(RuleBasedStateMachine):
@@ -202,24 +202,24 @@ class Watching(RuleBasedStateMachine):
         self.now_s = 0.0
         self.page: list[JobEvent] | None = None
         self.iteration_count = 0
-        self.told: list[object] = []
+        self.reported: list[object] = []
         self.snapshot_times_s: list[float] = []
 
-    def tell(self, happened: JobEvent) -> None:
+    def push(self, happened: JobEvent) -> None:
         self.last = happened.sequence
         self.stored[self.last] = happened
-        self.state.tell(happened)
+        self.state.push(happened)
 
     @rule(count=st.integers(1, 8))
     def something_happens(self, count: int) -> None:
         for _ in range(count):
-            self.tell(event(self.last + 1))
+            self.push(event(self.last + 1))
         self.state.change_job()
 
     @rule(count=st.integers(1, 6))
     def iterations_end(self, count: int) -> None:
         for _ in range(count):
-            self.state.tell(iteration(self.iteration_count))
+            self.state.push(iteration(self.iteration_count))
             self.iteration_count += 1
 
     @rule(count=st.integers(1, 5))
@@ -232,7 +232,7 @@ class Watching(RuleBasedStateMachine):
     def the_job_ends(self) -> None:
         if not self.has_ended:
             self.has_ended = True
-            self.tell(end(self.last + 1))
+            self.push(end(self.last + 1))
             self.state.change_job()
 
     @rule(passed_s=st.integers(0, 8).map(lambda quarters: quarters / 4))
@@ -255,9 +255,9 @@ class Watching(RuleBasedStateMachine):
 
     def step(self) -> Step:
         match step := self.state.next_step(self.now_s):
-            case Tell(update):
-                self.told.append(update)
-            case TellJob():
+            case Deliver(update):
+                self.reported.append(update)
+            case DeliverJob():
                 self.snapshot_times_s.append(self.now_s)
                 self.state.note_snapshot(self.last)
             case Fetch(after, limit):
@@ -283,17 +283,19 @@ class Watching(RuleBasedStateMachine):
         self.order_is_kept()
         known = self.known()
         assert known == list(range(self.after + 1, self.last + 1))
-        told = [update.sequence for update in self.told if isinstance(update, JobEvent)]
-        assert set(range(self.after + 1, self.last + 1)) - set(told) <= self.deleted
-        missed = sum(update.missed_iteration_count for update in self.told if isinstance(update, WatchGap))
-        iterations = [update.iteration for update in self.told if isinstance(update, IterationSummary)]
+        reported = [update.sequence for update in self.reported if isinstance(update, JobEvent)]
+        assert set(range(self.after + 1, self.last + 1)) - set(reported) <= self.deleted
+        missed = sum(
+            update.missed_iteration_count for update in self.reported if isinstance(update, WatchGap)
+        )
+        iterations = [update.iteration for update in self.reported if isinstance(update, IterationSummary)]
         assert len(iterations) + missed == self.iteration_count
-        assert self.told.count(marker(self.first_last)) == 1
+        assert self.reported.count(marker(self.first_last)) == 1
 
     def known(self) -> list[int]:
         """The numbers of events that were told, or told to be missing, as they came."""
         found: list[int] = []
-        for update in self.told:
+        for update in self.reported:
             if isinstance(update, JobEvent):
                 found.append(update.sequence)
             elif isinstance(update, WatchGap) and update.first_missed_sequence:
@@ -306,13 +308,13 @@ class Watching(RuleBasedStateMachine):
             return
         known = self.known()
         assert known == list(range(self.after + 1, self.after + 1 + len(known)))
-        iterations = [update.iteration for update in self.told if isinstance(update, IterationSummary)]
+        iterations = [update.iteration for update in self.reported if isinstance(update, IterationSummary)]
         assert iterations == sorted(set(iterations))
-        markers = [n for n, update in enumerate(self.told) if isinstance(update, CaughtUp)]
+        markers = [n for n, update in enumerate(self.reported) if isinstance(update, CaughtUp)]
         assert len(markers) <= 1
         for place in markers:
-            told = [u.sequence for u in self.told[:place] if isinstance(u, JobEvent)]
-            assert all(sequence <= self.first_last for sequence in told)
+            reported = [u.sequence for u in self.reported[:place] if isinstance(u, JobEvent)]
+            assert all(sequence <= self.first_last for sequence in reported)
         between_s = zip(self.snapshot_times_s, self.snapshot_times_s[1:], strict=False)
         assert all(after_s - before_s >= SNAPSHOT_INTERVAL_S for before_s, after_s in between_s)
 

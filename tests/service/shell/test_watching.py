@@ -29,8 +29,8 @@ async def test_a_reader_gets_what_is_stored_and_wakes_up_for_news() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     news = JobEvent(sequence=4)
-    watcher.tell(STORED[2])
-    watcher.tell(news)
+    watcher.push(STORED[2])
+    watcher.push(news)
     assert await waiting == news
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from perseus.service.signals.json_client import MOST_BYTES, JsonClient
+from perseus.service.signals.json_client import MAX_BYTES, JsonClient
 from perseus.service.signals.source import SourceError
 from tests.service.signals.signal_server import serving
 
@@ -60,8 +60,8 @@ async def test_what_is_no_json_is_shown_at_its_begin() -> None:
 
 
 async def test_an_answer_that_is_too_large_is_not_read_to_its_end() -> None:
-    found = await mistake(lambda _: web.Response(body=b" " * (MOST_BYTES + 1)))
-    assert f"expected at most {MOST_BYTES} bytes, found more" in str(found)
+    found = await mistake(lambda _: web.Response(body=b" " * (MAX_BYTES + 1)))
+    assert f"expected at most {MAX_BYTES} bytes, found more" in str(found)
 
 
 async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from perseus.service.domain.errors import SignalUnusableError
 from perseus.service.domain.signals import HOUR_S, SignalKind
 from perseus.service.settings import CoordinatorSettings
-from perseus.service.shell.signals import FIRST_DELAY_S, LONGEST_DELAY_S, retry_of
+from perseus.service.shell.signals import FIRST_DELAY_S, MAX_DELAY_S, retry_of
 from perseus.service.signal_settings import SignalSettings
 from perseus.service.signals.csv_source import CsvSource
 from perseus.service.signals.electricity_maps import ElectricityMaps
-from perseus.service.signals.opening import KEY_VARIABLE, open_source
+from perseus.service.signals.factory import KEY_VARIABLE, open_source
 from perseus.service.signals.source import SourceError
 from perseus.service.signals.uk_carbon_intensity import UkCarbonIntensity
 
@@ -69,7 +69,7 @@ def test_who_fails_is_asked_ever_later_but_not_too_late(outcomes: list[bool], dr
             retry.succeeded()
             count = 0
         else:
-            max_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0**count)
+            max_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0**count)
             assert max_s / 2 <= retry.failed() <= max_s
             count += 1
         assert retry.failure_count == count

@@ -120,7 +120,7 @@ def requests(worker: ScriptedWorker) -> WorkerPool:
 
 
 @pytest.fixture
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A turn's end is looked for by the loop's time, which a test does not put forward."""
     wait = asyncio.wait
 
@@ -277,7 +277,7 @@ async def test_a_worker_that_does_not_start_is_nobodys_fault(
 
 
 async def test_a_large_problem_makes_way_for_small_ones(
-    quick_looks: None, jobs: WorkerPool, worker: ScriptedWorker, clock: Clock, frontier: Frontier
+    short_polls: None, jobs: WorkerPool, worker: ScriptedWorker, clock: Clock, frontier: Frontier
 ) -> None:
     large = solving(jobs, "large", PROBLEMS[3])
     await worker.begun()
@@ -315,7 +315,7 @@ async def test_a_newer_problem_of_a_job_replaces_the_older(
 
 
 async def test_a_problem_that_takes_longer_than_the_limit_fails(
-    quick_looks: None, jobs: WorkerPool, worker: ScriptedWorker, clock: Clock
+    short_polls: None, jobs: WorkerPool, worker: ScriptedWorker, clock: Clock
 ) -> None:
     task = solving(jobs, "job")
     await worker.begun()

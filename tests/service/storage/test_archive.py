@@ -38,7 +38,7 @@ def fill(database: Path | str, entries: Sequence[Entry]) -> str:
     async def write() -> str:
         store = await SqlStore.open(database)
         await store.write(entries)
-        word = store.check_word
+        word = store.commit_marker
         await store.close()
         return word
 
@@ -128,8 +128,8 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, chang
             "agent 'agent': expected a telemetry sequence of 1 or more, found 0",
         ),
         (
-            "UPDATE generations SET first_commit = 99",
-            "generation 1: expected its first commit from 0 to 1, found 99",
+            "UPDATE boots SET first_commit = 99",
+            "boot 1: expected its first commit from 0 to 1, found 99",
         ),
         ("DELETE FROM coordinator", "coordinator: expected one row, found 0"),
         ("UPDATE offers SET stage_versions = '[1, [9999, 9999]]'", "expected versions up to"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.storage.check_words import Generation, History
+from perseus.service.storage.commit_markers import Boot, History
 
 SECRET = "5ec4e7"
 
@@ -14,26 +14,26 @@ SECRET = "5ec4e7"
 class Database:
     """What a database would remember: starts, and the number of commits."""
 
-    generations: list[Generation] = field(default_factory=list)
+    boots: list[Boot] = field(default_factory=list)
     commit_number: int = 0
 
     def start(self, token: str) -> None:
-        number = self.generations[-1].number + 1 if self.generations else 1
-        self.generations.append(Generation(number, token, self.commit_number))
+        number = self.boots[-1].number + 1 if self.boots else 1
+        self.boots.append(Boot(number, token, self.commit_number))
 
     def copy(self) -> "Database":
-        return Database(list(self.generations), self.commit_number)
+        return Database(list(self.boots), self.commit_number)
 
     @property
     def history(self) -> History:
-        return History("epoch", SECRET, tuple(self.generations))
+        return History("epoch", SECRET, tuple(self.boots))
 
     @property
-    def word(self) -> str:
-        return self.history.word(self.commit_number)
+    def marker(self) -> str:
+        return self.history.marker(self.commit_number)
 
-    def has_lost(self, word: str) -> bool:
-        return self.history.is_behind(word, self.commit_number)
+    def has_lost(self, marker: str) -> bool:
+        return self.history.is_behind(marker, self.commit_number)
 
 
 class Tokens:
@@ -56,7 +56,7 @@ def go(database: Database, steps: list[str], tokens: Tokens) -> list[str]:
             database.start(tokens())
         else:
             database.commit_number += 1
-        words.append(database.word)
+        words.append(database.marker)
     return words
 
 
@@ -67,29 +67,29 @@ def test_only_what_is_lost_is_told_as_lost_however_far_the_older_copy_has_gone_o
     tokens = Tokens()
     database = Database()
     database.start(tokens())
-    known = [database.word, *go(database, before, tokens)]
+    known = [database.marker, *go(database, before, tokens)]
     copy = database.copy()
     gone = go(database, lost, tokens)
-    assert not any(database.has_lost(word) for word in [*known, *gone])
+    assert not any(database.has_lost(marker) for marker in [*known, *gone])
     copy.start(tokens())  # it is opened, after all
-    own = [copy.word, *go(copy, after, tokens)]
-    assert not any(copy.has_lost(word) for word in [*known, *own])
-    assert all(copy.has_lost(word) for word in gone)
+    own = [copy.marker, *go(copy, after, tokens)]
+    assert not any(copy.has_lost(marker) for marker in [*known, *own])
+    assert all(copy.has_lost(marker) for marker in gone)
 
 
 def test_a_word_that_is_not_of_this_database_tells_nothing() -> None:
     database = Database()
     database.start("aa")
-    own = History("epoch", SECRET, (Generation(1, "aa", 0),))
-    assert database.has_lost(own.word(7))
-    for stranger in (History("another", SECRET, own.generations), History("epoch", "bb", own.generations)):
-        assert not database.has_lost(stranger.word(7))
-    for nonsense in ("", "x", "1.aa.7", own.word(7)[:-1] + "0" * 2, "1.aa.7." + "0" * 16, "9" * 5000):
+    own = History("epoch", SECRET, (Boot(1, "aa", 0),))
+    assert database.has_lost(own.marker(7))
+    for other_user in (History("another", SECRET, own.boots), History("epoch", "bb", own.boots)):
+        assert not database.has_lost(other_user.marker(7))
+    for nonsense in ("", "x", "1.aa.7", own.marker(7)[:-1] + "0" * 2, "1.aa.7." + "0" * 16, "9" * 5000):
         assert not database.has_lost(nonsense)
 
 
 def test_starts_that_are_forgotten_count_as_fine() -> None:
-    generations = tuple(Generation(number, f"{number:02x}", number) for number in (5, 6))
-    history = History("epoch", SECRET, generations)
-    forgotten = History("epoch", SECRET, (Generation(4, "99", 0),)).word(10**6)
+    boots = tuple(Boot(number, f"{number:02x}", number) for number in (5, 6))
+    history = History("epoch", SECRET, boots)
+    forgotten = History("epoch", SECRET, (Boot(4, "99", 0),)).marker(10**6)
     assert not history.is_behind(forgotten, 7)

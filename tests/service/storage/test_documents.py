@@ -101,7 +101,10 @@ async def test_a_field_that_was_added_later_is_ignored(path: Path) -> None:
 async def test_a_field_that_was_not_there_yet_has_its_default(path: Path) -> None:
     def without_pacing(document: Any) -> Any:
         version, value = document
-        return [version, {name: part for name, part in value.items() if name not in ("pacing", "percent")}]
+        return [
+            version,
+            {name: part for name, part in value.items() if name not in ("signal_target", "percent")},
+        ]
 
     before = await read(path)
     change(path, "runs", "record", without_pacing)

@@ -148,10 +148,10 @@ async def test_a_log_without_its_end_opens_without_what_was_in_it_and_the_check_
     path, copy = tmp_path / "jobs.db", tmp_path / "copy.db"
     store = await SqlStore.open(path)
     await store.write([TelemetrySequence("agent", 1)])
-    early = store.check_word
+    early = store.commit_marker
     size = os.path.getsize(f"{path}-wal")  # noqa: ASYNC240
     await store.write([TelemetrySequence("agent", 2)])
-    late = store.check_word
+    late = store.commit_marker
     shutil.copy(path, copy)
     shutil.copy(f"{path}-wal", f"{copy}-wal")
     os.truncate(f"{copy}-wal", size + 100)  # in the midst of a page

@@ -38,7 +38,7 @@ def held_elsewhere(database: Path | str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_a_killed_coordinator_holds_nothing(database: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_LOCK_PATIENCE_S", 1.0)
+    monkeypatch.setattr(engines, "_LOCK_TIMEOUT_S", 1.0)
     with held_elsewhere(database) as process:
         with pytest.raises(DatabaseUnavailableError, match="it is locked: is another coordinator running"):
             connect(database)

@@ -56,15 +56,15 @@ def named(schema: str) -> str:
     ("statement", "message"),
     [
         # As numbered during development, and before that.
-        (OURS + named("0011"), f"expected schema v0002, found 0011, {TOO_OLD}"),
-        (OURS + "PRAGMA user_version = 4", f"expected schema v0002, found one without a name, {TOO_OLD}"),
-        (named("v0099"), "expected schema v0002, found v0099, which is newer than this Perseus"),
+        (OURS + named("0011"), f"expected schema v0003, found 0011, {TOO_OLD}"),
+        (OURS + "PRAGMA user_version = 4", f"expected schema v0003, found one without a name, {TOO_OLD}"),
+        (named("v0099"), "expected schema v0003, found v0099, which is newer than this Perseus"),
         (
             "CREATE TABLE receipts (sum); PRAGMA user_version = 8",
             "expected an empty database or one of Perseus, found tables receipts",
         ),
         (
-            named("v0002") + "CREATE TABLE jobs (x); CREATE TABLE events (x)",
+            named("v0003") + "CREATE TABLE jobs (x); CREATE TABLE events (x)",
             "expected an empty database or one of Perseus, found tables events, jobs",
         ),
     ],
@@ -91,4 +91,4 @@ def test_the_check_says_of_which_schema_a_database_is(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.executescript(OURS + named("0011"))
     connection.close()
-    assert check_database(path) == [f"expected schema v0002, found 0011, {TOO_OLD}"]
+    assert check_database(path) == [f"expected schema v0003, found 0011, {TOO_OLD}"]

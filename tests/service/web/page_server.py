@@ -21,7 +21,7 @@ from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.web.access import Access
+from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.app import make_app
 from perseus.service.web.listening import listening
 from perseus.service.web.origin import Hosts
@@ -91,7 +91,7 @@ async def serving(
             *unary_calls(services["LedgerService"], LedgerService(coordinator.ledger, coordinator.quotas)),
             *unary_calls(services["PowerService"], PowerService(coordinator.power, quotas), _OPERATED),
         ]
-        access = None if is_open else Access(coordinator.tokens, {})
+        access = None if is_open else HttpAuthenticator(coordinator.tokens, {})
         app = make_app(Scrape(nothing), access, PageApi(coordinator, calls, access), files, Hosts({"board"}))
         try:
             async with listening(app, "127.0.0.1:0", None, 1.0) as url:

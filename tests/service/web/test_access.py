@@ -14,7 +14,7 @@ from perseus.service.domain.principals import Grant, Scope
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.web.access import Access
+from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.app import make_app
 from perseus.service.web.scrape import Scrape
 
@@ -46,7 +46,7 @@ async def test_scopes(tokens: Tokens) -> None:
     _, agent = await tokens.create("agents", Grant(Scope.AGENT, ("*",)), None)
 
     def app() -> web.Application:
-        return make_app(Scrape(nothing), Access(tokens, {}))
+        return make_app(Scrape(nothing), HttpAuthenticator(tokens, {}))
 
     assert (await answer(app()))[0] == 401
     assert (await answer(app(), {"Authorization": "Basic abc"}))[0] == 401

@@ -33,10 +33,10 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "MAX_CONNECTIONS_OF_ONE", 8)
 
 
-async def opened(url: str, said: bytes) -> asyncio.StreamReader:
+async def opened(url: str, message: bytes) -> asyncio.StreamReader:
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(said)
+    writer.write(message)
     kept.append(writer)
     return reader
 
@@ -52,12 +52,12 @@ def _all_closed() -> Iterator[None]:
     kept.clear()
 
 
-@pytest.mark.parametrize("said", [b"", HALF, HALF_BODY])
-async def test_who_says_half_keeps_nobody_out_for_long(tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize("message", [b"", HALF, HALF_BODY])
+async def test_who_says_half_keeps_nobody_out_for_long(tmp_path: Path, message: bytes) -> None:
     async with serving(tmp_path) as site, asyncio.timeout(20), aiohttp.ClientSession() as session:
         with capture_logs() as logs:
-            silent = [await opened(site.url, said) for _ in range(8)]
-            refused = [await opened(site.url, said) for _ in range(50)]
+            silent = [await opened(site.url, message) for _ in range(8)]
+            refused = [await opened(site.url, message) for _ in range(50)]
             assert [await each.read() for each in refused] == 50 * [b""], "as many as one address may have"
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"{site.url}/metrics")
@@ -65,8 +65,8 @@ async def test_who_says_half_keeps_nobody_out_for_long(tmp_path: Path, said: byt
             assert all(answer == b"" or answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
             async with session.get(f"{site.url}/metrics") as answer:
                 assert answer.status == 200
-        told = [line for line in logs if line["event"] == "connection refused"]
-        assert [line["reason"] for line in told] == ["TOO_MANY_CONNECTIONS"], "once in a while"
+        reported = [line for line in logs if line["event"] == "connection refused"]
+        assert [line["reason"] for line in reported] == ["TOO_MANY_CONNECTIONS"], "once in a while"
 
 
 async def test_a_stream_of_events_is_no_quiet_connection(tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ async def spoken_to(app: web.Application, request: bytes) -> bytes:
 async def test_what_is_no_http_is_refused_without_a_traceback(
     request_bytes: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with capture_logs() as told:
+    with capture_logs() as reported:
         answer = await spoken_to(web.Application(), request_bytes)
     assert answer.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
     assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
-    assert [line["log_level"] for line in told] == ["info", "debug"]  # the first: that it listens
+    assert [line["log_level"] for line in reported] == ["info", "debug"]  # the first: that it listens
 
 
 async def test_a_fault_of_ours_is_told_as_all_others_are() -> None:
@@ -49,10 +49,10 @@ async def test_a_fault_of_ours_is_told_as_all_others_are() -> None:
 
     app = web.Application()
     app.router.add_get("/", fail)
-    with capture_logs() as told:
+    with capture_logs() as reported:
         answer = await spoken_to(app, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 500")
-    (error,) = [line for line in told if line["log_level"] == "error"]
+    (error,) = [line for line in reported if line["log_level"] == "error"]
     assert str(error["exc_info"]) == "a fault"
 
 
@@ -107,7 +107,7 @@ async def test_a_handshake_that_is_refused_is_told_once_for_each_kind_without_a_
     foreign = issue(theirs, "foreign", ["client"], is_server=False)
     late = issue(ours, "late", ["client"], is_server=False, begins_days=-9, ends_days=-1)
     tls = TlsSource(TlsFiles(files.certificate, files.key, ca), Role.SERVER)
-    with capture_logs() as told:
+    with capture_logs() as reported:
         async with listening(web.Application(), "127.0.0.1:0", tls, 1.0) as url:
             place = host_and_port(url.removeprefix("https://"))
             assert place is not None
@@ -123,7 +123,7 @@ async def test_a_handshake_that_is_refused_is_told_once_for_each_kind_without_a_
             await spoken_plainly(*place, b"")  # as what looks whether the port is open
             assert await shaken(*place, of_client(ca, good, version))
     gc.collect()  # an exception that nobody has looked at is told when its task goes
-    refused = [line for line in told if line["log_level"] not in ("debug", "info")]
+    refused = [line for line in reported if line["log_level"] not in ("debug", "info")]
     assert {line["log_level"] for line in refused} == {"warning"}
     assert {line["event"] for line in refused} == {"TLS handshake refused"}
     assert all(line["peer"].startswith("127.0.0.1:") for line in refused)

@@ -29,9 +29,9 @@ from tests.service.grpc_fakes import (
 from tests.service.web.scraping import Samples, get, scrape, value
 
 # Told only where there is something to tell.
-PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MOST, names.JOB_PROFILING_LEFT}
-CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, names.JOB_BUDGET_TIME, *PROFILING}
-UNLIMITED = {names.FEED_LIMIT, names.FEED_CEILING}
+PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MAX, names.JOB_PROFILING_LEFT}
+CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, names.JOB_BUDGET_TARGET_TIME, *PROFILING}
+UNLIMITED = {names.FEED_LIMIT, names.FEED_POWER_CAP}
 CARBON = {"kind": "carbon", "csv": "/nonexistent/carbon.csv", "column": "g"}
 
 
@@ -74,13 +74,13 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
         assert of_job("iterations_total", regular="yes") == agent.ranks[ALL_PLACES[0]].iteration + 1
         assert of_job("iteration_seconds") == pytest.approx(0.8)
         assert of_job("power_watts") == pytest.approx(of_job("iteration_energy_joules") / 0.8)
-        assert of_job("promised_seconds") >= job.baseline.iteration_time_s
+        assert of_job("predicted_seconds") >= job.baseline.iteration_time_s
         request = job_service_pb2.GetReportRequest(job_id="job")
         period = (await client.jobs.GetReport(request, timeout=TIMEOUT_S)).periods[-1]
         assert of_job("measured_seconds") == pytest.approx(period.iteration_time_s)
         assert of_job("saving_ratio") == pytest.approx(period.saving.energy_percent / 100, abs=1e-12)
         assert of_job("plan_switches_total") >= 1
-        assert of_job("broken_promises_total") == of_job("quarantines_total") == 0
+        assert of_job("prediction_violations_total") == of_job("quarantines_total") == 0
 
         assert value(samples, "perseus_jobs", state="planned") == 1
         assert value(samples, "perseus_telemetry_batches_total", outcome="taken") == agent.sequence
@@ -94,9 +94,9 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
 
         ranks = names.RANK_CONNECTED, names.RANK_ITERATION
         wanted = (names.BUILD_INFO, *names.SERVER, *names.FEED, *names.SIGNAL, *names.JOB, *ranks)
-        untold = CONDITIONAL | UNLIMITED
+        unreported = CONDITIONAL | UNLIMITED
         assert series_of(samples, wanted) == {
-            metric.name: {frozenset(metric.labels)} for metric in wanted if metric not in untold
+            metric.name: {frozenset(metric.labels)} for metric in wanted if metric not in unreported
         }
 
         assert value(samples, "perseus_signal_known", signal="grid") == 0
@@ -104,12 +104,12 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
         straggling = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=0, slowdown_factor=1.2)
         job = (await client.jobs.ReportStraggler(straggling, timeout=TIMEOUT_S)).job
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             nonlocal samples
             samples = await scrape(f"http://{http}/metrics")
             return of_job("stragglers", source="reported") == 1
 
-        await until(is_told)  # an answer serves for a second
+        await until(is_reported)  # an answer serves for a second
         assert of_job("straggler_seconds") == pytest.approx(1.2 * job.t_min_s)
         await client.finish()
 
@@ -131,11 +131,11 @@ async def test_the_ledgers_totals_are_told_and_outlast_jobs_and_restarts(
     samples: Samples = {}
     energy_j = 0.0
 
-    async def are_told() -> bool:
+    async def are_reported() -> bool:
         nonlocal samples
         samples = await scrape(f"http://{http}/metrics")
-        told_j = samples.get(("perseus_ledger_energy_joules", frozenset()))
-        return told_j == pytest.approx(energy_j)
+        reported_j = samples.get(("perseus_ledger_energy_joules", frozenset()))
+        return reported_j == pytest.approx(energy_j)
 
     async with connected(settings) as client:
         await client.register()
@@ -149,16 +149,18 @@ async def test_the_ledgers_totals_are_told_and_outlast_jobs_and_restarts(
         total = (await stub.ListLedgerEntries(request, timeout=TIMEOUT_S)).total
         energy_j = 3.6e6 * total.energy_kwh
         assert energy_j > 0
-        await until(are_told)
+        await until(are_reported)
         await agent.end()
     async with connected(settings):
-        await until(are_told)
+        await until(are_reported)
     saved_j = value(samples, "perseus_ledger_saved_energy_joules")
     assert saved_j == pytest.approx(3.6e6 * total.saved_energy_kwh)
     assert value(samples, "perseus_ledger_cost") == pytest.approx(total.cost)
     assert value(samples, "perseus_ledger_saved_cost") == pytest.approx(total.saved_cost)
-    told = {name for name, _ in samples if name.startswith("perseus_ledger_")}
-    assert told == {metric.name for metric in names.LEDGER if "carbon" not in metric.name}, "no rate is known"
+    reported = {name for name, _ in samples if name.startswith("perseus_ledger_")}
+    assert reported == {metric.name for metric in names.LEDGER if "carbon" not in metric.name}, (
+        "no rate is known"
+    )
 
 
 async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) -> None:
@@ -188,10 +190,10 @@ async def test_how_far_profiling_is_is_told_while_it_goes_on(tmp_path: Path) -> 
         await agent.iterate(6)
         job, samples = await client.job(), await scrape(f"http://{http}/metrics")
     assert value(samples, "perseus_job_state", job_id="job", state="profiling") == 1
-    told = {metric: value(samples, metric.name, job_id="job") for metric in PROFILING}
-    assert told[names.JOB_PROFILING_TRIED] == job.profiling_progress.tried_clock_count
-    assert told[names.JOB_PROFILING_MOST] == job.profiling_progress.max_clock_count > 0
-    assert told[names.JOB_PROFILING_LEFT] >= 0
+    reported = {metric: value(samples, metric.name, job_id="job") for metric in PROFILING}
+    assert reported[names.JOB_PROFILING_TRIED] == job.profiling_progress.tried_clock_count
+    assert reported[names.JOB_PROFILING_MAX] == job.profiling_progress.max_clock_count > 0
+    assert reported[names.JOB_PROFILING_LEFT] >= 0
 
 
 async def test_no_work_over_ranks_is_done_unless_asked_for(
@@ -214,7 +216,7 @@ async def test_no_work_over_ranks_is_done_unless_asked_for(
     assert value(samples, "perseus_job_measured_seconds", job_id="job") > 0
 
 
-async def test_a_job_that_can_not_be_read_is_put_aside_and_the_others_are_told(
+async def test_a_job_that_can_not_be_read_is_quarantined_and_the_others_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from perseus.service.job.iterations.iteration_log import IterationLog
@@ -241,14 +243,14 @@ async def test_a_job_that_can_not_be_read_is_put_aside_and_the_others_are_told(
 
 
 async def test_of_too_many_jobs_the_newest_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perseus.service.web.collector.MOST_JOBS", 2)
+    monkeypatch.setattr("perseus.service.web.collector.MAX_JOBS", 2)
     http = f"127.0.0.1:{free_port()}"
     async with connected(make_settings(tmp_path, http=http)) as client:
         for number in range(3):
             await client.register(job_id=f"job-{number}")
         samples = await scrape(f"http://{http}/metrics")
-    told = {dict(labels)["job_id"] for name, labels in samples if name == "perseus_job_run_number"}
-    assert told == {"job-1", "job-2"}
+    reported = {dict(labels)["job_id"] for name, labels in samples if name == "perseus_job_run_number"}
+    assert reported == {"job-1", "job-2"}
     assert value(samples, "perseus_hidden_jobs") == 1
     assert value(samples, "perseus_jobs", state="waiting") == 3
 

@@ -9,7 +9,7 @@ from google.protobuf import json_format
 
 from perseus.service.domain.errors import InternalError
 from perseus.service.shell.jobs import Jobs
-from perseus.service.web import shared
+from perseus.service.web import single_flight_cache
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.ports import free_port
 from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, connected, make_settings, spec_message
@@ -25,9 +25,9 @@ def registration(job_id: str = "job") -> dict[str, object]:
 
 def assert_refused(answer: Answer, status: int, code: str, reason: str) -> None:
     assert answer.headers["Content-Type"] == "application/json"
-    told = answer.json
-    assert (answer.status, told["code"], told["reason"]) == (status, code, reason), told
-    assert set(told) == {"code", "reason", "message", "metadata"}
+    reported = answer.json
+    assert (answer.status, reported["code"], reported["reason"]) == (status, code, reason), reported
+    assert set(reported) == {"code", "reason", "message", "metadata"}
     assert "Traceback" not in answer.text
 
 
@@ -45,10 +45,10 @@ async def test_what_is_told_is_what_grpc_tells(tmp_path: Path) -> None:
 
         async def same(method: str, **fields: object) -> None:
             asked = getattr(job_service_pb2, f"{method}Request")(**fields)
-            told = await getattr(client.jobs, method)(asked, timeout=20)
+            reported = await getattr(client.jobs, method)(asked, timeout=20)
             answer = await ask(session, "POST", f"{url}/api/JobService/{method}", fields)
             assert answer.status == 200, answer.text
-            assert json_format.Parse(answer.text, type(told)()) == told
+            assert json_format.Parse(answer.text, type(reported)()) == reported
             assert answer.headers["Cache-Control"] == "no-store"
 
         await same("GetJob", job_id="job")
@@ -66,7 +66,7 @@ async def test_what_is_told_is_what_grpc_tells(tmp_path: Path) -> None:
         assert job["last_event_sequence"].isdecimal()
         assert job["figures"]["iteration_time_s"] == 0.8
         assert job["figures"]["power_w"] == pytest.approx(job["figures"]["energy_j"] / 0.8)
-        assert job["figures"]["promised_iteration_time_s"] > 0
+        assert job["figures"]["predicted_iteration_time_s"] > 0
         report = (await ask(session, "POST", f"{url}/api/JobService/GetReport", {"job_id": "job"})).json
         assert job["figures"]["saving"] == report["periods"][-1]["saving"]
 
@@ -215,7 +215,7 @@ async def test_every_answer_says_what_the_page_may_do(tmp_path: Path) -> None:
 
 
 async def test_the_grid_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "MOST_FRESH_S", 0.0)  # each is made anew
+    monkeypatch.setattr(single_flight_cache, "MAX_FRESH_S", 0.0)  # each is made anew
     url = f"http://127.0.0.1:{free_port()}"
     async with (
         connected(make_settings(tmp_path, http=url.removeprefix("http://"))) as client,
@@ -233,11 +233,11 @@ async def test_the_grid_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
         await agent.iterate(6)
         async with aiohttp.ClientSession(headers={"Accept-Encoding": "gzip"}) as packed:
-            told = await ask(packed, "GET", f"{url}/api/ranks/job")
+            reported = await ask(packed, "GET", f"{url}/api/ranks/job")
             again = await ask(session, "GET", f"{url}/api/ranks/job")
-        assert told.headers["Content-Encoding"] == "gzip"
-        grid = json.loads(told.text)
-        assert told.text == again.text
+        assert reported.headers["Content-Encoding"] == "gzip"
+        grid = json.loads(reported.text)
+        assert reported.text == again.text
         assert [grid["states"][number] for number in grid["state"]] == ["CONNECTED"] * 4
         assert set(grid["iteration"]) == {agent.ranks[ALL_PLACES[0]].iteration}
         ranks = await client.ranks()

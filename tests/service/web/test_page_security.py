@@ -17,7 +17,7 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.principals import Grant, Scope
 from perseus.service.web import event_stream, sessions
-from perseus.service.web.sessions import Attempts, Sessions
+from perseus.service.web.sessions import LoginRateLimiter, Sessions
 from tests.ports import free_port
 from tests.service.grpc_fakes import make_secured_settings, make_settings, running_here
 from tests.service.web.page_server import PageServer, ask, serving, streaming
@@ -92,7 +92,7 @@ async def test_who_can_not_log_in(tmp_path: Path) -> None:
             )
         deep = await ask(session, "POST", path, b"[" * 60_000, origin)
         assert_refused(deep, 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
-        for _ in range(sessions.MOST_ATTEMPTS):
+        for _ in range(sessions.MAX_ATTEMPTS):
             late = await ask(session, "POST", path, {"token": "perseus_wrong"}, origin)
         assert_refused(late, 429, "RESOURCE_EXHAUSTED", "LIMIT_REACHED")
         assert int(late.headers["Retry-After"]) >= 5
@@ -299,8 +299,8 @@ async def test_sessions_end_with_time_and_with_their_token(
 async def test_sessions_are_bounded_and_the_oldest_of_the_same_makes_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "MOST_OF_A_TOKEN", 3)
-    monkeypatch.setattr(sessions, "MOST", 4)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS_PER_TOKEN", 3)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 4)
     async with serving(tmp_path, is_open=False) as server:
         some = Sessions(server.coordinator.tokens, lambda: 0.0)
         mine, others = await token(server, Scope.READER), await token(server, Scope.OPERATOR, "other")
@@ -316,8 +316,8 @@ async def test_sessions_are_bounded_and_the_oldest_of_the_same_makes_way(
 
 def test_attempts_come_back_with_time_and_are_bounded_by_address() -> None:
     now_s = [0.0]
-    attempts = Attempts(lambda: now_s[0])
-    for _ in range(sessions.MOST_ATTEMPTS):
+    attempts = LoginRateLimiter(lambda: now_s[0])
+    for _ in range(sessions.MAX_ATTEMPTS):
         attempts.take("10.0.0.1")
     for _ in range(100):  # insisting makes it no longer
         with pytest.raises(LimitReachedError):

@@ -126,8 +126,8 @@ async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
             assert sorted(made) == ["a", "b"], "made once for both"
             made.clear()
             await register("c")
-            told = await asyncio.gather(first.next(), second.next())
-            assert told[0] == told[1]
+            reported = await asyncio.gather(first.next(), second.next())
+            assert reported[0] == reported[1]
             assert made == ["c"], "jobs that have not changed are not looked at"
             assert len(live._followers) == OF_OTHERS + 1
 
@@ -152,11 +152,11 @@ async def test_one_job_as_grpc_tells_it(tmp_path: Path) -> None:
         async with streaming(session, watching) as first:
             found = await caught_up(first)
             assert "job" in found[0]
-            told = [each["event"] for each in found if "event" in each]
+            reported = [each["event"] for each in found if "event" in each]
             last = int(found[-1]["caught_up"]["last_event_sequence"])
-            assert [int(event["sequence"]) for event in told] == list(range(1, last + 1))
-            assert told[0]["type"] == "JOB_EVENT_TYPE_REGISTERED"
-            assert told[0]["registered"]["parallelism"]["pipeline_count"] == 2
+            assert [int(event["sequence"]) for event in reported] == list(range(1, last + 1))
+            assert reported[0]["type"] == "JOB_EVENT_TYPE_REGISTERED"
+            assert reported[0]["registered"]["parallelism"]["pipeline_count"] == 2
             assert first.ids[-1] == f"1:{last}"
 
             await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
@@ -279,18 +279,18 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else(
             async with streaming(session, f"{server.url}/api/watch/jobs") as quick:
                 await quick.next()
                 slow_one, _ = readers
-                most = 0
+                maximum = 0
                 for number in range(2_000):
                     chunk = event_stream.event("jobs", f'{{"number":{number},"filling":"{"x" * 5_000}"}}')
                     for each in readers:
                         each.send(chunk)
-                    most = max(most, slow_one._waiting_bytes)
+                    maximum = max(maximum, slow_one._waiting_bytes)
                     assert (await quick.next())[1]["number"] == number
                     if slow_one._end_reason:
                         break
                 assert slow_one._end_reason == "READER_TOO_SLOW"
                 assert not slow_one._waiting
-                assert most <= 200_000
+                assert maximum <= 200_000
                 # What the kernel took is there to read; then the connection is gone.
                 async with asyncio.timeout(20):
                     with suppress(ConnectionResetError):

@@ -40,7 +40,7 @@ class Allocation:
         beyond_tolerance: jobs whose fastest plan is slower than their owner allows, whatever the budgets.
     """
 
-    paces: Mapping[str, PowerPoint]
+    operating_points: Mapping[str, PowerPoint]
     power_w: Mapping[str, float]
     excess_w: Mapping[str, float]
     weighted_loss: float
@@ -74,36 +74,38 @@ def allocate(jobs: Sequence[JobDemand], limits_w: Mapping[str, float]) -> Alloca
     given_w = np.array([limits_w[feed] for feed in feeds])
     fixed_w = np.array([sum(j.measured_w.get(feed, 0.0) for j in jobs if not j.points) for feed in feeds])
     chosen, bound = _choose(choices, given_w - fixed_w) if choices else ([], 0.0)
-    paces = {job.job_id: points[k] for job, points, k in zip(planned, allowed, chosen, strict=True)}
-    power_w = _total_w(jobs, paces, feeds)
+    operating_points = {
+        job.job_id: points[k] for job, points, k in zip(planned, allowed, chosen, strict=True)
+    }
+    power_w = _total_w(jobs, operating_points, feeds)
     excess_w = {
         feed: power_w[feed] - limit_w
         for feed, limit_w in limits_w.items()
         if power_w[feed] > limit_w + _DIGITS * abs(limit_w)
     }
     return Allocation(
-        paces=paces,
+        operating_points=operating_points,
         power_w=power_w,
         excess_w=excess_w,
         weighted_loss=float(sum(choice.loss[k] for choice, k in zip(choices, chosen, strict=True))),
         bound=bound,
-        to_pause=_jobs_to_pause(jobs, paces, excess_w),
+        to_pause=_jobs_to_pause(jobs, operating_points, excess_w),
         beyond_tolerance=tuple(job.job_id for job in planned if job.is_beyond_tolerance),
     )
 
 
 def _total_w(
-    jobs: Sequence[JobDemand], paces: Mapping[str, PowerPoint], feeds: Sequence[str]
+    jobs: Sequence[JobDemand], operating_points: Mapping[str, PowerPoint], feeds: Sequence[str]
 ) -> dict[str, float]:
     total_w = dict.fromkeys(feeds, 0.0)
     for job in jobs:
-        for feed, power_w in _drawn_w(job, paces).items():
+        for feed, power_w in _drawn_w(job, operating_points).items():
             total_w[feed] = total_w.get(feed, 0.0) + power_w
     return total_w
 
 
-def _drawn_w(job: JobDemand, paces: Mapping[str, PowerPoint]) -> Mapping[str, float]:
-    return paces[job.job_id].power_w if job.points else job.measured_w
+def _drawn_w(job: JobDemand, operating_points: Mapping[str, PowerPoint]) -> Mapping[str, float]:
+    return operating_points[job.job_id].power_w if job.points else job.measured_w
 
 
 def _choose(jobs: Sequence[Choices], limits_w: Floats) -> tuple[list[int], float]:
@@ -111,15 +113,15 @@ def _choose(jobs: Sequence[Choices], limits_w: Floats) -> tuple[list[int], float
     if not len(limits_w):
         fastest = [int(np.argmin(job.loss)) for job in jobs]
         return fastest, float(sum(job.loss.min() for job in jobs))
-    least_w: Floats = np.sum([job.power_w.min(axis=0) for job in jobs], axis=0)
-    limits_w = np.maximum(limits_w, least_w)
+    min_w: Floats = np.sum([job.power_w.min(axis=0) for job in jobs], axis=0)
+    limits_w = np.maximum(limits_w, min_w)
     relaxed: Relaxed | None
     if len(limits_w) == 1:
         relaxed = relaxation.relax_one_feed(jobs, float(limits_w[0]))
     else:
         relaxed = relaxation.relax(jobs, limits_w)
         if relaxed is None:  # what one feed needs is more than another one has
-            limits_w = limits_w + relaxation.least_excess_w(jobs, limits_w) * (1 + _DIGITS) + 1e-6
+            limits_w = limits_w + relaxation.min_excess_w(jobs, limits_w) * (1 + _DIGITS) + 1e-6
             relaxed = relaxation.relax(jobs, limits_w)
             assert relaxed is not None
     return _filled(jobs, _lowered(jobs, relaxed, limits_w), limits_w), relaxed.loss
@@ -168,11 +170,11 @@ def _filled(jobs: Sequence[Choices], chosen: Sequence[int], limits_w: Floats) ->
     filled = list(chosen)
     total_w: Floats = np.sum([job.power_w[k] for job, k in zip(jobs, filled, strict=True)], axis=0)
     # A feed that can't be kept must not be drawn on more than it is.
-    room_w = np.maximum(limits_w * (1 + _DIGITS), total_w)
+    headroom_w = np.maximum(limits_w * (1 + _DIGITS), total_w)
     while True:
         best: tuple[float, int, int] | None = None
         for number, (job, k) in enumerate(zip(jobs, filled, strict=True)):
-            fits = np.all(total_w - job.power_w[k] + job.power_w <= room_w, axis=1)
+            fits = np.all(total_w - job.power_w[k] + job.power_w <= headroom_w, axis=1)
             losses = np.where(fits, job.loss, np.inf)
             index = int(np.argmin(losses))
             gain = float(job.loss[k] - losses[index])
@@ -186,7 +188,7 @@ def _filled(jobs: Sequence[Choices], chosen: Sequence[int], limits_w: Floats) ->
 
 
 def _jobs_to_pause(
-    jobs: Sequence[JobDemand], paces: Mapping[str, PowerPoint], excess_w: Mapping[str, float]
+    jobs: Sequence[JobDemand], operating_points: Mapping[str, PowerPoint], excess_w: Mapping[str, float]
 ) -> tuple[str, ...]:
     """Return jobs whose pause brings every feed to its limit, the least weight per watt first.
 
@@ -195,7 +197,7 @@ def _jobs_to_pause(
     left_w = dict(excess_w)
     freed_w: dict[str, dict[str, float]] = {}
     for job in jobs:
-        drawn_w = _drawn_w(job, paces)
+        drawn_w = _drawn_w(job, operating_points)
         own_w = {
             feed: max(0.0, drawn_w.get(feed, 0.0) - job.paused_power_w.get(feed, 0.0)) for feed in excess_w
         }

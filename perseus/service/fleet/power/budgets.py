@@ -59,8 +59,8 @@ def _default_begin_s(budgets: Sequence[Budget], now_s: float) -> float:
     return begin_s
 
 
-def moved_ceiling_w(
-    ceiling_w: float,
+def ramped_power_cap_w(
+    power_cap_w: float,
     drawn_w: float,
     goal: float,
     ramps_w_per_s: tuple[float, float],
@@ -76,13 +76,13 @@ def moved_ceiling_w(
         elapsed_s: since it was where it was.
     """
     down_w_per_s, up_w_per_s = ramps_w_per_s
-    if ceiling_w == math.inf:
+    if power_cap_w == math.inf:
         if goal == math.inf:
             return math.inf
-        ceiling_w = max(drawn_w, goal)
-    if goal < ceiling_w:
-        return max(goal, ceiling_w - _step_w(down_w_per_s, elapsed_s))
-    return min(goal, ceiling_w + _step_w(up_w_per_s, elapsed_s))
+        power_cap_w = max(drawn_w, goal)
+    if goal < power_cap_w:
+        return max(goal, power_cap_w - _step_w(down_w_per_s, elapsed_s))
+    return min(goal, power_cap_w + _step_w(up_w_per_s, elapsed_s))
 
 
 def _step_w(ramp_w_per_s: float, elapsed_s: float) -> float:

@@ -58,20 +58,20 @@ def power_points(
     slowest = max(groups)
     first_s = max(own_time_s, slowest * frontier.t_min_s)
     own_times_s = [point.iteration_time_s for point in frontier.points]
-    paces_s = sorted({first_s, *(f * t for f in groups for t in own_times_s if f * t > first_s)})
+    times_s = sorted({first_s, *(f * t for f in groups for t in own_times_s if f * t > first_s)})
     blocking_w = np.array(frontier.pipeline.blocking_power_w)
     plans = _Plans(frontier)
     points: list[PowerPoint] = []
-    for pace_s in paces_s:
-        iteration_s = pace_s + overhead_s
+    for time_s in times_s:
+        iteration_s = time_s + overhead_s
         power_w, highest_mhz = np.zeros(len(feeds)), 0
         for factor, on_feeds in supplied.items():
-            plan = plans.within(max(pace_s / factor, frontier.t_min_s))
+            plan = plans.within(max(time_s / factor, frontier.t_min_s))
             power_w += on_feeds @ (factor * plan.effective_j / iteration_s + blocking_w)
             highest_mhz = max(highest_mhz, plan.highest_clock_mhz)
         drawn_w = dict(zip(feeds, power_w.tolist(), strict=True))
         if not points or sum(drawn_w.values()) < sum(points[-1].power_w.values()):
-            points.append(PowerPoint(pace_s, (first_s + overhead_s) / iteration_s, drawn_w, highest_mhz))
+            points.append(PowerPoint(time_s, (first_s + overhead_s) / iteration_s, drawn_w, highest_mhz))
     return tuple(points)
 
 

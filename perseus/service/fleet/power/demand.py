@@ -74,7 +74,7 @@ class JobDemand:
                 check_range(f"points[{index}].power_w[{feed}]", power_w, 0, MAX_FEED_POWER_W)
 
     @property
-    def least_speed(self) -> float:
+    def min_speed(self) -> float:
         """The least speed that its owner allows."""
         return 1 - self.tolerance_percent / 100
 
@@ -82,10 +82,10 @@ class JobDemand:
     def allowed(self) -> tuple[PowerPoint, ...]:
         """The points within the tolerance; the fastest if none is."""
         # Speeds are ratios of times: the last digits of one that is exactly as slow as allowed are noise.
-        kept = tuple(point for point in self.points if point.speed >= self.least_speed - 1e-12)
+        kept = tuple(point for point in self.points if point.speed >= self.min_speed - 1e-12)
         return kept or self.points[:1]
 
     @property
     def is_beyond_tolerance(self) -> bool:
         """Whether even its fastest plan is slower than its owner allows."""
-        return bool(self.points) and self.points[0].speed < self.least_speed - 1e-12
+        return bool(self.points) and self.points[0].speed < self.min_speed - 1e-12

@@ -14,9 +14,9 @@ import math
 
 from perseus.service.domain.power import Budget, Feed
 from perseus.service.fleet.power import budgets
-from perseus.service.fleet.power.meter import RECENT_S, TrailingMean
+from perseus.service.fleet.power.meter import RECENT_S, MovingAverage
 
-LEAST_WINDOW_S = 60.0
+MIN_WINDOW_S = 60.0
 WINDOW_ITERATIONS = 3
 SHORT_WINDOW_S = 10.0
 SHORT_EXCESS = 1.02
@@ -30,7 +30,7 @@ UNTRIED_MARGIN = 0.025
 """The same until plans that keep the limit have been measured for a while: under plans that are new to them
 jobs draw up to 2 % more than their others let expect."""
 
-SETTLE_S = 5.0
+SETTLING_TIME_S = 5.0
 """Until a change of pace has come to all GPUs, at most."""
 
 CLOCK_STEP = 0.05
@@ -56,32 +56,32 @@ class FeedWatch:
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
-        self.ceiling_w = math.inf
+        self.power_cap_w = math.inf
         self.rose_s = -math.inf
-        self.others = TrailingMean(RECENT_S)
+        self.others = MovingAverage(RECENT_S)
         self.clock_share = 1.0
         self.begin_sums()
         self._moved_s: float | None = None
         self._down_w_per_s = math.inf
         self._limit_w = math.inf
         self._judged_from_s = math.inf
-        self._drawn = TrailingMean(LEAST_WINDOW_S)
-        self._judged = TrailingMean(LEAST_WINDOW_S)
+        self._recent_mean = MovingAverage(MIN_WINDOW_S)
+        self._judged = MovingAverage(MIN_WINDOW_S)
         self._longest_iteration_s = 0.0
 
     def begin_sums(self) -> None:
         """Begin to add up what is expected; jobs are to follow."""
         self.managed_w = 0.0
-        self.unmanaged_w = self.most_w = self.others.mean_w()
+        self.unmanaged_w = self.max_w = self.others.mean_w()
         self.job_ids: list[str] = []
 
-    def add(self, job_id: str, power_w: float, most_w: float, *, is_planned: bool) -> None:
+    def add(self, job_id: str, power_w: float, max_w: float, *, is_planned: bool) -> None:
         """Add what a job is expected to draw, and would if nothing were limited."""
         if is_planned:
             self.managed_w += power_w
         else:
             self.unmanaged_w += power_w
-        self.most_w += most_w
+        self.max_w += max_w
         if power_w > 0:
             self.job_ids.append(job_id)
 
@@ -95,24 +95,24 @@ class FeedWatch:
         elapsed_s = 0.0 if self._moved_s is None else now_s - self._moved_s
         self._moved_s = now_s
         goal_w, self._down_w_per_s = budgets.goal_w(some, self.feed, now_s)
-        before_w = self.ceiling_w
-        self.ceiling_w = budgets.moved_ceiling_w(
-            ceiling_w=before_w,
-            drawn_w=min(self.expected_w, self.most_w),
+        before_w = self.power_cap_w
+        self.power_cap_w = budgets.ramped_power_cap_w(
+            power_cap_w=before_w,
+            drawn_w=min(self.expected_w, self.max_w),
             goal=goal_w,
             ramps_w_per_s=(self._down_w_per_s, self.feed.ramp_up_w_per_s),
             elapsed_s=elapsed_s,
         )
-        if before_w < self.ceiling_w < math.inf:
+        if before_w < self.power_cap_w < math.inf:
             self.rose_s = now_s
         limit_w = budgets.limit_w(some, self.feed, now_s)
-        if limit_w == math.inf and min(goal_w, self.ceiling_w) >= self.most_w:
-            self.ceiling_w = math.inf  # nobody would draw more
-        is_reached = limit_w < math.inf and self.ceiling_w <= limit_w * (1 + _DIGITS)
+        if limit_w == math.inf and min(goal_w, self.power_cap_w) >= self.max_w:
+            self.power_cap_w = math.inf  # nobody would draw more
+        is_reached = limit_w < math.inf and self.power_cap_w <= limit_w * (1 + _DIGITS)
         if limit_w != self._limit_w or not is_reached:
             # A mean counts from when the limit had to be kept; and only against a limit that was the same.
             self._judged.clear()
-            self._judged_from_s = now_s + SETTLE_S if is_reached else math.inf
+            self._judged_from_s = now_s + SETTLING_TIME_S if is_reached else math.inf
             self._limit_w = limit_w if is_reached else math.nan
         elif limit_w == math.inf:
             self._judged_from_s = math.inf
@@ -133,10 +133,10 @@ class FeedWatch:
         """Take what was drawn over the time until now, in all and by GPUs in no job."""
         self.others.take(now_s, duration_s, others_w)
         self._longest_iteration_s = longest_iteration_s
-        window_s = max(LEAST_WINDOW_S, WINDOW_ITERATIONS * longest_iteration_s)
-        for mean in (self._drawn, self._judged):
+        window_s = max(MIN_WINDOW_S, WINDOW_ITERATIONS * longest_iteration_s)
+        for mean in (self._recent_mean, self._judged):
             mean.window_s = window_s
-        self._drawn.take(now_s, duration_s, power_w)
+        self._recent_mean.take(now_s, duration_s, power_w)
         if now_s - duration_s >= self._judged_from_s:
             self._judged.take(now_s, duration_s, power_w)
 
@@ -145,29 +145,29 @@ class FeedWatch:
         """What plans may add up to: the ceiling, less the margin and what is to be paid back."""
         debt_j = 0.0
         if self._judged.covered_s:
-            debt_j = max(0.0, self._judged.covered_s * (self._judged.mean_w() - self.ceiling_w))
-        return max(0.0, self.ramped_w - self.ceiling_w * MARGIN - debt_j / _PAY_BACK_S)
+            debt_j = max(0.0, self._judged.covered_s * (self._judged.mean_w() - self.power_cap_w))
+        return max(0.0, self.ramped_w - self.power_cap_w * MARGIN - debt_j / _PAY_BACK_S)
 
     @property
     def ramped_w(self) -> float:
         """What jobs may be expected to draw: the ceiling; less while plans that keep it are new."""
-        return self.ceiling_w - self._untried_w()
+        return self.power_cap_w - self._untried_w()
 
     def _untried_w(self) -> float:
         """What more is left free while plans that keep the limit are new; the way there keeps the ramp."""
         if self._judged_from_s == math.inf or self._judged.covered_s >= SHORT_WINDOW_S:
             return 0.0
-        most_w = self.ceiling_w * (UNTRIED_MARGIN - MARGIN)
+        max_w = self.power_cap_w * (UNTRIED_MARGIN - MARGIN)
         if self._down_w_per_s == math.inf:
-            return most_w
+            return max_w
         assert self._moved_s is not None
-        reached_s = self._judged_from_s - SETTLE_S
-        return min(most_w, self._down_w_per_s * (self._moved_s - reached_s))
+        reached_s = self._judged_from_s - SETTLING_TIME_S
+        return min(max_w, self._down_w_per_s * (self._moved_s - reached_s))
 
     @property
     def measured_w(self) -> float:
         """The mean over the window."""
-        return self._drawn.mean_w()
+        return self._recent_mean.mean_w()
 
     @property
     def judged_w(self) -> float | None:
@@ -176,7 +176,7 @@ class FeedWatch:
 
     def in_transition(self, now_s: float) -> bool:
         """Whether a limit can't be judged yet, or the ceiling still rises after one."""
-        if self.ceiling_w == math.inf:
+        if self.power_cap_w == math.inf:
             return False
         return now_s < self._judged_from_s or self._judged_from_s == math.inf
 

@@ -24,7 +24,7 @@ from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.service.fleet.power.allocation import Allocation, allocate
 from perseus.service.fleet.power.budgets import limit_w, next_change_s, ramp_down_w_per_s
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
-from perseus.service.fleet.power.feed_watch import LEAST_WINDOW_S, SETTLE_S, WINDOW_ITERATIONS, FeedWatch
+from perseus.service.fleet.power.feed_watch import MIN_WINDOW_S, SETTLING_TIME_S, WINDOW_ITERATIONS, FeedWatch
 from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
@@ -33,7 +33,7 @@ from perseus.service.fleet.power.messages import (
     JobChanged,
     JobLeft,
     PowerMeasured,
-    SetPace,
+    SetTargetTime,
     Tick,
 )
 from perseus.service.fleet.power.meter import JobMeter
@@ -41,10 +41,10 @@ from perseus.service.fleet.power.meter import JobMeter
 PERIOD_S = 1.0
 """Between two looks while anything is limited."""
 
-_LEAST_GAIN = 0.002
+_MIN_GAIN = 0.002
 """Of the weights of all: a gain in speed that is worth a change of plans."""
 
-_LEAST_ROOM = 0.002
+_MIN_HEADROOM = 0.002
 """Of a target: less room than that is none."""
 
 
@@ -55,7 +55,7 @@ class _Job:
         self._offer(demand)
         self.iteration_time_s = iteration_time_s
         self.meter = JobMeter()
-        self.pace: PowerPoint | None = None
+        self.target_point: PowerPoint | None = None
         self.free_w: Mapping[str, float] = {}
         """Without plans: what it drew when nothing held it down."""
         self.held_mhz: int | None = None
@@ -65,7 +65,7 @@ class _Job:
     def _offer(self, demand: JobDemand) -> None:
         self.demand = demand
         allowed = demand.allowed
-        self._least_w = (
+        self._min_w = (
             {feed: min(point.power_w[feed] for point in allowed) for feed in allowed[0].power_w}
             if allowed
             else {}
@@ -74,7 +74,7 @@ class _Job:
     @property
     def point(self) -> PowerPoint | None:
         """Where it runs, if it is planned."""
-        return self.pace or next(iter(self.demand.points), None)
+        return self.target_point or next(iter(self.demand.points), None)
 
     def corrected(self) -> JobDemand:
         """Return its demand with powers as they are measured."""
@@ -96,7 +96,7 @@ class _Job:
             return recent_w or self.demand.measured_w
         return {feed: self.meter.ratio * power_w for feed, power_w in self.point.power_w.items()}
 
-    def look(self, *, is_held: bool) -> None:
+    def update_free_power(self, *, is_held: bool) -> None:
         """Take note of what it draws without plans, and would draw if it were not held down."""
         drawn_w = self.drawn_w()
         if self.held_mhz is None and not is_held:
@@ -106,13 +106,13 @@ class _Job:
             share = min(1.0, self.held_mhz / self.demand.highest_clock_mhz) if self.held_mhz else 1.0
             self.free_w = {feed: max(w / share, self.free_w.get(feed, 0.0)) for feed, w in drawn_w.items()}
 
-    def least_w(self) -> Mapping[str, float]:
+    def min_w(self) -> Mapping[str, float]:
         """Return the least that its owner lets it draw on each feed, under a plan."""
-        return {feed: self.meter.ratio * power_w for feed, power_w in self._least_w.items()}
+        return {feed: self.meter.ratio * power_w for feed, power_w in self._min_w.items()}
 
-    def most_w(self, drawn_w: Mapping[str, float]) -> Mapping[str, float]:
+    def max_w(self, drawn_w: Mapping[str, float]) -> Mapping[str, float]:
         """Return what it would draw on each feed if nothing limited it; `drawn_w`: what it is expected to."""
-        if self.pace is None:
+        if self.target_point is None:
             return drawn_w
         return {feed: self.meter.ratio * power_w for feed, power_w in self.demand.points[0].power_w.items()}
 
@@ -128,11 +128,11 @@ class _Job:
             fastest = before.points[0]
             self.free_w = {feed: self.meter.ratio * power_w for feed, power_w in fastest.power_w.items()}
             self.meter.forget_recent()
-        if self.pace is not None:
-            told_s = self.pace.iteration_time_s
+        if self.target_point is not None:
+            target_s = self.target_point.iteration_time_s
             points = self.demand.points
-            slower = (point for point in points if point.iteration_time_s >= told_s * (1 - 1e-9))
-            self.pace = next(slower, points[-1] if points else None)
+            slower = (point for point in points if point.iteration_time_s >= target_s * (1 - 1e-9))
+            self.target_point = next(slower, points[-1] if points else None)
 
 
 class FleetMachine:
@@ -148,9 +148,9 @@ class FleetMachine:
         self._jobs: dict[str, _Job] = {}
         self._allocation: Allocation | None = None
         self.statuses: Mapping[str, FeedStatus] = {}
-        self._cut_s = self._looked_s = -math.inf
+        self._cut_s = self._ticked_s = -math.inf
         self._worth_since_s: float | None = None
-        self._doubtful_counts: Mapping[str, int] = {}
+        self._conflicting_counts: Mapping[str, int] = {}
         self._handlers: dict[type, Callable[..., None]] = {
             BudgetSet: self._on_budget_set,
             BudgetCancelled: self._on_budget_cancelled,
@@ -187,7 +187,7 @@ class FleetMachine:
 
     def wake_s(self, now_s: float) -> float:
         """Return when a `Tick` is due at the latest; infinite if nothing is to come."""
-        if any(watch.ceiling_w < math.inf for watch in self._watches.values()):
+        if any(watch.power_cap_w < math.inf for watch in self._watches.values()):
             return now_s + PERIOD_S
         starts_s = [
             budget.start_s - max(0.0, self._watches[budget.feed].expected_w - budget.limit_w) / ramp_w_per_s
@@ -201,9 +201,9 @@ class FleetMachine:
         for budget in self._budgets.values():
             assert budget.feed in self._watches
         for job in self._jobs.values():
-            assert job.pace is None or job.pace in job.demand.points
-            if job.pace is not None and not job.demand.is_beyond_tolerance:
-                assert job.pace in job.demand.allowed
+            assert job.target_point is None or job.target_point in job.demand.points
+            if job.target_point is not None and not job.demand.is_beyond_tolerance:
+                assert job.target_point in job.demand.allowed
 
     # --- Inputs ---------------------------------------------------------------------------------------------
 
@@ -219,16 +219,16 @@ class FleetMachine:
         if job is None:
             job = self._jobs[event.demand.job_id] = _Job(event.demand, event.iteration_time_s)
             if event.demand.highest_clock_mhz and not event.demand.points:
-                job.held_mhz = event.ceiling_mhz
+                job.held_mhz = event.max_clock_mhz
         else:
             job.take(event)
-            job.meter.changed(now_s, SETTLE_S + event.iteration_time_s)
+            job.meter.changed(now_s, SETTLING_TIME_S + event.iteration_time_s)
 
     def _on_job_left(self, event: JobLeft, now_s: float) -> None:
         self._jobs.pop(event.job_id, None)
 
     def _on_power_measured(self, event: PowerMeasured, now_s: float) -> None:
-        self._doubtful_counts = event.doubtful_counts
+        self._conflicting_counts = event.conflicting_counts
         totals_w: dict[str, float] = dict(event.others_w)
         for job_id, power_w in event.jobs_w.items():
             counted_w = power_w
@@ -259,39 +259,39 @@ class FleetMachine:
 
     def _on_tick(self, event: Tick, now_s: float) -> None:
         """Hold down who has no plans; what else time brings is looked at after every input."""
-        limited = {name: w for name, w in self._watches.items() if w.ceiling_w < math.inf}
+        limited = {name: w for name, w in self._watches.items() if w.power_cap_w < math.inf}
         for name in self._watches.keys() - limited.keys():
             self._watches[name].clock_share = 1.0
-        free_w, least_w = dict.fromkeys(limited, 0.0), dict.fromkeys(limited, 0.0)
+        free_w, min_w = dict.fromkeys(limited, 0.0), dict.fromkeys(limited, 0.0)
         for job in self._jobs.values():
             is_planned = bool(job.demand.points)
             if not is_planned:
                 if limited.keys().isdisjoint(job.demand.measured_w):
                     job.held_mhz = None
-                job.look(is_held=self._clock_share(job) < 1)
-            sums_w = least_w if is_planned else free_w
-            for name, power_w in (job.least_w() if is_planned else job.free_w).items():
+                job.update_free_power(is_held=self._clock_share(job) < 1)
+            sums_w = min_w if is_planned else free_w
+            for name, power_w in (job.min_w() if is_planned else job.free_w).items():
                 if name in limited:
                     sums_w[name] += power_w
         for name, watch in limited.items():
-            left_w = watch.ceiling_w - watch.others.mean_w() - least_w[name]
+            left_w = watch.power_cap_w - watch.others.mean_w() - min_w[name]
             watch.share_clocks(free_w[name], left_w)
 
     # --- Decisions ------------------------------------------------------------------------------------------
 
     def _steer(self, now_s: float, *, is_new: bool) -> list[Command]:
         """Give jobs other paces where that is due; `is_new`: something else than measurements has changed."""
-        limited = {name: w for name, w in self._watches.items() if w.ceiling_w < math.inf}
+        limited = {name: w for name, w in self._watches.items() if w.power_cap_w < math.inf}
         if not limited:
             self._allocation = None
-            return self._tell({}, now_s)
+            return self._set_targets({}, now_s)
         targets_w = {name: watch.target_w for name, watch in limited.items()}
         is_over = any(watch.expected_w > targets_w[name] for name, watch in limited.items())
         is_new |= self._allocation is None
-        if not is_new and is_over and now_s < self._cut_s + SETTLE_S:
+        if not is_new and is_over and now_s < self._cut_s + SETTLING_TIME_S:
             # Measurement asks for it, or a falling ceiling; only that one can't wait.
             is_over = any(watch.expected_w > watch.ramped_w for watch in limited.values())
-        if not (is_new or is_over or self._has_room(targets_w, now_s)):
+        if not (is_new or is_over or self._has_headroom(targets_w, now_s)):
             return []
         demands = [job.corrected() for job in self._jobs.values()]
         found = allocate(demands, {n: t - limited[n].others.mean_w() for n, t in targets_w.items()})
@@ -301,14 +301,16 @@ class FleetMachine:
         self._allocation = found
         if is_over:
             self._cut_s = now_s
-        return self._tell(found.paces, now_s)
+        return self._set_targets(found.operating_points, now_s)
 
-    def _has_room(self, targets_w: Mapping[str, float], now_s: float) -> bool:
+    def _has_headroom(self, targets_w: Mapping[str, float], now_s: float) -> bool:
         """Whether it may be worth while to look for faster paces; every few seconds is often enough."""
-        if now_s < self._looked_s + SETTLE_S or all(job.pace is None for job in self._jobs.values()):
+        if now_s < self._ticked_s + SETTLING_TIME_S or all(
+            job.target_point is None for job in self._jobs.values()
+        ):
             return False
-        self._looked_s = now_s
-        if any(w - self._watches[name].expected_w > _LEAST_ROOM * w for name, w in targets_w.items()):
+        self._ticked_s = now_s
+        if any(w - self._watches[name].expected_w > _MIN_HEADROOM * w for name, w in targets_w.items()):
             return True
         self._worth_since_s = None
         return False
@@ -319,34 +321,40 @@ class FleetMachine:
         loss_now = sum(
             job.demand.weight * (1 - job.point.speed) for job in self._jobs.values() if job.point is not None
         )
-        if loss_now - found.weighted_loss <= _LEAST_GAIN * total_weight:
+        if loss_now - found.weighted_loss <= _MIN_GAIN * total_weight:
             self._worth_since_s = None
             return False
         if self._worth_since_s is None:
             self._worth_since_s = now_s
-        is_rising = any(now_s <= watch.rose_s + 2 * SETTLE_S for watch in self._watches.values())
+        is_rising = any(now_s <= watch.rose_s + 2 * SETTLING_TIME_S for watch in self._watches.values())
         longest_s = max(job.iteration_time_s for job in self._jobs.values())
-        hold_s = SETTLE_S if is_rising else max(LEAST_WINDOW_S, WINDOW_ITERATIONS * longest_s)
+        hold_s = SETTLING_TIME_S if is_rising else max(MIN_WINDOW_S, WINDOW_ITERATIONS * longest_s)
         return now_s >= self._worth_since_s + hold_s
 
-    def _tell(self, paces: Mapping[str, PowerPoint], now_s: float) -> list[Command]:
+    def _set_targets(self, operating_points: Mapping[str, PowerPoint], now_s: float) -> list[Command]:
         """Give jobs the points of these numbers; those without one go back to their own policies."""
         commands: list[Command] = []
         for job_id, job in self._jobs.items():
             before = job.point
-            pace = None
-            if job_id in paces:
-                told_s = paces[job_id].iteration_time_s
+            target_point = None
+            if job_id in operating_points:
+                target_s = operating_points[job_id].iteration_time_s
                 # The first of its points is what its own policy says.
-                pace = next((p for p in job.demand.points[1:] if p.iteration_time_s == told_s), None)
-            if pace is job.pace:
+                target_point = next(
+                    (p for p in job.demand.points[1:] if p.iteration_time_s == target_s), None
+                )
+            if target_point is job.target_point:
                 continue
-            job.pace = pace
+            job.target_point = target_point
             after = job.point
             if before is not None and after is not None and before != after:
-                job.meter.changed(now_s, SETTLE_S + job.iteration_time_s)
+                job.meter.changed(now_s, SETTLING_TIME_S + job.iteration_time_s)
             is_urgent = before is None or after is None or after.speed < before.speed
-            commands.append(SetPace(job_id, None if pace is None else pace.iteration_time_s, is_urgent))
+            commands.append(
+                SetTargetTime(
+                    job_id, None if target_point is None else target_point.iteration_time_s, is_urgent
+                )
+            )
         return commands
 
     def _judge(self, now_s: float) -> list[Command]:
@@ -355,7 +363,11 @@ class FleetMachine:
         return [
             status
             for name, status in self.statuses.items()
-            if (status.limit_w is not None if name not in before else _words(status) != _words(before[name]))
+            if (
+                status.limit_w is not None
+                if name not in before
+                else _summary(status) != _summary(before[name])
+            )
         ]
 
     def _status(self, name: str, now_s: float) -> FeedStatus:
@@ -381,24 +393,24 @@ class FleetMachine:
             measured_w=watch.measured_w,
             managed_w=watch.managed_w,
             unmanaged_w=watch.unmanaged_w,
-            ceiling_w=None if watch.ceiling_w == math.inf else watch.ceiling_w,
-            held=tuple(job_id for job_id in watch.job_ids if self.pace_s(job_id)),
+            power_cap_w=None if watch.power_cap_w == math.inf else watch.power_cap_w,
+            held=tuple(job_id for job_id in watch.job_ids if self.target_time_s(job_id)),
             judged_w=watch.judged_w,
-            doubtful_gpu_count=self._doubtful_counts.get(name, 0),
+            conflicting_gpu_count=self._conflicting_counts.get(name, 0),
         )
 
-    def pace_s(self, job_id: str) -> float | None:
+    def target_time_s(self, job_id: str) -> float | None:
         """Return the iteration time that a job was told last; None if its own policy counts."""
         job = self._jobs.get(job_id)
-        return None if job is None or job.pace is None else job.pace.iteration_time_s
+        return None if job is None or job.target_point is None else job.target_point.iteration_time_s
 
-    def ceiling_mhz(self, job_id: str) -> int | None:
+    def max_clock_mhz(self, job_id: str) -> int | None:
         """Return the highest clock that a job may have under no plan; None if all that it can have."""
         job = self._jobs.get(job_id)
         if job is None:
             return None
-        if job.pace is not None:
-            return job.pace.highest_clock_mhz or None
+        if job.target_point is not None:
+            return job.target_point.highest_clock_mhz or None
         share = self._clock_share(job)
         if job.demand.points or share == 1 or not job.demand.highest_clock_mhz:
             return job.held_mhz
@@ -407,12 +419,12 @@ class FleetMachine:
 
     def is_limited(self, name: str) -> bool:
         """Return whether anything limits a feed now."""
-        return self.ceiling_w(name) < math.inf
+        return self.power_cap_w(name) < math.inf
 
-    def ceiling_w(self, name: str) -> float:
+    def power_cap_w(self, name: str) -> float:
         """Return what may be drawn on a feed now; infinite where nothing limits it."""
         watch = self._watches.get(name)
-        return math.inf if watch is None else watch.ceiling_w
+        return math.inf if watch is None else watch.power_cap_w
 
     # --- What is drawn --------------------------------------------------------------------------------------
 
@@ -422,10 +434,10 @@ class FleetMachine:
             watch.begin_sums()
         for job_id, job in self._jobs.items():
             drawn_w = job.drawn_w()
-            most_w = job.most_w(drawn_w)
+            max_w = job.max_w(drawn_w)
             for name, power_w in drawn_w.items():
                 if (known := self._watches.get(name)) is not None:
-                    known.add(job_id, power_w, most_w[name], is_planned=job.point is not None)
+                    known.add(job_id, power_w, max_w[name], is_planned=job.point is not None)
 
     def _is_paying_back(self, name: str, limit: float) -> bool:
         """Whether only the target, which lies below the limit, can't be kept."""
@@ -441,12 +453,12 @@ class FleetMachine:
         return min((self._watches[name].clock_share for name in feeds), default=1.0)
 
 
-def _words(status: FeedStatus) -> tuple[object, ...]:
+def _summary(status: FeedStatus) -> tuple[object, ...]:
     return (
         status.limit_w,
         status.in_transition,
         status.is_compliant,
         status.to_pause,
         status.beyond_tolerance,
-        status.doubtful_gpu_count > 0,
+        status.conflicting_gpu_count > 0,
     )

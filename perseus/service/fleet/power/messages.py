@@ -31,7 +31,7 @@ class JobChanged:
 
     demand: JobDemand
     iteration_time_s: float
-    ceiling_mhz: int | None = None
+    max_clock_mhz: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PowerMeasured:
     others_w: Mapping[str, float]
     changing: Collection[str] = ()
     outdated: Collection[str] = ()
-    doubtful_counts: Mapping[str, int] = field(default_factory=dict)
+    conflicting_counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ Input = BudgetSet | BudgetCancelled | JobChanged | JobLeft | PowerMeasured | Tic
 
 
 @dataclass(frozen=True, slots=True)
-class SetPace:
+class SetTargetTime:
     """A job is to take this iteration time from now on; None: as its own policy says.
 
     `is_urgent`: at once, also inside a running computation.
@@ -84,4 +84,4 @@ class SetPace:
     is_urgent: bool
 
 
-Command = SetPace | FeedStatus
+Command = SetTargetTime | FeedStatus

@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Mapping
 
-LEAST_RATIO, MOST_RATIO = 0.5, 2.0
+MIN_RATIO, MAX_RATIO = 0.5, 2.0
 """Of measured to planned power that is believed; beyond that something else is wrong."""
 
 RECENT_S = 10.0
 """The time over which what is drawn without plans is a mean."""
 
 
-class TrailingMean:
+class MovingAverage:
     """The mean of a power over the last so many seconds; each sample holds for the time before it."""
 
     def __init__(self, window_s: float) -> None:
@@ -61,8 +61,8 @@ class JobMeter:
 
     def __init__(self) -> None:
         self.ratio = 1.0
-        self._recent: dict[str, TrailingMean] = {}
-        self._measured = TrailingMean(self._WINDOW_S)
+        self._recent: dict[str, MovingAverage] = {}
+        self._measured = MovingAverage(self._WINDOW_S)
         self._settled_s = 0.0
         self._is_known = False
 
@@ -82,7 +82,7 @@ class JobMeter:
         """Take what was drawn on each feed until now; `planned_w`: in all, None for a job without plans."""
         for feed, drawn_w in power_w.items():
             if feed not in self._recent:
-                self._recent[feed] = TrailingMean(RECENT_S)
+                self._recent[feed] = MovingAverage(RECENT_S)
             self._recent[feed].take(now_s, duration_s, drawn_w)
         if planned_w is None or now_s - duration_s < self._settled_s:
             return
@@ -94,7 +94,7 @@ class JobMeter:
         if planned_w <= 0 or covered_s < (later_s if self._is_known else first_s):
             return
         whole_s = covered_s - covered_s % iteration_time_s if iteration_time_s else covered_s
-        ratio = min(MOST_RATIO, max(LEAST_RATIO, self._measured.mean_w(whole_s) / planned_w))
+        ratio = min(MAX_RATIO, max(MIN_RATIO, self._measured.mean_w(whole_s) / planned_w))
         if not self._is_known or abs(ratio - self.ratio) > self._NOISE:
             self.ratio, self._is_known = ratio, True
 

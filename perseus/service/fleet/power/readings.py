@@ -12,25 +12,25 @@ of a job that is over) counts for its host's feed all the same.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from perseus.service.domain.power_reading import PowerReading, most_power_w
+from perseus.service.domain.power_reading import PowerReading, max_power_w
 
 INTERVAL_S = 1.0
 """How often agents are asked to tell."""
 KEPT_S = 3.5
 """For how long a reading counts: two may get lost, or be late."""
 
-DOUBT_W, DOUBT_SHARE = 50.0, 0.25
+CONFLICT_W, CONFLICT_SHARE = 50.0, 0.25
 """What two agents may tell apart of one GPU, on average: their seconds are not the same."""
 
 _LATEST_WEIGHT = 0.1
 """Of the latest look, in that average."""
 
-_LEAST_PART = 1e-6
+_MIN_PART = 1e-6
 """Of a GPU: counts are made from shares."""
 
 
 @dataclass(slots=True)
-class Drawn:
+class PowerTotals:
     """What is drawn now, as far as it was told.
 
     Attributes:
@@ -44,7 +44,7 @@ class Drawn:
     jobs_w: dict[str, dict[str, float]] = field(default_factory=dict)
     gpu_counts: dict[str, dict[str, int]] = field(default_factory=dict)
     others_w: dict[str, float] = field(default_factory=dict)
-    doubtful_counts: dict[str, int] = field(default_factory=dict)
+    conflicting_counts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class JoinedGpu:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Reading:
     at_s: float
     feed: str
     is_of_host: bool
@@ -71,18 +71,18 @@ class _Claim:
     is_of_host: bool
     job_id: str | None
     power_w: float
-    most_w: float
+    max_w: float
 
     @property
     def counted_w(self) -> float:
-        return min(self.power_w, self.most_w)
+        return min(self.power_w, self.max_w)
 
 
 class PowerReadings:
     """The latest reading of each agent. Times are of one clock that never goes back."""
 
     def __init__(self) -> None:
-        self._told: dict[str, _Told] = {}
+        self._latest: dict[str, _Reading] = {}
         # Of GPUs that several agents tell of: how much more the first tells than the last, on average.
         self._differences_w: dict[str, float] = {}
 
@@ -90,37 +90,37 @@ class PowerReadings:
         self, instance_id: str, feed: str, reading: PowerReading, now_s: float, *, is_of_host: bool
     ) -> None:
         """Take what an agent says, whose host is on a feed; `is_of_host`: its credential is that host's."""
-        self._told[instance_id] = _Told(now_s, feed, is_of_host, reading)
+        self._latest[instance_id] = _Reading(now_s, feed, is_of_host, reading)
 
     def forget(self, instance_id: str) -> None:
         """Let what an agent told count no more: its stream has ended."""
-        self._told.pop(instance_id, None)
+        self._latest.pop(instance_id, None)
 
-    def drawn(
+    def totals(
         self,
         now_s: float,
         gpus_of: Callable[[str], Mapping[str, JoinedGpu]],
         jobs_on: Callable[[str], Collection[str]],
         counted: Collection[str],
-    ) -> Drawn:
+    ) -> PowerTotals:
         """Add up what is drawn.
 
         `gpus_of` tells the GPUs, by UUID, whose ranks an agent's stream has joined, and none has since;
         `jobs_on` the jobs whose ranks are on a GPU, or were last, whoever says so. One of a job that is not
         `counted` is any other. A GPU that several agents see counts once.
         """
-        self._told = {key: told for key, told in self._told.items() if told.at_s > now_s - KEPT_S}
+        self._latest = {key: latest for key, latest in self._latest.items() if latest.at_s > now_s - KEPT_S}
         claims: dict[str, list[_Claim]] = {}
-        for instance_id, told in self._told.items():
+        for instance_id, latest in self._latest.items():
             joined = gpus_of(instance_id)
-            for gpu_uuid, power_w in zip(told.reading.gpu_uuids, told.reading.powers_w, strict=True):
+            for gpu_uuid, power_w in zip(latest.reading.gpu_uuids, latest.reading.powers_w, strict=True):
                 gpu = joined.get(gpu_uuid)
-                if gpu is not None or told.is_of_host:
+                if gpu is not None or latest.is_of_host:
                     job_id = None if gpu is None or gpu.job_id not in counted else gpu.job_id
-                    most_w = most_power_w("" if gpu is None else gpu.model)
-                    claim = _Claim(told.feed, told.is_of_host, job_id, power_w, most_w)
+                    max_w = max_power_w("" if gpu is None else gpu.model)
+                    claim = _Claim(latest.feed, latest.is_of_host, job_id, power_w, max_w)
                     claims.setdefault(gpu_uuid, []).append(claim)
-        found = Drawn()
+        found = PowerTotals()
         differences_w = {}
         for gpu_uuid, some in claims.items():
             if len(some) > 1:
@@ -128,22 +128,22 @@ class PowerReadings:
                 before_w = self._differences_w.get(gpu_uuid, 0.0)
                 differences_w[gpu_uuid] = before_w + _LATEST_WEIGHT * (latest_w - before_w)
             _count(some, {each for each in jobs_on(gpu_uuid) if each in counted}, found)
-            if _is_doubtful(some, differences_w.get(gpu_uuid, 0.0)):
+            if _is_conflicting(some, differences_w.get(gpu_uuid, 0.0)):
                 for feed in {claim.feed for claim in some}:
-                    found.doubtful_counts[feed] = found.doubtful_counts.get(feed, 0) + 1
+                    found.conflicting_counts[feed] = found.conflicting_counts.get(feed, 0) + 1
         self._differences_w = differences_w
         return found
 
 
-def _is_doubtful(claims: list[_Claim], difference_w: float) -> bool:
-    if len({claim.feed for claim in claims}) > 1 or any(claim.power_w > claim.most_w for claim in claims):
+def _is_conflicting(claims: list[_Claim], difference_w: float) -> bool:
+    if len({claim.feed for claim in claims}) > 1 or any(claim.power_w > claim.max_w for claim in claims):
         return True
     if len({claim.job_id for claim in claims if claim.job_id is not None}) > 1:
         return True
-    return abs(difference_w) > max(DOUBT_W, DOUBT_SHARE * max(claim.power_w for claim in claims))
+    return abs(difference_w) > max(CONFLICT_W, CONFLICT_SHARE * max(claim.power_w for claim in claims))
 
 
-def _count(claims: list[_Claim], jobs_on_it: Collection[str], found: Drawn) -> None:
+def _count(claims: list[_Claim], jobs_on_it: Collection[str], found: PowerTotals) -> None:
     """Count one GPU, of which there is at least one claim."""
     of_host = [claim for claim in claims if claim.is_of_host]
     if of_host:
@@ -163,7 +163,7 @@ def _count(claims: list[_Claim], jobs_on_it: Collection[str], found: Drawn) -> N
         found.others_w[claim.feed] = found.others_w.get(claim.feed, 0.0) + claim.counted_w
 
 
-def _add(claim: _Claim, job_id: str, found: Drawn) -> None:
+def _add(claim: _Claim, job_id: str, found: PowerTotals) -> None:
     powers_w = found.jobs_w.setdefault(job_id, {})
     powers_w[claim.feed] = powers_w.get(claim.feed, 0.0) + claim.counted_w
     counts = found.gpu_counts.setdefault(job_id, {})
@@ -171,8 +171,8 @@ def _add(claim: _Claim, job_id: str, found: Drawn) -> None:
 
 
 def completed_w(
-    told_w: Mapping[str, float],
-    told_counts: Mapping[str, float],
+    reported_w: Mapping[str, float],
+    reported_counts: Mapping[str, float],
     iteration_w: Mapping[str, float],
     gpus: Mapping[str, float],
 ) -> tuple[dict[str, float], bool]:
@@ -181,10 +181,10 @@ def completed_w(
     Those that none tells of count with their share of what the latest iteration drew. `gpus`: how many of
     its GPUs are on each feed.
     """
-    powers_w, is_whole = dict(told_w), True
+    powers_w, is_whole = dict(reported_w), True
     for feed, count in gpus.items():
-        missing = count - told_counts.get(feed, 0)
-        if missing > _LEAST_PART:
+        missing = count - reported_counts.get(feed, 0)
+        if missing > _MIN_PART:
             is_whole = False
             powers_w[feed] = powers_w.get(feed, 0.0) + missing / count * iteration_w.get(feed, 0.0)
     return powers_w, is_whole

@@ -105,7 +105,7 @@ def relax(jobs: Sequence[Choices], limits_w: Floats) -> Relaxed | None:
     return Relaxed(tuple(shares), _loss(jobs, shares))
 
 
-def least_excess_w(jobs: Sequence[Choices], limits_w: Floats) -> Floats:
+def min_excess_w(jobs: Sequence[Choices], limits_w: Floats) -> Floats:
     """Return by how much each limit `[F]` is exceeded at least, the sum over the feeds being the least."""
     values = _Model(jobs, limits_w, with_excess=True).minimise(None)
     assert values is not None  # any choice keeps the limits with enough of an excess

@@ -19,10 +19,10 @@ Ints = NDArray[np.int64]
 DAY_H = 24
 WEEK_H = 7 * DAY_H
 
-LEAST_HISTORY_H = 2 * WEEK_H + DAY_H
+MIN_HISTORY_H = 2 * WEEK_H + DAY_H
 """For a regression: two weeks of examples, beyond the day that each looks back at least."""
 
-MOST_HISTORY_H = 26 * WEEK_H
+MAX_HISTORY_H = 26 * WEEK_H
 """That a regression is fitted to: a season, and what fitting costs stays bounded."""
 
 REFIT_H = WEEK_H
@@ -60,7 +60,7 @@ class RegressionForecast:
             hour_count: how many hours to look ahead.
         """
         naive = seasonal_naive(history, hour_count)
-        if len(history) < LEAST_HISTORY_H:
+        if len(history) < MIN_HISTORY_H:
             return naive
         means = _day_means(history)
         ahead = np.arange(1, hour_count + 1)
@@ -76,7 +76,7 @@ class RegressionForecast:
         known = self._weights.get(ahead)
         if known is not None and 0 <= end_hour - known[0] < REFIT_H:
             return known[1]
-        origins = np.arange(max(WEEK_H, len(history) - MOST_HISTORY_H), len(history) - ahead)
+        origins = np.arange(max(WEEK_H, len(history) - MAX_HISTORY_H), len(history) - ahead)
         if len(origins) < WEEK_H:  # nothing has been seen that far ahead yet, or hardly
             weights: Floats = np.zeros(_FEATURE_COUNT)
         else:

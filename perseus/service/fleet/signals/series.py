@@ -48,11 +48,11 @@ class Signal:
             raise InvalidFieldError(
                 field="values", expected="one for each time, at least one", found=len(self.values)
             )
-        least = 0.0 if self.kind is SignalKind.CARBON else -MAX_VALUE
+        minimum = 0.0 if self.kind is SignalKind.CARBON else -MAX_VALUE
         before_s = -1.0
         for index, (time_s, value) in enumerate(zip(self.times_s, self.values, strict=True)):
             check_range(f"times_s[{index}]", time_s, 0, MAX_SIGNAL_TIME_S)
-            check_range(f"values[{index}]", value, least, MAX_VALUE)
+            check_range(f"values[{index}]", value, minimum, MAX_VALUE)
             if time_s <= before_s:
                 expected = f"after the one before, {before_s:g}"
                 raise InvalidFieldError(field=f"times_s[{index}]", expected=expected, found=f"{time_s:g}")

@@ -52,7 +52,7 @@ class _Open:
     gap_time_s: list[float]
     gap_energy_j: list[float]
     gap_slowed_time_s: list[float]
-    is_touched: bool = False
+    has_clock_change: bool = False
 
 
 class _Label(NamedTuple):
@@ -205,7 +205,7 @@ class IterationLog:
                 entry.gap_energy_j[index] = rows.gap_energy_j[row]
             if rows.gap_slowed_time_s:
                 entry.gap_slowed_time_s[index] = rows.gap_slowed_time_s[row]
-            entry.is_touched |= bool(rows.is_touched) and rows.is_touched[row]
+            entry.has_clock_change |= bool(rows.has_clock_change) and rows.has_clock_change[row]
             if not entry.missing_counts[rank.pipeline]:
                 summaries.append(
                     job_pb2.IterationSummary(
@@ -284,7 +284,7 @@ class IterationLog:
             state=labels[-1].state,
             has_straggler=self._has_straggler_at(iteration),
             unmeasured_rank_count=entry.energy_j.count(0.0),
-            is_touched=entry.is_touched,
+            has_clock_change=entry.has_clock_change,
         )
         self.iteration_time_s = complete.iteration_time_s
         self.latest, self.totals = complete, self.totals.with_iteration(complete)
@@ -311,7 +311,7 @@ class IterationLog:
 
         Irregular ones only count, with their time, among the regular ones before or after them.
         """
-        if complete.versions is None or complete.is_touched:
+        if complete.versions is None or complete.has_clock_change:
             return
         key = (complete.versions, complete.has_straggler)
         if not complete.is_regular:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from perseus.service.domain.model import Clocks, stage_clocks
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks
+from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, UsableClocks
 
 CAPPING_REASONS = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
 """NVML's bits of what holds a GPU below its clock: power cap, slowdown, heat (two), power brake."""
 
-FIRST_HOLD_S = 1800.0
-LONGEST_HOLD_S = 6 * 3600.0
+INITIAL_HOLD_S = 1800.0
+MAX_HOLD_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,18 @@ class CapWatch:
             iteration_count: the latest iterations of a rank, in all of which it must have been held.
         """
         self._iteration_count = iteration_count
-        self.hold_s = FIRST_HOLD_S
+        self.hold_s = INITIAL_HOLD_S
         self._held: dict[Coordinates, _Held] = {}
         self._until_s: float | None = None
 
     def take(self, rank: Coordinates, rows: IterationColumns) -> None:
         """Take a rank's iterations."""
         clocks_mhz = rows.capped_clock_mhz or (0,) * len(rows.iteration)
-        touched = rows.is_touched or (False,) * len(rows.iteration)
-        for reasons, clock_mhz, is_touched in zip(rows.clock_event_reasons, clocks_mhz, touched, strict=True):
-            if is_touched:
+        touched = rows.has_clock_change or (False,) * len(rows.iteration)
+        for reasons, clock_mhz, has_clock_change in zip(
+            rows.clock_event_reasons, clocks_mhz, touched, strict=True
+        ):
+            if has_clock_change:
                 continue
             if not (reasons & CAPPING_REASONS and clock_mhz):
                 self._held.pop(rank, None)
@@ -99,7 +101,7 @@ class CapWatch:
             planned_mhz = planned if isinstance(planned, int) else max(planned)
             # A clock wavers under a cap: the least of what it reached in each iteration is there to be had.
             reached_mhz = min(held.clocks_mhz)
-            is_needed = planned_mhz <= usable_mhz[rank.stage][-LEAST_CLOCKS:][0]
+            is_needed = planned_mhz <= usable_mhz[rank.stage][-MIN_CLOCKS:][0]
             if reached_mhz < planned_mhz and not is_needed:
                 caps.append(Cap(rank, reached_mhz, planned_mhz, held.reasons))
         return tuple(caps)
@@ -108,7 +110,7 @@ class CapWatch:
         """Do without clocks from now on; return for how long."""
         held_s = self.hold_s
         self._until_s = now_s + held_s
-        self.hold_s = min(2 * held_s, LONGEST_HOLD_S)
+        self.hold_s = min(2 * held_s, MAX_HOLD_S)
         self._held.clear()
         return held_s
 
@@ -126,6 +128,6 @@ class CapWatch:
 
     def restart(self) -> None:
         """What was capped was so under other limits."""
-        self.hold_s = FIRST_HOLD_S
+        self.hold_s = INITIAL_HOLD_S
         self._held.clear()
         self._until_s = None

@@ -26,7 +26,7 @@ DRIFT_SHARE = 0.02
 VERIFICATION_SHARE = 0.005
 """The same, for a clock that was not measured."""
 
-_LEAST_COUNT = 5
+_MIN_COUNT = 5
 """Computations in a sample that says anything."""
 
 _ERRORS = 3.0
@@ -114,7 +114,7 @@ class DriftWatch:
             if rank.pipeline in ignored:
                 continue
             for sample in estimate.samples:
-                if sample.computation_count < _LEAST_COUNT:
+                if sample.computation_count < _MIN_COUNT:
                     continue
                 own_s = slowest_s.setdefault((rank.stage, sample.clock_mhz, (sample.chunk, sample.kind)), {})
                 figure = sample.time_s, sample.time_se_s

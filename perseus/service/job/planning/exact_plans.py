@@ -11,13 +11,13 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from perseus.service.domain.commands import DropSolve, Refine
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.solver import Frontier, Plan, Refinement
 
 KEPT_PLANS = 16
 """That a job remembers."""
 
-LEAST_GAIN = 0.0002
+MIN_GAIN = 0.0002
 """The share of an iteration's energy that a plan has to save to take another one's place."""
 
 
@@ -28,10 +28,10 @@ class ExactPlans:
         refining: the plan that is being made, if one is.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, buffer: CommandBuffer) -> None:
         self.refining: Refinement | None = None
         self._refining_s = 0.0
-        self._journal = journal
+        self._buffer = buffer
         # By the iteration time that they were made for, the one that was wanted last at the end; None where
         # the plan can't be made, or does not pay.
         self._plans: OrderedDict[float, Plan | None] = OrderedDict()
@@ -49,7 +49,7 @@ class ExactPlans:
         """What is being made is of no use any more, or something else is to be solved."""
         if self.refining is not None:
             self.refining = None
-            self._journal.do(DropSolve())
+            self._buffer.do(DropSolve())
 
     def plan_within(self, frontier: Frontier, iteration_time_s: float) -> Plan:
         """Return the best plan known that is not slower than that; at once."""
@@ -71,7 +71,7 @@ class ExactPlans:
         if self.refining is None and missing_s:
             self._refining_s = missing_s[0]
             self.refining = frontier.refinement(self._refining_s)
-            self._journal.do(Refine(self.refining))
+            self._buffer.do(Refine(self.refining))
 
     def take(self, frontier: Frontier, refinement: Refinement, plan: Plan | None) -> bool:
         """Take a plan that was made, None if it could not be; tell whether it was awaited."""
@@ -96,4 +96,4 @@ class ExactPlans:
 def _pays(plan: Plan, other: Plan, iteration_time_s: float) -> bool:
     """Tell whether a plan is better than another one by enough, where both are waited for until then."""
     gain_j = other.effective_energy_j - plan.effective_energy_j
-    return gain_j > LEAST_GAIN * other.energy_until_j(iteration_time_s)
+    return gain_j > MIN_GAIN * other.energy_until_j(iteration_time_s)

@@ -27,7 +27,7 @@ from perseus.service.domain.model import PlannedClocks
 from perseus.service.job.planning.operating_point import overhead_s
 from perseus.service.job.rules import Rules
 from perseus.service.job.statistics.noise import Noise
-from perseus.service.job.statistics.sequential_test import LEAST_LEVEL, SequentialTest
+from perseus.service.job.statistics.sequential_test import MIN_LEVEL, SequentialTest
 from perseus.solver import Frontier
 
 FALSE_FREE_ITERATIONS = 10_000
@@ -41,13 +41,13 @@ _ERROR_OF_MEDIAN = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenPromise:
+class PredictionViolation:
     """The evidence. Times in seconds, of whole iterations of the slowest pipeline, and what gaps lost.
 
     `noise`: the standard deviation of iterations, and `tolerance` what was allowed, both as shares.
     """
 
-    promised_time_s: float
+    predicted_time_s: float
     noise: float
     tolerance: float
     median_time_s: float
@@ -56,12 +56,12 @@ class BrokenPromise:
     last_iteration: int
 
 
-def promised_time_s(clocks: Sequence[PlannedClocks], frontier: Frontier, baseline_time_s: float) -> float:
+def predicted_time_s(clocks: Sequence[PlannedClocks], frontier: Frontier, baseline_time_s: float) -> float:
     """Return what the pipelines' plans together promise for an iteration of the job."""
-    return promise_of_s(max(some.plan.iteration_time_s for some in clocks), frontier, baseline_time_s)
+    return prediction_of_s(max(some.plan.iteration_time_s for some in clocks), frontier, baseline_time_s)
 
 
-def promise_of_s(planned_time_s: float, frontier: Frontier, baseline_time_s: float) -> float:
+def prediction_of_s(planned_time_s: float, frontier: Frontier, baseline_time_s: float) -> float:
     """Return what is promised where the slowest of the plans takes so long by itself."""
     return max(baseline_time_s, overhead_s(frontier, baseline_time_s) + planned_time_s)
 
@@ -93,15 +93,15 @@ class Guard:
             return
         self._learned_versions = iteration.versions
         self._noise.restart()
-        self._noise.settle(0, float(log_time[0]))
+        self._noise.set_level(0, float(log_time[0]))
 
     def judge(
         self,
         iteration: JobIteration,
-        promise_s: float,
+        predicted_s: float,
         baseline_time_s: float,
         baseline_gap_time_s: float | None = None,
-    ) -> BrokenPromise | None:
+    ) -> PredictionViolation | None:
         """Take an iteration under plans that promise `promise_s`; return the evidence if that is broken.
 
         `baseline_gap_time_s`: the usual gap at stock; None where it is not known, and then gaps don't count.
@@ -118,17 +118,17 @@ class Guard:
         self._times_s.append(time_s)
         tolerance = self.tolerance
         # What exceeds the promise by the tolerance is halfway from 0 to the least level that is told from it.
-        excess = math.log(time_s / (promise_s * (1 + tolerance))) + LEAST_LEVEL / 2
+        excess = math.log(time_s / (predicted_s * (1 + tolerance))) + MIN_LEVEL / 2
         self._test.add(np.array([excess]), self._noise)
         middle_s = median(self._times_s)
         is_shown = self._test.evidence_above()[0] >= self._test.threshold_above
-        is_exceeded = len(self._times_s) == self._rules.guard_iterations and middle_s > promise_s * (
+        is_exceeded = len(self._times_s) == self._rules.guard_iterations and middle_s > predicted_s * (
             1 + tolerance
         )
         if not (is_shown and is_exceeded):
             return None
-        evidence = BrokenPromise(
-            promised_time_s=promise_s,
+        violation = PredictionViolation(
+            predicted_time_s=predicted_s,
             noise=self._noise.scale,
             tolerance=tolerance,
             median_time_s=middle_s,
@@ -137,7 +137,7 @@ class Guard:
             last_iteration=iteration.iteration,
         )
         self.restart()
-        return evidence
+        return violation
 
     def restart(self) -> None:
         """What is under way counts for nothing."""

@@ -35,7 +35,7 @@ class IrregularWatch:
         if not iteration.is_regular:
             self._stock_times_s.append(iteration.iteration_time_s)
 
-    def judge(self, iteration: JobIteration, promise_s: float) -> float | None:
+    def judge(self, iteration: JobIteration, predicted_s: float) -> float | None:
         """Take one under plans; return the median time of the irregular ones if the plans have to go."""
         if iteration.versions != self._versions:
             self.restart()
@@ -47,7 +47,7 @@ class IrregularWatch:
             or 2 * len(irregular_s) <= self._rules.guard_iterations
         ):
             return None
-        expected_s = max([promise_s, *([median(self._stock_times_s)] if self._stock_times_s else [])])
+        expected_s = max([predicted_s, *([median(self._stock_times_s)] if self._stock_times_s else [])])
         found_s = median(irregular_s)
         return found_s if found_s > expected_s * (1 + self._rules.guard_tolerance) else None
 

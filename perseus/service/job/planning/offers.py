@@ -42,15 +42,15 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import JobRecord, OfferRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
 from perseus.v1 import event_pb2
 
 TRANSIT_S = 0.5
 """Time that a report needs to get here, and an offer to get back, with room to spare."""
 
-LEAST_MARGIN = 2
-MOST_MARGIN = 256
+MIN_MARGIN = 2
+MAX_MARGIN = 256
 
 
 @dataclass(slots=True)
@@ -77,13 +77,13 @@ class OfferBoard:
     """
 
     def __init__(
-        self, record: JobRecord, parallelism: Parallelism, ranks: RankTable, journal: Journal
+        self, record: JobRecord, parallelism: Parallelism, ranks: RankTable, buffer: CommandBuffer
     ) -> None:
         self._record = record
         self.iteration_time_s = 0.0
         self.switch_count = 0
         self._ranks = ranks
-        self._journal = journal
+        self._buffer = buffer
         self._stages = range(parallelism.stage_count)
         nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
         self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
@@ -99,7 +99,7 @@ class OfferBoard:
         # The (version, start iteration, urgency) sent to each rank on its present stream.
         self._sent: dict[Coordinates, tuple[int, int, bool]] = {}
         # Pipelines of which something has changed: only these need a look, however large the job is.
-        self._unsettled: set[int] = set()
+        self._unreconciled: set[int] = set()
         self._changed: set[int] = set()
 
     def __getitem__(self, pipeline: int) -> PipelineOffer:
@@ -166,7 +166,7 @@ class OfferBoard:
         """What a rank is offered, or was."""
         return self._pipelines[place.pipeline].offer.to_stage(place.stage)
 
-    def wish(self, pipelines: Iterable[int], clocks: Clocks, *, is_urgent: bool = False) -> None:
+    def set_desired(self, pipelines: Iterable[int], clocks: Clocks, *, is_urgent: bool = False) -> None:
         """Let pipelines have these clocks; the stages that have to change get one new version.
 
         `is_urgent`: at once, also where they were offered before and are not in force yet.
@@ -182,11 +182,13 @@ class OfferBoard:
                     stage for stage in self._stages if _share(offer.clocks, stage) != wanted[stage]
                 ]
             is_in_force = self._pipelines[number].in_force_version == offer.version
-            is_hurried = is_urgent and not offer.is_urgent and not is_in_force
+            is_expedited = is_urgent and not offer.is_urgent and not is_in_force
             if stages := changes[id(offer.clocks)]:
                 changing[number] = stages
-            elif offer.clocks != clocks or is_hurried:  # Of the same clocks other times may be expected.
-                self._replace(number, replace(offer, clocks=clocks, is_urgent=offer.is_urgent or is_hurried))
+            elif offer.clocks != clocks or is_expedited:  # Of the same clocks other times may be expected.
+                self._replace(
+                    number, replace(offer, clocks=clocks, is_urgent=offer.is_urgent or is_expedited)
+                )
         if changing:
             self._renew(changing, clocks, is_urgent=is_urgent)
 
@@ -198,7 +200,7 @@ class OfferBoard:
     def forget_sent(self, place: Coordinates) -> None:
         """What was sent to a rank is of no use any more: its stream ended, or it fell back to stock."""
         self._sent.pop(place, None)
-        self._unsettled.add(place.pipeline)
+        self._unreconciled.add(place.pipeline)
 
     def postpone(self, number: int) -> None:
         """Offer a pipeline its clocks anew, later: they came too late for a rank."""
@@ -206,9 +208,9 @@ class OfferBoard:
         pipeline.late_count += 1
         self._restart(number)
 
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         """Send offers to the ranks that need one, and announce plans that are now in force everywhere."""
-        for number in sorted(self._unsettled | self._ranks.take_changed_pipelines()):
+        for number in sorted(self._unreconciled | self._ranks.take_changed_pipelines()):
             pipeline = self._pipelines[number]
             ranks = [self._ranks[place] for place in self._by_pipeline[number]]
             needing = self._needing(pipeline, ranks)
@@ -226,9 +228,9 @@ class OfferBoard:
                 offer = self.of_rank(rank.coordinates)
                 self._sent[rank.coordinates] = _identity(offer)
                 self._ranks.change(replace(rank, offered_version=offer.version))
-                self._journal.do(SendOffer(rank.coordinates, rank.instance_id, offer))
+                self._buffer.do(SendOffer(rank.coordinates, rank.instance_id, offer))
             self._announce_in_force(number, pipeline, ranks)
-        self._unsettled.clear()
+        self._unreconciled.clear()
 
     @property
     def are_in_force(self) -> bool:
@@ -286,9 +288,9 @@ class OfferBoard:
 
     def _replace(self, number: int, offer: PipelineOffer) -> None:
         self._put(self._pipelines[number], offer)
-        self._unsettled.add(number)
+        self._unreconciled.add(number)
         self._changed.add(number)
-        self._journal.store(OfferRecord(number, offer))
+        self._buffer.store(OfferRecord(number, offer))
 
     def _put(self, pipeline: _Pipeline, offer: PipelineOffer) -> None:
         self._planned_times_s.subtract(_planned_times_s(pipeline.offer))
@@ -301,10 +303,10 @@ class OfferBoard:
         self._all_versions = None
 
     def _start_iteration(self, pipeline: _Pipeline) -> int:
-        margin = LEAST_MARGIN
+        margin = MIN_MARGIN
         if self.iteration_time_s:
             margin = max(margin, 1 + math.ceil(TRANSIT_S / self.iteration_time_s))
-        return self._ranks.highest_iteration() + min(MOST_MARGIN, margin << min(pipeline.late_count, 8))
+        return self._ranks.highest_iteration() + min(MAX_MARGIN, margin << min(pipeline.late_count, 8))
 
     def _needing(self, pipeline: _Pipeline, ranks: Iterable[Rank]) -> list[Rank]:
         offer = pipeline.offer
@@ -321,7 +323,7 @@ class OfferBoard:
         offer = pipeline.offer
         if offer.version != pipeline.offered_version:
             pipeline.offered_version = offer.version
-            self._journal.announce(
+            self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED,
                 f"pipeline {number} is offered {offer.clocks} as version {offer.version} "
                 + ("at once" if offer.is_urgent else f"from iteration {offer.start_iteration}"),
@@ -335,7 +337,7 @@ class OfferBoard:
         ):
             pipeline.in_force_version = offer.version
             pipeline.late_count = 0
-            self._journal.announce(
+            self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE,
                 f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
                 _details(number, offer),
@@ -344,7 +346,7 @@ class OfferBoard:
 
 def _share(clocks: Clocks, stage: int) -> tuple[tuple[int, ...] | int, int | None]:
     """Return a stage's share, to compare: stock under a ceiling is other clocks than stock."""
-    return stage_clocks(clocks, stage), clocks.ceiling_mhz if isinstance(clocks, StockClocks) else None
+    return stage_clocks(clocks, stage), clocks.max_clock_mhz if isinstance(clocks, StockClocks) else None
 
 
 def _identity(offer: Offer) -> tuple[int, int, bool]:

@@ -117,50 +117,50 @@ def target_times_s(
     baseline_time_s: float,
     straggler_times_s: Mapping[int, float],
     pipeline_count: int,
-    signal_pace_s: float | None = None,
+    signal_target_s: float | None = None,
 ) -> tuple[float, ...]:
     """Return the iteration time that each pipeline may take.
 
     Without a straggler that is what the policy says. With stragglers the slowest of them is
     waited for, so every other pipeline may take min(T_slow, T'); the stragglers themselves must not get any
-    slower. `signal_pace_s` as of `own_time_s`.
+    slower. `signal_target_s` as of `own_time_s`.
     """
-    own_s = own_time_s(frontier, policy, baseline_time_s, signal_pace_s)
+    own_s = own_time_s(frontier, policy, baseline_time_s, signal_target_s)
     others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
     return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))
 
 
-def paced_times_s(
-    frontier: Frontier, targets_s: Sequence[float], pace_s: float, slowdowns: Mapping[int, float]
+def budget_target_times_s(
+    frontier: Frontier, targets_s: Sequence[float], budget_target_s: float, slowdowns: Mapping[int, float]
 ) -> tuple[float, ...]:
-    """Return the iteration times of pipelines that a power budget gives a pace: never faster than without it.
+    """Return the iteration times of pipelines under a power budget: never faster than without it.
 
-    A straggler's plan is that which its slowness turns into the pace.
+    A straggler's plan is that which its slowness turns into the target.
     """
     return tuple(
-        max(target_s, min(frontier.t_slow_s, pace_s / slowdowns.get(pipeline, 1.0)))
+        max(target_s, min(frontier.t_slow_s, budget_target_s / slowdowns.get(pipeline, 1.0)))
         for pipeline, target_s in enumerate(targets_s)
     )
 
 
 def own_time_s(
-    frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float, signal_pace_s: float | None = None
+    frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float, signal_target_s: float | None = None
 ) -> float:
     """Return the iteration time that a pipeline may take that waits for nobody: from T_min to T*.
 
-    A slowdown is against stock. `signal_pace_s`: what a policy that follows a signal was told for now; None
+    A slowdown is against stock. `signal_target_s`: the target of a policy that follows a signal; None
     while the signal slows nothing down.
     """
     if policy.deadline is not None:
-        pace_s = policy.deadline.time_s / policy.deadline.iteration_count
-        wanted_s = pace_s - overhead_s(frontier, baseline_time_s)
+        allowed_s = policy.deadline.time_s / policy.deadline.iteration_count
+        wanted_s = allowed_s - overhead_s(frontier, baseline_time_s)
     elif policy.max_average_power_w is not None:
         # Along the frontier, slower is never more power: a cap is kept from some point on.
         powers_w = [point.energy_j / point.iteration_time_s for point in frontier.points]
         first = bisect_left(powers_w, -policy.max_average_power_w, key=lambda power_w: -power_w)
         return frontier.points[min(first, len(frontier.points) - 1)].iteration_time_s
-    elif policy.signal is not None and signal_pace_s is not None:
-        wanted_s = signal_pace_s
+    elif policy.signal is not None and signal_target_s is not None:
+        wanted_s = signal_target_s
     else:
         wanted_s = no_slowdown(frontier, baseline_time_s).time_s * (1 + policy.max_slowdown_percent / 100)
     return max(frontier.t_min_s, min(wanted_s, frontier.t_star_s))

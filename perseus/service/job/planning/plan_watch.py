@@ -15,10 +15,10 @@ from perseus.service.domain.model import PlannedClocks
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import Drift, DriftWatch
-from perseus.service.job.planning.guard import BrokenPromise, Guard, promised_time_s
+from perseus.service.job.planning.guard import Guard, PredictionViolation, predicted_time_s
 from perseus.service.job.planning.irregular import IrregularWatch
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.profiling.stage_profiles import corrected
@@ -26,13 +26,13 @@ from perseus.service.job.rules import Rules
 from perseus.solver import Frontier
 from perseus.v1 import event_pb2
 
-MOST_BROKEN_PROMISES = 2
+MAX_PREDICTION_VIOLATIONS = 2
 """After so many broken promises the job stays at stock."""
 
 FORGIVING_ITERATIONS = 1000
 """Iterations that kept their promise and make up for a broken one: twice a year is not twice in a row."""
 
-MOST_SUSPECTED = 20
+MAX_SUSPECTED = 20
 """Iterations in a row that somebody of whom nothing is proven explains: it takes 15 to find whom there is."""
 
 
@@ -64,14 +64,14 @@ class PlanWatch:
         parallelism: Parallelism,
         rules: Rules,
         profiler: Profiler,
-        journal: Journal,
+        buffer: CommandBuffer,
     ) -> None:
         self._record = record
         self._guard = Guard(rules)
         self._irregular = IrregularWatch(rules)
         self._drift = DriftWatch(parallelism)
         self._profiler = profiler
-        self._journal = journal
+        self._buffer = buffer
         self._kept_count = 0
         self._suspected_count = 0
 
@@ -84,7 +84,7 @@ class PlanWatch:
 
     def forgive(self) -> None:
         """Promises that were broken so far count for nothing."""
-        self._record.broken_promise_count = self._kept_count = 0
+        self._record.prediction_violation_count = self._kept_count = 0
 
     def take_stock(self, iteration: JobIteration) -> None:
         """Take an iteration that ran at stock."""
@@ -117,59 +117,60 @@ class PlanWatch:
         self._suspected_count = self._suspected_count + 1 if suspects else 0
         if stragglers and (caps := explain_caps()):
             return Verdict(caps=caps)
-        if not stragglers and not 0 < self._suspected_count <= MOST_SUSPECTED:
-            promise_s = promised_time_s(clocks, frontier, baseline_time_s)
-            broken = self._guard.judge(iteration, promise_s, baseline_time_s, baseline_gap_time_s)
-            if broken is not None and (caps := explain_caps()):
+        if not stragglers and not 0 < self._suspected_count <= MAX_SUSPECTED:
+            predicted_s = predicted_time_s(clocks, frontier, baseline_time_s)
+            violation = self._guard.judge(iteration, predicted_s, baseline_time_s, baseline_gap_time_s)
+            if violation is not None and (caps := explain_caps()):
                 return Verdict(caps=caps)
-            if broken is not None:
-                self._journal.announce(
-                    event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN,
-                    f"iterations take {broken.median_time_s:.6f} s, not {broken.promised_time_s:.6f} s "
-                    f"and at most {broken.tolerance:.1%} more, where they jump by {broken.noise:.1%}",
-                    event_pb2.PromiseBroken(
-                        promised_time_s=broken.promised_time_s,
-                        median_time_s=broken.median_time_s,
-                        baseline_time_s=broken.baseline_time_s,
-                        iteration_times_s=broken.iteration_times_s,
-                        last_iteration=broken.last_iteration,
+            if violation is not None:
+                self._buffer.announce(
+                    event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED,
+                    f"iterations take {violation.median_time_s:.6f} s, not "
+                    f"{violation.predicted_time_s:.6f} s "
+                    f"and at most {violation.tolerance:.1%} more, where they jump by {violation.noise:.1%}",
+                    event_pb2.PredictionViolated(
+                        predicted_time_s=violation.predicted_time_s,
+                        median_time_s=violation.median_time_s,
+                        baseline_time_s=violation.baseline_time_s,
+                        iteration_times_s=violation.iteration_times_s,
+                        last_iteration=violation.last_iteration,
                         plan_versions=_single_where_same(iteration.versions),
                     ),
                 )
-                return self._answer_broken_promise(broken, clocks, frontier)
-            slow_s = self._irregular.judge(iteration, promise_s)
+                return self._handle_violation(violation, clocks, frontier)
+            slow_s = self._irregular.judge(iteration, predicted_s)
             if slow_s is not None:
                 return Verdict(
                     f"iterations are not as registered, and take {slow_s:.6f} s: stock until they are",
                     is_irregular=True,
                 )
-            self._keep_promise(iteration)
+            self._check_prediction(iteration)
         if self._drift.is_due(iteration.versions) and self._correct_profile(frontier, stragglers):
             return Verdict(solve_again=True)
         return Verdict()
 
-    def _keep_promise(self, iteration: JobIteration) -> None:
+    def _check_prediction(self, iteration: JobIteration) -> None:
         self._kept_count += iteration.is_regular
         if self._kept_count >= FORGIVING_ITERATIONS:
             self._kept_count = 0
-            self._record.broken_promise_count = max(0, self._record.broken_promise_count - 1)
+            self._record.prediction_violation_count = max(0, self._record.prediction_violation_count - 1)
 
-    def _answer_broken_promise(
-        self, broken: BrokenPromise, clocks: Sequence[PlannedClocks], frontier: Frontier
+    def _handle_violation(
+        self, violation: PredictionViolation, clocks: Sequence[PlannedClocks], frontier: Frontier
     ) -> Verdict:
-        self._record.broken_promise_count += 1
-        broken_count = self._record.broken_promise_count
+        self._record.prediction_violation_count += 1
+        violation_count = self._record.prediction_violation_count
         self._kept_count = 0
         is_corrected = self._correct_profile(frontier, ())
-        if broken_count > MOST_BROKEN_PROMISES:
-            return Verdict(f"plans broke their promise {broken_count} times")
+        if violation_count > MAX_PREDICTION_VIOLATIONS:
+            return Verdict(f"plans broke their promise {violation_count} times")
         if is_corrected:
             return Verdict("the plans broke their promise, and the profile was corrected", solve_again=True)
         slowest = max((some.plan for some in clocks), key=lambda plan: plan.iteration_time_s)
         return Verdict(
             "the plans broke their promise, and the profile agrees: do transfers between stages explain it?",
             solve_again=True,
-            slow=SlowPlan(slowest, broken.median_time_s, broken.baseline_time_s),
+            slow=SlowPlan(slowest, violation.median_time_s, violation.baseline_time_s),
         )
 
     def _correct_profile(self, frontier: Frontier, ignored: Collection[int]) -> bool:
@@ -184,7 +185,7 @@ class PlanWatch:
 
     def _announce(self, drift: Drift) -> None:
         stage, clock_mhz, (chunk, kind) = drift.worst
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_PROFILE_CORRECTED,
             f"stage {stage} takes {drift.worst_ratio:.3f} × the time planned at {clock_mhz} MHz",
             event_pb2.ProfileCorrected(

@@ -10,26 +10,26 @@ from dataclasses import replace
 from functools import partial
 
 from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
-from perseus.service.domain.inputs import SignalPaced
-from perseus.service.domain.job_pacing import JobPacing, PacingBasis
-from perseus.service.domain.job_power import CurveBasis
+from perseus.service.domain.inputs import SignalTargetSet
+from perseus.service.domain.job_power import PowerCurveBasis
+from perseus.service.domain.job_signal import JobSignal, SpeedCurveBasis
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.messages import NUMBERS, pacing_to_proto, policy_to_proto
+from perseus.service.domain.messages import NUMBERS, policy_to_proto, signal_target_to_proto
 from perseus.service.domain.model import Clocks, NoSlowdown, PlannedClocks, Straggler
 from perseus.service.domain.records import JobRecord
-from perseus.service.domain.signals import PacingState, SignalPacing
+from perseus.service.domain.signals import SignalTarget, SignalTargetState
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.iterations.baseline import Baseline
-from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
-from perseus.service.job.planning.guard import promise_of_s
+from perseus.service.job.planning.guard import prediction_of_s
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import (
+    budget_target_times_s,
     no_slowdown,
     overhead_s,
     own_time_s,
-    paced_times_s,
     planned_clocks,
     straggler_time_s,
     target_times_s,
@@ -41,7 +41,7 @@ from perseus.service.job.profiling.stage_profiles import build_problem, is_power
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.ranks.usable_clocks import stages_at_stock
 from perseus.service.job.rules import Rules
-from perseus.service.job.stragglers.straggler_book import StragglerBook
+from perseus.service.job.stragglers.registry import StragglerRegistry
 from perseus.solver import (
     Frontier,
     Plan,
@@ -75,14 +75,14 @@ class Planner:
         offers: OfferBoard,
         profiler: Profiler,
         baseline: Baseline,
-        stragglers: StragglerBook,
-        journal: Journal,
+        stragglers: StragglerRegistry,
+        buffer: CommandBuffer,
     ) -> None:
         self.frontier: Frontier | None = None
         self.is_solving = False
         self.is_in_vain = False
         self.latency = SetLatency(record, len(ranks))
-        self.watch = PlanWatch(record, parallelism, rules, profiler, journal)
+        self.watch = PlanWatch(record, parallelism, rules, profiler, buffer)
         self._record = record
         self._schedule = schedule
         self._ranks = ranks
@@ -90,8 +90,8 @@ class Planner:
         self._profiler = profiler
         self._baseline = baseline
         self._stragglers = stragglers
-        self._journal = journal
-        self._exact = ExactPlans(journal)
+        self._buffer = buffer
+        self._exact = ExactPlans(buffer)
         # The set latency that plans now offered were made with; None if they are from before a restart.
         self._made_for_s: float | None = None
         # What the next frontier has to explain.
@@ -110,8 +110,8 @@ class Planner:
             problem = build_problem(self._profiler.profiles, self._schedule, clocks_mhz)
             self._exact.drop()
             self.is_solving = True
-            self.latency.settle()
-            self._journal.do(Solve(with_lag(problem, self._record.lag_s), self._slow, self.latency.planned_s))
+            self.latency.adopt_changes()
+            self._buffer.do(Solve(with_lag(problem, self._record.lag_s), self._slow, self.latency.planned_s))
             self._slow = None
 
     @property
@@ -135,7 +135,7 @@ class Planner:
         self._remember_plans(frontier)
         self._record.lag_s = common_lag_s(frontier.pipeline)
         margin = frontier.margin
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_SOLVED,
             f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s"
             + (f", for a set latency of {frontier.set_latency_s:.3f} s" if frontier.set_latency_s else "")
@@ -184,11 +184,11 @@ class Planner:
         self._exact.drop()
         if self.is_solving and not self.is_in_vain:
             self.is_in_vain = True
-            self._journal.do(DropSolve())
+            self._buffer.do(DropSolve())
 
     def announce_retry(self, cause: str, crash_count: int, delay_s: float) -> None:
         """Tell that solving takes longer, because the solver's process died."""
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_SOLVE_RETRIED,
             f"solving begins again in {delay_s:.1f} s: {cause}",
             event_pb2.SolveRetried(cause=cause, crash_count=crash_count, delay_s=delay_s),
@@ -198,7 +198,7 @@ class Planner:
         """Tell that the model does not explain what was measured, and by how much it is off."""
         measured_s = found.median_time_s - found.baseline_time_s
         predicted_s = found.predicted_time_s - found.predicted_baseline_time_s
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED,
             f"the plan's iterations take {measured_s:.6f} s more than stock's, of which the model explains "
             f"{predicted_s:.6f} s; no time that transfers take explains the other {found.residual_s:.6f} s",
@@ -227,72 +227,72 @@ class Planner:
         is_news = policy != self._record.policy
         if is_news:
             if policy.signal != self._record.policy.signal:
-                self._record.pacing = None  # what was spent was of another rule
+                self._record.signal_target = None  # what was spent was of another rule
             self._record.policy = policy
-            self._journal.announce(
+            self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_POLICY_SET,
                 f"policy: {policy}",
                 event_pb2.PolicySet(policy=policy_to_proto(policy)),
             )
         return is_news
 
-    def order_pace(self, pace_s: float | None, *, is_urgent: bool) -> bool:
+    def set_budget_target(self, target_time_s: float | None, *, is_urgent: bool) -> bool:
         """Take what a power budget makes iterations take, None if none does; tell whether it is news."""
-        before_s = self._record.pace_s
-        if pace_s == before_s:
+        before_s = self._record.budget_target_time_s
+        if target_time_s == before_s:
             return False
-        self._record.pace_s = pace_s
-        if pace_s is None:
+        self._record.budget_target_time_s = target_time_s
+        if target_time_s is None:
             message = "no power budget holds the job back any more"
         else:
-            change = "slower" if before_s is None or pace_s > before_s else "faster"
-            message = f"a power budget makes the job {change}: iterations of {pace_s:.6f} s"
-        self._journal.announce(
-            event_pb2.JOB_EVENT_TYPE_BUDGET_PACED,
+            change = "slower" if before_s is None or target_time_s > before_s else "faster"
+            message = f"a power budget makes the job {change}: iterations of {target_time_s:.6f} s"
+        self._buffer.announce(
+            event_pb2.JOB_EVENT_TYPE_BUDGET_TARGET_SET,
             message,
-            event_pb2.BudgetPaced(
-                iteration_time_s=pace_s, before_iteration_time_s=before_s, is_urgent=is_urgent
+            event_pb2.BudgetTargetSet(
+                iteration_time_s=target_time_s, before_iteration_time_s=before_s, is_urgent=is_urgent
             ),
         )
         return True
 
-    def order_signal_pace(self, order: SignalPaced) -> bool:
+    def set_signal_target(self, order: SignalTargetSet) -> bool:
         """Take what a signal makes iterations take; tell whether that is another time.
 
         The slower of this pace and a budget's counts (`retarget`).
         """
         if order.rule != self._record.policy.signal:
             return False
-        before = self._record.pacing
-        before_s = None if before is None else before.pace_s
+        before = self._record.signal_target
+        before_s = None if before is None else before.target_time_s
         is_same_window = before is not None and before.window == order.window
-        self._record.pacing = SignalPacing(
+        self._record.signal_target = SignalTarget(
             order.window,
             order.state,
-            order.pace_s,
+            order.target_time_s,
             order.value,
             before.done_count if before is not None and is_same_window else 0,
         )
-        if before is None or (before_s, before.state) != (order.pace_s, order.state):
-            self._journal.announce(
-                event_pb2.JOB_EVENT_TYPE_SIGNAL_PACED,
-                _pacing_text(self._record.pacing, order.rule.kind.value),
-                event_pb2.SignalPaced(
+        if before is None or (before_s, before.state) != (order.target_time_s, order.state):
+            self._buffer.announce(
+                event_pb2.JOB_EVENT_TYPE_SIGNAL_TARGET_SET,
+                _signal_target_text(self._record.signal_target, order.rule.kind.value),
+                event_pb2.SignalTargetSet(
                     kind=NUMBERS[order.rule.kind],
-                    pacing=pacing_to_proto(self._record.pacing),
+                    signal_target=signal_target_to_proto(self._record.signal_target),
                     before_iteration_time_s=before_s,
                 ),
             )
-        return before_s != order.pace_s
+        return before_s != order.target_time_s
 
     def count_done(self, iteration_count: int) -> None:
         """Count iterations of the job: the work that a signal's window is for."""
-        if self._record.pacing is not None:
-            self._record.pacing = replace(
-                self._record.pacing, done_count=self._record.pacing.done_count + iteration_count
+        if self._record.signal_target is not None:
+            self._record.signal_target = replace(
+                self._record.signal_target, done_count=self._record.signal_target.done_count + iteration_count
             )
 
-    def job_pacing(self, *, is_planned: bool) -> JobPacing | None:
+    def job_signal(self, *, is_planned: bool) -> JobSignal | None:
         """Return what whoever paces the job by a signal is to know; None if its policy follows none."""
         rule = self._record.policy.signal
         if rule is None:
@@ -301,14 +301,14 @@ class Planner:
         if is_planned and self.frontier is not None and self._policy_in_use() is self._record.policy:
             baseline_s = self._baseline.time_s
             full_s = no_slowdown(self.frontier, baseline_s).time_s
-            basis = PacingBasis(self.frontier, full_s, overhead_s(self.frontier, baseline_s))
-        return JobPacing(rule, self._record.pacing, basis)
+            basis = SpeedCurveBasis(self.frontier, full_s, overhead_s(self.frontier, baseline_s))
+        return JobSignal(rule, self._record.signal_target, basis)
 
     @property
-    def _signal_pace_s(self) -> float | None:
-        return None if self._record.pacing is None else self._record.pacing.pace_s
+    def _signal_target_s(self) -> float | None:
+        return None if self._record.signal_target is None else self._record.signal_target.target_time_s
 
-    def curve_basis(self) -> CurveBasis | None:
+    def curve_basis(self) -> PowerCurveBasis | None:
         """Return what the job's powers and speeds are made from; None while there is no frontier."""
         if self.frontier is None:
             return None
@@ -319,11 +319,11 @@ class Planner:
             for pipeline, slow_s in self.straggler_times_s().items()
             if slow_s > planned_s
         }
-        return CurveBasis(self.frontier, own_s, slowdowns, overhead_s(self.frontier, baseline_s))
+        return PowerCurveBasis(self.frontier, own_s, slowdowns, overhead_s(self.frontier, baseline_s))
 
     def _own_times_s(self, frontier: Frontier) -> tuple[float, float]:
         """Return what the policy lets an iteration of a pipeline take, and what the plan for it takes."""
-        own_s = own_time_s(frontier, self._policy_in_use(), self._baseline.time_s, self._signal_pace_s)
+        own_s = own_time_s(frontier, self._policy_in_use(), self._baseline.time_s, self._signal_target_s)
         return own_s, self._exact.plan_within(frontier, own_s).iteration_time_s
 
     def announce_straggler(self, straggler: Straggler) -> None:
@@ -335,7 +335,7 @@ class Planner:
             details.iteration_time_s = straggler.iteration_time_s
         elif straggler.slowdown_factor is not None:
             details.slowdown_factor = straggler.slowdown_factor
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_STRAGGLER_REPORTED,
             f"pipeline {straggler.pipeline} is slow: {straggler}",
             details,
@@ -354,16 +354,18 @@ class Planner:
             self._baseline.time_s,
             self.straggler_times_s(),
             len(self._offers),
-            self._signal_pace_s,
+            self._signal_target_s,
         )
-        if self._record.pace_s is not None and (basis := self.curve_basis()) is not None:
-            targets_s = paced_times_s(self.frontier, targets_s, self._record.pace_s, basis.slowdowns)
+        if self._record.budget_target_time_s is not None and (basis := self.curve_basis()) is not None:
+            targets_s = budget_target_times_s(
+                self.frontier, targets_s, self._record.budget_target_time_s, basis.slowdowns
+            )
         at_stock = stages_at_stock(self._ranks.usable_clocks_mhz())
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
             plan = self._exact.plan_within(self.frontier, target_s)
             clocks = planned_clocks(plan, self.frontier, target_s, at_stock)
-            self._offers.wish(same, clocks, is_urgent=is_urgent)
+            self._offers.set_desired(same, clocks, is_urgent=is_urgent)
         if not self.is_solving:
             self._exact.want(self.frontier, dict.fromkeys(sorted(targets_s, reverse=True)))
 
@@ -375,7 +377,7 @@ class Planner:
         """There will be no such plan: the frontier's point stays. Tell whether it was awaited."""
         is_awaited = self.frontier is not None and self._exact.take(self.frontier, refinement, None)
         if is_awaited:
-            self._journal.announce(
+            self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED,
                 f"no plan of exactly {refinement.deadline_s:.6f} s, the next one stays: {cause}",
                 event_pb2.SolveFailed(cause=cause),
@@ -391,7 +393,7 @@ class Planner:
             return OperatingPolicy()
         return self._record.policy
 
-    def tell_expectations(self, changed: Iterable[int]) -> None:
+    def update_expectations(self, changed: Iterable[int]) -> None:
         """Let the detection of stragglers know what these pipelines' plans promise for each computation."""
         for pipeline in changed:
             offer = self._offers[pipeline]
@@ -422,12 +424,12 @@ class Planner:
             partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )
 
-    def promised_time_s(self) -> float | None:
+    def predicted_time_s(self) -> float | None:
         """Return the iteration time that the plans offered now promise, if there are any."""
         _, planned_s = self._offers.planned_range_s
         if self.frontier is None or not planned_s:
             return None
-        return promise_of_s(planned_s, self.frontier, self._baseline.time_s)
+        return prediction_of_s(planned_s, self.frontier, self._baseline.time_s)
 
     def validate(self) -> None:
         """Check what must always hold."""
@@ -435,17 +437,19 @@ class Planner:
         assert self._exact.refining is None or (self.frontier is not None and not self.is_solving)
 
 
-def _pacing_text(pacing: SignalPacing, signal: str) -> str:
-    value = "" if pacing.value is None else f" ({pacing.value:g} per kWh)"
-    work = f"{pacing.done_count} of {pacing.window.iteration_count:.0f} iterations are done"
-    match pacing.state:
-        case PacingState.PACED if pacing.pace_s is not None:
-            return f"by the {signal} signal{value}, iterations take {pacing.pace_s:.6f} s; {work}"
-        case PacingState.PACED:
+def _signal_target_text(signal_target: SignalTarget, signal: str) -> str:
+    value = "" if signal_target.value is None else f" ({signal_target.value:g} per kWh)"
+    work = f"{signal_target.done_count} of {signal_target.window.iteration_count:.0f} iterations are done"
+    match signal_target.state:
+        case SignalTargetState.FOLLOWING if signal_target.target_time_s is not None:
+            return (
+                f"by the {signal} signal{value}, iterations take {signal_target.target_time_s:.6f} s; {work}"
+            )
+        case SignalTargetState.FOLLOWING:
             return f"by the {signal} signal{value}, there is no slowdown now; {work}"
-        case PacingState.BLIND:
+        case SignalTargetState.NO_SIGNAL:
             return f"nothing is known of the {signal} signal: there is no slowdown; {work}"
-        case PacingState.LATE:
+        case SignalTargetState.LATE:
             return f"the work can't be done in time any more: there is no slowdown; {work}"
-        case PacingState.DONE:
+        case SignalTargetState.DONE:
             return f"the {signal} policy's work is done, or its time is over: there is no slowdown; {work}"

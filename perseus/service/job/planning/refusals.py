@@ -13,7 +13,7 @@ Only the refusal of what is offered now counts. Who refuses stock has nothing el
 from perseus.service.domain.inputs import OfferAnswered
 from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
 from perseus.service.domain.model import STOCK_MHZ, Offer, RefusalReason, stage_clocks
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.v1 import event_pb2
@@ -22,10 +22,10 @@ from perseus.v1 import event_pb2
 class Refusals:
     """Takes refusals of a job's ranks."""
 
-    def __init__(self, ranks: RankTable, offers: OfferBoard, journal: Journal) -> None:
+    def __init__(self, ranks: RankTable, offers: OfferBoard, buffer: CommandBuffer) -> None:
         self._ranks = ranks
         self._offers = offers
-        self._journal = journal
+        self._buffer = buffer
 
     def take(self, event: OfferAnswered) -> str | None:
         """Take an answer to an offer of this epoch; return what can't be had any more, if it says so."""
@@ -58,7 +58,7 @@ class Refusals:
 
     def _announce(self, event: OfferAnswered, offer: Offer) -> None:
         assert event.refusal is not None
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED,
             f"{event.rank} refused version {event.version} ({offer.clocks}): {event.refusal.value}",
             event_pb2.PlanRefused(

@@ -21,10 +21,10 @@ from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ClockStatistics
 
-LEAST_SETS = 3
+MIN_SETS = 3
 """Sets of which a rank's latency is the median, at least: one that comes late says nothing."""
 
-SETTLE_S = 60.0
+SETTLING_TIME_S = 60.0
 """How long the latency must have been another one."""
 
 _LARGER = 1.25
@@ -55,7 +55,7 @@ class SetLatency:
 
     def take(self, rank: Coordinates, clocks: ClockStatistics) -> None:
         """Take what a rank tells."""
-        if clocks.set_latency_count < LEAST_SETS:
+        if clocks.set_latency_count < MIN_SETS:
             return
         steps = max(1, math.ceil(clocks.set_latency_s * _STEPS_PER_S))
         if self._steps.get(rank) != steps:
@@ -76,11 +76,11 @@ class SetLatency:
         if self._other_since_s is None:
             self._other_since_s = now_s
         is_first = not self.planned_s and len(self._steps) == self._rank_count
-        if is_first or now_s - self._other_since_s >= SETTLE_S:
+        if is_first or now_s - self._other_since_s >= SETTLING_TIME_S:
             self._record.set_latency_s = self.largest_s
             self._other_since_s = None
 
-    def settle(self) -> None:
+    def adopt_changes(self) -> None:
         """Plans are about to be made: what is known counts, where nothing did."""
         self._record.set_latency_s = self.planned_s or self.largest_s
 

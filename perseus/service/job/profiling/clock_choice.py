@@ -30,7 +30,7 @@ from itertools import pairwise
 from perseus.service.domain.measured import StageKey, StageProfile
 from perseus.service.job.profiling.hull import Point, effective_point, height_j, lower_hull, slope_w
 from perseus.service.job.profiling.stage_profiles import blocking_power_w, curves, interpolate
-from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks
+from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, UsableClocks
 from perseus.solver import Kind, Measurement, Schedule
 
 LOW_SHARE = 0.55
@@ -46,7 +46,7 @@ REACH = 0.85
 """How far below the lowest measured clock a clock may lie to be guessed at."""
 
 
-MOST_BARRED = 2
+MAX_BARRED = 2
 """Clocks that a stage may have failed to be measured at before it has the two that planning needs."""
 
 
@@ -59,7 +59,7 @@ class ClockChoice:
     """
 
     clocks_mhz: tuple[int, ...]
-    doubt: float
+    uncertainty: float
 
 
 def choose_clocks(
@@ -82,7 +82,7 @@ def choose_clocks(
     if not all(stage.is_bounded for stage in stages):
         return ClockChoice(tuple(stage.extreme_mhz() for stage in stages), math.inf)
     found = [stage.least_certain() for stage in stages]
-    energy_j = math.fsum(stage.least_energy_j for stage in stages)
+    energy_j = math.fsum(stage.min_energy_j for stage in stages)
     return ClockChoice(tuple(mhz for mhz, _ in found), math.fsum(gap_j for _, gap_j in found) / energy_j)
 
 
@@ -108,11 +108,11 @@ class _Stage:
     @property
     def is_bounded(self) -> bool:
         """Whether as many clocks are measured as it takes to plan."""
-        return len(self.measured_mhz) >= min(LEAST_CLOCKS, len(self._usable_mhz))
+        return len(self.measured_mhz) >= min(MIN_CLOCKS, len(self._usable_mhz))
 
     def _find_left_mhz(self, barred_mhz: Collection[int]) -> list[int]:
         """Return the clocks that may yet be measured, highest first."""
-        if len(barred_mhz) >= MOST_BARRED and not self.is_bounded:
+        if len(barred_mhz) >= MAX_BARRED and not self.is_bounded:
             return []
         usable_mhz = self._usable_mhz
         if not self.measured_mhz and usable_mhz and usable_mhz[0] in barred_mhz:
@@ -123,7 +123,7 @@ class _Stage:
         return [mhz for mhz in usable_mhz if mhz > floor_mhz and mhz not in unfit_mhz]
 
     @property
-    def least_energy_j(self) -> float:
+    def min_energy_j(self) -> float:
         """What the stage's computations cost at the least."""
         return math.fsum(n * min(m.energy_j for m in self._measured[key]) for key, n in self._counts.items())
 
@@ -144,13 +144,13 @@ class _Stage:
             hull = lower_hull([effective_point(m, self._power_w) for m in self._measured[key]])
             for mhz in left_mhz:
                 gaps_j[mhz] += count * self._gap_j(hull, key, mhz)
-        best_mhz, most_j = self._highest_measured_mhz(), 0.0
+        best_mhz, max_j = self._highest_measured_mhz(), 0.0
         for high_mhz, low_mhz in pairwise([*self.measured_mhz, 0]):
             inside = [mhz for mhz in left_mhz if low_mhz < mhz < high_mhz]
             sum_j = math.fsum(gaps_j[mhz] for mhz in inside)
-            if sum_j > most_j:
+            if sum_j > max_j:
                 # Below the lowest there is no other end to be in the middle of.
-                best_mhz, most_j = inside[len(inside) // 2 if low_mhz else -1], sum_j
+                best_mhz, max_j = inside[len(inside) // 2 if low_mhz else -1], sum_j
         return best_mhz, math.hypot(*gaps_j.values()) / math.sqrt(len(gaps_j) + len(self.measured_mhz))
 
     def _highest_measured_mhz(self) -> int:

@@ -33,14 +33,14 @@ from perseus.service.domain.profiling import (
 from perseus.service.domain.records import ForgetProfile, JobRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
+from perseus.service.job.profiling.budget_tracker import BudgetTracker
 from perseus.service.job.profiling.clock_choice import ClockChoice, choose_clocks
-from perseus.service.job.profiling.effort import Effort
-from perseus.service.job.profiling.pace import Pace
+from perseus.service.job.profiling.progress_estimate import ProgressEstimate
 from perseus.service.job.profiling.round import Round
-from perseus.service.job.profiling.spending import Spending
+from perseus.service.job.profiling.sample_allocation import SampleAllocation
 from perseus.service.job.profiling.stage_profiles import agree, is_power_known
-from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
+from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, UsableClocks, stages_at_stock
 from perseus.service.job.rules import Rules
 from perseus.solver import Schedule
 from perseus.v1 import event_pb2
@@ -84,7 +84,7 @@ class Profiler:
         parallelism: Parallelism,
         schedule: Schedule,
         rules: Rules,
-        journal: Journal,
+        buffer: CommandBuffer,
     ) -> None:
         self._record = record
         self.profiles: tuple[StageProfile, ...] = ()
@@ -93,25 +93,25 @@ class Profiler:
         self._schedule = schedule
         self._rules = rules
         self._budget = rules.profiling_budget
-        self._effort = Effort(rules.profile_iterations, rules.profile_accuracy)
+        self._allocation = SampleAllocation(rules.profile_iterations, rules.profile_accuracy)
         # A round may take the share of the extra time of one clock out of the most.
         self._round = Round(
-            parallelism, schedule, self._effort, self._budget.extra_time_s / rules.profile_clocks
+            parallelism, schedule, self._allocation, self._budget.extra_time_s / rules.profile_clocks
         )
-        self._journal = journal
-        self.spending = Spending(record, self._budget)
+        self._buffer = buffer
+        self.budget_tracker = BudgetTracker(record, self._budget)
         self.whole_round_count = 0
-        self._pace = Pace(self._budget)
+        self._progress = ProgressEstimate(self._budget)
         # The stage and rank that the round was waiting for when the budget ended it.
         self._unmeasured: GivenUpClock | None = None
 
     @property
     def clock_count(self) -> int:
         """Clocks measured at the stage that has the most."""
-        return _most_at_a_stage(profile.stage for profile in self.profiles)
+        return _max_at_a_stage(profile.stage for profile in self.profiles)
 
     @property
-    def least_clock_count(self) -> int:
+    def min_clock_count(self) -> int:
         """Clocks measured at the stage that has the fewest."""
         counts = Counter(profile.stage for profile in self.profiles)
         return min(counts[stage] for stage in range(self._parallelism.stage_count))
@@ -119,26 +119,26 @@ class Profiler:
     @property
     def cost(self) -> ProfilingCost:
         """What profiling has taken so far, since it was begun or renewed."""
-        return self.spending.cost
+        return self.budget_tracker.cost
 
     @property
     def progress(self) -> ProfilingProgress:
         """How far it is, while it goes on."""
-        return self._pace.progress(self.cost)
+        return self._progress.progress(self.cost)
 
     def renew(self) -> None:
         """Begin with a whole budget, and with every clock that is not measured; what is measured is kept."""
-        self.spending.renew()
-        self._pace.restart()
+        self.budget_tracker.renew()
+        self._progress.restart()
         self._record.given_up_clocks = ()
 
     def forget(self) -> None:
         """What is measured is of no use any more."""
         self.profiles = self.known = ()
-        self._effort.restart()
+        self._allocation.restart()
         self._round.forget()
         self.renew()
-        self._journal.store(ForgetProfile())
+        self._buffer.store(ForgetProfile())
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""
@@ -155,7 +155,7 @@ class Profiler:
 
         `is_of_round`: it ran under the clocks that are to be held.
         """
-        extra_s = self.spending.take_iteration(iteration, baseline)
+        extra_s = self.budget_tracker.take_iteration(iteration, baseline)
         if is_of_round:
             self._round.take_iteration(extra_s, disturbed)
 
@@ -165,7 +165,7 @@ class Profiler:
         Not those whose noise makes the round last: what they sent is enough, and more is wanted all the same.
         """
         counted_mhz = self._counted_mhz(held, clocks_mhz)
-        unmeasured = self._round.unmeasured(held, counted_mhz, self._effort.least_iterations)
+        unmeasured = self._round.unmeasured(held, counted_mhz, self._allocation.min_iterations)
         return sorted(rank for ranks in unmeasured.values() for rank, _ in ranks)
 
     def next_round(self, held: HoldClocks | None, clocks_mhz: UsableClocks) -> HoldClocks | ProfileEnd:
@@ -173,7 +173,7 @@ class Profiler:
 
         `held` is None where no round is to go on.
         """
-        limit = self.spending.limit
+        limit = self.budget_tracker.limit
         if held is not None and not self._end_round(held, clocks_mhz, is_last=limit is not None):
             return held
         if held is None:
@@ -186,8 +186,8 @@ class Profiler:
             at_stock = stages_at_stock(clocks_mhz)
             self._round.begin(at_stock)
             self._unmeasured = None
-            most_count = min(self._rules.profile_clocks, max(map(len, clocks_mhz)))
-            self._pace.begin_round(self.cost, self._tried_count(), most_count)
+            max_count = min(self._rules.profile_clocks, max(map(len, clocks_mhz)))
+            self._progress.begin_round(self.cost, self._tried_count(), max_count)
             return HoldClocks(
                 tuple(
                     STOCK_MHZ if stage in at_stock else clock_mhz
@@ -207,27 +207,29 @@ class Profiler:
             place = profile.stage, profile.clock_mhz
             if by_place.get(place) != profile:
                 by_place[place] = profile
-                self._journal.store(profile)
+                self._buffer.store(profile)
         self.profiles = tuple(by_place[place] for place in sorted(by_place))
 
     def _find_end(self, choice: ClockChoice, limit: ProfilingLimit | None) -> ProfileEnd | None:
         clocks = f"{self.clock_count} clocks are measured"
-        is_enough = not math.isinf(choice.doubt)
-        doubt = f"the plan's energy may still change by {100 * choice.doubt:.2f} %"
+        is_enough = not math.isinf(choice.uncertainty)
+        uncertainty = f"the plan's energy may still change by {100 * choice.uncertainty:.2f} %"
         if not is_enough:
-            doubt = "; ".join(["which is not enough", *map(str, self._find_obstacle())])
+            uncertainty = "; ".join(["which is not enough", *map(str, self._find_obstacle())])
         if 0 in choice.clocks_mhz:
             stage = choice.clocks_mhz.index(0)
-            why = f"stage {stage} has no clock that can be measured, {doubt}"
+            why = f"stage {stage} has no clock that can be measured, {uncertainty}"
         elif self._measured_places().issuperset(enumerate(choice.clocks_mhz)):
-            why = f"{clocks}, all there are" + ("" if is_enough else f", {doubt}")
-        elif choice.doubt <= self._rules.profile_accuracy:
-            why = f"{clocks}: the plan's energy can change by {100 * choice.doubt:.2f} %"
+            why = f"{clocks}, all there are" + ("" if is_enough else f", {uncertainty}")
+        elif choice.uncertainty <= self._rules.profile_accuracy:
+            why = f"{clocks}: the plan's energy can change by {100 * choice.uncertainty:.2f} %"
         elif self._tried_count() >= self._rules.profile_clocks:
-            why = f"{clocks}, as many as may be; {doubt}"
+            why = f"{clocks}, as many as may be; {uncertainty}"
         elif limit is not None:
             budget = f"{self._budget.limit_of(limit):g} {limit.value}"
-            return ProfileEnd(is_enough, limit, f"{clocks}, and the budget of {budget} is used up; {doubt}")
+            return ProfileEnd(
+                is_enough, limit, f"{clocks}, and the budget of {budget} is used up; {uncertainty}"
+            )
         else:
             return None
         return ProfileEnd(is_enough, None, why)
@@ -237,14 +239,14 @@ class Profiler:
         tried = [profile.stage for profile in self.profiles] + [
             clock.stage for clock in self._record.given_up_clocks
         ]
-        return _most_at_a_stage(tried)
+        return _max_at_a_stage(tried)
 
     def _find_obstacle(self) -> list[GivenUpClock]:
         """Return what the budget did not wait for, or the first stage's failure, if there is one."""
         if self._unmeasured is not None:
             return [self._unmeasured]
         counts = Counter(profile.stage for profile in self.profiles)
-        failed = [clock for clock in self._record.given_up_clocks if counts[clock.stage] < LEAST_CLOCKS]
+        failed = [clock for clock in self._record.given_up_clocks if counts[clock.stage] < MIN_CLOCKS]
         return sorted(failed, key=lambda clock: clock.stage)[:1]
 
     def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks, *, is_last: bool) -> bool:
@@ -260,14 +262,14 @@ class Profiler:
             held, counted_mhz, min(round_.wanted_count, self._rules.profile_iterations)
         )
         if not missing and counted_mhz:
-            self._effort.take_round(*round_.judge(held, counted_mhz, self.profiles))
+            self._allocation.take_round(*round_.judge(held, counted_mhz, self.profiles))
         for stage, clock_mhz in counted_mhz.items():
             if stage in missing:
                 self._miss(stage, clock_mhz, missing[stage], is_given_up=has_lasted)
             else:
                 self.replace([round_.found(stage, clock_mhz, held)])
         self.whole_round_count += not missing
-        self._pace.end_round(self.cost)
+        self._progress.end_round(self.cost)
         if len(missing) < len(counted_mhz):
             self._announce_round(held)
         return True
@@ -303,7 +305,7 @@ class Profiler:
             self._unmeasured = self._unmeasured or clock
             return
         self._record.given_up_clocks += (clock,)
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP,
             f"{clock}, in {self._round.held_count} iterations",
             event_pb2.ClockGivenUp(
@@ -322,7 +324,7 @@ class Profiler:
             for profile in self.profiles
             if profile.clock_mhz == held.clocks_mhz[profile.stage] and profile.blocking_power_w is not None
         )
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED,
             f"{held} is measured on {len(self._round.pipelines)} pipelines",
             event_pb2.ClockProfiled(
@@ -331,7 +333,7 @@ class Profiler:
         )
 
     def _announce_end(self, end: ProfileEnd) -> None:
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_PROFILING_ENDED,
             f"profiling has ended after {self.cost.iteration_count} iterations, "
             f"{self.cost.extra_time_s:.1f} s more than at stock: {end.why}",
@@ -359,7 +361,7 @@ class Profiler:
 
     def _adopt_known(self) -> None:
         """Hold what is known from before against the first clocks, and adopt it where it agrees."""
-        if not self.known or self.clock_count < LEAST_CLOCKS:
+        if not self.known or self.clock_count < MIN_CLOCKS:
             return
         known, self.known = self.known, ()
         agreeing = []
@@ -376,18 +378,18 @@ class Profiler:
             self.replace(p for p in stage.profiles if (p.stage, p.clock_mhz) not in measured)
             by_source.setdefault((stage.source_job_id, stage.source_run_number), []).append(stage.stage)
         for (job_id, run_number), stages in by_source.items():
-            self._journal.announce(
+            self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED,
                 f"what run {run_number} of job {job_id} measured agrees with what is measured of stages "
-                f"{', '.join(map(str, stages))}: {self.least_clock_count} clocks",
+                f"{', '.join(map(str, stages))}: {self.min_clock_count} clocks",
                 event_pb2.ProfileAdopted(
                     stages=stages,
-                    clock_count=self.least_clock_count,
+                    clock_count=self.min_clock_count,
                     source_job_id=job_id,
                     source_run_number=run_number,
                 ),
             )
 
 
-def _most_at_a_stage(stages: Iterable[int]) -> int:
+def _max_at_a_stage(stages: Iterable[int]) -> int:
     return max(Counter(stages).values(), default=0)

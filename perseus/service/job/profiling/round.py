@@ -12,7 +12,7 @@ from perseus.service.domain.model import STOCK_MHZ, HoldClocks
 from perseus.service.domain.profiling import ClockGivenUpReason
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
-from perseus.service.job.profiling.effort import Effort, RoundError, round_error
+from perseus.service.job.profiling.sample_allocation import RoundError, SampleAllocation, round_error
 from perseus.service.job.profiling.stage_profiles import merge, why_not_measured
 from perseus.solver import Schedule
 
@@ -31,15 +31,17 @@ class Round:
         wanted_count: how many iterations every rank has to have measured before it is looked at again.
     """
 
-    def __init__(self, parallelism: Parallelism, schedule: Schedule, effort: Effort, dear_s: float) -> None:
+    def __init__(
+        self, parallelism: Parallelism, schedule: Schedule, allocation: SampleAllocation, expensive_s: float
+    ) -> None:
         """`effort` says what is measured well enough, and `dear_s` what extra time makes a round dear."""
         self.held_count = 0
         self.disturbed: set[int] = set()
-        self.wanted_count = effort.least_iterations
+        self.wanted_count = allocation.min_iterations
         self._parallelism = parallelism
         self._schedule = schedule
-        self._effort = effort
-        self._dear_s = dear_s
+        self._allocation = allocation
+        self._expensive_s = expensive_s
         # What a stage's estimate has to cover.
         self._needed = [frozenset((each.kind, each.chunk) for each in order) for order in schedule.orders]
         self._estimates: dict[Coordinates, EnergyEstimate] = {}
@@ -65,7 +67,7 @@ class Round:
         self._estimates = {rank: some for rank, some in self._estimates.items() if rank.stage in at_stock}
         self.disturbed.clear()
         self.held_count = 0
-        self.wanted_count = self._effort.least_iterations
+        self.wanted_count = self._allocation.min_iterations
         self._extra_s = 0.0
         self._measured_ranks = []
 
@@ -119,12 +121,12 @@ class Round:
     def _why_not_measured(
         self, rank: Coordinates, clock_mhz: int, iteration_count: int
     ) -> ClockGivenUpReason | None:
-        count = 1 if self._is_dear else iteration_count
+        count = 1 if self._is_expensive else iteration_count
         return why_not_measured(self._estimates.get(rank), self._needed[rank.stage], clock_mhz, count)
 
     @property
-    def _is_dear(self) -> bool:
-        return self._extra_s >= self._dear_s
+    def _is_expensive(self) -> bool:
+        return self._extra_s >= self._expensive_s
 
     # ------------------------------------------------------------------ whether it goes on
 
@@ -137,7 +139,7 @@ class Round:
         counted not asked for.
         """
         while not self._is_any_awaited(held, counted_mhz):
-            if self._is_dear or self._effort.is_enough(*self.judge(held, counted_mhz(), profiles)):
+            if self._is_expensive or self._allocation.is_enough(*self.judge(held, counted_mhz(), profiles)):
                 return False
             self.wanted_count += 1
             self._measured_count = 0

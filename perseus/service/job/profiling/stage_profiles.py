@@ -31,10 +31,10 @@ ASSUMED_BLOCKING_SHARE = 0.25
 """What a waiting GPU is assumed to draw where nobody measured it, as a share of the least power that its
 computations draw. The published A100 and A40 draw 0.36 and 0.40 of it."""
 
-_LEAST_J = 1e-9
+_MIN_J = 1e-9
 """Below, a sample's energy is no energy."""
 
-_LEAST_SE_W = 1e-6
+_MIN_SE_W = 1e-6
 """No standard error of a power is smaller than this: none may outweigh all others for good."""
 
 
@@ -56,7 +56,7 @@ def why_not_measured(
     energies_j = {(s.kind, s.chunk): s.energy_j for s in estimate.samples if s.clock_mhz == clock_mhz}
     if estimate.iteration_count < iteration_count or not needed <= energies_j.keys():
         return ClockGivenUpReason.INCOMPLETE_ESTIMATE
-    if any(energies_j[key] < _LEAST_J for key in needed):
+    if any(energies_j[key] < _MIN_J for key in needed):
         return ClockGivenUpReason.NO_ENERGY
     return None
 
@@ -93,13 +93,13 @@ def merge(
             time_se_s=time_se_s,
             energy_se_j=energy_se_j,
         )
-    told = [
+    reported = [
         (estimate.blocking_power_w, estimate.blocking_power_se_w)
         for row in rows
         for estimate in row
         if estimate.blocking_power_w is not None
     ]
-    if not told:
+    if not reported:
         return StageProfile(
             stage=stage,
             clock_mhz=clock_mhz,
@@ -107,7 +107,7 @@ def merge(
             blocking_power_w=None,
             blocking_power_se_w=0.0,
         )
-    power_w, power_se_w = _mean(told)
+    power_w, power_se_w = _mean(reported)
     count = parallelism.tensor_count
     return StageProfile(
         stage=stage,
@@ -139,7 +139,7 @@ def blocking_power_w(profiles: Sequence[StageProfile], stage_count: int) -> tupl
     beyond stock's on an assumption (`planning.planner`); who waits for a straggler anyway moves up to T_slow,
     which comes out too early. A cap on power is held against the assumed power.
     """
-    told_w: dict[int, float] = {}
+    reported_w: dict[int, float] = {}
     for stage in range(stage_count):
         known = [
             (p.blocking_power_w, p.blocking_power_se_w)
@@ -148,13 +148,13 @@ def blocking_power_w(profiles: Sequence[StageProfile], stage_count: int) -> tupl
         ]
         if known:
             has_errors = all(se_w for _, se_w in known)
-            weights = [1 / max(se_w, _LEAST_SE_W) ** 2 if has_errors else 1.0 for _, se_w in known]
+            weights = [1 / max(se_w, _MIN_SE_W) ** 2 if has_errors else 1.0 for _, se_w in known]
             total_w = math.fsum(w * power_w for w, (power_w, _) in zip(weights, known, strict=True))
-            told_w[stage] = total_w / math.fsum(weights)
-    if not told_w:
+            reported_w[stage] = total_w / math.fsum(weights)
+    if not reported_w:
         return tuple(_assumed_power_w(profiles, stage) for stage in range(stage_count))
-    mean_w = math.fsum(told_w.values()) / len(told_w)
-    return tuple(told_w.get(stage, mean_w) for stage in range(stage_count))
+    mean_w = math.fsum(reported_w.values()) / len(reported_w)
+    return tuple(reported_w.get(stage, mean_w) for stage in range(stage_count))
 
 
 def _assumed_power_w(profiles: Iterable[StageProfile], stage: int) -> float:

@@ -10,14 +10,14 @@ from perseus.service.domain.messages import NUMBERS, coordinates_to_proto
 from perseus.service.domain.model import NO_VERSION, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec, Parallelism
 from perseus.service.domain.telemetry import ClockStatistics, GpuLimits
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.ranks.iteration_counts import IterationCounts
 from perseus.service.job.ranks.leases import Leases
 from perseus.service.job.ranks.missing import MissingRanks
 from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_mhz
 from perseus.v1 import event_pb2
 
-_MOST_GPU_ERRORS = 1024
+_MAX_GPU_ERRORS = 1024
 """Errors of GPUs that are known when they are said again; they may be of any text."""
 
 _SAME_POWER_W = 1.0
@@ -35,9 +35,9 @@ class RankTable:
         placement_count: how often a rank came from another host, or with another GPU, than before.
     """
 
-    def __init__(self, spec: JobSpec, lease_s: float, journal: Journal, now_s: float = 0.0) -> None:
+    def __init__(self, spec: JobSpec, lease_s: float, buffer: CommandBuffer, now_s: float = 0.0) -> None:
         self._spec = spec
-        self._journal = journal
+        self._buffer = buffer
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
         self.counts = Counter({RankState.EXPECTED: len(self._ranks)})
         self.missing = MissingRanks(self._ranks, now_s)
@@ -145,7 +145,7 @@ class RankTable:
                 gpu=replace(gpu, power_limit_w=limits.power_limit_w, power_profiles=limits.power_profiles),
             )
         )
-        self._journal.announce(
+        self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_GPU_LIMITS_CHANGED,
             f"{place}: its GPU's limit is {_limits(limits)}, it was "
             f"{_limits(GpuLimits(gpu.power_limit_w, gpu.power_profiles))}",
@@ -262,9 +262,9 @@ class RankTable:
         """Tell what went wrong with a rank's GPU, once: agents say it again on every stream."""
         if event not in self._gpu_errors:
             self._gpu_errors[event] = None
-            if len(self._gpu_errors) > _MOST_GPU_ERRORS:
+            if len(self._gpu_errors) > _MAX_GPU_ERRORS:
                 del self._gpu_errors[next(iter(self._gpu_errors))]
-            self._journal.announce(
+            self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_GPU_ERROR,
                 f"{event.rank}: {event.reason.value}: {event.message}",
                 event_pb2.RankGpuError(
@@ -289,9 +289,9 @@ class RankTable:
         ):
             self._usable_clocks_mhz = None
         self._changed_pipelines.add(rank.coordinates.pipeline)
-        self._journal.store(rank)
+        self._buffer.store(rank)
         if why is not None:
-            self._journal.announce(
+            self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_RANK_CHANGED,
                 f"{rank.coordinates} is {rank.state.value}{f': {why}' if why else ''}",
                 event_pb2.RankChanged(

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from perseus.service.domain.model import Rank
 
-LEAST_CLOCKS = 2
+MIN_CLOCKS = 2
 """Clocks of a stage without which there is nothing to plan."""
 
 UsableClocks = Sequence[Sequence[int]]
@@ -38,10 +38,10 @@ def usable_clocks_mhz(ranks: Iterable[Rank], stage_count: int) -> UsableClocks:
     falling_mhz = sorted(common_mhz or (), reverse=True)
     usable_mhz = [[mhz for mhz in falling_mhz if mhz not in refused] for refused in refused_mhz]
     for stage, cap_mhz in capped_mhz.items():
-        lowest_mhz = usable_mhz[stage][-LEAST_CLOCKS:]
+        lowest_mhz = usable_mhz[stage][-MIN_CLOCKS:]
         usable_mhz[stage] = [mhz for mhz in usable_mhz[stage] if mhz <= cap_mhz or mhz in lowest_mhz]
     return [
-        falling_mhz[:1] if stage in at_stock or len(own_mhz) < LEAST_CLOCKS else own_mhz
+        falling_mhz[:1] if stage in at_stock or len(own_mhz) < MIN_CLOCKS else own_mhz
         for stage, own_mhz in enumerate(usable_mhz)
     ]
 

@@ -28,14 +28,14 @@ PRIOR = 0.1
 
 PRIOR_COUNT = 4.0
 
-LEAST_SCALE = 0.0015
+MIN_SCALE = 0.0015
 """Noise below this is not told apart: standard deviation of the log ratio."""
 
 _MEMORY = 200
 """Iterations after which what was learned counts by 1/e."""
 
 _SHORT_MEMORY = 8
-_LEAST_SOURCES = 4
+_MIN_SOURCES = 4
 """Sources of which one that steps, and what that does to the others, is not the most."""
 
 _MUCH_NOISIER = 1.5
@@ -56,12 +56,12 @@ _TRIM = 3.0
 
 _MEDIAN_OF_NORMAL = 0.6745
 
-LEAST_FREEDOM, MOST_FREEDOM = 5.0, 30.0
+MIN_FREEDOM, MAX_FREEDOM = 5.0, 30.0
 
 _FAR = 4.0
 """Distances in the tail, in scales."""
 
-_FREEDOMS = np.array([MOST_FREEDOM, 20.0, 10.0, 7.0, LEAST_FREEDOM])
+_FREEDOMS = np.array([MAX_FREEDOM, 20.0, 10.0, 7.0, MIN_FREEDOM])
 _FAR_SHARES = np.array([0.00033, 0.00058, 0.0020, 0.0039, 0.0077])
 """The share in the tail by degrees of freedom, the scale being that of the median."""
 
@@ -98,7 +98,7 @@ class Noise:
     def independence(self) -> float:
         """What an iteration's evidence is worth, from 0 to 1; 1 where iterations are independent."""
         # The noise that there is at least is taken to be independent.
-        square = self._square + (1 + self._pair_count) * LEAST_SCALE**2
+        square = self._square + (1 + self._pair_count) * MIN_SCALE**2
         correlation = self._product / square - 2 / math.sqrt(1 + self._pair_count)
         correlation = min(0.95, max(0.0, correlation))
         return (1 - correlation) / (1 + correlation)
@@ -123,12 +123,12 @@ class Noise:
         self._recent_counts = (1 - 1 / _SHORT_MEMORY) * self._recent_counts + in_bins
         self._add_pairs(distances, decay)
         long, short = _scale(self._counts), _scale(self._recent_counts)
-        is_noisier = len(values) >= _LEAST_SOURCES and short > _MUCH_NOISIER * long
+        is_noisier = len(values) >= _MIN_SOURCES and short > _MUCH_NOISIER * long
         self.scale = short if is_noisier else long
         own = self._own_scales(values)
         self.scales = np.where(own > _OWN_NOISIER * self.scale, own, self.scale)
 
-    def settle(self, source: int, level: float) -> None:
+    def set_level(self, source: int, level: float) -> None:
         """Take a source to have this level from now on: what led to it was no noise."""
         self._levels[source], self._level_counts[source] = level, 1.0
         self._before[source] = np.nan
@@ -164,11 +164,11 @@ def _scale(counts: FloatColumn) -> float:
     cumulated = np.cumsum(counts)
     wanted = cumulated[-1] / 2
     if not wanted:
-        return LEAST_SCALE
+        return MIN_SCALE
     bin_number = int(np.searchsorted(cumulated, wanted))
     within = 1 - (cumulated[bin_number] - wanted) / counts[bin_number]
     middle = _LOWEST * math.exp((bin_number + within) / _BINS_PER_E)
-    return max(LEAST_SCALE, middle / _MEDIAN_OF_NORMAL)
+    return max(MIN_SCALE, middle / _MEDIAN_OF_NORMAL)
 
 
 def _bins(distances: FloatColumn) -> NDArray[np.int64]:

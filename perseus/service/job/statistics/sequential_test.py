@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from perseus.service.domain.telemetry import FloatColumn
 from perseus.service.job.statistics.noise import Noise
 
-LEAST_LEVEL = 0.02
-LEVELS: FloatColumn = np.concatenate(([0.0], LEAST_LEVEL * math.sqrt(2) ** np.arange(12)))
+MIN_LEVEL = 0.02
+LEVELS: FloatColumn = np.concatenate(([0.0], MIN_LEVEL * math.sqrt(2) ** np.arange(12)))
 """Log ratios: those of 1 and of 1.02 to 2.5."""
 
 GAP = 0.01
 """Levels as near as this are the same."""
 
-_MOST = 1e250
+_MAX = 1e250
 """Of the statistic; it takes the product of two such evidences to leave the numbers of a float."""
 
 
@@ -62,7 +62,7 @@ class SequentialTest:
         fits -= _log_density((own - self.levels[known]) / scales, freedom)[:, None]
         caps = np.where(self.levels[known, None] < LEVELS, self._cap_above, self._cap_below)
         ratios = np.exp(np.clip(noise.independence * fits, -caps, caps))
-        self._evidence[known] = np.minimum(_MOST, (1 + self._evidence[known]) * ratios)
+        self._evidence[known] = np.minimum(_MAX, (1 + self._evidence[known]) * ratios)
 
     def evidence_above(self) -> FloatColumn:
         """Return the evidence of each source for a higher level, to be held against A."""
@@ -72,7 +72,7 @@ class SequentialTest:
         """Return the evidence of each source for a lower level; 0 where it has the lowest."""
         return self._mean(self.levels[:, None] - GAP > LEVELS)
 
-    def settle(self, source: int, level: float) -> None:
+    def set_level(self, source: int, level: float) -> None:
         """Take a source to have this level from now on, and gather evidence from nothing."""
         self.levels[source] = level
         self._evidence[source] = 0.0

@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.telemetry import FloatColumn, IntColumn
 from perseus.service.job.statistics.noise import Noise
-from perseus.service.job.statistics.sequential_test import GAP, LEAST_LEVEL, SequentialTest
-from perseus.service.job.stragglers.answers import LEAST_CHANGE, AnswerCost, Measured
+from perseus.service.job.statistics.sequential_test import GAP, MIN_LEVEL, SequentialTest
+from perseus.service.job.stragglers.response_cost import MIN_CHANGE, ResponseCost, SlownessEstimate
 from perseus.service.job.stragglers.spans import IterationSpans
 
 ENTER = 0.015
@@ -54,8 +54,8 @@ FALSE_FREE_ITERATIONS = 1000
 _CLEARING_THRESHOLD = 100.0
 """The same, by pipeline, for slowing down less: it costs energy only."""
 
-MOST_PATIENCE = 32
-CALM = 20
+MAX_THRESHOLD_EXPONENT = 32
+QUIET_ITERATIONS = 20
 
 SLOWING_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 """NVML's clock events that slow one GPU: hardware slowdown, software and hardware thermal, power brake."""
@@ -114,7 +114,7 @@ class Finding:
 class _Known:
     """A straggler: what was measured of it, and the log ratio that others wait for."""
 
-    measured: Measured
+    measured: SlownessEstimate
     waited: float
 
 
@@ -128,10 +128,10 @@ class StragglerDetector:
         self._test = SequentialTest(
             pipeline_count, FALSE_FREE_ITERATIONS * pipeline_count, _CLEARING_THRESHOLD
         )
-        self._cost = AnswerCost()
+        self._cost = ResponseCost()
         self._known: dict[int, _Known] = {}
-        self._patience: IntColumn = np.ones(pipeline_count, np.int64)
-        self._calm_counts: IntColumn = np.zeros(pipeline_count, np.int64)
+        self._threshold_exponents: IntColumn = np.ones(pipeline_count, np.int64)
+        self._quiet_counts: IntColumn = np.zeros(pipeline_count, np.int64)
         self._recent: FloatColumn = np.full((_REMEMBERED, pipeline_count), np.nan)
         self._row = 0
 
@@ -152,14 +152,14 @@ class StragglerDetector:
     def restore(self, pipeline: int, waited_factor: float) -> None:
         """Take a straggler that was found before a restart."""
         waited = math.log(waited_factor)
-        level = max(waited, LEAST_LEVEL)
-        self._settle(pipeline, level)
-        self._known[pipeline] = _Known(Measured(1, level, 0.0), waited)
+        level = max(waited, MIN_LEVEL)
+        self._set_level(pipeline, level)
+        self._known[pipeline] = _Known(SlownessEstimate(1, level, 0.0), waited)
 
     def forget(self, pipeline: int) -> None:
         """Take somebody's word that a pipeline is no straggler; it may be found to be one again."""
         self._known.pop(pipeline, None)
-        self._settle(pipeline, 0.0)
+        self._set_level(pipeline, 0.0)
 
     def restart(self) -> None:
         """What is under way counts for nothing: the job may go on with an iteration that it had before."""
@@ -188,7 +188,7 @@ class StragglerDetector:
             if pipeline not in changed and not math.isnan(slowness[pipeline]):
                 known.measured.add(float(slowness[pipeline]))
         has_cost_time = self._cost.judge(spans, spans_s, () if is_overridden else self._known)
-        answers = self._withdraw_answers() if has_cost_time else self._better_answers()
+        answers = self._withdraw_responses() if has_cost_time else self._improved_responses()
         changed |= {pipeline: self._known[pipeline].measured.count for pipeline in answers}
         return [
             self._finding(pipeline, spans, slowness, iteration_count, has_cost_time)
@@ -199,41 +199,43 @@ class StragglerDetector:
         """Yield the pipelines that have another level now, and the number of iterations that show it."""
         above, below = self._test.evidence_above(), self._test.evidence_below()
         is_slowed = (spans.clock_event_reasons & SLOWING_REASONS) != 0
-        needed = self._test.threshold_above ** self._patience.astype(np.float64)
+        needed = self._test.threshold_above ** self._threshold_exponents.astype(np.float64)
         is_slowed &= above >= _SLOWED_SHARE * np.sqrt(needed)
         is_above, is_below = (above >= needed) | is_slowed, below >= self._test.threshold_below
-        self._count_calm(above)
+        self._count_quiet(above)
         for pipeline in np.flatnonzero((is_above | is_below) & ~np.isnan(slowness)).tolist():
             level = float(self._test.levels[pipeline])
             recent = self._since_change(pipeline, level, is_upwards=bool(is_above[pipeline]))
             if is_slowed[pipeline] and above[pipeline] < needed[pipeline]:
                 recent = recent[:1]  # its GPU speaks of this one
-            measured = Measured.of(recent)
+            measured = SlownessEstimate.of(recent)
             known = self._known.get(pipeline)
             if self._is_slow(measured, is_known=known is not None):
                 if known is None or abs(measured.mean - known.measured.mean) >= GAP:
-                    self._settle(pipeline, max(LEAST_LEVEL, measured.mean))
+                    self._set_level(pipeline, max(MIN_LEVEL, measured.mean))
                     self._known[pipeline] = _Known(measured, self._sure(measured))
                     yield pipeline, measured.count
                 else:
-                    self._test.settle(pipeline, level)
+                    self._test.set_level(pipeline, level)
             elif known is not None:
                 self.forget(pipeline)
-                self._patience[pipeline] = min(MOST_PATIENCE, 4 * self._patience[pipeline])
+                self._threshold_exponents[pipeline] = min(
+                    MAX_THRESHOLD_EXPONENT, 4 * self._threshold_exponents[pipeline]
+                )
                 yield pipeline, measured.count
             else:
-                self._test.settle(pipeline, level)
+                self._test.set_level(pipeline, level)
 
-    def _is_slow(self, measured: Measured, *, is_known: bool) -> bool:
+    def _is_slow(self, measured: SlownessEstimate, *, is_known: bool) -> bool:
         if not is_known:
             return measured.mean >= math.log1p(ENTER)
         return measured.mean - self._noise.scale / math.sqrt(measured.count) >= math.log1p(LEAVE)
 
-    def _count_calm(self, above: FloatColumn) -> None:
+    def _count_quiet(self, above: FloatColumn) -> None:
         """Count for how long there was no sign of slowness; what flapped is forgotten after a while."""
-        is_calm = (above < math.sqrt(self._test.threshold_above)) & (self._test.levels == 0)
-        self._calm_counts = np.where(is_calm, self._calm_counts + 1, 0)
-        self._patience[self._calm_counts >= CALM] = 1
+        is_quiet = (above < math.sqrt(self._test.threshold_above)) & (self._test.levels == 0)
+        self._quiet_counts = np.where(is_quiet, self._quiet_counts + 1, 0)
+        self._threshold_exponents[self._quiet_counts >= QUIET_ITERATIONS] = 1
 
     def _since_change(self, pipeline: int, level: float, *, is_upwards: bool) -> FloatColumn:
         """Return what is likeliest to have come after the change: the latest, where they differ the most."""
@@ -242,29 +244,29 @@ class StragglerDetector:
         sums = np.cumsum(own - level) * (1 if is_upwards else -1)
         return own[: 1 + int(np.argmax(sums / np.sqrt(np.arange(1, len(own) + 1))))]
 
-    def _sure(self, measured: Measured) -> float:
+    def _sure(self, measured: SlownessEstimate) -> float:
         if self._cost.is_paused:
             return 0.0
         return measured.sure(self._noise.scale, self._count - len(self._known))
 
-    def _withdraw_answers(self) -> Iterator[int]:
+    def _withdraw_responses(self) -> Iterator[int]:
         for pipeline, known in self._known.items():
             if known.waited:
                 known.waited = 0.0
                 yield pipeline
 
-    def _better_answers(self) -> Iterator[int]:
+    def _improved_responses(self) -> Iterator[int]:
         """Yield the stragglers of which so much more is known that others may take more of their slowness."""
         for pipeline, known in self._known.items():
             if known.measured.count.bit_count() > 1:  # each time that twice as much is known
                 continue
-            if (sure := self._sure(known.measured)) > known.waited + LEAST_CHANGE:
+            if (sure := self._sure(known.measured)) > known.waited + MIN_CHANGE:
                 known.waited = sure
                 yield pipeline
 
-    def _settle(self, pipeline: int, level: float) -> None:
-        self._test.settle(pipeline, level)
-        self._noise.settle(pipeline, level)
+    def _set_level(self, pipeline: int, level: float) -> None:
+        self._test.set_level(pipeline, level)
+        self._noise.set_level(pipeline, level)
         self._recent[:, pipeline] = np.nan
 
     def _finding(
@@ -304,15 +306,15 @@ def _slowness(
     `levels`, has its reason.
     """
     is_planned = ~np.isnan(planned_s)
-    paces = np.log(spans_s / np.where(is_planned, planned_s, 1.0))
-    found = np.full_like(paces, np.nan)
-    is_known = ~np.isnan(paces)
+    log_ratios = np.log(spans_s / np.where(is_planned, planned_s, 1.0))
+    found = np.full_like(log_ratios, np.nan)
+    is_known = ~np.isnan(log_ratios)
     groups = np.where(is_planned, -1, versions)
     for group in np.unique(groups[is_known]).tolist():
         members = np.flatnonzero(is_known & (groups == group))
         if len(members) < 2:
             continue
-        own = paces[members]
+        own = log_ratios[members]
         if group == -1:
             unexplained = np.maximum(own - levels[members], np.minimum(own, 0.0))
             found[members] = own - np.maximum(0.0, _medians_of_others(unexplained))

@@ -61,7 +61,7 @@ class IterationSpans:
     stage_ratios: FloatColumn
     clock_event_reasons: IntColumn
     relative_work: FloatColumn | float = 1.0
-    paces: FloatColumn | None = None
+    slowness: FloatColumn | None = None
 
 
 class SpanGraph:
@@ -123,7 +123,7 @@ class _Open:
     reports: list[dict[tuple[int, int], Sequence[float]]]
 
 
-class SpanBook:
+class SpanCollector:
     """Collects durations as telemetry brings them, and makes spans of whole iterations."""
 
     def __init__(self, schedule: Schedule, parallelism: Parallelism) -> None:
@@ -142,7 +142,7 @@ class SpanBook:
         # FIXED computations are told apart by their microbatch; none is like another.
         only = np.where(kinds == _KIND_CODES[Kind.FIXED], microbatches, 0)
         alike = np.ravel_multi_index((stages, kinds, chunks, only), (schedule.stage_count, *self._counts))
-        self._likes = list(_likes(self._graph.column_of, alike, np.isin(kinds, _REDUCING)))
+        self._peer_groups = list(_peer_groups(self._graph.column_of, alike, np.isin(kinds, _REDUCING)))
         self._planned_s: dict[int, tuple[FloatColumn, float]] = {}
         self._open: dict[int, _Open] = {}
 
@@ -172,8 +172,8 @@ class SpanBook:
             if reasons:
                 self._open_iteration(number).clock_event_reasons[rank.pipeline] |= reasons
         for number, work in zip(finished.iteration, finished.relative_work, strict=False):  # or it is empty
-            told = self._open_iteration(number).relative_work
-            told[rank.pipeline] = max(told[rank.pipeline], work)
+            reported = self._open_iteration(number).relative_work
+            reported[rank.pipeline] = max(reported[rank.pipeline], work)
 
     def _add_others(self, rank: Coordinates, computations: ComputationColumns) -> None:
         columns = self._columns(rank.stage, computations)
@@ -198,21 +198,21 @@ class SpanBook:
         for pipeline, version in enumerate(versions):
             if version in self._planned_s:
                 weights_s[:, pipeline], planned_s[pipeline] = self._planned_s[version]
-        for likes, judged in self._likes:
-            pace = np.median(durations_s[judged] / weights_s[judged], axis=0)
-            durations_s[likes] = weights_s[likes] * pace
-        paces = self._paces(durations_s, weights_s, np.isnan(planned_s))
-        stages = np.where(np.isnan(paces), -np.inf, paces).argmax(axis=0)
+        for peers, judged in self._peer_groups:
+            median_ratio = np.median(durations_s[judged] / weights_s[judged], axis=0)
+            durations_s[peers] = weights_s[peers] * median_ratio
+        slowness = self._slowness(durations_s, weights_s, np.isnan(planned_s))
+        stages = np.where(np.isnan(slowness), -np.inf, slowness).argmax(axis=0)
         return IterationSpans(
             iteration=iteration,
             versions=np.array(versions),
             spans_s=self._graph.spans_s(durations_s),
             planned_s=planned_s,
             slowest_stages=stages,
-            stage_ratios=paces[stages, np.arange(self._pipeline_count)],
+            stage_ratios=slowness[stages, np.arange(self._pipeline_count)],
             clock_event_reasons=reasons,
             relative_work=np.where(found.relative_work > 0, found.relative_work, 1.0),
-            paces=paces,
+            slowness=slowness,
         )
 
     def _columns(self, stage: int, computations: ComputationColumns) -> NDArray[np.int64]:
@@ -255,7 +255,7 @@ class SpanBook:
                 del self._open[min(self._open)]
         return entry
 
-    def _paces(
+    def _slowness(
         self, durations_s: FloatColumn, weights_s: FloatColumn, is_unplanned: NDArray[np.bool_]
     ) -> FloatColumn:
         busy_s = np.array([durations_s[columns].sum(axis=0) for columns in self._stages])
@@ -268,7 +268,7 @@ class SpanBook:
         return ratios
 
 
-def _likes(
+def _peer_groups(
     columns: NDArray[np.int64], alike: NDArray[np.int64], is_reducing: NDArray[np.bool_]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """The columns of computations that are alike, and of those among them whose pace counts.

@@ -55,11 +55,11 @@ async function send(method, path, body) {
     throw new CallError("OFFLINE", "", "The coordinator does not answer.");
   }
   if (response.ok) return response.status === 204 ? {} : response.json();
-  const told = await response.json().catch(() => ({}));
+  const problem = await response.json().catch(() => ({}));
   const error = new CallError(
-    told.code ?? `HTTP ${response.status}`,
-    told.reason ?? "",
-    told.message ?? `The coordinator answered ${response.status}.`,
+    problem.code ?? `HTTP ${response.status}`,
+    problem.reason ?? "",
+    problem.message ?? `The coordinator answered ${response.status}.`,
   );
   if (response.status === 401 && path !== "session") document.dispatchEvent(new CustomEvent("session-ended"));
   throw error;

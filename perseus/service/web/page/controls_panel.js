@@ -1,7 +1,7 @@
 /** What those who may control a job can do to it: the same calls as gRPC's. */
 
 import { CallError, call } from "./api.js";
-import { el, put, say } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import * as n from "./numbers.js";
 import { panel } from "./panel.js";
 import { policy } from "./words.js";
@@ -88,7 +88,7 @@ export class ControlsPanel {
   update(job, full) {
     const state = job.state;
     const hasEnded = state === "JOB_STATE_FINISHED";
-    say(this._current, `Now: ${policy(job.policy)}.`);
+    setText(this._current, `Now: ${policy(job.policy)}.`);
     this._baseline.disabled = state !== "JOB_STATE_PLANNED";
     this._resume.disabled = state !== "JOB_STATE_STOCK";
     this._finish.disabled = hasEnded;
@@ -231,15 +231,15 @@ export class ControlsPanel {
 
   async _send(method, request, done) {
     this._outcome.className = "outcome";
-    say(this._outcome, "…");
+    setText(this._outcome, "…");
     try {
       const { job } = await call("JobService", method, { job_id: this._jobId, ...request });
-      say(this._outcome, done);
+      setText(this._outcome, done);
       this._outcome.classList.add("well");
       if (job) this._onJob(job);
     } catch (error) {
       if (!(error instanceof CallError)) throw error;
-      say(this._outcome, capitalised(error.message));
+      setText(this._outcome, capitalised(error.message));
       this._outcome.classList.add("wrong");
     }
   }

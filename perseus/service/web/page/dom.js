@@ -23,7 +23,7 @@ export function put(parent, ...children) {
 }
 
 /** Set a text, and touch the document only where it is another. */
-export function say(element, text) {
+export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 

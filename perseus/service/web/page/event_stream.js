@@ -6,8 +6,8 @@
  * come back to a restarted coordinator at once.
  */
 
-const FIRST_WAIT_MS = 500;
-const LONGEST_WAIT_MS = 8_000;
+const MIN_WAIT_MS = 500;
+const MAX_WAIT_MS = 8_000;
 
 export class EventStream {
   /**
@@ -23,7 +23,7 @@ export class EventStream {
     this._onEvent = onEvent;
     this._onState = onState;
     this._mayGoOn = mayGoOn;
-    this._waitMs = FIRST_WAIT_MS;
+    this._waitMs = MIN_WAIT_MS;
     this._heardAt = null;
     this._source = null;
     this._timer = 0;
@@ -50,7 +50,7 @@ export class EventStream {
     const source = new EventSource(this._address());
     this._source = source;
     source.onopen = () => {
-      this._waitMs = FIRST_WAIT_MS;
+      this._waitMs = MIN_WAIT_MS;
       this._heardAt = Date.now();
       this._onState({ isLive: true, hasEnded: false, heardAt: this._heardAt });
     };
@@ -79,7 +79,7 @@ export class EventStream {
     this._source = null;
     if (this._isClosed) return;
     const waitMs = this._waitMs * (0.5 + Math.random());
-    this._waitMs = Math.min(2 * this._waitMs, LONGEST_WAIT_MS);
+    this._waitMs = Math.min(2 * this._waitMs, MAX_WAIT_MS);
     this._onState({ isLive: false, hasEnded: false, heardAt: this._heardAt });
     clearTimeout(this._timer);
     this._timer = setTimeout(() => this._reopen(), waitMs);

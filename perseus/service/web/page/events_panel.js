@@ -1,9 +1,9 @@
 /** What happened to a job, newest first, each event in its sentence and with its evidence on request. */
 
-import { el, put, say } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import * as n from "./numbers.js";
 import { panel, waiting } from "./panel.js";
-import { EVENT_GROUPS, eventType, evidence } from "./words.js";
+import { EVENT_GROUPS, eventType, details } from "./words.js";
 
 const SHOWN_AT_FIRST = 60;
 const SHOWN_MORE = 200;
@@ -58,14 +58,14 @@ export class EventsPanel {
     put(this._list, shown.length ? [...kept.values()] : el("li", {}, el("p", { class: "waiting" }, "There is none of these.")));
     this._more.hidden = wanted.length <= this._most;
     this._gap.hidden = model.missedEvents === 0;
-    say(this._gap, `${n.count(model.missedEvents, "event")} before these ${model.missedEvents === 1 ? "is" : "are"} no longer stored.`);
+    setText(this._gap, `${n.count(model.missedEvents, "event")} before these ${model.missedEvents === 1 ? "is" : "are"} no longer stored.`);
     if (!this._content.isConnected) put(this._body, this._content);
   }
 }
 
 function item(event) {
   const { type, group } = eventType(event);
-  const facts = evidence(event);
+  const facts = details(event);
   const message = el("span", { class: "message" }, event.message);
   const head = [
     el("time", { datetime: event.create_time, title: event.create_time }, n.clock(event.create_time)),

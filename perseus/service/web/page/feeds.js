@@ -42,23 +42,23 @@ export class Feeds {
 function row(feed) {
   const paused = feed.job_ids_to_pause ?? [];
   const toPause = paused.length ? ` To be kept, these would have to be paused: ${paused.join(", ")}.` : "";
-  const doubts = feed.doubtful_gpu_count ? ` Agents contradict each other, or the possible, about ${feed.doubtful_gpu_count} GPUs.` : "";
-  const [name, tone, meaning] = standing(feed);
+  const conflicts = feed.conflicting_gpu_count ? ` Agents contradict each other, or the possible, about ${feed.conflicting_gpu_count} GPUs.` : "";
+  const [name, tone, meaning] = complianceState(feed);
   return el(
     "tr",
     { role: "row" },
     el("th", { scope: "row", role: "rowheader" }, feed.feed),
     numberCell("limit", n.watts(feed.limit_w)),
-    numberCell("may be drawn", feed.ceiling_w === undefined ? "–" : n.watts(feed.ceiling_w)),
+    numberCell("may be drawn", feed.power_cap_w === undefined ? "–" : n.watts(feed.power_cap_w)),
     numberCell("drawn", n.watts(feed.measured_w), { kind: "strong", title: "mean over the longer of a minute and three iterations" }),
     numberCell("under plans", n.watts(feed.managed_w)),
     numberCell("others", n.watts(feed.unmanaged_w)),
-    el("td", { role: "cell" }, el("span", { class: `state ${tone}`, title: meaning }, name), toPause, doubts),
-    el("td", { role: "cell", class: "reason" }, (feed.held_job_ids ?? []).join(", ")),
+    el("td", { role: "cell" }, el("span", { class: `state ${tone}`, title: meaning }, name), toPause, conflicts),
+    el("td", { role: "cell", class: "reason" }, (feed.slowed_job_ids ?? []).join(", ")),
   );
 }
 
-function standing(feed) {
+function complianceState(feed) {
   if (!feed.is_compliant) return ["not kept", "trouble", "More is drawn than the limit, or will be."];
   if (feed.is_in_transition) return ["on its way", "busy", "What may be drawn is on its way to the limit, or came there a few seconds ago."];
   return ["kept", "run", "Plans and what is measured keep it."];

@@ -5,14 +5,14 @@
  */
 
 import { CallError, call } from "./api.js";
-import { el, put, say, svg } from "./dom.js";
+import { el, put, setText, svg } from "./dom.js";
 import * as n from "./numbers.js";
 import { panel, waiting } from "./panel.js";
 
 const HEIGHT = 316;
 const MARGIN = { top: 78, right: 18, bottom: 40, left: 62 };
 const LABEL_ROW = 15;
-const MOST_BEYOND = 1.25;
+const MAX_BEYOND = 1.25;
 
 export class FrontierPanel {
   constructor(jobId) {
@@ -82,7 +82,7 @@ export class FrontierPanel {
     const scale = scaleOf(this._frontier, places, width);
     this._svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     put(this._svg, axes(scale, width), curve(this._frontier, scale), marks(places, scale, width));
-    say(this._caption, "As predicted for one pipeline, blocking power included. Changes against all computations at their highest clocks.");
+    setText(this._caption, "As predicted for one pipeline, blocking power included. Changes against all computations at their highest clocks.");
   }
 
   _fillTable(places) {
@@ -150,9 +150,9 @@ function placesOf(frontier, job) {
 function scaleOf(frontier, places, width) {
   const { points, baseline, t_min_s, t_slow_s } = frontier;
   // A straggler far out would leave no room for the frontier: it is shown at the edge then.
-  const farthest = t_slow_s + (t_slow_s - t_min_s) * (MOST_BEYOND - 1) + 1e-9;
+  const farthest = t_slow_s + (t_slow_s - t_min_s) * (MAX_BEYOND - 1) + 1e-9;
   const wanted = Math.max(...places.map(({ time_s }) => time_s));
-  const high_s = Math.max(t_slow_s, Math.min(wanted, farthest * MOST_BEYOND));
+  const high_s = Math.max(t_slow_s, Math.min(wanted, farthest * MAX_BEYOND));
   const low_s = Math.min(t_min_s, baseline.iteration_time_s);
   const pad_s = 0.04 * Math.max(high_s - low_s, 1e-3 * high_s);
   const energies = [...points.flatMap((point) => [point.energy_j, point.bound_energy_j]), baseline.energy_j];

@@ -1,7 +1,7 @@
 /** Iteration time and energy as they come, one above the other, with what changed marked on both. */
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
-import { el, put, say } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import * as n from "./numbers.js";
 import { choice, panel, waiting } from "./panel.js";
 import { onThemeChange, themeColour } from "./scales.js";
@@ -139,9 +139,9 @@ export class IterationsPanel {
     const baseline = this._baselineOf(at);
     const values = [low, high, baseline].filter((value) => Number.isFinite(value) && value > 0);
     if (values.length === 0) return [0, 1];
-    const [least, most] = [Math.min(...values), Math.max(...values)];
-    const pad = Math.max(0.08 * (most - least), 0.01 * most);
-    return [Math.max(0, least - pad), most + pad];
+    const [min, max] = [Math.min(...values), Math.max(...values)];
+    const pad = Math.max(0.08 * (max - min), 0.01 * max);
+    return [Math.max(0, min - pad), max + pad];
   }
 
   _baselineOf(at) {
@@ -185,13 +185,13 @@ export class IterationsPanel {
       return;
     }
     const marks = this._marks.filter((mark) => mark.iteration === number).map((mark) => mark.words);
-    say(this._readout, `${sentence(found)}${marks.length ? ` ${[...new Set(marks)].join("; ")}.` : ""}`);
+    setText(this._readout, `${sentence(found)}${marks.length ? ` ${[...new Set(marks)].join("; ")}.` : ""}`);
   }
 
   _describe() {
     const last = this._iterations.at(-1);
     const text = last ? `Latest: ${sentence(last)}` : "No iteration has ended since this page was opened.";
-    say(this._readout, text);
+    setText(this._readout, text);
     for (const [at, { title, format, key }] of FIGURES.entries()) {
       const latest = last ? `, latest ${format(last[key])}` : "";
       this._grounds[at].setAttribute("aria-label", `Chart of ${title} by iteration${latest}`);

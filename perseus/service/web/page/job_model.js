@@ -2,8 +2,8 @@
  * What is known of a job that is watched: its snapshot, its events, its iterations. Pure: updates in, values out.
  */
 
-const MOST_EVENTS = 5_000;
-const MOST_ITERATIONS = 2_000;
+const MAX_EVENTS = 5_000;
+const MAX_ITERATIONS = 2_000;
 const OVERTAKEN_BY = 2;
 
 export class JobModel {
@@ -51,12 +51,12 @@ export class JobModel {
     let newest = -1;
     for (const number of this._iterations.keys()) newest = Math.max(newest, number);
     return [...this._iterations.values()]
-      .filter((each) => each.told.size >= this.pipelineCount || each.number + OVERTAKEN_BY <= newest)
+      .filter((each) => each.reported.size >= this.pipelineCount || each.number + OVERTAKEN_BY <= newest)
       .sort((one, other) => one.number - other.number)
       .map((each) => ({
         number: each.number,
         time_s: each.time_s,
-        energy_j: (each.energy_j * this.pipelineCount) / Math.max(1, each.told.size),
+        energy_j: (each.energy_j * this.pipelineCount) / Math.max(1, each.reported.size),
         versions: each.versions,
       }));
   }
@@ -112,29 +112,29 @@ export class JobModel {
 
   _takeEvent(event) {
     const sequence = Number(event.sequence);
-    if (sequence <= this._lastSequence) return; // told again after a reconnect
+    if (sequence <= this._lastSequence) return; // sent again after a reconnect
     this._lastSequence = sequence;
     this.events.push(event);
-    if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
+    if (this.events.length > MAX_EVENTS) this.events.splice(0, this.events.length - MAX_EVENTS);
   }
 
-  _takeIteration(told) {
-    const number = Number(told.iteration);
-    const pipeline = told.pipeline;
+  _takeIteration(summary) {
+    const number = Number(summary.iteration);
+    const pipeline = summary.pipeline;
     let found = this._iterations.get(number);
     // Trainers that went back to a checkpoint tell the same numbers again.
-    if (found?.told.has(pipeline)) {
+    if (found?.reported.has(pipeline)) {
       this._iterations.delete(number);
       found = undefined;
     }
     if (!found) {
-      found = { number, time_s: 0, energy_j: 0, versions: new Set(), told: new Set() };
+      found = { number, time_s: 0, energy_j: 0, versions: new Set(), reported: new Set() };
       this._iterations.set(number, found);
-      if (this._iterations.size > MOST_ITERATIONS) this._iterations.delete(this._iterations.keys().next().value);
+      if (this._iterations.size > MAX_ITERATIONS) this._iterations.delete(this._iterations.keys().next().value);
     }
-    found.told.add(pipeline);
-    found.time_s = Math.max(found.time_s, told.iteration_time_s);
-    found.energy_j += told.energy_j;
-    found.versions.add(Number(told.plan_version));
+    found.reported.add(pipeline);
+    found.time_s = Math.max(found.time_s, summary.iteration_time_s);
+    found.energy_j += summary.energy_j;
+    found.versions.add(Number(summary.plan_version));
   }
 }

@@ -2,7 +2,7 @@
 
 import { CallError, call, pages } from "./api.js";
 import { ControlsPanel } from "./controls_panel.js";
-import { el, say } from "./dom.js";
+import { el, setText } from "./dom.js";
 import { EventsPanel } from "./events_panel.js";
 import { EventStream } from "./event_stream.js";
 import { FrontierPanel } from "./frontier_panel.js";
@@ -14,7 +14,7 @@ import { figure } from "./panel.js";
 import { PeriodsPanel } from "./periods_panel.js";
 import { RanksPanel } from "./ranks_panel.js";
 import { TimelinePanel } from "./timeline_panel.js";
-import { jobState, layout, pacing, policy, profiling, profilingCost, rankCount } from "./words.js";
+import { jobState, layout, signalTarget, policy, profiling, profilingCost, rankCount } from "./words.js";
 
 const SHOW_EVERY_MS = 250;
 const ASK_EVERY_MS = 1_000;
@@ -62,7 +62,7 @@ export class JobView {
     this._stream = new EventStream(
       () => this._address(),
       ["updates"],
-      (_, told) => this._take(told),
+      (_, update) => this._take(update),
       (state) => {
         this._hasEnded = state.hasEnded;
         app.onStream(state);
@@ -114,7 +114,7 @@ export class JobView {
     } catch (error) {
       if (!(error instanceof CallError)) throw error;
       if (error.code !== "NOT_FOUND") return error.code !== "OFFLINE";
-      say(this._missing, `There is no job “${this._jobId}” on this coordinator.`);
+      setText(this._missing, `There is no job “${this._jobId}” on this coordinator.`);
       this._missing.hidden = false;
       this._panels.hidden = true;
     }
@@ -183,10 +183,10 @@ export class JobView {
 
   _showHead(job) {
     const state = jobState(job);
-    say(this._state, state.name);
+    setText(this._state, state.name);
     this._state.className = `state ${state.tone}`;
     this._state.title = state.meaning;
-    say(this._reason, job.state_reason);
+    setText(this._reason, job.state_reason);
     this._reason.classList.toggle("attention", state.tone === "trouble");
     const facts = [
       `run ${job.run_number}`,
@@ -197,28 +197,28 @@ export class JobView {
       Number(job.profiling_cost.iteration_count) ? `profiling took ${profilingCost(job.profiling_cost)}` : "",
       ...(job.labels ?? []).map(({ key, value }) => `${key}=${value}`),
     ];
-    say(this._facts, facts.filter(Boolean).join("  ·  "));
+    setText(this._facts, facts.filter(Boolean).join("  ·  "));
     const progress = job.profiling_progress;
     this._profiling.hidden = !progress;
     if (progress) {
       this._progress.max = progress.max_clock_count || 1;
       this._progress.value = progress.tried_clock_count;
-      say(this._progressText, profiling(progress));
+      setText(this._progressText, profiling(progress));
     }
   }
 
   _showFigures(job) {
     const set = (name, value, note = "", isAttention = false) => {
-      const { value: shown, note: aside, element } = this._figures[name];
-      say(shown, value);
-      say(aside, note);
+      const { value: shown, note: noteElement, element } = this._figures[name];
+      setText(shown, value);
+      setText(noteElement, note);
       element.classList.toggle("attention", isAttention);
     };
     const { baseline, figures = {}, rank_counts: counts } = job;
     const isBaseline = Boolean(baseline?.iteration_time_s);
-    const promised = figures.promised_iteration_time_s;
+    const predicted = figures.predicted_iteration_time_s;
     const stock_s = isBaseline ? `stock ${n.seconds(baseline.iteration_time_s)}` : "no baseline yet";
-    set("iteration time", n.seconds(figures.iteration_time_s), promised === undefined ? stock_s : `promised ${n.seconds(promised)}, ${stock_s}`);
+    set("iteration time", n.seconds(figures.iteration_time_s), predicted === undefined ? stock_s : `predicted ${n.seconds(predicted)}, ${stock_s}`);
     set("energy an iteration", n.joules(figures.energy_j), baseline?.energy_j ? `stock ${n.joules(baseline.energy_j)}` : "");
     set("power", n.watts(figures.power_w), baseline?.energy_j ? `stock ${n.watts(baseline.energy_j / baseline.iteration_time_s)}` : "");
     const { saving } = figures;
@@ -243,7 +243,7 @@ export class JobView {
     );
     const rule = policy(job.policy);
     const limit_s = job.no_slowdown_time?.iteration_time_s;
-    const note = pacing(job.signal_pacing) || (limit_s ? `not slower than stock up to ${n.seconds(limit_s)}` : "");
+    const note = signalTarget(job.signal_target) || (limit_s ? `not slower than stock up to ${n.seconds(limit_s)}` : "");
     set("policy", rule.charAt(0).toUpperCase() + rule.slice(1), note);
   }
 }

@@ -1,6 +1,6 @@
 /** All jobs: what state they are in, and what they save. */
 
-import { el, put, say } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import { EventStream } from "./event_stream.js";
 import { Feeds } from "./feeds.js";
 import * as n from "./numbers.js";
@@ -44,7 +44,7 @@ export class JobsView {
     this._stream = new EventStream(
       () => "api/watch/jobs",
       ["jobs"],
-      (_, told) => this._take(told),
+      (_, update) => this._take(update),
       app.onStream,
       app.mayGoOn,
     );
@@ -89,7 +89,7 @@ export class JobsView {
     if (focused) [...this._rows.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
     this._table.hidden = shown.length === 0;
     this._empty.hidden = shown.length > 0;
-    say(
+    setText(
       this._empty,
       all.length
         ? "No job has that in its name or state."
@@ -100,8 +100,8 @@ export class JobsView {
 
   _sum(all) {
     const set = (name, value, note) => {
-      say(this._figures[name].value, value);
-      say(this._figures[name].note, note);
+      setText(this._figures[name].value, value);
+      setText(this._figures[name].note, note);
     };
     const running = all.filter((job) => job.state !== "JOB_STATE_FINISHED");
     const planned = running.filter((job) => job.state === "JOB_STATE_PLANNED");
@@ -126,7 +126,7 @@ function row(job) {
   const counts = job.rank_counts;
   const progress = job.profiling_progress;
   const straggling = job.straggler_count ? n.count(job.straggler_count, "straggler") : "";
-  const held = job.budget_iteration_time_s === undefined ? "" : `held back by a power budget, to ${n.seconds(job.budget_iteration_time_s)}`;
+  const held = job.budget_target_iteration_time_s === undefined ? "" : `held back by a power budget, to ${n.seconds(job.budget_target_iteration_time_s)}`;
   const goesOn = [progress ? profiling(progress) : job.state_reason, straggling, held].filter(Boolean).join("; ");
   const isAttention = state.tone === "trouble" || job.straggler_count > 0;
   return el(

@@ -105,9 +105,9 @@ export function caveats(account) {
 
 /** What money and carbon dioxide were reckoned with, or why they were not: the whole of a setting, unrounded. */
 export function assumptions({ price_per_kwh: price, intensity_g_per_kwh: intensity }) {
-  const told = (value, unit) => (value === undefined ? `${UNKNOWN}: none is set` : `${Number(value.toPrecision(6))}${unit}`);
+  const format = (value, unit) => (value === undefined ? `${UNKNOWN}: none is set` : `${Number(value.toPrecision(6))}${unit}`);
   return [
-    ["price of a kWh", told(price, "")],
-    ["CO₂ of a kWh", told(intensity, " g")],
+    ["price of a kWh", format(price, "")],
+    ["CO₂ of a kWh", format(intensity, " g")],
   ];
 }

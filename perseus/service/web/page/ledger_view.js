@@ -1,14 +1,14 @@
 /** What all jobs have used and saved in a period, for those who pay for it. */
 
 import { CallError, pages } from "./api.js";
-import { el, put, say } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import { PERIODS, UNKNOWN, assumptions, byJob, caveats, known, period, periodWords, savedEnergy } from "./ledger.js";
 import * as n from "./numbers.js";
 import { cardTable, choice, figure, numberCell, waiting } from "./panel.js";
 
 const ASK_EVERY_MS = 30_000;
 const ASK_AGAIN_MS = 2_000;
-const MOST_PAGES = 2;
+const MAX_PAGES = 2;
 const COLUMNS = ["job", "runs", "used", "saved, ± 95 %", "saved, %", "cost", "cost saved", "CO₂", "CO₂ saved"];
 
 export class LedgerView {
@@ -63,7 +63,7 @@ export class LedgerView {
     const wanted = period(this._period, Date.now());
     let statement;
     try {
-      statement = await pages("LedgerService", "ListLedgerEntries", request(wanted), "entries", MOST_PAGES);
+      statement = await pages("LedgerService", "ListLedgerEntries", request(wanted), "entries", MAX_PAGES);
     } catch (error) {
       if (!(error instanceof CallError)) throw error;
     }
@@ -77,11 +77,11 @@ export class LedgerView {
   }
 
   _show(wanted, { entries, total, next_page_token: more }) {
-    say(this._when, periodWords(wanted));
+    setText(this._when, periodWords(wanted));
     const isEmpty = entries.length === 0;
     this._empty.hidden = !isEmpty;
     this._content.hidden = isEmpty;
-    say(this._empty, "No job has used anything in this time, as far as the ledger goes back.");
+    setText(this._empty, "No job has used anything in this time, as far as the ledger goes back.");
     if (isEmpty) return;
     const jobs = byJob(entries);
     const focused = this._rows.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
@@ -95,13 +95,13 @@ export class LedgerView {
       ...caveats(total),
       `Assumed: ${assumptions(total).map((each) => each.join(" ")).join("; ")}.`,
     ];
-    say(this._notes, notes.filter(Boolean).join(" "));
+    setText(this._notes, notes.filter(Boolean).join(" "));
   }
 
   _sum(total) {
     const set = (name, value, note = "") => {
-      say(this._figures[name].value, value);
-      say(this._figures[name].note, note);
+      setText(this._figures[name].value, value);
+      setText(this._figures[name].note, note);
     };
     const saved = (value, words) => (value === undefined ? `saved: ${UNKNOWN}` : `${words(value)} saved`);
     const uncompared = total.uncompared_energy_kwh;

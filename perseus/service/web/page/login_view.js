@@ -1,7 +1,7 @@
 /** Where a token is given for a session. The page keeps neither: the token is sent once, the cookie is HttpOnly. */
 
 import { CallError, session } from "./api.js";
-import { el, say } from "./dom.js";
+import { el, setText } from "./dom.js";
 
 export class LoginView {
   /** @param {(session: object) => void} onLogin */
@@ -21,14 +21,14 @@ export class LoginView {
     const onsubmit = async (event) => {
       event.preventDefault();
       submit.disabled = true;
-      say(wrong, "");
+      setText(wrong, "");
       try {
         const found = await session.login(field.value.trim());
         field.value = "";
         onLogin(found);
       } catch (error) {
         if (!(error instanceof CallError)) throw error;
-        say(wrong, messageOf(error));
+        setText(wrong, messageOf(error));
         field.select();
       } finally {
         submit.disabled = false;

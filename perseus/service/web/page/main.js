@@ -1,7 +1,7 @@
 /** The page: who asks, which view is shown, and whether what it shows is live. */
 
 import { CallError, session } from "./api.js";
-import { el, put, say } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import { JobView } from "./job_view.js";
 import { JobsView } from "./jobs_view.js";
 import { LedgerView } from "./ledger_view.js";
@@ -98,7 +98,7 @@ function show(next) {
   view = next;
   stream = null;
   streamState.className = "stream";
-  say(streamState, "");
+  setText(streamState, "");
   document.title = `${next.title} · Perseus`;
   content.classList.remove("stale");
   put(content, next.element);
@@ -109,10 +109,10 @@ function showStream(state) {
   const isStale = !state.isLive && !state.hasEnded;
   streamState.className = `stream ${state.hasEnded ? "ended" : isStale ? "stale" : "live"}`;
   content.classList.toggle("stale", isStale && state.heardAt !== null);
-  if (state.hasEnded) say(streamState, "the run has ended");
-  else if (state.isLive) say(streamState, "live");
-  else if (state.heardAt === null) say(streamState, "connecting…");
-  else say(streamState, `stale since ${n.clock(state.heardAt)}, reconnecting…`);
+  if (state.hasEnded) setText(streamState, "the run has ended");
+  else if (state.isLive) setText(streamState, "live");
+  else if (state.heardAt === null) setText(streamState, "connecting…");
+  else setText(streamState, `stale since ${n.clock(state.heardAt)}, reconnecting…`);
 }
 
 function decoded(text) {

@@ -108,8 +108,8 @@ export class Picture {
     this._tip.hidden = false;
     const { offsetWidth, offsetHeight } = this._tip;
     const middle = box.x + box.width / 2 - this._scroller.scrollLeft;
-    const most = this._scroller.clientWidth - offsetWidth;
-    this._tip.style.left = `${Math.max(0, Math.min(most, middle - offsetWidth / 2))}px`;
+    const max = this._scroller.clientWidth - offsetWidth;
+    this._tip.style.left = `${Math.max(0, Math.min(max, middle - offsetWidth / 2))}px`;
     this._tip.style.top = `${box.y - offsetHeight - 6}px`;
   }
 

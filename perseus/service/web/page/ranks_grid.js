@@ -18,9 +18,9 @@ export class RanksGrid {
   /** Take the width that there is, CSS pixels. */
   fit(width) {
     const room = Math.max(1, width - LABEL_WIDTH);
-    const least = Math.max(CELL_LIMITS[0], 5 * this.across + 2);
-    const most = Math.max(CELL_LIMITS[1], 9 * this.across + 2);
-    this.size = Math.max(least, Math.min(most, Math.floor(room / Math.max(1, this.pipelines))));
+    const min = Math.max(CELL_LIMITS[0], 5 * this.across + 2);
+    const max = Math.max(CELL_LIMITS[1], 9 * this.across + 2);
+    this.size = Math.max(min, Math.min(max, Math.floor(room / Math.max(1, this.pipelines))));
     this.perBand = Math.max(1, Math.min(this.pipelines, Math.floor(room / this.size)));
     this.bands = Math.ceil(this.pipelines / this.perBand);
     this.bandHeight = BAND_LABEL + this.stages * this.size + BAND_GAP;

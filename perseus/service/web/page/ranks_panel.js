@@ -1,7 +1,7 @@
 /** The ranks of a job as a grid, and one stage's ranks in full. */
 
 import { CallError, call, ranks } from "./api.js";
-import { el, put, say } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import * as n from "./numbers.js";
 import { choice, panel, waiting } from "./panel.js";
 import { Picture, legend } from "./picture.js";
@@ -10,7 +10,7 @@ import { onThemeChange, ramp, themeColour } from "./scales.js";
 import { RANK_STATES, clockReasons, version } from "./words.js";
 
 const REFRESH_MS = 3_000;
-const LEAST_SLOWNESS_RANGE = 0.1;
+const MIN_SLOWNESS_RANGE = 0.1;
 
 const FIGURES = {
   clock_mhz: { words: "clock", ramp: "cool", format: (mhz) => (mhz === 0 ? "stock" : `${n.fixed(mhz)} MHz`) },
@@ -30,7 +30,7 @@ export class RanksPanel {
   constructor(jobId) {
     this._jobId = jobId;
     this._colour = "state";
-    this._told = null;
+    this._columns = null;
     this._grid = new RanksGrid([0, 1, 1]);
     // Above the picture, not beside the choices: its width changes, and what is clicked must not move.
     this._legend = el("div", { class: "legends" });
@@ -77,29 +77,29 @@ export class RanksPanel {
   async _refresh() {
     if (document.visibilityState !== "visible") return;
     try {
-      this._told = await ranks(this._jobId);
+      this._columns = await ranks(this._jobId);
     } catch (error) {
       if (error instanceof CallError) return; // asked again soon; the stream says that nobody answers
       throw error;
     }
-    const [pipelines, stages, tensors] = this._told.shape;
+    const [pipelines, stages, tensors] = this._columns.shape;
     const { _grid: grid } = this;
     if (grid.pipelines !== pipelines || grid.stages !== stages || grid.tensors !== tensors)
-      this._grid = new RanksGrid(this._told.shape);
+      this._grid = new RanksGrid(this._columns.shape);
     this._pipelineField.max = String(pipelines - 1);
     this._stageField.max = String(stages - 1);
     this._show();
   }
 
   _show() {
-    if (!this._told) return;
+    if (!this._columns) return;
     const figure = FIGURES[this._colour];
     if (figure) {
-      const known = this._told[this._colour].filter((value) => value !== null && (value > 0 || this._colour !== "clock_mhz"));
+      const known = this._columns[this._colour].filter((value) => value !== null && (value > 0 || this._colour !== "clock_mhz"));
       let [low, high] = [Infinity, -Infinity];
       for (const value of known) [low, high] = [Math.min(low, value), Math.max(high, value)];
       // From 1 on: what is as fast as its peers has no colour to speak of.
-      if (this._colour === "slowness") [low, high] = [1, Math.max(1 + LEAST_SLOWNESS_RANGE, high)];
+      if (this._colour === "slowness") [low, high] = [1, Math.max(1 + MIN_SLOWNESS_RANGE, high)];
       this._colourOf = ramp(figure.ramp, low, high);
       put(
         this._legend,
@@ -108,40 +108,40 @@ export class RanksPanel {
     } else {
       put(this._legend, el("span", { class: "legend" }, this._stateLegend()));
     }
-    say(this._summary, this._sentence());
+    setText(this._summary, this._sentence());
     if (!this._content.isConnected) put(this._body, this._content);
     this._picture.draw();
   }
 
   _stateLegend() {
-    const present = new Set(this._told.state.map((index) => this._stateName(index)));
+    const present = new Set(this._columns.state.map((index) => this._stateName(index)));
     return Object.values(RANK_STATES)
       .filter((name) => present.has(name))
       .map((name) => el("span", { class: `key key-${name}` }, name));
   }
 
   _stateName(index) {
-    return RANK_STATES[`RANK_STATE_${this._told.states[index]}`] ?? String(this._told.states[index]).toLowerCase();
+    return RANK_STATES[`RANK_STATE_${this._columns.states[index]}`] ?? String(this._columns.states[index]).toLowerCase();
   }
 
   _sentence() {
     const counts = new Map();
-    for (const index of this._told.state) {
+    for (const index of this._columns.state) {
       const name = this._stateName(index);
       counts.set(name, (counts.get(name) ?? 0) + 1);
     }
     const states = [...counts].map(([name, number]) => `${n.fixed(number)} ${name}`).join(", ");
     let slowest = -1;
-    for (const [index, value] of this._told.slowness.entries())
-      if (value !== null && (slowest < 0 || value > this._told.slowness[slowest])) slowest = index;
-    if (slowest < 0 || this._told.slowness[slowest] <= 1) return `${states}.`;
+    for (const [index, value] of this._columns.slowness.entries())
+      if (value !== null && (slowest < 0 || value > this._columns.slowness[slowest])) slowest = index;
+    if (slowest < 0 || this._columns.slowness[slowest] <= 1) return `${states}.`;
     const perPipeline = this._grid.stages * this._grid.tensors;
     const at = `pipeline ${Math.floor(slowest / perPipeline)}, stage ${Math.floor(slowest / this._grid.tensors) % this._grid.stages}`;
-    return `${states}. Slowest: ${at}, ${FIGURES.slowness.format(this._told.slowness[slowest])} the time expected of it.`;
+    return `${states}. Slowest: ${at}, ${FIGURES.slowness.format(this._columns.slowness[slowest])} the time expected of it.`;
   }
 
   _look() {
-    const told = this._told;
+    const columns = this._columns;
     const colours = Object.fromEntries(
       Object.entries(STATE_LOOKS).map(([name, { fill, stroke, mark }]) => [
         name,
@@ -150,14 +150,14 @@ export class RanksPanel {
     );
     const none = themeColour("--track");
     const line = themeColour("--line-strong");
-    const states = told.states.map((_, index) => colours[this._stateName(index)] ?? colours.expected);
-    const values = this._colour === "state" ? null : told[this._colour];
+    const states = columns.states.map((_, index) => colours[this._stateName(index)] ?? colours.expected);
+    const values = this._colour === "state" ? null : columns[this._colour];
     return {
       ink: themeColour("--ink"),
       muted: themeColour("--muted"),
       paint: (context, index, box) => {
         if (values === null) {
-          paintState(context, states[told.state[index]], box);
+          paintState(context, states[columns.state[index]], box);
           return;
         }
         const value = values[index];
@@ -171,14 +171,14 @@ export class RanksPanel {
 
   _lines(cell) {
     const index = this._grid.index(cell);
-    const told = Object.entries(FIGURES)
-      .filter(([key]) => this._told[key][index] !== null)
-      .map(([key, { words, format }]) => `${words} ${format(this._told[key][index])}`);
-    const iteration = this._told.iteration[index];
+    const figures = Object.entries(FIGURES)
+      .filter(([key]) => this._columns[key][index] !== null)
+      .map(([key, { words, format }]) => `${words} ${format(this._columns[key][index])}`);
+    const iteration = this._columns.iteration[index];
     return [
       `pipeline ${cell.pipeline}, stage ${cell.stage}${this._grid.tensors > 1 ? `, tensor ${cell.tensor}` : ""}`,
-      this._stateName(this._told.state[index]) + (iteration === null ? "" : `, iteration ${n.fixed(Number(iteration))}`),
-      ...told,
+      this._stateName(this._columns.state[index]) + (iteration === null ? "" : `, iteration ${n.fixed(Number(iteration))}`),
+      ...figures,
     ];
   }
 

@@ -23,8 +23,8 @@ export class TimelineLayout {
     ]);
     this.end_s = Math.max(1e-9, ...times);
     const rows = this.lanes.reduce((sum, lane) => sum + lane.stages.length, 0);
-    const [least, most] = ROW_LIMITS;
-    this.row = Math.max(least, Math.min(most, Math.floor(ROWS_HEIGHT / Math.max(1, rows))));
+    const [min, max] = ROW_LIMITS;
+    this.row = Math.max(min, Math.min(max, Math.floor(ROWS_HEIGHT / Math.max(1, rows))));
     this.tops = [];
     let top = 0;
     for (const lane of this.lanes) {
@@ -165,7 +165,7 @@ export class TimelineLayout {
 }
 
 function byStage(entries) {
-  const count = entries.reduce((most, entry) => Math.max(most, entry.stage + 1), 0);
+  const count = entries.reduce((max, entry) => Math.max(max, entry.stage + 1), 0);
   const stages = Array.from({ length: count }, () => []);
   for (const entry of entries) stages[entry.stage].push(entry);
   for (const stage of stages) stage.sort((one, other) => one.start_s - other.start_s);

@@ -1,7 +1,7 @@
 /** The last iteration of a pipeline as it was measured, under its clocks now and, above it, at stock. */
 
 import { CallError, call } from "./api.js";
-import { el, put, say } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import * as n from "./numbers.js";
 import { choice, panel, waiting } from "./panel.js";
 import { Picture, legend } from "./picture.js";
@@ -148,7 +148,7 @@ export class TimelinePanel {
     const isWaitingColoured = blocking.length > 0 ? " Between its computations a stage draws its blocking power." : "";
     const { baseline } = this._job;
     const isStockLost = baseline && !baseline.has_timeline ? ` ${NO_STOCK}` : "";
-    say(this._note, `Every stage counts from its own start of the iteration.${isWaitingColoured}${isStockLost}`);
+    setText(this._note, `Every stage counts from its own start of the iteration.${isWaitingColoured}${isStockLost}`);
     if (!this._content.isConnected) put(this._body, this._content);
     this._picture.draw();
     this._fillTable();
@@ -206,7 +206,7 @@ export class TimelinePanel {
   }
 }
 
-function lane(name, short, told) {
-  const title = `${name}: iteration ${told.iteration} of pipeline ${told.pipeline}, ${n.seconds(told.iteration_time_s)}`;
-  return { title, short, ...told };
+function lane(name, short, timeline) {
+  const title = `${name}: iteration ${timeline.iteration} of pipeline ${timeline.pipeline}, ${n.seconds(timeline.iteration_time_s)}`;
+  return { title, short, ...timeline };
 }

@@ -76,16 +76,16 @@ function timeFor({ extra_time: extra, work_until: work }) {
 }
 
 /** How a job runs by its signal now, and how far it is; "" where it follows none. */
-export function pacing(told) {
-  if (!told) return "";
+export function signalTarget(target) {
+  if (!target) return "";
   const why = {
-    SIGNAL_PACING_STATE_BLIND: "nothing is known of the signal: no slowdown",
-    SIGNAL_PACING_STATE_LATE: "the work can't be done in time: no slowdown",
-    SIGNAL_PACING_STATE_DONE: "the work is done, or its time is over: no slowdown",
-  }[told.state];
-  const pace = told.iteration_time_s === undefined ? "no slowdown now" : `iterations of ${n.seconds(told.iteration_time_s)}`;
-  const done = `${told.done_count ?? 0} of ${n.count(Math.round(told.iteration_count), "iteration")}`;
-  return `${why ?? pace}; ${done}`;
+    SIGNAL_TARGET_STATE_NO_SIGNAL: "nothing is known of the signal: no slowdown",
+    SIGNAL_TARGET_STATE_LATE: "the work can't be done in time: no slowdown",
+    SIGNAL_TARGET_STATE_DONE: "the work is done, or its time is over: no slowdown",
+  }[target.state];
+  const time = target.iteration_time_s === undefined ? "no slowdown now" : `iterations of ${n.seconds(target.iteration_time_s)}`;
+  const done = `${target.done_count ?? 0} of ${n.count(Math.round(target.iteration_count), "iteration")}`;
+  return `${why ?? time}; ${done}`;
 }
 
 /** Which version of a plan: "stock" where there is none. */
@@ -111,7 +111,7 @@ export const EVENT_GROUPS = [
   {
     name: "trouble",
     types: [
-      "PROMISE_BROKEN", "SOLVE_FAILED", "SOLVE_RETRIED", "STALLED", "QUARANTINED", "GPU_ERROR", "EVENTS_DROPPED",
+      "PREDICTION_VIOLATED", "SOLVE_FAILED", "SOLVE_RETRIED", "STALLED", "QUARANTINED", "GPU_ERROR", "EVENTS_DROPPED",
       "CLOCK_CAPPED", "GPU_LIMITS_CHANGED", "MEASUREMENTS_UNEXPLAINED", "PLAN_REFUSED",
     ],
   },
@@ -119,7 +119,7 @@ export const EVENT_GROUPS = [
     name: "stragglers",
     types: ["STRAGGLER_REPORTED", "STRAGGLER_CLEARED", "STRAGGLER_DETECTED", "STRAGGLER_WITHDRAWN"],
   },
-  { name: "plans", types: ["SOLVED", "PLAN_OFFERED", "PLAN_IN_FORCE", "POLICY_SET", "PROFILE_CORRECTED", "BUDGET_PACED", "SIGNAL_PACED"] },
+  { name: "plans", types: ["SOLVED", "PLAN_OFFERED", "PLAN_IN_FORCE", "POLICY_SET", "PROFILE_CORRECTED", "BUDGET_TARGET_SET", "SIGNAL_TARGET_SET"] },
   { name: "profiling", types: ["CLOCK_PROFILED", "CLOCK_GIVEN_UP", "PROFILE_ADOPTED", "PROFILING_ENDED", "BASELINE_REQUESTED"] },
   { name: "ranks", types: ["RANK_CHANGED"] },
   { name: "job", types: ["REGISTERED", "STATE_CHANGED", "RESUMED", "STALL_ENDED"] },
@@ -134,8 +134,8 @@ export function eventType(event) {
 
 const OWN = new Set(["sequence", "create_time", "type", "message"]);
 
-/** An event's evidence as pairs of name and value, whatever kind of event it is. */
-export function evidence(event) {
+/** An event's details as pairs of name and value, whatever kind of event it is. */
+export function details(event) {
   const details = Object.entries(event).find(([key]) => !OWN.has(key))?.[1];
   return details ? facts(details) : [];
 }

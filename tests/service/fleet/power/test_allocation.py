@@ -75,7 +75,7 @@ def keeps(some: Sequence[JobDemand], choice: Choice, limits_w: Mapping[str, floa
 
 
 def chosen(some: Sequence[JobDemand], allocation: Allocation) -> Choice:
-    return tuple(allocation.paces[job.job_id] for job in some if job.points)
+    return tuple(allocation.operating_points[job.job_id] for job in some if job.points)
 
 
 def check_honest(some: Sequence[JobDemand], limits_w: Mapping[str, float], allocation: Allocation) -> None:
@@ -150,7 +150,9 @@ def test_pausing_the_named_jobs_keeps_the_limits_and_none_of_them_is_named_in_va
         left = [job for job in some if job.job_id not in set(names)]
         drawn = {
             feed: sum(
-                (allocation.paces[job.job_id].power_w if job.points else job.measured_w).get(feed, 0.0)
+                (allocation.operating_points[job.job_id].power_w if job.points else job.measured_w).get(
+                    feed, 0.0
+                )
                 for job in left
             )
             for feed in limits_w
@@ -171,7 +173,7 @@ def line(job_id: str, watts: float, *, tolerance_percent: float = 100, weight: f
 
 
 def speeds(allocation: Allocation) -> dict[str, float]:
-    return {job_id: point.speed for job_id, point in allocation.paces.items()}
+    return {job_id: point.speed for job_id, point in allocation.operating_points.items()}
 
 
 def test_without_a_limit_nobody_slows_down() -> None:

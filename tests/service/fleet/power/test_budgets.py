@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.power import Budget, Feed, percent_of_reference_w
-from perseus.service.fleet.power.budgets import goal_w, limit_w, moved_ceiling_w, next_change_s
+from perseus.service.fleet.power.budgets import goal_w, limit_w, next_change_s, ramped_power_cap_w
 
 FEED = Feed("a", reference_w=1000.0, ramp_down_w_per_s=10.0, ramp_up_w_per_s=5.0)
 RAMPS_W_PER_S = (10.0, 5.0)
@@ -56,29 +56,32 @@ def test_a_ramp_has_to_be_positive() -> None:
 
 
 @given(budgets, st.floats(0, 2000), st.none() | st.floats(100, 900))
-def test_the_ceiling_keeps_every_budget_known_in_advance_within_its_ramps(
+def test_the_power_cap_keeps_every_budget_known_in_advance_within_its_ramps(
     some: list[Budget], drawn_w: float, default_w: float | None
 ) -> None:
     """All budgets are known long before they start, and that a default applies after the last one is, too."""
     feed = replace(FEED, default_w=default_w)
-    ceiling = math.inf if default_w is None else default_w
+    power_cap_w = math.inf if default_w is None else default_w
     for now_s in range(-500, 600):
         goal, down_w_per_s = goal_w(some, feed, now_s)
-        before, ceiling = ceiling, moved_ceiling_w(ceiling, drawn_w, goal, (down_w_per_s, 5.0), 1.0)
-        assert ceiling <= limit_w(some, feed, now_s) + 1e-6
+        before, power_cap_w = (
+            power_cap_w,
+            ramped_power_cap_w(power_cap_w, drawn_w, goal, (down_w_per_s, 5.0), 1.0),
+        )
+        assert power_cap_w <= limit_w(some, feed, now_s) + 1e-6
         if math.isfinite(before):
-            assert -FEED.ramp_down_w_per_s - 1e-6 <= ceiling - before <= FEED.ramp_up_w_per_s + 1e-6
+            assert -FEED.ramp_down_w_per_s - 1e-6 <= power_cap_w - before <= FEED.ramp_up_w_per_s + 1e-6
 
 
 def test_a_budget_that_is_set_at_once_falls_from_what_is_drawn() -> None:
-    ceiling = moved_ceiling_w(math.inf, 1000.0, 700.0, RAMPS_W_PER_S, 1.0)
-    assert ceiling == 990.0
-    assert moved_ceiling_w(ceiling, 1000.0, 700.0, RAMPS_W_PER_S, 60.0) == 700.0
+    power_cap_w = ramped_power_cap_w(math.inf, 1000.0, 700.0, RAMPS_W_PER_S, 1.0)
+    assert power_cap_w == 990.0
+    assert ramped_power_cap_w(power_cap_w, 1000.0, 700.0, RAMPS_W_PER_S, 60.0) == 700.0
 
 
-def test_the_ceiling_rises_by_the_ramp_after_the_last_budget() -> None:
-    assert moved_ceiling_w(700.0, 650.0, math.inf, RAMPS_W_PER_S, 2.0) == 710.0
-    assert moved_ceiling_w(700.0, 650.0, math.inf, (math.inf, math.inf), 2.0) == math.inf
+def test_the_power_cap_rises_by_the_ramp_after_the_last_budget() -> None:
+    assert ramped_power_cap_w(700.0, 650.0, math.inf, RAMPS_W_PER_S, 2.0) == 710.0
+    assert ramped_power_cap_w(700.0, 650.0, math.inf, (math.inf, math.inf), 2.0) == math.inf
 
 
 def test_a_default_counts_while_no_budget_is_in_force_and_what_the_feed_bears_always() -> None:
@@ -89,7 +92,7 @@ def test_a_default_counts_while_no_budget_is_in_force_and_what_the_feed_bears_al
     assert [limit_w([high, above], feed, now_s) for now_s in at_s] == [700.0, 850.0, 850.0, 900.0, 700.0]
 
 
-def test_the_ceiling_is_at_the_default_when_the_last_budget_ends() -> None:
+def test_the_power_cap_is_at_the_default_when_the_last_budget_ends() -> None:
     feed = Feed("a", default_w=500.0, ramp_down_w_per_s=10.0)
     some = [Budget("first", "a", 800.0, 0.0, 100.0), Budget("second", "a", 900.0, 50.0, 200.0)]
     assert [goal_w(some, feed, now_s)[0] for now_s in (0.0, 100.0, 190.0, 200.0)] == [

@@ -24,7 +24,7 @@ def test_points_are_the_frontiers(frontier: Frontier) -> None:
         assert point.speed == pytest.approx(frontier.t_min_s / own.iteration_time_s)
 
 
-def test_the_policys_own_pace_comes_first(frontier: Frontier) -> None:
+def test_the_policys_own_target_comes_first(frontier: Frontier) -> None:
     own_s = (frontier.points[4].iteration_time_s + frontier.points[5].iteration_time_s) / 2
     points = power_points(frontier, [[HERE, HERE]], own_time_s=own_s)
     assert points[0].iteration_time_s == own_s

@@ -24,7 +24,7 @@ from perseus.service.fleet.power.messages import (
     JobChanged,
     JobLeft,
     PowerMeasured,
-    SetPace,
+    SetTargetTime,
     Tick,
 )
 
@@ -52,60 +52,60 @@ class Site:
     noise: float = 0.0
     held_error: float = 0.0
     now_s: float = 0.0
-    said: list[tuple[float, Command]] = field(default_factory=list)
+    message: list[tuple[float, Command]] = field(default_factory=list)
     drawn_w: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(0)
         self._demands: dict[str, JobDemand] = {}
-        self._paces: dict[str, PowerPoint] = {}
-        self._told: list[tuple[float, str, PowerPoint]] = []
+        self._points: dict[str, PowerPoint] = {}
+        self._reported: list[tuple[float, str, PowerPoint]] = []
 
-    def tell(self, event: Input) -> list[Command]:
+    def handle(self, event: Input) -> list[Command]:
         commands = self.machine.handle(event, self.now_s)
         self.machine.validate_state()
         match event:
             case JobChanged(changed):
                 self._demands[changed.job_id] = changed
                 if changed.points:
-                    self._paces[changed.job_id] = changed.points[0]
+                    self._points[changed.job_id] = changed.points[0]
             case JobLeft(job_id):
                 del self._demands[job_id]
-                self._paces.pop(job_id, None)
+                self._points.pop(job_id, None)
         for command in commands:
-            self.said.append((self.now_s, command))
-            if isinstance(command, SetPace):
+            self.message.append((self.now_s, command))
+            if isinstance(command, SetTargetTime):
                 points = self._demands[command.job_id].points
                 wanted_s = command.iteration_time_s or points[0].iteration_time_s
                 point = next(p for p in points if p.iteration_time_s == wanted_s)
-                self._told.append((self.now_s + 1, command.job_id, point))
+                self._reported.append((self.now_s + 1, command.job_id, point))
         return commands
 
     def pass_time(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now_s += 1.0
-            due = [each for each in self._told if each[0] <= self.now_s]
-            self._told = [each for each in self._told if each[0] > self.now_s]
+            due = [each for each in self._reported if each[0] <= self.now_s]
+            self._reported = [each for each in self._reported if each[0] > self.now_s]
             drawn_w = {}
             for job_id, job in self._demands.items():
-                power_w = dict(self._paces[job_id].power_w if job.points else job.measured_w)
+                power_w = dict(self._points[job_id].power_w if job.points else job.measured_w)
                 factor = (1 + self.errors.get(job_id, 0.0)) * (
                     1 + self.noise * self._random.standard_normal()
                 )
-                if job.points and self._paces[job_id] is not job.points[0]:
+                if job.points and self._points[job_id] is not job.points[0]:
                     factor *= 1 + self.held_error
                 drawn_w[job_id] = {feed: factor * watts for feed, watts in power_w.items()}
             self.drawn_w.append(sum(own["a"] for own in drawn_w.values()))
             for _, job_id, point in due:
-                self._paces[job_id] = point
-            self.tell(PowerMeasured(1.0, drawn_w, {}))
-            self.tell(Tick())
+                self._points[job_id] = point
+            self.handle(PowerMeasured(1.0, drawn_w, {}))
+            self.handle(Tick())
 
     def statuses(self) -> Iterator[FeedStatus]:
-        return (command for _, command in self.said if isinstance(command, FeedStatus))
+        return (command for _, command in self.message if isinstance(command, FeedStatus))
 
-    def paces(self) -> list[SetPace]:
-        return [command for _, command in self.said if isinstance(command, SetPace)]
+    def operating_points(self) -> list[SetTargetTime]:
+        return [command for _, command in self.message if isinstance(command, SetTargetTime)]
 
     def means_w(self, window_s: int, begin: int, end: int | None = None) -> Sequence[float]:
         drawn_w = np.array(self.drawn_w[begin:end])
@@ -118,33 +118,33 @@ def site(
 ) -> Site:
     made = Site(FleetMachine({"a": feed}), errors or {}, noise)
     for job in jobs:
-        made.tell(JobChanged(job, 1.0))
+        made.handle(JobChanged(job, 1.0))
     return made
 
 
 def test_without_a_budget_nobody_is_told_anything() -> None:
     quiet = site(demand("x"), demand("y"))
     quiet.pass_time(30)
-    assert quiet.said == []
+    assert quiet.message == []
     assert quiet.machine.wake_s(30.0) == math.inf
 
 
 def test_a_budget_cuts_at_once_and_urgently_and_jobs_come_back_after_its_end() -> None:
     run = site(demand("x"), demand("y"), feed=Feed("a"))
     run.pass_time(10)
-    (cut, *_) = run.tell(BudgetSet(Budget("b", "a", 1500.0, 0.0, 100.0)))
-    assert isinstance(cut, SetPace)
+    (cut, *_) = run.handle(BudgetSet(Budget("b", "a", 1500.0, 0.0, 100.0)))
+    assert isinstance(cut, SetTargetTime)
     assert cut.is_urgent
     run.pass_time(150)
     assert run.drawn_w[9] == 2000
     assert max(run.drawn_w[12:100]) <= 1500
     assert run.drawn_w[-1] == 2000
-    assert {p.job_id: p.iteration_time_s for p in run.paces()} == {"x": None, "y": None}
+    assert {p.job_id: p.iteration_time_s for p in run.operating_points()} == {"x": None, "y": None}
 
 
 def test_ramps_bound_how_power_falls_and_rises() -> None:
     run = site(demand("x"), demand("y"))
-    run.tell(BudgetSet(Budget("b", "a", 1000.0, 50.0, 200.0)))
+    run.handle(BudgetSet(Budget("b", "a", 1000.0, 50.0, 200.0)))
     assert run.machine.wake_s(0.0) == pytest.approx(45.0)
     run.pass_time(300)
     steps_w = np.diff(run.drawn_w)
@@ -157,10 +157,10 @@ def test_ramps_bound_how_power_falls_and_rises() -> None:
     assert run.drawn_w[-1] == 2000
 
 
-def test_measured_power_corrects_plans_that_promise_too_little() -> None:
+def test_measured_power_corrects_plans_that_predict_too_little() -> None:
     run = site(demand("x"), demand("y"), errors={"x": 0.06, "y": 0.03})
     run.pass_time(30)
-    run.tell(BudgetSet(Budget("b", "a", 1500.0, 30.0)))
+    run.handle(BudgetSet(Budget("b", "a", 1500.0, 30.0)))
     run.pass_time(400)
     assert max(run.means_w(60, 42)) <= 1500
     assert max(run.means_w(10, 42)) <= 1.02 * 1500
@@ -175,7 +175,7 @@ def test_a_limit_is_kept_from_the_first_second_though_new_plans_draw_more_than_i
     run = site(demand("x"), demand("y"), feed=feed)
     run.held_error = 0.02
     run.pass_time(30)
-    run.tell(BudgetSet(Budget("b", "a", 1500.0, 30.0)))
+    run.handle(BudgetSet(Budget("b", "a", 1500.0, 30.0)))
     run.pass_time(300)
     ramp_s = 0 if feed.ramp_down_w_per_s == math.inf else (2000 - 1500) / feed.ramp_down_w_per_s
     assert max(run.drawn_w[math.ceil(30 + ramp_s) + 4 :]) <= 1500
@@ -184,13 +184,13 @@ def test_a_limit_is_kept_from_the_first_second_though_new_plans_draw_more_than_i
 
 def test_who_falls_out_of_its_plans_counts_with_what_it_draws_when_nothing_holds_it_back() -> None:
     run = site(demand("x", weight=0.2), demand("y", 1500.0), feed=Feed("a"))
-    run.tell(BudgetSet(Budget("b", "a", 1800.0, 0.0)))
+    run.handle(BudgetSet(Budget("b", "a", 1800.0, 0.0)))
     run.pass_time(60)
     assert run.machine.statuses["a"].managed_w <= 1800
     held_w = run.drawn_w[-1] - 1500
     assert held_w < 500
-    told = run.tell(JobChanged(JobDemand("x", measured_w={"a": held_w}), 1.0))
-    (slower,) = [each for each in told if isinstance(each, SetPace) and each.job_id == "y"]
+    reported = run.handle(JobChanged(JobDemand("x", measured_w={"a": held_w}), 1.0))
+    (slower,) = [each for each in reported if isinstance(each, SetTargetTime) and each.job_id == "y"]
     assert slower.is_urgent
     status = run.machine.statuses["a"]
     assert status.unmanaged_w == pytest.approx(1000), "as its fastest plan does"
@@ -199,19 +199,19 @@ def test_who_falls_out_of_its_plans_counts_with_what_it_draws_when_nothing_holds
 
 def test_noise_does_not_move_plans_to_and_fro() -> None:
     run = site(demand("x"), demand("y"), demand("z"), noise=0.02)
-    run.tell(BudgetSet(Budget("b", "a", 2400.0, 0.0)))
+    run.handle(BudgetSet(Budget("b", "a", 2400.0, 0.0)))
     run.pass_time(900)
     assert max(run.means_w(60, 20)) <= 2400
-    after = [command for now_s, command in run.said if now_s > 120 and isinstance(command, SetPace)]
+    after = [command for now_s, command in run.message if now_s > 120 and isinstance(command, SetTargetTime)]
     assert len(after) <= 3 * 13 / 2  # each job less than every other minute
 
 
 def test_a_limit_that_cannot_be_kept_is_said_with_the_jobs_to_pause() -> None:
     run = site(demand("x", tolerance_percent=10), demand("y", tolerance_percent=0, weight=5))
-    run.tell(BudgetSet(Budget("b", "a", 1500.0, 0.0, 60.0)))
+    run.handle(BudgetSet(Budget("b", "a", 1500.0, 0.0, 60.0)))
     run.pass_time(30)
-    said = [status for status in run.statuses() if not status.is_compliant]
-    assert said[0].to_pause == ("x",)
+    message = [status for status in run.statuses() if not status.is_compliant]
+    assert message[0].to_pause == ("x",)
     run.pass_time(60)
     assert list(run.statuses())[-1].is_compliant
 
@@ -219,7 +219,7 @@ def test_a_limit_that_cannot_be_kept_is_said_with_the_jobs_to_pause() -> None:
 def test_what_is_measured_above_the_limit_is_said() -> None:
     """GPUs that do not follow."""
     run = site(demand("x"))
-    run.tell(BudgetSet(Budget("b", "a", 700.0, 0.0)))
+    run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
     run.errors = {"x": 3.0}
     run.pass_time(100)
     assert not list(run.statuses())[-1].is_compliant
@@ -227,14 +227,14 @@ def test_what_is_measured_above_the_limit_is_said() -> None:
 
 def test_what_is_judged_is_what_was_drawn_since_the_limit_had_to_be_kept() -> None:
     run = site(demand("x"))
-    run.tell(BudgetSet(Budget("b", "a", 700.0, 0.0)))
+    run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
     run.errors = {"x": 3.0}
     run.pass_time(4)
     assert run.machine.statuses["a"].judged_w is None
     run.pass_time(30)
     judged_w = run.machine.statuses["a"].judged_w
     assert judged_w == pytest.approx(sum(run.drawn_w[-10:]) / 10)
-    run.tell(BudgetCancelled("b"))
+    run.handle(BudgetCancelled("b"))
     run.pass_time(1)
     assert run.machine.statuses["a"].judged_w is None
 
@@ -242,7 +242,7 @@ def test_what_is_judged_is_what_was_drawn_since_the_limit_had_to_be_kept() -> No
 def test_a_default_limits_a_feed_while_no_budget_does() -> None:
     run = site(demand("x"), demand("y"), feed=Feed("a", default_w=1500.0))
     run.pass_time(60)
-    run.tell(BudgetSet(Budget("more", "a", 1800.0, 60.0, 120.0)))
+    run.handle(BudgetSet(Budget("more", "a", 1800.0, 60.0, 120.0)))
     run.pass_time(120)
     assert max(run.drawn_w[5:60]) <= 1500 < max(run.drawn_w[70:115]) <= 1800
     assert max(run.drawn_w[125:]) <= 1500
@@ -267,32 +267,32 @@ def test_what_was_drawn_under_other_plans_says_nothing_of_the_present_ones(
 
 def test_who_is_held_back_is_said_and_what_jobs_without_plans_draw() -> None:
     run = site(demand("x"), JobDemand("z", measured_w={"a": 300.0}), feed=Feed("a"))
-    run.tell(BudgetSet(Budget("b", "a", 1200.0, 0.0)))
+    run.handle(BudgetSet(Budget("b", "a", 1200.0, 0.0)))
     status = run.machine.statuses["a"]
     assert (status.held, status.unmanaged_w) == (("x",), 300.0)
-    assert run.machine.pace_s("x") is not None
-    assert run.machine.pace_s("z") is None
+    assert run.machine.target_time_s("x") is not None
+    assert run.machine.target_time_s("z") is None
 
 
 def test_the_lowest_of_several_budgets_counts_and_one_may_be_cancelled() -> None:
     run = site(demand("x"), demand("y"), feed=Feed("a"))
-    run.tell(BudgetSet(Budget("high", "a", 1600.0, 0.0)))
-    run.tell(BudgetSet(Budget("low", "a", 1200.0, 0.0)))
+    run.handle(BudgetSet(Budget("high", "a", 1600.0, 0.0)))
+    run.handle(BudgetSet(Budget("low", "a", 1200.0, 0.0)))
     run.pass_time(30)
     assert run.drawn_w[-1] <= 1200
-    run.tell(BudgetCancelled("low"))
+    run.handle(BudgetCancelled("low"))
     run.pass_time(30)
     assert 1500 < run.drawn_w[-1] <= 1600
 
 
 def test_a_job_that_comes_under_a_budget_is_made_room_for() -> None:
     run = site(demand("x"), feed=Feed("a"))
-    run.tell(BudgetSet(Budget("b", "a", 1500.0, 0.0)))
+    run.handle(BudgetSet(Budget("b", "a", 1500.0, 0.0)))
     run.pass_time(20)
-    run.tell(JobChanged(demand("y"), 1.0))
+    run.handle(JobChanged(demand("y"), 1.0))
     run.pass_time(10)
     assert run.drawn_w[-1] <= 1500
-    run.tell(JobLeft("y"))
+    run.handle(JobLeft("y"))
     run.pass_time(20)
     assert run.drawn_w[-1] == 1000
 
@@ -300,7 +300,7 @@ def test_a_job_that_comes_under_a_budget_is_made_room_for() -> None:
 def test_a_job_that_is_not_planned_counts_as_it_is_measured() -> None:
     run = site(demand("x"), JobDemand("stock", measured_w={"a": 300.0}), feed=Feed("a"))
     run.errors = {"stock": 1.0}
-    run.tell(BudgetSet(Budget("b", "a", 1400.0, 0.0)))
+    run.handle(BudgetSet(Budget("b", "a", 1400.0, 0.0)))
     run.pass_time(60)
     assert run.drawn_w[-1] <= 1400
     status = run.machine.statuses["a"]
@@ -323,7 +323,7 @@ def test_random_budgets_are_kept_or_said_not_to_be(some: list[tuple[int, int, in
         for k, (w, s, length) in enumerate(some)
     ]
     for budget in budgets:
-        run.tell(BudgetSet(budget))
+        run.handle(BudgetSet(budget))
     run.pass_time(260)
     limit_w = np.array(
         [
@@ -343,8 +343,8 @@ def test_each_of_several_feeds_is_kept() -> None:
         for s in np.arange(1.0, 0.599, -0.01).tolist()
     )
     run = site(demand("x"), JobDemand("both", points), feed=Feed("a"))
-    run.tell(BudgetSet(Budget("a", "a", 1200.0, 0.0)))
-    run.tell(BudgetSet(Budget("b", "b", 300.0, 0.0)))
+    run.handle(BudgetSet(Budget("a", "a", 1200.0, 0.0)))
+    run.handle(BudgetSet(Budget("b", "b", 300.0, 0.0)))
     run.pass_time(100)
     for feed, limit_w in (("a", 1200.0), ("b", 300.0)):
         status = run.machine.statuses[feed]
@@ -356,8 +356,8 @@ def test_gpus_in_no_job_count() -> None:
     machine = FleetMachine({"a": Feed("a")})
     machine.handle(JobChanged(demand("x"), 1.0), 0.0)
     machine.handle(PowerMeasured(1.0, {"x": {"a": 1000.0}}, {"a": 500.0}), 1.0)
-    (told, *_) = machine.handle(BudgetSet(Budget("b", "a", 1300.0, 0.0)), 1.0)
-    assert isinstance(told, SetPace)
+    (reported, *_) = machine.handle(BudgetSet(Budget("b", "a", 1300.0, 0.0)), 1.0)
+    assert isinstance(reported, SetTargetTime)
     status = machine.statuses["a"]
     assert 0.9 * 800 < status.managed_w <= 800
 
@@ -410,8 +410,10 @@ def test_many_jobs_that_change_at_once_are_decided_upon_once(monkeypatch: pytest
     for job in jobs:
         one_by_one.handle(job, 0.0)
     one_by_one.handle(Tick(), 0.0)
-    told = {each.job_id: each.iteration_time_s for each in commands if isinstance(each, SetPace)}
-    assert len(told) > JOB_COUNT / 4
+    reported = {each.job_id: each.iteration_time_s for each in commands if isinstance(each, SetTargetTime)}
+    assert len(reported) > JOB_COUNT / 4
     names = [f"job-{number}" for number in range(JOB_COUNT)]
-    assert [at_once.pace_s(name) for name in names] == [told.get(name) for name in names]
-    assert [at_once.pace_s(name) for name in names] == [one_by_one.pace_s(name) for name in names]
+    assert [at_once.target_time_s(name) for name in names] == [reported.get(name) for name in names]
+    assert [at_once.target_time_s(name) for name in names] == [
+        one_by_one.target_time_s(name) for name in names
+    ]

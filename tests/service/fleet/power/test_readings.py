@@ -3,8 +3,8 @@
 import pytest
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.power_reading import PowerReading, most_power_w
-from perseus.service.fleet.power.readings import KEPT_S, Drawn, JoinedGpu, PowerReadings, completed_w
+from perseus.service.domain.power_reading import PowerReading, max_power_w
+from perseus.service.fleet.power.readings import KEPT_S, JoinedGpu, PowerReadings, PowerTotals, completed_w
 
 BOARD_W = 400.0
 JOINED = {
@@ -20,8 +20,8 @@ def joined(instance_id: str) -> dict[str, JoinedGpu]:
     return {gpu_uuid: JoinedGpu(job_id, "NVIDIA A100-SXM4-80GB") for gpu_uuid, job_id in gpus.items()}
 
 
-def drawn(readings: PowerReadings, now_s: float = 0.0) -> Drawn:
-    return readings.drawn(now_s, joined, lambda gpu_uuid: ON_GPUS.get(gpu_uuid, ()), {"a", "b", "t"})
+def totals(readings: PowerReadings, now_s: float = 0.0) -> PowerTotals:
+    return readings.totals(now_s, joined, lambda gpu_uuid: ON_GPUS.get(gpu_uuid, ()), {"a", "b", "t"})
 
 
 def reading(**powers_w: float) -> PowerReading:
@@ -32,11 +32,11 @@ def test_powers_count_for_the_job_on_each_gpu_and_for_the_feed_of_its_host() -> 
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=300.0, b0=200.0, idle=60.0), 0.0, is_of_host=True)
     readings.take("two", "south", reading(a1=310.0, over=70.0), 0.0, is_of_host=False)
-    found = drawn(readings)
+    found = totals(readings)
     assert found.jobs_w == {"a": {"north": 300.0, "south": 310.0}, "b": {"north": 200.0}}
     assert found.gpu_counts == {"a": {"north": 1, "south": 1}, "b": {"north": 1}}
     assert found.others_w == {"north": 60.0, "south": 70.0}, "the job of one of them is over"
-    assert found.doubtful_counts == {}
+    assert found.conflicting_counts == {}
 
 
 def test_a_gpu_that_two_agents_of_its_host_see_counts_once() -> None:
@@ -44,7 +44,7 @@ def test_a_gpu_that_two_agents_of_its_host_see_counts_once() -> None:
     for instance_id in ("daemon", "another"):
         readings.take(instance_id, "north", reading(idle=60.0, a0=300.0), 0.0, is_of_host=True)
     readings.take("one", "north", reading(a0=290.0, b0=200.0), 0.0, is_of_host=False)
-    found = drawn(readings)
+    found = totals(readings)
     assert found.others_w == {"north": 60.0}
     assert found.jobs_w == {"a": {"north": 300.0}, "b": {"north": 200.0}}
 
@@ -53,35 +53,35 @@ def test_an_agent_speaks_for_no_gpu_but_those_that_it_joined_unless_it_is_of_the
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=300.0), 0.0, is_of_host=False)
     readings.take("liar", "north", reading(a0=9000.0, a1=9000.0, made_up=1e7), 0.0, is_of_host=False)
-    found = drawn(readings)
+    found = totals(readings)
     assert found.jobs_w == {"a": {"north": 300.0}}
     assert found.others_w == {}
-    assert found.doubtful_counts == {}, "nobody listens"
+    assert found.conflicting_counts == {}, "nobody listens"
 
 
-def test_a_gpu_counts_with_no_more_than_its_model_can_draw_and_is_in_doubt() -> None:
+def test_a_gpu_counts_with_no_more_than_its_model_can_draw_and_is_conflicting() -> None:
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=1e7), 0.0, is_of_host=False)
     readings.take("daemon", "north", reading(idle=1e7), 0.0, is_of_host=True)
-    found = drawn(readings)
-    assert found.jobs_w["a"]["north"] == most_power_w("NVIDIA A100-SXM4-80GB") == 1.25 * BOARD_W
-    assert found.others_w["north"] == most_power_w("") == 2500.0
-    assert found.doubtful_counts == {"north": 2}
+    found = totals(readings)
+    assert found.jobs_w["a"]["north"] == max_power_w("NVIDIA A100-SXM4-80GB") == 1.25 * BOARD_W
+    assert found.others_w["north"] == max_power_w("") == 2500.0
+    assert found.conflicting_counts == {"north": 2}
 
 
-def test_a_gpu_that_is_said_to_run_two_jobs_or_to_be_on_two_feeds_is_in_doubt() -> None:
+def test_a_gpu_that_is_said_to_run_two_jobs_or_to_be_on_two_feeds_is_conflicting() -> None:
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=300.0), 0.0, is_of_host=False)
     readings.take("thief", "south", reading(a0=350.0), 0.0, is_of_host=False)
-    found = drawn(readings)
+    found = totals(readings)
     assert found.jobs_w == {"a": {"north": 300.0}, "t": {"south": 350.0}}, "each for itself"
-    assert found.doubtful_counts == {"north": 1, "south": 1}
+    assert found.conflicting_counts == {"north": 1, "south": 1}
 
 
 def test_a_host_s_agent_tells_a_job_s_power_where_the_job_s_own_does_not() -> None:
     readings = PowerReadings()
     readings.take("daemon", "north", reading(a0=300.0, shared=310.0, idle=60.0), 0.0, is_of_host=True)
-    found = drawn(readings)
+    found = totals(readings)
     assert found.jobs_w == {"a": {"north": 300.0}}
     assert found.others_w == {"north": 60.0}, "what is on a GPU that runs a rank is no other's"
 
@@ -90,12 +90,12 @@ def test_a_tenant_changes_nothing_of_what_the_host_s_agent_tells() -> None:
     readings = PowerReadings()
     readings.take("daemon", "north", reading(a0=700.0), 0.0, is_of_host=True)
     readings.take("thief", "south", reading(a0=5.0), 0.0, is_of_host=False)
-    found = drawn(readings)
+    found = totals(readings)
     assert found.jobs_w == {"a": {"north": 700.0}}
-    assert found.doubtful_counts == {"north": 1, "south": 1}
+    assert found.conflicting_counts == {"north": 1, "south": 1}
 
 
-def test_agents_that_tell_other_powers_of_one_gpu_for_long_are_in_doubt() -> None:
+def test_agents_that_tell_other_powers_of_one_gpu_for_long_are_conflicting() -> None:
     readings = PowerReadings()
     counts = []
     for second in range(40):
@@ -103,9 +103,9 @@ def test_agents_that_tell_other_powers_of_one_gpu_for_long_are_in_doubt() -> Non
         high = second % 2 == 0
         readings.take("daemon", "north", reading(idle=400.0 if high else 100.0), second, is_of_host=True)
         apart_w = 200.0 if second >= 20 else 0.0
-        told_w = (100.0 if high else 400.0) + apart_w
-        readings.take("another", "north", reading(idle=told_w), second, is_of_host=True)
-        counts.append(drawn(readings, second).doubtful_counts.get("north", 0))
+        reported_w = (100.0 if high else 400.0) + apart_w
+        readings.take("another", "north", reading(idle=reported_w), second, is_of_host=True)
+        counts.append(totals(readings, second).conflicting_counts.get("north", 0))
     assert counts[:20] == [0] * 20
     assert counts[-5:] == [1] * 5
 
@@ -114,15 +114,15 @@ def test_what_an_agent_told_counts_no_more_once_its_stream_has_ended() -> None:
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=300.0, idle=60.0), 0.0, is_of_host=True)
     readings.forget("one")
-    assert drawn(readings) == Drawn()
+    assert totals(readings) == PowerTotals()
 
 
 def test_the_latest_reading_counts_and_only_for_a_few_seconds() -> None:
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=300.0, idle=60.0), 0.0, is_of_host=True)
     readings.take("one", "north", reading(a0=280.0), 1.0, is_of_host=True)
-    assert drawn(readings, 1.0 + KEPT_S - 0.1).jobs_w == {"a": {"north": 280.0}}
-    assert drawn(readings, 1.0 + KEPT_S) == Drawn()
+    assert totals(readings, 1.0 + KEPT_S - 0.1).jobs_w == {"a": {"north": 280.0}}
+    assert totals(readings, 1.0 + KEPT_S) == PowerTotals()
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_the_latest_reading_counts_and_only_for_a_few_seconds() -> None:
     ],
 )
 def test_a_model_s_board_says_what_it_can_draw(model: str, board_w: float) -> None:
-    assert most_power_w(model) == 1.25 * board_w
+    assert max_power_w(model) == 1.25 * board_w
 
 
 def test_gpus_that_no_agent_tells_of_count_with_what_their_iterations_drew() -> None:
     gpus, iteration_w = {"north": 4.0, "south": 2.0}, {"north": 1000.0, "south": 500.0}
-    told = ({"north": 1200.0, "south": 700.0}, {"north": 4, "south": 2})
-    assert completed_w(*told, iteration_w, gpus) == (told[0], True)
+    reported = ({"north": 1200.0, "south": 700.0}, {"north": 4, "south": 2})
+    assert completed_w(*reported, iteration_w, gpus) == (reported[0], True)
     assert completed_w({"north": 300.0}, {"north": 1}, iteration_w, gpus) == (
         {"north": 1050.0, "south": 500.0},
         False,

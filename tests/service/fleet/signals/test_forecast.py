@@ -6,7 +6,7 @@ import pytest
 from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.signals.forecast import (
     DAY_H,
-    LEAST_HISTORY_H,
+    MIN_HISTORY_H,
     WEEK_H,
     Floats,
     RegressionForecast,
@@ -38,7 +38,7 @@ def test_persistence_and_seasonal_naive() -> None:
 
 
 def test_too_little_history_is_for_the_seasonal_naive() -> None:
-    history = days(30)[: LEAST_HISTORY_H - 1]
+    history = days(30)[: MIN_HISTORY_H - 1]
     assert RegressionForecast().forecast(0, history, 30).tolist() == seasonal_naive(history, 30).tolist()
 
 

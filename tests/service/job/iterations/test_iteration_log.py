@@ -56,10 +56,10 @@ def test_gaps_are_their_ranks_longest_and_all_their_energy() -> None:
     complete = []
     for number, gap_s in enumerate((0.0, 1.0, 2.0, 6.0)):
         for index, rank in enumerate(RANKS):
-            told = rows([number])._replace(
+            reported = rows([number])._replace(
                 gap_time_s=[gap_s + index / 10], gap_energy_j=[10.0 * gap_s], gap_slowed_time_s=[gap_s / 100]
             )
-            complete += log.add(rank, told if index else rows([number]), NOW_S)[1]
+            complete += log.add(rank, reported if index else rows([number]), NOW_S)[1]
     assert [each.gap_time_s for each in complete] == pytest.approx([0.3, 1.3, 2.3, 6.3])
     assert [each.gap_energy_j for each in complete] == pytest.approx([0.0, 30.0, 60.0, 180.0])
     (period,) = log.periods

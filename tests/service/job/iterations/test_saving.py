@@ -53,9 +53,9 @@ def test_the_standard_error_is_what_repetition_shows(
         )
     for name, expected in (("energy", 22.0), ("slowdown", 2.0)):
         found = np.array([getattr(each, f"{name}_percent") for each in savings])
-        told = np.array([getattr(each, f"{name}_se_percent") for each in savings])
+        reported = np.array([getattr(each, f"{name}_se_percent") for each in savings])
         assert found.mean() == pytest.approx(expected, abs=4 * found.std() / math.sqrt(len(found)))
-        assert math.sqrt((told**2).mean()) == pytest.approx(found.std(), rel=0.08)
+        assert math.sqrt((reported**2).mean()) == pytest.approx(found.std(), rel=0.08)
 
 
 @pytest.mark.parametrize(("first", "second"), [([1.0], [1.0, 1.1]), ([1.0, 1.1], [1.0])])

@@ -62,8 +62,8 @@ def test_a_regular_iteration_is_kept_compact_and_as_it_was() -> None:
     assert first.kind is second.kind
     assert first.microbatch is second.microbatch
     assert first.chunk is second.chunk
-    for kept, told in zip(first[4:], columns(1)[4:], strict=True):
-        assert list(kept) == told
+    for kept, reported in zip(first[4:], columns(1)[4:], strict=True):
+        assert list(kept) == reported
         assert isinstance(kept, array)
         assert sys.getsizeof(kept) < 1.5 * kept.itemsize * len(kept) + 64
 

@@ -9,7 +9,7 @@ from perseus.service.domain.commands import Solve
 from perseus.service.domain.model import JobState, PlannedClocks, RankFilter
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.job.planning.caps import FIRST_HOLD_S, LONGEST_HOLD_S, Cap, CapWatch
+from perseus.service.job.planning.caps import INITIAL_HOLD_S, MAX_HOLD_S, Cap, CapWatch
 from perseus.v1 import event_pb2
 from tests.service.frontiers import FRONTIER
 from tests.service.job.truthful_cluster import TruthfulCluster
@@ -75,10 +75,10 @@ def test_clocks_are_tried_again_after_twice_as_long_every_time() -> None:
         now_s += held_s[-1]
         assert caps.is_over(now_s)
         assert not caps.is_over(now_s), "once"
-    assert held_s[:3] == [FIRST_HOLD_S, 2 * FIRST_HOLD_S, 4 * FIRST_HOLD_S]
-    assert held_s[-1] == LONGEST_HOLD_S
+    assert held_s[:3] == [INITIAL_HOLD_S, 2 * INITIAL_HOLD_S, 4 * INITIAL_HOLD_S]
+    assert held_s[-1] == MAX_HOLD_S
     caps.restart()
-    assert caps.hold(now_s) == FIRST_HOLD_S
+    assert caps.hold(now_s) == INITIAL_HOLD_S
 
 
 # ---------------------------------------------------------------------- in the machine
@@ -98,7 +98,7 @@ def cap_stage(cluster: TruthfulCluster, stage: int, clock_mhz: int | None) -> No
                 cluster.caps_mhz[place] = clock_mhz
 
 
-def test_a_cap_on_all_pipelines_is_planned_around_instead_of_breaking_a_promise() -> None:
+def test_a_cap_on_all_pipelines_is_planned_around_instead_of_violating_a_prediction() -> None:
     cluster = TruthfulCluster().plan()
     cluster.run(10)
     before = cluster.job()
@@ -120,7 +120,7 @@ def test_a_cap_on_all_pipelines_is_planned_around_instead_of_breaking_a_promise(
     assert after.baseline.iteration_time_s > 1.1 * before.baseline.iteration_time_s, "stock is no faster"
     cluster.run(100)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(event_pb2.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PredictionViolated) == []
     assert cluster.machine.run.offers.planned_times_s == (after.t_min_s,) * 2
 
 
@@ -152,7 +152,7 @@ def test_a_straggler_that_is_capped_is_planned_for() -> None:
     }
     cluster.run_until(JobState.PLANNED)
     assert max(solved_clocks_mhz(cluster, 0)) == 1000
-    assert cluster.announced(event_pb2.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PredictionViolated) == []
 
 
 def test_a_cap_under_which_the_profile_was_measured_changes_nothing() -> None:
@@ -180,7 +180,7 @@ def test_clocks_are_planned_on_again_once_the_cap_has_gone(*, is_restarted: bool
     cap_stage(cluster, 0, None)
     cluster.run(20)
     assert max(solved_clocks_mhz(cluster, 0)) == 1100
-    cluster.now_s += FIRST_HOLD_S
+    cluster.now_s += INITIAL_HOLD_S
     cluster.run(2)
     cluster.expect(JobState.BASELINE)
     cluster.run_until(JobState.PLANNED)

@@ -13,8 +13,8 @@ from perseus.service.domain.inputs import (
     StragglerReported,
 )
 from perseus.service.domain.model import JobState, PlannedClocks, Straggler
-from perseus.service.job.journal import Journal
-from perseus.service.job.planning.exact_plans import KEPT_PLANS, LEAST_GAIN, ExactPlans
+from perseus.service.job.command_buffer import CommandBuffer
+from perseus.service.job.planning.exact_plans import KEPT_PLANS, MIN_GAIN, ExactPlans
 from perseus.solver import Plan, Refinement
 from perseus.v1 import event_pb2
 from tests.service.frontiers import FRONTIER
@@ -23,10 +23,10 @@ from tests.service.service_fakes import Cluster, make_spec
 MIDDLE_S = 1.07 * FRONTIER.t_min_s
 
 
-def book() -> tuple[ExactPlans, Journal]:
-    journal = Journal(1)
-    journal.begin(0.0, 0.0)
-    return ExactPlans(journal), journal
+def exact_plans() -> tuple[ExactPlans, CommandBuffer]:
+    buffer = CommandBuffer(1)
+    buffer.begin(0.0, 0.0)
+    return ExactPlans(buffer), buffer
 
 
 def wanted(commands: list[Command]) -> list[Refinement]:
@@ -41,36 +41,36 @@ def cheaper(iteration_time_s: float, by_share: float) -> Plan:
 
 
 def test_the_point_answers_until_the_plan_is_there() -> None:
-    plans, journal = book()
+    plans, buffer = exact_plans()
     point = FRONTIER.plan_within(MIDDLE_S)
     plans.want(FRONTIER, [MIDDLE_S])
-    (refinement,) = wanted(journal.take())
+    (refinement,) = wanted(buffer.take())
     assert plans.plan_within(FRONTIER, MIDDLE_S) == point
-    exact = cheaper(MIDDLE_S, 2 * LEAST_GAIN)
+    exact = cheaper(MIDDLE_S, 2 * MIN_GAIN)
     assert plans.take(FRONTIER, refinement, exact)
     assert plans.plan_within(FRONTIER, MIDDLE_S) is exact
     assert plans.plan_within(FRONTIER, 1.001 * MIDDLE_S) is exact
     assert plans.plan_within(FRONTIER, FRONTIER.t_min_s) == FRONTIER.plan_within(FRONTIER.t_min_s)
     plans.want(FRONTIER, [MIDDLE_S])
-    assert not journal.take()
+    assert not buffer.take()
 
 
 def test_a_plan_that_does_not_pay_changes_nothing_and_is_not_made_again() -> None:
-    plans, journal = book()
+    plans, buffer = exact_plans()
     plans.want(FRONTIER, [MIDDLE_S])
-    (refinement,) = wanted(journal.take())
-    assert plans.take(FRONTIER, refinement, cheaper(MIDDLE_S, LEAST_GAIN / 2))
+    (refinement,) = wanted(buffer.take())
+    assert plans.take(FRONTIER, refinement, cheaper(MIDDLE_S, MIN_GAIN / 2))
     assert plans.plan_within(FRONTIER, MIDDLE_S) == FRONTIER.plan_within(MIDDLE_S)
     plans.want(FRONTIER, [MIDDLE_S])
-    assert not journal.take()
+    assert not buffer.take()
 
 
 def test_what_is_no_longer_wanted_makes_way_and_its_answer_is_ignored() -> None:
-    plans, journal = book()
+    plans, buffer = exact_plans()
     plans.want(FRONTIER, [MIDDLE_S])
-    (older,) = wanted(journal.take())
+    (older,) = wanted(buffer.take())
     plans.want(FRONTIER, [1.01 * MIDDLE_S])
-    drop, refine = journal.take()
+    drop, refine = buffer.take()
     assert isinstance(drop, DropSolve)
     assert isinstance(refine, Refine)
     assert not plans.take(FRONTIER, older, cheaper(MIDDLE_S, 0.1))
@@ -78,40 +78,40 @@ def test_what_is_no_longer_wanted_makes_way_and_its_answer_is_ignored() -> None:
 
 
 def test_exact_points_are_not_made_again() -> None:
-    plans, journal = book()
+    plans, buffer = exact_plans()
     plans.want(FRONTIER, [FRONTIER.t_min_s, FRONTIER.baseline.iteration_time_s, 99.0])
-    assert not journal.take()
+    assert not buffer.take()
 
 
 def test_a_bounded_number_is_kept() -> None:
-    plans, journal = book()
+    plans, buffer = exact_plans()
     times_s = [MIDDLE_S * (1 + k / 1000) for k in range(KEPT_PLANS + 1)]
     for time_s in times_s:
         plans.want(FRONTIER, [time_s])
-        (refinement,) = wanted(journal.take())
+        (refinement,) = wanted(buffer.take())
         plans.take(FRONTIER, refinement, None)
     plans.want(FRONTIER, times_s[1:])
-    assert not journal.take()
+    assert not buffer.take()
     plans.want(FRONTIER, times_s[:1])
-    assert len(wanted(journal.take())) == 1
+    assert len(wanted(buffer.take())) == 1
 
 
-class PatientCluster(Cluster):
+class UnhurriedCluster(Cluster):
     """Plans wait to be made."""
 
     def __init__(self) -> None:
         super().__init__(make_spec())
         self.waiting: list[Refinement] = []
 
-    def tell(self, event: object) -> list[Command]:
-        commands = super().tell(event)  # type: ignore[arg-type]
+    def handle(self, event: object) -> list[Command]:
+        commands = super().handle(event)  # type: ignore[arg-type]
         self.waiting += wanted(commands)
         return [command for command in commands if not isinstance(command, Refine)]
 
 
 @pytest.fixture
-def cluster() -> PatientCluster:
-    cluster = PatientCluster()
+def cluster() -> UnhurriedCluster:
+    cluster = UnhurriedCluster()
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
@@ -129,16 +129,16 @@ def planned_j(cluster: Cluster, pipeline: int) -> float:
     return clocks.plan.effective_energy_j
 
 
-def test_a_straggler_is_answered_at_once_and_once_more(cluster: PatientCluster) -> None:
+def test_a_straggler_is_answered_at_once_and_once_more(cluster: UnhurriedCluster) -> None:
     report = StragglerReported(Straggler(0, slowdown_factor=1.0731))
-    commands = cluster.tell(report)
+    commands = cluster.handle(report)
     assert offered(commands) == {1}
     cluster.carry_out(commands)
     (refinement,) = cluster.waiting
     exact = refinement.plan()
     point_j = planned_j(cluster, 1)
-    commands = cluster.tell(Refined(refinement, exact))
-    if exact.effective_energy_j < point_j - LEAST_GAIN * exact.energy_until_j(refinement.deadline_s):
+    commands = cluster.handle(Refined(refinement, exact))
+    if exact.effective_energy_j < point_j - MIN_GAIN * exact.energy_until_j(refinement.deadline_s):
         assert offered(commands) == {1}
         assert planned_j(cluster, 1) == exact.effective_energy_j
     else:
@@ -154,11 +154,11 @@ def test_a_straggler_is_answered_at_once_and_once_more(cluster: PatientCluster) 
     assert len(cluster.waiting) == 1
 
 
-def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: PatientCluster) -> None:
+def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: UnhurriedCluster) -> None:
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
     before_j = planned_j(cluster, 1)
     (refinement,) = cluster.waiting
-    commands = cluster.tell(RefineFailed(refinement, "made up"))
+    commands = cluster.handle(RefineFailed(refinement, "made up"))
     assert offered(commands) == set()
     assert planned_j(cluster, 1) == before_j
     cluster.expect(JobState.PLANNED)
@@ -166,28 +166,30 @@ def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: PatientC
         isinstance(command, Announce) and command.event.type == event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED
         for command in commands
     )
-    cluster.tell(RefineFailed(refinement, "again"))
+    cluster.handle(RefineFailed(refinement, "again"))
     assert len(cluster.waiting) == 1
 
 
-def test_a_plan_that_comes_while_the_baseline_is_measured_waits_for_its_end(cluster: PatientCluster) -> None:
+def test_a_plan_that_comes_while_the_baseline_is_measured_waits_for_its_end(
+    cluster: UnhurriedCluster,
+) -> None:
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
     (refinement,) = cluster.waiting
     cluster.send(BaselineRequested("once"))
     cluster.expect(JobState.BASELINE)
-    commands = cluster.tell(Refined(refinement, refinement.plan()))
+    commands = cluster.handle(Refined(refinement, refinement.plan()))
     assert offered(commands) == set()
     cluster.carry_out(commands)
     cluster.iterate_until(JobState.PLANNED)
     assert len(cluster.waiting) == 1
 
 
-def test_one_problem_at_a_time(cluster: PatientCluster) -> None:
+def test_one_problem_at_a_time(cluster: UnhurriedCluster) -> None:
     """A drift that asks for another frontier drops the plan that is being made."""
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
     assert len(cluster.waiting) == 1
     cluster.machine.run.planner.solve()
-    commands = cluster.machine.run.journal.take()
+    commands = cluster.machine.run.buffer.take()
     assert [type(command) for command in commands if isinstance(command, DropSolve | Solve)] == [
         DropSolve,
         Solve,

@@ -10,12 +10,12 @@ import pytest
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.job.planning.drift import BLOCK, Drift, DriftWatch
-from perseus.service.job.planning.guard import BrokenPromise, Guard
+from perseus.service.job.planning.guard import Guard, PredictionViolation
 from perseus.service.job.rules import Rules
 from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward
 from tests.service.service_fakes import CLOCKS_MHZ, energy_j, estimate, time_s
 
-PROMISE_S = 1.0
+PREDICTED_S = 1.0
 SCHEDULE = one_forward_one_backward(2, 8)
 SHAPE = Parallelism(3, 2, 1)
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
@@ -45,36 +45,36 @@ def knowing(noise: float, seed: int = 0) -> Guard:
     return guard
 
 
-def judge(guard: Guard, number: int, seconds: float) -> BrokenPromise | None:
+def judge(guard: Guard, number: int, seconds: float) -> PredictionViolation | None:
     guard.learn(iteration(number, seconds))
-    return guard.judge(iteration(number, seconds), PROMISE_S, 0.9)
+    return guard.judge(iteration(number, seconds), PREDICTED_S, 0.9)
 
 
-def broken_at(times_s: Iterable[float], guard: Guard | None = None) -> list[int]:
+def violated_at(times_s: Iterable[float], guard: Guard | None = None) -> list[int]:
     guard = guard or knowing(0.0)
     return [n for n, s in enumerate(times_s) if judge(guard, n, s) is not None]
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.03, 0.145])
-def test_jumps_alone_break_no_promise(noise: float) -> None:
+def test_jumps_alone_violate_no_prediction(noise: float) -> None:
     """Each median of five exceeds 1 % often, where iterations jump by 3 %."""
     rng = np.random.default_rng(1)
     times_s = np.exp(noise * rng.standard_normal(3000)).tolist()
     exceeding = sum(median(times_s[at : at + 5]) > 1.01 for at in range(len(times_s) - 5))
     assert exceeding > 100 or noise < 0.01
-    assert broken_at(times_s, knowing(noise)) == []
+    assert violated_at(times_s, knowing(noise)) == []
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.02])
-def test_amid_jumps_a_promise_is_broken_once_it_is_sure(noise: float) -> None:
+def test_amid_jumps_a_prediction_is_violated_once_it_is_sure(noise: float) -> None:
     rng = np.random.default_rng(2)
-    found = broken_at((1.08 * np.exp(noise * rng.standard_normal(60))).tolist(), knowing(noise))
+    found = violated_at((1.08 * np.exp(noise * rng.standard_normal(60))).tolist(), knowing(noise))
     assert found[0] < 20
 
 
-def test_before_it_is_known_how_iterations_jump_a_promise_is_not_broken_by_a_few() -> None:
-    assert broken_at([1.02] * 5, Guard(Rules())) == []
-    assert broken_at([1.02] * 20, Guard(Rules()))[0] < 15
+def test_before_it_is_known_how_iterations_jump_a_prediction_is_not_violated_by_a_few() -> None:
+    assert violated_at([1.02] * 5, Guard(Rules())) == []
+    assert violated_at([1.02] * 20, Guard(Rules()))[0] < 15
 
 
 def test_the_baseline_is_no_more_exact_than_its_iterations() -> None:
@@ -82,15 +82,15 @@ def test_the_baseline_is_no_more_exact_than_its_iterations() -> None:
     assert 0.03 < knowing(0.05).tolerance < 0.09
 
 
-def test_a_promise_is_broken_by_the_median_of_five() -> None:
-    assert broken_at([1.0] * 5 + [1.02] * 5) == [7]
-    assert broken_at([1.02] * 5) == [4]
-    assert broken_at([1.02] * 4) == []
-    assert broken_at([1.009] * 20) == []
-    assert broken_at([1.0, 1.5, 1.0, 1.5, 1.0] * 4) == []
+def test_a_prediction_is_violated_by_the_median_of_five() -> None:
+    assert violated_at([1.0] * 5 + [1.02] * 5) == [7]
+    assert violated_at([1.02] * 5) == [4]
+    assert violated_at([1.02] * 4) == []
+    assert violated_at([1.009] * 20) == []
+    assert violated_at([1.0, 1.5, 1.0, 1.5, 1.0] * 4) == []
 
 
-def broken_by_gaps(gaps: list[tuple[float, float]], baseline_gap_time_s: float | None = 0.2) -> list[int]:
+def violated_by_gaps(gaps: list[tuple[float, float]], baseline_gap_time_s: float | None = 0.2) -> list[int]:
     """Gaps as (time, what low clocks can have added to it), between iterations that keep their promise."""
     guard = knowing(0.0)
     return [
@@ -98,7 +98,7 @@ def broken_by_gaps(gaps: list[tuple[float, float]], baseline_gap_time_s: float |
         for number, (gap_s, slowed_s) in enumerate(gaps)
         if guard.judge(
             replace(iteration(number, 1.0), gap_time_s=gap_s, gap_slowed_time_s=slowed_s),
-            PROMISE_S,
+            PREDICTED_S,
             0.9,
             baseline_gap_time_s,
         )
@@ -106,25 +106,25 @@ def broken_by_gaps(gaps: list[tuple[float, float]], baseline_gap_time_s: float |
     ]
 
 
-def test_an_evaluation_at_stock_breaks_no_promise() -> None:
-    assert broken_by_gaps([(0.2, 0.008), (5.0, 0.008)] * 20) == []
-    assert broken_by_gaps([(5.0, 0.0)] * 20) == []
+def test_an_evaluation_at_stock_violates_no_prediction() -> None:
+    assert violated_by_gaps([(0.2, 0.008), (5.0, 0.008)] * 20) == []
+    assert violated_by_gaps([(5.0, 0.0)] * 20) == []
 
 
 def test_what_low_clocks_add_to_the_gaps_is_not_unseen() -> None:
-    assert broken_by_gaps([(0.23, 0.05)] * 5) == [4]
-    assert broken_by_gaps([(0.5, 0.02)] * 5) == [4]
-    assert broken_by_gaps([(0.23, 0.005)] * 20) == [], "so much of it at most"
-    assert broken_by_gaps([(0.205, 0.05)] * 20) == [], "and so much altogether"
-    assert broken_by_gaps([(0.5, 0.05)] * 20, None) == [], "what is usual at stock is not known"
+    assert violated_by_gaps([(0.23, 0.05)] * 5) == [4]
+    assert violated_by_gaps([(0.5, 0.02)] * 5) == [4]
+    assert violated_by_gaps([(0.23, 0.005)] * 20) == [], "so much of it at most"
+    assert violated_by_gaps([(0.205, 0.05)] * 20) == [], "and so much altogether"
+    assert violated_by_gaps([(0.5, 0.05)] * 20, None) == [], "what is usual at stock is not known"
 
 
-def test_the_evidence_names_the_times() -> None:
+def test_the_details_name_the_times() -> None:
     guard = knowing(0.0)
     found = [judge(guard, n, 1.02 + n / 1000) for n in range(5)]
     assert found[-1] is not None
     assert found[-1].iteration_times_s == (1.02, 1.021, 1.022, 1.023, 1.024)
-    assert (found[-1].median_time_s, found[-1].promised_time_s, found[-1].baseline_time_s) == (
+    assert (found[-1].median_time_s, found[-1].predicted_time_s, found[-1].baseline_time_s) == (
         1.022,
         1.0,
         0.9,
@@ -135,20 +135,21 @@ def test_other_plans_and_irregular_iterations_do_not_count() -> None:
     guard = knowing(0.0)
     for number in range(40):
         mixed = iteration(number, 1.1, version=number // 4)
-        assert guard.judge(mixed, PROMISE_S, 0.9) is None
-        assert guard.judge(replace(mixed, is_regular=False), PROMISE_S, 0.9) is None
+        assert guard.judge(mixed, PREDICTED_S, 0.9) is None
+        assert guard.judge(replace(mixed, is_regular=False), PREDICTED_S, 0.9) is None
 
 
 def watch(scales: dict[tuple[int, int], float], count: int = 16) -> DriftWatch:
     """Every rank is at 1200 MHz, its times scaled by (pipeline, stage)."""
     found = DriftWatch(SHAPE)
     for place in SHAPE.all_coordinates():
-        told = estimate(SCHEDULE.orders[place.stage], 1, 3, 1200)
+        reported = estimate(SCHEDULE.orders[place.stage], 1, 3, 1200)
         scale = scales.get((place.pipeline, place.stage), 1.0)
         samples = tuple(
-            replace(sample, time_s=sample.time_s * scale, computation_count=count) for sample in told.samples
+            replace(sample, time_s=sample.time_s * scale, computation_count=count)
+            for sample in reported.samples
         )
-        found.take_estimate(Coordinates(place.pipeline, place.stage, 0), replace(told, samples=samples))
+        found.take_estimate(Coordinates(place.pipeline, place.stage, 0), replace(reported, samples=samples))
     return found
 
 

@@ -7,7 +7,7 @@ from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 
-PROMISE_S = 1.0
+PREDICTED_S = 1.0
 
 
 def iteration(number: int, time_s: float, version: int = 1, *, is_regular: bool = False) -> JobIteration:
@@ -21,7 +21,7 @@ def judged(watch: IrregularWatch, times_s: list[float], regular_every: int = 0) 
         for number, time_s in enumerate(times_s)
         if watch.judge(
             iteration(number, time_s, is_regular=bool(regular_every) and number % regular_every == 0),
-            PROMISE_S,
+            PREDICTED_S,
         )
         is not None
     ]
@@ -33,7 +33,9 @@ def test_plans_go_where_most_of_the_latest_iterations_are_irregular_and_slow() -
     assert judged(IrregularWatch(Rules()), [0.5] * 20) == [], "shorter ones harm nobody"
     assert judged(IrregularWatch(Rules()), [5.0] * 20, regular_every=2)[:1] == [5]
     watch = IrregularWatch(Rules())
-    assert [watch.judge(iteration(n, 5.0, is_regular=n % 3 > 0), PROMISE_S) for n in range(20)] == [None] * 20
+    assert [watch.judge(iteration(n, 5.0, is_regular=n % 3 > 0), PREDICTED_S) for n in range(20)] == [
+        None
+    ] * 20
 
 
 def test_what_takes_as_long_at_stock_is_not_the_plans_doing() -> None:
@@ -48,7 +50,7 @@ def test_what_takes_as_long_at_stock_is_not_the_plans_doing() -> None:
 
 def test_iterations_under_other_plans_do_not_count() -> None:
     watch = IrregularWatch(Rules())
-    assert all(watch.judge(iteration(n, 5.0, version=n // 4), PROMISE_S) is None for n in range(40))
+    assert all(watch.judge(iteration(n, 5.0, version=n // 4), PREDICTED_S) is None for n in range(40))
 
 
 class OtherCluster(TruthfulCluster):
@@ -79,7 +81,7 @@ def test_a_job_whose_iterations_differ_is_at_stock_until_they_fit_and_has_its_pl
     cluster.differs = False
     cluster.run_until(JobState.PLANNED)
     assert cluster.job().t_min_s == t_min_s, "nothing was measured or solved anew"
-    assert cluster.announced(event_pb2.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PredictionViolated) == []
     cluster.run(3)
     cluster.differs = True
     cluster.run(20)

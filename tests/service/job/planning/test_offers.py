@@ -16,7 +16,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.solver import Computation, Kind, Plan, PlannedComputation
@@ -42,10 +42,10 @@ class Bench:
 
     def __init__(self) -> None:
         spec = make_spec()
-        self.journal = Journal()
-        self.ranks = RankTable(spec, 30.0, self.journal)
+        self.buffer = CommandBuffer()
+        self.ranks = RankTable(spec, 30.0, self.buffer)
         self.record = JobRecord(spec.policy)
-        self.board = OfferBoard(self.record, spec.parallelism, self.ranks, self.journal)
+        self.board = OfferBoard(self.record, spec.parallelism, self.ranks, self.buffer)
         self.events: list[event_pb2.JobEventType.ValueType] = []
 
     def join(self, place: Coordinates, in_force_version: int = NO_VERSION, iteration: int = 7) -> None:
@@ -59,10 +59,10 @@ class Bench:
             version = self.board.of_rank(place).version
             self.ranks.change(replace(self.ranks[place], in_force_version=version))
 
-    def settle(self) -> list[Command]:
-        self.board.settle()
+    def reconcile(self) -> list[Command]:
+        self.board.reconcile()
         self.board.validate()
-        commands = self.journal.take()
+        commands = self.buffer.take()
         self.events = [command.event.type for command in commands if isinstance(command, Announce)]
         return [command for command in commands if isinstance(command, SendOffer)]
 
@@ -72,32 +72,32 @@ def under(clocks: PlannedClocks) -> Bench:
     bench = Bench()
     for place in ALL:
         bench.join(place)
-    bench.board.wish(range(2), clocks)
-    bench.settle()
+    bench.board.set_desired(range(2), clocks)
+    bench.reconcile()
     bench.follow(*ALL)
-    bench.settle()
+    bench.reconcile()
     return bench
 
 
 def test_a_stage_with_the_same_share_of_a_new_plan_is_told_nothing() -> None:
     bench = under(plan(1400, 1000))
     newer = plan(1200, 1000, time_s=1.1)
-    bench.board.wish([0], newer)
-    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(2, 9, newer))]
+    bench.board.set_desired([0], newer)
+    assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(2, 9, newer))]
     assert bench.events.count(event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED) == 1
     assert bench.board[0].stage_versions == (2, 1)
     assert bench.board[0].version == 2
     assert bench.board[1].stage_versions == (1, 1)
     bench.follow(FIRST)
-    assert bench.settle() == []
+    assert bench.reconcile() == []
     assert bench.events == [event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE]
 
 
 def test_the_same_clocks_with_other_times_are_offered_to_nobody() -> None:
     bench = under(plan(1400, 1000))
     newer = plan(1400, 1000, time_s=1.1)
-    bench.board.wish([0, 1], newer)
-    assert bench.settle() == []
+    bench.board.set_desired([0, 1], newer)
+    assert bench.reconcile() == []
     assert [offer.clocks for offer in bench.board] == [newer, newer]
     assert bench.record.version == 1
 
@@ -105,21 +105,21 @@ def test_the_same_clocks_with_other_times_are_offered_to_nobody() -> None:
 def test_a_rank_that_lost_what_its_stage_kept_gets_it_back_under_its_own_version() -> None:
     bench = under(plan(1400, 1000))
     newer = plan(1200, 1000)
-    bench.board.wish([0], newer)
-    bench.settle()
+    bench.board.set_desired([0], newer)
+    bench.reconcile()
     bench.follow(FIRST)
     bench.join(SECOND, iteration=20)
-    assert bench.settle() == [SendOffer(SECOND, "agent", Offer(1, 22, newer))]
+    assert bench.reconcile() == [SendOffer(SECOND, "agent", Offer(1, 22, newer))]
 
 
 def test_stages_that_change_one_after_the_other_start_together() -> None:
     bench = under(plan(1400, 1000))
-    bench.board.wish([0], plan(1200, 1000))
-    bench.settle()
+    bench.board.set_desired([0], plan(1200, 1000))
+    bench.reconcile()
     bench.ranks.note_iteration(THIRD, 12)
     newer = plan(1200, 900)
-    bench.board.wish([0], newer)
-    assert bench.settle() == [
+    bench.board.set_desired([0], newer)
+    assert bench.reconcile() == [
         SendOffer(FIRST, "agent", Offer(2, 14, newer)),
         SendOffer(SECOND, "agent", Offer(3, 14, newer)),
     ]
@@ -128,11 +128,11 @@ def test_stages_that_change_one_after_the_other_start_together() -> None:
 def test_an_offer_that_comes_too_late_is_postponed_for_those_that_wait_for_it() -> None:
     bench = under(plan(1400, 1000))
     newer = plan(1200, 900)
-    bench.board.wish([0], newer)
-    bench.settle()
+    bench.board.set_desired([0], newer)
+    bench.reconcile()
     bench.follow(FIRST)
     bench.board.postpone(0)
-    assert bench.settle() == [SendOffer(SECOND, "agent", Offer(2, 11, newer))]
+    assert bench.reconcile() == [SendOffer(SECOND, "agent", Offer(2, 11, newer))]
 
 
 def test_a_stage_that_stays_at_stock_is_told_so_only_if_something_else_is_in_force() -> None:
@@ -140,20 +140,20 @@ def test_a_stage_that_stays_at_stock_is_told_so_only_if_something_else_is_in_for
     for place in ALL:
         bench.join(place)
     held = HoldClocks((1400, STOCK_MHZ))
-    bench.board.wish([0], held)
-    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(1, 9, held))]
+    bench.board.set_desired([0], held)
+    assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(1, 9, held))]
     bench.follow(FIRST)
     bench.join(SECOND, in_force_version=-1)
-    assert bench.settle() == [SendOffer(SECOND, "agent", Offer(2, 9, held))]
+    assert bench.reconcile() == [SendOffer(SECOND, "agent", Offer(2, 9, held))]
 
 
 def test_what_nobody_is_offered_is_not_announced() -> None:
     bench = Bench()
-    bench.board.wish([0, 1], plan(1400, 1000))
-    assert bench.settle() == []
+    bench.board.set_desired([0, 1], plan(1400, 1000))
+    assert bench.reconcile() == []
     assert bench.events == []
     bench.join(SECOND)
-    assert [command.rank for command in bench.settle() if isinstance(command, SendOffer)] == [SECOND]
+    assert [command.rank for command in bench.reconcile() if isinstance(command, SendOffer)] == [SECOND]
     assert bench.events.count(event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED) == 1
 
 
@@ -166,27 +166,27 @@ def test_shares_of_the_same_clocks_are_the_same() -> None:
 def test_an_urgent_offer_says_so_to_all_ranks_of_the_stages_that_change() -> None:
     bench = under(plan(1400, 1000))
     slower = plan(900, 1000, 2.0)
-    bench.board.wish([0], slower, is_urgent=True)
+    bench.board.set_desired([0], slower, is_urgent=True)
 
-    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
+    assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
     assert bench.board.is_urgent
     bench.follow(FIRST)
-    bench.settle()
+    bench.reconcile()
     assert not bench.board.is_urgent
 
 
 def test_what_takes_the_place_of_an_urgent_offer_that_is_not_in_force_is_urgent() -> None:
     bench = under(plan(1400, 1000))
-    bench.board.wish([0], plan(900, 1000, 2.0), is_urgent=True)
-    bench.settle()
+    bench.board.set_desired([0], plan(900, 1000, 2.0), is_urgent=True)
+    bench.reconcile()
     other = plan(1100, 1000, 1.5)
-    bench.board.wish([0], other)
+    bench.board.set_desired([0], other)
 
-    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(3, 9, other, is_urgent=True))]
+    assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(3, 9, other, is_urgent=True))]
     bench.follow(FIRST)
-    bench.settle()
-    bench.board.wish([0], plan(1400, 1000))
-    (sent,) = bench.settle()
+    bench.reconcile()
+    bench.board.set_desired([0], plan(1400, 1000))
+    (sent,) = bench.reconcile()
     assert isinstance(sent, SendOffer)
     assert not sent.offer.is_urgent
 
@@ -194,29 +194,29 @@ def test_what_takes_the_place_of_an_urgent_offer_that_is_not_in_force_is_urgent(
 def test_what_was_offered_for_later_is_hurried() -> None:
     bench = under(plan(1400, 1000))
     slower = plan(900, 1000, 2.0)
-    bench.board.wish([0], slower)
-    bench.settle()
-    bench.board.wish([0], slower, is_urgent=True)
+    bench.board.set_desired([0], slower)
+    bench.reconcile()
+    bench.board.set_desired([0], slower, is_urgent=True)
 
-    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
+    assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
 
 
 def test_what_is_in_force_is_not_hurried() -> None:
     bench = under(plan(1400, 1000))
-    bench.board.wish(range(2), plan(1400, 1000), is_urgent=True)
+    bench.board.set_desired(range(2), plan(1400, 1000), is_urgent=True)
 
-    assert bench.settle() == []
+    assert bench.reconcile() == []
     assert not bench.board.is_urgent
 
 
-def test_stock_under_a_ceiling_is_other_clocks_than_stock() -> None:
+def test_stock_under_a_max_clock_is_other_clocks_than_stock() -> None:
     bench = under(plan(1400, 1000))
-    bench.board.wish([0], STOCK)
-    bench.settle()
+    bench.board.set_desired([0], STOCK)
+    bench.reconcile()
     limited = StockClocks(900)
-    bench.board.wish([0], limited)
+    bench.board.set_desired([0], limited)
 
-    assert bench.settle() == [
+    assert bench.reconcile() == [
         SendOffer(FIRST, "agent", Offer(3, 9, limited)),
         SendOffer(SECOND, "agent", Offer(3, 9, limited)),
     ]

@@ -63,7 +63,7 @@ def own_time_s(policy: OperatingPolicy, baseline_time_s: float = 0.0) -> float:
     return time_s
 
 
-def test_a_deadline_sets_the_pace_of_whole_iterations() -> None:
+def test_a_deadline_sets_the_target_of_whole_iterations() -> None:
     overhead_s = 0.1
     baseline_s = FRONTIER.baseline.iteration_time_s + overhead_s
     middle_s = (FRONTIER.t_min_s + FRONTIER.t_star_s) / 2

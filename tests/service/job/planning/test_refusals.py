@@ -57,11 +57,11 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
     reason: RefusalReason,
 ) -> None:
     cluster = planned()
-    commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     offer = offers(commands)[FOURTH]
     iteration = cluster.ranks[FOURTH].iteration
     answer = OfferAnswered(FOURTH, "agent-1", EPOCH, offer.version, reason, "sorry", iteration)
-    commands = cluster.tell(answer)
+    commands = cluster.handle(answer)
     assert events(commands)[:2] == [
         event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED,
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
@@ -81,7 +81,7 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
     assert planned_mhz(cluster, stage=1) == {STOCK_MHZ}
     assert STOCK_MHZ not in planned_mhz(cluster, stage=0)
     # From now on the stage at stock is told nothing: nothing changes for it.
-    commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.4)))
+    commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.4)))
     assert offers(commands).keys() == {THIRD}
     assert cluster.machine.run.offers[1].stage_versions[1] == offer.version + 1
 
@@ -116,11 +116,11 @@ def test_a_clock_that_is_not_available_is_left_out_of_its_stages_plans() -> None
 
 def test_a_refused_clock_without_a_name_costs_the_whole_offer() -> None:
     cluster = planned()
-    offer = offers(cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
+    offer = offers(cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
     assert isinstance(offer.clocks, PlannedClocks)
     asked_mhz = {planned.clock_mhz for planned in offer.clocks.plan.stages[0]}
     refused = RefusalReason.CLOCK_NOT_SUPPORTED
-    cluster.tell(OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, refused, "", 30))
+    cluster.handle(OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, refused, "", 30))
     assert set(cluster.machine.run.ranks[THIRD].refused_clocks_mhz) == asked_mhz
 
 
@@ -149,10 +149,10 @@ def test_a_refusal_while_profiling_leaves_the_other_stages_what_they_hold() -> N
     cluster.ranks[FOURTH].is_permitted = False
     for rank in cluster.ranks.values():
         rank.begin()
-    commands = [command for rank in cluster.ranks.values() for command in cluster.tell(rank.end(0.8))]
+    commands = [command for rank in cluster.ranks.values() for command in cluster.handle(rank.end(0.8))]
     first = offers(commands)
     assert first[FOURTH].clocks == HoldClocks((1400, 1400))
-    commands = cluster.tell(cluster.ranks[FOURTH].answer(first[FOURTH]))
+    commands = cluster.handle(cluster.ranks[FOURTH].answer(first[FOURTH]))
     # The ranks of its stage are told at once: none of them shall begin what the others can not.
     assert offers(commands) == {
         place: Offer(first[FOURTH].version + 1, 3, HoldClocks((1400, STOCK_MHZ)))
@@ -177,9 +177,9 @@ def test_where_no_stage_can_be_clocked_the_job_stays_at_stock_and_says_why() -> 
     cluster.send(cluster.ranks[FIRST].lose_permission())
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
-    commands = cluster.tell(cluster.ranks[FOURTH].lose_permission())
+    commands = cluster.handle(cluster.ranks[FOURTH].lose_permission())
     (again,) = offers(commands).values()
-    commands = cluster.tell(cluster.ranks[FOURTH].answer(again))
+    commands = cluster.handle(cluster.ranks[FOURTH].answer(again))
     cluster.expect(JobState.STOCK)
     assert "no stage can have other clocks than stock" in messages(commands)[1]
     cluster.carry_out(commands)
@@ -189,20 +189,20 @@ def test_where_no_stage_can_be_clocked_the_job_stays_at_stock_and_says_why() -> 
 
 def test_an_agent_that_does_not_know_the_rank_yet_changes_nothing() -> None:
     cluster = planned()
-    offer = offers(cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
+    offer = offers(cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
     unknown = OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, RefusalReason.UNKNOWN_RANK, "", -1)
-    assert events(cluster.tell(unknown)) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
+    assert events(cluster.handle(unknown)) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     cluster.expect(JobState.PLANNED)
 
 
 def test_a_frontier_that_was_solved_for_what_is_no_longer_there_is_not_used() -> None:
     cluster = planned()
-    commands = cluster.tell(cluster.ranks[FIRST].lose_permission())
-    commands = cluster.tell(cluster.ranks[FIRST].answer(offers(commands)[FIRST]))
+    commands = cluster.handle(cluster.ranks[FIRST].lose_permission())
+    commands = cluster.handle(cluster.ranks[FIRST].answer(offers(commands)[FIRST]))
     (before,) = problems(commands)
     cluster.ranks[SECOND].missing_mhz = frozenset({CLOCKS_MHZ[-1]})
     cluster.machine.run.planner.drop_frontier()
-    commands = cluster.tell(Solved(solve(before.problem, point_count=4)))
+    commands = cluster.handle(Solved(solve(before.problem, point_count=4)))
     cluster.expect(JobState.SOLVING)
     assert len(problems(commands)) == 1
     assert event_pb2.JOB_EVENT_TYPE_SOLVED not in events(commands)
@@ -232,9 +232,9 @@ def test_what_was_refused_survives_a_restart_of_the_coordinator_but_not_of_the_a
 
 def test_lower_answers_of_an_offer_that_was_overtaken_change_nothing() -> None:
     cluster = planned()
-    old = offers(cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
-    cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.4)))
+    old = offers(cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
+    cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.4)))
     answer = OfferAnswered(THIRD, "agent-1", EPOCH, old.version, RefusalReason.NOT_PERMITTED, "", 30)
-    assert cluster.tell(answer) == []
-    assert cluster.tell(replace(answer, epoch="another")) == []
+    assert cluster.handle(answer) == []
+    assert cluster.handle(replace(answer, epoch="another")) == []
     cluster.expect(JobState.PLANNED)

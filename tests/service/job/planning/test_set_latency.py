@@ -8,7 +8,7 @@ from perseus.service.domain.commands import Solve
 from perseus.service.domain.model import JobState
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
-from perseus.service.job.planning.set_latency import LEAST_SETS, SETTLE_S, SetLatency
+from perseus.service.job.planning.set_latency import MIN_SETS, SETTLING_TIME_S, SetLatency
 from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import clock_statistics
@@ -16,7 +16,7 @@ from tests.service.service_fakes import clock_statistics
 RANKS = [Coordinates(0, stage, 0) for stage in range(4)]
 
 
-def told(*latencies_s: float, planned_s: float = 0.0) -> SetLatency:
+def reported(*latencies_s: float, planned_s: float = 0.0) -> SetLatency:
     latency = SetLatency(JobRecord(OperatingPolicy(), set_latency_s=planned_s), len(RANKS))
     for rank, latency_s in zip(RANKS, latencies_s, strict=False):
         latency.take(rank, clock_statistics(1, latency_s))
@@ -25,7 +25,7 @@ def told(*latencies_s: float, planned_s: float = 0.0) -> SetLatency:
 
 
 def test_the_largest_counts_as_soon_as_all_have_told() -> None:
-    latency = told(0.010, 0.018, 0.012)
+    latency = reported(0.010, 0.018, 0.012)
     latency.follow(0.0)
     assert latency.planned_s == 0.0, "one is missing"
     latency.take(RANKS[3], clock_statistics(1, 0.011))
@@ -34,57 +34,57 @@ def test_the_largest_counts_as_soon_as_all_have_told() -> None:
 
 
 def test_where_some_never_tell_the_others_count_after_a_while_or_when_plans_are_made() -> None:
-    latency = told(0.010, 0.018)
+    latency = reported(0.010, 0.018)
     latency.follow(0.0)
-    latency.follow(SETTLE_S)
+    latency.follow(SETTLING_TIME_S)
     assert latency.planned_s == 0.018
-    latency = told(0.010)
-    latency.settle()
+    latency = reported(0.010)
+    latency.adopt_changes()
     assert latency.planned_s == 0.010
 
 
 def test_a_latency_of_a_few_sets_is_none() -> None:
     latency = SetLatency(JobRecord(OperatingPolicy()), 1)
-    latency.take(RANKS[0], clock_statistics(1, 0.020, LEAST_SETS - 1))
-    latency.settle()
+    latency.take(RANKS[0], clock_statistics(1, 0.020, MIN_SETS - 1))
+    latency.adopt_changes()
     assert latency.planned_s == 0.0
-    latency.take(RANKS[0], clock_statistics(1, 0.0201, LEAST_SETS))
-    latency.settle()
+    latency.take(RANKS[0], clock_statistics(1, 0.0201, MIN_SETS))
+    latency.adopt_changes()
     assert latency.planned_s == 0.021, "rounded up to the millisecond"
 
 
 def test_a_change_that_is_small_or_does_not_last_changes_nothing() -> None:
-    latency = told(0.020, 0.020, 0.020, 0.020, planned_s=0.020)
+    latency = reported(0.020, 0.020, 0.020, 0.020, planned_s=0.020)
     for now_s, latency_s in enumerate([0.021, 0.025, 0.019, 0.014, 0.040, 0.020], start=1):
         for rank in RANKS:
             latency.take(rank, clock_statistics(1, latency_s))
-        latency.follow(SETTLE_S * now_s)
+        latency.follow(SETTLING_TIME_S * now_s)
         assert latency.planned_s == 0.020
         latency.validate()
 
 
 def test_a_larger_latency_of_one_rank_counts_once_it_lasts() -> None:
-    latency = told(0.020, 0.020, 0.020, 0.030, planned_s=0.020)
+    latency = reported(0.020, 0.020, 0.020, 0.030, planned_s=0.020)
     latency.follow(0.0)
-    latency.follow(SETTLE_S - 0.1)
+    latency.follow(SETTLING_TIME_S - 0.1)
     assert latency.planned_s == 0.020
-    latency.follow(SETTLE_S)
+    latency.follow(SETTLING_TIME_S)
     assert latency.planned_s == 0.030
 
 
 def test_a_smaller_latency_counts_only_if_all_have_told() -> None:
-    latency = told(0.010, 0.010, 0.010, planned_s=0.020)
+    latency = reported(0.010, 0.010, 0.010, planned_s=0.020)
     latency.follow(0.0)
-    latency.follow(10 * SETTLE_S)
+    latency.follow(10 * SETTLING_TIME_S)
     assert latency.planned_s == 0.020, "the fourth may be the one that is slow"
     latency.take(RANKS[3], clock_statistics(1, 0.010))
-    latency.follow(11 * SETTLE_S)
-    latency.follow(12 * SETTLE_S)
+    latency.follow(11 * SETTLING_TIME_S)
+    latency.follow(12 * SETTLING_TIME_S)
     assert latency.planned_s == 0.010
 
 
 def test_ranks_that_are_gone_do_not_count() -> None:
-    latency = told(0.010, 0.010, 0.010, 0.050)
+    latency = reported(0.010, 0.010, 0.010, 0.050)
     latency.forget(RANKS[3:])
     assert latency.largest_s == 0.010
     latency.validate()
@@ -115,7 +115,7 @@ def solves(cluster: TruthfulCluster) -> list[float]:
     return [command.set_latency_s for command in cluster.history if isinstance(command, Solve)]
 
 
-def let_all_tell(cluster: TruthfulCluster, latency_s: float) -> None:
+def let_all_report(cluster: TruthfulCluster, latency_s: float) -> None:
     for rank in cluster.ranks.values():
         rank.set_latency_s = latency_s
 
@@ -128,7 +128,7 @@ def run_for(cluster: TruthfulCluster, time_s: float) -> None:
 
 def test_plans_are_made_with_what_profiling_has_shown() -> None:
     cluster = TruthfulCluster()
-    let_all_tell(cluster, 0.060)
+    let_all_report(cluster, 0.060)
     cluster.plan()
     assert solves(cluster) == [0.060]
     (solved,) = cluster.announced(event_pb2.Solved)
@@ -145,26 +145,26 @@ def test_plans_are_made_with_what_profiling_has_shown() -> None:
 def test_what_is_told_only_under_plans_makes_them_anew_and_only_a_lasting_change_does_so_again() -> None:
     cluster = TruthfulCluster().plan()
     cluster.run(2)
-    let_all_tell(cluster, 0.050)
+    let_all_report(cluster, 0.050)
     cluster.run(3)
     assert solves(cluster) == [0.0, 0.050]
     cluster.expect(JobState.PLANNED)
-    let_all_tell(cluster, 0.053)
-    run_for(cluster, 3 * SETTLE_S)
+    let_all_report(cluster, 0.053)
+    run_for(cluster, 3 * SETTLING_TIME_S)
     assert solves(cluster) == [0.0, 0.050], "6 % more"
-    let_all_tell(cluster, 0.100)
-    run_for(cluster, SETTLE_S / 2)
+    let_all_report(cluster, 0.100)
+    run_for(cluster, SETTLING_TIME_S / 2)
     assert solves(cluster) == [0.0, 0.050]
-    run_for(cluster, SETTLE_S)
+    run_for(cluster, SETTLING_TIME_S)
     assert solves(cluster) == [0.0, 0.050, 0.100]
-    assert cluster.announced(event_pb2.PromiseBroken) == []
+    assert cluster.announced(event_pb2.PredictionViolated) == []
 
 
 def test_a_restart_keeps_the_latency() -> None:
     cluster = TruthfulCluster()
-    let_all_tell(cluster, 0.060)
+    let_all_report(cluster, 0.060)
     cluster.plan()
-    let_all_tell(cluster, 0.0)
+    let_all_report(cluster, 0.0)
     cluster.restart()
     assert cluster.job().set_latency_s == 0.060
     assert solves(cluster) == [0.060, 0.060]

@@ -17,7 +17,7 @@ from perseus.service.domain.inputs import FinishRequested, LagNotFound, SolveFai
 from perseus.service.domain.model import STOCK, Clocks, JobState, PlannedClocks
 from perseus.service.job import views
 from perseus.service.job.planning.drift import BLOCK
-from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
+from perseus.service.job.planning.plan_watch import MAX_PREDICTION_VIOLATIONS
 from perseus.solver import common_lag_s, replay, with_lag
 from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
@@ -41,7 +41,7 @@ class WaitingCluster(TruthfulCluster):
             rest = [command for command in rest if not isinstance(command, Solve)]
         super().carry_out(rest)
 
-    def break_promise(self) -> list[Command]:
+    def violate_prediction(self) -> list[Command]:
         """Go on until the first plan has broken its promise; return what the machine wants at that."""
         self.plan()
         self.first_plans = [offer.clocks for offer in self.machine.run.offers]
@@ -51,7 +51,7 @@ class WaitingCluster(TruthfulCluster):
             self.run(1)
         found = self.history[before:]
         return found[
-            next(n for n, c in enumerate(found) if _is(c, event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN)) :
+            next(n for n, c in enumerate(found) if _is(c, event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED)) :
         ]
 
 
@@ -70,35 +70,35 @@ def kinds(commands: Iterable[Command]) -> list[type | event_pb2.JobEventType.Val
 
 def test_where_the_profile_agrees_the_plan_is_withdrawn_and_the_next_is_to_explain_it() -> None:
     cluster = WaitingCluster()
-    commands = cluster.break_promise()
+    commands = cluster.violate_prediction()
     cluster.expect(JobState.SOLVING)
     assert kinds(commands) == [
-        event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN,
+        event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED,
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
         Solve,
         *[event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED, SendOffer, SendOffer] * 2,
     ]
-    (broken,) = cluster.announced(event_pb2.PromiseBroken)
+    (violation,) = cluster.announced(event_pb2.PredictionViolated)
     (command,) = (command for command in commands if isinstance(command, Solve))
     first = cluster.first_plans[0]
     assert isinstance(first, PlannedClocks)
-    assert command.slow == SlowPlan(first.plan, broken.median_time_s, broken.baseline_time_s)
+    assert command.slow == SlowPlan(first.plan, violation.median_time_s, violation.baseline_time_s)
     assert command.problem == with_lag(command.problem, 0.0)
     assert {c.offer.clocks for c in commands if isinstance(c, SendOffer)} == {STOCK}
 
 
-def test_the_plan_that_leaves_transfers_their_time_keeps_its_promise_and_saves() -> None:
+def test_the_plan_that_leaves_transfers_their_time_keeps_its_prediction_and_saves() -> None:
     cluster = TruthfulCluster(lag_s=LAG_S).plan()
     cluster.run(BLOCK)
-    (broken,) = cluster.announced(event_pb2.PromiseBroken)
+    (violation,) = cluster.announced(event_pb2.PredictionViolated)
     before, after = cluster.announced(event_pb2.Solved)
     assert before.transfer_lag_s == 0
     assert after.transfer_lag_s == pytest.approx(LAG_S, rel=0.01)
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert len(cluster.announced(event_pb2.PromiseBroken)) == 1
-    baseline_s = broken.baseline_time_s
-    assert broken.median_time_s > 1.01 * baseline_s
+    assert len(cluster.announced(event_pb2.PredictionViolated)) == 1
+    baseline_s = violation.baseline_time_s
+    assert violation.median_time_s > 1.01 * baseline_s
     last = cluster.machine.run.log.periods[-1]
     assert last.iteration_time_s <= 1.001 * baseline_s
     frontier = views.solved_frontier(cluster.machine.run)
@@ -121,15 +121,15 @@ UNEXPLAINED = event_pb2.MeasurementsUnexplained(
 
 def test_what_no_lag_explains_is_told_and_ends_at_stock() -> None:
     cluster = WaitingCluster()
-    cluster.break_promise()
-    commands = cluster.tell(LagNotFound(UNEXPLAINED))
+    cluster.violate_prediction()
+    commands = cluster.handle(LagNotFound(UNEXPLAINED))
     assert kinds(commands) == [
         event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED,
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
     ]
-    told, changed = (command.event for command in commands if isinstance(command, Announce))
-    assert told.measurements_unexplained == UNEXPLAINED
-    assert told.message == (
+    reported, changed = (command.event for command in commands if isinstance(command, Announce))
+    assert reported.measurements_unexplained == UNEXPLAINED
+    assert reported.message == (
         "the plan's iterations take 0.200000 s more than stock's, of which the model explains 0.010000 s; no "
         "time that transfers take explains the other 0.190000 s"
     )
@@ -139,21 +139,21 @@ def test_what_no_lag_explains_is_told_and_ends_at_stock() -> None:
 
 def test_an_unexplained_plan_that_is_of_no_use_any_more_is_not_told() -> None:
     cluster = WaitingCluster()
-    cluster.break_promise()
+    cluster.violate_prediction()
     cluster.send(FinishRequested())
-    assert kinds(cluster.tell(LagNotFound(UNEXPLAINED))) == []
+    assert kinds(cluster.handle(LagNotFound(UNEXPLAINED))) == []
     cluster.expect(JobState.FINISHED)
 
 
 def test_where_solving_fails_the_job_ends_at_stock() -> None:
     cluster = WaitingCluster()
-    cluster.break_promise()
-    commands = cluster.tell(SolveFailed("it takes longer than 1 s"))
+    cluster.violate_prediction()
+    commands = cluster.handle(SolveFailed("it takes longer than 1 s"))
     assert kinds(commands) == [event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED, event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
     cluster.expect(JobState.STOCK)
 
 
-def test_longer_lags_are_found_until_promises_have_been_broken_too_often() -> None:
+def test_longer_lags_are_found_until_predictions_have_been_violated_too_often() -> None:
     cluster = TruthfulCluster(lag_s=LAG_S).plan()
     cluster.run(BLOCK)
     for lag_s in (0.010, 0.013):
@@ -163,8 +163,8 @@ def test_longer_lags_are_found_until_promises_have_been_broken_too_often() -> No
     cluster.expect(JobState.STOCK)
     lags_s = [found.transfer_lag_s for found in cluster.announced(event_pb2.Solved)]
     assert lags_s == sorted(lags_s)
-    assert len(cluster.announced(event_pb2.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
-    assert len(lags_s) == MOST_BROKEN_PROMISES + 1
+    assert len(cluster.announced(event_pb2.PredictionViolated)) == MAX_PREDICTION_VIOLATIONS + 1
+    assert len(lags_s) == MAX_PREDICTION_VIOLATIONS + 1
     assert cluster.announced(event_pb2.StateChanged)[-1].reason == "plans broke their promise 3 times"
 
 
@@ -185,9 +185,9 @@ def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> Non
 
 def test_a_frontier_that_was_asked_for_to_explain_a_slow_plan_is_planned_on() -> None:
     cluster = WaitingCluster()
-    cluster.break_promise()
+    cluster.violate_prediction()
     assert cluster.problems is not None
-    commands = cluster.tell(solved(cluster.problems.pop()))
+    commands = cluster.handle(solved(cluster.problems.pop()))
     assert kinds(commands) == [
         event_pb2.JOB_EVENT_TYPE_SOLVED,
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,

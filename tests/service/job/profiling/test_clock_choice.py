@@ -31,7 +31,7 @@ HELD_ITERATIONS = 5
 VERIFIED_ITERATIONS = 20
 NOISE = 0.01  # of a computation's time, and of its energy
 ACCURACY = 0.003
-MOST_CLOCKS = 12
+MAX_CLOCKS = 12
 POWERS_W = {"gpt3-175b-a100-sxm": 83.64, "gpt3-175b-a40": 70.38}
 
 Truth = Mapping[ProfileKey, Mapping[int, Measurement]]
@@ -98,9 +98,9 @@ class NoisyCluster:
 def profile(cluster: NoisyCluster, schedule: Schedule, clocks_mhz: list[int]) -> list[StageProfile]:
     """Measure what is chosen until that is enough; never more than MOST_CLOCKS at a stage."""
     profiles: list[StageProfile] = []
-    for _ in range(MOST_CLOCKS):
+    for _ in range(MAX_CLOCKS):
         choice = choose_clocks(profiles, schedule, [clocks_mhz] * schedule.stage_count, barred=())
-        if choice.doubt <= ACCURACY:
+        if choice.uncertainty <= ACCURACY:
             break
         profiles += [cluster.hold(stage, mhz) for stage, mhz in enumerate(choice.clocks_mhz)]
     return profiles
@@ -116,8 +116,8 @@ def test_few_noisy_clocks_lead_to_nearly_the_plan_of_all(name: str, seed: int) -
     clocks_mhz = sorted(next(iter(truth.values())), reverse=True)
     cluster = NoisyCluster(truth, 8 * POWERS_W[name], seed)
     profiles = profile(cluster, pipeline.schedule, clocks_mhz)
-    most = max(Counter(one.stage for one in profiles).values())
-    assert most <= MOST_CLOCKS
+    maximum = max(Counter(one.stage for one in profiles).values())
+    assert maximum <= MAX_CLOCKS
     first = fastest_plan(build_problem(profiles, pipeline.schedule, [clocks_mhz] * 8))
     verified = corrected(profiles, cluster.run(first))
     plan = fastest_plan(build_problem(verified, pipeline.schedule, [clocks_mhz] * 8))
@@ -128,7 +128,7 @@ def test_few_noisy_clocks_lead_to_nearly_the_plan_of_all(name: str, seed: int) -
             (judged.energy_j / best.energy_j - 1, judged.iteration_time_s / best.iteration_time_s - 1)
         )
     print(
-        f"{name}, seed {seed}: {most} clocks of {len(clocks_mhz)};",
+        f"{name}, seed {seed}: {maximum} clocks of {len(clocks_mhz)};",
         *(f"energy {100 * e:+.2f} %, time {100 * t:+.2f} %" for e, t in shares),
         sep="  ",
     )

@@ -8,7 +8,7 @@ from perseus.service.domain.model import STOCK_MHZ, HoldClocks, StockIteration
 from perseus.service.domain.profiling import ProfilingProgress
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
-from perseus.service.job.journal import Journal
+from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler
 from perseus.service.job.rules import Rules
 from perseus.solver import Kind, one_forward_one_backward
@@ -25,9 +25,9 @@ class Bench:
     """A profiler in its first round, in which all stages hold the highest clock."""
 
     def __init__(self) -> None:
-        self.journal = Journal()
+        self.buffer = CommandBuffer()
         rules = Rules(profile_iterations=ITERATIONS)
-        self.profiler = Profiler(JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, rules, self.journal)
+        self.profiler = Profiler(JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, rules, self.buffer)
         held = self.profiler.next_round(None, USABLE_MHZ)
         assert held == HoldClocks((1400, 1400))
         self.held = held
@@ -54,7 +54,7 @@ class Bench:
         }
 
     def events(self) -> list[event_pb2.JobEventType.ValueType]:
-        commands: list[Command] = self.journal.take()
+        commands: list[Command] = self.buffer.take()
         return [command.event.type for command in commands if isinstance(command, Announce)]
 
 
@@ -122,9 +122,9 @@ def test_a_clock_that_does_not_get_measured_is_given_up() -> None:
 
 def test_what_was_estimated_at_stock_counts_for_a_stage_that_stays_there() -> None:
     """The longer a plan is in force, the rarer are its estimates: the next may be far away."""
-    journal = Journal()
+    buffer = CommandBuffer()
     profiler = Profiler(
-        JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, Rules(profile_iterations=ITERATIONS), journal
+        JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, Rules(profile_iterations=ITERATIONS), buffer
     )
     for place in SHAPE.all_coordinates():
         profiler.take_estimate(place, estimate(SCHEDULE.orders[place.stage], 0, 100, STOCK_MHZ))

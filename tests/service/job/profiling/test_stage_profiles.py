@@ -81,12 +81,12 @@ def test_a_tiny_standard_error_outweighs_others_only_so_far() -> None:
 
 def test_power_that_nobody_told_is_assumed_never_0() -> None:
     found = estimates(1200)
-    untold = {place: replace(one, blocking_power_w=None) for place, one in found.items()}
-    profiles = [merge(stage, 1200, untold, SHAPE, range(2), 1200) for stage in range(2)]
+    unreported = {place: replace(one, blocking_power_w=None) for place, one in found.items()}
+    profiles = [merge(stage, 1200, unreported, SHAPE, range(2), 1200) for stage in range(2)]
     assert [profile.blocking_power_w for profile in profiles] == [None, None]
     assert not is_power_known(profiles)
-    least_w = [min(m.energy_j / m.time_s for m in some.measurements.values()) for some in profiles]
-    assert blocking_power_w(profiles, 2) == pytest.approx([0.25 * power_w for power_w in least_w])
+    min_w = [min(m.energy_j / m.time_s for m in some.measurements.values()) for some in profiles]
+    assert blocking_power_w(profiles, 2) == pytest.approx([0.25 * power_w for power_w in min_w])
     known = [profiles[0], merge(1, 1200, found, SHAPE, range(2), 1200)]
     assert is_power_known(known)
     assert blocking_power_w(known, 2) == pytest.approx((2 * BLOCKING_POWER_W,) * 2)

@@ -20,11 +20,11 @@ from perseus.service.job.recording import Begun, Recording, Restored, SolverAnsw
 from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import job_pb2
 from tests.service.job.recorded import scenarios
-from tests.service.job.recorded.lives import FIELDS, Life, Restart, Step, fields_of, save
+from tests.service.job.recorded.runs import FIELDS, RecordedRun, Restart, Step, fields_of, save
 
 
 @contextmanager
-def recorded() -> Iterator[list[Step]]:
+def recording() -> Iterator[list[Step]]:
     """For the length of a block: all that happens to the one run in it, in order."""
     steps: list[Step] = []
 
@@ -46,13 +46,13 @@ def recorded() -> Iterator[list[Step]]:
         yield steps
 
 
-async def lived(steps: list[Step]) -> list[list[object]]:
+async def recorded(steps: list[Step]) -> list[list[object]]:
     """Return what goes out after each step, and at last."""
     with tempfile.TemporaryDirectory() as folder:
         store = await SqlStore.open(Path(folder) / "store.db")
         try:
-            life = Life(store)
-            return [*[await life.take(step) for step in steps], await life.end()]
+            recorded_run = RecordedRun(store)
+            return [*[await recorded_run.take(step) for step in steps], await recorded_run.end()]
         finally:
             await store.close()
 
@@ -67,9 +67,9 @@ def main(names: list[str]) -> None:
             and not name.startswith("_")
             and (not names or name in names)
         ):
-            with recorded() as steps:
+            with recording() as steps:
                 scenario(steps)
-            save(name, steps, asyncio.run(lived(steps)))
+            save(name, steps, asyncio.run(recorded(steps)))
             print(f"{name}: {len(steps)} steps")
 
 

@@ -11,18 +11,18 @@ from perseus.service.domain.inputs import (
     AgentHeard,
     AgentLeft,
     BaselineRequested,
-    CeilingOrdered,
+    BudgetTargetSet,
     EpochRenewed,
     FinishRequested,
     GpuErrorReported,
     Input,
-    PaceOrdered,
+    MaxClockSet,
     PolicySet,
     ProfileFound,
     RankLeft,
     RegisteredAgain,
     ResumeRequested,
-    SignalPaced,
+    SignalTargetSet,
     SolveFailed,
     SolveRetried,
     StragglerCleared,
@@ -37,7 +37,7 @@ from perseus.service.domain.model import (
     RankLeftReason,
     Straggler,
 )
-from perseus.service.domain.signals import ExtraTime, PacingState, SignalKind, SignalRule, WorkWindow
+from perseus.service.domain.signals import ExtraTime, SignalKind, SignalRule, SignalTargetState, WorkWindow
 from perseus.service.domain.snapshot import Fault, RunSnapshot
 from perseus.service.domain.specification import (
     BudgetTerms,
@@ -50,7 +50,7 @@ from perseus.service.domain.telemetry import GpuLimits
 from perseus.service.job import views
 from perseus.service.job.quarantine import handle, quarantine
 from perseus.service.job.rules import Rules
-from tests.service.job.recorded.lives import Broken, Step
+from tests.service.job.recorded.runs import Broken, Step
 from tests.service.job.stragglers.straggler_cluster import TimedCluster
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, START_S, Cluster, make_spec
@@ -80,7 +80,7 @@ def _broken(cluster: Cluster, steps: Steps, part: FaultyPart) -> RunSnapshot:
     return snapshot
 
 
-def _told(cluster: Cluster, snapshot: RunSnapshot, steps: Steps, event: Input) -> RunSnapshot:
+def _reported(cluster: Cluster, snapshot: RunSnapshot, steps: Steps, event: Input) -> RunSnapshot:
     """Give a quarantined run an input."""
     steps.append(Step(event, cluster.now_s, START_S + cluster.now_s))
     snapshot, commands = handle(snapshot, event, cluster.now_s, START_S + cluster.now_s)
@@ -103,7 +103,7 @@ def tensor_parallel_ranks(_steps: Steps) -> None:
 
 
 def predictions_that_hold(_steps: Steps) -> None:
-    TruthfulCluster(tells_timelines=True).plan().run(30)
+    TruthfulCluster(reports_timelines=True).plan().run(30)
 
 
 def irregular_iterations(_steps: Steps) -> None:
@@ -255,7 +255,7 @@ def a_coordinator_that_is_killed_while_profiling(_steps: Steps) -> None:
 
 
 def a_coordinator_that_is_killed_again_and_again(_steps: Steps) -> None:
-    cluster = TruthfulCluster(tells_timelines=True)
+    cluster = TruthfulCluster(reports_timelines=True)
     cluster.join_all()
     for count in (1, 3, 8, 13, 5, 20):
         cluster.run(count)
@@ -280,30 +280,30 @@ def a_power_budget_that_falls_and_ends(_steps: Steps) -> None:
     cluster = _planned(Cluster(make_spec()))
     points = views.solved_frontier(cluster.machine.run).points
     for index, is_urgent in ((len(points) // 2, True), (-1, True), (len(points) // 4, False)):
-        cluster.send(PaceOrdered(points[index].iteration_time_s, is_urgent))
+        cluster.send(BudgetTargetSet(points[index].iteration_time_s, is_urgent))
         cluster.iterate(4)
     cluster.restart()
     cluster.join_all()
-    cluster.send(PaceOrdered(None, is_urgent=False))
+    cluster.send(BudgetTargetSet(None, is_urgent=False))
     cluster.iterate(4)
 
 
 def a_maximum_clock_before_and_after_plans(_steps: Steps) -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
-    cluster.send(CeilingOrdered(1000))
+    cluster.send(MaxClockSet(1000))
     cluster.iterate(6, duration_s=1.1)
     cluster.restart()
     cluster.join_all()
-    cluster.send(CeilingOrdered(1250, outlasts_lease=True))
+    cluster.send(MaxClockSet(1250, outlasts_lease=True))
     cluster.iterate(4)
-    cluster.send(CeilingOrdered(None))
+    cluster.send(MaxClockSet(None))
     cluster.iterate_until(JobState.PLANNED)
-    cluster.send(CeilingOrdered(1100))
+    cluster.send(MaxClockSet(1100))
     cluster.iterate(4)
     cluster.send(BaselineRequested("again"))
     cluster.iterate(4)
-    cluster.send(CeilingOrdered(None))
+    cluster.send(MaxClockSet(None))
     cluster.iterate(10)
 
 
@@ -313,12 +313,12 @@ def pacing_by_carbon(_steps: Steps) -> None:
     cluster = _planned(Cluster(make_spec(policy=OperatingPolicy(signal=rule))))
     points = views.solved_frontier(cluster.machine.run).points
     for share, value in ((0.4, 400.0), (0.1, 120.0)):
-        pace_s = points[int(share * len(points))].iteration_time_s
-        cluster.send(SignalPaced(rule, window, PacingState.PACED, pace_s, value))
+        target_time_s = points[int(share * len(points))].iteration_time_s
+        cluster.send(SignalTargetSet(rule, window, SignalTargetState.FOLLOWING, target_time_s, value))
         cluster.iterate(4)
     cluster.restart()
     cluster.join_all()
-    cluster.send(SignalPaced(rule, window, PacingState.BLIND, None, None))
+    cluster.send(SignalTargetSet(rule, window, SignalTargetState.NO_SIGNAL, None, None))
     cluster.iterate(4)
     cluster.send(PolicySet(OperatingPolicy()))
     cluster.iterate(4)
@@ -353,7 +353,7 @@ def transfers_that_take_time(_steps: Steps) -> None:
 
 
 def work_that_doubles(_steps: Steps) -> None:
-    cluster = TruthfulCluster(tells_timelines=True).plan()
+    cluster = TruthfulCluster(reports_timelines=True).plan()
     cluster.run(20)
     cluster.work = lambda stage: 2.0 if stage == 1 else 1.0
     cluster.run(60)
@@ -369,7 +369,7 @@ def a_power_limit_that_somebody_changes(_steps: Steps) -> None:
 
 
 def a_gpu_that_is_capped(_steps: Steps) -> None:
-    cluster = TruthfulCluster(tells_timelines=True).plan()
+    cluster = TruthfulCluster(reports_timelines=True).plan()
     cluster.run(6)
     cluster.caps_mhz[Coordinates(0, 0, 0)] = 1100
     cluster.run(40)
@@ -420,10 +420,10 @@ def a_problem_that_is_not_solved(_steps: Steps) -> None:
     while not any(isinstance(command, Solve) for command in cluster.history):
         for rank in cluster.ranks.values():
             if (in_force := rank.begin()) is not None:
-                cluster.carry_out(cluster.tell(in_force))
+                cluster.carry_out(cluster.handle(in_force))
         cluster.now_s += 0.8
         for rank in cluster.ranks.values():
-            commands = cluster.tell(rank.end(0.8))
+            commands = cluster.handle(rank.end(0.8))
             cluster.carry_out([command for command in commands if not isinstance(command, Solve)])
     cluster.send(SolveRetried("its process died", 1, 2.0))
     cluster.send(SolveFailed("the problem is too large"))
@@ -441,11 +441,11 @@ def a_quarantined_run_that_is_resumed(steps: Steps) -> None:
         Tick(),
         AgentHeard("agent-0"),
         StragglerCleared(0),
-        CeilingOrdered(1000),
-        CeilingOrdered(None),
+        MaxClockSet(1000),
+        MaxClockSet(None),
     ):
         with suppress(JobQuarantinedError):
-            _told(cluster, run, steps, event)
+            _reported(cluster, run, steps, event)
     cluster.restart()
     cluster.send(ResumeRequested())
     for rank in cluster.ranks.values():
@@ -465,4 +465,4 @@ def a_quarantined_run_that_is_finished(steps: Steps) -> None:
         FinishRequested(),
         FinishRequested(),
     ):
-        _told(cluster, run, steps, event)
+        _reported(cluster, run, steps, event)

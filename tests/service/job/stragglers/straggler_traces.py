@@ -66,16 +66,16 @@ class Trace:
         peers_s = np.delete(self.durations_s, pipeline, axis=1)[:, :, at_stage]
         floor_s = 0.0 if is_uniform else np.median(peers_s, axis=1)
         peers_mean_s = np.delete(self.spans_s().mean(axis=0), pipeline).mean()
-        least, most = 0.0, 1.0
+        minimum, maximum = 0.0, 1.0
         for _ in range(20):
-            share = (least + most) / 2
+            share = (minimum + maximum) / 2
             durations_s = self.durations_s.copy()
             durations_s[:, pipeline, at_stage] = floor_s + share * (own_s - floor_s)
             scaled = Trace(self.schedule, self.steps, self.begins_s, durations_s)
             if scaled.only([pipeline]).spans_s().mean() > factor * peers_mean_s:
-                most = share
+                maximum = share
             else:
-                least = share
+                minimum = share
         return scaled
 
 

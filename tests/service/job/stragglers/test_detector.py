@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from perseus.service.job.statistics.noise import LEAST_SCALE
-from perseus.service.job.stragglers.answers import FIRST_PAUSE
-from perseus.service.job.stragglers.detector import CALM, ENTER, SLOWING_REASONS, Finding, StragglerDetector
+from perseus.service.job.statistics.noise import MIN_SCALE
+from perseus.service.job.stragglers.detector import (
+    ENTER,
+    QUIET_ITERATIONS,
+    SLOWING_REASONS,
+    Finding,
+    StragglerDetector,
+)
+from perseus.service.job.stragglers.response_cost import INITIAL_PAUSE
 from perseus.service.job.stragglers.spans import IterationSpans
 
 PLANNED_S = 10.0
@@ -34,7 +40,7 @@ class Series:
 
     def feed(
         self,
-        paces: Sequence[float] | NDArray[np.float64],
+        slowness: Sequence[float] | NDArray[np.float64],
         version: int | None = None,
         reasons: Sequence[int] = (),
         work: Sequence[float] | NDArray[np.float64] = (),
@@ -45,21 +51,21 @@ class Series:
             IterationSpans(
                 iteration=self.iteration,
                 versions=np.full(self.count, VERSION if version is None else version),
-                spans_s=PLANNED_S * np.array(paces),
+                spans_s=PLANNED_S * np.array(slowness),
                 planned_s=planned_s,
                 slowest_stages=np.zeros(self.count, np.int64),
-                stage_ratios=np.array(paces),
+                stage_ratios=np.array(slowness),
                 clock_event_reasons=np.array(reasons or [0] * self.count),
                 relative_work=np.array(work) if len(work) else 1.0,
             )
         )
 
-    def feed_first(self, paces: Sequence[float]) -> list[tuple[int, int, Any]]:
+    def feed_first(self, slowness: Sequence[float]) -> list[tuple[int, int, Any]]:
         """Feed a series of the first pipeline's paces, all others keep theirs; say what was found when."""
         return [
             (index, finding.pipeline, finding.slowdown_factor)
-            for index, pace in enumerate(paces, 1)
-            for finding in self.feed([pace] + [1.0] * (self.count - 1))
+            for index, factor in enumerate(slowness, 1)
+            for finding in self.feed([factor] + [1.0] * (self.count - 1))
         ]
 
 
@@ -114,20 +120,20 @@ def test_a_straggler_below_the_limit_is_none(series: Series) -> None:
     assert series.feed_first([1 + 0.9 * ENTER] * 20) == []
 
 
-def test_flapping_that_is_slower_than_the_patience_is_given_up(series: Series) -> None:
+def test_flapping_that_is_slower_than_the_timeout_is_given_up(series: Series) -> None:
     found = series.feed_first([1.2, 1.2, 1.0, 1.0] * 10)
     assert found == [(2, 0, pytest.approx(1.2)), (4, 0, 1.0)]
 
 
-def test_patience_comes_back_with_calm(series: Series) -> None:
+def test_timeouts_shrink_when_quiet(series: Series) -> None:
     series.feed_first([1.2, 1.2, 1.0, 1.0])
-    assert series.feed_first([1.2] * 3 + [1.0] * (3 + CALM)) == [], "three to outweigh three"
+    assert series.feed_first([1.2] * 3 + [1.0] * (3 + QUIET_ITERATIONS)) == [], "three to outweigh three"
     assert series.feed_first([1.2, 1.2]) == [(2, 0, pytest.approx(1.2))]
 
 
 def test_a_step_of_the_whole_job_is_no_straggler(series: Series) -> None:
-    for pace in (1.0, 1.15, 1.3, 1.3, 1.3, 0.9, 0.9):
-        assert series.feed([pace] * series.count) == []
+    for factor in (1.0, 1.15, 1.3, 1.3, 1.3, 0.9, 0.9):
+        assert series.feed([factor] * series.count) == []
 
 
 def test_a_straggler_is_found_amid_a_step_of_the_whole_job(series: Series) -> None:
@@ -194,7 +200,7 @@ def test_others_wait_for_no_more_than_the_fast_iterations_of_a_jumpy_straggler(s
     assert 1 < factor <= 1.15
 
 
-def test_evidence_is_complete() -> None:
+def test_details_are_complete() -> None:
     series = Series(3)
     series.feed([1.0, 1.25, 1.0])
     (finding,) = series.feed([1.0, 1.25, 1.0])
@@ -207,7 +213,7 @@ def test_evidence_is_complete() -> None:
         span_s=12.5,
         planned_span_s=10.0,
         excess=finding.excess,
-        noise=LEAST_SCALE,
+        noise=MIN_SCALE,
         enter=ENTER,
         slowest_stage=0,
         stage_ratio=1.25,
@@ -274,34 +280,34 @@ def test_no_rhythm_flaps(slow: int, fast: int, high: float, count: int) -> None:
 
 
 @given(
-    paces=st.lists(st.lists(st.floats(0.9, 1.4), min_size=3, max_size=3), min_size=1, max_size=40),
+    slowness=st.lists(st.lists(st.floats(0.9, 1.4), min_size=3, max_size=3), min_size=1, max_size=40),
     shift=st.floats(1, 1.5),
     planned=st.booleans(),
 )
-def test_findings_make_sense(paces: list[list[float]], shift: float, planned: bool) -> None:
+def test_findings_make_sense(slowness: list[list[float]], shift: float, planned: bool) -> None:
     series = Series(3, is_planned=planned)
     shifted = Series(3, is_planned=False)
     factors = [1.0] * 3
-    for row in paces:
+    for row in slowness:
         found = series.feed(row)
         for finding in found:
             assert finding.slowdown_factor != factors[finding.pipeline], "a finding is a change"
             assert 1 <= finding.waited_factor <= finding.slowdown_factor
             factors[finding.pipeline] = finding.slowdown_factor
-            told = series.detector.factor(finding.pipeline)
-            assert told == (pytest.approx(finding.waited_factor) if finding.is_straggler else None)
+            reported = series.detector.factor(finding.pipeline)
+            assert reported == (pytest.approx(finding.waited_factor) if finding.is_straggler else None)
         if not planned:
-            again = shifted.feed([shift * pace for pace in row])
+            again = shifted.feed([shift * factor for factor in row])
             assert [finding.pipeline for finding in again] == [finding.pipeline for finding in found]
 
 
 @given(
-    paces=st.lists(st.lists(st.floats(0.9, 1.4), min_size=4, max_size=4), min_size=1, max_size=20),
+    slowness=st.lists(st.lists(st.floats(0.9, 1.4), min_size=4, max_size=4), min_size=1, max_size=20),
     order=st.permutations(range(4)),
 )
-def test_pipelines_are_judged_alike(paces: list[list[float]], order: list[int]) -> None:
+def test_pipelines_are_judged_alike(slowness: list[list[float]], order: list[int]) -> None:
     here, there = Series(4), Series(4)
-    for row in paces:
+    for row in slowness:
         found = {finding.pipeline: finding.slowdown_factor for finding in here.feed(row)}
         moved = {
             order[finding.pipeline]: finding.slowdown_factor
@@ -312,10 +318,10 @@ def test_pipelines_are_judged_alike(paces: list[list[float]], order: list[int]) 
 
 def jumps(seed: int, count: int, pipelines: int = 32) -> NDArray[np.float64]:
     """Paces that jump from iteration to iteration: the slowest of 32 typically takes 1.35 × the median."""
-    paces: NDArray[np.float64] = np.exp(
+    slowness: NDArray[np.float64] = np.exp(
         0.145 * np.random.default_rng(seed).standard_normal((count, pipelines))
     )
-    return paces
+    return slowness
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
@@ -323,16 +329,16 @@ def test_wild_jitter_from_the_first_iteration_on_is_no_straggler(is_planned: boo
     found = 0
     for seed in range(5):
         series = Series(32, is_planned=is_planned, learned=0)
-        found += sum(len(series.feed(paces)) for paces in jumps(seed, 200))
+        found += sum(len(series.feed(slowness)) for slowness in jumps(seed, 200))
     assert found <= 1, "stated: one in 1,000 iterations"
 
 
 def test_in_wild_jitter_a_straggler_is_found_and_waited_for_as_far_as_is_sure() -> None:
     series = Series(32, learned=0)
-    for paces in jumps(0, 100):
-        series.feed(paces)
+    for slowness in jumps(0, 100):
+        series.feed(slowness)
     slow = np.array([2.0] + [1.0] * 31)
-    counts = [index for index, paces in enumerate(jumps(1, 40)) if series.feed(slow * paces)]
+    counts = [index for index, slowness in enumerate(jumps(1, 40)) if series.feed(slow * slowness)]
     assert counts[0] < 6
     factor = series.detector.factor(0)
     assert factor is not None
@@ -350,35 +356,35 @@ def test_an_answer_that_costs_time_is_withdrawn_and_not_repeated_soon() -> None:
     detector, count = series.detector, 4
     detector.restore(0, 1.2)
 
-    def feed(pace: float, others_planned: float) -> list[Finding]:
+    def feed(factor: float, others_planned: float) -> list[Finding]:
         series.iteration += 1
         planned_s = PLANNED_S * np.array([1.0] + [others_planned] * (count - 1))
-        spans_s = planned_s * np.array([pace] + [1.0] * (count - 1))
+        spans_s = planned_s * np.array([factor] + [1.0] * (count - 1))
         zeros = np.zeros(count, np.int64)
         return detector.judge(
             IterationSpans(series.iteration, zeros + VERSION, spans_s, planned_s, zeros, spans_s, zeros)
         )
 
-    paces = [1.15, 1.25, 1.17, 1.23] * 20
-    found = [finding for pace in paces for finding in feed(pace, 1.25)]
+    slowness = [1.15, 1.25, 1.17, 1.23] * 20
+    found = [finding for factor in slowness for finding in feed(factor, 1.25)]
     assert found[0].has_cost_time
     assert (found[0].waited_factor, found[0].is_straggler) == (1.0, True)
     assert found[0].iteration - 40 <= 6
     later = [finding.iteration for finding in found[1:] if finding.waited_factor > 1]
-    assert all(iteration - found[0].iteration > FIRST_PAUSE for iteration in later)
+    assert all(iteration - found[0].iteration > INITIAL_PAUSE for iteration in later)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_amid_jitter_a_straggler_that_recovers_is_itself_again_within_a_few_iterations(seed: int) -> None:
     series, rng = Series(2), np.random.default_rng(seed)
     jitter = np.exp(0.01 * rng.standard_normal((100, 2)))
-    for paces in jitter[:40]:
-        series.feed(paces)
-    for paces in jitter[40:60]:
-        series.feed(paces * [1.0, 1.2])
+    for slowness in jitter[:40]:
+        series.feed(slowness)
+    for slowness in jitter[40:60]:
+        series.feed(slowness * [1.0, 1.2])
     assert series.detector.factor(1) is not None
-    for paces in jitter[60:72]:
-        series.feed(paces)
+    for slowness in jitter[60:72]:
+        series.feed(slowness)
     assert series.detector.factor(1) is None
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import KINDS, ComputationColumns, IterationColumns, TelemetryBatch
-from perseus.service.job.stragglers.spans import SpanBook, SpanGraph
+from perseus.service.job.stragglers.spans import SpanCollector, SpanGraph
 from perseus.solver import Computation, Kind, Schedule, gpipe, one_forward_one_backward
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -96,11 +96,11 @@ def order_rows(
     return [(c, forward_s if c.kind is F else backward_s) for c in SCHEDULE.orders[stage]]
 
 
-def book(pipelines: int = 2, tensors: int = 1) -> SpanBook:
-    return SpanBook(SCHEDULE, Parallelism(pipelines, 2, tensors))
+def collector(pipelines: int = 2, tensors: int = 1) -> SpanCollector:
+    return SpanCollector(SCHEDULE, Parallelism(pipelines, 2, tensors))
 
 
-def fill(found: SpanBook, iteration: int = 0, pipelines: int = 2) -> None:
+def fill(found: SpanCollector, iteration: int = 0, pipelines: int = 2) -> None:
     for pipeline in range(pipelines):
         for stage in (0, 1):
             found.add(Coordinates(pipeline, stage, 0), batch(order_rows(stage), iteration))
@@ -110,7 +110,7 @@ UNIFORM_S = plain_span_s(SCHEDULE, {c: 1.0 if c.kind is F else 2.0 for c in SCHE
 
 
 def test_spans_come_from_durations_alone() -> None:
-    some = book()
+    some = collector()
     fill(some)
     spans = some.take(0, (0, 0))
     assert spans is not None
@@ -120,12 +120,12 @@ def test_spans_come_from_durations_alone() -> None:
     assert some.take(0, (0, 0)) is None, "taken"
 
 
-def with_work(told: TelemetryBatch, relative_work: list[float]) -> TelemetryBatch:
-    return told._replace(iterations=told.iterations._replace(relative_work=relative_work))
+def with_work(reported: TelemetryBatch, relative_work: list[float]) -> TelemetryBatch:
+    return reported._replace(iterations=reported.iterations._replace(relative_work=relative_work))
 
 
 def test_a_pipelines_work_is_the_most_that_its_ranks_tell_and_1_where_none_does() -> None:
-    some = book(pipelines=3)
+    some = collector(pipelines=3)
     fill(some, pipelines=3)
     some.add(Coordinates(0, 0, 0), with_work(batch([]), [0.8]))
     some.add(Coordinates(0, 1, 0), with_work(batch([]), [1.25]))
@@ -139,7 +139,7 @@ def test_a_pipelines_work_is_the_most_that_its_ranks_tell_and_1_where_none_does(
 
 
 def test_work_belongs_to_the_iteration_that_it_was_told_of() -> None:
-    some = book()
+    some = collector()
     for iteration, work in enumerate((2.0, 0.0)):
         fill(some, iteration)
         some.add(Coordinates(0, 0, 0), with_work(batch([], iteration), [work]))
@@ -151,7 +151,7 @@ def test_work_belongs_to_the_iteration_that_it_was_told_of() -> None:
 
 
 def test_the_backward_that_holds_the_reduction_counts_with_the_median_of_its_likes() -> None:
-    some = book()
+    some = collector()
     fill(some)
     last = [c for c in SCHEDULE.orders[0] if c.kind is B][-1]
     some.add(Coordinates(1, 0, 0), batch([(last, 50.0)]))
@@ -161,7 +161,7 @@ def test_the_backward_that_holds_the_reduction_counts_with_the_median_of_its_lik
 
 
 def test_most_of_the_likes_say_how_long_a_computation_takes() -> None:
-    some = book()
+    some = collector()
     fill(some)
     forwards = [c for c in SCHEDULE.orders[1] if c.kind is F]
     some.add(Coordinates(0, 1, 0), batch([(forwards[0], 9.0)]))
@@ -172,8 +172,8 @@ def test_most_of_the_likes_say_how_long_a_computation_takes() -> None:
     assert spans.spans_s.tolist() == [UNIFORM_S, plain_span_s(SCHEDULE, slow_s)]
 
 
-def test_under_a_plan_likes_share_their_pace_not_their_time() -> None:
-    some = book(pipelines=1)
+def test_under_a_plan_likes_share_their_slowness_not_their_time() -> None:
+    some = collector(pipelines=1)
     planned_s = {c: 1.0 + 0.1 * c.microbatch for c in SCHEDULE.computations}
     some.expect(7, planned_s)
     for stage, order in enumerate(SCHEDULE.orders):
@@ -185,7 +185,7 @@ def test_under_a_plan_likes_share_their_pace_not_their_time() -> None:
 
 
 def test_a_stage_is_as_slow_as_its_slowest_rank() -> None:
-    some = book(pipelines=1, tensors=2)
+    some = collector(pipelines=1, tensors=2)
     for stage in (0, 1):
         some.add(Coordinates(0, stage, 0), batch(order_rows(stage, 2.0, 4.0)))
         some.add(Coordinates(0, stage, 1), batch(order_rows(stage)))
@@ -195,7 +195,7 @@ def test_a_stage_is_as_slow_as_its_slowest_rank() -> None:
 
 
 def test_a_computation_that_is_missing_leaves_only_its_pipeline_unknown() -> None:
-    some = book()
+    some = collector()
     some.add(Coordinates(0, 0, 0), batch(order_rows(0)[1:]))
     some.add(Coordinates(0, 1, 0), batch(order_rows(1)))
     for stage in (0, 1):
@@ -206,7 +206,7 @@ def test_a_computation_that_is_missing_leaves_only_its_pipeline_unknown() -> Non
 
 
 def test_computations_that_the_order_does_not_have_are_passed_over() -> None:
-    some = book()
+    some = collector()
     fill(some)
     strange = [Computation(0, F, 3), Computation(0, F, 0, 9), Computation(0, Kind.RECOMPUTATION, 0)]
     some.add(Coordinates(0, 0, 0), batch([(c, 99.0) for c in strange]))
@@ -216,7 +216,7 @@ def test_computations_that_the_order_does_not_have_are_passed_over() -> None:
 
 
 def test_a_plan_is_compared_by_the_version_that_the_iteration_ran_under() -> None:
-    some = book()
+    some = collector()
     planned_s = {c: 1.5 if c.kind is F else 2.0 for c in SCHEDULE.computations}
     some.expect(7, planned_s)
     fill(some)
@@ -227,7 +227,7 @@ def test_a_plan_is_compared_by_the_version_that_the_iteration_ran_under() -> Non
 
 
 def test_plans_of_long_ago_are_forgotten() -> None:
-    some = book()
+    some = collector()
     for version in range(1, 100):
         some.expect(version, dict.fromkeys(SCHEDULE.computations, 1.0))
     fill(some)
@@ -238,7 +238,7 @@ def test_plans_of_long_ago_are_forgotten() -> None:
 
 @pytest.mark.parametrize("version", [0, 7])
 def test_the_stage_that_fell_behind_is_named(version: int) -> None:
-    some = book(pipelines=3)
+    some = collector(pipelines=3)
     some.expect(7, {c: 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations})
     fill(some, pipelines=2)
     some.add(Coordinates(2, 0, 0), batch(order_rows(0)))
@@ -251,7 +251,7 @@ def test_the_stage_that_fell_behind_is_named(version: int) -> None:
 
 
 def test_a_few_iterations_may_be_open_at_a_time() -> None:
-    some = book()
+    some = collector()
     for iteration in range(6):
         some.add(Coordinates(0, 0, 0), batch(order_rows(0), iteration))
     assert some.take(0, (0, 0)) is None, "the oldest made way"

@@ -211,7 +211,7 @@ def test_offers_for_a_straggler_reach_only_the_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_straggler_that_takes_a_while_to_be_sure_of_breaks_no_promise(seed: int) -> None:
+def test_a_straggler_that_takes_a_while_to_be_sure_of_violates_no_prediction(seed: int) -> None:
     """Where what is seen keeps on for a while, each further iteration of it says little."""
     cluster = planned(4, seed, noise=0.001)
     chance = np.random.default_rng(seed)
@@ -221,5 +221,5 @@ def test_a_straggler_that_takes_a_while_to_be_sure_of_breaks_no_promise(seed: in
     count, offered = cluster.run_until_offered(limit=8)
     assert offered == {0, 2, 3}, f"after {count} iterations"
     announced = {event.type for event in cluster.events()}
-    assert event_pb2.JOB_EVENT_TYPE_PROMISE_BROKEN not in announced
+    assert event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED not in announced
     assert cluster.machine.record.state is JobState.PLANNED

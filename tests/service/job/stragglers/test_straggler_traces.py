@@ -42,7 +42,7 @@ class TraceAgent:
         self.call: Any = client.agents.Connect()
 
     async def join(self) -> None:
-        await self._say(
+        await self._send(
             hello=agent_service_pb2.Hello(instance_id="agent", agent_version="0", hostname="host")
         )
         for pipeline in range(self.trace.pipeline_count):
@@ -52,7 +52,7 @@ class TraceAgent:
                 )
                 rank = rank_pb2.RankCoordinates(pipeline=pipeline, stage=stage)
                 joined = agent_service_pb2.RankJoined(job_id="job", rank=rank, gpu=gpu, iteration=-1)
-                await self._say(rank_joined=joined)
+                await self._send(rank_joined=joined)
 
     async def report(self, iteration: int) -> None:
         """Report a step of all ranks, and wait until it is stored."""
@@ -89,7 +89,7 @@ class TraceAgent:
                         clock_mhz=[0] * len(order),
                     ),
                 )
-                await self._say(telemetry=batch)
+                await self._send(telemetry=batch)
         async with asyncio.timeout(TIMEOUT_S):
             while self.acknowledged < self.sequence:
                 message = await self.call.read()
@@ -97,7 +97,7 @@ class TraceAgent:
                 if message.HasField("telemetry_ack"):
                     self.acknowledged = message.telemetry_ack.sequence
 
-    async def _say(self, **message: Any) -> None:
+    async def _send(self, **message: Any) -> None:
         await self.call.write(ConnectRequest(**message))
 
 

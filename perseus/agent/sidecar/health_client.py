@@ -1,0 +1,30 @@
+"""Asking an agent of this node whether it is well, over its socket."""
+
+import socket
+from pathlib import Path
+
+from perseus.agent.link.packets import (
+    MAX_PACKET_BYTES,
+    HealthQuestion,
+    MalformedPacket,
+    Reply,
+    decode,
+    encode,
+)
+
+
+def ask_health(path: Path, timeout_s: float) -> Reply:
+    """Return an agent's answer.
+
+    Raises:
+        OSError: nobody listens there, or may be asked, or answers in time.
+        MalformedPacket: what listens there is no agent, or one of another release.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+        connection.sendall(encode(HealthQuestion()))
+        answer = decode(connection.recv(MAX_PACKET_BYTES))
+    if not isinstance(answer, Reply):
+        raise MalformedPacket(f"expected a reply, found {type(answer).__name__}")
+    return answer

@@ -1,0 +1,170 @@
+"""The demo of a power budget: three jobs are planned, a budget falls, falls again, and ends."""
+
+import asyncio
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from perseus import pictures
+from perseus.demo.power_log import PowerLog, summary
+from perseus.demo.site import Site
+from perseus.demo.site_watch import SiteWatch, watching
+from perseus.demo.workload import Workload
+from perseus.emulation.physics import A100_SXM, Work
+
+PLANNING, FREE, CUT, DEEPER, OVER = "planning", "no budget", "budget", "lower budget", "budget over"
+STEPS = (PLANNING, FREE, CUT, DEEPER, OVER)
+
+_STRICT = Workload(
+    job_id="strict",
+    pipeline_count=1,
+    stage_weights=(0.8, 1.0, 0.9),
+    microbatch_count=4,
+    forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
+    backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
+    optimizer_s=0.01,
+    gpu=A100_SXM.with_clocks(6),
+)
+JOBS = (
+    _STRICT,
+    replace(_STRICT, job_id="usual", stage_weights=(1.0, 0.85, 0.9)),
+    replace(_STRICT, job_id="easy", stage_weights=(0.9, 1.0)),
+)
+TERMS = {"strict": (3.0, 2.0), "usual": (25.0, 1.0), "easy": (40.0, 0.5)}
+"""Of each job: the most of its speed that a budget may take, in percent, and its weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridScript:
+    """How the story goes: the budgets' shares of what is drawn, and for how long each part is watched."""
+
+    shares: tuple[float, float]
+    free_s: float
+    budget_s: float
+    over_s: float
+    ramp_time_s: float
+    """In which a tenth of what is drawn is fallen by."""
+    settled_s: float
+    """From a change on: until then power is on its way."""
+
+
+GRID_SCRIPT = GridScript((0.87, 0.78), free_s=6.0, budget_s=16.0, over_s=14.0, ramp_time_s=4.0, settled_s=8.0)
+
+_PLANNING_TIMEOUT_S = 240.0
+_BACK_S = 4.0
+
+
+class GridDisplay(Protocol):
+    """Shows the story while it happens."""
+
+    def begin(self, step: str) -> None:
+        """A step has begun."""
+
+    def refresh(self, watch: SiteWatch) -> None:
+        """Another second has passed."""
+
+
+@dataclass(slots=True)
+class GridOutcome:
+    """What was seen, and the steps: each with its begin and end."""
+
+    log: PowerLog
+    phases: list[tuple[str, float, float]]
+
+
+async def run_grid_scenario(
+    out_dir: Path, display: GridDisplay, script: GridScript = GRID_SCRIPT
+) -> GridOutcome:
+    """Run the whole story; summary.json and power.png are left in `out_dir`.
+
+    Raises:
+        ClusterError: a process did not start or died.
+        ObservationError: something did not happen in time.
+        OSError: `out_dir` can't be written.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
+        Site(JOBS, Path(run_dir), out_dir / "logs") as site,
+    ):
+        display.begin(PLANNING)
+        await asyncio.to_thread(site.start)
+        async with watching(site, display.refresh) as watch:
+            phases = await _play(watch, display, script)
+        await asyncio.to_thread(site.stop)
+    document = {"phases": summary(watch.log, phases, list(TERMS))}
+    (out_dir / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
+    (out_dir / "power.png").write_bytes(draw(watch.log, phases[0][1]))
+    return GridOutcome(watch.log, phases)
+
+
+async def _play(watch: SiteWatch, display: GridDisplay, script: GridScript) -> list[tuple[str, float, float]]:
+    phases: list[tuple[str, float, float]] = []
+    await watch.until("plans in force for all jobs", watch.are_planned, _PLANNING_TIMEOUT_S)
+    for job_id, terms in TERMS.items():
+        await watch.set_terms(job_id, *terms)
+
+    async def pass_time(step: str, duration_s: float) -> None:
+        display.begin(step)
+        begin_s = watch.now_s()
+        await asyncio.sleep(duration_s)
+        phases.append((step, begin_s, watch.now_s()))
+
+    await pass_time(FREE, script.free_s)
+    free_w = watch.log.mean_w(*phases[-1][1:])
+    ramp_w_per_s = 0.1 * free_w / script.ramp_time_s
+    for step, share in zip((CUT, DEEPER), script.shares, strict=True):
+        await watch.set_budget("peak", share * free_w, ramp_w_per_s)
+        await pass_time(step, script.budget_s)
+    await watch.cancel_budget("peak")
+    await pass_time(OVER, script.over_s)
+    return phases
+
+
+def draw(log: PowerLog, first_s: float, feed: str = "default") -> bytes:
+    """Return a picture, as a PNG, of power under its limit and of each job's speed, from a time on.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    shown = log.between(first_s, float("inf"))
+    picture = pictures.FleetPicture(
+        title="Jobs under a power budget that falls and ends: emulated GPUs, real processes",
+        times=[sample.time_s - first_s for sample in shown],
+        supplies=[
+            pictures.Supply(
+                feed,
+                [sample.power_w for sample in shown],
+                [sample.limit_w for sample in shown],
+                [sample.power_cap_w for sample in shown],
+            )
+        ],
+        speeds={
+            job_id: [sample.speeds.get(job_id, float("nan")) for sample in shown]
+            for job_id in shown[-1].powers_w
+        },
+        signals={},
+        unit="s",
+    )
+    return pictures.draw_fleet(picture, "png")
+
+
+def judge_grid(outcome: GridOutcome, script: GridScript = GRID_SCRIPT) -> list[str]:
+    """Say what is wrong with what was seen; nothing if budgets were kept, and power came back after them."""
+    found = []
+    log, begun = outcome.log, {name: (begin_s, end_s) for name, begin_s, end_s in outcome.phases}
+    free_w = log.mean_w(*begun[FREE])
+    for step in (CUT, DEEPER):
+        begin_s, end_s = begun[step]
+        limit_w, mean_w = (
+            log.between(begin_s, end_s)[-1].limit_w,
+            log.mean_w(begin_s + script.settled_s, end_s),
+        )
+        if not mean_w <= 1.02 * limit_w:
+            found.append(f"{step}: expected at most {limit_w:.0f} W and 2 %, found {mean_w:.0f} W")
+    # A busy host may hold a pipeline up, and then the others draw less: once is enough.
+    back_w = log.worst_mean_w(*begun[OVER], window_s=_BACK_S)
+    if back_w < 0.95 * free_w:
+        found.append(f"{OVER}: expected {free_w:.0f} W again, found {back_w:.0f} W")
+    return found

@@ -1,0 +1,417 @@
+"""A job's way through its states: where it stands, why, and where it goes next. Part of the state machine.
+
+`states` has the picture. The course holds all parts of the machine and lets them work together; what comes
+from outside is `machine`'s to take, what iterations show `iteration_judge`'s to say. Each state says what
+clocks the pipelines should have in it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from perseus.service.domain.commands import FindProfile
+from perseus.service.domain.errors import JobFinishedError
+from perseus.service.domain.messages import NUMBERS
+from perseus.service.domain.model import (
+    Gpu,
+    HoldClocks,
+    JobState,
+    MaxClock,
+    PlannedClocks,
+    Rank,
+    RankState,
+    StockClocks,
+)
+from perseus.service.domain.records import ForgetIterations, IterationRows, ProfiledWork
+from perseus.service.job.profiling.work_keys import work_keys
+from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, stages_at_stock
+from perseus.service.job.run import Run
+from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
+from perseus.solver import Frontier, Plan, Refinement, SolverError
+from perseus.v1 import event_pb2
+
+
+class Lifecycle:
+    """Leads a run through its states."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._record = run.record
+        # What is measured is of this work on these GPUs; empty while nothing is.
+        self._measured_work: tuple[str, ...] = ()
+        # The state and the frontier for which the report and the detection know the offers.
+        self._labelled: tuple[JobState, Frontier | None] | None = None
+
+    def resume_restored(self, open_rows: Iterable[IterationRows]) -> None:
+        """Go on with a restored run: ask again for what was asked for and is not stored."""
+        run, state = self._run, self._record.state
+        if state not in (JobState.PROFILING, JobState.PLANNED):
+            run.max_clock_enforcer.offer_stock()  # a run that was put aside had other clocks
+        if run.baseline.time_s:
+            self._measured_work = self._work_keys()
+        self._label_versions()
+        for rows in open_rows:
+            # They complete nothing, or it would have been stored as complete: the time is of no matter.
+            run.log.add(rows.rank, rows.rows, run.create_time_s)
+        if self._record.is_profile_complete and state not in (JobState.STOCK, JobState.FINISHED):
+            self.solve()
+        if self._record.state is JobState.PROFILING:
+            self._find_profile()
+            if run.max_clock_enforcer.max_clock is not None and self.held_clocks() is None:
+                self._profile(held=None)  # what was put off is not stored
+
+    def reconcile(self) -> None:
+        """An input was taken: move the state as far as what is known allows, and offer what follows."""
+        run = self._run
+        run.progress.check(run.now_s, run.wall_time_s)
+        self._advance()
+        run.offers.reconcile()
+        self._label_versions()
+
+    # ------------------------------------------------------------------ rank
+
+    def lose(self, ranks: Sequence[Rank], why: str) -> None:
+        """Lose ranks. The job can't go on without them, and may come back at another iteration."""
+        run = self._run
+        for rank in ranks:
+            run.offers.forget_sent(rank.coordinates)
+            run.ranks.lose(rank.coordinates, why, run.now_s)
+        if ranks:
+            places = [rank.coordinates for rank in ranks]
+            run.planner.latency.forget(places)
+            run.caps.forget(places)
+            run.log.restart()
+            run.stragglers.restart()
+            run.buffer.store(ForgetIterations())
+            if self._record.state in NEEDS_ALL_RANKS:
+                self.enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
+
+    def plan_without(self, why: str) -> None:
+        """Settle on what can be: there are clocks that are no longer to be had."""
+        run = self._run
+        if len(stages_at_stock(run.ranks.usable_clocks_mhz())) == run.spec.parallelism.stage_count:
+            self.fall_back(f"no stage can have other clocks than stock: {why}")
+        elif self._record.state is JobState.PROFILING:
+            self.enter(JobState.PROFILING, why)
+        else:
+            run.planner.drop_frontier()
+            self.enter(JobState.SOLVING, why)
+
+    def profile_more(self, why: str) -> None:
+        """There may be more clocks to plan on than were measured."""
+        self._run.planner.drop_frontier()
+        self._record.is_profile_complete = False
+        if self._record.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
+            self.enter(JobState.PROFILING, why)
+
+    def forget_measured(self) -> None:
+        """What was measured is of other work, or on other GPUs."""
+        run = self._run
+        run.planner.drop_frontier()
+        self._record.lag_s = 0.0
+        self._record.is_profile_complete = False
+        run.profiler.forget()
+        run.baseline.forget()
+        run.caps.restart()
+        run.ranks.lift_caps()
+
+    def check_work(self, why: str) -> None:
+        """Measure anew if GPUs are others than those that were measured, or under other limits.
+
+        No promise holds then. While ranks are missing nothing is done: it is looked at once all are there.
+        """
+        if self._record.state in (JobState.WAITING, JobState.FINISHED):
+            return
+        work = self._work_keys()
+        if work == self._measured_work:
+            return
+        self._measured_work = work
+        self.forget_measured()
+        self._run.planner.watch.forgive()
+        if self._record.state in NEEDS_ALL_RANKS and self._record.state is not JobState.BASELINE:
+            self.enter(JobState.BASELINE, f"{why}: it is measured anew")
+
+    def measure_again(self, why: str) -> None:
+        """GPUs reach other clocks than before: what stock takes, and what can be planned on, is another."""
+        run = self._run
+        run.planner.drop_frontier()
+        self._record.is_profile_complete = False
+        run.baseline.forget()
+        self.enter(JobState.BASELINE, why)
+
+    def check_running(self) -> None:
+        """Refuse what makes no sense once the job has ended.
+
+        Raises:
+            JobFinishedError: it has.
+        """
+        if self._record.state is JobState.FINISHED:
+            raise JobFinishedError(job_id=self._run.spec.job_id)
+
+    # ------------------------------------------------------------------ clocks
+
+    def held_clocks(self) -> HoldClocks | None:
+        """Return the clocks that all pipelines are to hold, if they are to."""
+        clocks = self._run.offers[0].clocks
+        return clocks if isinstance(clocks, HoldClocks) else None
+
+    def _label_versions(self) -> None:
+        """Let the report know for what state clocks were offered, and the detection what plans promise.
+
+        Only of what has changed: the offers of some pipelines; or, for all, the state or the frontier.
+        """
+        run = self._run
+        if self._record.state is JobState.WAITING:
+            return
+        basis = self._record.state, run.planner.frontier
+        changed = run.offers.take_changed()
+        if basis != self._labelled:
+            self._labelled, changed = basis, range(len(run.offers))
+        if not changed:
+            return
+        for pipeline in changed:
+            run.log.label(pipeline, run.offers[pipeline], self._record.state)
+        run.planner.update_expectations(changed)
+
+    # ------------------------------------------------------------------ states
+
+    def _advance(self) -> None:
+        """Move the state as far as what is known allows."""
+        run = self._run
+        if self._record.state is not JobState.FINISHED and run.ranks.are_all(RankState.FINISHED):
+            self.enter(JobState.FINISHED, "all ranks are done")
+        if self._record.state is JobState.WAITING and run.ranks.are_all(RankState.CONNECTED):
+            why = "all ranks are there"
+            work, self._measured_work = self._measured_work, self._work_keys()
+            if work not in ((), self._measured_work) and (run.baseline.time_s or run.profiler.profiles):
+                self.forget_measured()
+                why = f"{why}, on GPUs of another model or power limit: they are measured anew"
+            self.enter(self._state_with_all_ranks(), why)
+        if self._record.state is JobState.BASELINE and run.baseline.time_s:
+            why = f"the stock iteration takes {run.baseline.time_s:.6f} s"
+            self.enter(self._state_with_all_ranks(), why)
+        if self._record.state is JobState.PROFILING:
+            if run.progress.is_silent:
+                self._release_clocks()
+            elif run.max_clock_enforcer.deferred_round is None:
+                self._profile(self.held_clocks())
+        if self._record.state is JobState.SOLVING and run.planner.frontier is not None:
+            self.enter(JobState.PLANNED, "the frontier is solved")
+
+    def _state_with_all_ranks(self) -> JobState:
+        run = self._run
+        if not run.baseline.time_s:
+            return JobState.BASELINE
+        if not self._record.is_profile_complete:
+            return JobState.PROFILING
+        return JobState.SOLVING if run.planner.frontier is None else JobState.PLANNED
+
+    def enter(self, state: JobState, why: str) -> None:
+        """Enter a state, and say what clocks the pipelines should have in it."""
+        run = self._run
+        check_transition(self._record.state, state)
+        before, self._record.state, self._record.state_reason = self._record.state, state, why
+        if before is JobState.BASELINE and run.baseline.iteration is not None:
+            run.timelines.keep_baseline()
+        if state is JobState.FINISHED:
+            self._record.finish_time_s = run.wall_time_s
+            run.planner.stop_solving()
+            run.timelines.end()
+        run.buffer.announce(
+            event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
+            f"{before.value} → {state.value}: {why}",
+            event_pb2.StateChanged(before=NUMBERS[before], after=NUMBERS[state], reason=why),
+        )
+        run.max_clock_enforcer.deferred_round = None
+        run.baseline.restart()
+        run.planner.watch.restart()
+        run.progress.enter(before, run.now_s)
+        match state:
+            case JobState.PROFILING:
+                self._find_profile()
+                self._profile(held=None)
+            case JobState.BASELINE:
+                if run.spec.stage_work and all(run.spec.stage_work):
+                    self._find_profile()  # the very same work: the baseline is enough to hold it against
+                run.max_clock_enforcer.offer_stock()
+                self._announce_waiting()
+            case JobState.PLANNED:
+                self.retarget()
+            case JobState.SOLVING:
+                run.max_clock_enforcer.offer_stock()
+                self.solve()
+            case _:
+                run.max_clock_enforcer.offer_stock()
+
+    def fall_back(self, why: str) -> None:
+        """Go to stock, and stay there."""
+        if self._record.state not in (JobState.STOCK, JobState.FINISHED):
+            self.enter(JobState.STOCK, why)
+
+    def _profile(self, held: HoldClocks | None) -> None:
+        """Hold clocks round by round, until what is measured is enough."""
+        run = self._run
+        clocks_mhz = run.ranks.usable_clocks_mhz()
+        if not any(clocks_mhz):
+            self.fall_back("the GPUs have no clock in common")
+            return
+        following = run.profiler.next_round(held, clocks_mhz)
+        if isinstance(following, HoldClocks):
+            if following is not held:
+                self._hold(following)
+        elif following.is_enough:
+            self._record.is_profile_complete = True
+            for stage, key in enumerate(self._work_keys()):
+                run.buffer.store(ProfiledWork(stage, key))
+            self.enter(JobState.SOLVING, following.why)
+        else:
+            self.fall_back(following.why)
+
+    def _find_profile(self) -> None:
+        """Ask for what is known from before, as long as it can be held against the first measurements."""
+        run = self._run
+        if run.profiler.clock_count < MIN_CLOCKS and not run.profiler.known:
+            run.buffer.do(FindProfile(self._work_keys()))
+
+    def _work_keys(self) -> tuple[str, ...]:
+        run = self._run
+        gpus: list[list[Gpu]] = [[] for _ in range(run.spec.parallelism.stage_count)]
+        for rank in run.ranks:
+            if rank.gpu is not None:
+                gpus[rank.coordinates.stage].append(rank.gpu)
+        return work_keys(run.spec, run.schedule, gpus)
+
+    def _release_clocks(self) -> None:
+        """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
+        run = self._run
+        if self.held_clocks() is not None:
+            run.profiler.budget_tracker.take_silence(run.progress.silence_s(run.now_s), run.baseline.time_s)
+            run.max_clock_enforcer.offer_stock()
+
+    # ------------------------------------------------------------------ ceiling
+
+    def limit(self, max_clock: MaxClock | None) -> None:
+        """Let no clock be above a ceiling where nothing is planned, or (None) any again: at once."""
+        run = self._run
+        was_waiting = run.max_clock_enforcer.why_waiting(self._record.state) is not None
+        if not run.max_clock_enforcer.order(max_clock) or self._record.state is JobState.PLANNED:
+            return
+        held = run.max_clock_enforcer.deferred_round or self.held_clocks()
+        if held is not None:
+            self._hold(held)
+        else:
+            run.max_clock_enforcer.offer_stock(is_urgent=True)
+            run.baseline.restart()
+            self._announce_waiting()
+        if was_waiting and run.max_clock_enforcer.why_waiting(self._record.state) is None:
+            self._record.state_reason = "the ceiling no longer holds it up"
+
+    def _hold(self, round_: HoldClocks) -> None:
+        self._run.max_clock_enforcer.hold(round_)
+        self._announce_waiting()
+
+    def _announce_waiting(self) -> None:
+        """Say in the state's reason what waits for the end of the ceiling."""
+        self._record.state_reason = (
+            self._run.max_clock_enforcer.why_waiting(self._record.state) or self._record.state_reason
+        )
+
+    # ------------------------------------------------------------------ solving
+
+    def solve(self) -> None:
+        """Ask for a frontier of what is measured; where there can be none, go to stock."""
+        try:
+            self._run.planner.solve()
+        except SolverError as error:
+            self._give_up_solving(str(error))
+
+    def take_frontier(self, frontier: Frontier) -> None:
+        """Take the frontier that was asked for."""
+        if self._has_use_for_answer():
+            self._run.planner.take_frontier(frontier)
+            self.retarget()
+
+    def take_plan(self, refinement: Refinement, plan: Plan) -> None:
+        """Take the plan that was asked for; it is offered where it pays, and the next one asked for."""
+        if self._run.planner.take_plan(refinement, plan):
+            self.retarget()
+
+    def do_without_plan(self, refinement: Refinement, cause: str) -> None:
+        """Take note that there will be no such plan."""
+        if self._run.planner.do_without_plan(refinement, cause):
+            self.retarget()
+
+    def take_failure(self, cause: str) -> None:
+        """Take note that there will be no frontier."""
+        if self._has_use_for_answer():
+            self._give_up_solving(cause)
+
+    def do_without_lag(self, found: event_pb2.MeasurementsUnexplained) -> None:
+        """No lag explains the slow plan: the same plan would be as slow again, so there is none."""
+        if self._has_use_for_answer():
+            self._run.planner.announce_unexplained(found)
+            self.fall_back("the model does not explain why the plan is slow")
+
+    def _has_use_for_answer(self) -> bool:
+        """Take note that there is an answer; one that is of no use any more may have to be asked for anew."""
+        is_of_use = self._run.planner.end_solving()
+        if not is_of_use and self._record.state is JobState.SOLVING:
+            self.solve()
+        return is_of_use and self._record.state not in (JobState.STOCK, JobState.FINISHED)
+
+    def _give_up_solving(self, cause: str) -> None:
+        self._run.buffer.announce(
+            event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED, f"no frontier: {cause}", event_pb2.SolveFailed(cause=cause)
+        )
+        self.fall_back(f"no frontier: {cause}")
+
+    # ------------------------------------------------------------------ plans
+
+    def after_straggler_change(self) -> None:
+        """Other pipelines are slow than before, or by other factors."""
+        run = self._run
+        run.log.mark_straggler(run.ranks.highest_iteration() + 1, bool(run.stragglers))
+        self.retarget()
+
+    def retarget(self, *, is_urgent: bool = False) -> None:
+        """Where plans are in force, let them be those for what is wanted, and waited for, now.
+
+        `is_urgent`: at once.
+        """
+        if self._record.state is JobState.PLANNED:
+            self._run.planner.retarget(is_urgent=is_urgent)
+
+    # ------------------------------------------------------------------ checks
+
+    def validate(self) -> None:
+        """Check what must always hold between two inputs."""
+        run = self._run
+        run.ranks.validate()
+        run.offers.validate()
+        run.log.validate()
+        planner, clocks = run.planner, [offer.clocks for offer in run.offers]
+        match self._record.state:
+            case JobState.PROFILING:
+                assert len(set(clocks)) == 1
+                is_at_stock = run.progress.is_silent or run.max_clock_enforcer.deferred_round is not None
+                assert isinstance(clocks[0], StockClocks if is_at_stock else HoldClocks)
+                assert not self._record.is_profile_complete
+            case JobState.PLANNED:
+                assert all(isinstance(some, PlannedClocks) for some in clocks)
+                assert planner.frontier is not None or planner.is_solving
+            case _:
+                assert all(isinstance(some, StockClocks) for some in clocks)
+        run.max_clock_enforcer.validate(self._record.state, clocks)
+        if self._record.state in NEEDS_ALL_RANKS:
+            assert not any(rank.state in (RankState.EXPECTED, RankState.LOST) for rank in run.ranks)
+        if self._record.state is JobState.WAITING:
+            assert not run.ranks.are_all(RankState.CONNECTED)
+        if self._record.state is JobState.SOLVING:
+            assert planner.is_solving
+        if self._record.state is JobState.BASELINE:
+            assert not run.baseline.time_s
+        if self._record.is_profile_complete:
+            assert run.profiler.clock_count >= MIN_CLOCKS
+        if planner.frontier is not None or (planner.is_solving and not planner.is_in_vain):
+            assert self._record.is_profile_complete
+        planner.validate()
+        run.progress.validate()
+        run.stragglers.validate()

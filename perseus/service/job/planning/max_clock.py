@@ -1,0 +1,119 @@
+"""Keeps a job under a power budget's ceiling wherever it has no plan. Part of the state machine.
+
+A ceiling takes the place of stock, and stock under a ceiling is other clocks than stock: what is measured
+there is never taken for the stock baseline. Plans stay as they are. Two things wait for the ceiling's end:
+
+- the stock baseline;
+- a round of profiling with clocks above it; or with a stage at stock, which is higher than any clock.
+
+What is measured meanwhile may show the ceiling and not the plans: `is_evidence` says what still counts. It
+says, too, that nothing does in which clocks were changed, by an urgent offer or a ceiling.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from perseus.service.domain.commands import SendMaxClock
+from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.model import (
+    STOCK,
+    STOCK_MHZ,
+    Clocks,
+    HoldClocks,
+    JobState,
+    MaxClock,
+    RankState,
+    StockClocks,
+)
+from perseus.service.domain.records import JobRecord
+from perseus.service.job.command_buffer import CommandBuffer
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.ranks.rank_table import RankTable
+from perseus.service.job.ranks.usable_clocks import stages_at_stock
+
+_WAITING = {JobState.BASELINE: "the stock baseline is", JobState.PROFILING: "higher clocks are"}
+
+
+class MaxClockEnforcer:
+    """What a job's ceiling is, and what follows from it.
+
+    Attributes:
+        put_off: the round of profiling that waits for its end, if one does.
+    """
+
+    def __init__(
+        self, record: JobRecord, ranks: RankTable, offers: OfferBoard, buffer: CommandBuffer
+    ) -> None:
+        self.deferred_round: HoldClocks | None = None
+        self._record = record
+        self._ranks = ranks
+        self._offers = offers
+        self._buffer = buffer
+
+    @property
+    def max_clock(self) -> MaxClock | None:
+        """The highest clock where nothing is planned; None without one."""
+        return self._record.max_clock
+
+    @property
+    def stock(self) -> StockClocks:
+        """What stands for stock now."""
+        return STOCK if self.max_clock is None else StockClocks(self.max_clock.clock_mhz)
+
+    def order(self, max_clock: MaxClock | None) -> bool:
+        """Take another ceiling, or none, and tell the ranks of it; whether it is news."""
+        if max_clock == self.max_clock:
+            return False
+        self._record.max_clock = max_clock
+        for rank in self._ranks:
+            if rank.state is RankState.CONNECTED:
+                self._buffer.do(SendMaxClock(rank.coordinates, rank.instance_id, max_clock))
+        return True
+
+    def offer_stock(self, *, is_urgent: bool = False) -> None:
+        """Let all pipelines have what stands for stock."""
+        self._offers.set_desired(range(len(self._offers)), self.stock, is_urgent=is_urgent)
+
+    def hold(self, round_: HoldClocks) -> None:
+        """Let all pipelines hold the clocks of a round; or put it off, if they are above the ceiling."""
+        max_clock = self.max_clock
+        is_above = max_clock is not None and any(
+            clock_mhz == STOCK_MHZ or clock_mhz > max_clock.clock_mhz for clock_mhz in round_.clocks_mhz
+        )
+        self.deferred_round = round_ if is_above else None
+        if is_above:
+            self.offer_stock(is_urgent=True)
+        else:
+            self._offers.set_desired(range(len(self._offers)), round_)
+
+    def why_waiting(self, state: JobState) -> str | None:
+        """Say what waits for the ceiling's end in a state; None if nothing does."""
+        is_waiting = state is JobState.BASELINE or self.deferred_round is not None
+        if self.max_clock is None or not is_waiting:
+            return None
+        return f"{_WAITING[state]} measured once the ceiling of {self.max_clock.clock_mhz} MHz has ended"
+
+    def is_comparable(self, iteration: JobIteration) -> bool:
+        """Whether an iteration can show anything of plans and pipelines.
+
+        None does in which clocks were changed, or while some pipelines have theirs and others not yet. Under
+        a ceiling, iterations that left their plan were slowed by it, and so is a stage that stays at stock.
+        """
+        if iteration.has_clock_change or self._offers.is_urgent:
+            return False
+        if self.max_clock is None:
+            return True
+        return iteration.is_regular and not stages_at_stock(self._ranks.usable_clocks_mhz())
+
+    def without_gaps(self, iteration: JobIteration) -> JobIteration:
+        """Return what counts for plans: what gaps take longer under a ceiling is not their fault."""
+        return iteration if self.max_clock is None else replace(iteration, gap_slowed_time_s=0.0)
+
+    def validate(self, state: JobState, offered: Iterable[Clocks]) -> None:
+        """Check what must always hold."""
+        assert self.deferred_round is None or (state is JobState.PROFILING and self.max_clock is not None)
+        for clocks in offered:
+            if isinstance(clocks, StockClocks):
+                assert clocks == self.stock
+            elif isinstance(clocks, HoldClocks) and self.max_clock is not None:
+                assert all(0 < clock_mhz <= self.max_clock.clock_mhz for clock_mhz in clocks.clocks_mhz)

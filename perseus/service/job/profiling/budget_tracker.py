@@ -1,0 +1,79 @@
+"""What profiling has taken so far, and whether that uses up its budget. Part of the state machine.
+
+Whatever the ranks report, every iteration of the job counts that did not run at stock as offered, and so does
+the time of those that were not reported.
+"""
+
+import math
+from dataclasses import replace
+
+from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.model import StockIteration
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingLimit
+from perseus.service.domain.records import JobRecord
+
+
+class BudgetTracker:
+    """What is spent of a budget: the record's `profiling_cost`."""
+
+    def __init__(self, record: JobRecord, budget: ProfilingBudget) -> None:
+        self._record = record
+        self._budget = budget
+        # The cost for which it is known whether it has used up the budget, and what of it.
+        self._judged_cost: ProfilingCost | None = None
+        self._limit: ProfilingLimit | None = None
+        # What counts already of the time since the latest iteration.
+        self._silent_s = self._silent_extra_s = 0.0
+
+    @property
+    def cost(self) -> ProfilingCost:
+        """What profiling has taken so far, since it was begun or renewed."""
+        return self._record.profiling_cost
+
+    @property
+    def limit(self) -> ProfilingLimit | None:
+        """What is used up, if something is."""
+        if self.cost is not self._judged_cost:
+            self._judged_cost, self._limit = self.cost, self._budget.used_up(self.cost)
+        return self._limit
+
+    def renew(self) -> None:
+        """Begin with a whole budget."""
+        self._record.profiling_cost = ProfilingCost()
+        self.end_gap()
+
+    def take_iteration(self, iteration: JobIteration, baseline: StockIteration) -> float:
+        """Take an iteration while profiling. Returns how much longer it took than at stock."""
+        extra_s = max(0.0, iteration.iteration_time_s - baseline.time_s)
+        energy_j = math.fsum(iteration.pipeline_energy_j)
+        self._record.profiling_cost = ProfilingCost(
+            iteration_count=self.cost.iteration_count + 1,
+            time_s=self.cost.time_s + iteration.iteration_time_s,
+            extra_time_s=self.cost.extra_time_s + extra_s,
+            energy_j=self.cost.energy_j + energy_j,
+            extra_energy_j=self.cost.extra_energy_j
+            + (energy_j - baseline.energy_j if baseline.energy_j else 0.0),
+        )
+        return extra_s
+
+    def take_silence(self, time_s: float, baseline_time_s: float) -> None:
+        """Take note that for a time no iteration was reported, under clocks that were held until now."""
+        self._take_unknown(time_s, max(0.0, time_s - baseline_time_s))
+
+    def take_gap(self, iteration: JobIteration, time_s: float, baseline_time_s: float) -> None:
+        """Take note of the iterations before this one that were not reported, `time_s` after the last."""
+        unknown_s = max(0.0, time_s - iteration.iteration_time_s)
+        extra_s = max(0.0, unknown_s - iteration.skipped_count * baseline_time_s)
+        # Some of it may have been taken as silence.
+        self._take_unknown(max(0.0, unknown_s - self._silent_s), max(0.0, extra_s - self._silent_extra_s))
+
+    def _take_unknown(self, time_s: float, extra_s: float) -> None:
+        self._silent_s += time_s
+        self._silent_extra_s += extra_s
+        self._record.profiling_cost = replace(
+            self.cost, time_s=self.cost.time_s + time_s, extra_time_s=self.cost.extra_time_s + extra_s
+        )
+
+    def end_gap(self) -> None:
+        """An iteration was reported."""
+        self._silent_s = self._silent_extra_s = 0.0

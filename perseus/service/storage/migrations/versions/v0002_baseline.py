@@ -1,8 +1,0 @@
-"""The first schema: a new database gets the tables of `schema`, and this name."""
-
-revision = "v0002"
-down_revision = None
-
-
-def upgrade() -> None:
-    """Do nothing: there is no schema before it."""

@@ -1,0 +1,31 @@
+"""Mean powers from counters that move in steps."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.agent.energy.mean_power import MeanPower
+
+
+def test_power_is_the_energy_between_two_moves_over_the_time_between_them() -> None:
+    drawn = MeanPower()
+    assert drawn.take({"a": (10.0, 100.0), "b": (10.02, 0.0)}) == {}, "nothing to compare with"
+    assert drawn.take({"a": (10.95, 385.0), "b": (11.07, 63.0)}) == pytest.approx({"a": 300.0, "b": 60.0})
+
+
+def test_a_counter_that_stands_still_begins_anew_or_was_away_tells_nothing() -> None:
+    drawn = MeanPower()
+    drawn.take({"still": (1.0, 50.0), "anew": (1.0, 50.0), "away": (1.0, 50.0)})
+    assert drawn.take({"still": (1.0, 50.0), "anew": (2.0, 3.0)}) == {}
+    found = drawn.take({"still": (3.0, 250.0), "anew": (3.0, 103.0), "away": (3.0, 250.0)})
+    assert found == pytest.approx({"still": 100.0, "anew": 100.0})
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 1.5), st.floats(0, 1000)), min_size=1, max_size=20))
+def test_no_joule_is_lost_or_told_twice(steps: list[tuple[float, float]]) -> None:
+    drawn, now_s, energy_j, reported_j = MeanPower(), 0.0, 0.0, 0.0
+    drawn.take({"a": (now_s, energy_j)})
+    for duration_s, added_j in steps:
+        now_s, energy_j = now_s + duration_s, energy_j + added_j
+        reported_j += drawn.take({"a": (now_s, energy_j)})["a"] * duration_s
+    assert reported_j == pytest.approx(energy_j, rel=1e-6, abs=1e-6)

@@ -1,0 +1,97 @@
+"""Calls that never return take nobody with them but their own GPU."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from perseus.agent.gpu import GpuHungError, GpuLostError
+from perseus.agent.gpu.executor import GpuExecutor
+from tests.agent.coordinator_stub import until
+
+
+@pytest.fixture
+def hang() -> Iterator[threading.Event]:
+    """What a call waits for that hangs."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def threads_of(gpu_uuid: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"driver: {gpu_uuid}"]
+
+
+async def test_answers_and_errors_come_back() -> None:
+    executor = GpuExecutor()
+    assert await executor.run("GPU-a", lambda: 7) == 7
+
+    def fail() -> None:
+        raise GpuLostError("gone")
+
+    with pytest.raises(GpuLostError, match="gone"):
+        await executor.run("GPU-a", fail)
+    assert await executor.run("GPU-a", lambda: 8) == 8
+
+
+async def test_calls_for_one_gpu_go_one_after_the_other_and_those_for_others_beside(
+    hang: threading.Event,
+) -> None:
+    executor = GpuExecutor()
+    first = asyncio.create_task(executor.run("GPU-a", hang.wait))
+    second = asyncio.create_task(executor.run("GPU-a", hang.is_set))
+    assert await executor.run("GPU-b", hang.is_set) is False
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    hang.set()
+    assert await first
+    assert await second
+
+
+async def test_a_call_that_hangs_is_waited_for_once_and_its_late_answer_is_not_lost(
+    hang: threading.Event,
+) -> None:
+    executor = GpuExecutor(timeout_s=0.5)
+    late: list[bool] = []
+    with pytest.raises(GpuHungError, match=r"GPU GPU-a: expected the driver to answer within 0\.5 s"):
+        await executor.run("GPU-a", hang.wait, late.append)
+    begun_s = asyncio.get_running_loop().time()
+    for _ in range(20):
+        with pytest.raises(GpuHungError):
+            await executor.run("GPU-a", lambda: 1)
+    assert asyncio.get_running_loop().time() - begun_s < 5.0, "none waited, which takes 0.5 s each"
+    assert await executor.run("GPU-b", lambda: 1) == 1
+    hang.set()
+    await until(lambda: late == [True], "the late answer")
+    assert await executor.run("GPU-a", lambda: 1) == 1
+
+
+async def test_who_is_cancelled_leaves_the_lane_in_order(hang: threading.Event) -> None:
+    executor = GpuExecutor()
+    late: list[bool] = []
+    waiting = asyncio.create_task(executor.run("GPU-a", hang.wait, late.append))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    after = asyncio.create_task(executor.run("GPU-a", hang.is_set))
+    await asyncio.sleep(0.01)
+    hang.set()
+    assert await after
+    await until(lambda: late == [True], "the late answer")
+
+
+async def test_a_late_error_is_nobody_s(hang: threading.Event) -> None:
+    executor = GpuExecutor(timeout_s=0.5)
+    handed_over: list[None] = []
+
+    def fail() -> None:
+        hang.wait()
+        raise GpuLostError("gone")
+
+    with pytest.raises(GpuHungError):
+        await executor.run("GPU-a", fail, handed_over.append)
+    hang.set()
+    await until(lambda: not threads_of("GPU-a"), "the end of the call")
+    assert await executor.run("GPU-a", lambda: True)
+    assert handed_over == [], "there is no answer"

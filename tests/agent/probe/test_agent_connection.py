@@ -1,0 +1,236 @@
+"""The probe's line to agents that come, go, refuse, hang and say odd things."""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from perseus.agent.link.computation import Kind
+from perseus.agent.link.packets import (
+    MAX_PACKET_BYTES,
+    Edge,
+    Finish,
+    Hello,
+    IterationMark,
+    Registration,
+    Reply,
+    encode,
+)
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.job_spec import NamedSchedule
+from perseus.agent.probe.rejoin import PERIOD_NS
+from tests.agent.probe.agent_stub import AgentStub, connect
+
+
+def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
+    probe = connect(agent.path)
+    agent.answered()
+    agent.connection.close()
+    for _ in range(3):
+        with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+            pass
+    probe.finish()
+    probe.close()
+    assert not probe.is_connected
+    assert caplog.text.count("lost the agent") == 1
+
+
+def test_a_forked_child_lets_go_of_the_connection_and_says_nothing(agent: AgentStub) -> None:
+    """So that the agent sees the trainer's end while a data loader lives on, and hears of no other end."""
+    probe = connect(agent.path)
+    agent.answered()
+    let_end, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            with probe, probe.iteration():
+                status = 2 if probe.is_connected else 0
+            os.close(end)
+            os.read(let_end, 1)
+        os._exit(status)
+    os.close(let_end)
+    try:
+        probe.begin_iteration()
+        time.sleep(0.2)
+        (mark,) = agent.marks()
+        assert isinstance(mark, IterationMark), "the parent's only"
+        probe.close()
+        agent.connection.settimeout(10)
+        assert agent.connection.recv(MAX_PACKET_BYTES) == b"", "the end, though the child lives"
+    finally:
+        os.close(end)
+        _, status = os.waitpid(child, 0)
+    assert status == 0
+
+
+def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    probe = connect(tmp_path / "nothing.sock")
+    assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
+    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+        pass
+    probe.finish()
+    probe.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "training goes on at stock clocks" in caplog.text
+
+
+class Now:
+    """The probe's clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ns = 0
+        monkeypatch.setattr("perseus.agent.probe.agent_connection.monotonic_ns", lambda: self.ns)
+
+
+def iterate(probe: Probe) -> None:
+    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+        pass
+
+
+def test_an_agent_that_comes_later_is_joined_and_told_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = Now(monkeypatch)
+    probe = connect(tmp_path / "agent.sock")
+    assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
+    iterate(probe)
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), Reply(False, "JOB_EXISTS", "job 'job' differs")])
+    now.ns = PERIOD_NS - 1
+    iterate(probe)
+    assert not agent.asked, "not before it is time"
+    now.ns = PERIOD_NS
+    iterate(probe)
+    while len(agent.asked) < 2:  # the stub answers on its thread, and its socket must not get full meanwhile
+        iterate(probe)
+        time.sleep(0.001)
+    agent.answered()
+    assert probe.is_connected
+    iterate(probe)
+    assert "job not registered: job 'job' differs" in caplog.text
+    hello, registration = agent.asked
+    assert isinstance(hello, Hello)
+    assert isinstance(registration, Registration)
+    marks = agent.marks()
+    assert isinstance(marks[0], IterationMark), "whole iterations only"
+    assert marks[0].edge is Edge.BEGIN
+    iterations = sorted({mark.iteration for mark in marks if isinstance(mark, IterationMark)})
+    assert iterations == list(range(iterations[0], iterations[-1] + 1))
+    assert iterations[0] > 2, "the count goes on"
+    probe.close()
+    agent.close()
+
+
+def test_an_agent_that_was_restarted_is_joined_again(
+    agent: AgentStub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = Now(monkeypatch)
+    probe = connect(agent.path)
+    agent.close()
+    iterate(probe)
+    assert not probe.is_connected
+    agent.path.unlink()
+    foreign = AgentStub(agent.path, [encode(Finish(0))])
+    now.ns = PERIOD_NS
+    iterate(probe)
+    foreign.close()
+    iterate(probe)
+    assert not probe.is_connected, "what does not talk like an agent is left alone"
+    agent.path.unlink()
+    again = AgentStub(agent.path, [Reply(True)])
+    now.ns += PERIOD_NS
+    iterate(probe)
+    again.answered()
+    iterate(probe)
+    assert probe.is_connected
+    assert len(again.marks()) == 4
+    probe.close()
+    again.close()
+    assert caplog.text.count("lost the agent") == 1
+
+
+def test_an_agent_that_does_not_reply_is_not_waited_for_while_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Now(monkeypatch)
+    probe = connect(tmp_path / "agent.sock")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen()
+    for _ in range(3):
+        now.ns += PERIOD_NS
+        iterate(probe)
+    assert not probe.is_connected
+    connection, _ = listener.accept()
+    listener.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        listener.accept()  # it was asked once
+    probe.close()
+    assert connection.recv(MAX_PACKET_BYTES), "the hello"
+    assert not connection.recv(MAX_PACKET_BYTES), "nothing is left open"
+    connection.close()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        (Reply(False, "GPU_NOT_USABLE", "GPU GPU-1: expected one of GPU-0"), "expected one of GPU-0"),
+        (b"\x00\x01", "expected a mark or JSON"),
+        (encode(Finish(0)), "expected a reply, found Finish"),
+    ],
+)
+def test_a_refused_or_foreign_hello_leaves_training_at_stock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reply: Reply | bytes, text: str
+) -> None:
+    agent = AgentStub(tmp_path / "agent.sock", [reply])
+    probe = connect(agent.path)
+    assert not probe.is_connected
+    assert text in caplog.text
+    agent.close()
+
+
+def test_an_agent_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen()
+    probe = Probe.connect(
+        tmp_path / "agent.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="GPU-1", timeout_s=0.05
+    )
+    assert not probe.is_connected
+    assert "timed out" in caplog.text
+    listener.close()
+
+
+def test_notices_are_logged_whenever_they_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "perseus.probe")
+    refused = Reply(False, "JOB_FINISHED", "run 1 has ended", is_notice=True)
+    served = Reply(True, "", "the rank is taken now", is_notice=True)
+    # The first comes before the answer to the registration, and is none.
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), refused])
+    probe = connect(agent.path)
+    thread = threading.Thread(
+        target=lambda: probe.register(pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 4))
+    )
+    thread.start()
+    agent.answered()
+    agent.connection.send(encode(Reply(False, "INVALID_FIELD", "no")))
+    thread.join(5)
+    assert caplog.messages == [
+        "job[pipeline 0, stage 0, tensor 0]: run 1 has ended",
+        "job[pipeline 0, stage 0, tensor 0]: job not registered: no",
+    ]
+    agent.connection.send(encode(served))
+    probe.begin_iteration()
+    assert caplog.messages[2:] == ["job[pipeline 0, stage 0, tensor 0]: the rank is taken now"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR", "INFO"]
+    probe.close()
+    agent.close()

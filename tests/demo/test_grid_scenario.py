@@ -1,0 +1,81 @@
+"""The demo of a power budget, judged: from samples alone, and once with all its processes."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perseus.demo import grid_scenario
+from perseus.demo.grid_scenario import (
+    CUT,
+    DEEPER,
+    FREE,
+    OVER,
+    STEPS,
+    GridOutcome,
+    GridScript,
+    judge_grid,
+    run_grid_scenario,
+)
+from perseus.demo.power_log import PowerLog, Sample
+from perseus.demo.site_watch import SiteWatch
+from tests.small_jobs import planned_soon
+
+PHASES = [(FREE, 0.0, 10.0), (CUT, 10.0, 30.0), (DEEPER, 30.0, 50.0), (OVER, 50.0, 70.0)]
+LIMITS_W = {FREE: float("inf"), CUT: 900.0, DEEPER: 800.0, OVER: float("inf")}
+
+
+def outcome(power_w: Callable[[str], float]) -> GridOutcome:
+    samples = [
+        Sample(float(second), {"a": power_w(name)}, {}, LIMITS_W[name])
+        for name, begin_s, end_s in PHASES
+        for second in range(int(begin_s) + 1, int(end_s) + 1)
+    ]
+    return GridOutcome(PowerLog(samples), PHASES)
+
+
+def test_budgets_that_were_kept_and_ended_are_fine() -> None:
+    assert judge_grid(outcome({FREE: 1000.0, CUT: 890.0, DEEPER: 801.0, OVER: 990.0}.__getitem__)) == []
+
+
+def test_a_budget_that_was_not_kept_and_power_that_stays_away_are_said() -> None:
+    (cut, over) = judge_grid(outcome({FREE: 1000.0, CUT: 960.0, DEEPER: 790.0, OVER: 800.0}.__getitem__))
+    assert cut == "budget: expected at most 900 W and 2 %, found 960 W"
+    assert over == "budget over: expected 1000 W again, found 800 W"
+
+
+class Witness:
+    """Notes the steps, and how often it was refreshed."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.refresh_count = 0
+
+    def begin(self, step: str) -> None:
+        self.steps.append(step)
+
+    def refresh(self, watch: SiteWatch) -> None:
+        self.refresh_count += 1
+
+
+@pytest.mark.slow("three jobs train in real processes, and what they draw under budgets is measured")
+@pytest.mark.serial
+@pytest.mark.timeout(500)
+def test_the_whole_story_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = [replace(job, gpu=replace(job.gpu, counter_period_s=0.02)) for job in grid_scenario.JOBS]
+    monkeypatch.setattr(grid_scenario, "JOBS", quick)
+    script = GridScript((0.87, 0.78), free_s=4.0, budget_s=10.0, over_s=8.0, ramp_time_s=1.0, settled_s=6.0)
+    witness = Witness()
+    with planned_soon():
+        reported = asyncio.run(run_grid_scenario(tmp_path, witness, script))
+    assert tuple(witness.steps) == STEPS
+    assert witness.refresh_count > 20
+    assert judge_grid(reported, script) == []
+    phases = json.loads((tmp_path / "summary.json").read_text())["phases"]
+    assert [phase["name"] for phase in phases] == list(STEPS[1:])
+    speeds = phases[2]["speeds"]
+    assert speeds["easy"] < speeds["usual"] < speeds["strict"], "as tolerances and weights say"
+    assert (tmp_path / "power.png").read_bytes().startswith(b"\x89PNG")

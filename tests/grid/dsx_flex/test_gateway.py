@@ -1,0 +1,530 @@
+"""The door's machine: each message gets one answer, and budgets follow from all that was accepted."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.grid.dsx_flex import budgets, gateway
+from perseus.grid.dsx_flex.breaches import Breach, BreachStatus
+from perseus.grid.dsx_flex.budgets import MAX_BUDGETS, KnownBudget, Stage
+from perseus.grid.dsx_flex.commands import (
+    AskForBudgets,
+    BudgetAnswered,
+    BudgetsListed,
+    CoordinatorLost,
+    FeedRead,
+    FeedsListed,
+    ForgetTargets,
+    KeepTargets,
+    TargetsReceived,
+    Tick,
+    Verdict,
+)
+from perseus.grid.dsx_flex.gateway import MAX_AHEAD_S, MEMORY_S
+from perseus.grid.dsx_flex.values import Constraint, FeedEvent, Piece, TargetSet
+from tests.grid.dsx_flex.gateways import (
+    NOW_S,
+    TRACE,
+    Coordinator,
+    Driven,
+    alerts,
+    answers,
+    message,
+    new_gateway,
+    reading,
+    statuses,
+    target,
+    uuid4,
+)
+
+
+@pytest.fixture
+def driven() -> Driven:
+    return Driven(new_gateway(), Coordinator())
+
+
+def test_a_target_is_kept_then_asked_for_and_told_once_the_budget_is_there(driven: Driven) -> None:
+    some = message(1, target(700, NOW_S, NOW_S + 3600))
+    commands = driven.gateway.handle(TargetsReceived(some), NOW_S)
+    assert [type(each).__name__ for each in commands] == ["KeepTargets", "AskForBudgets", "Answer"]
+    (budget,) = driven.gateway.changes(NOW_S).to_set
+    assert (budget.feed, budget.limit_w, budget.start_s, budget.end_s, budget.correlation_id) == (
+        "hall-a",
+        700e3,
+        NOW_S,
+        NOW_S + 3600,
+        some.correlation_id,
+    )
+    (reported,) = statuses(driven.reconcile())
+    assert (reported.correlation_id, reported.trace) == (some.correlation_id, TRACE)
+    feed = reported.feeds["hall-a"]
+    assert feed.event is FeedEvent.TARGET_SET
+    assert [(piece.correlation_id, is_active) for piece, is_active in feed.targets] == [
+        (some.correlation_id, True)
+    ]
+    assert not feed.is_compliant, "900 kW are more than 700"
+    assert driven.reconcile() == []
+
+
+def test_a_limit_stays_until_what_replaces_it_is_in_force(driven: Driven) -> None:
+    """The coordinator may refuse it: a sender has only so many budgets."""
+    driven.receive(message(1, target(700, NOW_S, NOW_S + 3600)))
+    (before,) = driven.coordinator.known
+    driven.gateway.handle(TargetsReceived(message(2, target(200, NOW_S, NOW_S + 3600))), NOW_S)
+    changes = driven.gateway.changes(NOW_S)
+    assert [budget.limit_w for budget in changes.to_set] == [200e3]
+    assert changes.to_cancel == ()
+    driven.reconcile()
+    assert driven.coordinator.calls[-1] == f"cancel {before}"
+    assert driven.coordinator.limit_w("hall-a", NOW_S) == 200e3
+
+
+@pytest.mark.parametrize(
+    ("some", "verdict"),
+    [
+        (message(1, target(700, NOW_S - 10, NOW_S)), Verdict.EXPIRED),
+        (message(1, target(700), sent_s=NOW_S + MAX_AHEAD_S + 1), Verdict.FUTURE_DATED),
+        (message(1, target(700), sent_s=NOW_S - MEMORY_S), Verdict.TOO_OLD),
+        (message(1, target(700, feeds=["hall-a"]), target(700, feeds=["cellar"])), Verdict.UNKNOWN_FEED),
+    ],
+)
+def test_what_is_refused_changes_nothing_and_is_told_under_its_correlation_identifier(
+    driven: Driven, some: TargetSet, verdict: Verdict
+) -> None:
+    commands = driven.receive(some)
+    assert [each.verdict for each in answers(commands)] == [verdict]
+    assert not [each for each in commands if isinstance(each, KeepTargets | AskForBudgets)]
+    (reported,) = statuses(commands)
+    assert (reported.correlation_id, reported.feeds["hall-a"].targets) == (some.correlation_id, ())
+    assert reported.feeds["hall-a"].event is FeedEvent.PERIODIC
+    assert not reported.is_heartbeat
+    assert driven.coordinator.calls == []
+
+
+def slots(number: int, first: int, count: int, limit_kw: float = 50.0, sender: str = "acme") -> TargetSet:
+    """One message with a target for each of so many quarters of an hour."""
+    times = [(NOW_S + 900 * slot, NOW_S + 900 * (slot + 1)) for slot in range(first, first + count)]
+    return message(number, *(target(limit_kw, *each) for each in times), sender=sender)
+
+
+def test_no_sender_takes_the_budgets_of_another(driven: Driven) -> None:
+    for number in range(4):
+        driven.receive(slots(number, 64 * number, 64, sender="flood"))
+    (reported,) = statuses(driven.receive(message(9, target(20), sender="acme")))
+    assert [is_active for _, is_active in reported.feeds["hall-a"].targets].count(True) == 2
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 1) == 20e3
+    kept = [each for each in driven.coordinator.known.values() if each.stage is Stage.CURRENT]
+    assert len(kept) <= MAX_BUDGETS // 2 + 1
+
+
+def test_what_counts_soon_is_a_budget_before_what_counts_later() -> None:
+    driven = Driven(new_gateway(), Coordinator(maximum=10_000))
+    for number in range(5):
+        commands = driven.receive(slots(number, 64 * (4 - number), 64))
+        assert [each.correlation_id for each in statuses(commands)] == [uuid4(1000 + number)]
+    coordinator = driven.coordinator
+    for quarter in range(0, 5 * 64, 7):
+        now_s = NOW_S + 900 * quarter + 1
+        driven.reconcile(now_s)
+        assert coordinator.limit_w("hall-a", now_s) == 50e3
+        current = [
+            each
+            for each in coordinator.known.values()
+            if each.stage is Stage.CURRENT and each.budget.end_s > now_s
+        ]
+        assert len(current) <= MAX_BUDGETS
+
+
+def test_senders_that_came_early_make_way_for_what_counts_now(driven: Driven) -> None:
+    for number in range(5):
+        for part in range(4):
+            driven.receive(slots(4 * number + part, 1 + 64 * part, 64, sender=f"early-{number}"))
+        limit_kw = 90 - number
+        driven.receive(message(100 + number, target(limit_kw), sender=f"late-{number}"))
+        assert driven.coordinator.limit_w("hall-a", NOW_S + 1) == limit_kw * 1e3
+    current = [each for each in driven.coordinator.known.values() if each.stage is Stage.CURRENT]
+    assert len(current) <= MAX_BUDGETS
+
+
+def test_what_counts_now_is_a_budget_on_every_feed() -> None:
+    driven = Driven(new_gateway(), Coordinator(), *(reading(f"hall-{number}") for number in range(150)))
+    driven.receive(slots(1, 1, 3))
+    (*_, reported) = statuses(driven.receive(message(2, target(100), sent_s=NOW_S + 1)))
+    assert all(any(is_active for _, is_active in feed.targets) for feed in reported.feeds.values())
+    for number in range(150):
+        assert driven.coordinator.limit_w(f"hall-{number}", NOW_S + 1) == 100e3
+
+
+def test_a_limit_that_is_raised_for_a_long_time_is_raised_at_once() -> None:
+    driven = Driven(new_gateway(), Coordinator(), *(reading(f"hall-{number}") for number in range(4)))
+    driven.receive(message(1, target(100)))
+    raising = [(NOW_S + 3600 * hour, NOW_S + 3600 * (hour + 1)) for hour in range(48)]
+    some = message(2, *(target(200, *each) for each in raising), sent_s=NOW_S + 1)
+    (reported,) = statuses(driven.receive(some, NOW_S + 1))
+    for name, feed in reported.feeds.items():
+        assert driven.coordinator.limit_w(name, NOW_S + 2) == 200e3
+        assert [each.constraint.limit_w for each, is_active in feed.targets if is_active] == [200e3]
+    for hour in range(60):
+        now_s = NOW_S + 3600 * hour + 2
+        driven.reconcile(now_s)
+        assert driven.coordinator.limit_w("hall-3", now_s) == (200e3 if hour < 48 else 100e3)
+
+
+def test_a_sender_has_so_many_targets_and_so_many_messages_in_an_hour(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "MAX_TARGETS", 5 * 64)
+    monkeypatch.setattr(gateway, "MAX_PER_HOUR", 20)
+    verdicts = [answers(driven.receive(slots(n, 64 * n, 64, sender="flood")))[0].verdict for n in range(6)]
+    assert verdicts == [Verdict.ACCEPTED] * 5 + [Verdict.TOO_MANY]
+    (other,) = answers(driven.receive(slots(99, 0, 64)))
+    assert other.verdict is Verdict.ACCEPTED
+    for number in range(20):
+        driven.gateway.handle(TargetsReceived(message(1000 + number, target(500), sender="talker")), NOW_S)
+    (answer,) = answers(driven.receive(message(9999, target(500), sender="talker")))
+    assert answer.verdict is Verdict.TOO_MANY
+
+
+def test_a_look_at_a_feed_costs_no_more_than_its_targets(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        driven.receive(slots(number, 64 * number, 64))
+    asked_counts, real = [], budgets.in_force
+
+    def in_force(some: Sequence[Piece], known: Mapping[str, KnownBudget], identifier: str) -> set[Piece]:
+        asked_counts.append(len(some))
+        return real(some, known, identifier)
+
+    monkeypatch.setattr(budgets, "in_force", in_force)
+    driven.gateway.handle(Tick(), NOW_S + 1)
+    assert 0 < sum(asked_counts) <= 2 * 256
+
+
+def test_a_target_that_is_not_kept_is_told_as_not_active_and_again_once_it_is() -> None:
+    driven = Driven(new_gateway(), Coordinator(maximum=0))
+    some = message(1, target(700))
+    (reported,) = statuses(driven.receive(some))
+    assert reported.correlation_id == some.correlation_id
+    assert [is_active for _, is_active in reported.feeds["hall-a"].targets] == [False]
+    assert not reported.feeds["hall-a"].is_compliant
+    assert statuses(driven.reconcile(NOW_S + 1)) == [], "it was told"
+    driven.coordinator.maximum = 256
+    (reported,) = statuses(driven.reconcile(NOW_S + 2))
+    assert reported.correlation_id == some.correlation_id
+    assert reported.feeds["hall-a"].event is FeedEvent.TARGET_SET
+
+
+def test_a_limit_of_nothing_is_refused_under_its_correlation_identifier(driven: Driven) -> None:
+    some = message(1, target(0))
+    commands = driven.receive(some)
+    assert [each.verdict for each in answers(commands)] == [Verdict.NO_POWER]
+    (reported,) = statuses(commands)
+    assert (reported.correlation_id, reported.feeds["hall-a"].targets) == (some.correlation_id, ())
+
+
+def test_a_clock_that_jumps_ahead_and_back_ends_no_target(driven: Driven) -> None:
+    driven.receive(message(1, target(700, NOW_S, NOW_S + 6 * 3600)))
+    ahead_s = NOW_S + 86400
+    driven.gateway.handle(Tick(), ahead_s)
+    driven.reconcile(ahead_s)
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 9) == 700e3, "the coordinator's clock is right"
+    (reported,) = statuses(driven.gateway.handle(Tick(), NOW_S + 4))
+    assert [is_active for _, is_active in reported.feeds["hall-a"].targets] == [True]
+    commands = driven.receive(message(2, target(600), sent_s=NOW_S + 5), NOW_S + 5)
+    assert [each.verdict for each in answers(commands)] == [Verdict.ACCEPTED]
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 9) == 600e3
+
+
+def test_a_duplicate_is_told_of_again_and_sets_nothing(driven: Driven) -> None:
+    some = message(1, target(700))
+    driven.receive(some)
+    commands = driven.receive(some, NOW_S + 9)
+    assert [each.verdict for each in answers(commands)] == [Verdict.DUPLICATE]
+    assert [each.correlation_id for each in statuses(commands)] == [some.correlation_id]
+    assert len(driven.coordinator.calls) == 1
+
+
+def test_an_older_message_that_comes_late_does_not_replace_a_newer_one(driven: Driven) -> None:
+    driven.receive(message(2, target(600, NOW_S + 5), sent_s=NOW_S + 5), NOW_S + 6)
+    commands = driven.receive(message(1, target(800, NOW_S + 5)), NOW_S + 7)
+    assert [each.verdict for each in answers(commands)] == [Verdict.SUPERSEDED]
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 8) == 600e3
+
+
+def test_a_null_cancels_and_is_told(driven: Driven) -> None:
+    driven.receive(message(1, target(700)))
+    lifting = message(2, target(None, NOW_S + 5), sent_s=NOW_S + 5)
+    (reported,) = statuses(driven.receive(lifting, NOW_S + 5))
+    assert reported.correlation_id == lifting.correlation_id
+    assert reported.feeds["hall-a"].targets == ()
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 5) == math.inf
+
+
+def test_a_restarted_gateway_asks_for_nothing_that_is_there(driven: Driven) -> None:
+    kept = [message(1, target(700)), message(2, target(600, NOW_S + 60, NOW_S + 90), sent_s=NOW_S + 1)]
+    for some in kept:
+        driven.receive(some, NOW_S + 1)
+    again = Driven(new_gateway(kept), driven.coordinator, now_s=NOW_S + 2)
+    driven.coordinator.calls.clear()
+    assert again.reconcile(NOW_S + 2) == []
+    assert driven.coordinator.calls == []
+
+
+def test_what_came_while_the_coordinator_was_away_is_asked_for_when_it_is_back(driven: Driven) -> None:
+    driven.gateway.handle(CoordinatorLost(), NOW_S)
+    some = message(1, target(700))
+    assert statuses(driven.receive(some)) == []
+    assert driven.coordinator.calls == []
+    driven.gateway.handle(FeedsListed((reading(),)), NOW_S + 9)
+    driven.gateway.handle(BudgetsListed({}), NOW_S + 9)
+    assert [each.correlation_id for each in statuses(driven.reconcile(NOW_S + 9))] == [some.correlation_id]
+
+
+def test_a_budget_that_an_operator_has_cancelled_stays_so(driven: Driven) -> None:
+    driven.receive(message(1, target(700)))
+    (budget_id,) = driven.coordinator.known
+    driven.coordinator.cancel(budget_id)
+    driven.gateway.handle(BudgetsListed(driven.coordinator.known), NOW_S + 1)
+    assert driven.reconcile(NOW_S + 1) == []
+    assert driven.coordinator.known[budget_id].stage is Stage.CANCELLED
+    (reported,) = statuses(driven.gateway.handle(Tick(), NOW_S + 40))
+    assert [is_active for _, is_active in reported.feeds["hall-a"].targets] == [False]
+    assert not reported.feeds["hall-a"].is_compliant
+
+
+def test_budgets_of_others_and_of_messages_unknown_are_left_alone() -> None:
+    coordinator = Coordinator()
+    first = Driven(new_gateway(), coordinator)
+    first.receive(message(1, target(700)))
+    forgetful = Driven(new_gateway(), coordinator)
+    assert forgetful.gateway.changes(NOW_S).to_cancel == ()
+    assert forgetful.gateway.changes(NOW_S).unknown == tuple(coordinator.known)
+
+
+def test_heartbeats_come_unless_something_else_was_told(driven: Driven) -> None:
+    assert len(statuses(driven.commands)) == 1
+    assert statuses(driven.gateway.handle(Tick(), NOW_S + 29)) == []
+    (reported,) = statuses(driven.gateway.handle(Tick(), NOW_S + 30))
+    assert reported.is_heartbeat
+    driven.gateway.handle(CoordinatorLost(), NOW_S + 31)
+    assert driven.gateway.handle(Tick(), NOW_S + 90) == []
+
+
+def test_ramps_are_told_from_their_begin_to_their_end(driven: Driven) -> None:
+    some = message(1, target(700, NOW_S, NOW_S + 60))
+    driven.receive(some)
+    ramping = reading(limit_w=7e5, power_cap_w=8e5, in_transition=True)
+    reported = statuses(driven.gateway.handle(FeedRead(ramping), NOW_S + 1))
+    reported += statuses(driven.gateway.handle(FeedRead(replace(ramping, power_cap_w=7e5)), NOW_S + 2))
+    under = replace(ramping, power_cap_w=7e5, in_transition=False, calculated_w=69e4)
+    reported += statuses(driven.gateway.handle(FeedRead(under), NOW_S + 8))
+    reported += statuses(driven.gateway.handle(FeedRead(reading()), NOW_S + 60))
+    reported += statuses(driven.gateway.handle(Tick(), NOW_S + 61))
+    seen = [each.feeds["hall-a"] for each in reported]
+    assert [each.event.value for each in seen] == [
+        "start_ramp_down",
+        "end_ramp_down",
+        "start_ramp_up",
+        "end_ramp_up",
+    ]
+    assert [each.in_flight for each in seen] == [True, False, True, False]
+    assert [each.is_compliant for each in seen] == [False, True, True, True]
+    assert [each.since_s for each in seen] == [NOW_S + 1, NOW_S + 1, NOW_S + 1, None]
+    assert [each.correlation_id for each in reported] == [
+        some.correlation_id,
+        some.correlation_id,
+        None,
+        None,
+    ]
+
+
+def test_a_target_is_told_to_be_set_before_the_ramp_that_it_leads_to(driven: Driven) -> None:
+    """The feed may be read before the coordinator has answered the budget."""
+    some = message(1, target(700, NOW_S, NOW_S + 60))
+    reported = statuses(driven.gateway.handle(TargetsReceived(some), NOW_S))
+    ramping = reading(limit_w=7e5, power_cap_w=8e5, in_transition=True)
+    reported += statuses(driven.gateway.handle(FeedRead(ramping), NOW_S))
+    assert reported == []
+    (wanted,) = driven.gateway.changes(NOW_S).to_set
+    known = driven.coordinator.set(wanted)
+    assert known is not None
+    reported += statuses(driven.gateway.handle(BudgetAnswered(known), NOW_S))
+    events = [each.feeds["hall-a"].event for each in reported]
+    assert [event.value for event in events if event is not None] == ["target_set", "start_ramp_down"]
+
+
+def breaching(judged_kw: float) -> FeedRead:
+    return FeedRead(
+        reading(
+            limit_w=7e5, power_cap_w=7e5, judged_w=judged_kw * 1e3, is_compliant=False, to_pause=("gpt3",)
+        )
+    )
+
+
+def test_a_breach_is_active_then_escalated_then_resolved_under_one_identifier(driven: Driven) -> None:
+    driven.receive(message(1, target(700)))
+    driven.gateway.handle(breaching(710), NOW_S)  # 1.4 % above is none
+    for second in range(1, 5):
+        assert alerts(driven.gateway.handle(breaching(730), NOW_S + second)) == []
+    reported = alerts(driven.gateway.handle(breaching(730), NOW_S + 6))
+    reported += alerts(driven.gateway.handle(breaching(740), NOW_S + 30))
+    reported += alerts(driven.gateway.handle(breaching(850), NOW_S + 31))
+    reported += alerts(driven.gateway.handle(breaching(850), NOW_S + 99))
+    reported += alerts(driven.gateway.handle(breaching(690), NOW_S + 100))
+    seen = [each.breach for each in reported]
+    assert [each.status.value for each in seen] == ["active", "escalated", "resolved"]
+    assert [each.is_critical for each in seen] == [False, True, True]
+    assert {each.breach_id for each in seen} == {uuid4(5000)}
+    assert [each.measured_w for each in seen] == [730e3, 850e3, 690e3]
+    assert [each.resolved_s for each in seen] == [None, None, NOW_S + 100]
+    assert [each.to_pause for each in reported] == [("gpt3",), ("gpt3",), ()]
+
+
+def test_a_breach_that_lasts_is_escalated_and_one_whose_target_ends_is_over(driven: Driven) -> None:
+    driven.receive(message(1, target(700, NOW_S, NOW_S + 100)))
+    reported = []
+    for second in range(120):
+        reported += alerts(driven.gateway.handle(breaching(730), NOW_S + second))
+    assert [(each.breach.status.value, each.breach.is_critical) for each in reported] == [
+        ("active", False),
+        ("escalated", False),
+        ("resolved", False),
+    ]
+    assert [each.breach.detected_s - NOW_S for each in reported] == [5, 5, 5]
+    assert reported[-1].breach.resolved_s == NOW_S + 100
+
+
+def test_nothing_is_a_breach_on_the_way_down(driven: Driven) -> None:
+    driven.receive(message(1, target(700)))
+    down = reading(limit_w=7e5, power_cap_w=7e5, judged_w=None, in_transition=True)
+    for second in range(60):
+        assert alerts(driven.gateway.handle(FeedRead(down), NOW_S + second)) == []
+
+
+def test_an_open_breach_is_told_again_after_a_restart() -> None:
+    some = message(1, target(700))
+    coordinator = Coordinator()
+    Driven(new_gateway(), coordinator).receive(some)
+    breach = Breach(
+        uuid4(77),
+        "hall-a",
+        some.correlation_id,
+        Constraint(700, "kilowatt"),
+        best_effort=False,
+        detected_s=NOW_S - 5,
+        status=BreachStatus.ACTIVE,
+        is_critical=False,
+        measured_w=720e3,
+    )
+    again = Driven(new_gateway([some], open_breaches=[breach]), coordinator)
+    reported = alerts(again.commands) + alerts(again.gateway.handle(breaching(730), NOW_S))
+    assert [each.breach for each in reported] == [breach]
+    (over,) = alerts(again.gateway.handle(breaching(690), NOW_S + 1))
+    assert (over.breach.breach_id, over.breach.status) == (uuid4(77), BreachStatus.RESOLVED)
+
+
+def test_a_feed_without_a_capacity_is_not_served() -> None:
+    driven = Driven(new_gateway(), Coordinator(), reading(), reading("default", maximum_w=None))
+    (reported,) = statuses(driven.commands)
+    assert set(reported.feeds) == {"hall-a"}
+    commands = driven.receive(message(1, target(700, feeds=["default"])))
+    assert [each.verdict for each in answers(commands)] == [Verdict.UNKNOWN_FEED]
+
+
+def test_messages_are_forgotten_when_nothing_follows_from_them_any_more(driven: Driven) -> None:
+    open_one = message(1, target(700))
+    lifting = message(2, target(None, NOW_S + 5), sent_s=NOW_S + 5)
+    short = message(3, target(600, NOW_S + 6, NOW_S + 60), sent_s=NOW_S + 6)
+    for some in (open_one, lifting, short):
+        driven.receive(some, NOW_S + 6)
+    assert driven.gateway.handle(Tick(), NOW_S + MEMORY_S - 1) != []  # a heartbeat
+    late_s = NOW_S + MEMORY_S + 10
+    assert not any(isinstance(each, ForgetTargets) for each in driven.gateway.handle(Tick(), late_s - 3700))
+    for second in range(0, 3700, 100):  # the clock is not believed at once where it was far off
+        driven.gateway.handle(Tick(), late_s - 3700 + second)
+    forgotten = [
+        event_id
+        for second in range(3)
+        for each in driven.gateway.handle(Tick(), late_s + second)
+        if isinstance(each, ForgetTargets)
+        for event_id in each.event_ids
+    ]
+    assert sorted(forgotten) == [uuid4(1), uuid4(2), uuid4(3)]
+
+
+MESSAGES = st.lists(
+    st.tuples(
+        st.one_of(st.none(), st.integers(100, 900)),
+        st.integers(-5, 40),
+        st.one_of(st.none(), st.integers(1, 60)),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(MESSAGES, st.integers(0, 5))
+def test_no_limit_of_a_sender_rises_because_a_budget_is_refused(
+    drawn: list[tuple[int | None, int, int | None, int]], maximum: int
+) -> None:
+    driven = Driven(new_gateway(), Coordinator(maximum))
+    wanted = Driven(new_gateway(), Coordinator())
+    for number, (limit, start, lasts, _) in enumerate(drawn):
+        before_w = [driven.coordinator.limit_w("hall-a", NOW_S + second) for second in range(110)]
+        some = message(
+            number,
+            target(limit, NOW_S + start, math.inf if lasts is None else NOW_S + start + lasts),
+            sent_s=NOW_S + number,
+        )
+        driven.receive(some)
+        wanted.receive(some)
+        for second, limit_w in enumerate(before_w):
+            at_s = NOW_S + second
+            max_w = max(limit_w, wanted.coordinator.limit_w("hall-a", at_s))
+            assert driven.coordinator.limit_w("hall-a", at_s) <= max_w
+
+
+@settings(deadline=None)
+@given(MESSAGES, st.lists(st.booleans(), min_size=12, max_size=12), st.randoms(use_true_random=False))
+def test_restarts_and_duplicates_change_no_limit(
+    drawn: list[tuple[int | None, int, int | None, int]], restarts: list[bool], random: object
+) -> None:
+    """Whatever is restarted in between, limits are those of a door that was never."""
+    history = [
+        message(
+            number,
+            target(limit, NOW_S + start, math.inf if lasts is None else NOW_S + start + lasts),
+            sent_s=NOW_S + number,
+            sender=f"isv-{sender}",
+        )
+        for number, (limit, start, lasts, sender) in enumerate(drawn)
+    ]
+    plain = Driven(new_gateway(), Coordinator())
+    for some in history:
+        plain.receive(some, NOW_S)
+
+    arriving = [*history, *history]
+    random.shuffle(arriving)  # type: ignore[attr-defined]
+    coordinator, kept = Coordinator(), list[TargetSet]()
+    driven = Driven(new_gateway(), coordinator)
+    for some, is_restarted in zip(arriving, restarts, strict=False):
+        commands = driven.gateway.handle(TargetsReceived(some), NOW_S)
+        kept += [each.some for each in commands if isinstance(each, KeepTargets)]
+        if is_restarted:  # before anything was asked for
+            driven = Driven(new_gateway(kept), coordinator)
+        driven.reconcile(NOW_S)
+    assert len({some.event_id for some in kept}) == len(kept)
+    known = {some.event_id for some in kept}
+    missing = [some for some in history if some.event_id not in known]
+    for some in missing:
+        assert Verdict.EXPIRED in {each.verdict for each in answers(plain.receive(some, NOW_S))}
+    for second in range(110):
+        at_s = NOW_S + second
+        assert coordinator.limit_w("hall-a", at_s) == plain.coordinator.limit_w("hall-a", at_s)

@@ -1,0 +1,64 @@
+"""Answers that are made once for all who ask."""
+
+import asyncio
+
+import pytest
+
+from perseus.service.web import single_flight_cache
+from perseus.service.web.single_flight_cache import SingleFlightCache
+
+
+class Maker:
+    """Makes numbers, each in so many seconds of the clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.took_s = 0.001
+        self.count = 0
+        self.fails = False
+
+    async def make(self) -> int:
+        self.count += 1
+        self.now_s += self.took_s
+        await asyncio.sleep(0)
+        if self.fails:
+            raise ValueError("planted")
+        return self.count
+
+
+async def test_those_who_ask_at_once_share_an_answer_while_it_is_fresh() -> None:
+    maker = Maker()
+    answers: SingleFlightCache[int] = SingleFlightCache(4, lambda: maker.now_s)
+    assert set(await asyncio.gather(*(answers.get("a", maker.make) for _ in range(5)))) == {1}
+    maker.now_s += single_flight_cache.MIN_FRESH_S - 0.01
+    assert await answers.get("a", maker.make) == 1
+    maker.now_s += 0.02
+    assert await answers.get("a", maker.make) == 2
+    assert await answers.get("b", maker.make) == 3
+
+
+@pytest.mark.parametrize(("took_s", "fresh_s"), [(0.05, 5.0), (3.0, single_flight_cache.MAX_FRESH_S)])
+async def test_what_takes_long_serves_for_long(took_s: float, fresh_s: float) -> None:
+    maker = Maker()
+    answers: SingleFlightCache[int] = SingleFlightCache(4, lambda: maker.now_s)
+    maker.took_s = took_s
+    await answers.get("a", maker.make)
+    maker.now_s += fresh_s - 0.01
+    assert await answers.get("a", maker.make) == 1
+    maker.now_s += 0.02
+    assert await answers.get("a", maker.make) == 2
+
+
+async def test_what_fails_is_not_kept_and_the_oldest_makes_way() -> None:
+    maker = Maker()
+    answers: SingleFlightCache[int] = SingleFlightCache(2, lambda: maker.now_s)
+    maker.fails = True
+    with pytest.raises(ValueError, match="planted"):
+        await answers.get("a", maker.make)
+    maker.fails = False
+    assert await answers.get("a", maker.make) == 2
+    for key in ("b", "a", "c"):
+        await answers.get(key, maker.make)
+    assert len(answers._kept) == 2
+    assert await answers.get("a", maker.make) == 2
+    assert await answers.get("b", maker.make) == 5

@@ -31,7 +31,7 @@ PARTS := grid languages prometheus slurm web
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-all test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions \
-  test-postgresql test-kubernetes test-dist pictures torture torture-coordinator check bench docs metrics protos \
+  test-postgresql test-kubernetes test-dist pictures torture torture-coordinator check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
 demo: $(STAMP)
@@ -180,6 +180,10 @@ protos: $(STAMP)
 # The page about the metrics, after a change of their names; a test compares.
 metrics: $(STAMP)
 	$(BIN)/python -m perseus.metrics.document > docs/metrics.md
+
+# The page of all settings, after a change of one; a test compares.
+settings: $(STAMP)
+	$(BIN)/python docs/settings_page.py > docs/settings.md
 
 # To be run, and looked at, when a change of the contract is meant: it is promised from then on.
 contract: $(STAMP)

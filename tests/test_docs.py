@@ -1,6 +1,7 @@
 """What the documentation names is there."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,8 @@ def test_modules_that_a_page_names_are_there(page: Path) -> None:
 def test_files_that_a_page_links_to_are_there(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_page_of_settings_is_that_of_the_models() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "settings_page.py"))["page"]()
+    assert (ROOT / "docs" / "settings.md").read_text() == made, "make settings"

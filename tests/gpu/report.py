@@ -1,4 +1,4 @@
-"""What checks on a real GPU found: one table for the terminal, and the same for `docs/gpus.md`."""
+"""Findings on a real GPU: one table for the terminal, and the same for `benchmarks/results/gpus.md`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-NOT_YET = "`make test-gpu` has not been run on a real GPU yet: its first table will stand here.\n"
-"""What the page says until then; the first report replaces it."""
+NOT_YET = "`make test-gpu` has not been run on a real GPU yet. It replaces this line with its first table.\n"
+"""The placeholder that the first report replaces."""
 
 
 class Verdict(Enum):

@@ -50,9 +50,9 @@ def test_reports_are_put_at_the_end_of_the_page_and_the_first_ends_the_waiting(t
 
 
 def test_the_page_ends_where_reports_go() -> None:
-    text = (REPOSITORY / "docs" / "gpus.md").read_text()
+    text = (REPOSITORY / "benchmarks" / "results" / "gpus.md").read_text()
     assert NOT_YET in text or "by `make test-gpu`." in text
-    assert text.rindex("\n## ") == text.index("\n## Real hardware")
+    assert text.rindex("\n## ") == text.index("\n## Results")
 
 
 def test_where_there_is_nothing_to_check_one_line_says_so(

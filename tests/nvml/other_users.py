@@ -79,7 +79,7 @@ def attack(
     done.claims["a GPU whose device is closed"] = claim(path, Hello(mine, closed_uuid))
     done.claims["the owner's rank"] = claim(path, Hello(Rank(job_id, 0, 0, 0), "GPU-none"))
     done.claims["another rank of the owner's job"] = claim(path, Hello(Rank(job_id, 0, 7, 0), "GPU-none"))
-    done.claims["nothing"] = claim(path, Membership("x"))
+    done.claims["a rank without Hello"] = claim(path, Membership("x"))
     done.records = lock(records)
     hold_connections(path, int(connections), done)
     chance = random.Random(7)

@@ -69,7 +69,7 @@ def attack_and_check(
         "a GPU whose device is closed": "GPU_NOT_OPENABLE",
         "the owner's rank": "JOB_OF_ANOTHER_USER",
         "another rank of the owner's job": "JOB_OF_ANOTHER_USER",
-        "nothing": "MALFORMED_PACKET",
+        "a rank without Hello": "MALFORMED_PACKET",
     }
     assert done["records"] == "refused"
     assert done["connection_count"] == connection_count

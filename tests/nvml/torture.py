@@ -1,4 +1,4 @@
-"""`make torture`: every kill many times, at random points of a running job; figures to docs/torture.md.
+"""`make torture`: every kill many times, at random points; writes benchmarks/results/torture.md.
 
 python tests/nvml/torture.py COUNT REPORT
 """
@@ -30,17 +30,18 @@ def report(outcomes: dict[str, list[Outcome]], seed: int, took_s: float) -> str:
         )
     today, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
     python = f"Python {platform.python_version()}"
-    return f"""# What dies, and what becomes of the GPU
+    return f"""# GPUs after a process is killed
 
-`make torture` kills the processes of a running job at random points, from its first locked clock on: while it
-is profiled, planned, and under its plan. Each stack has one emulated GPU behind the stand-in for NVML,
-an agent with its supervisor, a trainer and a coordinator; {AT_A_TIME} stacks run at a time. A kill passes if,
-within its limit, the GPU is unlocked and at its highest clock, and no record of what to restore is left; one
-that does not pass ends the run. Children that live on are two, one of which holds the trainer's connection. A
-trainer that hangs is stopped (SIGSTOP), and passes only if its GPU gets clocks again once it goes on.
+`make torture` kills the processes of a running job at random points after its first locked clock: during
+profiling, during planning and under the plan. Each stack has one emulated GPU behind the stand-in for NVML,
+an agent with its supervisor, a trainer and a coordinator; {AT_A_TIME} stacks run at a time. A kill passes
+if the GPU is unlocked and at its highest clock within the limit and no restore record is left. The first
+kill that fails ends the run. "Children live on" leaves two child processes, one of which holds the
+trainer's connection. "Trainer hangs" stops the trainer (SIGSTOP) and passes only if its GPU gets clocks
+again after it continues.
 
-The coordinator's lease is {LEASE_S:g} s here (30 s by default): an agent that has lost its coordinator keeps
-the plan while the lease runs, so the time to stock is the lease's rest and what the agent needs.
+The coordinator's lease is {LEASE_S:g} s here (30 s by default). An agent that loses its coordinator keeps the
+plan until the lease ends, so the time to stock is the rest of the lease plus the agent's own time.
 
 | killed | times | of these, GPU locked | to stock, median | at most | limit |
 |---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""Part of `make torture`: a stranger attacks a running job at full strength; figures to docs/strangers.md.
+"""Part of `make torture`: another user attacks a running job; writes benchmarks/results/other-users.md.
 
 python -m tests.nvml.torture_other_users CONNECTIONS PACKETS REPORT
 """
@@ -17,9 +17,9 @@ FLOOD_S = 60.0
 
 
 def main(connection_count: int, packet_count: int, path: Path) -> None:
-    """Attack, and write down what came of it."""
+    """Attack, and write the report."""
     if os.geteuid() != 0:
-        sys.exit("torture_strangers: expected to run as root, to be other users")
+        sys.exit("torture_other_users: expected to run as root, to be other users")
     begun_s = time.monotonic()
     with passable_folder() as folder:
         library = nvml_stub.build(folder)
@@ -29,21 +29,21 @@ def main(connection_count: int, packet_count: int, path: Path) -> None:
     today, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - begun_s
     hellos, marks = done["hello_count"] / FLOOD_S, done["mark_count"] / FLOOD_S
     opened, kept = done["connection_count"], done["held_connection_count"]
-    text = f"""# What a stranger gets
+    text = f"""# Attacks by another user of the node
 
-`make torture` also runs a job of one user's under an agent of root's, behind the stand-in for NVML, and
-attacks it as another user whom the socket lets in. It passes if nothing is had, the agent's process stays
-the same, the job's rank never leaves and its trainer hears nothing of it, the log stays short, and the GPU
-is at stock when the agent has ended.
+`make torture` also runs one user's job under root's agent, behind the stand-in for NVML, and attacks it as
+another user who may connect to the socket. It passes if no attack succeeds, the agent does not restart, the
+job's rank stays and its trainer gets no message about the attack, the log stays short, and the GPU is at
+stock after the agent ends.
 
-| the stranger | is answered |
+| attack | result |
 |---|---|
 {claims}
-| locks the records | {done["records"]} |
-| opens {opened:,} connections at once, silently | {kept} are kept |
+| locks the restore records | {done["records"]} |
+| opens {opened:,} connections at once and sends nothing | {kept} are kept |
 | sends {done["packet_count"]:,} malformed packets | {done["accepted_count"]} are accepted |
-| says hello on all its connections, for {FLOOD_S:.0f} s | {hellos:.1f} a second are looked into |
-| marks on an idle GPU as fast as it can, for {FLOOD_S:.0f} s | {marks:,.0f} a second are read |
+| sends Hello on all its connections, for {FLOOD_S:.0f} s | {hellos:.1f} a second are examined |
+| sends marks for an idle GPU as fast as it can, for {FLOOD_S:.0f} s | {marks:,.0f} a second are read |
 
 Last run: {today}, {took_s:.0f} s, {os.cpu_count()} cores, Python {platform.python_version()}.
 """

@@ -235,7 +235,7 @@ _COLUMNS = (
         "left out",
         "all agents back, median",
         "at most",
-        "lost, doubled, reversed",
+        "lost, doubled or reversed",
     ),
 )
 
@@ -246,7 +246,7 @@ def _fault_rows(outcomes: Iterable[FaultOutcome]) -> str:
         message = each.lines[-1].replace("|", "/") if FAULTS[each.name].has_to_end and each.lines else "–"
         message = re.sub(r"/\S+/(?=jobs\.db)", "", message)  # in which folder it was tells nobody anything
         ended = "–" if each.status is None else str(each.status)
-        problems = "; ".join(each.problems) or "nothing"
+        problems = "; ".join(each.problems) or "none"
         rows.append(f"| {each.name} | {ended} | {message} | {each.stock_after_s:.1f} s | {problems} |")
     return "\n".join(rows)
 
@@ -257,25 +257,26 @@ def report(outcomes: dict[str, Outcome], faults: Iterable[FaultOutcome], seed: i
         f"| {name} | {each.kill_count} | {each.start_kill_count} | {each.server_kill_count} | "
         f"{each.batch_count} | {each.version_count} | {each.left_out_count} | "
         f"{statistics.median(each.return_s):.2f} s | {max(each.return_s):.2f} s | "
-        f"{'; '.join(each.problems) or 'nothing'} |"
+        f"{'; '.join(each.problems) or 'none'} |"
         for name, each in outcomes.items()
     ]
     today, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
-    return f"""# What a killed coordinator loses
+    return f"""# Kills, failing databases and attacks: the coordinator
 
-`make torture-coordinator` kills a coordinator under load by SIGKILL at random times, and starts it again with
-the same database. Every {JOB_EVERY} kills a job of {8 * STAGES} ranks begins, and the last but one ends.
-Each rank is an agent of its own that reports {1 / PERIOD_S:g} iterations a second; stragglers come and go, so
-that plans change. The agents keep book, and hold against the coordinator:
+`make torture-coordinator` kills a coordinator under load by SIGKILL at random times and restarts it on the
+same database. Every {JOB_EVERY} kills a job of {8 * STAGES} ranks starts and the older of two jobs ends.
+Each rank is an agent of its own that reports {1 / PERIOD_S:g} iterations a second. Stragglers come and go,
+so plans change. The agents record all messages and fail the run if they find
 
-- a batch that was acknowledged and is not stored: what Welcome says, and the iterations and joules in the
-  report, are compared with what was sent;
+- an acknowledged batch that is not stored: the test compares Welcome, and the iterations and joules in the
+  report, with what was sent;
 - a batch counted twice;
-- a version of a plan that carries other clocks than before, or is lower than one offered before;
-- another epoch; a refusal; a job that is not planned in the end; an integrity check that finds something.
+- a plan version whose clocks changed, or that is lower than an earlier one;
+- another epoch, a refusal, a job that is not planned at the end, or a failed integrity check.
 
-A run with any of these fails. The report leaves out the first iteration under its plans; where a restart
-follows it, the next one too, since under which plans the one before it ran isn't stored. These are counted.
+The report leaves out the first iteration under its plans. If a restart follows it, the report leaves out the
+next one as well, because the database does not store the plans of the iteration before it. The table counts
+these as "left out".
 
 | {" | ".join(_COLUMNS)} |
 {"|---" * len(_COLUMNS)}|
@@ -283,11 +284,12 @@ follows it, the next one too, since under which plans the one before it ran isn'
 
 ## When the database fails
 
-The same load and a real agent with an emulated GPU, on a database on a small disk of its own. The coordinator
-has to end with a clear line, or to show agents by another epoch that state is gone; the agent's plan runs out
-its lease ({LEASE_S:g} s here); and what was acknowledged is there once the fault is mended.
+The same load and a real agent with an emulated GPU, with the database on a small disk of its own. The
+coordinator must end with a clear error, or announce by a new epoch that state was lost. The agent must keep
+its plan until its lease ends ({LEASE_S:g} s here). Acknowledged data must be there after the fault is
+repaired.
 
-| fault | exit status | last line | GPU unlocked after | what should not be so |
+| fault | exit status | last line | GPU unlocked after | problems |
 |---|---|---|---|---|
 {_fault_rows(faults)}
 

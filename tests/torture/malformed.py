@@ -482,35 +482,33 @@ def _memory_bytes(process_id: int) -> int:
 def section(outcome: Outcome, seed: int) -> str:
     """The figures as a part of a page."""
     kinds = {
-        "bounds": "each field at its bounds and beyond, of every request and every message of the stream",
-        "random": "random protocol buffers, and bytes that are none",
-        "order": "messages of agents in any order, with and without Hello",
-        "frames": "HTTP/2 that is cut, contradicts itself or is none",
+        "bounds": "every field of every request and stream message, at its bounds and beyond",
+        "random": "random protocol buffers, and random bytes",
+        "order": "agents' messages in random order, with and without Hello",
+        "frames": "truncated, contradictory or invalid HTTP/2",
     }
     rows = "\n".join(f"| {what} | {outcome.sent[kind]} |" for kind, what in kinds.items())
     slowest_ms, per_s = 1000 * max(outcome.health_s), 1 / _HEALTH_PERIOD_S
     settled_mb, end_mb = outcome.settled_bytes / 2**20, outcome.end_bytes / 2**20
     ends = ", ".join(f"{end} {count}" for end, count in outcome.ends.most_common(12))
-    problems = "; ".join(outcome.problems) or "nothing"
+    problems = "; ".join(outcome.problems) or "none"
     return f"""{_TITLE}
 
-To a coordinator with TLS and tokens, with an operator's token, so that nothing is turned away at the door.
-Meanwhile an agent goes on with its job, and health is asked for some {per_s:g} times a second. A run fails
-if the coordinator ends, answers INTERNAL, logs a traceback, puts a job aside, grows, answers for health after
-more than {HEALTH_LIMIT_S:g} s, or disturbs that agent.
+Sent to a coordinator with TLS and tokens, with an operator's token, so that the coordinator reads every
+message. Meanwhile an agent trains a job, and the test calls the health service some {per_s:g} times a
+second. A run fails if the coordinator ends, answers INTERNAL, logs a traceback, quarantines a job, grows,
+takes longer than {HEALTH_LIMIT_S:g} s to answer a health check, or disturbs the agent.
 
 | messages | sent |
 |---|---|
 {rows}
 
-How calls and streams ended: {ends}.
+Results of calls and streams: {ends}.
 
-Health was asked for {len(outcome.health_s)} times, and answered after {slowest_ms:.0f} ms at most, without
-the time in which the machine ran others ({outcome.slowest_health_s:.1f} s with it).
-Memory: {settled_mb:.0f} MB after {_SETTLED_SHARE:.0%} of the messages, {end_mb:.0f} MB after all.
-The other agent went through {outcome.iteration_count} iterations. What should not be so: {problems}.
-{outcome.took_s / 60:.1f} minutes, seed {seed}.
-"""
+The slowest of {len(outcome.health_s)} health checks took {slowest_ms:.0f} ms, without the time in which the
+machine ran other processes ({outcome.slowest_health_s:.1f} s with it). Memory: {settled_mb:.0f} MB after
+{_SETTLED_SHARE:.0%} of the messages, {end_mb:.0f} MB after all. The agent trained {outcome.iteration_count}
+iterations. Problems: {problems}. {outcome.took_s / 60:.1f} minutes, seed {seed}. """
 
 
 def in_page(page: str, section: str) -> str:

@@ -237,20 +237,22 @@ def section(outcome: Outcome, seconds: float) -> str:
     gpu_count, target_count = LIARS * MADE_UP_COUNT, FLOOD_MESSAGES * FLOOD_SLOTS
     rows = (
         (
-            f"with a token for other jobs says {gpu_count:,} GPUs of {MADE_UP_W:g} W each, for {seconds:g} s",
+            f"reports, with a token for other jobs, {gpu_count:,} GPUs of {MADE_UP_W:g} W each, "
+            f"for {seconds:g} s",
             f"the feed measures {outcome.max_measured_w:.0f} W at most",
         ),
         (
-            f"claims the UUIDs of its GPUs before it does, for {LIARS} jobs",
-            f"{outcome.refused_count} of its ranks are refused",
+            f"claims the UUIDs of the tenant's GPUs first, for {LIARS} jobs",
+            f"{outcome.refused_count} of the tenant's ranks are refused",
         ),
         (
-            f"sends the grid's door {target_count:,} targets, another one for {TARGET_W / 1e3:g} kW",
-            f"that is in force after {outcome.kept_target_s:.1f} s",
+            f"sends the grid gateway {target_count:,} targets, and another client one for "
+            f"{TARGET_W / 1e3:g} kW",
+            f"the latter is in force after {outcome.kept_target_s:.1f} s",
         ),
         (
-            f"without a token opens {CONNECTIONS:,} connections to the page's port, sends half a request on "
-            f"{HALF_REQUESTS} of them and nothing on the others, and waits",
+            f"opens {CONNECTIONS:,} connections to the page's port without a token, sends half a request on "
+            f"{HALF_REQUESTS} of them and nothing on the rest, and waits",
             f"the coordinator has {outcome.open_files} files open, an agent joins, the page answers after "
             f"{outcome.page_back_s:.0f} s; the log is {outcome.log_bytes:,} bytes longer",
         ),
@@ -258,14 +260,14 @@ def section(outcome: Outcome, seconds: float) -> str:
     lines = "\n".join(f"| {attack} | {found} |" for attack, found in rows)
     return f"""{_TITLE}
 
-A tenant whose GPUs draw {GPU_W * len(ALL_PLACES):g} W together, on a feed for {FEED_W / 1e3:g} kW, is
-attacked by others. A run fails if it loses anything by it.
+Others attack a tenant whose GPUs draw {GPU_W * len(ALL_PLACES):g} W together on a feed for {FEED_W / 1e3:g}
+kW. A run fails if the tenant loses anything.
 
-| somebody | and then |
+| attack | result |
 |---|---|
 {lines}
 
-What should not be so: {"; ".join(outcome.problems) or "nothing"}.
+Problems: {"; ".join(outcome.problems) or "none"}.
 """
 
 

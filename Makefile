@@ -75,11 +75,11 @@ test-frameworks-long: $(FRAMEWORKS_STAMP)
 framework-versions: $(FRAMEWORKS_STAMP)
 	WRITE_VERSIONS=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks
 
-# All that can be checked on a real NVIDIA GPU without changing its settings; the table goes to docs/gpus.md. PYTHON
+# All that can be checked on a real NVIDIA GPU without changing its settings; the table goes to benchmarks/results/gpus.md. PYTHON
 # is one that has PyTorch with CUDA, numpy and grpcio. What else is needed comes from gpu-wheels, if that is there.
 GPU_SITE := gpu-wheels/site
 test-gpu: $(if $(wildcard gpu-wheels/*.whl),$(GPU_SITE)/.installed)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON) -m tests.gpu.check docs/gpus.md
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON) -m tests.gpu.check benchmarks/results/gpus.md
 
 $(GPU_SITE)/.installed: $(wildcard gpu-wheels/*.whl)
 	rm -rf $(GPU_SITE)
@@ -130,26 +130,26 @@ dist: $(STAMP)
 test-dist: dist
 	$(PYTEST) tests/bundle
 
-# The pictures of docs/page.md, of a demo that runs for them; to be looked at before they are committed.
+# Take the pictures of the live page from a demo. Look at them before you commit them.
 pictures: $(STAMP)
 	tests/web/install
 	$(BIN)/python -m tests.web.pictures docs/images
 
-# The kill tests of `make test`, many more times, and a stranger's attack at full strength (as root); leaves figures in
-# docs/torture.md and docs/other-users.md.
+# The kill tests of `make test`, many more times, and an attack by another user at full strength (as root). Writes
+# benchmarks/results/torture.md and other-users.md.
 KILLS ?= 50
 CONNECTIONS ?= 10000
 PACKETS ?= 100000
 torture: $(STAMP)
-	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
-	$(BIN)/python -m tests.nvml.torture_other_users $(CONNECTIONS) $(PACKETS) docs/other-users.md
+	$(BIN)/python -m tests.nvml.torture $(KILLS) benchmarks/results/torture.md
+	$(BIN)/python -m tests.nvml.torture_other_users $(CONNECTIONS) $(PACKETS) benchmarks/results/other-users.md
 
-# A coordinator killed many times under load, one sent malformed messages, and one with hostile tenants; leaves its
-# figures in docs/torture-coordinator.md.
+# Kill a coordinator many times under load, send one malformed messages, and attack one as hostile tenants. Writes
+# benchmarks/results/torture-coordinator.md.
 COORDINATOR_KILLS ?= 100
 MALFORMED ?= 100000
 torture-coordinator: needs-grid
-	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md \
+	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) benchmarks/results/torture-coordinator.md \
 	  --malformed $(MALFORMED)
 
 # The documentation site, in build/docs; a warning is an error, and a link that leads nowhere is a warning.

@@ -114,7 +114,7 @@ SOLVER_CRASHES = SERVER.counter("solver_crashes", "Solver's processes that died.
 
 LEDGER = Section(
     "The ledger",
-    "All jobs together, at most a minute old; what one run has used is a question for [the ledger](ledger.md)"
+    "All jobs together, at most a minute old; what one run has used is a question for [the ledger](power.md#the-ledger)"
     " itself. Cost and carbon are told where their rates are known. Hours that were forgotten "
     "(`keep_ledger_days`) leave with the coordinator's next start.",
 )

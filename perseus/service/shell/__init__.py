@@ -1,1 +1,1 @@
-"""The asyncio shell: the coordinator around its jobs' machines and watchers."""
+"""The asyncio layer of the coordinator, around the jobs' state machines and the watchers."""

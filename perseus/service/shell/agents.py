@@ -1,4 +1,4 @@
-"""What agents say: their streams, the ranks that they serve, and their telemetry."""
+"""The agents: their streams, the ranks that they serve, and their telemetry."""
 
 import asyncio
 import hmac
@@ -43,7 +43,7 @@ from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, TelemetrySequence
 
 LAST_PLAN_LEASE_S = 1e6
-"""Eleven days, the longest lease that an agent takes: it stands for keeping the last plan."""
+"""Eleven days: the longest lease that an agent accepts. It means that the agent keeps the last plan."""
 
 log = structlog.get_logger(__name__)
 
@@ -55,18 +55,19 @@ class _Agent:
     received_sequence: int = 0
     is_greeted: bool = False
     job_ids: set[str] = field(default_factory=set)
-    """Of ranks that it joined; without those that had no live rank when it was heard last."""
+    """Jobs with ranks that it joined; those without a live rank are dropped when it is next heard."""
     gpus: dict[str, tuple[Place, Gpu]] = field(default_factory=dict)
-    """By UUID, the rank that it joined last on that GPU."""
+    """By UUID, the rank that it last joined on that GPU."""
 
 
 class Agents:
-    """All agents with a stream. None but the awaited methods waits.
+    """All agents with a stream. Only the async methods wait.
 
     Attributes:
-        taken_count, repeated_count, passed_count: batches of telemetry that were taken, that had been taken
-            before, and that are to be had no more, as they were refused.
-        power_interval_s: how often agents are to report what their GPUs draw; 0 while nobody wants to know.
+        taken_count, repeated_count, passed_count: batches of telemetry that were stored, that were sent
+            again,
+            and that were refused and acknowledged all the same.
+        power_interval_s: how often agents report what their GPUs draw; 0 while nobody needs it.
     """
 
     def __init__(
@@ -100,20 +101,20 @@ class Agents:
         return self._live.rules.lease_s
 
     def plan_lease_s(self, hostname: str) -> float:
-        """How long plans on a host outlive the coordinator's last word: what its feed's fail-safe says."""
+        """How long plans on a host outlive the coordinator's last message: its feed's fail-safe decides."""
         is_lasting = self._feeds.of_host(hostname) in self._feeds.with_last_plan
         return LAST_PLAN_LEASE_S if is_lasting else self.lease_s
 
     def ask_for_power(self) -> None:
-        """Ask all agents, and those that come later, to report what their GPUs draw."""
+        """Ask all agents, present and future, to report what their GPUs draw."""
         self.power_interval_s = INTERVAL_S
         for agent in self._agents.values():
-            if agent.is_greeted:  # else its Welcome, which comes first, says so
+            if agent.is_greeted:  # otherwise its Welcome, which comes first, carries the interval
                 agent.port.heartbeat(INTERVAL_S)
 
     @property
     def commit_marker(self) -> str:
-        """The word for all that is stored so far."""
+        """The commit marker of everything that is stored so far."""
         return self._store.commit_marker
 
     def load(self) -> None:
@@ -124,12 +125,12 @@ class Agents:
                     self._gpus.put("", run.job_id, place, gpu_uuid)
 
     def drain(self) -> None:
-        """Tell all agents that the coordinator is about to stop."""
+        """Announce to all agents that the coordinator is about to stop."""
         for agent in self._agents.values():
             agent.port.drain()
 
     def instance_key(self, instance_id: str) -> str:
-        """What shows that an agent is an instance: for itself alone."""
+        """Return the key that proves that an agent is this instance. Only that agent receives it."""
         return self._store.instance_key(instance_id)
 
     async def greet(
@@ -140,14 +141,16 @@ class Agents:
         principal: Principal = ANYBODY,
         instance_key: str = "",
     ) -> tuple[str, int]:
-        """Take an agent's new stream, which replaces its older one; `check_word` is what it heard last.
+        """Take an agent's new stream, which replaces its older one.
 
-        `principal` is by whom it comes. An instance is theirs who came with it last, unless its key shows
-        that it is the same agent with another credential. Returns the epoch and the highest telemetry
-        sequence that is stored. `part` is to follow, whatever comes of it.
+        `commit_marker` is the last one that the agent received, `principal` the one that it authenticates as.
+        An instance belongs to the principal that last used it, unless its key proves that it is the same
+        agent with another credential. The caller must call `part` afterwards, whatever the outcome.
+
+        Returns the epoch and the highest telemetry sequence that is stored.
 
         Raises:
-            InstanceServedError: the instance is another principal's.
+            InstanceServedError: the instance belongs to another principal.
         """
         await self._check_state(commit_marker, instance_id)
         is_same = hmac.compare_digest(instance_key.encode(), self.instance_key(instance_id).encode())
@@ -157,7 +160,7 @@ class Agents:
         theirs = older.principal.name if older is not None else stored
         if not is_same and theirs not in (principal.name, "", ANYBODY.name):
             raise InstanceServedError(instance_id=instance_id, principal=principal.name)
-        # It is there before anything else is awaited: of many that come at once, the last one stays.
+        # Register the agent before anything else is awaited: of many that come at once, the last one stays.
         self._agents[instance_id] = agent = _Agent(port, principal)
         self._live.ports[instance_id] = port
         if older is not None:
@@ -169,14 +172,14 @@ class Agents:
         return self._live.epoch, agent.received_sequence
 
     async def _stored_principal(self, instance_id: str) -> str:
-        await self._writer.flush()  # It may be on its way to the store.
+        await self._writer.flush()  # Its row may not be written yet.
         return await self._store.telemetry_principal(instance_id)
 
     async def _check_state(self, commit_marker: str, instance_id: str) -> None:
-        """Begin a new epoch if state is lost that an agent knows of, and let all others begin anew, too."""
+        """Begin a new epoch, and end all streams, if an agent knows of state that is lost."""
         if not commit_marker:
             return
-        async with self._checking:  # Another agent's hello may have told it already.
+        async with self._checking:  # Another agent's hello may have revealed it already.
             if not self._store.has_lost(commit_marker):
                 return
             epoch = await self._store.renew_epoch()
@@ -191,7 +194,7 @@ class Agents:
             agent.port.end(StateLostError(epoch=epoch))
 
     def part(self, instance_id: str, port: AgentPort, is_goodbye: bool) -> None:
-        """An agent's stream has ended; nothing happens if a newer one has replaced it."""
+        """Handle the end of an agent's stream; do nothing if a newer stream has replaced it."""
         agent = self._agents.get(instance_id)
         if agent is not None and agent.port is port:
             del self._agents[instance_id]
@@ -208,11 +211,11 @@ class Agents:
             self._dispatch_to_jobs(agent, AgentHeard(instance_id))
 
     def join(self, job_id: str, event: RankJoined, owner: str = "") -> None:
-        """Take a rank that an agent serves; `owner` is its trainer's, "" if that is not known.
+        """Add a rank that an agent serves; `owner` is its trainer's, "" if it is unknown.
 
         Raises:
             JobNotFoundError, JobFinishedError, RankOutOfRangeError, RankAlreadyServedError,
-            GpuAlreadyServedError, SpecMismatchError, OwnerMismatchError: it is refused.
+            GpuAlreadyServedError, SpecMismatchError, OwnerMismatchError: the rank is refused.
         """
         run = self._live.find(job_id)
         if not run.machine.registrations.is_owner(owner):
@@ -224,7 +227,7 @@ class Agents:
         try:
             self._live.handle(run, event)
         except SpecMismatchError:
-            # It may be served here with what its trainer computed before.
+            # This agent may still serve the rank with the order that its trainer computed before.
             left = RankLeft(event.rank, event.instance_id, RankLeftReason.TRAINER_GONE)
             self._live.handle(run, left)
             raise
@@ -234,34 +237,34 @@ class Agents:
             agent.gpus[event.gpu.uuid] = (job_id, event.rank), event.gpu
 
     def dispatch(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
-        """Take what an agent says of a rank.
+        """Give a job's run an agent's message about a rank.
 
         Raises:
-            JobNotFoundError: the agent may have served the job under a coordinator that lost its state.
+            JobNotFoundError: the agent may have served the job under a coordinator that has lost its state.
             RankOutOfRangeError: the job has no such rank.
         """
         run = self._live.find(job_id)
         self._live.handle(run, event)
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
-        """Take what an agent says of a rank's GPU.
+        """Give a job's run an agent's report of a GPU error.
 
         Raises:
-            JobNotFoundError: the job is not registered (yet); the agent may say it again.
+            JobNotFoundError: the job is not registered (yet); the agent may report it again.
             RankOutOfRangeError: the job has no such rank.
         """
         run = self._live.find(job_id)
         self._live.handle(run, event)
 
     def take_power(self, instance_id: str, hostname: str, reading: PowerReading) -> None:
-        """Take what an agent's GPUs draw: until the next one, or for a few seconds."""
+        """Take an agent's power reading, which counts until the next one, or for a few seconds."""
         agent = self._agents.get(instance_id)
         if agent is not None:
             feed, is_of_host = self._feeds.of_host(hostname), agent.principal.vouches_for(hostname)
             self._readings.take(instance_id, feed, reading, self._monotonic(), is_of_host=is_of_host)
 
     def totals(self, job_ids: Collection[str]) -> PowerTotals:
-        """Return what GPUs draw now, as far as agents tell: of these jobs, and of whatever else."""
+        """Return what GPUs draw now, as far as agents report it: of these jobs, and of everything else."""
         return self._readings.totals(self._monotonic(), self._joined_by, self._gpus.jobs_on, job_ids)
 
     def _joined_by(self, instance_id: str) -> Mapping[str, JoinedGpu]:
@@ -275,16 +278,16 @@ class Agents:
         }
 
     def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
-        """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
+        """Take a batch and acknowledge it once it is stored; only acknowledge a repeated one.
 
         Raises:
             JobNotFoundError: the job is not registered.
-            InvalidInputError: the batch can't be of that rank. It is neither taken nor acknowledged yet:
-                `pass_telemetry` is to follow.
+            InvalidInputError: the batch doesn't fit the rank. It is neither stored nor acknowledged:
+                call `pass_telemetry` next.
         """
         instance_id, sequence = event.instance_id, event.batch.sequence
         agent = self._agents.get(instance_id)
-        if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
+        if agent is None or not agent.is_greeted:  # the last message of a stream that is being replaced
             return
         if sequence <= agent.received_sequence:
             self.repeated_count += 1
@@ -301,7 +304,7 @@ class Agents:
         """Acknowledge a batch that was refused, so that the agent doesn't send it again."""
         self.passed_count += 1
         agent = self._agents.get(instance_id)
-        if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
+        if agent is None or not agent.is_greeted:  # the last message of a stream that is being replaced
             return
         self._acknowledge(agent, instance_id, sequence)
 
@@ -314,19 +317,19 @@ class Agents:
 
     @property
     def is_overloaded(self) -> bool:
-        """Whether agents say more than is stored in time: then streams await admission before a message."""
+        """Whether agents send more than the writer stores in time; streams then await admission."""
         return self._writer.is_overloaded
 
     async def admission(self) -> None:
-        """Wait, after the streams that wait already, until there is room for what agents say."""
+        """Wait, behind the streams that already wait, until there is room for agents' messages."""
         await self._writer.admission()
 
     async def flush(self) -> None:
-        """Wait until what agents said so far is stored, and carried out."""
+        """Wait until everything that agents have sent so far is stored and carried out."""
         await self._writer.flush()
 
     def max_clock(self, job_id: str) -> MaxClock | None:
-        """The ceiling that a job's ranks are under, whether they are served or not; None without one."""
+        """Return the maximum clock of a job's ranks, whether they are served or not; None without one."""
         run = self._live.get(job_id)
         return run.machine.record.max_clock if run is not None else None
 

@@ -1,7 +1,7 @@
-"""The coordinator itself: its parts put together, and their life.
+"""The coordinator: assembles its parts and runs them.
 
-A thin shell. `live_runs` feeds the jobs' state machines and carries out what they want; `jobs` is what
-clients may ask, `agents` what agents say; the writer stores everything before anything leaves.
+A thin shell. `live_runs` feeds the jobs' state machines and carries out their commands; `jobs` serves clients
+and `agents` serves agents; the writer stores everything before anything leaves.
 """
 
 import asyncio
@@ -34,35 +34,35 @@ from perseus.service.storage.sql_store import SqlStore
 log = structlog.get_logger(__name__)
 
 NO_FEEDS = Feeds()
-"""But for the one that is always there."""
+"""None is configured: only the default feed exists."""
 
 TICK_S = 1.0
-"""How often leases are looked at."""
+"""How often leases are checked."""
 
 PRUNE_STEP_S = 0.2
-"""Between two steps of pruning: commits go first."""
+"""Between two steps of pruning, so that commits go first."""
 
 PRUNE_ROUND_S = 60.0
-"""Between two rounds."""
+"""Between two rounds of pruning."""
 
 
 class Coordinator:
     """All jobs of one coordinator; everything runs on the event loop.
 
     Attributes:
-        jobs: what clients ask.
-        agents: what agents say.
-        tokens: who they are.
-        ledger: what jobs have used and saved.
-        power: budgets on what they draw.
-        signals: of carbon and price.
-        pacing: of jobs that follow them.
-        quotas: what each of them has, and may have.
+        jobs: serves clients' requests about jobs.
+        agents: serves agents.
+        tokens: authenticates both.
+        ledger: adds up what jobs have used and saved.
+        power: keeps power budgets.
+        signals: follows carbon intensity and price.
+        signal_targets: sets the target iteration times of jobs that follow a signal.
+        quotas: counts and limits what each principal has.
         live: the jobs' latest runs.
-        writer: what stores.
-        job_solver, request_solver: what solves.
-        store_size_bytes: of the database, None until it is known.
-        lag_s, late_total_s: by how much the loop's last turn of a second was late, and all of them so far.
+        writer: stores.
+        job_solver, request_solver: solve for jobs, and for clients' requests.
+        store_size_bytes: size of the database, None until it is known.
+        lag_s, late_total_s: how late the loop's last tick was, and the sum over all ticks.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Coordinator:
         return self.signals.rates_at(self.power.shares(job_id), time_s)
 
     async def start(self) -> None:
-        """Load what is stored, and go on with it."""
+        """Load what is stored, and continue from it."""
         await self.jobs.load()
         await self.live.load()
         self.agents.load()
@@ -106,10 +106,10 @@ class Coordinator:
         await self.power.load()
 
     async def run(self) -> None:
-        """Store and carry out what the machines want, let time pass and forget what is old, until cancelled.
+        """Store, carry out commands, tick, and prune, until cancelled.
 
         Raises:
-            Exception: the store failed. Nothing can be promised any more: stop.
+            Exception: the store failed. Nothing can be guaranteed any more: stop.
         """
         work = (
             self.writer.run(),
@@ -145,7 +145,7 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
 
     async def _prune(self) -> None:
-        """Forget what is no longer to be kept, in the store and here, in small steps."""
+        """Prune the store and evict old runs from memory, in small steps."""
         while True:
             pruned = await self._store.prune(self._retention, time.time())
             self.jobs.evict(self._retention, time.time())
@@ -154,11 +154,11 @@ class Coordinator:
             await asyncio.sleep(PRUNE_ROUND_S if pruned.is_done else PRUNE_STEP_S)
 
     def late_s(self) -> float:
-        """For how long something has waited to be stored, or the event loop has stood still, seconds."""
+        """How long something has waited to be stored, or the event loop has stood still, seconds."""
         return max(self.lag_s, self.writer.late_s())
 
     def drain(self) -> None:
-        """Tell all agents and watchers that the coordinator is about to stop."""
+        """Announce to all agents and watchers that the coordinator is about to stop."""
         self.agents.drain()
         for run in self.live:
             for watcher in run.watchers:
@@ -170,5 +170,5 @@ class Coordinator:
         await self.writer.flush()
 
     async def close(self) -> None:
-        """Drop what is being solved."""
+        """Cancel all solves."""
         await self.live.close()

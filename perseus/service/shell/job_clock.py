@@ -1,18 +1,17 @@
-"""The time that jobs live by. It stands still while the coordinator itself does.
+"""The clock of jobs. It stands still while the coordinator does.
 
-Leases, and the patience with jobs that report nothing, are about what agents say. Where the event loop
-stands still (a long action, a machine that is suspended, a process that is stopped), what they said meanwhile
-waits to be read, and nobody is to pay for that. So the coordinator ticks, and the time by which a tick comes
-late is taken out of this clock. Whoever asks for the time before that tick has come sees it too: while the
-loop runs, somebody asks at least once a period. Where agents say more than the coordinator takes in time,
-what they say is kept waiting as well, and as that wait grows, this clock stands still. Pure, but for the
-clock that it is given.
+Leases and timeouts of silent jobs depend on agents' messages. Where the event loop stands still (a long
+action, a suspended machine, a stopped process), those messages wait to be read, and no job must suffer for
+that. So the coordinator ticks, and this clock leaves out the time by which a tick is late. A reader of the
+clock sees that before the tick has come: while the loop runs, the clock is read at least once a period. Where
+agents send more than the coordinator takes in time, their messages wait as well, and while that wait grows,
+this clock stands still. Pure, but for the clock that it is given.
 """
 
 from collections.abc import Callable
 
 TOLERANCE_S = 0.25
-"""Lateness that is nothing to speak of."""
+"""Lateness that is ignored."""
 
 
 class JobClock:
@@ -37,15 +36,17 @@ class JobClock:
         if self._due_s is not None and (gap_s := seen_s - self._seen_s - self._period_s) > TOLERANCE_S:
             self._stand(gap_s)
         self._seen_s = seen_s
-        # What was told while a tick was late can't be taken back: then it stands until it is true.
+        # A time that was returned while a tick was late can't be taken back: the clock stands until it is
+        # true.
         self._last_s = max(self._last_s, seen_s - self._stood_s)
         return self._last_s
 
     def tick(self, kept_s: float = 0.0) -> float:
-        """Take note that the loop runs, a period after it did last; return how late that is, seconds.
+        """Note that the loop runs, one period after the last tick; return how late this tick is, seconds.
 
-        `kept_s`: for how long what agents say is kept waiting now. Only growth is credited: who is heard
-        after the same wait every time is heard as often as it speaks.
+        `kept_s` is how long agents' messages are kept waiting now. Only its growth is credited: an agent
+        whose
+        messages always wait equally long is heard as often as it sends.
         """
         seen_s = self._source()
         late_s = 0.0 if self._due_s is None else max(0.0, seen_s - self._due_s)

@@ -1,4 +1,4 @@
-"""What clients ask of jobs: registering, reading, steering and watching them."""
+"""Clients' requests about jobs: registering, reading, steering and watching them."""
 
 import asyncio
 import time
@@ -61,11 +61,11 @@ from perseus.v1 import event_pb2, job_pb2
 T = TypeVar("T")
 
 LATEST = 0
-"""Stands for the number of a job's latest run."""
+"""Instead of a run's number: the job's latest run."""
 
 
 class Jobs:
-    """All jobs, as clients see them. None but the awaited methods waits."""
+    """All jobs, as clients see them. Only the async methods wait."""
 
     def __init__(
         self, store: SqlStore, writer: Writer, solver: WorkerPool, live: LiveRuns, quotas: Quotas
@@ -75,29 +75,29 @@ class Jobs:
         self._solver = solver
         self._live = live
         self._quotas = quotas
-        # By job: the run that each request to register has led to.
+        # By job: the run that each registration request led to.
         self._requests: dict[str, dict[str, int]] = {}
         self._deleted_version = 0
-        # Jobs whose rows are still in the store, though nobody is to see them; how many there were so far.
+        # Jobs whose rows are still in the store but must not be seen any more; how many there were so far.
         self._being_deleted: set[str] = set()
         self._deletion_count = 0
 
     async def load(self) -> None:
-        """Load what is stored of requests and deleted jobs."""
+        """Load the stored requests and the version of deleted jobs."""
         self._deleted_version = await self._store.deleted_version()
         self._requests = {job_id: dict(some) for job_id, some in (await self._store.known_requests()).items()}
 
     # ------------------------------------------------------------------ registering
 
     async def register(self, spec: JobSpec, registration: Registration) -> job_pb2.Job:
-        """Register a job, durably: begin a run of it, or return the one that the request leads to.
+        """Register a job, durably: begin a run of it, or return the run that the request led to before.
 
         Raises:
-            InvalidInputError, ScheduleError: the specification or the registration can't be.
-            JobAlreadyExistsError: it differs from the one that was registered, whose ranks are live.
-            OwnerMismatchError: it has not finished, and is another owner's.
+            InvalidInputError, ScheduleError: the specification or the registration is invalid.
+            JobAlreadyExistsError: the specification differs from the registered one, whose ranks are live.
+            OwnerMismatchError: the job has not finished, and belongs to another owner.
             LimitReachedError: the principal has too many jobs, or too large ones.
-            JobUnreadableError: what is stored of the job can't be read.
+            JobUnreadableError: the stored job can't be read.
         """
         registration.check()
         await self._load(spec.job_id)
@@ -113,13 +113,13 @@ class Jobs:
                     raise OwnerMismatchError(job_id=spec.job_id, owner=registration.owner)
             match runs.decide(_latest_run(run, spec), known_to):
                 case runs.Repeat(number):
-                    await self._writer.flush()  # What it led to may be on its way to the store.
+                    await self._writer.flush()  # The run may not be stored yet.
                     return await self.job(spec.job_id, number, is_full=True)
                 case runs.Refuse(difference):
                     raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
                 case runs.Continue():
                     assert run is not None
-                    before = run.machine.registrations  # whose owner it keeps, and in whose name it began
+                    before = run.machine.registrations  # the run keeps its owner and its principal
                     owned = replace(registration, owner=before.owner, principal=before.principal)
                     done = self._live.handle(run, RegisteredAgain(owned))
                     self._note_requests(run.machine)
@@ -130,11 +130,11 @@ class Jobs:
                     self._quotas.check_job(principal, spec, self._specs_of(principal, spec.job_id))
                     if machine is not None and machine.run_number == number:
                         return await self._begin_run(machine, registration, abandons)
-                    # Others may register the job while its machine is made: look again then.
+                    # Others may register the job while its machine is made, so decide again afterwards.
                     machine = await self._live.made(spec, partial(self._new_machine, spec, number))
 
     def _specs_of(self, principal: str, but_job_id: str) -> Iterator[JobSpec]:
-        """Yield what a principal has registered that has not ended, but for one job."""
+        """Yield the specifications of a principal's unfinished jobs, except one job."""
         for run in self._live:
             machine = run.machine
             if (
@@ -165,7 +165,7 @@ class Jobs:
         return self._live.job(run, is_full=True)
 
     def _note_requests(self, machine: Machine) -> None:
-        """Keep in mind which requests led to the latest run: no more than it knows itself."""
+        """Remember which requests led to the latest run: exactly those that the run itself remembers."""
         job_id, latest = machine.spec.job_id, machine.run_number
         before = self._requests.get(job_id, {})
         earlier = {request_id: number for request_id, number in before.items() if number != latest}
@@ -173,11 +173,11 @@ class Jobs:
         self._requests[job_id] = earlier | own
 
     async def delete(self, job_id: str, *, allow_missing: bool) -> None:
-        """Forget a finished job with all its runs.
+        """Delete a finished job with all its runs.
 
         Raises:
-            JobNotFoundError: there is none, unless that is allowed.
-            JobNotFinishedError: it has not ended.
+            JobNotFoundError: there is no such job, and `allow_missing` is not set.
+            JobNotFinishedError: the job has not finished.
         """
         await self._load(job_id, may_be_unreadable=True)
         if self._live.unreadable.pop(job_id, None) is not None:
@@ -189,7 +189,7 @@ class Jobs:
         if run is None:
             if not allow_missing:
                 raise JobNotFoundError(job_id=job_id)
-            await self._writer.flush()  # It may be on its way out.
+            await self._writer.flush()  # Its deletion may not be stored yet.
             return
         if not run.machine.record.has_finished:
             raise JobNotFinishedError(job_id=job_id, state=run.machine.record.state.value)
@@ -199,7 +199,7 @@ class Jobs:
         await self._delete_stored(job_id, run.machine.record.version)
 
     def _delete_stored(self, job_id: str, version: int) -> Work:
-        """Have a job's rows deleted; nobody reads what is there of it until then."""
+        """Have a job's rows deleted; they are not read until then."""
         self._deletion_count += 1
         self._being_deleted.add(job_id)
         return self._writer.later(
@@ -209,10 +209,10 @@ class Jobs:
     # ------------------------------------------------------------------ reading
 
     async def job(self, job_id: str, run_number: int, *, is_full: bool) -> job_pb2.Job:
-        """Return a run of a job as it is.
+        """Return a run of a job in its present state.
 
         Raises:
-            JobNotFoundError, RunNotFoundError: there is none.
+            JobNotFoundError, RunNotFoundError: there is no such job or run.
         """
         run = await self._run(job_id, run_number)
         return self._live.job(run, is_full=is_full)
@@ -224,9 +224,9 @@ class Jobs:
         *,
         is_full: bool,
     ) -> Iterator[tuple[str, job_pb2.Job]]:
-        """Yield the jobs that follow an identifier in order, those in one of these states (all if empty).
+        """Yield the jobs after an identifier in order, each with its identifier.
 
-        Each with its identifier. To be read before anything else may happen.
+        Only those in one of these states are yielded (all if empty). Exhaust it before anything is awaited.
         """
         job_ids = self._live.job_ids
         for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
@@ -235,10 +235,10 @@ class Jobs:
                 yield job_id, self._live.job(run, is_full=is_full)
 
     async def runs(self, job_id: str, before: int, count: int) -> list[job_pb2.Job]:
-        """Return up to `count` runs of a job, the latest first; those numbered below `before`, or LATEST.
+        """Return up to `count` runs of a job, the latest first: those below `before`, all if that is LATEST.
 
         Raises:
-            JobNotFoundError: there is none.
+            JobNotFoundError: there is no such job.
         """
         await self._load(job_id)
         run = self._live.find(job_id)
@@ -257,7 +257,7 @@ class Jobs:
     async def ranks(self, job_id: str, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
         """Return the wanted ranks of a job's latest run from an index on, each with its index.
 
-        To be read before anything else may happen.
+        Exhaust it before anything is awaited.
 
         Raises:
             PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
@@ -271,10 +271,10 @@ class Jobs:
         return found
 
     async def rank_columns(self, job_id: str, first_pipeline: int, pipeline_count: int) -> RankColumns:
-        """Return so many pipelines' ranks of a job's latest run, from a pipeline on, in columns.
+        """Return the ranks of so many pipelines of a job's latest run, from a pipeline on, in columns.
 
         Raises:
-            JobNotFoundError: there is none.
+            JobNotFoundError: there is no such job.
         """
         run, wanted = self._live.find(job_id), (first_pipeline, pipeline_count)
         found = self._live.read(
@@ -290,18 +290,18 @@ class Jobs:
     async def _stored_ranks(
         self, run: LiveRun, first_pipeline: int = 0, pipeline_count: int = MAX_PIPELINE_COUNT
     ) -> dict[Coordinates, Rank]:
-        """Return the ranks of a run that has no machine; those of a quarantined one are lost for it."""
-        await self._writer.flush()  # They may be on their way to the store.
+        """Return the stored ranks of a run without a machine; a quarantined run counts them as lost."""
+        await self._writer.flush()  # They may not be stored yet.
         stored = await self._store.load_ranks(run.job_id, run.number, first_pipeline, pipeline_count)
         return quarantine.lost(stored)
 
     # ------------------------------------------------------------------ steering
 
     async def resume(self, job_id: str) -> job_pb2.Job:
-        """Let a job go on from stock; nothing happens in another state.
+        """Resume a stalled job from stock; do nothing in another state.
 
         Raises:
-            JobQuarantinedError: it was put aside, and can't go on from what is stored.
+            JobQuarantinedError: the job is quarantined, and can't be restored from what is stored.
         """
         run = self._live.find(job_id)
         if isinstance(run.machine, RunSnapshot) and not run.machine.record.has_finished:
@@ -309,10 +309,10 @@ class Jobs:
         return await self.change(job_id, ResumeRequested())
 
     async def change(self, job_id: str, event: Input) -> job_pb2.Job:
-        """Let a job's latest run take an input, durably; return the job as it is then.
+        """Give a job's latest run an input, durably; return the job as it is then.
 
         Raises:
-            JobNotFoundError: there is none.
+            JobNotFoundError: there is no such job.
             CoordinatorError: the run refuses it (`JobMachine.handle`).
         """
         await self._load(job_id)
@@ -325,12 +325,12 @@ class Jobs:
     async def report(
         self, job_id: str, run_number: int, first_number: int
     ) -> Iterator[tuple[Period, Saving | None]]:
-        """Return what was measured in a run, from the period of a number on, and what it saved against stock.
+        """Return the measured periods of a run from a number on, each with what it saved against stock.
 
-        To be read before anything else may happen.
+        Exhaust it before anything is awaited.
 
         Raises:
-            JobNotFoundError, RunNotFoundError: there is none.
+            JobNotFoundError, RunNotFoundError: there is no such job or run.
         """
         run = await self._run(job_id, run_number)
         found = self._live.read(run, lambda state: state.log.report(first_number), lambda _: None)
@@ -340,7 +340,7 @@ class Jobs:
         return found
 
     def timeline(self, job_id: str, pipeline: int, *, from_baseline: bool) -> MeasuredTimeline:
-        """Return the latest whole iteration of a pipeline, or the one that is kept of the stock baseline.
+        """Return a pipeline's latest complete iteration, or the iteration kept of its stock baseline.
 
         Raises:
             PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration yet.
@@ -355,17 +355,17 @@ class Jobs:
         """Return a job's frontier.
 
         Raises:
-            JobNotSolvedError: there is none yet.
+            JobNotSolvedError: there is no frontier yet.
         """
         return self._live.read(self._live.find(job_id), views.solved_frontier, RunSnapshot.solved_frontier)
 
     async def plan(self, job_id: str, iteration_time_s: float) -> Plan:
-        """Return the plan of least energy that is not slower than a time, FIXED computations in their places.
+        """Return the plan of least energy that keeps an iteration time, with FIXED computations in place.
 
         Raises:
             JobNotSolvedError: there is no frontier yet.
             DeadlineError: no plan is as fast as that.
-            SolverBusyError, SolverCrashedError, SolverTimeoutError: there is no answer.
+            SolverBusyError, SolverCrashedError, SolverTimeoutError: the solver gave no answer.
         """
         frontier = self.frontier(job_id)
         plan = await self._solver.plan(frontier, iteration_time_s)
@@ -375,8 +375,8 @@ class Jobs:
         """Solve a problem without a job.
 
         Raises:
-            SolverError: it can't be solved.
-            SolverBusyError, SolverCrashedError, SolverTimeoutError: there is no answer.
+            SolverError: the problem can't be solved.
+            SolverBusyError, SolverCrashedError, SolverTimeoutError: the solver gave no answer.
         """
         return await self._solver.solve(problem, point_count)
 
@@ -388,7 +388,7 @@ class Jobs:
         """Return a run's first `limit` wanted events from a sequence on.
 
         Raises:
-            JobNotFoundError, RunNotFoundError: there is none.
+            JobNotFoundError, RunNotFoundError: there is no such job or run.
         """
         await self._load(job_id)
         run = self._live.find(job_id)
@@ -400,13 +400,13 @@ class Jobs:
     async def watch(
         self, job_id: str, run_number: int, after_sequence: int, *, is_full: bool
     ) -> AsyncIterator[Update]:
-        """Yield a run, its events above a sequence, and then what is new, until the run has ended.
+        """Yield a run, its events above a sequence, and then all news, until the run has ended.
 
-        The watcher is there before anything is read, and news is told only once it is stored: nothing is
-        missed, and what comes twice is known by its sequence.
+        The watcher is registered before anything is read, and news is published only once it is stored. So
+        nothing is missed, and repeated events are recognised by their sequence.
 
         Raises:
-            JobNotFoundError, RunNotFoundError: there is none.
+            JobNotFoundError, RunNotFoundError: there is no such job or run.
             DrainingError: the coordinator is about to stop.
         """
         run = await self._run(job_id, run_number)
@@ -425,10 +425,10 @@ class Jobs:
             run.watchers.discard(watcher)
 
     async def _load(self, job_id: str, *, may_be_unreadable: bool = False) -> None:
-        """Load a job whose latest run is archived, so that it is there until `retire` is called next.
+        """Load a job whose latest run is archived; it stays in memory until the next call of `evict`.
 
         Raises:
-            JobUnreadableError: it can't be read, and this is not allowed.
+            JobUnreadableError: the job can't be read, and `may_be_unreadable` is not set.
         """
         while self._live.get(job_id) is None and job_id not in self._live.unreadable:
             if job_id in self._being_deleted:
@@ -438,8 +438,8 @@ class Jobs:
             stored = await self._store.load_ended_run(job_id, numbers[0]) if numbers else None
             requests = await self._store.known_requests(job_id) if numbers else {}
             if deletion_count != self._deletion_count:
-                continue  # what was read may be gone
-            # Meanwhile it may have been recalled otherwise, or a run of it may be on its way to the store.
+                continue  # the rows may have been deleted since
+            # The job may have been loaded meanwhile, or a new run of it may not be stored yet.
             if stored is not None and self._live.get(job_id) is None:
                 self._live.load_run(stored)
                 self._requests[job_id] = dict(requests.get(job_id, {}))
@@ -448,7 +448,7 @@ class Jobs:
             self._live.check_readable(job_id)
 
     def evict(self, retention: Retention, now_s: float) -> None:
-        """Drop the runs from memory that have ended too long ago; the store has their reports."""
+        """Drop the runs from memory that ended too long ago; the store keeps their reports."""
         finished = [
             (run.machine.record.finish_time_s, run)
             for run in self._live
@@ -461,12 +461,12 @@ class Jobs:
                 self._requests.pop(run.job_id, None)
 
     async def _run(self, job_id: str, run_number: int) -> LiveRun:
-        """Return a run: the one that lives, or one as it was stored when the run had ended."""
+        """Return a run: the live one, or an ended one from the store."""
         await self._load(job_id)
         run = self._live.find(job_id)
         if run_number in (LATEST, run.number):
             return run
-        await self._writer.flush()  # A run that has just ended may be on its way to the store.
+        await self._writer.flush()  # A run that has just ended may not be stored yet.
         stored = await self._store.load_ended_run(job_id, run_number)
         if stored is None:
             raise RunNotFoundError(job_id=job_id, run_number=run_number)
@@ -477,7 +477,7 @@ class Jobs:
 
 
 def _latest_run(run: LiveRun | None, spec: JobSpec) -> runs.LatestRun | None:
-    """How a job's latest run, if there is one, stands to a specification."""
+    """Return how a job's latest run, if there is one, compares with a specification."""
     if run is None:
         return None
     machine = run.machine

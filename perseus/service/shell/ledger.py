@@ -1,4 +1,4 @@
-"""What clients ask of the ledger, and its totals, which are added up as time goes on."""
+"""Clients' requests about the ledger, and its running totals."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ TOTALS_S = 60.0
 """How often the totals are added up."""
 
 _PAUSE_S = 0.2
-"""Between two windows of what was there before: commits go first."""
+"""Between two windows of the past, so that commits go first."""
 
 
 class Ledger:
@@ -34,7 +34,7 @@ class Ledger:
         age_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`age_s` is how long hours are kept, `clock` the wall clock."""
+        """`age_s` is how long hours are kept, `clock` is the wall clock."""
         self._store = store
         self._writer = writer
         self._rates_at = rates_at
@@ -44,11 +44,11 @@ class Ledger:
 
     @property
     def totals(self) -> LedgerTotals | None:
-        """What all runs have used and saved, as of the last minute; None before it is known."""
+        """The energy, cost and CO2 of all runs, as of the last minute; None until it is known."""
         return None if self._has_failed else self._totals.known
 
     async def run(self) -> None:
-        """Add up the totals time and again, until cancelled. Where that fails they are not known any more."""
+        """Add up the totals every minute, until cancelled. After a failure they are unknown."""
         while not self._has_failed:
             await self._writer.flush()
             await self._add_up()
@@ -61,8 +61,8 @@ class Ledger:
             groups = await self._store.ledger(window)
             try:
                 self._totals.add(window, groups, self._rates_at(self._clock()))
-            except Exception:  # a mistake of ours over figures that nothing else depends on
-                _log.exception("totals of the ledger not added up: they are told no more")
+            except Exception:  # a bug in figures that nothing else depends on
+                _log.exception("the ledger's totals can't be added up: they are no longer published")
                 self._has_failed = True
                 return
             if window.end_hour is None:
@@ -74,10 +74,10 @@ class Ledger:
     ) -> Statement:
         """Return what runs have used and saved between two times, of all jobs or of one; up to now.
 
-        A time within an hour stands for the hour's begin.
+        A time within an hour means the beginning of that hour.
 
         Raises:
-            InvalidFieldError: it would end before it begins.
+            InvalidFieldError: `end_time_s` is before `start_time_s`.
         """
         if start_time_s is not None and end_time_s is not None and end_time_s < start_time_s:
             raise InvalidFieldError(

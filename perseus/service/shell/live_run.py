@@ -1,4 +1,4 @@
-"""The latest run of a job, with what is known of it apart from its state machine."""
+"""The latest run of a job, with what is known of it outside its state machine."""
 
 import asyncio
 from collections import Counter
@@ -21,12 +21,13 @@ class LiveRun:
     """The latest run of a job; earlier ones have ended, and are in the store.
 
     Attributes:
-        machine: its state machine, or a snapshot where it has none any more.
-        record, ranks, last_sequence: what the machine gave out last; all that counts of it should it fail.
+        machine: its state machine, or a snapshot once it has none.
+        record, ranks, last_sequence: the machine's latest output; a quarantine starts from it if the machine
+            fails.
         stored_record: the last record that is stored.
-        incarnation: counts the machines and stand-ins it has had: what one of before wanted is of no use.
+        incarnation: counts its machines and snapshots; commands of an earlier one are dropped.
         watchers: who watches it.
-        event_counts: its events since the coordinator began with it, by type.
+        event_counts: its events since the coordinator loaded or began it, by type.
     """
 
     machine: Machine
@@ -41,7 +42,7 @@ class LiveRun:
 
     @property
     def job_id(self) -> str:
-        """Of the job."""
+        """The job's identifier."""
         return self.machine.spec.job_id
 
     @property

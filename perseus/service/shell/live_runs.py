@@ -1,14 +1,14 @@
-"""The jobs' latest runs: their state machines are fed, and what they want is carried out.
+"""The jobs' latest runs: their state machines get their inputs here, and their commands are carried out.
 
-What a machine returns is handed to the writer (`writer.py`): first the records are stored, and only then
-anything leaves for an agent, a watcher or the caller, in the order in which the machine gave it.
+A machine's commands go to the writer (`writer.py`): it first stores the records, and only then does anything
+leave for an agent, a watcher or the caller, in the machine's order.
 
-A fault stays where it is. Whatever one run makes the coordinator fail at, be it an input, an action, a
-solve, a view or going on from what is stored: that run is put aside (`job/quarantine.py`), and nothing of any
-other run, stream or the process itself is touched. Only a store that fails ends more than that.
+A fault stays where it is. Whichever input, action, solve, view or restoration of a run makes the coordinator
+fail, only that run is quarantined (`job/quarantine.py`); no other run, no stream, and not the process itself
+is affected. Only a failing store ends more than that.
 
-A run that has ended gives up its machine once that is stored and none of its ranks is served any more: a
-snapshot is left of it.
+A run that has ended gives up its machine once its end is stored and none of its ranks is served any more: a
+snapshot takes the machine's place.
 """
 
 import asyncio
@@ -86,33 +86,33 @@ log = structlog.get_logger(__name__)
 
 
 _SHOWN = (JobRecord, OfferRecord, Rank)
-"""Records that a job's view shows."""
+"""Records that a view of the job shows."""
 
 _LARGE_SIZE = 4096
-"""Ranks and computations; making a machine for fewer takes no more than some tens of milliseconds."""
+"""Ranks plus computations; making a machine for fewer takes at most some tens of milliseconds."""
 
 _MAX_RECORDED_BYTES = 64 * 2**20
-"""What the recordings of all runs may take together, roughly."""
+"""Bound on the recordings of all runs together, roughly."""
 
 _KEPT_MEASURED = 16
-"""Runs that have ended of which it is kept what was measured last, and the frontier."""
+"""How many ended runs keep their latest measurements and their frontier."""
 
 T = TypeVar("T")
 
 
 def _recorded(recording: Recording | None, fault: Fault) -> list[Command]:
-    """Return what is to be stored so that a fault can be looked into, if it is known what led to it."""
+    """Return the record that stores a run's inputs for the analysis of a fault, if they were recorded."""
     if recording is None or recording.beginning is None:
         return []
     try:
         return [Store(RecordedInputs(recording.dump(part=fault.part, error=fault.error)))]
-    except Exception as error:  # it is a help, no more
-        log.error("a run's inputs can't be kept", exc_info=error)
+    except Exception as error:  # an aid to analysis, and no more
+        log.error("a run's inputs can't be stored", exc_info=error)
         return []
 
 
 def _made_in_one(make: Callable[[], Made]) -> Made:
-    """Make something of very many objects, none of which is garbage: looking for some would stop the loop."""
+    """Make very many objects without garbage collection: a pass over them would stop the loop."""
     gc.disable()
     try:
         return make()
@@ -121,15 +121,15 @@ def _made_in_one(make: Callable[[], Made]) -> Made:
 
 
 class LiveRuns:
-    """The latest run of every job. Nothing here waits but for the store.
+    """The latest run of every job. Only methods that read the store wait.
 
     Attributes:
-        epoch: of the coordinator's state; known once the runs are loaded.
-        rules: what the operator has set.
-        clock: the time that the runs live by.
-        ports: the ways to the agents, by instance.
-        fault_counts: how many runs were put aside since the start, by what the coordinator failed at.
-        unreadable: jobs whose latest run can't be read from the store; nothing but deleting them is possible.
+        epoch: epoch of the coordinator's state; known once the runs are loaded.
+        rules: the operator's settings.
+        clock: the jobs' clock.
+        ports: the ports of the agents, by instance.
+        fault_counts: how many runs were quarantined since the start, by the part that failed.
+        unreadable: jobs whose latest run can't be read from the store; they can only be deleted.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class LiveRuns:
         clock: JobClock,
         rates_at: Callable[[str, float], Rates],
     ) -> None:
-        """`rates_at`: what is assumed of a job's energy at a time of the wall clock."""
+        """`rates_at`: the rates of a job's energy at a time of the wall clock."""
         self.epoch = ""
         self.rules = rules
         self.clock = clock
@@ -154,16 +154,16 @@ class LiveRuns:
         self._tasks = RunTasks(self, store, writer, solver)
         self._rates_at = rates_at
         self._runs: dict[str, LiveRun] = {}
-        # Those that may have a deadline: an ended job has none, and costs nothing.
+        # Runs that may have a deadline: an ended one has none, and costs nothing.
         self._ticking: set[LiveRun] = set()
-        # Of those who follow all jobs: what has changed since they looked.
+        # For each follower of all jobs: the jobs that changed since it last read them.
         self._followers: list[set[str]] = []
         self._making = asyncio.Lock()
-        # The latest to have ended, of which more is kept than is stored.
+        # The latest runs to have ended: more is kept of them in memory than in the store.
         self._just_ended: deque[LiveRun] = deque()
 
     async def load(self) -> None:
-        """Load what is stored, and go on with it."""
+        """Load what is stored, and continue from it."""
         self.epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
             self.load_run(stored)
@@ -172,14 +172,14 @@ class LiveRuns:
         )
 
     def load_run(self, stored: StoredJob | RunSnapshot | UnreadableJob) -> None:
-        """Go on with the latest run of a job; without it, if it can't be read."""
+        """Continue with the latest run of a job, or note that it can't be read."""
         if isinstance(stored, RunSnapshot):
             stored.job.epoch = self.epoch
             self._runs[stored.spec.job_id] = LiveRun(stored)
             self._note_change(stored.spec.job_id)
         elif isinstance(stored, UnreadableJob):
             log.error(
-                "stored job can't be read: it stays out until it is deleted",
+                "stored job can't be read: it is unavailable until it is deleted",
                 job_id=stored.job_id,
                 run_number=stored.run_number,
                 cause=stored.cause,
@@ -189,7 +189,7 @@ class LiveRuns:
             self._load(stored)
 
     def renew(self, epoch: str) -> None:
-        """Begin a new epoch: state is lost."""
+        """Begin a new epoch because state is lost."""
         self.epoch = epoch
         for run in self._runs.values():
             self.handle(run, EpochRenewed(epoch))
@@ -214,7 +214,7 @@ class LiveRuns:
         self._perform(run, commands)
 
     async def close(self) -> None:
-        """Drop what is being solved."""
+        """Cancel all solves."""
         await self._tasks.close()
 
     # ------------------------------------------------------------------ the runs
@@ -235,8 +235,8 @@ class LiveRuns:
         """Return the latest run of a job.
 
         Raises:
-            JobNotFoundError: there is none.
-            JobUnreadableError: there is one, but it can't be read.
+            JobNotFoundError: there is no such job.
+            JobUnreadableError: its latest run can't be read.
         """
         self.check_readable(job_id)
         try:
@@ -245,22 +245,22 @@ class LiveRuns:
             raise JobNotFoundError(job_id=job_id) from None
 
     def check_readable(self, job_id: str) -> None:
-        """Refuse a job that can't be read.
+        """Check that a job can be read.
 
         Raises:
-            JobUnreadableError: it is one.
+            JobUnreadableError: it can't.
         """
         if (job := self.unreadable.get(job_id)) is not None:
             raise JobUnreadableError(job_id=job_id, run_number=job.run_number, cause=job.cause)
 
     def forget(self, run: LiveRun) -> None:
-        """Forget a job."""
+        """Drop a job."""
         del self._runs[run.job_id]
         self._note_change(run.job_id)
 
     @contextmanager
     def changes(self) -> Iterator[set[str]]:
-        """For the length of a block: a set of the jobs that changed, came or went; its reader empties it."""
+        """Yield a set that collects the jobs that changed, came or went; its reader empties it."""
         changed: set[str] = set()
         self._followers.append(changed)
         try:
@@ -273,13 +273,13 @@ class LiveRuns:
             changed.add(job_id)
 
     def _restored(self, stored: StoredJob) -> tuple[JobMachine, list[Command]]:
-        """Return the machine of a stored run, and what it wants done to go on."""
+        """Return the machine of a stored run, and its first commands."""
         return JobMachine.restore(stored, self.rules, self.epoch, self.clock.now_s(), time.time())
 
     async def made(self, spec: JobSpec, make: Callable[[], Made]) -> Made:
-        """Make what grows with a job. For a large one that takes a while: the loop goes on meanwhile.
+        """Make something whose size grows with the job; for a large job in a thread, while the loop runs on.
 
-        In a thread, which takes turns with the loop; in one only, or the loop's turns would come late.
+        Only one thread at a time: it takes turns with the loop, and more would delay the loop's turns.
         """
         if spec.size < _LARGE_SIZE:
             return make()
@@ -289,9 +289,9 @@ class LiveRuns:
     # ------------------------------------------------------------------ feeding
 
     def begin(self, machine: JobMachine, commands: Iterable[Command], entries: Iterable[Entry]) -> Work:
-        """Begin a run, the latest of its job from now on. Await what is returned to know it stored."""
+        """Begin a run, the latest of its job from now on. Await the result to know that it is stored."""
         before = self._runs.get(machine.spec.job_id)
-        if before is not None and isinstance(before.machine, JobMachine):  # some rank is served still
+        if before is not None and isinstance(before.machine, JobMachine):  # some rank is still served
             ended = EndedRun(self.job(before, is_full=True))
             entries = [JobEntry(before.job_id, before.number, ended), *entries]
         self._runs[machine.spec.job_id] = run = LiveRun(machine)
@@ -304,13 +304,14 @@ class LiveRuns:
         entries: Iterable[Entry] = (),
         then: Iterable[Callable[[], None]] = (),
     ) -> Work:
-        """Let a run take an input; what follows is stored, with entries, and done. Await it to wait for that.
+        """Give a run an input; store its records, with `entries`, and carry out its commands.
 
-        `then`: more that is to be done once it is stored.
+        `then`: more actions to do once everything is stored. Await the result to wait for all of this.
 
         Raises:
-            CoordinatorError: the run refuses the input (`JobMachine.handle`); nothing is stored. So does one
-                that is put aside, because of this input or before it.
+            CoordinatorError: the run refuses the input (`JobMachine.handle`); nothing is stored. A
+            quarantined
+                run refuses too, whether this input or an earlier one made it fail.
         """
         try:
             commands = self._take(run, event)
@@ -335,10 +336,10 @@ class LiveRuns:
         otherwise: Callable[[RunSnapshot], T],
         part: FaultyPart = FaultyPart.VIEW,
     ) -> T:
-        """Return what a run answers, or what its snapshot does where it has no machine any more.
+        """Return a machine's answer, or the snapshot's if the run no longer has a machine.
 
         Raises:
-            CoordinatorError: it has no answer.
+            CoordinatorError: there is no answer.
         """
         if isinstance(run.machine, JobMachine):
             try:
@@ -351,7 +352,7 @@ class LiveRuns:
         return otherwise(run.machine)
 
     def job(self, run: LiveRun, *, is_full: bool) -> job_pb2.Job:
-        """Return a run as clients see it; without what grows with its size, unless that is wanted."""
+        """Return a run as clients see it; without the details that grow with its size unless `is_full`."""
         return self.read(
             run,
             partial(views.job, is_full=is_full),
@@ -359,11 +360,11 @@ class LiveRuns:
         )
 
     def figures(self, run: LiveRun) -> RunFigures:
-        """Return what is measured of a run beyond what clients see of it; nothing without a machine."""
+        """Return measured figures of a run that clients don't see; empty ones without a machine."""
         return self.read(run, views.figures, lambda _: RunFigures())
 
     def tick(self) -> None:
-        """Let leases run out, and drop the largest recordings where all together are too large."""
+        """Let leases expire, and drop the largest recordings while all together are too large."""
         now_s = self.clock.now_s()
         self._bound_recordings()
         for run in [*self._ticking]:
@@ -387,7 +388,7 @@ class LiveRuns:
                     break
 
     def tick_run(self, run: LiveRun) -> None:
-        """Let a run's leases run out: they may have since the last tick."""
+        """Let those leases of a run expire that have run out since the last tick."""
         self._tick(run, self.clock.now_s())
 
     def _tick(self, run: LiveRun, now_s: float) -> None:
@@ -401,14 +402,14 @@ class LiveRuns:
     # ------------------------------------------------------------------ faults
 
     def quarantine(self, run: LiveRun, part: FaultyPart, error: Exception) -> None:
-        """Put a run aside; what it gave out before is still carried out, and then its ranks are told."""
+        """Quarantine a run: carry out its earlier commands, then send its ranks to stock."""
         machine = run.machine
         if isinstance(machine, RunSnapshot):
             self._note_fault(run.job_id, run.number, part, error)
             return
         record = run.record
         if part is FaultyPart.STORING and record is not None and run.stored_record is not None:
-            # What it gave out last may be what can't be stored. Of that, versions are used up all the same.
+            # The unstorable record may be the latest. Its versions are used up all the same.
             record = replace(run.stored_record, version=record.version)
         known = StoredJob(
             spec=machine.spec,
@@ -432,7 +433,7 @@ class LiveRuns:
     def _quarantine_unstorable(
         self, job_id: str, run_number: int, error: Exception
     ) -> CoordinatorError | None:
-        """See `Writer.put_aside`."""
+        """Implement `Writer.quarantine_unstorable`."""
         run = self._runs.get(job_id)
         is_new = run is not None and run.number == run_number and isinstance(run.machine, JobMachine)
         if run is not None and is_new:
@@ -454,18 +455,18 @@ class LiveRuns:
         log.error("job quarantined", job_id=job_id, run_number=run_number, part=part.value, exc_info=error)
 
     async def revive(self, run: LiveRun) -> None:
-        """Give a run that was put aside a machine again, made from what is stored.
+        """Give a quarantined run a machine again, restored from what is stored.
 
         Raises:
-            JobQuarantinedError: the coordinator fails at that, too.
-            JobUnreadableError: what is stored can't be read.
+            JobQuarantinedError: the restoration fails, too.
+            JobUnreadableError: the stored run can't be read.
         """
         quarantined = run.machine
         if run.solving is not None:
             await asyncio.wait([run.solving])
         await self._writer.flush()
         stored = await self._store.load_run(run.job_id, run.number)
-        if run.machine is not quarantined or stored is None:  # somebody else was faster, or it is deleted
+        if run.machine is not quarantined or stored is None:  # another request was faster, or it is deleted
             return
         if isinstance(stored, UnreadableJob):
             raise JobUnreadableError(job_id=run.job_id, run_number=run.number, cause=stored.cause)
@@ -488,7 +489,7 @@ class LiveRuns:
         entries: Iterable[Entry] = (),
         more: Iterable[Callable[[], None]] = (),
     ) -> Work:
-        """Store what is to be stored; then do the rest."""
+        """Store the records among the commands; then carry out the rest."""
         to_store = list(entries)
         then: list[Callable[[], None]] = []
         is_job_changed = has_ended = False
@@ -524,11 +525,11 @@ class LiveRuns:
         if has_ended:
             then.append(partial(self._drop_machine, run))
         self._ticking.add(run)
-        # An action that fails puts its run aside, and nothing else.
+        # A failing action quarantines its own run, and affects nothing else.
         return self._writer.later(to_store, then, partial(self.quarantine, run, FaultyPart.ACTION))
 
     def _drop_machine(self, run: LiveRun) -> None:
-        """Keep no more than a snapshot of a run that has ended, and little of those that ended before."""
+        """Replace the machine of an ended run by a snapshot, and trim those of runs that ended before."""
         if not (isinstance(run.machine, JobMachine) and run.machine.record.has_finished):
             return
         run.machine = views.snapshot(run.machine.run)
@@ -541,7 +542,7 @@ class LiveRuns:
 
     def _do(self, run: LiveRun, incarnation: int, command: Command) -> None:
         if run.incarnation != incarnation:
-            return  # It was put aside, or has been revived: nothing that it wanted before is of use.
+            return  # The run was quarantined or revived since: its earlier commands are void.
         machine = run.machine
         match command:
             case AcceptRank(rank, instance_id, max_clock):
@@ -584,5 +585,5 @@ class LiveRuns:
             watcher.change_job()
 
     def is_awaiting(self, run: LiveRun, machine: Machine) -> bool:
-        """Whether the machine that asked for something is there still."""
+        """Return whether the machine that asked for something still belongs to the run."""
         return self._runs.get(run.job_id) is run and run.machine is machine

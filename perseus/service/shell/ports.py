@@ -1,4 +1,4 @@
-"""What the coordinator may do to an agent."""
+"""The coordinator's messages to an agent."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,32 +10,32 @@ from perseus.solver import Computation
 
 
 class AgentPort(Protocol):
-    """The way to one agent. Nothing here waits."""
+    """The port of one agent. No method waits."""
 
     def accept_rank(
         self, job_id: str, rank: Coordinates, order: Sequence[Computation], max_clock: MaxClock | None
     ) -> None:
-        """Say that a rank is served, what it computes, and under which ceiling."""
+        """Accept a rank: send its order of computations and its maximum clock."""
 
     def limit_rank(self, job_id: str, rank: Coordinates, max_clock: MaxClock | None) -> None:
-        """Say that a rank has another ceiling, or none; before all offers that still wait."""
+        """Send a rank's new maximum clock, or None to lift it, ahead of all offers that still wait."""
 
     def refuse_rank(
         self, job_id: str, rank: Coordinates, error: CoordinatorError, max_clock: MaxClock | None
     ) -> None:
-        """Say that a rank is not served, or no longer: it goes to stock. An offer that waits is dropped."""
+        """Refuse a rank, or end its service: it goes to stock. An offer that still waits is dropped."""
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
-        """Offer clocks to a rank; an offer that still waits for the rank is replaced."""
+        """Offer clocks to a rank; this replaces an offer that still waits for the rank."""
 
     def heartbeat(self, power_interval_s: float) -> None:
-        """Give a sign of life, with how often power readings are wanted, seconds; 0 for never."""
+        """Send a heartbeat, with the wanted interval of power readings in seconds; 0 for none."""
 
     def acknowledge(self, sequence: int) -> None:
-        """Say that all telemetry up to the sequence is stored."""
+        """Acknowledge all telemetry up to the sequence: it is stored."""
 
     def drain(self) -> None:
-        """Say that the coordinator is about to stop."""
+        """Announce that the coordinator is about to stop."""
 
     def end(self, error: CoordinatorError) -> None:
         """End the stream."""

@@ -1,13 +1,13 @@
-"""Power budgets: what clients ask of them, and the one task that keeps them.
+"""Power budgets: clients' requests about them, and the task that keeps them.
 
-Once a second the fleet's machine (`fleet.power.machine`) is told what has changed of jobs and what they draw,
-in a thread, as an allocation over many jobs takes long; and jobs (`powered_jobs`) are told the paces and
-ceilings that it wants.
+Once a second the fleet's machine (`fleet.power.machine`) gets the changes of jobs and what they draw, in a
+thread, as an allocation over many jobs takes long; and jobs (`powered_jobs`) get the target iteration times
+and maximum clocks that it commands.
 
-Until a feed is configured, a budget set or somebody watches feeds, it looks at nothing, and agents are not
-asked what their GPUs draw.
+The task idles until a feed is configured, a budget set or feeds are watched; until then, agents are not asked
+what their GPUs draw.
 
-A fault in it is logged, and the fleet begun anew from the budgets that were accepted; jobs keep their paces.
+A fault in the machine is logged, and the fleet restarts from the accepted budgets; jobs keep their targets.
 """
 
 import asyncio
@@ -59,16 +59,16 @@ from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import BudgetEntry
 
 STEP_BACK_S = 1.0
-"""A wall clock that goes back by less is as exact as wall clocks are: time stands still meanwhile."""
+"""A wall clock steps back by less than this in normal use; time then stands still until it catches up."""
 
 MIN_PERIOD_S, MAX_PERIOD_S = 0.5 * PERIOD_S, 10 * PERIOD_S
-"""For how long a power is believed to have held: the wall clock may jump."""
+"""Bounds on how long a measured power is taken to have held: the wall clock may jump."""
 
 log = structlog.get_logger(__name__)
 
 
 class Power:
-    """All budgets, the feeds, and how they stand. `clock` is the wall clock."""
+    """All budgets, and the feeds with their statuses. `clock` is the wall clock."""
 
     def __init__(
         self,
@@ -90,35 +90,35 @@ class Power:
         self._retention = retention
         self._clock = clock
         self._latest_s = self._ticked_s = 0.0
-        # No feed is configured, no budget known, and nobody has watched feeds so far.
+        # No feed is configured, no budget known, and feeds were never watched.
         self._is_idle = True
         self._records: dict[str, BudgetRecord] = {}
         self._fleet = FleetMachine(feeds.all())
         self._jobs = PoweredJobs(live, feeds)
         self._statuses: Mapping[str, FeedStatus] = {}
         self._is_urgent: dict[str, bool] = {}
-        # What the fleet is to be told with the next look, which is at once if there is any.
+        # Inputs for the fleet at the next tick; any input starts that tick at once.
         self._inbox: list[Input] = []
         self._has_news = asyncio.Event()
-        # Set when the present look ends.
+        # Set when the present tick ends.
         self._tick_ended = asyncio.Event()
         self._end: Exception | None = None
 
     async def load(self) -> None:
         """Load the budgets that were accepted, and enforce those that are not over."""
         for found in await self._store.load_budgets():
-            for record in [found] if isinstance(found, BudgetRecord) else self._in_its_place(found):
+            for record in [found] if isinstance(found, BudgetRecord) else self._substitutes(found):
                 self._records[record.budget.budget_id] = record
         self._is_idle = not (self._feeds.feeds or self._records)
         self._begin()
         await self._drain_inbox()
 
-    def _in_its_place(self, lost: UnreadableBudget) -> list[BudgetRecord]:
+    def _substitutes(self, lost: UnreadableBudget) -> list[BudgetRecord]:
         budgets = lost.in_its_place(self._feeds.all())
         if not budgets[0].is_over(self.now_s()):
             log.error(
-                "a power budget can't be read: its limit is kept to the safe side until it is set again, or "
-                "cancelled",
+                "a power budget can't be read: its limit is enforced conservatively until the budget is set "
+                "again or cancelled",
                 budget_ids=[budget.budget_id for budget in budgets],
                 feeds=[budget.feed for budget in budgets],
                 limit_w=budgets[0].limit_w,
@@ -127,27 +127,27 @@ class Power:
         return [BudgetRecord(budget, request_id="", principal="", set_time_s=0.0) for budget in budgets]
 
     def _begin(self) -> None:
-        """Begin with the budgets alone."""
+        """Start from the budgets alone."""
         self._fleet, self._jobs = FleetMachine(self._feeds.all()), PoweredJobs(self._live, self._feeds)
         now_s = self.now_s()
         current = [record.budget for record in self._records.values() if not record.is_over(now_s)]
         self._inbox = [BudgetSet(budget) for budget in current]
 
-    # ------------------------------------------------------------------ what clients ask
+    # ------------------------------------------------------------------ clients' requests
 
     async def set_budget(self, wanted: BudgetRequest, principal: str) -> BudgetRecord:
-        """Set a budget, durably, or replace the one of its identifier; the same request again does nothing.
+        """Set or replace a budget, durably; a repeated request changes nothing.
 
         Raises:
-            InvalidFieldError: it can't be.
+            InvalidFieldError: the request is invalid.
             FeedNotFoundError: there is no such feed.
-            LimitReachedError: the principal has as many as it may.
+            LimitReachedError: the principal has as many budgets as it may.
         """
         check_budget_id(wanted.budget_id)
         check_request_id(wanted.request_id)
         known = self._records.get(wanted.budget_id)
         if known is not None and known.request_id == wanted.request_id:
-            await self._writer.flush()  # it may be on its way to the store
+            await self._writer.flush()  # it may not be stored yet
             return known
         now_s = self.now_s()
         start_s = now_s if wanted.start_s is None else wanted.start_s
@@ -172,10 +172,10 @@ class Power:
         return record
 
     async def cancel_budget(self, budget_id: str) -> BudgetRecord:
-        """End a budget, durably; nothing happens if it is over.
+        """End a budget, durably; do nothing if it is over.
 
         Raises:
-            BudgetNotFoundError: there is none.
+            BudgetNotFoundError: there is no such budget.
         """
         record = self._records.get(budget_id)
         if record is None:
@@ -189,14 +189,14 @@ class Power:
         return record
 
     def budgets(self, after_budget_id: str, feed: str = "") -> Iterator[BudgetRecord]:
-        """Yield the budgets that follow an identifier, in order; those on a feed, if one is named."""
+        """Yield the budgets after an identifier, in order; only those on a feed if one is named."""
         for budget_id in sorted(self._records):
             record = self._records[budget_id]
             if budget_id > after_budget_id and feed in ("", record.budget.feed):
                 yield record
 
     def feeds(self, name: str = "") -> list[tuple[Feed, FeedStatus]]:
-        """Return the feeds, by name, and how they stand; one, if it is named.
+        """Return the feeds, by name, with their statuses; only one if it is named.
 
         Raises:
             FeedNotFoundError: there is no such feed.
@@ -211,7 +211,7 @@ class Power:
         status = self._statuses[name]
         if not self._is_idle:
             return status
-        # What jobs drew in their latest iterations is all that is known.
+        # Only the power of jobs' latest iterations is known.
         runs = [
             run for run in self._live if run.machine.has_live_rank and not run.machine.record.has_finished
         ]
@@ -221,12 +221,12 @@ class Power:
         return replace(status, measured_w=measured_w, managed_w=managed_w, unmanaged_w=measured_w - managed_w)
 
     def now_s(self) -> float:
-        """Return the time by which budgets begin and end: the wall clock's, back only in `_follow_clock`."""
+        """Return the time that budgets use: the wall clock's. Only `_follow_clock` sets it back."""
         self._latest_s = self._clock() if self._is_idle else max(self._latest_s, self._clock())
         return self._latest_s
 
     def _follow_clock(self, changed: set[str]) -> None:
-        """Begin anew where the wall clock was set back: it had jumped ahead, and what it ended goes on."""
+        """Restart where the wall clock was set back: it had jumped ahead and ended budgets too early."""
         if (now_s := self._clock()) < self._latest_s - STEP_BACK_S:
             log.warning("the wall clock was set back", by_s=round(self._latest_s - now_s, 1))
             self._latest_s = self._ticked_s = now_s
@@ -234,7 +234,7 @@ class Power:
             changed.update(self._live.job_ids)
 
     async def watch(self, name: str = "") -> AsyncIterator[tuple[Feed, FeedStatus]]:
-        """Yield feeds and how they stand, and then each that has changed, at most once a second.
+        """Yield feeds with their statuses, and then each that has changed, at most once a second.
 
         Raises:
             FeedNotFoundError: there is no such feed.
@@ -253,7 +253,7 @@ class Power:
         raise self._end
 
     def end(self, error: Exception) -> None:
-        """End all who watch."""
+        """End all watches."""
         self._end = error
         self._wake_readers()
 
@@ -272,7 +272,7 @@ class Power:
             raise FeedNotFoundError(feed=feed, expected=", ".join(sorted(known)))
 
     async def _put(self, record: BudgetRecord, event: Input) -> None:
-        """Keep a budget; it counts once it is stored."""
+        """Keep a budget; it takes effect once it is stored."""
         self._records[record.budget.budget_id] = record
         log.info(
             "power budget cancelled" if record.cancel_time_s is not None else "power budget set",
@@ -290,7 +290,7 @@ class Power:
     # ------------------------------------------------------------------ keeping them
 
     async def run(self) -> None:
-        """Look once a second, and at once where a budget is set or cancelled, until cancelled."""
+        """Tick once a second, and at once when a budget is set or cancelled, until cancelled."""
         is_woken = self._is_idle
         if is_woken:
             await self._has_news.wait()
@@ -303,14 +303,14 @@ class Power:
             while True:
                 self._follow_clock(changed)
                 try:
-                    # Budgets first, by themselves: a ceiling's way down begins at what is drawn then, by jobs
-                    # that are known. After idling none is, so the budget waits for the look that follows.
+                    # Budgets first, by themselves: a power cap's ramp begins at the present draw of the known
+                    # jobs. After idling no job is known, so the budget waits for the next tick.
                     if not is_woken:
                         await self._drain_inbox()
                     is_woken = False
                     await self._tick(changed)
                 except Exception as error:
-                    log.error("the fleet's machine failed, and begins anew", exc_info=error)
+                    log.error("the fleet's machine failed, and restarts", exc_info=error)
                     self._begin()
                     changed.update(self._live.job_ids)
                     await asyncio.sleep(PERIOD_S)
@@ -319,7 +319,7 @@ class Power:
                         await self._has_news.wait()
 
     async def _tick(self, changed: set[str]) -> None:
-        """Tell the fleet what has changed, which empties the set, and the jobs what follows."""
+        """Give the fleet the changed jobs, emptying the set, and give the jobs the fleet's commands."""
         changed_ids = list(changed)
         changed.clear()
         found = [await self._jobs.follow(job_id) for job_id in changed_ids]
@@ -332,12 +332,12 @@ class Power:
         self._wake_readers()
 
     def _since_tick_s(self) -> float:
-        """Return for how long what is known to be drawn has held: about a second."""
+        """Return how long the present power readings have held: about a second."""
         before_s, self._ticked_s = self._ticked_s, self.now_s()
         return min(MAX_PERIOD_S, max(MIN_PERIOD_S, self._ticked_s - before_s))
 
     def shares(self, job_id: str) -> Mapping[str, float]:
-        """Return the share of a job's GPUs that is on each feed; empty where nothing is known."""
+        """Return the share of a job's GPUs on each feed; empty where nothing is known."""
         return {DEFAULT_FEED: 1.0} if self._is_idle else self._jobs.shares(job_id)
 
     async def _drain_inbox(self) -> None:
@@ -346,7 +346,7 @@ class Power:
         await self._apply(inbox)
 
     async def _apply(self, events: Iterable[Input]) -> None:
-        """Let the fleet take inputs, if there are any; its paces are ordered when this look ends."""
+        """Give the fleet inputs, if there are any; its targets are ordered when this tick ends."""
         commands = await asyncio.to_thread(self._fleet.handle_all, events, self.now_s())
         self._statuses = self._fleet.statuses
         for command in commands:
@@ -367,7 +367,7 @@ class Power:
                     )
 
     def _forget(self) -> None:
-        """Forget budgets that ended long ago, as the store does."""
+        """Drop budgets that ended long ago, as the store does."""
         now_s = self.now_s()
         over_s = {
             budget_id: record.over_time_s
@@ -388,5 +388,5 @@ def _check_times(start_s: float, end_s: float | None, now_s: float) -> None:
         return
     check_range("end_time", end_s, 0, MAX_TIME_S)
     if end_s <= max(start_s, now_s):
-        expected = "a time after start_time, and to come"
+        expected = "a time after start_time and in the future"
         raise InvalidFieldError(field="end_time", expected=expected, found=f"{end_s:.3f}")

@@ -1,7 +1,7 @@
-"""The jobs that power budgets reckon with: what they draw and can offer, and what they are ordered.
+"""The jobs under power budgets: what they draw and can offer, and which orders they get.
 
-Of jobs that nothing happened to nothing is asked. A job's pace and ceiling are compared with those that it
-has, so whatever got lost on the way, in a restart or a quarantine, is put right with the next look.
+Jobs without a change are not read. A job's target iteration time and maximum clock are compared with the
+wanted ones at each tick, so an order that was lost, in a restart or a quarantine, is sent again.
 """
 
 import asyncio
@@ -39,20 +39,20 @@ class _Known:
     placement: Sequence[Sequence[StageFeeds]]
     shares: Mapping[str, float]
     gpus: Mapping[str, float]
-    """How many are on each feed."""
+    """How many of its GPUs are on each feed."""
     highest_clock_mhz: int
     max_w: Mapping[str, float]
-    """What its GPUs on each feed can draw: it counts with no more, whatever was measured or is planned."""
+    """The most that its GPUs on each feed can draw: measured and planned powers are cut to this."""
     points: tuple[PowerPoint, ...] = ()
 
     def drawn_w(self) -> dict[str, float]:
-        """What its latest iteration drew."""
+        """Return what its latest iteration drew, by feed."""
         return self.possible_w(
             {feed: share * (self.power.power_w or 0.0) for feed, share in self.shares.items()}
         )
 
     def possible_w(self, powers_w: Mapping[str, float]) -> dict[str, float]:
-        """Return powers by feed, as far as its GPUs there can draw them."""
+        """Return powers by feed, each cut to what its GPUs there can draw."""
         return {feed: min(power_w, self.max_w.get(feed, 0.0)) for feed, power_w in powers_w.items()}
 
     def changed(self, job_id: str, max_clock_mhz: int | None) -> JobChanged:
@@ -69,32 +69,32 @@ class _Known:
 
 
 class PoweredJobs:
-    """All jobs that draw power now, as a fleet is to know them."""
+    """All jobs that draw power now, in the form that the fleet needs."""
 
     def __init__(self, live: LiveRuns, feeds: Feeds) -> None:
         self._live = live
         self._feeds = feeds
         self._jobs: dict[str, _Known] = {}
-        # Runs that draw nothing that is known, and yet are under a ceiling: their feeds.
+        # By run of unknown draw that still has a maximum clock: its feeds.
         self._idle_capped: dict[str, set[str]] = {}
-        # Jobs that can't be reckoned with, which the log has told of.
+        # Jobs that budgets leave out because of a fault, already logged.
         self._left_out: set[str] = set()
-        # Since the start: those of which no power is known, and until when that counts.
+        # Since the start: jobs of unknown power, and until when they count as such.
         self._unknown: set[str] = set()
         self._unknown_until_s = -math.inf
 
     def begin(self, until_s: float) -> None:
-        """After a start, until then: jobs train on, whose agents may not be there yet nor plans solved again.
+        """Protect limited feeds after a start, until `until_s`.
 
-        While it is not known what one of them draws on a feed that is limited, no pace or ceiling from before
-        is lifted on that feed.
+        Jobs train on, while their agents may still be absent and their plans unsolved. While the draw of such
+        a job on a limited feed is unknown, no target or maximum clock from before is lifted on that feed.
         """
         self._unknown, self._unknown_until_s = set(self._live.job_ids), until_s
 
     async def follow(self, job_id: str) -> JobChanged | JobLeft | None:
-        """Look at a job that something happened to; return what the fleet is to be told of it, if anything.
+        """Read a changed job; return the input for the fleet, if any.
 
-        One whose figures can't be is left out.
+        A job with invalid figures is left out.
         """
         run = self._live.get(job_id)
         if run is None or run.machine.record.has_finished or not run.machine.has_live_rank:
@@ -118,10 +118,10 @@ class PoweredJobs:
         return self._jobs.keys()
 
     def measured(self, duration_s: float, drawn: PowerTotals) -> PowerMeasured:
-        """Return what was drawn for so long, of those of which it is known.
+        """Return the power drawn for `duration_s`, of all jobs whose draw is known.
 
-        It is what agents tell of this second. Where they tell of none or not all of a job's GPUs, its latest
-        iteration counts, which may have been of other plans.
+        Agents' readings of this second count. Where they cover none or not all of a job's GPUs, its latest
+        iteration counts, which may have run other plans.
         """
         jobs_w: dict[str, Mapping[str, float]] = {}
         changing, outdated = set(), set()
@@ -145,19 +145,20 @@ class PoweredJobs:
         return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated, drawn.conflicting_counts)
 
     def shares(self, job_id: str) -> Mapping[str, float]:
-        """Return the share of a job's GPUs that is on each feed; empty where it is not reckoned with."""
+        """Return the share of a job's GPUs on each feed; empty where budgets leave it out."""
         known = self._jobs.get(job_id)
         return {} if known is None else known.shares
 
     def order(self, fleet: FleetMachine, urgent: Mapping[str, bool], now_s: float) -> None:
-        """Order the paces and ceilings that the fleet wants. `urgent`: of the paces that it just changed."""
+        """Order the targets and maximum clocks that the fleet wants. `urgent`: of the targets just
+        changed."""
         unknown = self._unknown if now_s < self._unknown_until_s else ()
         held = {feed for job_id in unknown for feed in self._jobs[job_id].shares if fleet.is_limited(feed)}
         for job_id, known in list(self._jobs.items()):
             run = self._live.get(job_id)
             if run is None:
                 continue
-            # First what counts wherever a plan does not: the plan may take a moment.
+            # The maximum clock first: it counts wherever no plan is in force, and the plan may take a moment.
             max_clock_mhz, target_time_s = fleet.max_clock_mhz(job_id), fleet.target_time_s(job_id)
             may_lift = held.isdisjoint(known.shares)
             if may_lift or not _is_lifted(run, max_clock_mhz):
@@ -185,7 +186,7 @@ class PoweredJobs:
             self._send(run, ordered)
 
     def _send(self, run: LiveRun, order: BudgetTargetSet | MaxClockSet) -> None:
-        with suppress(CoordinatorError):  # it has ended, or is quarantined: the next look finds it so
+        with suppress(CoordinatorError):  # it has ended or is quarantined; the next tick sees that
             self._live.handle(run, order)
 
     def _leave(self, job_id: str) -> JobLeft | None:
@@ -195,7 +196,7 @@ class PoweredJobs:
         power = self._live.read(run, views.power, lambda _: NO_POWER)
         known = self._jobs.get(job_id)
         if power.power_w is None and known is not None:
-            power = replace(power, power_w=known.power.power_w)  # it goes on to draw what it drew
+            power = replace(power, power_w=known.power.power_w)  # it still draws what it drew
         if known is None or (known.run_number, known.power.placement_count) != (
             run.number,
             power.placement_count,
@@ -226,7 +227,7 @@ class PoweredJobs:
         return found
 
     def _hostnames(self, run: LiveRun) -> Sequence[str]:
-        """Return the hosts that a run's ranks are on; of a quarantined one, those that were served."""
+        """Return the hosts of a run's ranks; of a quarantined run, those of the ranks that were served."""
 
         def of_snapshot(snapshot: RunSnapshot) -> list[str]:
             hosts = {rank.coordinates: rank.hostname for rank in snapshot.ranks}
@@ -240,7 +241,7 @@ class PoweredJobs:
         return placement(self._feeds, hostnames, counts.stage_count, counts.tensor_count)
 
     async def _points(self, basis: PowerCurveBasis | None, known: _Known) -> tuple[PowerPoint, ...]:
-        """Return the points of a curve: in a thread, as that adds up every plan of the frontier."""
+        """Return the points of a curve, made in a thread: every plan of the frontier is added up."""
         if basis is None:
             return ()
         points = await asyncio.to_thread(
@@ -260,7 +261,7 @@ class PoweredJobs:
 
 
 def _is_lifted(run: LiveRun, max_clock_mhz: int | None) -> bool:
-    """Whether a ceiling would be higher than the one that a run has."""
+    """Return whether a maximum clock is higher than the present one of a run."""
     before = run.machine.record.max_clock
     if before is None or before.clock_mhz is None:
         return False

@@ -1,6 +1,6 @@
-"""What each principal has at once, held against its limits. Pure: the clock is given, nothing waits.
+"""The resources of each principal, and its limits. Pure: the clock is given, nothing waits.
 
-One account for each principal that was ever seen since the start: there are no more than tokens and mapped
+Every principal seen since the start has an account: there are at most as many as tokens and mapped
 certificates. Under `--insecure` everybody is one principal.
 """
 
@@ -18,11 +18,11 @@ from perseus.service.domain.specification import JobSpec
 class _Account:
     bucket: TokenBucket
     counts: Counter[str] = field(default_factory=Counter)
-    """Of what goes on now, by what it is."""
+    """How many of each resource are in use now, by its name."""
 
 
 class RateLimiter:
-    """How fast one stream may speak: as fast as streams may, and all those of its principal together."""
+    """Limits the messages of one stream, and those of all streams of its principal together."""
 
     __slots__ = ("_all", "_monotonic", "_own")
 
@@ -32,7 +32,7 @@ class RateLimiter:
         self._monotonic = monotonic
 
     def take(self, message_count: int = 1) -> float:
-        """Note messages; return how many seconds to wait before any more are read."""
+        """Count messages; return how many seconds to wait before more are read."""
         now_s = self._monotonic()
         own_s = self._own.take(now_s, message_count)
         all_s = self._all.take(now_s, message_count)
@@ -49,10 +49,10 @@ class Quotas:
 
     @contextmanager
     def stream(self, principal: str) -> Iterator[RateLimiter]:
-        """For the length of a block: one stream more.
+        """Count one more stream for the length of a block.
 
         Raises:
-            LimitReachedError: it would be too many.
+            LimitReachedError: it would be one too many.
         """
         with self._one_more(principal, "streams at once", self.limits.limit_streams) as account:
             yield RateLimiter(
@@ -60,26 +60,26 @@ class Quotas:
             )
 
     def solve(self, principal: str) -> AbstractContextManager[object]:
-        """For the length of a block: one problem, or plan, more.
+        """Count one more problem or plan to solve for the length of a block.
 
         Raises:
-            LimitReachedError: it would be too many.
+            LimitReachedError: it would be one too many.
         """
         return self._one_more(principal, "solves at once", self.limits.limit_solves)
 
     def listing(self, principal: str) -> AbstractContextManager[object]:
-        """For the length of a block: one listing of the ledger more. Nothing is stored while one is added up.
+        """Count one more ledger listing for the length of a block. Nothing is stored while one is added up.
 
         Raises:
-            LimitReachedError: it would be too many.
+            LimitReachedError: it would be one too many.
         """
         return self._one_more(principal, "ledger listings at once", self.limits.limit_solves)
 
     def check_job(self, principal: str, spec: JobSpec, others: Iterable[JobSpec]) -> None:
-        """Refuse a job beside the others that a principal has.
+        """Check a new job together with the principal's other jobs.
 
         Raises:
-            InvalidFieldError: it is too large by itself.
+            InvalidFieldError: the job is too large by itself.
             LimitReachedError: together they are too many, or too large.
         """
         limits = self.limits
@@ -94,10 +94,10 @@ class Quotas:
         _check(principal, "computations", computation_count, limits.limit_computations)
 
     def check_budgets(self, principal: str, count: int) -> None:
-        """Refuse a power budget where a principal has as many already.
+        """Check that a principal may have one more power budget.
 
         Raises:
-            LimitReachedError: it has.
+            LimitReachedError: it has as many as it may.
         """
         _check(principal, "power budgets that have not ended", count + 1, self.limits.limit_budgets)
 

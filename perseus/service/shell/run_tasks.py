@@ -1,4 +1,4 @@
-"""What runs want to know, for as long as they have use for it: profiles from before, frontiers, plans."""
+"""Tasks that answer runs' questions while the answers are still wanted: known profiles, frontiers, plans."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -34,20 +34,20 @@ log = structlog.get_logger(__name__)
 
 
 class Runs(Protocol):
-    """Who takes the answers."""
+    """The runs that take the answers."""
 
     def handle(self, run: LiveRun, event: Input) -> Work:
-        """Let a run take an answer."""
+        """Give a run an answer."""
 
     def quarantine(self, run: LiveRun, part: FaultyPart, error: Exception) -> None:
-        """Put a run aside that the coordinator failed at."""
+        """Quarantine a run that made the coordinator fail."""
 
     def is_awaiting(self, run: LiveRun, machine: Machine) -> bool:
-        """Whether the machine that asked for something is there still."""
+        """Return whether the machine that asked for something still belongs to the run."""
 
 
 class RunTasks:
-    """Looks for what runs ask for, each in a task of its own."""
+    """Finds what runs ask for, each request in its own task."""
 
     def __init__(self, runs: Runs, store: SqlStore, writer: Writer, solver: WorkerPool) -> None:
         self._runs = runs
@@ -58,14 +58,14 @@ class RunTasks:
         self._is_closing = False
 
     async def close(self) -> None:
-        """Drop what is being solved."""
+        """Cancel all solves."""
         self._is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def find_profile(self, run: LiveRun, machine: Machine, keys: Sequence[str]) -> None:
-        """Give a run what is known of its stages' work."""
+        """Give a run the known profiles of its stages' work."""
         self._begin(self._found_profile(run, machine, keys))
 
     async def _found_profile(self, run: LiveRun, machine: Machine, keys: Sequence[str]) -> None:
@@ -73,14 +73,16 @@ class RunTasks:
         try:
             found = tuple(await self._store.known_profiles(keys))
         except Exception as error:
-            # What others have measured is a help, no more; a store that fails shows when it is written to.
-            log.error("no profiles from before", job_id=run.job_id, run_number=run.number, exc_info=error)
+            # Known profiles are only a help; a failing store shows when it is written to.
+            log.error(
+                "known profiles can't be read", job_id=run.job_id, run_number=run.number, exc_info=error
+            )
             return
         if found and self._runs.is_awaiting(run, machine):
             self._runs.handle(run, ProfileFound(found))
 
     def solve(self, run: LiveRun, machine: Machine, wanted: Solve) -> None:
-        """Ask for the frontier that a run wants; a run has at most one problem at a time."""
+        """Solve a run's problem for its frontier; a run has at most one problem at a time."""
         report_retry = partial(self._report_retry, run, machine)
         run.solving = self._begin(
             self._solver.solve(
@@ -95,7 +97,7 @@ class RunTasks:
         run.solving.add_done_callback(partial(self._deliver, run, machine, Solved, SolveFailed))
 
     def refine(self, run: LiveRun, machine: Machine, refinement: Refinement) -> None:
-        """Ask for a plan that a run wants; it has no problem at that time."""
+        """Solve for a plan that a run wants; the run must have no other problem at that time."""
         report_retry = partial(self._report_retry, run, machine)
         run.solving = self._begin(self._solver.refine(refinement, run.job_id, report_retry))
         taken = partial(Refined, refinement), partial(RefineFailed, refinement)
@@ -121,7 +123,7 @@ class RunTasks:
         if self._is_closing or not self._runs.is_awaiting(run, machine):
             return
         if solving.cancelled():
-            self._runs.handle(run, failed("it was of no use any more"))
+            self._runs.handle(run, failed("its result was no longer needed"))
         elif (error := solving.exception()) is None:
             self._runs.handle(run, done(solving.result()))
         elif isinstance(error, LagError):

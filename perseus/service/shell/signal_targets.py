@@ -1,9 +1,9 @@
-"""Jobs that follow a signal: who they are, and the one task that tells them their pace for the present hour.
+"""Jobs that follow a signal, and the task that sets their target iteration times for the present hour.
 
-A job is looked at when its signal comes to another hour or is read anew, when its plans or its policy change,
-and a few times in between, as its progress is measured. What it is told is kept with the job, so that a
-restarted coordinator goes on with it. Nothing here knows of power budgets: a job takes the slower of both
-paces.
+A job's target is decided again when its signal enters another hour or is read anew, when the job's plans or
+policy change, and a few times in between, as its progress is measured. Targets are kept with the job, so that
+a restarted coordinator continues with them. This module ignores power budgets: a job takes the slower of both
+targets.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.signals import Signals
 
 STARTUP_GRACE_S = 60.0
-"""After the start: sources are yet to be read, and jobs' feeds to be known."""
+"""After the start, sources may not have been read yet, and jobs' feeds may be unknown."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _Followed:
-    """A job that follows a signal: its paces, what it was looked at with, and when it is due again."""
+    """A job that follows a signal: its curve, the signal's version last used, and when it is due again."""
 
     basis: SpeedCurveBasis
     curve: SpeedCurve
@@ -45,7 +45,7 @@ class _Followed:
 class SignalTargets:
     """All jobs that follow a signal.
 
-    `shares_of`: of a job's GPUs by feed, `clock` the wall clock.
+    `shares_of` returns the share of a job's GPUs on each feed, `clock` is the wall clock.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class SignalTargets:
         self._shares_of = shares_of
         self._clock = clock
         self._jobs: dict[str, _Followed] = {}
-        # Jobs that can't be paced, which the log has told of.
+        # Jobs without a target because of a fault, already logged.
         self._left_out: set[str] = set()
         self._began_s = 0.0
 
     async def run(self) -> None:
-        """Look once a second until cancelled."""
+        """Tick once a second until cancelled."""
         self._began_s = self._clock()
         with self._live.changes() as changed:
             changed.update(self._live.job_ids)
@@ -74,7 +74,7 @@ class SignalTargets:
                 await asyncio.sleep(MIN_INTERVAL_S)
 
     async def _tick(self, changed: set[str]) -> None:
-        """Look at jobs that something happened to, which empties the set, and at those that are due."""
+        """Update the changed jobs, emptying the set, and those that are due."""
         changed_ids = list(changed)
         changed.clear()
         for job_id in {*changed_ids, *self._jobs}:
@@ -84,7 +84,7 @@ class SignalTargets:
                 self._jobs.pop(job_id, None)
                 if job_id not in self._left_out:
                     self._left_out.add(job_id)
-                    log.error("a job is not paced by its signal", job_id=job_id, exc_info=error)
+                    log.error("a job gets no target from its signal", job_id=job_id, exc_info=error)
 
     async def _update(self, job_id: str) -> None:
         run = self._live.get(job_id)
@@ -98,7 +98,7 @@ class SignalTargets:
         history = self._signals.history(job.rule.kind, shares)
         version = 0 if history is None else history.version
         if not version and job.signal_target is not None and now_s < self._began_s + STARTUP_GRACE_S:
-            return  # it goes on as it was told
+            return  # it keeps its target from before the restart
         has_no_signal = history is None or history.value_at(now_s) is None
         is_due = now_s >= followed.next_s or followed.version != version
         had_no_signal = job.signal_target is not None and job.signal_target.value is None
@@ -119,7 +119,7 @@ class SignalTargets:
         return followed
 
     def _send(self, run: LiveRun, order: SignalTargetSet) -> None:
-        with suppress(CoordinatorError):  # it has ended, or is quarantined: the next look finds it so
+        with suppress(CoordinatorError):  # it has ended or is quarantined; the next tick sees that
             self._live.handle(run, order)
 
 

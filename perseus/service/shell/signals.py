@@ -1,7 +1,7 @@
-"""The signals of carbon and price: one task for each reads its source again and again.
+"""The signals of carbon intensity and price: one task for each reads its source periodically.
 
-A source that fails is said once, and again when the cause is another one; what it said last counts until it
-is too old.
+A failing source is logged once, and again when the cause changes; its last values count until they are too
+old.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ FIRST_DELAY_S, MAX_DELAY_S = 5.0, 900.0
 
 
 def retry_of(period_s: float, draw: Callable[[], float]) -> Retry:
-    """Return when a source is asked again that fails, of which a working one is asked every `period_s`."""
-    if period_s < FIRST_DELAY_S:  # a file, say: looking at it costs nothing
+    """Return the retry policy of a source that, while it works, is read every `period_s`."""
+    if period_s < FIRST_DELAY_S:  # a file, say: reading it costs nothing
         return Retry(period_s, period_s)
-    return Retry(FIRST_DELAY_S, MAX_DELAY_S, jitter=0.5, random=draw)  # many do not come at once
+    return Retry(FIRST_DELAY_S, MAX_DELAY_S, jitter=0.5, random=draw)  # so that many don't come at once
 
 
 @dataclass(slots=True, eq=False)
 class NamedSignal:
-    """A signal as the operator has set it: for some feeds, or (none) for all that have none of their own.
+    """A signal as the operator configured it: for some feeds, or for all without their own if it names none.
 
     `failure_count`: how often its source could not be read.
     """
@@ -46,7 +46,7 @@ class NamedSignal:
 
 
 class Signals:
-    """All signals. `clock` is the wall clock; `draw` draws by lot from 0 to 1."""
+    """All signals. `clock` is the wall clock; `draw` returns a random number from 0 to 1."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Signals:
         clock: Callable[[], float] = time.time,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`rates`: assumed where no signal tells."""
+        """`rates`: assumed where no signal gives a value."""
         self._signals = signals
         self._rates = rates
         self._clock = clock
@@ -65,7 +65,7 @@ class Signals:
         }
 
     async def run(self) -> None:
-        """Read all sources, of which there is at least one, until cancelled."""
+        """Read all sources, of which there must be at least one, until cancelled."""
         following = [asyncio.ensure_future(self._follow(signal)) for signal in self._signals]
         try:
             await asyncio.gather(*following)
@@ -77,21 +77,21 @@ class Signals:
                 await signal.source.close()
 
     def history(self, kind: SignalKind, shares: Mapping[str, float]) -> SignalHistory | None:
-        """Return the signal that a job is to follow: that of the feed with the most of its GPUs.
+        """Return the signal that a job follows: that of the feed with most of its GPUs.
 
-        `shares`: of its GPUs, by feed; empty if that is not known.
+        `shares`: the shares of its GPUs, by feed; empty if they are unknown.
         """
         feed = max(shares, key=lambda name: shares[name], default="")
         return self._by_feed.get((kind, feed)) or self._by_feed.get((kind, ""))
 
     def states(self) -> Iterator[tuple[str, bool, int]]:
-        """Yield each signal's name, whether anything is known of it now, and its failures so far."""
+        """Yield each signal's name, whether its present value is known, and its number of failures so far."""
         now_s = self._clock()
         for signal in self._signals:
             yield signal.name, signal.history.value_at(now_s) is not None, signal.failure_count
 
     def rates_at(self, shares: Mapping[str, float], time_s: float) -> Rates:
-        """Return what signals say of an hour for GPUs on these feeds; where they say nothing, what is set."""
+        """Return the rates of an hour for GPUs on these feeds: from the signals, else the configured ones."""
         hour = int(time_s // HOUR_S)
         price, intensity = (self._mean(kind, shares, hour) for kind in (SignalKind.PRICE, SignalKind.CARBON))
         return Rates(
@@ -129,7 +129,7 @@ class Signals:
                         "signal can't be read",
                         signal=signal.name,
                         cause=cause,
-                        consequence="the last value counts for now" if known else "nothing is known of it",
+                        consequence="the last value counts for now" if known else "its value is unknown",
                         exc_info=None if isinstance(error, SourceError) else error,
                     )
                 logged = cause

@@ -1,4 +1,4 @@
-"""The tokens that the coordinator knows: read once, written through the writer, watched until they end."""
+"""The coordinator's tokens: read once, written through the writer, watched until they end."""
 
 import asyncio
 import secrets
@@ -29,7 +29,7 @@ from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import TokenEntry
 
 OPERATOR = "operator"
-"""Name of the token in the operator's file."""
+"""Name of the token from the operator's file."""
 
 
 def new_secret() -> str:
@@ -45,46 +45,46 @@ class Tokens:
         self._writer = writer
         self._clock = clock
         self._registry = TokenRegistry()
-        # By token: those who are to hear of its end.
+        # By token: futures that wait for its end.
         self._waiting: dict[str, set[asyncio.Future[CoordinatorError]]] = {}
 
     async def load(self) -> None:
-        """Load what is stored."""
+        """Load the stored tokens."""
         self._registry = TokenRegistry(await self._store.load_tokens())
 
     @property
     def tokens(self) -> Collection[Token]:
-        """All of them, revoked and expired ones too, by name."""
+        """All tokens, revoked and expired ones too, by name."""
         return self._registry.tokens
 
     def authenticate(self, secret: str) -> Principal:
-        """Return who shows a token.
+        """Return the principal of a token.
 
         Raises:
-            TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not valid.
+            TokenUnknownError, TokenRevokedError, TokenExpiredError: the token is not valid.
         """
         return self._registry.find(secret, self._clock()).principal
 
     def holder(self, digest: str) -> Principal:
-        """Return whose token it is of which this is kept (`digest_of`).
+        """Return the principal of the token with this digest (`digest_of`).
 
         Raises:
-            TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not valid any more.
+            TokenUnknownError, TokenRevokedError, TokenExpiredError: the token is not valid any more.
         """
         return self._registry.find_digest(digest, self._clock()).principal
 
     async def create(self, name: str, grant: Grant, expire_time_s: float | None) -> tuple[Token, str]:
-        """Make a token, durably; return it, and the secret that nobody can be told again.
+        """Make a token, durably; return it with its secret, which can't be read again later.
 
         Raises:
-            InvalidFieldError: it can't be.
-            TokenAlreadyExistsError: there is one of that name, be it revoked or expired.
+            InvalidFieldError: the name, the grant or the expiry is invalid.
+            TokenAlreadyExistsError: a token of that name exists, possibly revoked or expired.
         """
         check_token_name(name)
         grant.check()
         now_s = self._clock()
         if expire_time_s is not None and expire_time_s <= now_s:
-            raise InvalidFieldError(field="expire_time", expected="a time to come", found=expire_time_s)
+            raise InvalidFieldError(field="expire_time", expected="a time in the future", found=expire_time_s)
         if self._registry.get(name) is not None:
             raise TokenAlreadyExistsError(name=name)
         secret = new_secret()
@@ -93,17 +93,17 @@ class Tokens:
         return token, secret
 
     async def adopt(self, secret: str) -> None:
-        """Let the token in the operator's file be an operator's; one that was revoked stays revoked."""
+        """Make the secret in the operator's file an operator's token; once revoked, it stays revoked."""
         digest = digest_of(secret)
         known = self._registry.get(OPERATOR)
         if known is None or known.digest != digest:
             await self._put(Token(OPERATOR, digest, Grant(Scope.OPERATOR), self._clock()))
 
     async def revoke(self, name: str) -> Token:
-        """End a token for good, durably, and what goes on by it; nothing happens if it is revoked already.
+        """Revoke a token for good, durably, and end its streams; do nothing if it is revoked already.
 
         Raises:
-            TokenNotFoundError: there is none of that name.
+            TokenNotFoundError: there is no token of that name.
         """
         token = self._registry.get(name)
         if token is None:
@@ -120,7 +120,7 @@ class Tokens:
 
     @contextmanager
     def watched(self, principal: Principal) -> Iterator[asyncio.Future[CoordinatorError]]:
-        """For the length of a block: a future that is done, with the reason, when the token ends."""
+        """Yield, for the length of a block, a future that is done, with the reason, when the token ends."""
         ended: asyncio.Future[CoordinatorError] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(principal.token_name, set())
         waiting.add(ended)
@@ -132,7 +132,7 @@ class Tokens:
                 del self._waiting[principal.token_name]
 
     def tick(self) -> None:
-        """Tell those who wait of tokens that have ended."""
+        """Resolve the futures that wait for tokens that have ended."""
         now_s = self._clock()
         for name, waiting in self._waiting.items():
             token = self._registry.get(name)

@@ -1,20 +1,20 @@
-"""What a watcher needs next. Pure: news, pages of events and the time in, steps out.
+"""The next step of a watcher. Pure: it takes news, pages of events and the time, and returns steps.
 
 Theory of operation
 ===================
 
-Events reach a reader in two ways: from the store, in pages, and as news, through a queue that is bounded in
-number and bytes. Two numbers
-say which it is:
+Events reach a reader in two ways: in pages from the store, and as news through a queue that is bounded in
+number and bytes. Two numbers decide which way an event takes:
 
-- the *cursor* is the last event that the reader was told of, or that it is known to have missed;
+- the *cursor* is the last event that the reader received, or that it is known to have missed;
 - the *horizon* is the last event that has to come from the store: first the last one there was when the watch
-  began, and where the queue overflowed, the last one that was dropped.
+  began, and after the queue overflowed, the last one that was dropped.
 
-While the cursor is below the horizon, pages are fetched; then the queue goes on, without what was in a page.
-News is told once it is stored, so whatever is dropped can be fetched. Iterations are not stored: those that
-are dropped are counted, and the reader is told of the gap. It is also told where the numbers of stored events
-have a hole: there somebody has deleted some before the reader came to them.
+While the cursor is below the horizon, pages are fetched; after that the queue is used, without the events
+that
+a page contained. News is published once it is stored, so dropped events can be fetched. Iterations are not
+stored: dropped ones are counted, and the reader gets a `WatchGap`. It also gets one where stored sequences
+have a hole: those events were deleted before the reader came to them.
 """
 
 from collections import deque
@@ -34,24 +34,24 @@ PAGE_SIZE = 256
 _PLAIN_BYTES = 512
 
 SNAPSHOT_INTERVAL_S = 1.0
-"""The least time between two snapshots of the job."""
+"""The shortest time between two snapshots of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Tell the reader."""
+    """Deliver an update to the reader."""
 
     update: WatchItem | CaughtUp | WatchGap
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverJob:
-    """Tell the reader the job as it is, and `note_snapshot` which one that was."""
+    """Deliver the job as it is now, and call `note_snapshot` with its last event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch up to `limit` stored events above a sequence, and `take_page` them."""
+    """Fetch up to `limit` stored events above a sequence, and pass them to `take_page`."""
 
     after_sequence: int
     limit: int
@@ -59,14 +59,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for news, or a change of the job, or until this time if there is one."""
+    """Wait for news or a change of the job, at most until this time if there is one."""
 
     until_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The job has ended, and the reader knows all of it."""
+    """The job has ended, and the reader has received everything."""
 
 
 Step = Deliver | DeliverJob | Fetch | Wait | End
@@ -77,10 +77,10 @@ class WatchState:
 
     Args:
         after_sequence: events up to this one are not wanted.
-        last_sequence: the last event there is. All later ones have to be told.
-        has_ended: whether the job's end is among those up to it.
-        queue_limit: news that may wait for the reader; if there is more, it is dropped.
-        page_size: events that are fetched at a time.
+        last_sequence: the last event there is. All later ones must be pushed.
+        has_ended: whether the job's end is among the events up to it.
+        queue_limit: how much news may wait for the reader; when it is exceeded, the queue is dropped.
+        page_size: how many events are fetched at a time.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class WatchState:
         self._horizon = last_sequence
         self._fetched_horizon = 0
         self._first_horizon: int | None = last_sequence
-        """None once the reader was told that it has caught up."""
+        """None once the reader received `CaughtUp`."""
         self._end_sequence = last_sequence if has_ended else None
         self._page: deque[JobEvent | WatchGap] = deque()
         self._queue: deque[WatchItem] = deque()
@@ -108,7 +108,7 @@ class WatchState:
         self._next_snapshot_s = float("-inf")
 
     def push(self, item: WatchItem) -> None:
-        """Take news. Events come in order, each once it is stored."""
+        """Queue news. Events must come in order, each once it is stored."""
         self._queue_bytes += (size := _size(item))
         if len(self._queue) >= self._queue_limit or self._queue_bytes > QUEUE_BYTES_LIMIT:
             self._drop_queue()
@@ -118,15 +118,15 @@ class WatchState:
         self._queue.append(item)
 
     def change_job(self) -> None:
-        """Take note that the job looks different now."""
+        """Note that the job has changed."""
         self._is_job_changed = True
 
     def note_snapshot(self, last_event_sequence: int) -> None:
-        """Take note of the last event that the snapshot shows which was asked for."""
+        """Note the last event that the delivered snapshot shows."""
         self._snapshot_sequence = last_event_sequence
 
     def take_page(self, events: Sequence[JobEvent]) -> None:
-        """Take what was fetched: events in their order; fewer than asked for are all there were."""
+        """Take the fetched events in order; fewer than asked for mean that there are no more."""
         position = self._cursor
         for event in events:
             sequence = event.sequence
@@ -134,12 +134,12 @@ class WatchState:
                 self._page.append(_gap(position + 1, sequence - 1))
             self._page.append(event)
             position = sequence
-        # What was dropped while the page was on its way is not missing.
+        # Events that were dropped while the page was on its way are not missing.
         if len(events) < self._page_size and position < self._fetched_horizon:
             self._page.append(_gap(position + 1, self._fetched_horizon))
 
     def next_step(self, now_s: float) -> Step:
-        """Return what to do now. It counts as done."""
+        """Return the next step, and take it as done."""
         if self._is_snapshot_due() and now_s >= self._next_snapshot_s:
             self._is_job_changed = False
             self._next_snapshot_s = now_s + SNAPSHOT_INTERVAL_S
@@ -170,7 +170,7 @@ class WatchState:
         return Wait(None) if self._end_sequence is None else End()
 
     def _is_snapshot_due(self) -> bool:
-        """Whether the job has changed, or its end was not shown yet."""
+        """Return whether the job has changed, or its end was not shown yet."""
         return self._is_job_changed or self._snapshot_sequence < (self._end_sequence or 0)
 
     def _deliver_page(self) -> Deliver:
@@ -192,5 +192,5 @@ def _gap(first_sequence: int, last_sequence: int) -> WatchGap:
 
 
 def _size(item: WatchItem) -> int:
-    """About how many bytes news takes: a message no more than some times what it takes on the wire."""
+    """Estimate the bytes that news takes: a message takes at most a few times its size on the wire."""
     return _PLAIN_BYTES if isinstance(item, job_pb2.IterationSummary) else _PLAIN_BYTES + 4 * item.ByteSize()

@@ -1,4 +1,4 @@
-"""Who watches a job: takes the steps that `watch_state` asks for, one reader at a time."""
+"""The watchers of a job: each takes the steps that `watch_state` asks for, for one reader."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ Update = job_pb2.Job | WatchItem | job_service_pb2.CaughtUp | job_service_pb2.Wa
 
 
 class Watcher:
-    """What one reader is told of one job."""
+    """Delivers one job's updates to one reader."""
 
     def __init__(self, state: WatchState) -> None:
         self._state = state
@@ -20,12 +20,12 @@ class Watcher:
         self._wake = asyncio.Event()
 
     def push(self, item: WatchItem) -> None:
-        """Tell news, which is stored."""
+        """Queue stored news."""
         self._state.push(item)
         self._wake.set()
 
     def change_job(self) -> None:
-        """Say that the job looks different now."""
+        """Note that the job has changed."""
         self._state.change_job()
         self._wake.set()
 
@@ -39,14 +39,14 @@ class Watcher:
         view: Callable[[], job_pb2.Job],
         fetch: Callable[[int, int], Awaitable[Sequence[event_pb2.JobEvent]]],
     ) -> AsyncIterator[Update]:
-        """Yield all that is to be told, until the job has ended.
+        """Yield all updates until the job has ended.
 
         Args:
-            view: the job as it is.
-            fetch: so many stored events above a sequence, at most.
+            view: returns the job as it is now.
+            fetch: returns stored events above a sequence, at most so many.
 
         Raises:
-            Exception: what `end` was given.
+            Exception: the error that was passed to `end`.
         """
         while True:
             self._wake.clear()

@@ -1,8 +1,8 @@
-"""What the machines want stored, and what follows once it is: gathered, written together, then carried out.
+"""The writer: gathers records from all machines, stores them together, and then carries out what follows.
 
 One task does this for all jobs. Nothing leaves for an agent, a watcher or a caller before the records that it
-follows from are safe. Where a run wants something stored that can't be, that concerns this run alone: its
-callers are told, it is put aside, and the others' is stored without it.
+follows from are safe. A record that can't be stored concerns its run alone: the run's callers get the error,
+the run is quarantined, and the records of other runs are stored without it.
 """
 
 import asyncio
@@ -25,27 +25,28 @@ from perseus.service.storage.store import (
 )
 
 GATHERING_S = 0.02
-"""How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
+"""How long work gathers before it is stored together: a commit of a hundred batches costs as much as one."""
 
 MAX_WAITING = 1024
-"""Work that waits; when there is more, whoever reads what makes more is to await admission first. Readers
-outnumber the one writer by thousands: without this, more than can be done leaves it no turn at all. It is two
+"""How much work may wait. Above this, readers whose messages make more work must await admission first. They
+outnumber the one writer by thousands: without this bound, an overload would leave it no turn at all. It is
+two
 full groups: one gathers while the other is stored."""
 
 _COMMIT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 TURN_S = 0.005
-"""How long actions keep the event loop at a time."""
+"""How long actions may keep the event loop at a time."""
 
 WAKE_BATCH = 64
-"""Who waits for work goes on in the loop's next turn: readers by the thousand would make that a long one."""
+"""Coroutines that wait for work resume in the loop's next turn; thousands would make that turn a long one."""
 
 
 class Work:
-    """Entries to be stored, and what follows once they are. Who awaits it goes on after both.
+    """Entries to be stored, and the actions that follow. Awaiting it waits for both.
 
-    No future unless somebody waits: of a thousand batches a second nobody does. `on_error` takes what an
-    action raises, and the next one follows; without it, that ends the writer.
+    It has a future only if somebody waits: for most of a thousand batches a second nobody does. `on_error`
+    takes the exception of an action, and the next action follows; without it, the exception ends the writer.
     """
 
     __slots__ = ("_done", "_error", "_is_done", "_on_error", "entries", "then")
@@ -72,7 +73,7 @@ class Work:
             raise self._error
 
     def is_of(self, job_id: str, run_number: int) -> bool:
-        """Whether something of a run is to be stored."""
+        """Return whether it stores something of a run."""
         return any(
             isinstance(entry, EventEntry | JobEntry | NewRun)
             and (_job_id(entry), entry.run_number) == (job_id, run_number)
@@ -80,14 +81,14 @@ class Work:
         )
 
     def spoil(self, error: CoordinatorError | None) -> None:
-        """Nothing of it is stored. With an error, nothing follows either, and whoever waits is told."""
+        """Drop the entries. With an error, drop the actions too, and raise it to those who wait."""
         self.entries = []
         if error is not None:
             self.then = ()
             self._error = error
 
     def carry_out(self) -> bool:
-        """It is stored: do what follows. Returns whether somebody waited for it."""
+        """Carry out the actions after the entries were stored. Return whether somebody waited for it."""
         for action in self.then:
             try:
                 action()
@@ -106,10 +107,11 @@ class Writer:
     """The one writer of a store.
 
     Attributes:
-        put_aside: called with a run (job, number) that wants what can't be stored, and the error; returns
-            what its callers are told, or None if it is aside already: then that is done without being stored.
-        commits: what commits took.
-        entry_count: how many entries they had.
+        quarantine_unstorable: called with the job and run number of an unstorable record, and the error;
+            returns the error for the run's callers, or None if the run is quarantined already: then its work
+            is done without being stored.
+        commits: the durations of commits.
+        entry_count: how many entries they stored.
         waiting_count: how much work waits to be stored and carried out.
     """
 
@@ -121,16 +123,16 @@ class Writer:
         self._work: list[Work] = []
         self._has_work = asyncio.Event()
         self.waiting_count = 0
-        # Readers that are kept waiting, in order, and since when each is.
+        # Readers that wait for admission, in order, and since when each waits.
         self._kept: deque[tuple[asyncio.Future[None], float]] = deque()
-        # Since when the oldest work waits that is not stored and carried out, if there is any.
+        # Since when the oldest unfinished work waits, if there is any.
         self._waiting_since_s: float | None = None
 
     async def run(self) -> None:
-        """Store and carry out, until cancelled.
+        """Store entries and carry out actions, until cancelled.
 
         Raises:
-            Exception: the store failed. Nothing can be promised any more: stop.
+            Exception: the store failed. Nothing can be guaranteed any more: stop.
         """
         while True:
             await self._has_work.wait()
@@ -158,7 +160,7 @@ class Writer:
             await self._admit()
 
     async def _admit(self) -> None:
-        """Let the next few readers go on, as many as there is room for."""
+        """Admit the next readers, as many as there is room for."""
         free_count = MAX_WAITING - self.waiting_count
         admitted_count = 0
         while self._kept and admitted_count < free_count:
@@ -168,11 +170,11 @@ class Writer:
                 admitted_count += 1
                 if admitted_count % WAKE_BATCH == 0:
                     await asyncio.sleep(0)
-        if self._kept:  # what the admitted say need not be work: somebody has to see to the others
+        if self._kept:  # messages of the admitted readers need not make work: run again for the others
             self._has_work.set()
 
     def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
-        """Take out what the run wants that an error is about; what it wants once it is aside comes later."""
+        """Drop the work of the run that an error is about; its work under quarantine comes later."""
         wanted = [*work, *self._work]
         spoiled = [item for item in wanted if item.is_of(error.job_id, error.run_number)]
         if self.quarantine_unstorable is None or not spoiled:
@@ -182,16 +184,16 @@ class Writer:
             item.spoil(refusal)
 
     def late_s(self) -> float:
-        """For how long the oldest work has waited that is not stored and carried out, seconds."""
+        """How long the oldest unfinished work has waited, seconds."""
         return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
 
     @property
     def is_overloaded(self) -> bool:
-        """Whether so much waits that whoever reads what makes more is to await admission first."""
+        """Whether so much work waits that readers must await admission."""
         return self.waiting_count > MAX_WAITING or bool(self._kept)
 
     async def admission(self) -> None:
-        """Wait, after those who wait already, until there is room for more work."""
+        """Wait, behind those who already wait, until there is room for more work."""
         reader: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._kept.append((reader, time.monotonic()))
         self._has_work.set()
@@ -199,11 +201,11 @@ class Writer:
 
     @property
     def kept_count(self) -> int:
-        """How many readers are kept waiting."""
+        """How many readers wait for admission."""
         return len(self._kept)
 
     def kept_s(self) -> float:
-        """For how long the reader that is next has been kept waiting, seconds."""
+        """How long the next reader has waited for admission, seconds."""
         return time.monotonic() - self._kept[0][1] if self._kept else 0.0
 
     def later(
@@ -212,9 +214,9 @@ class Writer:
         then: Sequence[Callable[[], None]] = (),
         on_error: Callable[[Exception], None] | None = None,
     ) -> Work:
-        """Want entries stored, and actions carried out after them; await the work to wait for both.
+        """Schedule entries to be stored and actions to follow; await the work to wait for both.
 
-        `on_error` takes what an action raises; without it, that ends the writer.
+        `on_error` takes the exception of an action; without it, the exception ends the writer.
         """
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
@@ -225,7 +227,7 @@ class Writer:
         return work
 
     async def flush(self) -> None:
-        """Wait until everything that was wanted so far is stored and carried out."""
+        """Wait until all work scheduled so far is stored and carried out."""
         await self.later([])
 
 

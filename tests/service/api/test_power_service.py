@@ -617,7 +617,7 @@ async def test_a_fault_of_the_fleet_s_machine_ends_nothing_and_budgets_count_aga
             await power.set(limit_w=1.0)
 
             async def is_logged() -> bool:
-                return any("begins anew" in line["event"] for line in logs)
+                return any("restarts" in line["event"] for line in logs)
 
             await until(is_logged)
         await until(lambda: is_held(client))

@@ -106,7 +106,7 @@ async def test_a_mistake_over_the_totals_ends_nothing_but_them(
             assert (await listed(client)).total.energy_kwh > 0
     assert not any(name.startswith("perseus_ledger_") for name, _ in samples)
     (reported,) = [line for line in logs if line["log_level"] == "error"]
-    assert reported["event"].startswith("totals of the ledger not added up")
+    assert reported["event"].startswith("the ledger's totals can't be added up")
 
 
 async def test_a_restart_counts_nothing_twice_and_leaves_nothing_out(tmp_path: Path) -> None:

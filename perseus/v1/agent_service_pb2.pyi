@@ -3,40 +3,39 @@
 isort:skip_file
 The one stream between an agent and the coordinator.
 
-The agent speaks first (Hello) and is welcomed. Then it announces its ranks, streams telemetry and answers
-every plan offer; the coordinator acknowledges telemetry and offers plans. Either side may speak at any
-time. The stream's end without a Goodbye means that the agent is disconnected: it reconnects by itself, and
-its ranks keep their plans while the lease runs.
+The agent sends Hello first and receives a Welcome. Then it announces its ranks, streams telemetry and answers
+every plan offer; the coordinator acknowledges telemetry and offers plans. Either side may send at any time.
+If the stream ends without a Goodbye, the agent counts as disconnected: it reconnects by itself, and its ranks
+keep their plans while the lease runs.
 
-What ends a stream, with the reason in its status's ErrorInfo, and what the agent then does:
+Reasons for which a stream ends, as in its status's ErrorInfo, and the agent's reaction:
 
-    HELLO_EXPECTED, INVALID_FIELD   the first message was no Hello, or one that can't be: mend the agent
-    HELLO_REPEATED                  Hello came again: mend the agent
-    MALFORMED_MESSAGE               a message was no protocol buffer: mend the agent
-    LIMIT_REACHED                   too many streams have the agent's credential: connect after the RetryInfo
-    STREAM_REPLACED                 a newer stream has the same instance identifier: leave it to that one
+    HELLO_EXPECTED, INVALID_FIELD   the first message was not a Hello, or not a valid one: fix the agent
+    HELLO_REPEATED                  Hello was sent again: fix the agent
+    MALFORMED_MESSAGE               a message was not a protocol buffer: fix the agent
+    LIMIT_REACHED                   too many streams use the agent's credential: connect after the RetryInfo's delay
+    STREAM_REPLACED                 a newer stream has the same instance identifier: do not reconnect
     LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
-    STATE_LOST                      the coordinator has lost state, and begins a new epoch: connect, join
-    READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
-    TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token has ended: connect with another, join
-    CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   nobody who may connect: find another token
-    INSTANCE_SERVED                 the instance identifier is another credential's, and the Hello had not its
+    STATE_LOST                      the coordinator has lost state and begins a new epoch: connect, join
+    READER_TOO_SLOW                 the agent does not read its messages: connect, join
+    TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token is no longer valid: connect with another, join
+    CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   the caller may not connect: find another token
+    INSTANCE_SERVED                 another credential uses the instance identifier, and the Hello lacked its
                                     instance_key: connect with another identifier
-    INTERNAL                        a fault of the coordinator's before the Welcome: connect later
-    OK after a Drain                the coordinator stops: connect later
-    OK after a Goodbye              nothing more
+    INTERNAL                        the coordinator failed before the Welcome: connect later
+    OK after a Drain                the coordinator is stopping: connect later
+    OK after a Goodbye              none
 
-Nothing else does: whatever else can't be is refused by itself. A mistake in RankJoined is answered by
-RankRefused, one in a TelemetryBatch by TelemetryRefused, one in any other message, an empty message and one
-that the receiver does not know by MessageRefused, both ways. A MessageRefused is never answered. Fields that
-the receiver does not know, in a message that it does know, are ignored: whoever needs them to be understood
-raises the protocol version.
+Nothing else ends a stream: any other invalid message is refused individually. A mistake in RankJoined is answered
+by RankRefused, one in a TelemetryBatch by TelemetryRefused. One in any other message, an empty message and an
+unknown message are answered by MessageRefused, in both directions. A MessageRefused is never answered. A receiver
+ignores unknown fields of known messages: a sender that relies on them raises the protocol version.
 
-Limits, of all messages of this stream, beside those said at the fields. Numbers are finite. Iterations,
+Limits of all messages of this stream, in addition to those at the fields. Numbers are finite. Iterations,
 versions and sequences, and counts that are 64 bits wide: at most 2^53. Times: at most 1e6 s, sums over a whole
 plan 1e10 s. Energies: at most 1e12 J. Powers: at most 1e7 W. Clocks: at most 100,000 MHz. Texts have no
-control characters. A RankCoordinates is never absent where a message has one. An agent that speaks faster than
-the coordinator's settings allow is read more slowly: HTTP/2's flow control holds it back, and nothing is lost.
+control characters. A RankCoordinates is never absent where a message has one. The coordinator
+reads an agent no faster than its settings allow: HTTP/2's flow control holds the agent back, and nothing is lost.
 """
 
 import builtins
@@ -60,7 +59,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ConnectRequest(google.protobuf.message.Message):
-    """What an agent says."""
+    """A message from an agent."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -109,15 +108,15 @@ class ConnectRequest(google.protobuf.message.Message):
 
     @property
     def gpu_error(self) -> Global___GpuError:
-        """A GPU, or the way to it, refused or failed to do something."""
+        """A GPU or its driver refused an operation or failed."""
 
     @property
     def message_refused(self) -> Global___MessageRefused:
-        """A message of the coordinator's was not understood, or says what can't be; it was dropped."""
+        """The agent dropped a message of the coordinator because it was unknown or invalid."""
 
     @property
     def power_reading(self) -> Global___PowerReading:
-        """What the node's GPUs have drawn since the one before; only where the Welcome asks for it."""
+        """Power of the node's GPUs since the previous reading; sent only where the Welcome requests it."""
 
     def __init__(
         self,
@@ -142,7 +141,7 @@ Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
 @typing.final
 class ConnectResponse(google.protobuf.message.Message):
-    """What the coordinator says."""
+    """A message from the coordinator."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -186,15 +185,15 @@ class ConnectResponse(google.protobuf.message.Message):
 
     @property
     def telemetry_refused(self) -> Global___TelemetryRefused:
-        """A batch of telemetry is refused by itself: drop it, and go on."""
+        """One telemetry batch is refused: drop it and continue."""
 
     @property
     def message_refused(self) -> Global___MessageRefused:
-        """A message of the agent's was not understood, or says what can't be; it was dropped."""
+        """The coordinator dropped a message of the agent because it was unknown or invalid."""
 
     @property
     def rank_max_clock(self) -> Global___RankMaxClock:
-        """The ceiling clock of a rank is another."""
+        """The maximum clock of a rank has changed."""
 
     def __init__(
         self,
@@ -218,7 +217,7 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
 @typing.final
 class MessageRefused(google.protobuf.message.Message):
-    """One message is refused by itself; the stream goes on. Whoever sent it does not send it again on this stream."""
+    """One message is refused; the stream continues. The sender does not send it again on this stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -229,23 +228,23 @@ class MessageRefused(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Stable reason, as in the ErrorInfo of unary calls: UNKNOWN_MESSAGE for a message (of a newer version, say)
-    that the receiver does not know, EMPTY_MESSAGE for none, INVALID_FIELD for a value that can't be or that the
-    receiver does not know, INTERNAL for a fault of the receiver's own.
+    """Stable reason, as in the ErrorInfo of unary calls: UNKNOWN_MESSAGE for a message that the receiver does
+    not know (of a newer version, for example), EMPTY_MESSAGE for an empty one, INVALID_FIELD for an invalid or
+    unknown value, INTERNAL for an error of the receiver.
     """
     field: builtins.str
     """The field, by its path from the message of the stream, such as "plan_answer.version"; with
-    UNKNOWN_MESSAGE the numbers of the fields that were found instead. Empty where it is not about one.
+    UNKNOWN_MESSAGE the numbers of the fields that were found instead. Empty if no single field is at fault.
     """
     expected: builtins.str
-    """What was expected there, for people."""
+    """The expected value, for people."""
     found: builtins.str
-    """What was found there, for people."""
+    """The value that was found, for people."""
     job_id: builtins.str
-    """The job that it was about; empty if none."""
+    """The job that the message was about; empty if none."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
-        """The rank that it was about; absent if none."""
+        """The rank that the message was about; absent if none."""
 
     def __init__(
         self,
@@ -264,9 +263,9 @@ Global___MessageRefused: typing_extensions.TypeAlias = MessageRefused
 
 @typing.final
 class TelemetryRefused(google.protobuf.message.Message):
-    """A batch of telemetry that can't be is not stored, and neither is it kept from being acknowledged: TelemetryAck
-    goes past it. The agent drops it and counts it in dropped_batch_count. Always told before the acknowledgement.
-    Where the stream ends in between, the next Welcome acknowledges what was refused, too.
+    """An invalid telemetry batch is not stored, but it does not block acknowledgement: TelemetryAck moves past it. The
+    agent drops the batch and counts it in dropped_batch_count. The refusal always precedes the acknowledgement. If the
+    stream ends in between, the next Welcome acknowledges the refused batch, too.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -284,11 +283,11 @@ class TelemetryRefused(google.protobuf.message.Message):
     trainer of the rank: not above the after_sequence of its RankJoined).
     """
     field: builtins.str
-    """The field, such as "iterations.duration_s[3]"; empty where it is not about one."""
+    """The field, such as "iterations.duration_s[3]"; empty if no single field is at fault."""
     expected: builtins.str
-    """What was expected there, for people."""
+    """The expected value, for people."""
     found: builtins.str
-    """What was found there, for people."""
+    """The value that was found, for people."""
     def __init__(
         self,
         *,
@@ -322,15 +321,15 @@ class Hello(google.protobuf.message.Message):
     """Host that it runs on, for people; at most 256 characters."""
     protocol_version: builtins.int
     """Version of this protocol that the agent speaks; 1 is this one, and 0 counts as 1. It rises when a message or
-    a value is added that the other side has to know to do its part.
+    value is added that the other side must understand.
     """
     commit_marker: builtins.str
-    """The check word that the coordinator told last, on whatever stream, as it was told; empty if none. At most 256
-    characters. The coordinator can tell by it that it has lost what it acknowledged, and then begins a new epoch.
+    """The latest commit marker that the coordinator sent, on any stream, unchanged; empty if none. At most 256
+    characters. It lets the coordinator detect that it has lost acknowledged state; it then begins a new epoch.
     """
     instance_key: builtins.str
-    """The instance_key of the Welcome that this instance got first or since; empty if none. It shows that this is the
-    same agent, though it comes with another credential, a renewed token say. At most 256 characters.
+    """The instance_key of any Welcome that this instance received; empty if none. It proves that this is the same agent
+    even with another credential, such as a renewed token. At most 256 characters.
     """
     def __init__(
         self,
@@ -362,22 +361,22 @@ class Welcome(google.protobuf.message.Message):
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
-    """How long a plan stays in force without a word from the coordinator, seconds. The agent sends a heartbeat
+    """How long a plan stays in force without a message from the coordinator, seconds. The agent sends a heartbeat
     at least every third of it.
     """
     acknowledged_sequence: builtins.int
     """Highest telemetry sequence that the coordinator has stored, or refused, from this instance; 0 if none."""
     protocol_version: builtins.int
-    """Version of this protocol that the coordinator speaks; 0 counts as 1. Both sides go by the lower of the two
-    and refuse by itself what they do not know.
+    """Version of this protocol that the coordinator speaks; 0 counts as 1. Both sides use the lower of the two
+    versions and refuse unknown messages individually.
     """
     commit_marker: builtins.str
-    """To be said in the next Hello: a word for all that the coordinator has stored so far. Opaque to agents."""
+    """To be sent in the next Hello: marks all that the coordinator has stored so far. Opaque to agents."""
     instance_key: builtins.str
-    """To be said in every further Hello of this instance, and to nobody else. Opaque to agents."""
+    """To be sent in every further Hello of this instance, and kept secret. Opaque to agents."""
     power_interval_s: builtins.float
-    """How often a PowerReading is wanted, seconds; 0 if none is, until a Heartbeat asks for it. An older coordinator
-    says 0.
+    """Requested interval of PowerReadings, seconds; 0 for none until a Heartbeat requests them. Older coordinators
+    send 0.
     """
     def __init__(
         self,
@@ -406,8 +405,8 @@ class Gpu(google.protobuf.message.Message):
     POWER_LIMIT_W_FIELD_NUMBER: builtins.int
     WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
     uuid: builtins.str
-    """NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, no other rank that comes with the
-    same credential is on the same GPU (GPU_ALREADY_SERVED).
+    """NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, another rank with the same
+    credential is refused on the same GPU (GPU_ALREADY_SERVED).
     """
     model: builtins.str
     """Model name; at most 256 characters."""
@@ -420,7 +419,7 @@ class Gpu(google.protobuf.message.Message):
     @property
     def workload_power_profiles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """NVIDIA's workload power profiles in force, by NVML's numbers, each once, rising; at most 256. Empty where there is
-        none, or where the GPU knows none. Profiles (of computations) are adopted only under the same ones.
+        none, or where the GPU does not support them. Profiles (of computations) are adopted only under the same ones.
         """
 
     def __init__(
@@ -438,7 +437,7 @@ Global___Gpu: typing_extensions.TypeAlias = Gpu
 
 @typing.final
 class GpuLimits(google.protobuf.message.Message):
-    """What others have set that bounds a rank's GPU: read by its agent from time to time, and never set."""
+    """Limits that others have set on a rank's GPU. Its agent reads them from time to time and never sets them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -462,7 +461,7 @@ Global___GpuLimits: typing_extensions.TypeAlias = GpuLimits
 
 @typing.final
 class RankJoined(google.protobuf.message.Message):
-    """A rank's trainer has connected to the agent, or the agent has connected again."""
+    """A rank's trainer has connected to the agent, or the agent has reconnected."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -480,23 +479,23 @@ class RankJoined(google.protobuf.message.Message):
     iteration: builtins.int
     """Highest iteration that has begun; -1 if none."""
     in_force_epoch: builtins.str
-    """Epoch of the plan in force, as its offer said it, even if it is not that of the Welcome; empty for stock
-    without a plan. At most 256 characters.
+    """Epoch of the plan in force, from its offer, even if it differs from the Welcome's; empty for stock without a
+    plan. At most 256 characters.
     """
     in_force_version: builtins.int
     """Version of the plan in force; 0 for stock without a plan."""
     after_sequence: builtins.int
-    """Telemetry of the rank above this sequence is of this trainer; what is not above it is of an earlier one,
-    however late it comes.
+    """Telemetry of the rank above this sequence comes from this trainer; the rest comes from an earlier one, however
+    late it arrives.
     """
     spec_fingerprint: builtins.str
-    """The specification that the trainer belongs to, as in RegisterJobRequest; empty where it says none. Where the
-    job's latest run was not registered with it, the rank is refused (SPEC_MISMATCH): its trainer computes
-    something else, or was not registered yet. Announce it again later.
+    """The specification that the trainer belongs to, as in RegisterJobRequest; empty if it sent none. If the
+    job's latest run was registered with another one, the rank is refused (SPEC_MISMATCH): its trainer computes
+    something else, or has not been registered yet. Announce it again later.
     """
     owner: builtins.str
-    """Whose process the trainer is, as the kernel of the agent's node says: the user's name there, or their number
-    where the node has no name for it. Never what the trainer says of itself. Empty where the agent can't tell.
+    """The user whose process the trainer is, according to the kernel of the agent's node: their name there, or their
+    number if they have no name. Never the trainer's own statement. Empty if the agent can't determine it.
     At most 256 characters.
     """
     @property
@@ -527,10 +526,9 @@ Global___RankJoined: typing_extensions.TypeAlias = RankJoined
 
 @typing.final
 class GpuError(google.protobuf.message.Message):
-    """A rank's GPU, or the way to it, refused or failed to do something. It changes nothing by itself: RankLeft
-    and PlanAnswer say what it led to, and the rank may not even have joined. The same error of the same rank is
-    sent again on every new stream; for a job that is not registered the answer is RankRefused, and it is sent
-    again later.
+    """A rank's GPU or its driver refused an operation or failed. The message changes nothing by itself: RankLeft and
+    PlanAnswer report the consequences, and the rank may not even have joined. The agent resends the same error of the
+    same rank on every new stream. If the job is not registered, the answer is RankRefused, and the agent resends later.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -546,11 +544,11 @@ class GpuError(google.protobuf.message.Message):
     gpu_uuid: builtins.str
     """NVML UUID of the GPU, as the trainer gave it; at most 256 characters."""
     reason: perseus.v1.rank_pb2.GpuErrorReason.ValueType
-    """What it was."""
+    """The kind of error."""
     message: builtins.str
-    """One sentence for people: the call that failed, how, and what can be done. At most 1024 characters."""
+    """One sentence for people: the call that failed, its error, and a remedy. At most 1024 characters."""
     owner: builtins.str
-    """Whose process the trainer is, as in RankJoined."""
+    """The user whose process the trainer is, as in RankJoined."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -572,7 +570,7 @@ Global___GpuError: typing_extensions.TypeAlias = GpuError
 
 @typing.final
 class RankLeft(google.protobuf.message.Message):
-    """A rank is no longer served by this agent; its GPU is back on stock."""
+    """A rank is no longer served by this agent; its GPU is back at stock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -582,7 +580,7 @@ class RankLeft(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     reason: perseus.v1.rank_pb2.RankLeftReason.ValueType
-    """Why."""
+    """The reason."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -623,7 +621,7 @@ class RankAccepted(google.protobuf.message.Message):
 
     @property
     def max_clock(self) -> Global___MaxClock:
-        """The ceiling in force on the rank; absent if there is none."""
+        """The maximum clock of the rank; absent if there is none."""
 
     def __init__(
         self,
@@ -640,8 +638,8 @@ Global___RankAccepted: typing_extensions.TypeAlias = RankAccepted
 
 @typing.final
 class RankRefused(google.protobuf.message.Message):
-    """Answer to RankJoined: the rank is not served, and its GPU stays on stock. It may come later, too, of a rank that
-    was accepted: then it is served no longer, and goes to stock at once.
+    """Answer to RankJoined: the rank is not served, and its GPU stays at stock. It may also come later for a rank that
+    was accepted: the rank is then no longer served and goes to stock at once.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -671,8 +669,8 @@ class RankRefused(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     reason: builtins.str
-    """Stable reason, as in the ErrorInfo of unary calls: JOB_NOT_FOUND (register it, and join again),
-    RANK_ALREADY_SERVED and GPU_ALREADY_SERVED (until the other one has left, or its lease has run out: join again
+    """Stable reason, as in the ErrorInfo of unary calls: JOB_NOT_FOUND (register it and join again),
+    RANK_ALREADY_SERVED and GPU_ALREADY_SERVED (until the other one has left or its lease has run out: join again
     every second), JOB_QUARANTINED (until somebody resumes the job: join again every second), JOB_FINISHED,
     RANK_OUT_OF_RANGE, INVALID_FIELD.
     """
@@ -684,11 +682,11 @@ class RankRefused(google.protobuf.message.Message):
 
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """The changing values in the sentence, by name."""
+        """The variable values of the sentence, by name."""
 
     @property
     def max_clock(self) -> Global___MaxClock:
-        """The ceiling in force on the rank; absent if there is none."""
+        """The maximum clock of the rank; absent if there is none."""
 
     def __init__(
         self,
@@ -707,10 +705,10 @@ Global___RankRefused: typing_extensions.TypeAlias = RankRefused
 
 @typing.final
 class MaxClock(google.protobuf.message.Message):
-    """The highest clock that a rank's GPU may have while it computes under no stage plan, for as long as power is short.
-    Wherever this contract says stock (clocks that are offered, and what a rank goes to by itself: between iterations, in
-    one that is not as registered, once it is refused, when its lease has run out), it is then stock up to the ceiling;
-    a HoldClock above the ceiling is held at it. The GPU ends at stock all the same once nobody serves its rank.
+    """The highest clock that a rank's GPU may have without a stage plan while power is short. Wherever this contract says
+    stock (in offered clocks, and where a rank returns to it by itself: between iterations, in an iteration that differs
+    from the registered order, after a refusal, after its lease has run out), it then means stock up to the maximum
+    clock; a HoldClock above it is held at it. The GPU still returns to full stock once its rank is no longer served.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -718,11 +716,11 @@ class MaxClock(google.protobuf.message.Message):
     CLOCK_MHZ_FIELD_NUMBER: builtins.int
     OUTLASTS_LEASE_FIELD_NUMBER: builtins.int
     clock_mhz: builtins.int
-    """SM clock, MHz, at least 1. The highest of the GPU's supported clocks that is not above it counts; the lowest, if
-    all are.
+    """SM clock, MHz, at least 1. The highest supported clock of the GPU that is not above it applies; the lowest, if
+    all are above.
     """
     outlasts_lease: builtins.bool
-    """What is in force when the lease has run out: if true the same clocks as before, plan and ceiling; else stock."""
+    """The clocks after the lease has run out: if true the same as before, plan and maximum clock; else stock."""
     def __init__(
         self,
         *,
@@ -735,8 +733,8 @@ Global___MaxClock: typing_extensions.TypeAlias = MaxClock
 
 @typing.final
 class RankMaxClock(google.protobuf.message.Message):
-    """A rank has another ceiling from now on, or none: at once, in the midst of an iteration. It comes before every offer
-    that was made under it. RankAccepted and RankRefused say the ceiling, too: of all three what was said last counts.
+    """A rank's maximum clock has changed or ended. It applies at once, even within an iteration. It precedes every offer
+    that was made under it. RankAccepted and RankRefused carry the maximum clock, too: the latest of all three counts.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -752,7 +750,7 @@ class RankMaxClock(google.protobuf.message.Message):
 
     @property
     def max_clock(self) -> Global___MaxClock:
-        """The ceiling; absent if there is none any more."""
+        """The maximum clock; absent if there is none any more."""
 
     def __init__(
         self,
@@ -803,48 +801,48 @@ class IterationColumns(google.protobuf.message.Message):
     @property
     def is_regular(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
         """Whether the computations were those of the registered order, in that order, and measured without a gap. The
-        rows of ComputationColumns for such an iteration are exactly these, in this order.
+        rows of ComputationColumns for such an iteration then match it exactly.
         """
 
     @property
     def clock_event_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Why the rank's GPU was held below its clock at some time between begin and end, as NVML's bits: 0x4
+        """Reasons that held the rank's GPU below its clock at some time between begin and end, as NVML's bits: 0x4
         software power cap, 0x8 hardware slowdown, 0x20 and 0x40 software and hardware thermal slowdown, 0x80
         power brake. NVML's other reasons are left out; 0 if there was none.
         """
 
     @property
     def gap_time_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """The gap before the iteration: from the end of the one before to this one's begin, seconds; 0 where that end is
-        not known. Evaluation, checkpoints and the like lie there. This column and the next two may be empty.
+        """The gap before the iteration: from the previous iteration's end to this one's begin, seconds; 0 if that end is
+        unknown. It contains evaluation, checkpoints and the like. This column and the next two may be empty.
         """
 
     @property
     def gap_energy_j(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Energy of the rank's GPU in that gap, joules; 0 where it is not known."""
+        """Energy of the rank's GPU in that gap, joules; 0 if unknown."""
 
     @property
     def gap_slowed_time_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """By how much at most the gap can be longer for clocks below the GPU's highest, seconds: the time at each of
-        them, times what it lacks to the highest as a share of that.
+        """The most by which clocks below the GPU's highest can have lengthened the gap, seconds: the time at each clock times
+        its relative distance from the highest.
         """
 
     @property
     def capped_clock_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The highest SM clock that was seen while there was one of clock_event_reasons, MHz: what the GPU could do then. 0
+        """The highest SM clock observed while one of clock_event_reasons was set, MHz: the GPU could reach no more then. 0
         where there was none. This column may be empty.
         """
 
     @property
     def relative_work(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """The iteration's work, relative to that of a typical one, as the trainer says it: 1e-3 to 1e3; 0 where it does
-        not. It is that of the rank's pipeline. The column may be empty.
+        """The iteration's work, relative to that of a typical one, as stated by the trainer: 1e-3 to 1e3; 0 if it
+        states none. It is that of the rank's pipeline. The column may be empty.
         """
 
     @property
     def has_clock_change(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """Whether an urgent offer or a ceiling came into force between begin and end. Such an iteration is not regular, has
-        no rows in ComputationColumns, and counts for nothing but its time and energy. The column may be empty.
+        """Whether an urgent offer or a maximum clock came into force between begin and end. Such an iteration is not regular,
+        has no rows in ComputationColumns, and only its time and energy are used. The column may be empty.
         """
 
     def __init__(
@@ -948,12 +946,12 @@ class EnergySample(google.protobuf.message.Message):
     computation_count: builtins.int
     """Computations in the sample; at least 1."""
     time_s: builtins.float
-    """Typical time, seconds: the median, which marks that come late now and then do not stretch. At least 1e-9."""
+    """Typical time, seconds: the median, as occasional late marks do not affect it. At least 1e-9."""
     time_se_s: builtins.float
     """Standard error of time_s."""
     energy_j: builtins.float
-    """Energy in that time, joules; power by regression on the counter's windows. It may be 0 or less while few
-    windows are in: such a sample counts as not measured yet.
+    """Energy in that time, joules; power by regression on the counter's windows. It may be 0 or less while there
+    are few windows: such a sample counts as not measured yet.
     """
     energy_se_j: builtins.float
     """Standard error of energy_j."""
@@ -975,7 +973,7 @@ Global___EnergySample: typing_extensions.TypeAlias = EnergySample
 
 @typing.final
 class EnergyEstimate(google.protobuf.message.Message):
-    """What one rank's energy counter says of a plan so far. Replaces the estimate sent before for that version."""
+    """Estimates from one rank's energy counter under one plan so far. Replaces the earlier estimate for that version."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -992,15 +990,15 @@ class EnergyEstimate(google.protobuf.message.Message):
     """Iterations in the estimate."""
     blocking_power_w: builtins.float
     """Power while waiting, watts, at least 1e-3; absent while the windows do not determine it (the rank may hardly
-    ever wait). It is never taken for 0: a stage of which no rank tells it is planned with the mean of the others.
+    ever wait). It never counts as 0: a stage without any such value is planned with the mean of the others.
     """
     blocking_power_se_w: builtins.float
-    """Standard error of blocking_power_w; 0 where that is absent."""
+    """Standard error of blocking_power_w; 0 if that is absent."""
     window_count: builtins.int
     """Counter windows used."""
     discarded_window_count: builtins.int
     """Counter windows discarded: because of a power cap, thermal or power-brake clock event, or because it is
-    not known what ran in them.
+    unknown which computations ran in them.
     """
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EnergySample]:
@@ -1025,7 +1023,7 @@ Global___EnergyEstimate: typing_extensions.TypeAlias = EnergyEstimate
 
 @typing.final
 class TelemetryBatch(google.protobuf.message.Message):
-    """Measurements of one rank that the agent has joined. One that can't be is refused whole, and by itself."""
+    """Measurements of one rank that the agent has joined. An invalid batch is refused as a whole."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1039,13 +1037,13 @@ class TelemetryBatch(google.protobuf.message.Message):
     CLOCKS_FIELD_NUMBER: builtins.int
     GPU_LIMITS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """Number within the agent instance, from 1, without gaps but for dropped batches. They are sent in order; one
-    that is not above what was acknowledged is only acknowledged again.
+    """Number within the agent instance, from 1, without gaps but for dropped batches. They are sent in order; a
+    batch not above the acknowledged sequence is only acknowledged again.
     """
     job_id: builtins.str
     """The job."""
     dropped_batch_count: builtins.int
-    """Batches that this agent instance had to drop so far because they were not acknowledged in time, or refused."""
+    """Batches that this agent instance has dropped so far because they were not acknowledged in time or were refused."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -1064,12 +1062,12 @@ class TelemetryBatch(google.protobuf.message.Message):
 
     @property
     def clocks(self) -> perseus.v1.clock_statistics_pb2.ClockStatistics:
-        """How well the clocks follow the plan of those iterations; absent where the agent may not set clocks."""
+        """How well the clocks follow the plan of those iterations; absent if the agent may not set clocks."""
 
     @property
     def gpu_limits(self) -> Global___GpuLimits:
-        """What bounded the rank's GPU when this was measured; absent where the agent does not tell. Where it is not what the
-        rank's RankJoined or its last batch said, what was measured of the job before is forgotten and measured anew.
+        """Limits of the rank's GPU during these measurements; absent if the agent does not report them. If they differ from
+        those of the rank's RankJoined or previous batch, the job's earlier measurements are discarded and repeated.
         """
 
     def __init__(
@@ -1144,7 +1142,7 @@ Global___HoldClock: typing_extensions.TypeAlias = HoldClock
 
 @typing.final
 class PlanOffer(google.protobuf.message.Message):
-    """Clocks for one rank, to be applied whole from an iteration's begin, or not at all."""
+    """Clocks for one rank, to be applied completely from an iteration's begin, or not at all."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1164,20 +1162,20 @@ class PlanOffer(google.protobuf.message.Message):
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     version: builtins.int
-    """Version, rising within the job over all its runs, so that an offer of an earlier run is never taken for one
-    of the present run. It belongs to the clocks and survives reconnects. A rank whose clocks a new plan does not
-    change keeps its version, and is offered nothing.
+    """Version, rising within the job over all its runs, so that an offer of an earlier run is never mistaken for
+    one of the current run. It belongs to the clocks and survives reconnects. A rank whose clocks a new plan does not
+    change keeps its version and receives no offer.
     """
     start_iteration: builtins.int
-    """First iteration under these clocks. A rank that has already begun it refuses."""
+    """First iteration under these clocks. A rank that has already begun it refuses the offer."""
     lease_s: builtins.float
-    """How long these clocks stay in force without a word from the coordinator, seconds."""
+    """How long these clocks stay in force without a message from the coordinator, seconds."""
     commit_marker: builtins.str
     """As in Welcome; the latest counts."""
     is_urgent: builtins.bool
-    """Whether the clocks come into force at once, whatever start_iteration says: for the rest of the iteration that has
-    begun, and for those that follow. Such an offer is never too late. An agent that does not know this field applies
-    it from start_iteration on.
+    """Whether the clocks come into force at once, regardless of start_iteration: for the rest of the current iteration
+    and for those that follow. Such an offer is never too late. An agent that does not know this field applies the
+    clocks from start_iteration on.
     """
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
@@ -1240,7 +1238,7 @@ class PlanAnswer(google.protobuf.message.Message):
     accepted: builtins.bool
     """Whether the clocks will be applied at the start iteration."""
     refusal_reason: perseus.v1.rank_pb2.PlanRefusalReason.ValueType
-    """Why not; UNSPECIFIED when accepted."""
+    """Reason of a refusal; UNSPECIFIED when accepted."""
     message: builtins.str
     """One sentence for people, at most 1024 characters; empty when accepted."""
     iteration: builtins.int
@@ -1251,7 +1249,7 @@ class PlanAnswer(google.protobuf.message.Message):
 
     @property
     def refused_clocks_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """With CLOCK_NOT_SUPPORTED the clocks that the GPU does not have, MHz; at most 1024."""
+        """With CLOCK_NOT_SUPPORTED the clocks that the GPU does not support, MHz; at most 1024."""
 
     def __init__(
         self,
@@ -1310,9 +1308,9 @@ Global___PlanInForce: typing_extensions.TypeAlias = PlanInForce
 
 @typing.final
 class PowerReading(google.protobuf.message.Message):
-    """What the GPUs that an agent sees have drawn, by their energy counters, since the reading before: those of its ranks,
-    and those that run none. The columns are parallel, at most 256 rows. It is not stored, not acknowledged and never sent
-    again; a GPU that is in none is counted by the telemetry of its rank.
+    """Power of all GPUs that an agent sees since the previous reading, from their energy counters, whether they run a rank
+    or not. The columns are parallel, at most 256 rows. A reading is not stored, not acknowledged and never resent; a GPU
+    that is in no reading is counted by the telemetry of its rank.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1321,8 +1319,8 @@ class PowerReading(google.protobuf.message.Message):
     GPU_UUID_FIELD_NUMBER: builtins.int
     POWER_W_FIELD_NUMBER: builtins.int
     duration_s: builtins.float
-    """The time over which powers are means, seconds, at least 1e-3 and at most 600: until now, but for the tenth of a
-    second that a counter may be behind.
+    """The time over which powers are averaged, seconds, at least 1e-3 and at most 600: until now, except for the tenth of
+    a second by which a counter may lag.
     """
     @property
     def gpu_uuid(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1351,8 +1349,8 @@ class Heartbeat(google.protobuf.message.Message):
 
     POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
     power_interval_s: builtins.float
-    """Of the coordinator, which may say it unasked: from now on a PowerReading is wanted that often, seconds; 0 if what
-    it said last still counts. Agents leave it 0.
+    """From the coordinator, which may send it unprompted: the new requested interval of PowerReadings, seconds; 0 if the
+    previous one still applies. Agents leave it 0.
     """
     def __init__(
         self,
@@ -1365,7 +1363,7 @@ Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 
 @typing.final
 class Goodbye(google.protobuf.message.Message):
-    """The agent ends on purpose; the GPUs of its ranks are back on stock."""
+    """The agent ends on purpose; the GPUs of its ranks are back at stock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

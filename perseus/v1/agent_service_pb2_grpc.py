@@ -48,8 +48,8 @@ class AgentServiceServicer(object):
 
     def Connect(self, request_iterator, context):
         """One stream per agent, without a deadline. A stream with the instance identifier of an older one replaces
-        it. The agent connects again whenever its stream has ended, at random intervals that grow (so that not all
-        agents come at once), and announces its ranks anew; it sends again what telemetry is not acknowledged.
+        it. The agent reconnects whenever its stream has ended, at random and growing intervals (so that agents do not
+        all reconnect at once). It announces its ranks again and resends telemetry that was not acknowledged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,40 +3,39 @@
 isort:skip_file
 The one stream between an agent and the coordinator.
 
-The agent speaks first (Hello) and is welcomed. Then it announces its ranks, streams telemetry and answers
-every plan offer; the coordinator acknowledges telemetry and offers plans. Either side may speak at any
-time. The stream's end without a Goodbye means that the agent is disconnected: it reconnects by itself, and
-its ranks keep their plans while the lease runs.
+The agent sends Hello first and receives a Welcome. Then it announces its ranks, streams telemetry and answers
+every plan offer; the coordinator acknowledges telemetry and offers plans. Either side may send at any time.
+If the stream ends without a Goodbye, the agent counts as disconnected: it reconnects by itself, and its ranks
+keep their plans while the lease runs.
 
-What ends a stream, with the reason in its status's ErrorInfo, and what the agent then does:
+Reasons for which a stream ends, as in its status's ErrorInfo, and the agent's reaction:
 
-    HELLO_EXPECTED, INVALID_FIELD   the first message was no Hello, or one that can't be: mend the agent
-    HELLO_REPEATED                  Hello came again: mend the agent
-    MALFORMED_MESSAGE               a message was no protocol buffer: mend the agent
-    LIMIT_REACHED                   too many streams have the agent's credential: connect after the RetryInfo
-    STREAM_REPLACED                 a newer stream has the same instance identifier: leave it to that one
+    HELLO_EXPECTED, INVALID_FIELD   the first message was not a Hello, or not a valid one: fix the agent
+    HELLO_REPEATED                  Hello was sent again: fix the agent
+    MALFORMED_MESSAGE               a message was not a protocol buffer: fix the agent
+    LIMIT_REACHED                   too many streams use the agent's credential: connect after the RetryInfo's delay
+    STREAM_REPLACED                 a newer stream has the same instance identifier: do not reconnect
     LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
-    STATE_LOST                      the coordinator has lost state, and begins a new epoch: connect, join
-    READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
-    TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token has ended: connect with another, join
-    CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   nobody who may connect: find another token
-    INSTANCE_SERVED                 the instance identifier is another credential's, and the Hello had not its
+    STATE_LOST                      the coordinator has lost state and begins a new epoch: connect, join
+    READER_TOO_SLOW                 the agent does not read its messages: connect, join
+    TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token is no longer valid: connect with another, join
+    CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   the caller may not connect: find another token
+    INSTANCE_SERVED                 another credential uses the instance identifier, and the Hello lacked its
                                     instance_key: connect with another identifier
-    INTERNAL                        a fault of the coordinator's before the Welcome: connect later
-    OK after a Drain                the coordinator stops: connect later
-    OK after a Goodbye              nothing more
+    INTERNAL                        the coordinator failed before the Welcome: connect later
+    OK after a Drain                the coordinator is stopping: connect later
+    OK after a Goodbye              none
 
-Nothing else does: whatever else can't be is refused by itself. A mistake in RankJoined is answered by
-RankRefused, one in a TelemetryBatch by TelemetryRefused, one in any other message, an empty message and one
-that the receiver does not know by MessageRefused, both ways. A MessageRefused is never answered. Fields that
-the receiver does not know, in a message that it does know, are ignored: whoever needs them to be understood
-raises the protocol version.
+Nothing else ends a stream: any other invalid message is refused individually. A mistake in RankJoined is answered
+by RankRefused, one in a TelemetryBatch by TelemetryRefused. One in any other message, an empty message and an
+unknown message are answered by MessageRefused, in both directions. A MessageRefused is never answered. A receiver
+ignores unknown fields of known messages: a sender that relies on them raises the protocol version.
 
-Limits, of all messages of this stream, beside those said at the fields. Numbers are finite. Iterations,
+Limits of all messages of this stream, in addition to those at the fields. Numbers are finite. Iterations,
 versions and sequences, and counts that are 64 bits wide: at most 2^53. Times: at most 1e6 s, sums over a whole
 plan 1e10 s. Energies: at most 1e12 J. Powers: at most 1e7 W. Clocks: at most 100,000 MHz. Texts have no
-control characters. A RankCoordinates is never absent where a message has one. An agent that speaks faster than
-the coordinator's settings allow is read more slowly: HTTP/2's flow control holds it back, and nothing is lost.
+control characters. A RankCoordinates is never absent where a message has one. The coordinator
+reads an agent no faster than its settings allow: HTTP/2's flow control holds the agent back, and nothing is lost.
 """
 
 import abc
@@ -98,8 +97,8 @@ class AgentServiceStub(typing.Generic[_AgentServiceConnectType]):
 
     Connect: _AgentServiceConnectType
     """One stream per agent, without a deadline. A stream with the instance identifier of an older one replaces
-    it. The agent connects again whenever its stream has ended, at random intervals that grow (so that not all
-    agents come at once), and announces its ranks anew; it sends again what telemetry is not acknowledged.
+    it. The agent reconnects whenever its stream has ended, at random and growing intervals (so that agents do not
+    all reconnect at once). It announces its ranks again and resends telemetry that was not acknowledged.
     """
 
 AgentServiceAsyncStub: typing_extensions.TypeAlias = AgentServiceStub[
@@ -119,8 +118,8 @@ class AgentServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[perseus.v1.agent_service_pb2.ConnectResponse], collections.abc.AsyncIterator[perseus.v1.agent_service_pb2.ConnectResponse]]:
         """One stream per agent, without a deadline. A stream with the instance identifier of an older one replaces
-        it. The agent connects again whenever its stream has ended, at random intervals that grow (so that not all
-        agents come at once), and announces its ranks anew; it sends again what telemetry is not acknowledged.
+        it. The agent reconnects whenever its stream has ended, at random and growing intervals (so that agents do not
+        all reconnect at once). It announces its ranks again and resends telemetry that was not acknowledged.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -21,7 +21,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class Measurement(google.protobuf.message.Message):
-    """What one computation of a stage takes at one clock."""
+    """Time and energy of one computation of a stage at one clock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -37,9 +37,9 @@ class Measurement(google.protobuf.message.Message):
     energy_j: builtins.float
     """Energy, joules: the sum over the stage's GPUs. 1e-12 to 1e15."""
     time_se_s: builtins.float
-    """Standard error of time_s; 0 where unknown."""
+    """Standard error of time_s; 0 if unknown."""
     energy_se_j: builtins.float
-    """Standard error of energy_j; 0 where unknown."""
+    """Standard error of energy_j; 0 if unknown."""
     def __init__(
         self,
         *,
@@ -68,7 +68,7 @@ class ComputationProfile(google.protobuf.message.Message):
     chunk: builtins.int
     """Model chunk on the stage, from 0."""
     kind: perseus.v1.computation_pb2.ComputationKind.ValueType
-    """What was measured."""
+    """The kind of computation."""
     @property
     def measurements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Measurement]:
         """One measurement per clock; at most 1024."""
@@ -87,7 +87,7 @@ Global___ComputationProfile: typing_extensions.TypeAlias = ComputationProfile
 
 @typing.final
 class PipelineProblem(google.protobuf.message.Message):
-    """One pipeline's iteration as the solver sees it: all that a frontier follows from."""
+    """One pipeline's iteration as the solver sees it: everything that determines a frontier."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -99,8 +99,8 @@ class PipelineProblem(google.protobuf.message.Message):
     stage_count: builtins.int
     """Number of stages; an explicit schedule must agree with it."""
     transfer_lag_s: builtins.float
-    """Lag of every transfer of activations or gradients between two stages, either way, seconds: from the end of
-    the computation that sends to the earliest start of the one that receives; 0 to 1e6.
+    """Lag of every transfer of activations or gradients between two stages, in both directions, seconds: from the end of
+    the sending computation to the earliest start of the receiving one; 0 to 1e6.
     """
     @property
     def schedule(self) -> perseus.v1.computation_pb2.Schedule:
@@ -112,7 +112,7 @@ class PipelineProblem(google.protobuf.message.Message):
 
     @property
     def blocking_power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Power that each stage's GPUs together draw while they wait, watts, stage 0 first; 0 to 1e10."""
+        """Blocking power of each stage's GPUs together, watts, stage 0 first; 0 to 1e10."""
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ class FrontierPoint(google.protobuf.message.Message):
     bound_energy_j: builtins.float
     """Least energy that the relaxation allows for this iteration time, joules: no plan can cost less."""
     latency_cost_j: builtins.float
-    """What the time that GPUs take to set a clock adds to the energy, joules, by prediction: against the plan for the same
-    time whose clocks change at once, both until that time. 0 where clocks are planned to change at once.
+    """Predicted energy that the set latency of the GPUs adds, joules: against the plan for the same time whose clocks
+    change instantly, both until that time. 0 where plans assume instant changes.
     """
     def __init__(
         self,
@@ -199,18 +199,18 @@ class Frontier(google.protobuf.message.Message):
     t_min_s: builtins.float
     """T_min: the shortest iteration time, seconds."""
     t_star_s: builtins.float
-    """T*: the iteration time of least energy when nobody is waited for, seconds."""
+    """T*: the iteration time of least energy without a straggler, seconds."""
     t_slow_s: builtins.float
     """T_slow: the iteration time with every computation at its least effective energy, seconds."""
     t_star_index: builtins.int
-    """Index in points of T*."""
+    """Index of T* in points."""
     set_latency_s: builtins.float
-    """How long GPUs take to set a clock, seconds: plans keep their clocks for twice as long where it matters. 0 where they
-    are planned to change at once, as that is not known.
+    """Set latency of the GPUs, seconds: plans hold clocks for at least twice as long where it matters. 0 where it is
+    unknown and plans assume instant changes.
     """
     @property
     def problem(self) -> Global___PipelineProblem:
-        """What was solved; a plan for any iteration time can be made from it."""
+        """The problem that was solved; a plan for any iteration time can be made from it."""
 
     @property
     def baseline(self) -> Global___IterationCost:
@@ -250,7 +250,7 @@ class PlannedComputation(google.protobuf.message.Message):
     START_S_FIELD_NUMBER: builtins.int
     DURATION_S_FIELD_NUMBER: builtins.int
     kind: perseus.v1.computation_pb2.ComputationKind.ValueType
-    """What is computed."""
+    """The kind of computation."""
     microbatch: builtins.int
     """The microbatch, from 0."""
     chunk: builtins.int
@@ -258,7 +258,7 @@ class PlannedComputation(google.protobuf.message.Message):
     clock_mhz: builtins.int
     """SM clock, MHz. 0 for a computation whose time does not depend on the clock."""
     start_s: builtins.float
-    """Predicted start after the iteration's start, seconds."""
+    """Predicted start, seconds after the iteration's start."""
     duration_s: builtins.float
     """Predicted duration, seconds."""
     def __init__(
@@ -305,7 +305,7 @@ class Plan(google.protobuf.message.Message):
     ENERGY_J_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
     iteration_time_s: builtins.float
-    """Predicted iteration time, seconds; never above the one that was asked for."""
+    """Predicted iteration time, seconds; never above the requested one."""
     energy_j: builtins.float
     """Predicted energy of one pipeline's iteration, blocking included, joules."""
     @property

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class FrontierServiceStub(object):
-    """Answers what an iteration could cost.
+    """Computes the possible times and energies of an iteration.
     """
 
     def __init__(self, channel):
@@ -53,18 +53,18 @@ class FrontierServiceStub(object):
 
 
 class FrontierServiceServicer(object):
-    """Answers what an iteration could cost.
+    """Computes the possible times and energies of an iteration.
     """
 
     def GetFrontier(self, request, context):
-        """The frontier that a job's plans come from. FAILED_PRECONDITION before the job is solved.
+        """Returns the frontier that a job's plans come from. FAILED_PRECONDITION before the job is solved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPlan(self, request, context):
-        """A plan of a job for an iteration time. FAILED_PRECONDITION before the job is solved.
+        """Returns a plan of a job for an iteration time. FAILED_PRECONDITION before the job is solved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_FrontierServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FrontierService(object):
-    """Answers what an iteration could cost.
+    """Computes the possible times and energies of an iteration.
     """
 
     @staticmethod

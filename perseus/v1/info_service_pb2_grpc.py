@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InfoServiceStub(object):
-    """Tells what a coordinator is, and what it takes its caller for.
+    """Describes a coordinator and identifies its caller.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class InfoServiceStub(object):
 
 
 class InfoServiceServicer(object):
-    """Tells what a coordinator is, and what it takes its caller for.
+    """Describes a coordinator and identifies its caller.
     """
 
     def GetInfo(self, request, context):
-        """The coordinator's release and clock, and who the caller is to it. Whoever has a token may ask.
+        """Returns the coordinator's release and clock, and the caller's principal and scope. Any token suffices.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_InfoServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InfoService(object):
-    """Tells what a coordinator is, and what it takes its caller for.
+    """Describes a coordinator and identifies its caller.
     """
 
     @staticmethod

@@ -24,7 +24,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class RegisterJobRequest(google.protobuf.message.Message):
-    """Asks to register a job."""
+    """Request to register a job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -34,15 +34,15 @@ class RegisterJobRequest(google.protobuf.message.Message):
     OWNER_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """Identifies the request: the same for every retry, a new one for every training that is started. Required."""
+    """Identifies the request: the same for every retry, a new one for every started training. Required."""
     spec_fingerprint: builtins.str
-    """What the ranks of this training say when they join (RankJoined.spec_fingerprint): any text of at most 64
-    printable ASCII characters, the same for the same specification. Ranks that say another one may not join.
-    Empty where the ranks do not say any.
+    """The fingerprint that ranks of this training send when they join (RankJoined.spec_fingerprint): any text of at most
+    64 printable ASCII characters, equal for equal specifications. Ranks with another fingerprint may not join. Empty
+    if the ranks send none.
     """
     owner: builtins.str
-    """Set by an agent that registers on behalf of a trainer: whose process that is, as in RankJoined.owner. Empty in
-    anybody else's request. At most 256 characters.
+    """Set by an agent that registers on behalf of a trainer: the trainer's user, as in RankJoined.owner. Empty in all
+    other requests. At most 256 characters.
     """
     @property
     def spec(self) -> perseus.v1.job_pb2.JobSpec:
@@ -50,9 +50,9 @@ class RegisterJobRequest(google.protobuf.message.Message):
 
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.Label]:
-        """What the job is to whoever runs it; at most 16, each key once. An agent sets those of the grant that its trainer
-        has its GPU by. They are no part of the specification: the same one with others leads to the same run, which has
-        the latest labels.
+        """Labels of the job; at most 16, each key once. An agent sets those of the grant that gave its trainer the GPU.
+        Labels are not part of the specification: the same specification with other labels returns the same run, with the
+        latest labels.
         """
 
     def __init__(
@@ -92,7 +92,7 @@ Global___RegisterJobResponse: typing_extensions.TypeAlias = RegisterJobResponse
 
 @typing.final
 class GetJobRequest(google.protobuf.message.Message):
-    """Asks for a job."""
+    """Request for a job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -104,7 +104,7 @@ class GetJobRequest(google.protobuf.message.Message):
     run_number: builtins.int
     """The run; 0 for the latest."""
     view: perseus.v1.job_pb2.JobView.ValueType
-    """How much of it; FULL where unspecified."""
+    """The extent; FULL if unspecified."""
     def __init__(
         self,
         *,
@@ -139,7 +139,7 @@ Global___GetJobResponse: typing_extensions.TypeAlias = GetJobResponse
 
 @typing.final
 class ListJobsRequest(google.protobuf.message.Message):
-    """Asks for a page of jobs."""
+    """Request for a page of jobs."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -148,11 +148,11 @@ class ListJobsRequest(google.protobuf.message.Message):
     STATES_FIELD_NUMBER: builtins.int
     VIEW_FIELD_NUMBER: builtins.int
     page_size: builtins.int
-    """Jobs on the page at most; 1 to 1000, or 0 for 100."""
+    """The most jobs on the page; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
-    """The next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page; empty for the first."""
     view: perseus.v1.job_pb2.JobView.ValueType
-    """How much of each; SUMMARY where unspecified."""
+    """The extent of each; SUMMARY if unspecified."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.job_pb2.JobState.ValueType]:
         """Only jobs in one of these states; all if empty."""
@@ -195,7 +195,7 @@ Global___ListJobsResponse: typing_extensions.TypeAlias = ListJobsResponse
 
 @typing.final
 class ListRunsRequest(google.protobuf.message.Message):
-    """Asks for a page of a job's runs."""
+    """Request for a page of a job's runs."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -205,9 +205,9 @@ class ListRunsRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     page_size: builtins.int
-    """Runs on the page at most; 1 to 1000, or 0 for 100."""
+    """The most runs on the page; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
-    """The next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page; empty for the first."""
     def __init__(
         self,
         *,
@@ -231,7 +231,7 @@ class ListRunsResponse(google.protobuf.message.Message):
     """Token of the next page; empty on the last."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.Job]:
-        """The runs, SUMMARY, the latest first."""
+        """The runs, SUMMARY, latest first."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ Global___ListRunsResponse: typing_extensions.TypeAlias = ListRunsResponse
 
 @typing.final
 class ListRanksRequest(google.protobuf.message.Message):
-    """Asks for a page of ranks."""
+    """Request for a page of ranks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -262,9 +262,9 @@ class ListRanksRequest(google.protobuf.message.Message):
     stage: builtins.int
     """Only ranks of this stage."""
     page_size: builtins.int
-    """Ranks on the page at most; 1 to 1000, or 0 for 100."""
+    """The most ranks on the page; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
-    """The next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page; empty for the first."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.rank_pb2.RankState.ValueType]:
         """Only ranks in one of these states; all if empty."""
@@ -314,7 +314,7 @@ Global___ListRanksResponse: typing_extensions.TypeAlias = ListRanksResponse
 
 @typing.final
 class ListJobEventsRequest(google.protobuf.message.Message):
-    """Asks for a page of events."""
+    """Request for a page of events."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -330,9 +330,9 @@ class ListJobEventsRequest(google.protobuf.message.Message):
     run_number: builtins.int
     """The run; 0 for the latest."""
     page_size: builtins.int
-    """Events on the page at most; 1 to 1000, or 0 for 100."""
+    """The most events on the page; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
-    """The next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page; empty for the first."""
     @property
     def types(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.event_pb2.JobEventType.ValueType]:
         """Only events of one of these types; all if empty."""
@@ -373,7 +373,7 @@ class ListJobEventsResponse(google.protobuf.message.Message):
     """Token of the next page; empty on the last."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.event_pb2.JobEvent]:
-        """The events in their order."""
+        """The events in order."""
 
     def __init__(
         self,
@@ -387,7 +387,7 @@ Global___ListJobEventsResponse: typing_extensions.TypeAlias = ListJobEventsRespo
 
 @typing.final
 class FinishJobRequest(google.protobuf.message.Message):
-    """Asks to end a job."""
+    """Request to end a job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -426,7 +426,7 @@ Global___FinishJobResponse: typing_extensions.TypeAlias = FinishJobResponse
 
 @typing.final
 class DeleteJobRequest(google.protobuf.message.Message):
-    """Asks to forget a job."""
+    """Request to delete a job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -435,7 +435,7 @@ class DeleteJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     allow_missing: builtins.bool
-    """Whether it is a success that there is no such job; NOT_FOUND otherwise. To be set in retries."""
+    """Whether the call succeeds if there is no such job; NOT_FOUND otherwise. To be set in retries."""
     def __init__(
         self,
         *,
@@ -448,7 +448,7 @@ Global___DeleteJobRequest: typing_extensions.TypeAlias = DeleteJobRequest
 
 @typing.final
 class DeleteJobResponse(google.protobuf.message.Message):
-    """A job is forgotten."""
+    """Response for a deleted job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -460,7 +460,7 @@ Global___DeleteJobResponse: typing_extensions.TypeAlias = DeleteJobResponse
 
 @typing.final
 class ResumeJobRequest(google.protobuf.message.Message):
-    """Asks to let a job go on from stock."""
+    """Request to resume a job from stock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -478,7 +478,7 @@ Global___ResumeJobRequest: typing_extensions.TypeAlias = ResumeJobRequest
 
 @typing.final
 class ResumeJobResponse(google.protobuf.message.Message):
-    """What the request led to."""
+    """The resumed job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -499,7 +499,7 @@ Global___ResumeJobResponse: typing_extensions.TypeAlias = ResumeJobResponse
 
 @typing.final
 class ReportStragglerRequest(google.protobuf.message.Message):
-    """Says that a pipeline is slow."""
+    """Report of a slow pipeline."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -531,7 +531,7 @@ Global___ReportStragglerRequest: typing_extensions.TypeAlias = ReportStragglerRe
 
 @typing.final
 class ReportStragglerResponse(google.protobuf.message.Message):
-    """What the report led to."""
+    """The job after the report."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -552,7 +552,7 @@ Global___ReportStragglerResponse: typing_extensions.TypeAlias = ReportStragglerR
 
 @typing.final
 class ClearStragglerRequest(google.protobuf.message.Message):
-    """Says that a pipeline is no longer slow."""
+    """Report that a pipeline is no longer slow."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -574,14 +574,14 @@ Global___ClearStragglerRequest: typing_extensions.TypeAlias = ClearStragglerRequ
 
 @typing.final
 class ClearStragglerResponse(google.protobuf.message.Message):
-    """What the clearing led to."""
+    """The job after the report."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job, FULL, with the stragglers left."""
+        """The job, FULL, with the remaining stragglers."""
 
     def __init__(
         self,
@@ -595,7 +595,7 @@ Global___ClearStragglerResponse: typing_extensions.TypeAlias = ClearStragglerRes
 
 @typing.final
 class SetPolicyRequest(google.protobuf.message.Message):
-    """Asks to set a policy."""
+    """Request to set a policy."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -620,7 +620,7 @@ Global___SetPolicyRequest: typing_extensions.TypeAlias = SetPolicyRequest
 
 @typing.final
 class SetPolicyResponse(google.protobuf.message.Message):
-    """What the policy led to."""
+    """The job under the policy."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -641,7 +641,7 @@ Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 
 @typing.final
 class MeasureBaselineRequest(google.protobuf.message.Message):
-    """Asks to measure the stock baseline again."""
+    """Request to measure the stock baseline again."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -663,7 +663,7 @@ Global___MeasureBaselineRequest: typing_extensions.TypeAlias = MeasureBaselineRe
 
 @typing.final
 class MeasureBaselineResponse(google.protobuf.message.Message):
-    """What the request led to."""
+    """The job after the request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -684,7 +684,7 @@ Global___MeasureBaselineResponse: typing_extensions.TypeAlias = MeasureBaselineR
 
 @typing.final
 class GetReportRequest(google.protobuf.message.Message):
-    """Asks for a page of a report."""
+    """Request for a page of a report."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -697,9 +697,9 @@ class GetReportRequest(google.protobuf.message.Message):
     run_number: builtins.int
     """The run; 0 for the latest."""
     page_size: builtins.int
-    """Periods on the page at most; 1 to 1000, or 0 for 100."""
+    """The most periods on the page; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
-    """The next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page; empty for the first."""
     def __init__(
         self,
         *,
@@ -714,7 +714,7 @@ Global___GetReportRequest: typing_extensions.TypeAlias = GetReportRequest
 
 @typing.final
 class GetReportResponse(google.protobuf.message.Message):
-    """A page of what was measured."""
+    """A page of a report."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -727,19 +727,19 @@ class GetReportResponse(google.protobuf.message.Message):
     """Token of the next page; empty on the last."""
     @property
     def periods(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.ReportPeriod]:
-        """The periods in the order in which they ran."""
+        """The periods in chronological order."""
 
     @property
     def profiling_cost(self) -> perseus.v1.job_pb2.ProfilingCost:
-        """What profiling has cost."""
+        """The cost of profiling."""
 
     @property
     def profiling_budget(self) -> perseus.v1.job_pb2.ProfilingBudget:
-        """What it may cost."""
+        """The limits of that cost."""
 
     @property
     def no_slowdown_time(self) -> perseus.v1.job_pb2.NoSlowdownTime:
-        """What is not slower than stock; absent while the run is not solved."""
+        """The longest iteration time that is not slower than stock; absent until the run is solved."""
 
     def __init__(
         self,
@@ -757,7 +757,7 @@ Global___GetReportResponse: typing_extensions.TypeAlias = GetReportResponse
 
 @typing.final
 class GetTimelineRequest(google.protobuf.message.Message):
-    """Asks for a timeline."""
+    """Request for a timeline."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -769,7 +769,7 @@ class GetTimelineRequest(google.protobuf.message.Message):
     pipeline: builtins.int
     """The pipeline, from 0."""
     from_baseline: builtins.bool
-    """Whether an iteration of the latest stock baseline is asked for: of whichever pipeline it was kept."""
+    """Whether to return an iteration of the latest stock baseline, from the pipeline for which it was kept."""
     def __init__(
         self,
         *,
@@ -793,18 +793,18 @@ class GetTimelineResponse(google.protobuf.message.Message):
     PIPELINE_FIELD_NUMBER: builtins.int
     BLOCKING_POWER_W_FIELD_NUMBER: builtins.int
     iteration: builtins.int
-    """The iteration that it shows."""
+    """The iteration."""
     iteration_time_s: builtins.float
     """Its measured iteration time, seconds."""
     pipeline: builtins.int
-    """The pipeline that it was measured on."""
+    """The measured pipeline."""
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.TimelineEntry]:
         """Its computations, by stage and start."""
 
     @property
     def blocking_power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Power that each stage's GPUs together draw while they wait, watts, stage 0 first; empty before the job is solved."""
+        """Blocking power of each stage's GPUs together, watts, stage 0 first; empty before the job is solved."""
 
     def __init__(
         self,
@@ -821,7 +821,7 @@ Global___GetTimelineResponse: typing_extensions.TypeAlias = GetTimelineResponse
 
 @typing.final
 class WatchJobRequest(google.protobuf.message.Message):
-    """Asks to watch a job."""
+    """Request to watch a job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -832,11 +832,11 @@ class WatchJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     after_sequence: builtins.int
-    """Events up to this sequence are left out; 0 begins with the first."""
+    """Events up to this sequence are omitted; 0 starts with the first."""
     run_number: builtins.int
-    """The run; 0 for the latest. One that has ended is told to its end."""
+    """The run; 0 for the latest. One that has ended is sent to its end."""
     view: perseus.v1.job_pb2.JobView.ValueType
-    """How much of the job its snapshots tell; SUMMARY where unspecified."""
+    """The extent of the job's snapshots; SUMMARY if unspecified."""
     def __init__(
         self,
         *,
@@ -851,7 +851,7 @@ Global___WatchJobRequest: typing_extensions.TypeAlias = WatchJobRequest
 
 @typing.final
 class WatchJobResponse(google.protobuf.message.Message):
-    """Something new about a job."""
+    """An update of a job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -862,8 +862,8 @@ class WatchJobResponse(google.protobuf.message.Message):
     GAP_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job: at the start, and when it has changed, at most once a second. An event with a sequence up to its
-        last_event_sequence is in it already.
+        """The job: at the start, and when it has changed, at most once a second. It reflects all events with a sequence up
+        to its last_event_sequence.
         """
 
     @property
@@ -876,11 +876,11 @@ class WatchJobResponse(google.protobuf.message.Message):
 
     @property
     def caught_up(self) -> Global___CaughtUp:
-        """All that was there when the watch began has been told; what follows is new."""
+        """All events from before the watch have been sent; the rest is new."""
 
     @property
     def gap(self) -> Global___WatchGap:
-        """Something is missing here."""
+        """Updates are missing here."""
 
     def __init__(
         self,
@@ -899,13 +899,13 @@ Global___WatchJobResponse: typing_extensions.TypeAlias = WatchJobResponse
 
 @typing.final
 class CaughtUp(google.protobuf.message.Message):
-    """All that was there when the watch began has been told."""
+    """Marker after all events from before the watch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LAST_EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
     last_event_sequence: builtins.int
-    """Sequence of the last event that was there; 0 if there was none."""
+    """Sequence of the last such event; 0 if there was none."""
     def __init__(
         self,
         *,
@@ -917,7 +917,7 @@ Global___CaughtUp: typing_extensions.TypeAlias = CaughtUp
 
 @typing.final
 class WatchGap(google.protobuf.message.Message):
-    """What was left out of a watch."""
+    """A gap in a watch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -925,11 +925,11 @@ class WatchGap(google.protobuf.message.Message):
     LAST_MISSED_SEQUENCE_FIELD_NUMBER: builtins.int
     MISSED_ITERATION_COUNT_FIELD_NUMBER: builtins.int
     first_missed_sequence: builtins.int
-    """Sequence of the first event that was forgotten before the reader came to it; 0 if none was."""
+    """Sequence of the first event that was deleted before the reader reached it; 0 if none was."""
     last_missed_sequence: builtins.int
     """Sequence of the last such event."""
     missed_iteration_count: builtins.int
-    """Iterations of pipelines that were left out because the reader was slow."""
+    """Iterations of pipelines that were omitted because the reader was slow."""
     def __init__(
         self,
         *,

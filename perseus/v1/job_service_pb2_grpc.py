@@ -26,16 +26,15 @@ if _version_not_supported:
 
 
 class JobServiceStub(object):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+    """Registers, observes and controls jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
-    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
-    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
-    such as a random UUID.
+    Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
+    request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
 
-    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
-    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
+    has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.
     """
 
     def __init__(self, channel):
@@ -127,93 +126,92 @@ class JobServiceStub(object):
 
 
 class JobServiceServicer(object):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+    """Registers, observes and controls jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
-    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
-    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
-    such as a random UUID.
+    Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
+    request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
 
-    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
-    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
+    has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.
     """
 
     def RegisterJob(self, request, context):
-        """Registers a job, and returns once that is durable.
+        """Registers a job, and returns once the registration is durable.
 
-        The same specification while its run has not finished is the same run (a crash, an elastic restart): the
-        job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
-        running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
-        refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
-        request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
-        latest 64 request_ids are known.
+        While a run has not finished, the same specification returns that run (after a crash or an elastic restart).
+        A different specification while any rank is live (connected, or disconnected with its lease running) fails with
+        ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are refused. While
+        no rank is live, it ends the old run as abandoned and begins a new one. After a run's end, a new request_id begins
+        a new run; a request_id that began or joined an earlier run returns that run. The latest 64 request_ids of each
+        run are known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """A run of a job.
+        """Returns a run of a job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """The latest run of every job, by identifier, in pages.
+        """Lists the latest run of every job, by identifier, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """The runs of a job, the latest first, in pages.
+        """Lists the runs of a job, latest first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRanks(self, request, context):
-        """The ranks of a job's latest run, by pipeline, stage and tensor, in pages.
+        """Lists the ranks of a job's latest run, by pipeline, stage and tensor, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobEvents(self, request, context):
-        """The events of a run, in their order, in pages.
+        """Lists the events of a run, in order, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishJob(self, request, context):
-        """Ends a job: every GPU goes back to stock.
+        """Ends a job: every GPU returns to stock.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteJob(self, request, context):
-        """Forgets a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
-        training that still runs may register it anew.
+        """Deletes a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
+        training that still runs may register it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeJob(self, request, context):
-        """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
-        fits. A job in another state is returned as it is. So it is with a job that a fault of the coordinator's own
-        put aside: it goes on from what is stored, or is refused with JOB_QUARANTINED where that fails, too.
+        """Restarts a job that was put back to stock, beginning at the baseline; profiles are kept where they still fit. A
+        quarantined job resumes from its stored state, or the call fails with JOB_QUARANTINED if that fails again. A job
+        in any other state is returned unchanged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportStraggler(self, request, context):
-        """Says that a pipeline is slow; the others move along the frontier to match the slowest. A second report of
+        """Reports that a pipeline is slow; the others move along the frontier to match the slowest. A second report of
         the same pipeline replaces the first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -221,7 +219,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ClearStraggler(self, request, context):
-        """Says that a pipeline is no longer slow.
+        """Reports that a pipeline is no longer slow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,24 +241,24 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetReport(self, request, context):
-        """What was measured: time and energy, period by period, the first stock baseline first, in pages.
+        """Returns measured time and energy by period, the first stock baseline first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTimeline(self, request, context):
-        """The latest whole iteration of a pipeline, computation by computation, as measured; or one of the stock baseline, of
-        which one pipeline's is kept until the coordinator restarts.
+        """Returns the measured computations of a pipeline's latest complete iteration, or of one at the stock baseline: the
+        coordinator keeps the latter for one pipeline until it restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
-        until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
-        gap; no event is left out but those that were forgotten before it came to them.
+        """Streams the current job, the events so far, a marker that ends them, and then updates as they occur, until the
+        run has ended. A slow reader receives fewer iterations and snapshots, and a gap message. No event is omitted except
+        those that were deleted before the reader reached them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -358,16 +356,15 @@ def add_JobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class JobService(object):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+    """Registers, observes and controls jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
-    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
-    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
-    such as a random UUID.
+    Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
+    request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
 
-    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
-    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
+    has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.
     """
 
     @staticmethod

@@ -282,16 +282,15 @@ _JobServiceWatchJobType = typing_extensions.TypeVar(
 )
 
 class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRunsType, _JobServiceListRanksType, _JobServiceListJobEventsType, _JobServiceFinishJobType, _JobServiceDeleteJobType, _JobServiceResumeJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+    """Registers, observes and controls jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
-    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
-    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
-    such as a random UUID.
+    Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
+    request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
 
-    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
-    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
+    has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.
     """
 
     @typing.overload
@@ -431,52 +430,52 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     ], channel: grpc.aio.Channel) -> None: ...
 
     RegisterJob: _JobServiceRegisterJobType
-    """Registers a job, and returns once that is durable.
+    """Registers a job, and returns once the registration is durable.
 
-    The same specification while its run has not finished is the same run (a crash, an elastic restart): the
-    job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
-    running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
-    refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
-    request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
-    latest 64 request_ids are known.
+    While a run has not finished, the same specification returns that run (after a crash or an elastic restart).
+    A different specification while any rank is live (connected, or disconnected with its lease running) fails with
+    ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are refused. While
+    no rank is live, it ends the old run as abandoned and begins a new one. After a run's end, a new request_id begins
+    a new run; a request_id that began or joined an earlier run returns that run. The latest 64 request_ids of each
+    run are known.
     """
 
     GetJob: _JobServiceGetJobType
-    """A run of a job."""
+    """Returns a run of a job."""
 
     ListJobs: _JobServiceListJobsType
-    """The latest run of every job, by identifier, in pages."""
+    """Lists the latest run of every job, by identifier, in pages."""
 
     ListRuns: _JobServiceListRunsType
-    """The runs of a job, the latest first, in pages."""
+    """Lists the runs of a job, latest first, in pages."""
 
     ListRanks: _JobServiceListRanksType
-    """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
+    """Lists the ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
 
     ListJobEvents: _JobServiceListJobEventsType
-    """The events of a run, in their order, in pages."""
+    """Lists the events of a run, in order, in pages."""
 
     FinishJob: _JobServiceFinishJobType
-    """Ends a job: every GPU goes back to stock."""
+    """Ends a job: every GPU returns to stock."""
 
     DeleteJob: _JobServiceDeleteJobType
-    """Forgets a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
-    training that still runs may register it anew.
+    """Deletes a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
+    training that still runs may register it again.
     """
 
     ResumeJob: _JobServiceResumeJobType
-    """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
-    fits. A job in another state is returned as it is. So it is with a job that a fault of the coordinator's own
-    put aside: it goes on from what is stored, or is refused with JOB_QUARANTINED where that fails, too.
+    """Restarts a job that was put back to stock, beginning at the baseline; profiles are kept where they still fit. A
+    quarantined job resumes from its stored state, or the call fails with JOB_QUARANTINED if that fails again. A job
+    in any other state is returned unchanged.
     """
 
     ReportStraggler: _JobServiceReportStragglerType
-    """Says that a pipeline is slow; the others move along the frontier to match the slowest. A second report of
+    """Reports that a pipeline is slow; the others move along the frontier to match the slowest. A second report of
     the same pipeline replaces the first.
     """
 
     ClearStraggler: _JobServiceClearStragglerType
-    """Says that a pipeline is no longer slow."""
+    """Reports that a pipeline is no longer slow."""
 
     SetPolicy: _JobServiceSetPolicyType
     """Sets the operating policy."""
@@ -487,17 +486,17 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """
 
     GetReport: _JobServiceGetReportType
-    """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
+    """Returns measured time and energy by period, the first stock baseline first, in pages."""
 
     GetTimeline: _JobServiceGetTimelineType
-    """The latest whole iteration of a pipeline, computation by computation, as measured; or one of the stock baseline, of
-    which one pipeline's is kept until the coordinator restarts.
+    """Returns the measured computations of a pipeline's latest complete iteration, or of one at the stock baseline: the
+    coordinator keeps the latter for one pipeline until it restarts.
     """
 
     WatchJob: _JobServiceWatchJobType
-    """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
-    until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
-    gap; no event is left out but those that were forgotten before it came to them.
+    """Streams the current job, the events so far, a marker that ends them, and then updates as they occur, until the
+    run has ended. A slow reader receives fewer iterations and snapshots, and a gap message. No event is omitted except
+    those that were deleted before the reader reached them.
     """
 
 JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
@@ -568,16 +567,15 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
 ]
 
 class JobServiceServicer(metaclass=abc.ABCMeta):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+    """Registers, observes and controls jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
-    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
-    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
-    such as a random UUID.
+    Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
+    request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
 
-    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
-    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
+    has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.
     """
 
     @abc.abstractmethod
@@ -586,14 +584,14 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.RegisterJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.RegisterJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.RegisterJobResponse]]:
-        """Registers a job, and returns once that is durable.
+        """Registers a job, and returns once the registration is durable.
 
-        The same specification while its run has not finished is the same run (a crash, an elastic restart): the
-        job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
-        running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
-        refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
-        request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
-        latest 64 request_ids are known.
+        While a run has not finished, the same specification returns that run (after a crash or an elastic restart).
+        A different specification while any rank is live (connected, or disconnected with its lease running) fails with
+        ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are refused. While
+        no rank is live, it ends the old run as abandoned and begins a new one. After a run's end, a new request_id begins
+        a new run; a request_id that began or joined an earlier run returns that run. The latest 64 request_ids of each
+        run are known.
         """
 
     @abc.abstractmethod
@@ -602,7 +600,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetJobResponse]]:
-        """A run of a job."""
+        """Returns a run of a job."""
 
     @abc.abstractmethod
     def ListJobs(
@@ -610,7 +608,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListJobsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListJobsResponse]]:
-        """The latest run of every job, by identifier, in pages."""
+        """Lists the latest run of every job, by identifier, in pages."""
 
     @abc.abstractmethod
     def ListRuns(
@@ -618,7 +616,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListRunsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListRunsResponse]]:
-        """The runs of a job, the latest first, in pages."""
+        """Lists the runs of a job, latest first, in pages."""
 
     @abc.abstractmethod
     def ListRanks(
@@ -626,7 +624,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ListRanksRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListRanksResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListRanksResponse]]:
-        """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
+        """Lists the ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
 
     @abc.abstractmethod
     def ListJobEvents(
@@ -634,7 +632,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ListJobEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListJobEventsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListJobEventsResponse]]:
-        """The events of a run, in their order, in pages."""
+        """Lists the events of a run, in order, in pages."""
 
     @abc.abstractmethod
     def FinishJob(
@@ -642,7 +640,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.FinishJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.FinishJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.FinishJobResponse]]:
-        """Ends a job: every GPU goes back to stock."""
+        """Ends a job: every GPU returns to stock."""
 
     @abc.abstractmethod
     def DeleteJob(
@@ -650,8 +648,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.DeleteJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.DeleteJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.DeleteJobResponse]]:
-        """Forgets a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
-        training that still runs may register it anew.
+        """Deletes a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
+        training that still runs may register it again.
         """
 
     @abc.abstractmethod
@@ -660,9 +658,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ResumeJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ResumeJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ResumeJobResponse]]:
-        """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
-        fits. A job in another state is returned as it is. So it is with a job that a fault of the coordinator's own
-        put aside: it goes on from what is stored, or is refused with JOB_QUARANTINED where that fails, too.
+        """Restarts a job that was put back to stock, beginning at the baseline; profiles are kept where they still fit. A
+        quarantined job resumes from its stored state, or the call fails with JOB_QUARANTINED if that fails again. A job
+        in any other state is returned unchanged.
         """
 
     @abc.abstractmethod
@@ -671,7 +669,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ReportStragglerRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ReportStragglerResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ReportStragglerResponse]]:
-        """Says that a pipeline is slow; the others move along the frontier to match the slowest. A second report of
+        """Reports that a pipeline is slow; the others move along the frontier to match the slowest. A second report of
         the same pipeline replaces the first.
         """
 
@@ -681,7 +679,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ClearStragglerRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ClearStragglerResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ClearStragglerResponse]]:
-        """Says that a pipeline is no longer slow."""
+        """Reports that a pipeline is no longer slow."""
 
     @abc.abstractmethod
     def SetPolicy(
@@ -707,7 +705,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetReportRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetReportResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetReportResponse]]:
-        """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
+        """Returns measured time and energy by period, the first stock baseline first, in pages."""
 
     @abc.abstractmethod
     def GetTimeline(
@@ -715,8 +713,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetTimelineRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetTimelineResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetTimelineResponse]]:
-        """The latest whole iteration of a pipeline, computation by computation, as measured; or one of the stock baseline, of
-        which one pipeline's is kept until the coordinator restarts.
+        """Returns the measured computations of a pipeline's latest complete iteration, or of one at the stock baseline: the
+        coordinator keeps the latter for one pipeline until it restarts.
         """
 
     @abc.abstractmethod
@@ -725,9 +723,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.WatchJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[perseus.v1.job_service_pb2.WatchJobResponse], collections.abc.AsyncIterator[perseus.v1.job_service_pb2.WatchJobResponse]]:
-        """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
-        until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
-        gap; no event is left out but those that were forgotten before it came to them.
+        """Streams the current job, the events so far, a marker that ends them, and then updates as they occur, until the
+        run has ended. A slow reader receives fewer iterations and snapshots, and a gap message. No event is omitted except
+        those that were deleted before the reader reached them.
         """
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LedgerServiceStub(object):
-    """Tells energy, cost and carbon of all runs against their stock baselines, as measured on their GPUs.
+    """Reports energy, cost and carbon of all runs against their stock baselines, as measured on their GPUs.
     """
 
     def __init__(self, channel):
@@ -43,12 +43,12 @@ class LedgerServiceStub(object):
 
 
 class LedgerServiceServicer(object):
-    """Tells energy, cost and carbon of all runs against their stock baselines, as measured on their GPUs.
+    """Reports energy, cost and carbon of all runs against their stock baselines, as measured on their GPUs.
     """
 
     def ListLedgerEntries(self, request, context):
-        """What each run has used and saved between two times, by job and run, in pages. Runs that have ended, and jobs that
-        were deleted, are there as long as the ledger is kept; a run that goes on is told up to its last iteration.
+        """Lists the use and savings of each run between two times, by job and run, in pages. Ended runs and deleted jobs stay
+        in the ledger as long as it is kept; a current run is included up to its last iteration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +71,7 @@ def add_LedgerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LedgerService(object):
-    """Tells energy, cost and carbon of all runs against their stock baselines, as measured on their GPUs.
+    """Reports energy, cost and carbon of all runs against their stock baselines, as measured on their GPUs.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PowerServiceStub(object):
-    """Sets, shows and cancels power budgets, and tells how feeds stand.
+    """Sets, lists and cancels power budgets, and reports the state of feeds.
     """
 
     def __init__(self, channel):
@@ -63,18 +63,18 @@ class PowerServiceStub(object):
 
 
 class PowerServiceServicer(object):
-    """Sets, shows and cancels power budgets, and tells how feeds stand.
+    """Sets, lists and cancels power budgets, and reports the state of feeds.
     """
 
     def SetBudget(self, request, context):
-        """Sets a budget, durably; the same budget_id again replaces what it was. NOT_FOUND if there is no such feed.
+        """Sets a budget durably; the same budget_id again replaces it. NOT_FOUND if there is no such feed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBudgets(self, request, context):
-        """All budgets by identifier, in pages; ended and cancelled ones too, as long as they are kept.
+        """Lists all budgets by identifier, in pages, including ended and cancelled ones as long as they are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,15 +88,15 @@ class PowerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListFeeds(self, request, context):
-        """How every feed stands now, by name.
+        """Lists the current state of every feed, by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchFeeds(self, request, context):
-        """How feeds stand now, and then each that has changed, at most once a second; until the caller ends it. A reader
-        who is slow misses what has changed again meanwhile.
+        """Streams the current state of feeds, and then each changed state, at most once a second, until the caller ends it. A
+        slow reader misses states that were superseded meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,7 +139,7 @@ def add_PowerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PowerService(object):
-    """Sets, shows and cancels power budgets, and tells how feeds stand.
+    """Sets, lists and cancels power budgets, and reports the state of feeds.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TokenServiceStub(object):
-    """Makes, shows and revokes tokens; for operators.
+    """Creates, lists and revokes tokens; for operators.
     """
 
     def __init__(self, channel):
@@ -53,25 +53,25 @@ class TokenServiceStub(object):
 
 
 class TokenServiceServicer(object):
-    """Makes, shows and revokes tokens; for operators.
+    """Creates, lists and revokes tokens; for operators.
     """
 
     def CreateToken(self, request, context):
-        """Makes a token. ALREADY_EXISTS if there is one of that name, be it revoked or expired.
+        """Creates a token. ALREADY_EXISTS if there is one of that name, even if revoked or expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTokens(self, request, context):
-        """All tokens by name, those that are revoked or expired too. None tells the token itself.
+        """Lists all tokens by name, including revoked and expired ones. Secrets are never returned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RevokeToken(self, request, context):
-        """Ends a token for good, and the streams that go on by it. Nothing happens if it is revoked already; NOT_FOUND if
+        """Revokes a token for good and ends the streams that use it. Nothing happens if it is already revoked; NOT_FOUND if
         there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -105,7 +105,7 @@ def add_TokenServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenService(object):
-    """Makes, shows and revokes tokens; for operators.
+    """Creates, lists and revokes tokens; for operators.
     """
 
     @staticmethod

@@ -96,17 +96,35 @@ async def joining(client: Client) -> str:
     return "no message of the job" if reason == "JOB_OUT_OF_SCOPE" else "yes"
 
 
-COLUMNS = (
-    "none",
-    "wrong",
-    "expired",
-    "revoked",
-    "reader",
-    "grid",
-    "agent of another job",
-    "agent",
-    "operator",
-)
+INVALID = ("none", "wrong", "expired", "revoked")
+COLUMNS = ("reader", "grid", "agent of another job", "agent", "operator")
+
+
+def page_row(outcomes: dict[str, str]) -> tuple[str, ...]:
+    """Return the cells of the page's table for one call: a dash is a refusal of the expected status."""
+    (invalid,) = {outcomes[name] for name in INVALID}
+    cells = ["–" if invalid == UNAUTHENTICATED.name else invalid]
+    cells += ["–" if outcomes[name] == PERMISSION_DENIED.name else outcomes[name] for name in COLUMNS]
+    assert set(cells) <= {"yes", "–", "no message of the job"}
+    return tuple(cells)
+
+
+def page_table(rows: dict[str, tuple[str, ...]]) -> str:
+    """Return the page's table: one row for all calls of a service that the same callers may make."""
+    methods: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for rpc, cells in rows.items():
+        service, method = rpc[1:].split("/")
+        methods.setdefault((service.removeprefix("perseus.v1."), cells), []).append(f"`{method}`")
+    return "\n".join(
+        [
+            f"| service | calls | no valid token | {' | '.join(COLUMNS)} |",
+            f"|---{'|---' * (len(COLUMNS) + 2)}|",
+            *(
+                f"| `{service}` | {', '.join(names)} | {' | '.join(cells)} |"
+                for (service, cells), names in methods.items()
+            ),
+        ]
+    )
 
 
 async def test_the_page_says_who_may_call_what(site: Site) -> None:
@@ -123,17 +141,12 @@ async def test_the_page_says_who_may_call_what(site: Site) -> None:
     }
     await site.tokens.revoke("revoked")
     site.clock.ahead_s = 2 * _LASTING_S
-    rows = {rpc: [""] * len(COLUMNS) for rpc in RPC_SCOPES}
-    for column, name in enumerate(COLUMNS):
-        async with site.as_(secrets[name]) as client:
-            for rpc, row in rows.items():
-                row[column] = await outcome(client, rpc)
-    lines = [
-        f"| call | {' | '.join(COLUMNS)} |",
-        f"|---{'|---' * len(COLUMNS)}|",
-        *(f"| `{rpc[1:]}` | {' | '.join(row)} |" for rpc, row in rows.items()),
-    ]
-    table = "\n".join(lines)
+    outcomes: dict[str, dict[str, str]] = {rpc: {} for rpc in RPC_SCOPES}
+    for name, secret in secrets.items():
+        async with site.as_(secret) as client:
+            for rpc, found in outcomes.items():
+                found[name] = await outcome(client, rpc)
+    table = page_table({rpc: page_row(found) for rpc, found in outcomes.items()})
     assert table in PAGE.read_text(), f"expected in {PAGE.name}:\n{table}"
 
 

@@ -1,6 +1,6 @@
 """What the live page asks: who it is for, the services' calls, the ranks in columns, and what is new.
 
-See docs/web-api.md.
+docs/protocol.md lists the requests.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""The gRPC surface: one thin adapter per service, translation, statuses, what waits to be sent."""
+"""The gRPC API: one thin adapter per service, message translation, statuses, and agents' outboxes."""

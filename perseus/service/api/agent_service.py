@@ -1,11 +1,12 @@
 """`perseus.v1.AgentService`: one stream per agent, a thin adapter over the coordinator.
 
-The reader takes one message after another, no faster than an agent may speak, and of what it has taken only
-so much may wait to be stored: an agent can't fill the coordinator's memory, nor take its time from others.
-What is not read waits with the agent, by HTTP/2's flow control. One writer task sends what the outbox holds.
+The reader takes one message after another, no faster than the agent's rate limit, and only a bounded number
+of them may wait to be stored: an agent can neither fill the coordinator's memory nor take its time from
+others. Unread messages wait with the agent, by HTTP/2's flow control. One writer task sends what the outbox
+holds.
 
-A message that can't be, is not known here or makes the coordinator fail is refused by itself, and the stream
-goes on: other ranks share it. What ends a stream is listed in the contract, at the top of its file.
+A message that is invalid, unknown here or makes the coordinator fail is refused by itself, and the stream
+continues: other ranks share it. The contract lists the errors that end a stream, at the top of its file.
 """
 
 # ruff: noqa: N802 (the contract names the methods)
@@ -73,19 +74,19 @@ from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 log = structlog.get_logger(__name__)
 
 PROTOCOL_VERSION = 1
-"""Of the contract; `Hello` in it says when it rises."""
+"""Version of the contract; `Hello` in the contract says when it rises."""
 
 _UNSTORED_LIMIT = 64
 """Messages of one stream that may wait to be stored."""
 
 _MIN_PAUSE_S = 0.01
-"""A shorter one is not worth a timer: it is made good with the next."""
+"""A shorter pause is not worth a timer: it is added to the next."""
 
 _KINDS_LIMIT = 64
-"""Kinds of misunderstanding that are logged, of one stream; each once."""
+"""How many kinds of refusals are logged for one stream, each once."""
 
 _ORDERS: Memo[Sequence[Computation], computation_pb2.StageOrder] = Memo(order_to_proto, limit=256)
-"""What ranks compute: all of a stage the same."""
+"""Orders of computations: all ranks of a stage have the same."""
 
 M = TypeVar("M", bound=RankMessage)
 
@@ -93,11 +94,12 @@ Context = grpc.aio.ServicerContext[ConnectRequest, ConnectResponse]
 
 
 class OutboxPort:
-    """The coordinator's way to one agent: translates, and puts into the outbox.
+    """The coordinator's port of one agent: translates messages, and puts them into the outbox.
 
     Attributes:
-        epoch: of the coordinator's state, as the agent was told.
-        plan_lease_s: how long plans outlive the coordinator's last word; other clocks have the usual lease.
+        epoch: epoch of the coordinator's state, as in the agent's Welcome.
+        plan_lease_s: how long plans outlive the coordinator's last message; other clocks have the usual
+            lease.
     """
 
     def __init__(self, outbox: Outbox, lease_s: float) -> None:
@@ -109,7 +111,7 @@ class OutboxPort:
     def accept_rank(
         self, job_id: str, rank: Coordinates, order: Sequence[Computation], max_clock: MaxClock | None
     ) -> None:
-        """See `shell.ports.AgentPort`."""
+        """Queue RankAccepted."""
         accepted = agent_service_pb2.RankAccepted(
             job_id=job_id,
             rank=coordinates_to_proto(rank),
@@ -119,7 +121,7 @@ class OutboxPort:
         self._outbox.enqueue(ConnectResponse(rank_accepted=accepted))
 
     def limit_rank(self, job_id: str, rank: Coordinates, max_clock: MaxClock | None) -> None:
-        """See `shell.ports.AgentPort`."""
+        """Queue RankMaxClock."""
         limited = agent_service_pb2.RankMaxClock(
             job_id=job_id, rank=coordinates_to_proto(rank), max_clock=max_clock_to_proto(max_clock)
         )
@@ -128,39 +130,39 @@ class OutboxPort:
     def refuse_rank(
         self, job_id: str, rank: Coordinates, error: CoordinatorError, max_clock: MaxClock | None
     ) -> None:
-        """See `shell.ports.AgentPort`."""
+        """Drop the rank's offer if it still waits, and queue RankRefused."""
         self._outbox.drop((job_id, rank))
         refused = rank_refused(job_id, coordinates_to_proto(rank), error, max_clock)
         self._outbox.enqueue(ConnectResponse(rank_refused=refused))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
-        """See `shell.ports.AgentPort`."""
+        """Put PlanOffer in place of an offer that still waits for the rank."""
         lease_s = self.plan_lease_s if isinstance(offer.clocks, PlannedClocks) else self._lease_s
         message = offer_to_proto(job_id, rank, offer, self.epoch, lease_s)
         self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
 
     def heartbeat(self, power_interval_s: float) -> None:
-        """See `shell.ports.AgentPort`."""
+        """Put Heartbeat in place of one that still waits."""
         heartbeat = agent_service_pb2.Heartbeat(power_interval_s=power_interval_s)
         self._outbox.replace("heartbeat", ConnectResponse(heartbeat=heartbeat))
 
     def acknowledge(self, sequence: int) -> None:
-        """See `shell.ports.AgentPort`."""
+        """Put the acknowledgement in place of one that still waits."""
         self._outbox.acknowledge(sequence)
 
     def drain(self) -> None:
-        """See `shell.ports.AgentPort`."""
+        """Queue Drain, and end the stream after it."""
         message = agent_service_pb2.Drain(reason="the coordinator is about to stop")
         self._outbox.enqueue(ConnectResponse(drain=message))
         self._outbox.close()
 
     def end(self, error: CoordinatorError) -> None:
-        """See `shell.ports.AgentPort`."""
+        """End the stream with an error."""
         self._outbox.end(error)
 
 
 class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
-    """Serves agents."""
+    """Serves agents' streams."""
 
     def __init__(self, agents: Agents, quotas: Quotas) -> None:
         self._agents = agents
@@ -170,7 +172,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[ConnectRequest], context: Context
     ) -> None:
-        """Serve one agent until its stream ends, or has to be ended."""
+        """Serve one agent until its stream ends, or must be ended."""
         try:
             with self._quotas.stream(caller().name) as rate_limiter:
                 await self._serve(
@@ -183,12 +185,12 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
     async def _serve(
         self, stream: "_Stream", request_iterator: AsyncIterator[ConnectRequest], context: Context
     ) -> None:
-        # What is written first and the end of the stream would both send them, which gRPC refuses.
-        with suppress(grpc.aio.InternalError):  # the agent has gone already
+        # Both the first message and the end of the stream would send the metadata, which gRPC refuses.
+        with suppress(grpc.aio.InternalError):  # the agent is gone already
             await context.send_initial_metadata(())
         reader = asyncio.create_task(stream.read(request_iterator))
         writer = asyncio.create_task(stream.write())
-        # The writer may be waiting for an agent that reads nothing, and not see that the stream is to end.
+        # The writer may wait for an agent that reads nothing, and so not notice that the stream must end.
         ended = asyncio.create_task(stream.ended())
         tasks = (reader, writer, ended)
         try:
@@ -199,7 +201,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
             log.warning("agent stream ended", instance_id=stream.instance_id, error=str(error))
             await context.abort_with_status(to_status(error))
         except Exception as error:
-            if context.done():  # the agent has gone while something was on its way to it
+            if context.done():  # the agent went while a message was on its way to it
                 log.info("agent stream broke", instance_id=stream.instance_id, error=repr(error))
             else:
                 failure = unexpected(error, "Connect", instance_id=stream.instance_id)
@@ -228,7 +230,7 @@ class _Stream:
         self._logged: set[tuple[str, str, str]] = set()
 
     async def write(self) -> None:
-        """Send what the outbox holds, as it comes, until it is closed."""
+        """Send the outbox's messages until it is closed."""
         is_last = False
         while not is_last:
             messages, is_last = await self._outbox.take()
@@ -237,15 +239,15 @@ class _Stream:
                 await self._context.write(message)
 
     async def ended(self) -> None:
-        """Wait until the stream is to end before its time.
+        """Wait until the stream must be ended with an error.
 
         Raises:
-            CoordinatorError: why.
+            CoordinatorError: the reason.
         """
         raise await self._outbox.ended
 
     def _stamp(self, message: ConnectResponse) -> None:
-        """Put the check word on what tells that something is stored; as late as can be, so that it rises."""
+        """Put the commit marker on messages that confirm storage; as late as possible, so that it rises."""
         match message.WhichOneof("message"):
             case "welcome":
                 message.welcome.commit_marker = self._agents.commit_marker
@@ -255,10 +257,10 @@ class _Stream:
                 message.plan_offer.commit_marker = self._agents.commit_marker
 
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
-        """Take what the agent says, until it ends the stream or says goodbye.
+        """Take the agent's messages until it ends the stream or says goodbye.
 
-        Every so many messages it waits until all of them are stored: no agent fills the writer's queue. While
-        all agents together do, each waits for its turn with every message.
+        After every `_UNSTORED_LIMIT` messages it waits until all of them are stored, so no agent fills the
+        writer's queue. While all agents together fill it, each waits for admission before every message.
         """
         unstored = 0
         async for request in requests:
@@ -285,7 +287,7 @@ class _Stream:
                 await asyncio.sleep(pause_s)
 
     def part(self) -> None:
-        """The stream has ended."""
+        """Note that the stream has ended."""
         if self.instance_id:
             self._agents.part(self.instance_id, self._port, self._is_goodbye)
 
@@ -298,7 +300,7 @@ class _Stream:
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
         self._port.plan_lease_s = self._agents.plan_lease_s(self._hostname)
-        self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
+        self.instance_id = instance_id  # before greeting: `part` must run even if greeting is cut short
         commit_marker = request.hello.commit_marker
         self._port.epoch, sequence = await self._agents.greet(
             instance_id, self._port, commit_marker, self._principal, request.hello.instance_key
@@ -307,7 +309,7 @@ class _Stream:
         their_version = request.hello.protocol_version or 1
         if their_version != PROTOCOL_VERSION:
             log.warning(
-                "agent speaks another protocol version: what one side doesn't know is refused",
+                "agent speaks another protocol version: messages that one side doesn't know are refused",
                 instance_id=instance_id,
                 hostname=self._hostname,
                 agent_version=request.hello.agent_version,
@@ -356,7 +358,7 @@ class _Stream:
                 )
 
     def _take_one(self, message: M, take: Callable[[M], None]) -> None:
-        """Take a message about one rank; what is wrong with it concerns nothing else."""
+        """Take a message about one rank; an error in it affects nothing else."""
         try:
             check_job_id(message.job_id)
             self._principal.check_job(message.job_id)
@@ -410,7 +412,8 @@ class _Stream:
             self._agents.pass_telemetry(self.instance_id, message.sequence)
 
     def _answer_mistake(self, message: RankMessage, error: CoordinatorError) -> None:
-        """Refuse a rank, where one is announced (or may be, once its job is registered), else the message."""
+        """Refuse the rank if the message announces it (now, or once its job is registered), else the
+        message."""
         is_rank_refused = isinstance(message, agent_service_pb2.RankJoined) or (
             isinstance(message, agent_service_pb2.GpuError) and isinstance(error, JobNotFoundError)
         )
@@ -433,7 +436,7 @@ class _Stream:
         self._outbox.enqueue(ConnectResponse(message_refused=refused))
 
     def _note_refusal(self, refused: agent_service_pb2.MessageRefused) -> None:
-        """The agent did not understand something. Never answered: two refusals would chase each other."""
+        """Log that the agent refused a message. Never answer: two refusals would chase each other."""
         self._log_limited(
             "agent refuses a message",
             ("theirs", refused.reason, _kind(refused.field)),
@@ -451,7 +454,7 @@ class _Stream:
         self._log_limited("message of an agent refused", key, message=what, error=str(error))
 
     def _log_limited(self, event: str, kind: tuple[str, str, str], **details: str) -> None:
-        """Warn, once of each kind and stream: an agent that errs may do so a thousand times a second."""
+        """Warn once of each kind and stream: a faulty agent may err a thousand times a second."""
         if kind not in self._logged and len(self._logged) < _KINDS_LIMIT:
             self._logged.add(kind)
             log.warning(event, instance_id=self.instance_id, hostname=self._hostname, **details)
@@ -468,7 +471,7 @@ class _Stream:
 def rank_refused(
     job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError, max_clock: MaxClock | None
 ) -> agent_service_pb2.RankRefused:
-    """Return what an agent is told of a rank that is not served."""
+    """Return the message that tells an agent that a rank is not served."""
     info = error_info(error)
     return agent_service_pb2.RankRefused(
         job_id=job_id,
@@ -481,5 +484,5 @@ def rank_refused(
 
 
 def _kind(field: str) -> str:
-    """Return a field's path without the rows in it."""
+    """Return a field's path without row numbers."""
     return re.sub(r"\[\d+\]", "", cut(field))

@@ -1,6 +1,6 @@
-"""Who calls, found out before every call that is not open to everybody; and the end of streams that lose it.
+"""Authentication of every call that is not open to everybody, and the end of streams whose token ends.
 
-A token goes before a certificate: who shows a wrong one is refused, whatever else they show.
+A token goes before a certificate: a caller with a wrong token is refused, whatever its certificate.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ _caller: ContextVar[Principal] = ContextVar("caller")
 
 
 def caller() -> Principal:
-    """Who makes the call that is being served.
+    """Return the principal of the call that is being served.
 
     Raises:
-        LookupError: nobody has found that out, so nobody may make it.
+        LookupError: the caller was not authenticated, so the call must not be served.
     """
     return _caller.get()
 
 
 @contextmanager
 def calling(principal: Principal) -> Iterator[None]:
-    """For the length of a block: somebody makes a call that gRPC does not carry."""
+    """Set the caller, for the length of a block, of a call that gRPC does not carry."""
     before = _caller.set(principal)
     try:
         yield
@@ -52,10 +52,10 @@ def calling(principal: Principal) -> Iterator[None]:
 
 
 class NoAuthentication(Interceptor):
-    """Lets everybody make every call, for a coordinator that asks nobody who they are."""
+    """Lets everybody make every call, for a coordinator without authentication."""
 
     def wrap(self, rpc: str, handler: RpcHandler) -> RpcHandler:
-        """See Interceptor."""
+        """Set the caller of every call to ANYBODY."""
         return wrapped(handler, unary=self._unary, unary_stream=self._stream, stream_stream=self._stream)
 
     @staticmethod
@@ -76,9 +76,9 @@ class NoAuthentication(Interceptor):
 
 
 class Authentication(Interceptor):
-    """Lets calls through whose caller is known and may make them.
+    """Admits calls whose caller is known and may make them.
 
-    `certificates`: what the identities of certificates (common name, or alternative names) stand for.
+    `certificates`: the grants of certificates' identities (common names, or alternative names).
     """
 
     def __init__(self, tokens: Tokens, certificates: Mapping[str, Grant]) -> None:
@@ -87,7 +87,7 @@ class Authentication(Interceptor):
         self._refusal_log = RefusalLog()
 
     def wrap(self, rpc: str, handler: RpcHandler) -> RpcHandler:
-        """See Interceptor."""
+        """Authenticate the caller of every call that needs a scope."""
         if RPC_SCOPES.get(rpc) == NOBODY:
             return handler
         unary, stream = partial(self._unary, rpc), partial(self._stream, rpc)
@@ -119,7 +119,7 @@ class Authentication(Interceptor):
         return serve
 
     async def _admit(self, rpc: str, context: Context) -> Principal:
-        """Find out who calls, or end the call."""
+        """Authenticate the caller, or end the call."""
         try:
             principal = self._principal(context)
             check_scope(rpc, principal)

@@ -1,7 +1,7 @@
-"""The services' unary calls, carried by something else than gRPC: the same adapters, scopes and errors.
+"""The services' unary calls over another transport than gRPC: the same adapters, scopes and errors.
 
-What carries them says who calls, hands in the request's message and gets the response's, or a refusal: the
-status that gRPC's callers see, taken apart.
+The transport names the principal and hands in the request. It gets the response, or a `Refusal` with the
+parts of the status that gRPC's callers see.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -26,7 +26,7 @@ _DETAILS = "grpc-status-details-bin"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A status. `code` is its name; `retry_delay_s` is None where waiting does not help."""
+    """A status in parts. `code` is its name; `retry_delay_s` is None where waiting does not help."""
 
     code: str
     reason: str
@@ -36,7 +36,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: Exception, where: str) -> "Refusal":
-        """Return how callers see an error; one that nobody thought of is logged."""
+        """Return an error as callers see it; log an unexpected one."""
         return _taken_apart(to_status(error if isinstance(error, MAPPED) else unexpected(error, where)))
 
 
@@ -54,8 +54,8 @@ class Call:
 
     Attributes:
         rpc: its full name.
-        request_type: of its request.
-        is_reading: whether it changes nothing.
+        request_type: type of its request.
+        is_reading: whether it only reads.
     """
 
     rpc: str
@@ -64,18 +64,18 @@ class Call:
     _behave: Callable[[Message, object], Awaitable[Message]]
 
     def check_scope(self, principal: Principal) -> None:
-        """Refuse it to whom it is not for.
+        """Check that a principal may make the call.
 
         Raises:
-            ScopeTooNarrowError: they may not make it.
+            ScopeTooNarrowError: it may not.
         """
         check_scope(self.rpc, principal)
 
     async def answer(self, principal: Principal, request: Message) -> Message:
-        """Make the call in somebody's name.
+        """Make the call as a principal.
 
         Raises:
-            ScopeTooNarrowError: they may not make it.
+            ScopeTooNarrowError: the principal may not make it.
             CallRefusedError: the adapter has refused it.
         """
         self.check_scope(principal)
@@ -84,7 +84,7 @@ class Call:
 
 
 def unary_calls(service: ServiceDescriptor, servicer: object, but_for: Collection[str] = ()) -> list[Call]:
-    """Return the calls of a service that have one request and one response, but for some by name."""
+    """Return the calls of a service with one request and one response, except those named in `but_for`."""
     return [
         Call(
             rpc := f"/{service.full_name}/{method.name}",
@@ -98,7 +98,7 @@ def unary_calls(service: ServiceDescriptor, servicer: object, but_for: Collectio
 
 
 class _Context:
-    """What the adapters need of gRPC's context: a way to end the call."""
+    """The one method of gRPC's context that adapters need: it ends the call."""
 
     async def abort_with_status(self, status: grpc.Status) -> NoReturn:
         raise CallRefusedError(_taken_apart(status))

@@ -1,7 +1,8 @@
 """`perseus.v1.FrontierService`: a thin adapter over the coordinator.
 
-Problems and frontiers have up to tens of thousands of parts: they are translated in threads, so that the loop
-goes on.
+Problems and frontiers have up to tens of thousands of parts: they are translated in threads, so that the
+event
+loop runs on.
 """
 
 # ruff: noqa: N802 (the contract names the methods)
@@ -34,7 +35,7 @@ MAX_POINT_COUNT = 10_000
 
 
 class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
-    """Answers what an iteration could cost."""
+    """Serves frontiers and plans, of jobs and of problems without a job."""
 
     def __init__(self, jobs: Jobs, quotas: Quotas) -> None:
         self._jobs = jobs
@@ -42,13 +43,13 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
 
     @mapped
     async def GetFrontier(self, request: pb.GetFrontierRequest, context: Context) -> pb.GetFrontierResponse:
-        """See the contract."""
+        """Return a job's frontier."""
         frontier = self._jobs.frontier(request.job_id)
         return pb.GetFrontierResponse(frontier=await asyncio.to_thread(frontier_to_proto, frontier))
 
     @mapped
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
-        """See the contract."""
+        """Return a job's plan of least energy that keeps an iteration time."""
         time_s = request.iteration_time_s
         check_range("iteration_time_s", time_s, 0, MAX_DURATION_S)
         with self._quotas.solve(caller().name):
@@ -57,7 +58,7 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:
-        """See the contract."""
+        """Solve a problem without a job."""
         count = request.point_count or POINT_COUNT
         if not MIN_POINT_COUNT <= count <= MAX_POINT_COUNT:
             raise InvalidFieldError(

@@ -1,4 +1,4 @@
-"""`perseus.v1.InfoService`: what whoever looks for a fault asks first."""
+"""`perseus.v1.InfoService`: the first call in a search for a fault."""
 
 # ruff: noqa: N802 (the contract names the methods)
 
@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InfoService(info_service_pb2_grpc.InfoServiceServicer):
-    """Tells the release and the time. `clock` is the wall clock."""
+    """Returns the release, the time and the caller's scope. `clock` is the wall clock."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._version = version("perseus-energy")
@@ -29,7 +29,7 @@ class InfoService(info_service_pb2_grpc.InfoServiceServicer):
 
     @mapped
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
-        """See the contract."""
+        """Return the release, the protocol version, the time, and the caller's name and scope."""
         principal = caller()
         return pb.GetInfoResponse(
             version=self._version,

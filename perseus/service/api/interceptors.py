@@ -1,4 +1,4 @@
-"""Interceptors that every call passes, and what they share: a handler's behaviours, each inside another."""
+"""Interceptors that wrap the behaviour of every call."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -12,21 +12,21 @@ from perseus.service.api.statuses import to_status
 from perseus.service.domain.errors import MalformedMessageError
 
 Context = grpc.aio.ServicerContext[Any, Any]
-RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for checkers of types only
+RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only for type checkers
 Handler: TypeAlias = "RpcHandler | None"
-Behaviour = Callable[[Any, Any], Any]  # the stubs know the contexts of blocking servers
+Behaviour = Callable[[Any, Any], Any]  # the stubs know only the contexts of blocking servers
 Wrapper = Callable[[Behaviour], Behaviour]
 
 
 async def serve_stream(behaviour: Behaviour, requests: Any, context: Context) -> None:
-    """Serve a call that is answered by a stream, in whichever of gRPC's two styles it is written."""
+    """Serve a call with a response stream, in whichever of gRPC's two styles it is written."""
     served = behaviour(requests, context)
     if isinstance(served, AsyncGenerator):
         async with aclosing(served):
             async for answer in served:
                 try:
                     await context.write(answer)
-                except grpc.aio.InternalError:  # the caller has gone while it was on its way
+                except grpc.aio.InternalError:  # the caller went while the message was on its way
                     return
     else:
         await served
@@ -40,7 +40,7 @@ def wrapped(
     stream_stream: Wrapper,
     decode: Callable[[bytes], Any] | None = None,
 ) -> RpcHandler:
-    """Return a handler like this one with its behaviour wrapped, and `decode` for its requests if given."""
+    """Return the handler with its behaviour wrapped, and `decode` for its requests if given."""
     coders = (decode or handler.request_deserializer, handler.response_serializer)
     if handler.unary_unary is not None:
         return grpc.unary_unary_rpc_method_handler(unary(handler.unary_unary), *coders)
@@ -48,7 +48,7 @@ def wrapped(
         return grpc.unary_stream_rpc_method_handler(unary_stream(handler.unary_stream), *coders)
     if handler.stream_stream is not None:
         return grpc.stream_stream_rpc_method_handler(stream_stream(handler.stream_stream), *coders)
-    raise NotImplementedError("expected no call that streams requests for one answer")
+    raise NotImplementedError("expected no call with a request stream and a single response")
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
@@ -59,7 +59,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """See `grpc.aio.ServerInterceptor`."""
+        """Wrap the handler that gRPC found for the call, if there is one."""
         handler = await continuation(handler_call_details)
         return None if handler is None else self.wrap(handler_call_details.method, handler)
 
@@ -69,13 +69,13 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
 
 class Decoding(Interceptor):
-    """Ends calls whose request, or one of them, can't be decoded, with `MalformedMessageError`.
+    """Ends calls with a request that can't be decoded with `MalformedMessageError`.
 
-    gRPC itself answers them with UNKNOWN, and with a traceback in the log for each.
+    gRPC itself answers them with UNKNOWN, and logs a traceback for each.
     """
 
     def wrap(self, rpc: str, handler: RpcHandler) -> RpcHandler:
-        """See Interceptor."""
+        """Decode requests here instead of in gRPC."""
         if handler.request_deserializer is None:
             return handler
         return wrapped(
@@ -88,7 +88,7 @@ class Decoding(Interceptor):
 
 
 def _forgiving(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return what hands the error on instead of raising it where only gRPC would see it."""
+    """Return a decoder that returns its error instead of raising it where only gRPC would see it."""
 
     def decoded(data: bytes) -> Any:
         try:
@@ -135,15 +135,15 @@ async def _well_formed(requests: Any) -> AsyncIterator[Any]:
 
 
 class Releasing(Interceptor):
-    """The first of all interceptors: behind it nothing holds the frames of a call that was ended.
+    """The outermost interceptor: it releases the frames of calls that were ended.
 
-    gRPC keeps the exception that ended a call beside the call, whose frames are in the exception's traceback:
-    both live until Python looks for garbage, and with them every local of these frames. A request of 4 MB may
-    be 100 MB decoded; a few dozen refused ones would end the coordinator.
+    gRPC keeps the exception that ended a call beside the call, and the exception's traceback refers to the
+    call's frames: all of them, with their locals, live until the next garbage collection. A request of 4 MB
+    may be 100 MB decoded; a few dozen refused ones would end the coordinator.
     """
 
     def wrap(self, rpc: str, handler: RpcHandler) -> RpcHandler:
-        """See Interceptor."""
+        """Drop tracebacks of ended calls."""
         return wrapped(
             handler,
             unary=_released_unary,
@@ -169,7 +169,7 @@ def _released_unary_stream(behaviour: Behaviour) -> Behaviour:
 
 def _released_stream_stream(behaviour: Behaviour) -> Behaviour:
     async def serve(requests: Any, context: Context) -> None:
-        # It and gRPC's receiver refer to each other, and it to the last request.
+        # The request iterator and gRPC's receiver refer to each other, and it refers to the last request.
         async with aclosing(aiter(requests)) as received:
             await serve_stream(behaviour, received, context)
 

@@ -49,7 +49,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     @mapped
     async def RegisterJob(self, request: pb.RegisterJobRequest, context: Context) -> pb.RegisterJobResponse:
-        """See the contract."""
+        """Register a job, or return the run that the request led to before."""
         caller().check_job(request.spec.job_id)
         registration = Registration(
             request.request_id,
@@ -63,7 +63,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     @mapped
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
-        """See the contract."""
+        """Return a run of a job."""
         job = await self._jobs.job(
             request.job_id, request.run_number, is_full=is_full(request.view, default=True)
         )
@@ -71,7 +71,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     @mapped
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
-        """See the contract."""
+        """Return a page of jobs."""
         page = Page.asked(request)
         found = self._jobs.jobs(
             page.after,
@@ -83,7 +83,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     @mapped
     async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksResponse:
-        """See the contract."""
+        """Return a page of a job's ranks."""
         page = Page.asked(request)
         found = await self._jobs.ranks(request.job_id, rank_filter_from_proto(request), page.first_number)
         ranks, next_page_token = page.fill((index, rank_to_proto(rank)) for index, rank in found)
@@ -91,7 +91,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     @mapped
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
-        """See the contract."""
+        """Return a page of a job's runs, the latest first."""
         page = Page.asked(request)
         before = page.first_number - 1 if page.after else LATEST
         views = await self._jobs.runs(request.job_id, before, page.size + 1)
@@ -102,7 +102,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ListJobEvents(
         self, request: pb.ListJobEventsRequest, context: Context
     ) -> pb.ListJobEventsResponse:
-        """See the contract."""
+        """Return a page of a run's events."""
         page = Page.asked(request)
         found = await self._jobs.events(
             request.job_id,
@@ -116,25 +116,25 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     @mapped
     async def DeleteJob(self, request: pb.DeleteJobRequest, context: Context) -> pb.DeleteJobResponse:
-        """See the contract."""
+        """Delete a finished job with all its runs."""
         await self._jobs.delete(request.job_id, allow_missing=request.allow_missing)
         return pb.DeleteJobResponse()
 
     @mapped
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: Context) -> pb.ResumeJobResponse:
-        """See the contract."""
+        """Resume a stalled or quarantined job."""
         return pb.ResumeJobResponse(job=await self._jobs.resume(request.job_id))
 
     @mapped
     async def FinishJob(self, request: pb.FinishJobRequest, context: Context) -> pb.FinishJobResponse:
-        """See the contract."""
+        """Finish a job."""
         return pb.FinishJobResponse(job=await self._jobs.change(request.job_id, FinishRequested()))
 
     @mapped
     async def ReportStraggler(
         self, request: pb.ReportStragglerRequest, context: Context
     ) -> pb.ReportStragglerResponse:
-        """See the contract."""
+        """Note a straggler that a client reports."""
         job = await self._jobs.change(request.job_id, StragglerReported(straggler_from_proto(request)))
         return pb.ReportStragglerResponse(job=job)
 
@@ -142,13 +142,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ClearStraggler(
         self, request: pb.ClearStragglerRequest, context: Context
     ) -> pb.ClearStragglerResponse:
-        """See the contract."""
+        """Clear a straggler."""
         job = await self._jobs.change(request.job_id, StragglerCleared(request.pipeline))
         return pb.ClearStragglerResponse(job=job)
 
     @mapped
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
-        """See the contract."""
+        """Set a job's operating policy."""
         job = await self._jobs.change(request.job_id, PolicySet(policy_from_proto(request.policy)))
         return pb.SetPolicyResponse(job=job)
 
@@ -156,13 +156,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def MeasureBaseline(
         self, request: pb.MeasureBaselineRequest, context: Context
     ) -> pb.MeasureBaselineResponse:
-        """See the contract."""
+        """Measure the stock baseline again."""
         job = await self._jobs.change(request.job_id, BaselineRequested(request.request_id))
         return pb.MeasureBaselineResponse(job=job)
 
     @mapped
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
-        """See the contract."""
+        """Return a page of a run's report."""
         page = Page.asked(request)
         found = await self._jobs.report(request.job_id, request.run_number, page.first_number)
         periods, next_page_token = page.fill(
@@ -179,7 +179,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
-        """See the contract."""
+        """Return a pipeline's latest complete iteration, or that of its stock baseline."""
         timeline = self._jobs.timeline(request.job_id, request.pipeline, from_baseline=request.from_baseline)
         return timeline_to_proto(timeline)
 
@@ -187,7 +187,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def WatchJob(
         self, request: pb.WatchJobRequest, context: Context
     ) -> AsyncIterator[pb.WatchJobResponse]:
-        """See the contract."""
+        """Stream a run, its events and its iterations until it has ended."""
         if request.after_sequence < 0:
             raise InvalidFieldError(
                 field="after_sequence", expected="0 or more", found=request.after_sequence

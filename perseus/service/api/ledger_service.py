@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LedgerService(ledger_service_pb2_grpc.LedgerServiceServicer):
-    """Tells what runs have used and saved."""
+    """Lists what runs have used and saved."""
 
     def __init__(self, ledger: Ledger, quotas: Quotas) -> None:
         self._ledger = ledger
@@ -35,7 +35,7 @@ class LedgerService(ledger_service_pb2_grpc.LedgerServiceServicer):
     async def ListLedgerEntries(
         self, request: pb.ListLedgerEntriesRequest, context: Context
     ) -> pb.ListLedgerEntriesResponse:
-        """See the contract."""
+        """Return a page of ledger entries, and the total."""
         page = Page.asked(request)
         if request.job_id:
             check_job_id(request.job_id)
@@ -60,7 +60,7 @@ _Key = tuple[str, float, int]
 
 
 def _key(entry: LedgerEntry) -> _Key:
-    """Where an entry comes: of a name, the job that is there comes last."""
+    """Return the sort key of an entry: of jobs with the same name, deleted ones come first."""
     return entry.job_id, entry.deletion or math.inf, entry.run_number
 
 
@@ -69,10 +69,10 @@ def _place(entry: LedgerEntry) -> str:
 
 
 def _key_at(place: str) -> _Key | None:
-    """Return the key of a place; None for the begin.
+    """Return the key of a place in a page token; None for the beginning.
 
     Raises:
-        InvalidFieldError: it is no place.
+        InvalidFieldError: the token is invalid.
     """
     if not place:
         return None
@@ -83,7 +83,7 @@ def _key_at(place: str) -> _Key | None:
 
 
 def entry_to_proto(entry: LedgerEntry) -> pb.LedgerEntry:
-    """Return what a run has used and saved."""
+    """Return a run's entry in the ledger."""
     return pb.LedgerEntry(
         job_id=entry.job_id,
         run_number=entry.run_number,

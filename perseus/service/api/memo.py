@@ -1,7 +1,7 @@
-"""Messages that are made once of a value and sent to many: a plan's share goes to every pipeline.
+"""Messages that are made once from a value and sent to many: all pipelines get the same share of a plan.
 
-They are found by the value's identity, so finding one costs the same whatever its size. The value is kept
-with its message: no other can have its identity meanwhile.
+They are found by the value's identity, so the cost of a lookup doesn't depend on its size. The value is kept
+with its message, so that its identity is not reused meanwhile.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ Made = TypeVar("Made", bound=Message)
 
 
 class Memo(Generic[Value, Made]):
-    """The messages made last, of values that don't change. They are to be copied, not changed."""
+    """The messages made last, from immutable values. Callers must copy them, not change them."""
 
     def __init__(self, make: Callable[[Value], Made], limit: int) -> None:
-        """Keep `limit` of what is made by `make`."""
+        """Keep the last `limit` messages that `make` made."""
         self._make = make
         self._limit = limit
         self._made: dict[int, tuple[Value, Made]] = {}
 
     def of(self, value: Value) -> Made:
-        """Return what was made of a value, made now if it is not kept."""
+        """Return the message of a value; make it if it is not kept."""
         found = self._made.get(id(value))
         if found is None:
             found = self._made[id(value)] = value, self._make(value)

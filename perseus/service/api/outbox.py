@@ -1,8 +1,9 @@
-"""What waits to be sent to one agent: the latest of each thing, and one queue for what must all arrive.
+"""Messages that wait to be sent to one agent: a queue of those that must all arrive, and the latest of
+others.
 
-An offer replaces the one that still waits for the same rank, an acknowledgement the one before: a slow
-agent gets the newest of each. All together take no more than so many bytes; an agent that lets more gather
-than that does not read, and its stream is ended.
+An offer replaces one that still waits for the same rank, an acknowledgement the one before: a slow agent gets
+the newest of each. All messages together have a bound in bytes; an agent that exceeds it does not read, and
+its stream is ended.
 """
 
 import asyncio
@@ -13,19 +14,19 @@ from perseus.service.domain.errors import CoordinatorError, ReaderTooSlowError
 from perseus.v1 import agent_service_pb2
 
 BYTES_LIMIT = 16 * 2**20
-"""Bytes that may wait: the orders and the plans of eight ranks with 65,536 computations each."""
+"""Bytes that may wait: enough for the orders and the plans of eight ranks with 65,536 computations each."""
 
 _OVERHEAD_BYTES = 128
-"""What an empty message takes while it waits."""
+"""Memory of an empty message while it waits."""
 
 _TAKE_BATCH = 32
 
 
 class Outbox:
-    """Messages on their way to one agent. `take` waits; nothing else does.
+    """Messages on their way to one agent. Only `take` waits.
 
     Attributes:
-        ended: done with the reason once the stream is to end instead of sending anything more.
+        ended: done with the reason once the stream must end without sending anything more.
     """
 
     def __init__(self) -> None:
@@ -35,35 +36,35 @@ class Outbox:
         self._acknowledged: int | None = None
         self._bytes = 0
         self._is_closed = False
-        # Whoever takes, while nothing waits. A future, for an asyncio.Event costs twice as much.
+        # The waiting call of `take`. A future, because an asyncio.Event costs twice as much.
         self._taker: asyncio.Future[None] | None = None
 
     def enqueue(self, message: agent_service_pb2.ConnectResponse) -> None:
-        """Queue a message; all of these are sent, in order, before the others."""
+        """Queue a message; queued messages are sent in order, before the others."""
         if not self.ended.done():
             self._queue.append(message)
             self._grow(message)
 
     def replace(self, key: Hashable, message: agent_service_pb2.ConnectResponse) -> None:
-        """Let this message wait in place of the one of the same key."""
+        """Put a message in place of one with the same key that still waits."""
         if not self.ended.done():
             self.drop(key)
             self._latest[key] = message
             self._grow(message)
 
     def acknowledge(self, sequence: int) -> None:
-        """Let this acknowledgement wait in place of the one before."""
+        """Put an acknowledgement in place of one that still waits."""
         if not self.ended.done():
             self._acknowledged = sequence
             self._wake()
 
     def drop(self, key: Hashable) -> None:
-        """Let nothing of this key wait any more."""
+        """Drop the message of a key if it still waits."""
         if (message := self._latest.pop(key, None)) is not None:
             self._bytes -= _size(message)
 
     def end(self, error: CoordinatorError) -> None:
-        """End the stream instead of sending anything more. The first error counts."""
+        """End the stream without sending anything more. The first error counts."""
         if not self.ended.done():
             self.ended.set_result(error)
         self._queue.clear()
@@ -73,7 +74,7 @@ class Outbox:
         self._wake()
 
     def close(self) -> None:
-        """End the stream after what waits now has been sent."""
+        """End the stream after the waiting messages have been sent."""
         self._is_closed = True
         self._wake()
 
@@ -81,7 +82,7 @@ class Outbox:
         """Wait for messages; return the next few, and whether they are the last.
 
         Raises:
-            CoordinatorError: the stream is to end.
+            CoordinatorError: the stream must end.
         """
         is_empty = not self._queue and not self._latest and self._acknowledged is None
         if is_empty and not self._is_closed and not self.ended.done():
@@ -101,7 +102,7 @@ class Outbox:
 
     def _grow(self, message: agent_service_pb2.ConnectResponse) -> None:
         size = _size(message)
-        # One message is never too much by itself: nothing of its kind could ever be sent.
+        # A single message is never too much: otherwise a large one could never be sent.
         if self._bytes and self._bytes + size > BYTES_LIMIT:
             self.end(ReaderTooSlowError(limit=BYTES_LIMIT))
             return

@@ -1,8 +1,9 @@
-"""Listings in pages: which page is asked for, what fits on it, and the token of the next.
+"""Pages of listings: the requested page, its items, and the token of the next page.
 
-Every listing has a `page_size` and a `page_token`. A token says where the page before ended, and of which
-request it was: of the same type, with the same fields beside these two. Another request's token would begin
-somewhere in the wrong list, so it is refused.
+Every listing has a `page_size` and a `page_token`. A token encodes where the previous page ended, and its
+request: the type, and all fields besides these two. The token of another request is refused, as it would
+    begin
+somewhere in the wrong list.
 """
 
 import base64
@@ -22,9 +23,9 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
 PAGE_BYTES = 2 * 1024 * 1024
-"""A page ends with the item before the one that would exceed this: half of what gRPC clients take by default.
+"""Bound on a page: it ends before the item that would exceed this. Half of gRPC clients' default limit.
 
-An item that is larger is a page by itself.
+A larger item is a page by itself.
 """
 
 _DIGEST_BYTES = 8
@@ -33,7 +34,7 @@ _MAX_NUMBER_DIGITS = 18
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page that is asked for: at most `size` items after the one at the place `after`, "" for the first."""
+    """A requested page: at most `size` items after the one at the place `after`, "" for the first page."""
 
     size: int
     after: str
@@ -41,10 +42,10 @@ class Page:
 
     @classmethod
     def asked(cls, request: Message) -> Self:
-        """Return which page a request asks for.
+        """Return the page that a request asks for.
 
         Raises:
-            InvalidFieldError: the size is out of range, or the token none of this request's.
+            InvalidFieldError: the size is out of range, or the token belongs to another request.
         """
         size, token = request.page_size, request.page_token  # type: ignore[attr-defined]
         if not 0 <= size <= MAX_PAGE_SIZE:
@@ -54,10 +55,10 @@ class Page:
 
     @property
     def first_number(self) -> int:
-        """The number that follows the place, where places are numbers from 0.
+        """The number after the place, where places are numbers from 0.
 
         Raises:
-            InvalidFieldError: the place is no number.
+            InvalidFieldError: the place is not a number.
         """
         if not self.after:
             return 0
@@ -66,9 +67,9 @@ class Page:
         return int(self.after) + 1
 
     def fill(self, items: Iterable[tuple[object, Item]]) -> tuple[list[Item], str]:
-        """Take the items of the page, each with its place; no more of them are made than are needed.
+        """Take the items of the page from (place, item) pairs, without reading more than necessary.
 
-        Returns them, and the token of the next page, which is empty if this is the last.
+        Return them, and the token of the next page, which is empty if this is the last.
         """
         page: list[Item] = []
         last, free_bytes = "", PAGE_BYTES
@@ -82,7 +83,7 @@ class Page:
 
 
 def _digest(request: Message) -> bytes:
-    """Return what a request has in common with those for its other pages."""
+    """Return the digest that all requests for pages of the same listing share."""
     same = type(request)()
     same.CopyFrom(request)
     same.ClearField("page_size")
@@ -103,7 +104,7 @@ def _decode(token: str, digest: bytes) -> str:
 
 
 def no_token(found: str) -> InvalidFieldError:
-    """Return the error for a token that is none."""
+    """Return the error for an invalid token."""
     return InvalidFieldError(
         field="page_token", expected="a next_page_token of the same request", found=repr(found[:100])
     )

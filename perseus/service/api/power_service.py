@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PowerService(power_service_pb2_grpc.PowerServiceServicer):
-    """Sets, shows and cancels power budgets, and tells how feeds stand."""
+    """Sets, lists and cancels power budgets, and reports the state of feeds."""
 
     def __init__(self, power: Power, quotas: Quotas) -> None:
         self._power = power
@@ -29,13 +29,13 @@ class PowerService(power_service_pb2_grpc.PowerServiceServicer):
 
     @mapped
     async def SetBudget(self, request: pb.SetBudgetRequest, context: Context) -> pb.SetBudgetResponse:
-        """See the contract."""
+        """Set or replace a power budget."""
         record = await self._power.set_budget(wanted_from_proto(request), caller().name)
         return pb.SetBudgetResponse(budget=budget_to_proto(record, self._power.now_s()))
 
     @mapped
     async def ListBudgets(self, request: pb.ListBudgetsRequest, context: Context) -> pb.ListBudgetsResponse:
-        """See the contract."""
+        """Return a page of power budgets."""
         page = Page.asked(request)
         now_s = self._power.now_s()
         budgets, next_page_token = page.fill(
@@ -48,21 +48,21 @@ class PowerService(power_service_pb2_grpc.PowerServiceServicer):
     async def CancelBudget(
         self, request: pb.CancelBudgetRequest, context: Context
     ) -> pb.CancelBudgetResponse:
-        """See the contract."""
+        """Cancel a power budget."""
         check_budget_id(request.budget_id)
         record = await self._power.cancel_budget(request.budget_id)
         return pb.CancelBudgetResponse(budget=budget_to_proto(record, self._power.now_s()))
 
     @mapped
     async def ListFeeds(self, request: pb.ListFeedsRequest, context: Context) -> pb.ListFeedsResponse:
-        """See the contract."""
+        """Return all feeds with their state."""
         return pb.ListFeedsResponse(feeds=[feed_to_proto(*each) for each in self._power.feeds()])
 
     @mapped_stream
     async def WatchFeeds(
         self, request: pb.WatchFeedsRequest, context: Context
     ) -> AsyncIterator[pb.WatchFeedsResponse]:
-        """See the contract."""
+        """Stream the state of feeds as it changes."""
         with self._quotas.stream(caller().name):
             async for feed, status in self._power.watch(request.feed):
                 yield pb.WatchFeedsResponse(feed=feed_to_proto(feed, status))

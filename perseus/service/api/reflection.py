@@ -1,8 +1,8 @@
 """The standard reflection service under both of its names: `grpc.reflection.v1` and `v1alpha`.
 
 `grpcio-reflection` serves v1alpha only, while newer clients ask for v1 first, some for nothing else. The two
-are the same messages under another package. So the v1 service is the v1alpha one under the other name, and
-what it tells of itself is v1alpha's descriptor with the package renamed.
+have the same messages in different packages. So the v1 service is the v1alpha one under the other name, and
+its descriptor is v1alpha's with the package renamed.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ SERVICE_NAMES = (v1alpha.SERVICE_NAME, f"{_STABLE}.ServerReflection")
 
 
 def enable_reflection(service_names: Iterable[str], server: grpc.aio.Server) -> None:
-    """Let a server tell its services' descriptors, and its own, under both names."""
+    """Let a server publish its services' descriptors, reflection's included, under both names."""
     names = (*service_names, *SERVICE_NAMES)
     v1alpha.enable_server_reflection(names, server)
     _add_descriptor()
@@ -35,7 +35,7 @@ def enable_reflection(service_names: Iterable[str], server: grpc.aio.Server) -> 
 
 
 def _add_descriptor() -> None:
-    """Make the v1 service's descriptor known to this process, unless something else has."""
+    """Add the v1 service's descriptor to this process, unless it is there already."""
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(f"{_STABLE}.ServerReflection")

@@ -1,4 +1,4 @@
-"""Which scope each call of each service needs: one table, for all that the server serves."""
+"""The scopes that each call of each service needs: one table for the whole server."""
 
 from collections.abc import Collection, Mapping
 
@@ -6,7 +6,7 @@ from perseus.service.domain.errors import ScopeTooNarrowError
 from perseus.service.domain.principals import Principal, Scope
 
 NOBODY: frozenset[Scope] = frozenset()
-"""For a call that needs no scope: whoever comes may make it."""
+"""For a call that needs no scope: everybody may make it."""
 
 _OPERATORS = frozenset({Scope.OPERATOR})
 READERS = frozenset({Scope.READER, Scope.OPERATOR})
@@ -15,7 +15,7 @@ READERS = frozenset({Scope.READER, Scope.OPERATOR})
 _GRID = frozenset({Scope.GRID, Scope.OPERATOR})
 _GRID_READERS = READERS | _GRID
 
-# Whatever concerns a job is checked besides: an agent speaks only for those that its grant names.
+# Calls about a job also check the job: an agent may act only for the jobs that its grant names.
 _AGENTS = frozenset({Scope.AGENT, Scope.OPERATOR})
 
 RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
@@ -54,11 +54,11 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.TokenService/ListTokens": _OPERATORS,
     "/perseus.v1.TokenService/RevokeToken": _OPERATORS,
 }
-"""By the full name of the call; one of the scopes is enough. What is not here is nobody's to call."""
+"""By the full name of the call; one of the scopes is enough. Nobody may make a call that is not listed."""
 
 
 def check_scope(rpc: str, principal: Principal) -> None:
-    """Refuse a call that a principal may not make.
+    """Check that a principal may make a call.
 
     Raises:
         ScopeTooNarrowError: it may not.
@@ -69,15 +69,15 @@ def check_scope(rpc: str, principal: Principal) -> None:
 
 
 def check_one_of(wanted: Collection[Scope], what: str, principal: Principal) -> None:
-    """Refuse what a principal may not do; `what` is the call or the request, as it is told.
+    """Check that a principal has one of some scopes; `what` names the call or request in the error.
 
     Raises:
-        ScopeTooNarrowError: none of these scopes is theirs.
+        ScopeTooNarrowError: it has none of them.
     """
     if principal.grant.scope not in wanted:
         raise ScopeTooNarrowError(
             rpc=what,
-            expected=" or ".join(sorted(scope.value for scope in wanted)) or "none that there is",
+            expected=" or ".join(sorted(scope.value for scope in wanted)) or "no scope at all",
             found=principal.grant.scope.value,
             principal=principal.name,
         )

@@ -1,8 +1,8 @@
-"""How callers see errors of the domain and of the solver.
+"""The gRPC statuses of errors of the domain and of the solver.
 
 The details of a status hold one ErrorInfo of domain "perseus" (a stable reason, and every changing value by
-name), and a RetryInfo if the same request may be answered otherwise later. What is no error of ours is a
-fault of the coordinator's: its callers see INTERNAL, its log the traceback.
+name), and a RetryInfo if the same request may succeed later. Any other exception is a fault of the
+coordinator: callers see INTERNAL, and the log has the traceback.
 """
 
 import functools
@@ -42,26 +42,26 @@ SOLVER_STATUSES: dict[type[SolverError], tuple[str, str]] = {
     LagError: ("FAILED_PRECONDITION", "LAG_NOT_FOUND"),
     SolverError: ("INVALID_ARGUMENT", "INVALID_PROBLEM"),
 }
-"""Status code and reason of the solver's errors, which know nothing of gRPC; trying again is of no use."""
+"""Status code and reason of the solver's errors, which know nothing of gRPC; a retry doesn't help."""
 
 _MAX_MESSAGE_LENGTH = 1024
-"""Characters of a status's message: it travels in a header."""
+"""Maximum length of a status's message, in characters: it travels in a header."""
 
 MappedError = errors.CoordinatorError | SolverError
 MAPPED = (errors.CoordinatorError, SolverError)
 
 
 refusal_counts: Counter[str] = Counter()
-"""What this process has refused or ended, by reason: calls, streams and messages on them."""
+"""How many calls, streams and messages on streams this process has refused or ended, by reason."""
 
 
 def reason_of(error: MappedError) -> str:
-    """Return what programs know an error by."""
+    """Return an error's stable reason."""
     return SOLVER_STATUSES[type(error)][1] if isinstance(error, SolverError) else error.reason
 
 
 def count_refusal(error: MappedError) -> None:
-    """Count what is refused on a stream; `to_status` counts what ends a call."""
+    """Count a refusal on a stream; `to_status` counts those that end a call."""
     refusal_counts[reason_of(error)] += 1
 
 
@@ -73,7 +73,7 @@ def error_info(error: MappedError) -> ErrorInfo:
 
 
 def to_status(error: MappedError) -> grpc.Status:
-    """Return the error as what `context.abort_with_status` takes."""
+    """Return the error in the form that `context.abort_with_status` takes."""
     if isinstance(error, SolverError):
         code, delay_s = SOLVER_STATUSES[type(error)][0], None
     else:
@@ -81,7 +81,7 @@ def to_status(error: MappedError) -> grpc.Status:
     count_refusal(error)
     details = [_packed(error_info(error))]
     if delay_s is not None:
-        # Those who are refused together are not to come again together.
+        # Random, so that clients that are refused together don't come again together.
         delay = Duration(nanos=random.randrange(10**9), seconds=delay_s)
         details.append(_packed(RetryInfo(retry_delay=delay)))
     status: grpc.Status = rpc_status.to_status(
@@ -91,7 +91,7 @@ def to_status(error: MappedError) -> grpc.Status:
 
 
 def refused_parts(error: MappedError) -> dict[str, str]:
-    """Return reason, field, expected and found, as the refusals on a stream have them."""
+    """Return reason, field, expected and found, as refusals on a stream contain them."""
     reason = reason_of(error)
     if isinstance(error, errors.InvalidInputError):
         return {"reason": reason, "field": error.field, "expected": error.expected, "found": error.found}
@@ -99,9 +99,9 @@ def refused_parts(error: MappedError) -> dict[str, str]:
 
 
 def unexpected(error: Exception, where: str, **context: object) -> errors.CoordinatorError:
-    """Log an exception that nobody thought of, and return what callers are told of it.
+    """Log an unexpected exception, and return the error for callers.
 
-    A store that fails ends the coordinator, which says why by itself.
+    A failing store ends the coordinator, which logs the reason itself.
     """
     if isinstance(error, errors.StoreFailedError):
         return errors.DrainingError()
@@ -116,9 +116,9 @@ def _packed(message: Message) -> Any:
 
 
 def mapped(method: Unary) -> Unary:
-    """Let a unary method of an adapter raise domain errors, which end the call with their status.
+    """Wrap a unary method of an adapter: it may raise domain errors, which end the call with their status.
 
-    Its request's texts are checked before it sees them.
+    The texts of its request are checked first.
     """
 
     @functools.wraps(method)
@@ -138,7 +138,7 @@ def mapped(method: Unary) -> Unary:
 
 
 def mapped_stream(method: Stream) -> Stream:
-    """The same for a method that streams its answers."""
+    """Wrap a method with a response stream in the same way."""
 
     @functools.wraps(method)
     async def answer(

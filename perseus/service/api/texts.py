@@ -1,7 +1,7 @@
-"""Every text of a request, wherever it is in it: of a length, and printable.
+"""Checks of every text of a request: its length, and that it is printable.
 
-The contract's descriptors say where texts are, so that no field is forgotten, and what holds no text is not
-walked. What is expected of single texts beyond that is checked where they are translated.
+The contract's descriptors show where texts are, so that no field is forgotten, and messages without texts are
+not walked. Further checks of single texts are made where they are translated.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from google.protobuf.message import Message
 from perseus.service.domain.bounds import MAX_SENTENCE_LENGTH, check_size, check_text
 
 _MAX_ROWS = 4096
-"""Of a repeated field that is a text or holds some: far above what any may have, and soon looked through."""
+"""Bound on repeated fields that are or contain texts: far above what any may have, and quick to check."""
 
 
 @dataclass(slots=True)
 class _TextFields:
-    """The fields of a message that are texts, and those whose messages hold some."""
+    """The fields of a message that are texts, and those whose messages contain some."""
 
     texts: list[FieldDescriptor] = field(default_factory=list)
     inner: list[tuple[FieldDescriptor, "_TextFields"]] = field(default_factory=list)
@@ -29,10 +29,10 @@ _by_descriptor: dict[str, _TextFields] = {}
 
 
 def check_texts(message: Message, prefix: str = "") -> None:
-    """Refuse a message with a text that is too long, or not printable.
+    """Refuse a message with a text that is too long or not printable.
 
     Raises:
-        InvalidFieldError: names the field, from the message on.
+        InvalidFieldError: names the field by its path within the message.
     """
     _check(message, _text_fields(cast(Descriptor, message.DESCRIPTOR)), prefix)
 
@@ -70,7 +70,7 @@ def _text_fields(descriptor: Descriptor) -> _TextFields:
 
 
 def holds_text(descriptor: Descriptor, above: Sequence[str] = ()) -> bool:
-    """Whether a message can hold a text, itself or in one of its messages."""
+    """Return whether a message can contain a text, itself or in one of its messages."""
     if descriptor.full_name in above:
         return False
     return any(

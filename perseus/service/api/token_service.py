@@ -29,17 +29,17 @@ SCOPE_TO_PROTO: Mapping[Scope, pb.Scope.ValueType] = {
 
 
 class TokenService(token_service_pb2_grpc.TokenServiceServicer):
-    """Makes, shows and revokes tokens."""
+    """Creates, lists and revokes tokens."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
     @mapped
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.CreateTokenResponse:
-        """See the contract."""
+        """Create a token."""
         scope = _SCOPES.get(request.scope)
         if scope is None:
-            raise InvalidFieldError(field="scope", expected="a scope that is known here", found=request.scope)
+            raise InvalidFieldError(field="scope", expected="a known scope", found=request.scope)
         expire_time_s = (
             time_from_proto("expire_time", request.expire_time) if request.HasField("expire_time") else None
         )
@@ -49,12 +49,12 @@ class TokenService(token_service_pb2_grpc.TokenServiceServicer):
 
     @mapped
     async def ListTokens(self, request: pb.ListTokensRequest, context: Context) -> pb.ListTokensResponse:
-        """See the contract."""
+        """Return all tokens."""
         return pb.ListTokensResponse(tokens=[_token_to_proto(token) for token in self._tokens.tokens])
 
     @mapped
     async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Context) -> pb.RevokeTokenResponse:
-        """See the contract."""
+        """Revoke a token."""
         return pb.RevokeTokenResponse(token=_token_to_proto(await self._tokens.revoke(request.name)))
 
 

@@ -1,8 +1,9 @@
-"""Between the messages of agents' streams and the coordinator's values.
+"""Translation between the messages of agents' streams and the coordinator's values.
 
-`…_from_proto` checks what the types can't say (a missing message, an unknown enum, a column of another
-length, a number or a text out of bounds) and raises InvalidFieldError with the field's path: of telemetry
-from the batch on, of all else from the message of the stream on. Repeated fields become lists at once.
+`…_from_proto` checks what types can't express (a missing message, an unknown enum, a column of another
+length,
+a number or a text out of bounds) and raises InvalidFieldError with the field's path: within the batch for
+telemetry, within the stream's message for everything else. Repeated fields become lists at once.
 """
 
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ RankMessage = (
     | agent_service_pb2.PlanInForce
     | agent_service_pb2.TelemetryBatch
 )
-"""What is about one rank."""
+"""Messages about one rank."""
 
 _LEFT_REASON = {NUMBERS[reason]: reason for reason in RankLeftReason}
 _GPU_ERROR_REASON = {NUMBERS[reason]: reason for reason in GpuErrorReason}
@@ -92,17 +93,17 @@ _KIND_INDEX = {number: KINDS.index(kind) for number, kind in KIND_FROM_PROTO.ite
 
 
 def unknown_fields(message: Message) -> str:
-    """Return the numbers of the fields that are not in the contract as it is known here; empty if none."""
+    """Return the numbers of the fields that this version of the contract doesn't have; empty if none."""
     fields = UnknownFieldSet(message)
     numbers = sorted({fields[index].field_number for index in range(min(len(fields), _SHOWN_COUNT))})
     return ", ".join(str(number) for number in numbers)
 
 
 def check_hello(message: agent_service_pb2.Hello) -> None:
-    """Refuse an introduction that can't be.
+    """Check a hello.
 
     Raises:
-        InvalidFieldError: names the field.
+        InvalidFieldError: names the invalid field.
     """
     check_text("hello.instance_id", message.instance_id, minimum=1)
     check_text("hello.agent_version", message.agent_version)
@@ -116,7 +117,7 @@ def place_from_proto(message: RankMessage, field: str = "") -> Coordinates:
     """Return the rank that a message is about, not yet checked against its job.
 
     Raises:
-        InvalidFieldError: there is none: absent coordinates are not the first rank.
+        InvalidFieldError: it names no rank: absent coordinates are not the first rank.
     """
     if not message.HasField("rank"):
         raise InvalidFieldError(
@@ -197,7 +198,7 @@ def left_from_proto(message: agent_service_pb2.RankLeft, instance_id: str) -> Ra
 
 
 def gpu_error_from_proto(message: agent_service_pb2.GpuError) -> GpuErrorReported:
-    """Return what went wrong with a rank's GPU.
+    """Return a GPU error of a rank.
 
     Raises:
         InvalidFieldError: the reason is unspecified or unknown.
@@ -243,7 +244,7 @@ def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -
 
 
 def in_force_from_proto(message: agent_service_pb2.PlanInForce, instance_id: str) -> PlanInForce:
-    """Return what is in force now.
+    """Return the version that a rank has in force.
 
     Raises:
         InvalidFieldError: a number is out of range.
@@ -260,10 +261,10 @@ def in_force_from_proto(message: agent_service_pb2.PlanInForce, instance_id: str
 
 
 def reading_from_proto(message: agent_service_pb2.PowerReading) -> PowerReading:
-    """Return what GPUs have drawn.
+    """Return a reading of GPUs' power.
 
     Raises:
-        InvalidFieldError: names the column and row, or the figure.
+        InvalidFieldError: names the column and row, or the number.
     """
     return PowerReading(message.duration_s, message.gpu_uuid[:], message.power_w[:])
 
@@ -272,7 +273,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
     """Return a batch as columns, checked by itself; `check_clocks` needs the rank's GPU.
 
     Raises:
-        InvalidFieldError: names the column and row, or the figure.
+        InvalidFieldError: names the column and row, or the number.
     """
     iterations, computations = message.iterations, message.computations
     batch = TelemetryBatch(
@@ -375,14 +376,14 @@ def offer_to_proto(
 
 
 def max_clock_to_proto(max_clock: MaxClock | None) -> agent_service_pb2.MaxClock | None:
-    """Return a ceiling; None where there is none."""
+    """Return a maximum clock; None where there is none."""
     if max_clock is None:
         return None
     return agent_service_pb2.MaxClock(clock_mhz=max_clock.clock_mhz, outlasts_lease=max_clock.outlasts_lease)
 
 
 def _share_to_proto(stage: Sequence[PlannedComputation]) -> agent_service_pb2.PlanOffer:
-    """Return an offer with nothing but a stage's share of a plan."""
+    """Return an offer that contains only a stage's share of a plan."""
     message = agent_service_pb2.PlanOffer()
     if any(planned.clock_mhz for planned in stage):
         message.stage_plan.CopyFrom(stage_plan_to_proto(stage))
@@ -392,4 +393,4 @@ def _share_to_proto(stage: Sequence[PlannedComputation]) -> agent_service_pb2.Pl
 
 
 _SHARES = Memo(_share_to_proto, limit=256)
-"""Shares of plans: every pipeline under a plan has the same."""
+"""Shares of plans: all pipelines under a plan have the same."""

@@ -1,6 +1,6 @@
-"""Between the wire's jobs and reports, and the coordinator's values.
+"""Translation between the contract's jobs and reports, and the coordinator's values.
 
-`…_from_proto` checks what the types can't say (a missing message, an unknown enum) and raises
+`…_from_proto` checks what types can't express (a missing message, an unknown enum) and raises
 InvalidFieldError with the field's name.
 """
 
@@ -77,7 +77,7 @@ def policy_from_proto(message: job_pb2.OperatingPolicy) -> OperatingPolicy:
     """Return the policy; no rule means no slowdown.
 
     Raises:
-        InvalidFieldError: a time is none.
+        InvalidFieldError: a time is invalid.
     """
     terms = None
     if message.HasField("budget_terms"):
@@ -119,7 +119,7 @@ def straggler_from_proto(message: job_service_pb2.ReportStragglerRequest) -> Str
 
 
 def is_full(view: int, *, default: bool) -> bool:
-    """Return whether a job's details are asked for; the default where nothing is said.
+    """Return whether the view asks for a job's details; the default where it is unspecified.
 
     Raises:
         InvalidFieldError: an unknown view.
@@ -130,12 +130,12 @@ def is_full(view: int, *, default: bool) -> bool:
         job_pb2.JOB_VIEW_FULL: True,
     }
     if view not in known:
-        raise InvalidFieldError(field="view", expected="a view that is known", found=view)
+        raise InvalidFieldError(field="view", expected="a known view", found=view)
     return known[view]
 
 
 def job_states_from_proto(states: Iterable[int]) -> frozenset[JobState]:
-    """Return the states that are meant.
+    """Return the states of a filter.
 
     Raises:
         InvalidFieldError: one of them is unknown.
@@ -144,7 +144,7 @@ def job_states_from_proto(states: Iterable[int]) -> frozenset[JobState]:
 
 
 def rank_filter_from_proto(message: job_service_pb2.ListRanksRequest) -> RankFilter:
-    """Return which ranks are meant, not yet checked against their job.
+    """Return the filter of ranks, not yet checked against the job.
 
     Raises:
         InvalidFieldError: a state is unknown.
@@ -157,10 +157,10 @@ def rank_filter_from_proto(message: job_service_pb2.ListRanksRequest) -> RankFil
 
 
 def event_filter_from_proto(message: job_service_pb2.ListJobEventsRequest) -> EventFilter:
-    """Return which events are asked for.
+    """Return the filter of events.
 
     Raises:
-        InvalidFieldError: a type is not known, or a time is none.
+        InvalidFieldError: a type is unknown, or a time is invalid.
     """
     for index, number in enumerate(message.types):
         if number not in event_pb2.JobEventType.values() or not number:
@@ -175,7 +175,7 @@ def event_filter_from_proto(message: job_service_pb2.ListJobEventsRequest) -> Ev
 
 
 def coordinates_from_proto(message: rank_pb2.RankCoordinates) -> Coordinates:
-    """Return a rank's place, not yet checked against its job."""
+    """Return a rank's coordinates, not yet checked against its job."""
     return Coordinates(message.pipeline, message.stage, message.tensor)
 
 
@@ -199,12 +199,12 @@ def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
 
 
 def labels_from_proto(labels: Iterable[job_pb2.Label]) -> tuple[tuple[str, str], ...]:
-    """Return labels, by key."""
+    """Return labels, sorted by key."""
     return tuple(sorted((label.key, label.value) for label in labels))
 
 
 def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeriod:
-    """Return a period of the report, and what it saved if there is something to hold it against."""
+    """Return a period of the report, with its saving if it can be compared with stock."""
     are_same = len(set(period.versions)) == 1
     return job_pb2.ReportPeriod(
         number=period.number,
@@ -232,7 +232,7 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
 
 
 def timeline_to_proto(measured: MeasuredTimeline) -> job_service_pb2.GetTimelineResponse:
-    """Return an iteration, each stage's computations in the order of their start."""
+    """Return an iteration, with each stage's computations in the order of their start."""
     timeline = measured.timeline
     response = job_service_pb2.GetTimelineResponse(
         iteration=timeline.iteration,
@@ -262,7 +262,7 @@ def _states_from_proto(numbers: Iterable[int], known: type[State]) -> frozenset[
     by_number: dict[int, State] = {NUMBERS[state]: state for state in known}
     for number in numbers:
         if number not in by_number:
-            raise InvalidFieldError(field="states", expected="states that are known", found=number)
+            raise InvalidFieldError(field="states", expected="known states", found=number)
     return frozenset(by_number[number] for number in numbers)
 
 

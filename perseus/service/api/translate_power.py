@@ -1,4 +1,4 @@
-"""Between the wire's power budgets and feeds, and the coordinator's values."""
+"""Translation between the contract's power budgets and feeds, and the coordinator's values."""
 
 from perseus.service.domain.messages import NUMBERS, time_from_proto, time_to_proto
 from perseus.service.domain.power import (
@@ -12,10 +12,10 @@ from perseus.v1 import power_service_pb2 as pb
 
 
 def wanted_from_proto(message: pb.SetBudgetRequest) -> BudgetRequest:
-    """Return the budget that is asked for, not yet checked.
+    """Return the requested budget, not yet checked.
 
     Raises:
-        InvalidFieldError: a time is none.
+        InvalidFieldError: a time is invalid.
     """
     amount = message.WhichOneof("amount")
     return BudgetRequest(
@@ -54,7 +54,7 @@ def budget_to_proto(record: BudgetRecord, now_s: float) -> pb.Budget:
 
 
 def feed_to_proto(feed: Feed, status: FeedStatus) -> pb.FeedState:
-    """Return how a feed stands."""
+    """Return a feed's state."""
     return pb.FeedState(
         feed=status.feed,
         reference_w=feed.reference_w,

@@ -1,6 +1,6 @@
-"""Between the wire's problems (schedules, profiles, frontiers, plans) and the solver's values.
+"""Translation of problems (schedules, profiles, frontiers, plans) between the contract and the solver.
 
-Jobs and agents need them, and so does a solve without a job.
+Jobs, agents and solves without a job use it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ from perseus.solver import (
 from perseus.v1 import computation_pb2, frontier_pb2
 
 MAX_SOLVED_CHOICE_COUNT = 2**23
-"""Computations times points: some 100 bytes each while they are made, and 25 in the answer of the worker."""
+"""Computations times points: about 100 bytes each while they are solved, and 25 in the worker's answer."""
 
 KIND_FROM_PROTO: dict[int, Kind] = {NUMBERS[kind]: kind for kind in Kind}
 _SCHEDULE_NAME_FROM_PROTO: dict[int, ScheduleName] = {NUMBERS[name]: name for name in ScheduleName}
@@ -60,7 +60,7 @@ def kind_from_proto(number: int, field: str) -> Kind:
 
 
 def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
-    """Return how the schedule is given.
+    """Return the specification of a schedule.
 
     Raises:
         InvalidFieldError: it is missing, or has an unknown name or kind.
@@ -74,7 +74,7 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
                 )
             return NamedSchedule(name, message.named.microbatch_count, message.named.chunk_count)
         case "explicit":
-            # Millions of them fit into a message: none is looked at before there are few enough.
+            # Millions of them fit into a message, so their numbers are checked first.
             stages, paths = message.explicit.stages, message.explicit.paths
             check_size("schedule.explicit.stages", len(stages), MAX_STAGE_COUNT)
             check_size("schedule.explicit.paths", len(paths), MAX_COMPUTATION_COUNT)
@@ -114,10 +114,10 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
 
 
 def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
-    """Return a problem. All its transfers share a lag, and FIXED computations of a stage and chunk a time.
+    """Return a problem, with one lag for all transfers and one time for a stage and chunk's FIXED work.
 
     Raises:
-        PipelineError: its transfers have different lags, or there are extra ones.
+        PipelineError: its transfers have different lags, or it has extra lags.
     """
     message = frontier_pb2.PipelineProblem(
         schedule=schedule_to_proto(problem.schedule.orders, problem.schedule.paths),
@@ -147,7 +147,7 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
 def check_problem_size(
     message: frontier_pb2.PipelineProblem, point_count: int, max_computations: int
 ) -> None:
-    """Refuse a problem that is too large to be solved while somebody waits.
+    """Refuse a problem that is too large to be solved while a client waits.
 
     Raises:
         InvalidFieldError: names the field.
@@ -161,7 +161,7 @@ def check_problem_size(
         computation_count = spec.max_computations(message.stage_count)
     else:
         field = "problem.schedule.explicit.stages"
-        # Millions of them fit into a message, too many to count what is in each.
+        # Millions of stages fit into a message, too many to count the computations of each.
         check_size(field, len(schedule.explicit.stages), MAX_STAGE_COUNT)
         computation_count = sum(len(stage.computations) for stage in schedule.explicit.stages)
     if computation_count > max_computations:
@@ -177,7 +177,7 @@ def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
     """Return a problem, checked.
 
     Raises:
-        InvalidFieldError: a part is missing, there twice or out of range.
+        InvalidFieldError: a part is missing, repeated or out of range.
         SolverError: the solver refuses it.
     """
     return pipeline_from_proto(message, *profiles_from_proto(message))
@@ -189,7 +189,7 @@ def profiles_from_proto(
     """Return a problem's profiles, and the time of FIXED computations in s by (stage, chunk).
 
     Raises:
-        InvalidFieldError: a part is there twice or out of range.
+        InvalidFieldError: a part is repeated or out of range.
         ProfileError: the solver refuses a measurement.
     """
     check_size("profiles", len(message.profiles), MAX_PROFILE_COUNT)
@@ -233,7 +233,7 @@ def pipeline_from_proto(
     profiles: Mapping[ProfileKey, tuple[Measurement, ...]],
     fixed_s: Mapping[tuple[int, int], float],
 ) -> Pipeline:
-    """Return a problem, checked, with profiles that were read from it.
+    """Return a problem, checked, with the profiles that were read from it.
 
     Raises:
         InvalidFieldError: a part is missing or out of range.
@@ -256,7 +256,7 @@ def pipeline_from_proto(
 
 
 def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
-    """Return a frontier, with all that a plan for another iteration time follows from."""
+    """Return a frontier, with all that is needed for a plan of another iteration time."""
     return frontier_pb2.Frontier(
         problem=problem_to_proto(frontier.pipeline),
         baseline=frontier_pb2.IterationCost(

@@ -112,7 +112,7 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize("way", SENT)
+@pytest.mark.parametrize("path", SENT)
 async def test_what_an_agent_says_with_such_a_text_is_refused_by_itself(path: Path_, tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         for text in HOSTILE:

@@ -48,7 +48,7 @@ def test_a_token_is_made_used_and_revoked(environment: Mapping[str, str], tmp_pa
     assert "token 'dash' is revoked" in ended.stderr
     again = perseus(environment, "tokens", "create", "dash", "--scope=reader")
     assert again.exit_code == 2
-    assert "there is a token 'dash' already" in again.stderr
+    assert "token 'dash' already exists" in again.stderr
 
 
 def test_scripts_are_told_of_a_token_and_of_its_end(environment: Mapping[str, str], tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Plain values that all rooms of the service share. Pure; knows the solver's values and nobody else."""
+"""Plain values that all packages of the service share. Pure; imports only the solver's values."""

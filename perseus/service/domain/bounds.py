@@ -1,32 +1,32 @@
-"""What may come through the door: every number between bounds, every text of a length and printable.
+"""Bounds on inputs: every number has a range, every text a maximum length and printable characters.
 
-Wide, but finite. Bounds are there so that no sum, product or ratio of figures overflows, no counter leaves
-the 64 bits of the store, and no text fills the memory; they say nothing about what is plausible. The
-contract's comments repeat them (`protos/perseus/v1`). Energies and powers are of one rank's GPU, if nothing
-else is said; those of whole stages, and clocks, are the solver's.
+The bounds are wide, but finite. They ensure that no sum, product or ratio of figures overflows, no counter
+exceeds the 64 bits of the store, and no text fills the memory; they don't judge plausibility. The contract's
+comments repeat them (`protos/perseus/v1`). Energies and powers are of one rank's GPU unless noted otherwise;
+the solver has the bounds on clocks and on whole stages.
 """
 
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.solver import MAX_POWER_W, MAX_TIME_S
 
 MAX_COUNT = 2**53
-"""Iterations, versions, sequences and counts: whole numbers that doubles hold, too."""
+"""For iterations, versions, sequences and counts: integers that a double represents exactly."""
 
 MAX_DURATION_S = MAX_TIME_S
-"""Of an iteration, a computation or a set: eleven days."""
+"""For an iteration, a computation or the setting of a clock: eleven days."""
 MIN_DURATION_S = 1e-9
-"""Of what must take time."""
+"""For durations that can't be 0."""
 MAX_TOTAL_TIME_S = 1e10
-"""Of all iterations under a plan, or until a deadline: three centuries."""
+"""For all iterations under a plan, or until a deadline: three centuries."""
 MAX_RANK_ENERGY_J = 1e12
 MAX_RANK_POWER_W = 1e7
 MIN_POWER_W = 1e-3
-"""Of what draws power."""
+"""For powers that can't be 0."""
 MAX_PIPELINE_POWER_W = MAX_POWER_W
 MAX_SLOWDOWN_FACTOR = 1e6
 
 MIN_RELATIVE_WORK, MAX_RELATIVE_WORK = 1e-3, 1e3
-"""Of an iteration, relative to a typical one."""
+"""Bounds on an iteration's work, relative to a typical one."""
 
 MAX_CLOCK_COUNT = 1024
 """Clocks of one GPU; real ones have some 100."""
@@ -47,7 +47,7 @@ MAX_SENTENCE_LENGTH = 1024
 
 
 def check_range(field: str, value: float, minimum: float, maximum: float) -> None:
-    """Refuse a number that is not between two bounds, both included; NaN is not.
+    """Refuse a number outside an inclusive range; NaN is always outside.
 
     Raises:
         InvalidFieldError: names the field and the bounds.
@@ -67,10 +67,10 @@ def check_size(field: str, size: int, maximum: int) -> None:
 
 
 def check_text(field: str, text: str, minimum: int = 0, maximum: int = MAX_NAME_LENGTH) -> str:
-    """Return a text, if it has a number of characters between two bounds, all printable.
+    """Return a text after checking its length and that all its characters are printable.
 
     Raises:
-        InvalidFieldError: it has not.
+        InvalidFieldError: the check failed.
     """
     if not minimum <= len(text) <= maximum:
         raise InvalidFieldError(field=field, expected=f"{minimum} to {maximum} characters", found=len(text))
@@ -80,7 +80,7 @@ def check_text(field: str, text: str, minimum: int = 0, maximum: int = MAX_NAME_
 
 
 def check_ascii(field: str, text: str, minimum: int, maximum: int) -> None:
-    """Refuse an identifier of another length, or with characters other than printable ASCII.
+    """Refuse an identifier whose length is out of range, or with characters other than printable ASCII.
 
     Raises:
         InvalidFieldError: names the field.
@@ -94,7 +94,7 @@ def check_ascii(field: str, text: str, minimum: int, maximum: int) -> None:
 
 
 def between(minimum: float, maximum: float) -> str:
-    """Return bounds for an error's text."""
+    """Format a range for an error message."""
     return f"{_shown(minimum)} to {_shown(maximum)}"
 
 

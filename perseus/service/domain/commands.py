@@ -1,7 +1,7 @@
-"""What a job's state machine wants done, in this order: records stored, then the rest.
+"""Commands of a job's state machine. The shell stores the records first, then executes the rest.
 
-A record is stored before anything that follows from it leaves the coordinator: after a crash nobody holds a
-version or an acknowledgement that the database does not know.
+Nothing that depends on a record leaves the coordinator before the record is stored: after a crash, nobody
+holds a version or an acknowledgement that the database does not know.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from perseus.v1 import event_pb2, job_pb2
 
 @dataclass(frozen=True, slots=True)
 class AcceptRank:
-    """Tell the agent that its rank is served, and under which ceiling, if there is one."""
+    """Accept an agent's rank, and send its maximum clock, if there is one."""
 
     rank: Coordinates
     instance_id: str
@@ -26,7 +26,7 @@ class AcceptRank:
 
 @dataclass(frozen=True, slots=True)
 class SendMaxClock:
-    """Tell the agent that its rank has another ceiling, or none any more."""
+    """Send an agent another maximum clock for its rank, or lift it."""
 
     rank: Coordinates
     instance_id: str
@@ -44,10 +44,7 @@ class SendOffer:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRank:
-    """Tell the agent that its rank is served no longer, and why: it goes to stock, and asks again.
-
-    While there is a ceiling, that is stock up to it.
-    """
+    """Stop serving an agent's rank, for a reason: it goes to stock, up to `max_clock`, and joins again."""
 
     rank: Coordinates
     instance_id: str
@@ -64,9 +61,9 @@ class EndStream:
 
 @dataclass(frozen=True, slots=True)
 class FindProfile:
-    """Look for what is known of each stage's work; it comes back as ProfileFound, if there is anything.
+    """Look up known profiles of each stage's work. If there are any, the answer is ProfileFound.
 
-    `keys`: what identifies it, stage 0 first (`perseus.service.job.profiling.work_keys`).
+    `keys`: the works' keys, stage 0 first (`perseus.service.job.profiling.work_keys`).
     """
 
     keys: tuple[str, ...]
@@ -74,7 +71,7 @@ class FindProfile:
 
 @dataclass(frozen=True, slots=True)
 class SlowPlan:
-    """A plan whose iterations take longer than it promised, and the stock baseline to hold them against."""
+    """A plan whose iterations take longer than predicted, and the stock baseline to compare them with."""
 
     plan: Plan
     median_time_s: float
@@ -83,10 +80,10 @@ class SlowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Solve:
-    """Solve a problem; the answer comes back as Solved or SolveFailed, or as LagNotFound.
+    """Solve a problem; the answer is Solved, SolveFailed or LagNotFound.
 
-    With a slow plan, the lag between stages that explains it is found first, and the problem solved with it.
-    Plans keep their clocks long enough for GPUs that take `set_latency_s` to set one.
+    With a slow plan, the lag between stages that explains it is found first, and used to solve the problem.
+    Plans hold each clock long enough for GPUs that take `set_latency_s` to set one.
     """
 
     problem: Pipeline
@@ -96,31 +93,31 @@ class Solve:
 
 @dataclass(frozen=True, slots=True)
 class Refine:
-    """Refine one plan of a frontier; the answer comes back as Refined or RefineFailed."""
+    """Refine one plan of a frontier; the answer is Refined or RefineFailed."""
 
     refinement: Refinement
 
 
 @dataclass(frozen=True, slots=True)
 class DropSolve:
-    """Do no more what is being solved or refined; if that is in time, it comes back as failed."""
+    """Cancel the solve or refinement in progress; if it is still running, its answer is a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Store an event, and tell it to whoever watches."""
+    """Store an event, and publish it to watchers."""
 
     event: event_pb2.JobEvent
 
 
 class ReportIteration(NamedTuple):
-    """Tell a finished iteration of a pipeline to whoever watches."""
+    """Publish a finished iteration of a pipeline to watchers."""
 
     summary: job_pb2.IterationSummary
 
 
 class Store(NamedTuple):
-    """Store a record; one of the same key is replaced."""
+    """Store a record in place of any of the same key."""
 
     record: Record
 

@@ -1,8 +1,8 @@
-"""What the coordinator refuses, and why.
+"""The coordinator's errors and refusals.
 
-Each error's text is its class's template filled with `metadata`: the changing values by name, cut where they
-are long: whoever sends a megabyte of nonsense gets a line back. Callers see its gRPC status code and its
-reason, which is the class's name (docs/errors.md has them all).
+An error's text is its class's template filled with `metadata`, the changing values by name. Long values are
+cut, so that a client that sends a megabyte of nonsense gets one line back. Callers see the gRPC status code
+and a reason, which is the class's name (docs/errors.md lists them all).
 """
 
 import re
@@ -13,13 +13,13 @@ _MAX_VALUE_LENGTH = 256
 
 
 def cut(value: object, maximum: int = _MAX_VALUE_LENGTH) -> str:
-    """Return a value as text of at most so many characters."""
+    """Return a value as text, cut to a maximum of characters."""
     text = str(value)
     return text if len(text) <= maximum else f"{text[: maximum - 1]}…"
 
 
 class ServiceError(Exception):
-    """Base of all errors here: a template, and the values that it is filled with."""
+    """Base of all errors here: a template and the values that fill it."""
 
     template: ClassVar[str]
 
@@ -33,8 +33,8 @@ class CoordinatorError(ServiceError):
 
     Attributes:
         code: the name of its gRPC status code.
-        reason: what programs know it by: JobNotFoundError is JOB_NOT_FOUND.
-        retry_delay_s: when the same request may be answered otherwise; None if it will not be.
+        reason: its stable identifier for programs: JobNotFoundError has JOB_NOT_FOUND.
+        retry_delay_s: after how long a retry may succeed; None if it will not.
     """
 
     code: ClassVar[str]
@@ -46,16 +46,16 @@ class CoordinatorError(ServiceError):
 
 
 class InvalidInputError(CoordinatorError):
-    """What arrived is not what the contract says.
+    """An input violates the contract.
 
     Attributes:
-        field: where, by its path from the message that it is in.
-        expected, found: what should be there, and what is.
+        field: the field's path within its message.
+        expected, found: the valid values, and the actual one.
     """
 
     code = "INVALID_ARGUMENT"
     parts: ClassVar[tuple[str, str, str]]
-    """Templates of the three."""
+    """Templates of `field`, `expected` and `found`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -73,7 +73,7 @@ class InvalidFieldError(InvalidInputError):
 
 
 class InvalidJobIdError(InvalidInputError):
-    """Not an identifier."""
+    """The job identifier is invalid."""
 
     parts = (
         "job_id",
@@ -112,11 +112,11 @@ class RankNotServedError(InvalidInputError):
 class TelemetryOutdatedError(InvalidInputError):
     """Telemetry of an earlier trainer of the rank."""
 
-    parts = ("sequence", "above {after_sequence}, where the rank's trainer begins", "{sequence}")
+    parts = ("sequence", "above {after_sequence}, the last of the rank's earlier trainer", "{sequence}")
 
 
 class UnknownMessageError(InvalidInputError):
-    """A message that is not known here: the sender speaks a newer protocol, say."""
+    """The coordinator does not know the message: its sender may use a newer protocol."""
 
     code = "UNIMPLEMENTED"
     parts = ("{field_numbers}", "a message of protocol version {protocol_version}", "field {field_numbers}")
@@ -129,13 +129,13 @@ class EmptyMessageError(InvalidInputError):
 
 
 class MalformedMessageError(InvalidInputError):
-    """No protocol buffer of its kind."""
+    """The bytes are not a protocol buffer of the expected type."""
 
-    parts = ("message", "a protocol buffer of its kind", "{cause}")
+    parts = ("message", "a protocol buffer of the expected type", "{cause}")
 
 
 class UnknownCallError(CoordinatorError):
-    """A call that is not served over HTTP, or that there is not."""
+    """The call does not exist, or is not served over HTTP."""
 
     code = "UNIMPLEMENTED"
     template = "{rpc} is not served over HTTP"
@@ -148,30 +148,30 @@ class ProtocolError(CoordinatorError):
 
 
 class HelloExpectedError(ProtocolError):
-    """Something else came first."""
+    """The first message on the stream is not hello."""
 
     template = "Connect: expected hello as the first message, found {found}"
 
 
 class HelloRepeatedError(ProtocolError):
-    """Hello came twice."""
+    """The agent sent hello twice."""
 
     template = "Connect: expected hello once, found it again from instance {instance_id!r}"
 
 
 class JobNotFoundError(CoordinatorError):
-    """There is no such job."""
+    """The job does not exist."""
 
     code = "NOT_FOUND"
     template = "job {job_id!r} is not registered"
 
 
 class JobUnreadableError(CoordinatorError):
-    """What is stored of the job can't be read. It can be deleted."""
+    """The stored job can't be read. It can be deleted."""
 
     code = "DATA_LOSS"
     template = (
-        "job {job_id!r}: run {run_number} can't be read from the store, delete the job to go on: {cause}"
+        "job {job_id!r}: can't read run {run_number} from the store; delete the job to continue: {cause}"
     )
 
 
@@ -183,7 +183,7 @@ class RunNotFoundError(CoordinatorError):
 
 
 class JobAlreadyExistsError(CoordinatorError):
-    """Another specification has that identifier, and live ranks."""
+    """A job with that identifier, another specification and live ranks exists."""
 
     code = "ALREADY_EXISTS"
     template = (
@@ -206,14 +206,14 @@ class JobNotFinishedError(CoordinatorError):
 
 
 class JobQuarantinedError(CoordinatorError):
-    """A fault of the coordinator's own has put the job aside, at stock, until somebody resumes it."""
+    """The job is quarantined at stock after a coordinator fault, until somebody resumes it."""
 
     code = "FAILED_PRECONDITION"
-    template = "job {job_id!r} is quarantined, at stock: {cause}; ResumeJob begins anew from what is stored"
+    template = "job {job_id!r} is quarantined, at stock: {cause}; ResumeJob restarts it from its stored state"
 
 
 class JobNotSolvedError(CoordinatorError):
-    """There is no frontier yet."""
+    """The job has no frontier yet."""
 
     code = "FAILED_PRECONDITION"
     retry_delay_s = 1
@@ -221,11 +221,11 @@ class JobNotSolvedError(CoordinatorError):
 
 
 class TimelineNotReadyError(CoordinatorError):
-    """No whole iteration has been seen yet."""
+    """No complete iteration has been reported yet."""
 
     code = "FAILED_PRECONDITION"
     retry_delay_s = 1
-    template = "job {job_id!r}: no whole iteration of pipeline {pipeline} has been seen yet"
+    template = "job {job_id!r}: no complete iteration of pipeline {pipeline} has been reported yet"
 
 
 class RankAlreadyServedError(CoordinatorError):
@@ -240,23 +240,23 @@ class RankAlreadyServedError(CoordinatorError):
 
 
 class GpuAlreadyServedError(CoordinatorError):
-    """Another rank is on the GPU, or its lease still runs."""
+    """Another rank runs on the GPU, or its lease still runs."""
 
     code = "FAILED_PRECONDITION"
     retry_delay_s = 1
     template = (
-        "GPU {gpu_uuid!r} is that of pipeline {pipeline}, stage {stage}, tensor {tensor} of job {job_id!r}: "
-        "a GPU runs one rank"
+        "GPU {gpu_uuid!r}: expected one rank per GPU, found pipeline {pipeline}, stage {stage}, "
+        "tensor {tensor} of job {job_id!r} on it"
     )
 
 
 class SpecMismatchError(CoordinatorError):
-    """The rank belongs to another specification than the job's run."""
+    """The rank belongs to a specification that the job's run was not registered with."""
 
     code = "FAILED_PRECONDITION"
     template = (
-        "pipeline {pipeline}, stage {stage}, tensor {tensor} belongs to specification {spec_fingerprint!r}, "
-        "with which run {run_number} of job {job_id!r} was not registered"
+        "pipeline {pipeline}, stage {stage}, tensor {tensor}: expected a specification that run {run_number} "
+        "of job {job_id!r} was registered with, found {spec_fingerprint!r}"
     )
 
 
@@ -268,11 +268,11 @@ class StreamReplacedError(CoordinatorError):
 
 
 class StateLostError(CoordinatorError):
-    """The coordinator's state is older than what an agent knows of it: everybody is to begin anew."""
+    """The coordinator has lost state that agents depend on; all agents must start over."""
 
     code = "UNAVAILABLE"
     retry_delay_s = 1
-    template = "the coordinator has lost state that it had acknowledged, and begins epoch {epoch}"
+    template = "the coordinator has lost acknowledged state and begins epoch {epoch}"
 
 
 class LeaseExpiredError(CoordinatorError):
@@ -284,27 +284,27 @@ class LeaseExpiredError(CoordinatorError):
 
 
 class ReaderTooSlowError(CoordinatorError):
-    """A stream's reader does not keep up."""
+    """The reader of a stream does not keep up."""
 
     code = "RESOURCE_EXHAUSTED"
     retry_delay_s = 1
-    template = "more than {limit} bytes wait to be read"
+    template = "more than {limit} unread bytes are queued"
 
 
 class LimitReachedError(CoordinatorError):
-    """Who calls would have more at once than one principal may."""
+    """The request would exceed a limit of its principal."""
 
     code = "RESOURCE_EXHAUSTED"
     retry_delay_s = 5
-    template = "{principal}: expected at most {limit} {what}, found {found} with this one"
+    template = "{principal}: expected at most {limit} {what}, found {found} including this one"
 
 
 class SolverBusyError(CoordinatorError):
-    """Too many problems wait to be solved."""
+    """Too many problems wait for the solver."""
 
     code = "RESOURCE_EXHAUSTED"
     retry_delay_s = 1
-    template = "{limit} problems wait to be solved already"
+    template = "{limit} problems are already waiting for the solver"
 
 
 class SolverCrashedError(CoordinatorError):
@@ -316,7 +316,7 @@ class SolverCrashedError(CoordinatorError):
 
 
 class SolverTimeoutError(CoordinatorError):
-    """Solving took longer than it may."""
+    """Solving exceeded its time limit."""
 
     code = "DEADLINE_EXCEEDED"
     template = "the solver was stopped: it took longer than {limit_s} s"
@@ -331,53 +331,53 @@ class DrainingError(CoordinatorError):
 
 
 class BudgetNotFoundError(CoordinatorError):
-    """There is no such power budget."""
+    """The power budget does not exist."""
 
     code = "NOT_FOUND"
     template = "there is no power budget {budget_id!r}"
 
 
 class FeedNotFoundError(CoordinatorError):
-    """There is no such feed."""
+    """The feed does not exist."""
 
     code = "NOT_FOUND"
     template = "there is no feed {feed!r}: expected one of {expected}"
 
 
 class TokenNotFoundError(CoordinatorError):
-    """There is no token of that name."""
+    """No token has that name."""
 
     code = "NOT_FOUND"
     template = "there is no token {name!r}"
 
 
 class TokenAlreadyExistsError(CoordinatorError):
-    """There is a token of that name, be it revoked or expired."""
+    """A token of that name exists, possibly revoked or expired."""
 
     code = "ALREADY_EXISTS"
-    template = "there is a token {name!r} already"
+    template = "token {name!r} already exists"
 
 
 class AuthenticationError(CoordinatorError):
-    """Nobody knows who calls."""
+    """The caller is not authenticated."""
 
     code = "UNAUTHENTICATED"
 
 
 class CredentialMissingError(AuthenticationError):
-    """No token, and no certificate whose identity stands for one."""
+    """The call has neither a token nor a client certificate with a grant."""
 
     template = "expected a token as metadata `authorization: Bearer …`, found none"
 
 
 class TokenUnknownError(AuthenticationError):
-    """The token is none of this coordinator's."""
+    """The coordinator does not know the token."""
 
-    template = "the token is none of this coordinator's"
+    template = "the coordinator does not know the token"
 
 
 class TokenExpiredError(AuthenticationError):
-    """The token's time is over."""
+    """The token has expired."""
 
     template = "token {name!r} has expired"
 
@@ -389,13 +389,13 @@ class TokenRevokedError(AuthenticationError):
 
 
 class ForbiddenError(CoordinatorError):
-    """Who calls is known, and may not do that."""
+    """The caller is authenticated but not authorized."""
 
     code = "PERMISSION_DENIED"
 
 
 class ScopeTooNarrowError(ForbiddenError):
-    """The call needs another scope than the caller has."""
+    """The call needs a scope that the caller does not have."""
 
     template = "{rpc}: expected scope {expected}, found {found} of {principal}"
 
@@ -413,44 +413,44 @@ class JobOutOfScopeError(ForbiddenError):
 
 
 class OwnerMismatchError(ForbiddenError):
-    """The job is another owner's."""
+    """The job belongs to another owner."""
 
-    template = "job {job_id!r} is another owner's than {owner!r}"
+    template = "job {job_id!r} does not belong to owner {owner!r}"
 
 
 class OriginMismatchError(ForbiddenError):
-    """Another site's page asks over HTTP, or nobody says whose it is."""
+    """An HTTP request comes from another site's page, or without an origin."""
 
     template = "expected the header Origin to be {expected}, found {found}"
 
 
 class HostUnknownError(ForbiddenError):
-    """The coordinator is asked over HTTP by a name that is none of its own: another site may have lent it."""
+    """An HTTP request uses a host name that is not the coordinator's, as in DNS rebinding."""
 
     template = "expected localhost, an address or a name in http_hosts as the header Host, found {found}"
 
 
 class InstanceServedError(ForbiddenError):
-    """The agent's instance is another credential's, and nothing shows that it is the same agent."""
+    """The agent instance belongs to another credential, and nothing proves that it is the same agent."""
 
-    template = "agent instance {instance_id!r} has come with another credential than {principal}"
+    template = "agent instance {instance_id!r} belongs to a credential other than {principal}"
 
 
 class InternalError(CoordinatorError):
-    """A fault of the coordinator's own; its log has the traceback."""
+    """The coordinator itself failed; its log has the traceback."""
 
     code = "INTERNAL"
     template = "the coordinator failed: {cause}"
 
 
 class StartupError(ServiceError):
-    """The coordinator can not start."""
+    """The coordinator cannot start."""
 
 
 class AddressUnavailableError(StartupError):
-    """Nothing can be bound at the address."""
+    """The address can't be bound."""
 
-    template = "can not listen on {address}: is another coordinator running there? ({cause})"
+    template = "cannot listen on {address}: is another coordinator running there? ({cause})"
 
 
 class CertificatesUnusableError(StartupError):
@@ -466,24 +466,24 @@ class TokenFileUnusableError(StartupError):
 
 
 class SignalUnusableError(StartupError):
-    """A signal can't be read as it is set; the cause says why."""
+    """A signal's source is configured wrongly; the cause says how."""
 
     template = "signals.{signal}: {cause}"
 
 
 class DatabaseUnavailableError(StartupError):
-    """The database can not be opened."""
+    """The database cannot be opened."""
 
-    template = "can not open the database {database}: {cause}"
+    template = "cannot open the database {database}: {cause}"
 
 
 class RecordingUnreadableError(ServiceError):
-    """A recorded run is of another version, or none at all."""
+    """A recorded run has another version, or the file is not a recorded run."""
 
-    template = "can not read the recorded run: expected {expected}, found {found}"
+    template = "cannot read the recorded run: expected {expected}, found {found}"
 
 
 class StoreFailedError(ServiceError):
-    """The database fails while the coordinator runs: nothing can be promised any more."""
+    """The database fails while the coordinator runs, which can then acknowledge nothing more."""
 
     template = "the database {database} failed: {cause}"

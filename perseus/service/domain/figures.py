@@ -1,4 +1,4 @@
-"""What is told of a run in numbers, as plain values; None is not known."""
+"""The published figures of a run, as plain values; None means unknown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from perseus.service.domain.stall import Stall
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Complete iterations since the coordinator began with the run, and the gaps before them.
+    """Complete iterations since the coordinator loaded the run, and the gaps before them.
 
     `time_s` is of the slowest rank, `energy_j` of all GPUs.
     """
@@ -21,7 +21,7 @@ class Totals:
     energy_j: float = 0.0
 
     def with_iteration(self, iteration: JobIteration) -> "Totals":
-        """Return them with one more."""
+        """Return the totals with one more iteration."""
         return Totals(
             regular_count=self.regular_count + iteration.is_regular,
             irregular_count=self.irregular_count + (not iteration.is_regular),
@@ -35,14 +35,15 @@ class RunFigures:
     """A run's figures at one moment.
 
     Attributes:
-        stall: why it does not get on, if it does not.
+        stall: why it makes no progress; None if it does.
         latest: the latest complete iteration.
-        totals: of all of them.
-        period: what is measured under the clocks that are offered now, and `saving` that against stock.
-        promised_time_s: the iteration time that the plans promise.
-        straggler_time_s: T' of the slowest one.
-        switch_count: how often pipelines were given other plans.
-        saved_energy_j: against stock, since the coordinator began with the run.
+        totals: of all complete iterations.
+        period: the measurements under the clocks offered now.
+        saving: of that period against stock.
+        predicted_time_s: the iteration time that the plans predict.
+        straggler_time_s: T' of the slowest straggler.
+        switch_count: how often pipelines were switched to other plans.
+        saved_energy_j: against stock, since the coordinator loaded the run.
     """
 
     stall: Stall | None = None
@@ -58,14 +59,14 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class RankColumns:
-    """Ranks in a row, by pipeline, stage and tensor: parallel columns.
+    """Consecutive ranks, ordered by pipeline, stage and tensor, as parallel columns.
 
     Attributes:
-        state: whether they are served.
+        state: whether each is served.
         iteration: the highest that each reported.
-        clock_mhz: mean clock over the computations of its stage's latest iteration, by time; 0 at stock.
-        slowness: time that its stage computed in the job's latest whole iteration, over what its plan, or
-            without one the median of all pipelines, says.
+        clock_mhz: time-weighted mean clock of its stage's computations in the latest iteration; 0 at stock.
+        slowness: computation time of its stage in the job's latest complete iteration, over the time in its
+            plan, or without one over the median of all pipelines.
         power_w: mean power of its GPU in that iteration.
     """
 
@@ -77,7 +78,7 @@ class RankColumns:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Rank]) -> "RankColumns":
-        """Return ranks of which nothing is measured any more."""
+        """Return the columns of ranks without measurements."""
         nothing = (None,) * len(ranks)
         return cls(
             state=[rank.state for rank in ranks],
@@ -88,7 +89,7 @@ class RankColumns:
         )
 
     def cut(self, first_index: int, count: int) -> "RankColumns":
-        """Return so many ranks from one on; fewer where there are no more."""
+        """Return up to `count` ranks from an index on."""
         own = slice(first_index, first_index + count)
         return RankColumns(
             self.state[own], self.iteration[own], self.clock_mhz[own], self.slowness[own], self.power_w[own]

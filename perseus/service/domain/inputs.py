@@ -1,7 +1,6 @@
-"""What can happen to a job: the events that its state machine takes.
+"""Inputs of a job's state machine.
 
-Each is checked for form before it gets here (finite, in range); whether it fits the job is the machine's to
-say.
+The API checks their form (finite, in range) first; the state machine checks whether they fit the job.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class RankJoined:
     """An agent serves a rank. An empty epoch in force means stock without a plan.
 
     Telemetry up to `after_sequence` is of an earlier trainer. `spec_fingerprint`: the specification that the
-    trainer belongs to, empty if it says none.
+    trainer belongs to, empty if it gives none.
     """
 
     rank: Coordinates
@@ -53,7 +52,7 @@ class RankLeft:
 
 @dataclass(frozen=True, slots=True)
 class GpuErrorReported:
-    """A rank's GPU, or the way to it, refused or failed to do something. The rank may never have joined."""
+    """A rank's GPU or its driver refused or failed an operation. The rank may never have joined."""
 
     rank: Coordinates
     gpu_uuid: str
@@ -77,14 +76,14 @@ class AgentLeft:
 
 @dataclass(frozen=True, slots=True)
 class AgentHeard:
-    """A sign of life."""
+    """A heartbeat of an agent."""
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetryArrived:
-    """A batch that was not seen before."""
+    """A new batch of telemetry arrived."""
 
     rank: Coordinates
     instance_id: str
@@ -95,7 +94,7 @@ class TelemetryArrived:
 class OfferAnswered:
     """A rank accepted an offer (`refusal` is None) or refused it. `iteration` is the highest begun.
 
-    `refused_clocks_mhz`: those that its GPU does not have, where that is why.
+    `refused_clocks_mhz`: the clocks that its GPU does not have, if that is why.
     """
 
     rank: Coordinates
@@ -121,14 +120,14 @@ class PlanInForce:
 
 @dataclass(frozen=True, slots=True)
 class StragglerReported:
-    """Somebody says that a pipeline is slow."""
+    """A client reports that a pipeline is slow."""
 
     straggler: Straggler
 
 
 @dataclass(frozen=True, slots=True)
 class StragglerCleared:
-    """Somebody says that a pipeline is no longer slow."""
+    """A client reports that a pipeline is no longer slow."""
 
     pipeline: int
 
@@ -142,9 +141,9 @@ class PolicySet:
 
 @dataclass(frozen=True, slots=True)
 class BudgetTargetSet:
-    """A power budget makes iterations take this long, on the frontier's scale; None: none does any more.
+    """A power budget sets the target iteration time, on the frontier's scale; None lifts it.
 
-    `is_urgent`: within seconds, not from some iteration on.
+    `is_urgent`: within seconds, not from a start iteration on.
     """
 
     target_time_s: float | None
@@ -153,10 +152,10 @@ class BudgetTargetSet:
 
 @dataclass(frozen=True, slots=True)
 class SignalTargetSet:
-    """A signal says how long iterations are to take, on the frontier's scale; None: it slows nothing down.
+    """A signal sets the target iteration time, on the frontier's scale; None means no slowdown.
 
-    `rule`: what that is to keep; it counts only while the job's policy is it. `window`: the work, and the
-    time for it; another one than before begins with nothing done. `value`: the signal's, None if not known.
+    `rule`: the rule behind it; the input counts only while this is the job's policy. `window`: the work, and
+    the time for it; progress starts at 0 in a new window. `value`: the signal's value, None if unknown.
     """
 
     rule: SignalRule
@@ -168,19 +167,19 @@ class SignalTargetSet:
 
 @dataclass(frozen=True, slots=True)
 class MaxClockSet:
-    """A power budget wants no clock above this one where a GPU computes under no plan; None ends that.
+    """A power budget sets the maximum clock of GPUs that compute under no plan; None lifts it.
 
-    `outlasts_lease`: as of `Ceiling`.
+    `outlasts_lease`: as in `MaxClock`.
     """
 
     max_clock_mhz: int | None
     outlasts_lease: bool = False
 
     def to_max_clock(self) -> MaxClock | None:
-        """Return the ceiling, if there is one.
+        """Return the maximum clock, if there is one.
 
         Raises:
-            InvalidFieldError: it is no clock.
+            InvalidFieldError: it is out of range.
         """
         if self.max_clock_mhz is None:
             return None
@@ -190,73 +189,73 @@ class MaxClockSet:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAgain:
-    """Somebody registers the same specification again: the run goes on."""
+    """A client registered the same specification again: the run continues."""
 
     registration: Registration
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Another specification was registered, and no rank is live: the run ends; why."""
+    """Another specification was registered, and no rank is live: the run ends, for this reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class EpochRenewed:
-    """The coordinator has lost state, of which nobody knows how much: what it was is told by the epoch."""
+    """The coordinator has lost an unknown amount of state; the new epoch marks the loss."""
 
     epoch: str
 
 
 @dataclass(frozen=True, slots=True)
 class FinishRequested:
-    """Somebody ends the job."""
+    """A client ends the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequested:
-    """Somebody wants the job to go on from stock."""
+    """A client asks for the job to resume from stock."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineRequested:
-    """Somebody wants the stock baseline measured again; the same request comes once or often."""
+    """A client asks for another stock baseline; the same request may arrive several times."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileFound:
-    """The answer to FindProfile: what is known of the same work on the same GPUs, stage by stage."""
+    """The answer to FindProfile: known profiles of the same work on the same GPUs, stage by stage."""
 
     found: tuple[KnownProfile, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The frontier that was asked for."""
+    """The requested frontier."""
 
     frontier: Frontier
 
 
 @dataclass(frozen=True, slots=True)
 class SolveFailed:
-    """There will be no frontier; why."""
+    """The frontier could not be solved, for this cause."""
 
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
 class LagNotFound:
-    """No frontier explains the slow plan: there will be none."""
+    """No lag explains the slow plan, so there will be no frontier."""
 
     found: event_pb2.MeasurementsUnexplained
 
 
 @dataclass(frozen=True, slots=True)
 class SolveRetried:
-    """The solver's process died, `crash_count` by now over this problem; it goes on in `delay_s`."""
+    """The solver's process has died `crash_count` times on this problem; the next attempt is in `delay_s`."""
 
     cause: str
     crash_count: int
@@ -265,7 +264,7 @@ class SolveRetried:
 
 @dataclass(frozen=True, slots=True)
 class Refined:
-    """The plan that was asked for."""
+    """The requested plan."""
 
     refinement: Refinement
     plan: Plan
@@ -273,7 +272,7 @@ class Refined:
 
 @dataclass(frozen=True, slots=True)
 class RefineFailed:
-    """There will be no such plan; why."""
+    """The plan could not be refined, for this cause."""
 
     refinement: Refinement
     cause: str

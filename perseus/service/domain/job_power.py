@@ -1,4 +1,4 @@
-"""What a run of a job draws and can offer, as plain values: for budgets over many jobs."""
+"""A run's power and its operating points, as plain values: the input of budgets over many jobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from perseus.solver import Frontier
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PowerCurveBasis:
-    """What a planned run's powers and speeds are made from (`fleet.power.curve`).
+    """The basis of a planned run's powers and speeds (`fleet.power.curve`).
 
     Attributes:
         frontier: of one of its pipelines.
-        own_time_s: the iteration time that its policy gives it while no budget asks for less power.
-        slowdowns: of the pipelines that are stragglers, how many times longer everything takes.
-        overhead_s: what an iteration holds beyond computations.
+        own_time_s: the iteration time of its policy while no budget asks for less power.
+        slowdowns: by straggling pipeline, how many times longer everything takes.
+        overhead_s: the time in an iteration outside computations.
     """
 
     frontier: Frontier
@@ -24,7 +24,7 @@ class PowerCurveBasis:
     overhead_s: float
 
     def is_same(self, other: "PowerCurveBasis | None") -> bool:
-        """Whether it leads to the same curve."""
+        """Return whether it leads to the same curve."""
         return (
             other is not None
             and self.frontier is other.frontier
@@ -38,14 +38,14 @@ class JobPower:
     """A run's power at one moment.
 
     Attributes:
-        basis: of its curve; None while it has no plans, or they are not in use.
+        basis: of its power curve; None while it has no plans, or they are not in use.
         terms: what a budget may do to it.
-        pace_s: what a budget makes its iterations take now; None if none does.
-        power_w: mean over the latest complete iteration, with the gap before it; None if not known.
+        target_time_s: the iteration time that a budget asks for now; None if none does.
+        power_w: mean over the latest complete iteration, with the gap before it; None if unknown.
         iteration_time_s: of that iteration; 0 before the first.
-        is_changing: whether that iteration ran, in part at least, under other clocks than are offered now.
-        is_in_force: whether all ranks have what they are offered now.
-        placement_count: how often a rank came from another host, or with another GPU, than before.
+        is_changing: whether part of that iteration ran under clocks other than those offered now.
+        is_in_force: whether the clocks offered now are in force on all ranks.
+        placement_count: how often a rank joined from another host, or with another GPU, than before.
     """
 
     basis: PowerCurveBasis | None
@@ -59,4 +59,4 @@ class JobPower:
 
 
 NO_POWER = JobPower(None, BudgetTerms())
-"""Of a run that measures nothing."""
+"""The power of a run without measurements."""

@@ -1,4 +1,4 @@
-"""What a run that follows a signal wants and can do, as plain values: for whoever paces it."""
+"""The rule, progress and speeds of a run that follows a signal, as plain values: the input of its targets."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from perseus.solver import Frontier
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpeedCurveBasis:
-    """What a planned run's paces are made from (`fleet.pacing.curve`).
+    """The basis of a planned run's speed curve (`fleet.signal_targets.from_frontier`).
 
     Attributes:
         frontier: of one of its pipelines.
         full_time_s: the iteration time of no slowdown, on the frontier's scale.
-        overhead_s: what an iteration holds beyond computations.
+        overhead_s: the time in an iteration outside computations.
     """
 
     frontier: Frontier
@@ -21,7 +21,7 @@ class SpeedCurveBasis:
     overhead_s: float = 0.0
 
     def is_same(self, other: "SpeedCurveBasis | None") -> bool:
-        """Whether it leads to the same paces."""
+        """Return whether it leads to the same curve."""
         return (
             other is not None
             and self.frontier is other.frontier
@@ -34,9 +34,9 @@ class JobSignal:
     """A run that follows a signal, at one moment.
 
     Attributes:
-        rule: what its policy wants.
-        pacing: what it was told last, and how far it is; None before anything was.
-        basis: of its paces; None while it has no plans.
+        rule: of its policy.
+        signal_target: the latest target, and the progress; None before the first target.
+        basis: of its speed curve; None while it has no plans.
     """
 
     rule: SignalRule

@@ -1,4 +1,4 @@
-"""What the ledger is kept in: a run's energy by hours of UTC, each held against one stock baseline."""
+"""The ledger's values: a run's energy by UTC hour, each hour compared with one stock baseline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from perseus.service.domain.moments import standard_error
 
 HOUR_S = 3600.0
 NO_BASELINE = -1
-"""Stands for the baseline's number where there is none."""
+"""The baseline number that means no baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a kWh is assumed to cost, in the operator's currency, and to stand for in grams of CO2.
+    """The assumed price of a kWh, in the operator's currency, and its carbon intensity in grams of CO2.
 
-    None is not known.
+    None means unknown.
     """
 
     price_per_kwh: float | None = None
@@ -24,12 +24,12 @@ class Rates:
 UNKNOWN = Rates()
 
 RatesAt = Callable[[float], Rates]
-"""The rates at a time of the wall clock: constants or a series, that is not the ledger's to know."""
+"""Returns the rates at a time of the wall clock, whether they are constants or a series."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A stock baseline that iterations are held against: the report's period of that number.
+    """A stock baseline that iterations are compared with: the report's period of that number.
 
     `energy_j` is the mean energy of its iterations, `energy_m2` the sum of the squared deviations from it.
     """
@@ -47,22 +47,22 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class EnergySums:
-    """Sums over iterations of a whole job, with the gaps before them. Those of several hours add up.
+    """Sums over iterations of a whole job, with the gaps before them; sums of several hours can be added.
 
-    Energy is at stock, compared (under other clocks, held against a baseline) or uncompared; all together is
-    what was used. What ran at stock, or was no training iteration, is its own measure: it saves nothing.
+    Energy is at stock, compared (under other clocks, with a baseline) or uncompared; the three add up to the
+    energy used. Energy at stock, or outside training iterations, is its own reference: it saves nothing.
 
     Attributes:
-        iteration_count: those that all ranks have reported.
-        unmeasured_count: those that some rank never reported, or whose energy is not known of all GPUs.
+        iteration_count: iterations that all ranks have reported.
+        unmeasured_count: iterations that some rank never reported, or without the energy of all GPUs.
         time_s: of the slowest rank, with the gaps.
-        stock_energy_j: at stock, irregular, and in gaps.
+        stock_energy_j: at stock, in irregular iterations, and in gaps.
         uncompared_energy_j: under other clocks, without a baseline or not measured on all GPUs.
-        compared_count, compared_energy_j: held against the baseline.
-        energy_m2: of those under the same plans, the squared deviations from the mean under them.
-        freedom_count: how many independent deviations that are.
-        profiling_count, profiling_energy_j: of those compared, under the clocks that profiling held.
-        straggler_energy_j: of those compared, while a straggler was known.
+        compared_count, compared_energy_j: iterations compared with the baseline.
+        energy_m2: squared deviations of iterations from the mean under the same plans.
+        freedom_count: the number of independent deviations in `energy_m2`.
+        profiling_count, profiling_energy_j: compared iterations under clocks held for profiling.
+        straggler_energy_j: compared iterations while a straggler was known.
     """
 
     iteration_count: int = 0
@@ -86,7 +86,7 @@ class EnergySums:
 
 @dataclass(frozen=True, slots=True)
 class EnergyHour:
-    """What a run used in one hour while one baseline, or none, was there to be held against.
+    """A run's energy in one hour, compared with one baseline or none.
 
     `hour` counts from 1970-01-01T00:00Z; `rates` are those assumed in it.
     """
@@ -98,15 +98,15 @@ class EnergyHour:
 
     @property
     def baseline_number(self) -> int:
-        """The reference's, or NO_BASELINE."""
+        """The reference's number, or NO_BASELINE."""
         return NO_BASELINE if self.reference is None else self.reference.number
 
 
 @dataclass(frozen=True, slots=True)
 class EnergyGroup:
-    """Hours of one run, held against the same baseline at the same rates, added up.
+    """The sum of a run's hours with the same baseline and the same rates.
 
-    `deletion` is 0 for the job that has the name now; those of that name before it are numbered from 1.
+    `deletion` is 0 for the job that has the name now; deleted jobs of that name are numbered from 1.
     """
 
     job_id: str
@@ -121,7 +121,7 @@ class EnergyGroup:
 
 @dataclass(frozen=True, slots=True)
 class HourFilter:
-    """Which of the ledger is wanted; all by default. `first_hour` counts, `end_hour` does not any more."""
+    """Which hours to return; all by default. `first_hour` is inclusive, `end_hour` exclusive."""
 
     first_hour: int | None = None
     end_hour: int | None = None

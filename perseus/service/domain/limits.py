@@ -1,8 +1,9 @@
-"""What one principal may take of the coordinator: how much at once, how large, how often.
+"""Limits on one principal's use of the coordinator: how much at once, how large, how often.
 
-All agents of a cluster may come with one token, so limits on a principal are wide: above any cluster known.
-What a single stream may say is limited by itself. Whatever is beyond a limit is refused, with when to come
-again where time helps; what comes too often is not refused but waits, and flow control lets its sender wait.
+All agents of a cluster may share one token, so limits on a principal are wide: above any cluster known. Each
+stream has its own limit as well. The coordinator refuses a request beyond a limit, with a retry delay where
+time helps. It does not refuse messages that arrive too fast: they wait, and flow control makes their sender
+wait.
 """
 
 from typing import TYPE_CHECKING
@@ -11,21 +12,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perseus.service.domain.errors import InvalidFieldError
 
-if TYPE_CHECKING:  # settings are read where no solver is installed
+if TYPE_CHECKING:  # settings are also read where no solver is installed
     from perseus.service.domain.specification import JobSpec
 
 MAX_SETTING = 2**53
-"""What a double, a column and a field of the wire hold alike."""
+"""The largest integer that fits a double, a database column and a protobuf field alike."""
 
 ROWS_LIKE_A_MESSAGE = 1024
-"""So many rows of telemetry count as one message more."""
+"""Every so many rows of telemetry count as one more message."""
 
 
 class Limits(BaseModel):
-    """Of each principal, as the operator sets them.
+    """The limits of each principal, as the operator sets them.
 
-    Of the jobs' ranks and computations as they state them, a rank takes some 1.4 KB of memory, a computation
-    some 0.4 KB.
+    Each rank that a job declares takes some 1.4 KB of memory, each computation some 0.4 KB.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -46,7 +46,7 @@ class Limits(BaseModel):
         default=1_024,
         ge=1,
         le=MAX_SETTING,
-        description="Jobs that one principal has registered and that live, at most.",
+        description="Live jobs that one principal has registered, at most.",
     )
     limit_ranks: int = Field(
         default=524_288, ge=1, le=MAX_SETTING, description="Ranks of these jobs, at most."
@@ -61,11 +61,14 @@ class Limits(BaseModel):
         default=8,
         ge=1,
         le=MAX_SETTING,
-        description="Solves and plans that one principal may wait for at once, and listings of the "
-        "ledger likewise.",
+        description="Solves and plans that one principal may wait for at once, and likewise listings of the "
+        "ledger.",
     )
     limit_solve_computations: int = Field(
-        default=8_192, ge=1, le=65_536, description="Computations of a problem that a client has solved."
+        default=8_192,
+        ge=1,
+        le=65_536,
+        description="Computations of a problem that a client submits, at most.",
     )
     limit_batch_rows: int = Field(
         default=100_000, ge=1, le=1_000_000, description="Computations in one batch of telemetry, at most."
@@ -81,7 +84,7 @@ class Limits(BaseModel):
     )
 
     def check_job(self, spec: "JobSpec") -> None:
-        """Refuse a job that is beyond the limits by itself: waiting helps nothing.
+        """Refuse a job that exceeds the limits by itself, so that waiting can't help.
 
         Raises:
             InvalidFieldError: names the field.
@@ -106,11 +109,11 @@ class Limits(BaseModel):
 
 
 class TokenBucket:
-    """Lets so many messages a second through, and after a silence a second's worth at once. Pure.
+    """A rate limit on messages that allows a burst of one second's worth after a silence. Pure.
 
-    Nothing is ever turned away: what comes too early is told how long to wait, in the order in which it came,
-    and whoever comes next waits the longer. (A leaky bucket as a virtual schedule: the generic cell rate
-    algorithm, ITU-T I.371, with room for waiting.) The times are of any clock that never goes back, seconds.
+    It rejects nothing: it returns how long an early message must wait, in order of arrival, so that later
+    messages wait longer. (A leaky bucket as a virtual schedule: the generic cell rate algorithm, ITU-T I.371,
+    with a queue.) Times are seconds of any monotonic clock.
     """
 
     __slots__ = ("_burst_s", "_next_s", "_s_per_message")
@@ -118,11 +121,11 @@ class TokenBucket:
     def __init__(self, messages_per_s: float, burst_s: float = 1.0) -> None:
         self._s_per_message = 1.0 / messages_per_s
         self._burst_s = burst_s
-        # When the next message is due, if all were spread evenly.
+        # When the next message is due in an evenly spaced stream.
         self._next_s = float("-inf")
 
     def take(self, now_s: float, message_count: int = 1) -> float:
-        """Note messages; return how long they are to wait, 0 if not at all."""
+        """Count messages; return how long they must wait in seconds, 0 for no wait."""
         due_s = self._next_s
         if due_s < now_s:
             due_s = now_s

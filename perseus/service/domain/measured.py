@@ -1,4 +1,4 @@
-"""What was measured of a job, as values: profiles of stages, iterations, the report's periods, a timeline."""
+"""A job's measurements as values: profiles of stages, iterations, the report's periods, a timeline."""
 
 import math
 from bisect import bisect_left
@@ -18,7 +18,7 @@ StageKey = tuple[int, Kind]
 class StageProfile:
     """One stage at one clock, measured on all its ranks and merged. Energies and powers are the stage's.
 
-    The blocking power is None where no rank told what it is (it may hardly ever wait).
+    The blocking power is None if no rank reported it (a stage may hardly ever wait).
     """
 
     stage: int
@@ -30,7 +30,7 @@ class StageProfile:
 
 @dataclass(frozen=True, slots=True)
 class KnownProfile:
-    """What a run has measured of a stage's work, all its clocks; `stage` is the stage that asked for it."""
+    """A run's profiles of a stage's work at all its clocks; `stage` is the stage that asked for them."""
 
     stage: int
     profiles: tuple[StageProfile, ...]
@@ -40,15 +40,18 @@ class KnownProfile:
 
 @dataclass(frozen=True, slots=True)
 class JobIteration:
-    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan.
+    """One iteration of the whole job.
 
-    `skipped_count`: iterations between the one before and this that some rank never reported. The gap is what
-    lies between the one before and this: its time and what clocks can have added to it are those of the rank
-    with the most, its energy all GPUs'.
-
-    `is_at_stock`: all its ranks surely were at stock; `state`: for what the newest of its clocks were
-    offered. `unmeasured_rank_count`: ranks whose energy is not known, and in no figure here. `is_touched`:
-    clocks were changed while a rank was in the midst of it, so that it shows nothing.
+    Attributes:
+        versions: of each pipeline's plan; None if the stages of some pipeline ran different plans.
+        skipped_count: iterations since the previous one that some rank never reported.
+        gap_time_s: the gap since the previous iteration, of the rank with the longest.
+        gap_energy_j: of all GPUs in that gap.
+        gap_slowed_time_s: the most time that clocks can have added to that gap, of any rank.
+        is_at_stock: all its ranks were certainly at stock.
+        state: the job state in which the newest of its clocks were offered.
+        unmeasured_rank_count: ranks whose energy is unknown and missing from all figures here.
+        has_clock_change: clocks changed during the iteration of some rank, so that its figures mean nothing.
     """
 
     iteration: int
@@ -71,9 +74,9 @@ class JobIteration:
 class Period:
     """Consecutive iterations under the same plans: counts, means and sums of squared deviations.
 
-    What was reported first and last came at its start and end, on the wall clock. The gaps before them are no
-    part of iteration time and energy. Neither are irregular iterations, which have a count and a mean time
-    of their own.
+    Its first and last iteration were reported at its start and end time, on the wall clock. Iteration time
+    and energy exclude the gaps before iterations, and irregular iterations, which have their own count and
+    mean time.
     """
 
     number: int
@@ -96,7 +99,7 @@ class Period:
     irregular_count: int = 0
     irregular_time_s: float = 0.0
     latency_cost_percent: float = 0.0
-    """What the GPUs' set latency adds to the energy under these plans, by prediction."""
+    """Predicted energy that the GPUs' set latency adds under these plans."""
 
     @property
     def iteration_time_se_s(self) -> float:
@@ -128,7 +131,7 @@ class Period:
         mean_energy_j = self.energy_j + energy_step_j / count
         return replace(
             self,
-            # Trainers that go on from a checkpoint repeat iterations.
+            # Trainers that resume from a checkpoint repeat iterations.
             first_iteration=min(self.first_iteration, iteration.iteration),
             last_iteration=max(self.last_iteration, iteration.iteration),
             end_time_s=wall_time_s,
@@ -151,9 +154,9 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A period against a stock baseline, percent of the baseline's; None where a figure is not known.
+    """A period against a stock baseline, in percent of the baseline; None if a figure is unknown.
 
-    A standard error is not known where either has a single iteration, energies where none was measured.
+    Standard errors are unknown if either has a single iteration, energies if none was measured.
     """
 
     baseline_number: int
@@ -164,7 +167,7 @@ class Saving:
 
 
 def saving(period: Period, baseline: Period) -> Saving:
-    """Hold a period against a stock baseline."""
+    """Compare a period with a stock baseline."""
     slowdown = _relative(
         mean=period.iteration_time_s,
         se=period.iteration_time_se_s,
@@ -202,10 +205,10 @@ class Timeline:
 
 
 class Powers:
-    """What computations draw: the mean power of a stage's GPUs together, as profiled.
+    """The profiled mean power of computations, of a stage's GPUs together.
 
-    Between two measured clocks it is interpolated; beyond them the nearest counts. Stock counts as the
-    highest.
+    Power is interpolated between measured clocks; beyond them, the nearest applies. Stock counts as the
+    highest clock.
     """
 
     def __init__(self, profiles: Iterable[StageProfile]) -> None:
@@ -217,7 +220,7 @@ class Powers:
         self._known = {place: sorted(by_clock.items()) for place, by_clock in known.items()}
 
     def at(self, stage: int, key: StageKey, clock_mhz: int) -> float | None:
-        """Return the power at a clock, 0 for stock, watts; None where none was measured."""
+        """Return the power at a clock (0 for stock), watts; None if none was measured."""
         known = self._known.get((stage, key))
         if known is None:
             return None
@@ -232,9 +235,9 @@ class Powers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredTimeline:
-    """A pipeline's iteration, and what is known of the power that it took.
+    """A pipeline's iteration, and the known powers of its computations.
 
-    `blocking_power_w`: what each stage's GPUs together draw while they wait; empty before the job is solved.
+    `blocking_power_w`: the blocking power of each stage's GPUs together; empty before the job is solved.
     """
 
     pipeline: int
@@ -244,9 +247,10 @@ class MeasuredTimeline:
 
 
 def _relative(mean: float, se: float, reference: float, reference_se: float) -> tuple[float, float]:
-    """Return how much more a mean is than another, percent, and its standard error.
+    """Return by how many percent a mean exceeds a reference mean, and the standard error of that.
 
-    The error of a ratio of independent means to first order: both count, the other's by the ratio.
+    The error of a ratio of independent means, to first order: both contribute, the reference's times the
+    ratio.
     """
     ratio = mean / reference
     return 100 * (ratio - 1), 100 * math.hypot(se, ratio * reference_se) / reference

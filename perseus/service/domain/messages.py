@@ -1,6 +1,7 @@
-"""Values as the contract's messages: what the state machines announce, and the adapters answer.
+"""Conversions from values to the contract's messages, for the state machines' events and the API's responses.
 
-What comes in is checked by the adapters in `service/api`; only times are read here, beside their counterpart.
+The adapters in `service/api` convert and check incoming messages; only times are read here, next to their
+counterpart.
 """
 
 import enum
@@ -65,7 +66,7 @@ NUMBERS: Mapping[enum.Enum, Any] = {
     for members, contract in _CONTRACT.items()
     for member in members
 }
-"""The contract's number of each enumeration's member, found by its name."""
+"""The contract's number of each enumeration member, found by its name."""
 
 _MIN_TIME_S = -62_135_596_800
 _MAX_TIME_S = 253_402_300_799
@@ -80,10 +81,10 @@ def time_to_proto(time_s: float) -> Timestamp:
 
 
 def time_from_proto(field: str, message: Timestamp) -> float:
-    """Return a time.
+    """Return a time, seconds since 1970.
 
     Raises:
-        InvalidFieldError: it is none of the years 1 to 9999.
+        InvalidFieldError: it is outside the years 1 to 9999.
     """
     if not (_MIN_TIME_S <= message.seconds <= _MAX_TIME_S and 0 <= message.nanos < 1_000_000_000):
         found = f"{message.seconds} s and {message.nanos} ns"
@@ -92,7 +93,7 @@ def time_from_proto(field: str, message: Timestamp) -> float:
 
 
 def coordinates_to_proto(rank: Coordinates) -> rank_pb2.RankCoordinates:
-    """Return a rank's place."""
+    """Return a rank's coordinates."""
     return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
 
 
@@ -106,7 +107,7 @@ def parallelism_to_proto(counts: Parallelism) -> job_pb2.Parallelism:
 
 
 def cost_to_proto(cost: ProfilingCost) -> job_pb2.ProfilingCost:
-    """Return what profiling has taken."""
+    """Return the cost of profiling."""
     return job_pb2.ProfilingCost(
         iteration_count=cost.iteration_count,
         time_s=cost.time_s,
@@ -117,7 +118,7 @@ def cost_to_proto(cost: ProfilingCost) -> job_pb2.ProfilingCost:
 
 
 def signal_target_to_proto(signal_target: SignalTarget) -> job_pb2.SignalTarget:
-    """Return how a job runs by a signal."""
+    """Return how a job follows a signal."""
     return job_pb2.SignalTarget(
         state=NUMBERS[signal_target.state],
         start_time=time_to_proto(signal_target.window.begin_s),
@@ -157,7 +158,7 @@ def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
 
 
 def budget_to_proto(budget: ProfilingBudget) -> job_pb2.ProfilingBudget:
-    """Return what profiling may take."""
+    """Return the budget of profiling; an infinite figure becomes an absent field."""
 
     def limit(figure: float) -> float | None:
         return None if math.isinf(figure) else figure
@@ -172,7 +173,7 @@ def budget_to_proto(budget: ProfilingBudget) -> job_pb2.ProfilingBudget:
 
 
 def saving_to_proto(saving: Saving) -> job_pb2.Saving:
-    """Return what was saved against stock."""
+    """Return the saving against stock."""
     return job_pb2.Saving(
         baseline_period_number=saving.baseline_number,
         energy_percent=saving.energy_percent,
@@ -208,7 +209,7 @@ def order_to_proto(order: Iterable[Computation]) -> computation_pb2.StageOrder:
 
 
 def schedule_spec_to_proto(spec: ScheduleSpec) -> computation_pb2.Schedule:
-    """Return the schedule in the form in which it was given."""
+    """Return the schedule in the form in which it was registered."""
     if isinstance(spec, NamedSchedule):
         return computation_pb2.Schedule(
             named=computation_pb2.NamedSchedule(

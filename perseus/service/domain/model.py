@@ -1,6 +1,6 @@
-"""The words of a job's life: states, ranks and offers, as plain values.
+"""Job states, ranks and offers as plain values.
 
-They are what the state machine keeps, what the store writes down and what the adapters translate.
+The state machine keeps them, the store persists them and the adapters translate them.
 """
 
 import enum
@@ -14,7 +14,7 @@ from perseus.v1 import event_pb2
 
 
 class JobState(enum.Enum):
-    """The state of a job; `perseus.service.job.states` says how it moves."""
+    """The state of a job; `perseus.service.job.states` holds the transitions."""
 
     WAITING = "waiting"
     BASELINE = "baseline"
@@ -24,7 +24,7 @@ class JobState(enum.Enum):
     STOCK = "stock"
     FINISHED = "finished"
 
-    __hash__ = object.__hash__  # members are single; what an enumeration has costs ten times as much
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is ten times slower
 
 
 class RankState(enum.Enum):
@@ -36,7 +36,7 @@ class RankState(enum.Enum):
     LOST = "lost"
     FINISHED = "finished"
 
-    __hash__ = object.__hash__  # members are single; what an enumeration has costs ten times as much
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is ten times slower
 
 
 class RankLeftReason(enum.Enum):
@@ -59,7 +59,7 @@ class RefusalReason(enum.Enum):
 
 
 class GpuErrorReason(enum.Enum):
-    """What it was that went wrong with a GPU."""
+    """Why a GPU can't be used."""
 
     NOT_FOUND = "not found"
     DRIVER_FAILED = "driver failed"
@@ -71,19 +71,19 @@ class GpuErrorReason(enum.Enum):
 
 
 class FaultyPart(enum.Enum):
-    """What of a job the coordinator failed at."""
+    """The step at which the coordinator failed for a job."""
 
-    MACHINE = "taking an input"
+    MACHINE = "handling an input"
     SOLVING = "solving"
-    ACTION = "carrying out what follows from an input"
+    ACTION = "executing commands"
     VIEW = "showing the job"
-    STORED_STATE = "going on from what is stored"
-    STORING = "storing what follows from an input"
+    STORED_STATE = "restoring the stored state"
+    STORING = "storing records"
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its agent sees it; its clocks highest first. The power limit is 0 where it is not known.
+    """A GPU as its agent sees it, with its clocks highest first. A power limit of 0 means unknown.
 
     `power_profiles`: NVIDIA's workload power profiles in force, by NVML's numbers.
     """
@@ -97,10 +97,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class MaxClock:
-    """The highest clock of a job's GPUs while they compute under no plan, as a power budget wants it.
+    """The maximum clock that a power budget sets for a job's GPUs while they compute under no plan.
 
-    `outlasts_lease`: when the coordinator has been silent for the lease, plans and ceiling stay as they are;
-    else that ends at stock.
+    `outlasts_lease`: plans and the maximum clock stay in force when the lease expires in silence; otherwise
+    the GPUs go back to stock.
     """
 
     clock_mhz: int
@@ -109,7 +109,7 @@ class MaxClock:
 
 @dataclass(frozen=True, slots=True)
 class StockClocks:
-    """The GPU's own clocks, without Perseus; while there is a ceiling, none above it."""
+    """The GPU's own clocks, without Perseus, up to the maximum clock if there is one."""
 
     max_clock_mhz: int | None = None
 
@@ -118,12 +118,12 @@ class StockClocks:
 
 
 STOCK_MHZ = 0
-"""Stands for stock where others have a clock."""
+"""The clock value that means stock."""
 
 
 @dataclass(frozen=True, slots=True)
 class HoldClocks:
-    """One clock for all computations of a stage, or STOCK_MHZ, for each stage, for profiling."""
+    """One clock per stage, or STOCK_MHZ, for all computations of that stage; used for profiling."""
 
     clocks_mhz: tuple[int, ...]
 
@@ -134,11 +134,11 @@ class HoldClocks:
 
 @dataclass(frozen=True, slots=True)
 class PlannedClocks:
-    """A clock for each computation of the pipeline; STOCK_MHZ for those of a stage that stays at stock."""
+    """A clock for each computation of the pipeline; STOCK_MHZ throughout a stage that stays at stock."""
 
     plan: Plan
     latency_cost_percent: float = 0.0
-    """What the GPUs' set latency adds to the energy, by prediction."""
+    """Predicted energy that the GPUs' set latency adds."""
 
     def __str__(self) -> str:
         return f"plan of {self.plan.iteration_time_s:.6f} s"
@@ -149,9 +149,9 @@ STOCK = StockClocks()
 
 
 def stage_clocks(clocks: Clocks, stage: int) -> tuple[int, ...] | int:
-    """Return a stage's share, to compare: one for each of its computations, or one for all of them.
+    """Return a stage's clocks for comparison: one for each of its computations, or one for all of them.
 
-    Whatever sets no clock in the stage is STOCK_MHZ for all.
+    The result is STOCK_MHZ if no clock is set in the stage.
     """
     match clocks:
         case PlannedClocks(plan):
@@ -167,17 +167,17 @@ NO_VERSION = 0
 """The version of stock without a plan."""
 
 FOREIGN_VERSION = -1
-"""In force is a plan of another epoch: of a coordinator that has lost what it knew."""
+"""The plan in force is of another epoch: the coordinator has lost its state since."""
 
 LOST_VERSIONS = 2**20
-"""More versions of clocks than a lost part of the state can have used."""
+"""Upper bound on the versions of clocks that lost state can have used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A rank's share of its pipeline's clocks: whole, from the begin of the start iteration.
+    """A rank's share of its pipeline's clocks, in force from the beginning of the start iteration.
 
-    `is_urgent`: at once, whatever the start iteration is.
+    `is_urgent`: in force at once, regardless of the start iteration.
     """
 
     version: int
@@ -188,9 +188,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class PipelineOffer:
-    """Clocks for one pipeline. `stage_versions`: when each stage got the share that it has.
+    """Clocks for one pipeline. `stage_versions`: the version that gave each stage its current share.
 
-    `is_urgent`: at once, whatever the start iteration is. It is not stored.
+    `is_urgent`: in force at once, regardless of the start iteration. It is not stored.
     """
 
     stage_versions: tuple[int, ...]
@@ -200,22 +200,26 @@ class PipelineOffer:
 
     @property
     def version(self) -> int:
-        """That of the pipeline's clocks: its latest stage's."""
+        """The version of the pipeline's clocks: the latest of its stages'."""
         return max(self.stage_versions)
 
     def to_stage(self, stage: int) -> Offer:
-        """What the ranks of a stage are offered."""
+        """Return the offer to the ranks of a stage."""
         return Offer(self.stage_versions[stage], self.start_iteration, self.clocks, self.is_urgent)
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank: who serves it, what it was offered and what it says is in force.
+    """One rank: the agent that serves it, the clocks offered to it and the clocks that it reports in force.
 
-    `iteration` is the highest that it reported, -1 if none. `in_force_version` may be FOREIGN_VERSION.
-    `clocks`: how well they follow the plan, as reported last. What its agent refused for good: some clocks
-    (`refused_clocks_mhz`), or all but stock. `capped_clock_mhz`: the highest that it is taken to reach, 0 if
-    nothing is known to hold it; `clock_event_reasons`: what held it in its latest iteration, as NVML's bits.
+    Attributes:
+        in_force_version: may be FOREIGN_VERSION.
+        iteration: the highest that it reported, -1 if none.
+        clocks: how well its clocks follow the plan, as reported last.
+        refused_clocks_mhz: clocks that its agent refused for good.
+        is_stock_only: whether its agent refused everything but stock for good.
+        capped_clock_mhz: the highest clock that it is assumed to reach, 0 if no cap is known.
+        clock_event_reasons: why its clock was capped in its latest iteration, as NVML's bits.
     """
 
     coordinates: Coordinates
@@ -233,7 +237,7 @@ class Rank:
     clock_event_reasons: int = 0
 
     def at(self, iteration: int, clock_event_reasons: int) -> "Rank":
-        """Return the rank at another iteration: every batch has one, and `replace` looks at every field."""
+        """Return the rank at another iteration; faster than `replace`, as this runs for every batch."""
         return Rank(
             self.coordinates,
             self.state,
@@ -252,16 +256,16 @@ class Rank:
 
     @property
     def has_refused(self) -> bool:
-        """Whether there is something that it does without."""
+        """Whether its agent has refused any clocks for good."""
         return self.is_stock_only or bool(self.refused_clocks_mhz)
 
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """Which events are wanted; all by default.
+    """Which events to return; all by default.
 
     Attributes:
-        types: of these types only; of all if empty.
+        types: only these types; all if empty.
         start_time_s: at or after this time.
         end_time_s: before this time.
     """
@@ -276,9 +280,9 @@ ALL_EVENTS = EventFilter()
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A pipeline that is slow: its measured iteration time, or its factor of T_min.
+    """A slow pipeline: its measured iteration time, or its factor of T_min.
 
-    Somebody reported it, or it was detected in the telemetry.
+    A client reported it, or the coordinator detected it in the telemetry.
     """
 
     pipeline: int
@@ -294,9 +298,9 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class StockIteration:
-    """An iteration at stock: time of the slowest pipeline, energy of all GPUs (0 where it is not known).
+    """An iteration at stock: time of the slowest pipeline, energy of all GPUs (0 if unknown).
 
-    `gap_time_s`: the usual time until the next begins; None where it is not known.
+    `gap_time_s`: the usual time until the next iteration begins; None if unknown.
     """
 
     time_s: float
@@ -305,7 +309,7 @@ class StockIteration:
 
 
 class NoSlowdownBasis(enum.Enum):
-    """What says how long an iteration takes that is not slower than stock."""
+    """The source of the iteration time that counts as no slowdown."""
 
     ALL_MAX = "all-max, as planned with"
     BASELINE = "measured baseline"
@@ -313,7 +317,7 @@ class NoSlowdownBasis(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class NoSlowdown:
-    """The longest iteration time, on the frontier's scale, that is no slowdown, and what says so."""
+    """The longest iteration time, on the frontier's scale, that counts as no slowdown, and its source."""
 
     time_s: float
     basis: NoSlowdownBasis
@@ -321,7 +325,7 @@ class NoSlowdown:
 
 @dataclass(frozen=True, slots=True)
 class RankFilter:
-    """Which ranks are meant: in one of these states (all if empty), of this pipeline, of this stage."""
+    """Which ranks to return: in one of these states (all if empty), of this pipeline, of this stage."""
 
     states: frozenset[RankState] = frozenset()
     pipeline: int | None = None

@@ -1,4 +1,4 @@
-"""Power budgets as values: feeds, the limits on them, and what was asked for by whom."""
+"""Power budgets as values: feeds, their limits, and the requests that set them."""
 
 import enum
 import hashlib
@@ -13,24 +13,24 @@ MAX_IDENTIFIER_LENGTH = 128
 MAX_TIME_S = 1e11
 """Since 1970: three thousand years."""
 MAX_FEED_POWER_W = 1e12
-"""Of all that is on a feed, or a job: more than all data centres draw."""
+"""Upper bound on the power of a feed or job: more than all data centres draw."""
 MIN_RAMP_W_PER_S = 1e-3
 MAX_PERCENT = 1000
 
 DEFAULT_FEED = "default"
-"""What a rank is on whose host is on none of the feeds that are configured."""
+"""The feed of ranks whose host is on no configured feed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """A supply.
+    """An electrical supply.
 
     Attributes:
-        name: by which ranks are on it.
-        reference_w: what percentages are of; None if no budget may be given in percent.
-        ramp_down_w_per_s, ramp_up_w_per_s: how fast the ceiling may move; jobs' plans are apart by steps,
-            so power follows it in steps.
-        limit_w: what it bears: a limit that is always in force; None if nothing is said.
+        name: its identifier.
+        reference_w: the power that percentages refer to; None if budgets can't be given in percent.
+        ramp_down_w_per_s, ramp_up_w_per_s: how fast the power cap may move; jobs' plans are discrete, so
+            power follows it in steps.
+        limit_w: its rating, a limit that is always in force; None if unspecified.
         default_w: the limit while no budget is in force; None for none.
 
     Raises:
@@ -61,10 +61,10 @@ class Budget:
     Attributes:
         budget_id: its identifier; the same one again replaces it.
         feed: the feed's name.
-        limit_w: the most that may be drawn on average.
+        limit_w: the highest mean power allowed.
         start_s, end_s: seconds since 1970; in force from the start until before the end, or for good.
-        correlation_id: what whoever asked calls it.
-        ramp_w_per_s: how fast the ceiling falls to it, if that is slower than the feed's ramp; None for that.
+        correlation_id: the requester's own identifier for it.
+        ramp_w_per_s: how fast the power cap falls to it, if slower than the feed's ramp; None for the feed's.
 
     Raises:
         InvalidFieldError: a figure is out of range, or the end is not after the start.
@@ -93,16 +93,16 @@ class Budget:
                 raise InvalidFieldError(field="end_s", expected=expected, found=f"{self.end_s:g}")
 
     def is_in_force(self, now_s: float) -> bool:
-        """Whether it limits its feed at that time."""
+        """Return whether it limits its feed at a time."""
         return self.start_s <= now_s and not self.is_over(now_s)
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it will not limit its feed any more."""
+        """Return whether it has ended by a time."""
         return self.end_s is not None and now_s >= self.end_s
 
 
 def check_budget_id(budget_id: str) -> str:
-    """Return what identifies a budget, if it does.
+    """Return a budget's identifier after checking it.
 
     Raises:
         InvalidFieldError: it is empty, too long or not of printable ASCII characters.
@@ -112,10 +112,10 @@ def check_budget_id(budget_id: str) -> str:
 
 
 def percent_of_reference_w(feed: Feed, percent: float) -> float:
-    """Return a limit that is given in percent of the feed's reference.
+    """Convert a limit in percent of the feed's reference to watts.
 
     Raises:
-        InvalidFieldError: it is none, or the feed has no reference.
+        InvalidFieldError: the percentage is out of range, or the feed has no reference.
     """
     check_range("percent", percent, 0, MAX_PERCENT)
     if feed.reference_w is None:
@@ -125,7 +125,7 @@ def percent_of_reference_w(feed: Feed, percent: float) -> float:
 
 
 class BudgetStage(enum.Enum):
-    """Where a budget is in its life."""
+    """The stage of a budget's life cycle."""
 
     SCHEDULED = "scheduled"
     IN_FORCE = "in force"
@@ -135,14 +135,14 @@ class BudgetStage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BudgetRecord:
-    """A budget as it was accepted: what is stored of it, and shown.
+    """A budget as it was accepted, stored and shown.
 
     Attributes:
-        budget: what is enforced.
-        request_id: of the request that set it last; the same request again changes nothing.
+        budget: the enforced budget.
+        request_id: of the request that set it last; repeating that request changes nothing.
         principal: who set it.
         set_time_s: when, on the wall clock.
-        percent: of the feed's reference then, if it was given so.
+        percent: the limit in percent of the feed's reference at that time, if it was given in percent.
         cancel_time_s: when it was cancelled; None if it was not.
     """
 
@@ -155,15 +155,15 @@ class BudgetRecord:
 
     @property
     def over_time_s(self) -> float | None:
-        """From when on it limits nothing any more; None if that is not known."""
+        """When it stops limiting its feed; None if unknown."""
         return self.cancel_time_s if self.cancel_time_s is not None else self.budget.end_s
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it limits nothing any more; one that was cancelled never does, whatever the time is."""
+        """Return whether it has ended by a time or was cancelled."""
         return self.cancel_time_s is not None or self.budget.is_over(now_s)
 
     def stage(self, now_s: float) -> BudgetStage:
-        """Return where it is in its life."""
+        """Return its stage at a time."""
         if self.cancel_time_s is not None:
             return BudgetStage.CANCELLED
         if self.budget.is_over(now_s):
@@ -173,13 +173,13 @@ class BudgetRecord:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableBudget:
-    """A budget that was accepted, and can't be read any more.
+    """An accepted budget whose stored form can't be read.
 
     Attributes:
         budget_id: its identifier.
-        over_time_s: from when on it limits nothing any more; None if that is not known.
-        feed, limit_w: as far as they can be read.
-        problem: why the rest can't be.
+        over_time_s: when it stops limiting its feed; None if unknown.
+        feed, limit_w: its feed and limit; None if unreadable.
+        problem: why it can't be read.
     """
 
     budget_id: str
@@ -189,7 +189,7 @@ class UnreadableBudget:
     problem: str
 
     def in_its_place(self, feeds: Collection[str]) -> list[Budget]:
-        """Return budgets that limit no less than it did: to 0 W, and on all feeds, where it is not known."""
+        """Return budgets at least as strict: of 0 W if its limit is unknown, on all feeds if its feed is."""
         limit_w = self.limit_w if self.limit_w is not None and 0 <= self.limit_w <= MAX_FEED_POWER_W else 0.0
         is_known = self.over_time_s is not None and 0 < self.over_time_s <= MAX_TIME_S
         names = [self.feed] if self.feed is not None and self.feed in feeds else sorted(feeds)
@@ -206,9 +206,9 @@ class UnreadableBudget:
 
 @dataclass(frozen=True, slots=True)
 class BudgetRequest:
-    """A budget as it is asked for: a limit in watts, or in percent of its feed's reference.
+    """A requested budget: a limit in watts, or in percent of its feed's reference.
 
-    Times are on the wall clock; without a start it is now.
+    Times are on the wall clock; without a start, it starts now.
     """
 
     budget_id: str
@@ -224,22 +224,22 @@ class BudgetRequest:
 
 @dataclass(frozen=True, slots=True)
 class FeedStatus:
-    """How a feed stands; said whenever anything but its powers changes.
+    """The status of a feed, published whenever anything but its powers changes.
 
     Attributes:
         feed: its name.
         limit_w: the lowest limit in force; None if there is none.
-        in_transition: its ceiling is still on its way, or was a few seconds ago.
-        is_compliant: the limit is kept by plans and as measured, or may not be judged yet.
-        to_pause: jobs that would have to be paused for it to be kept.
+        in_transition: its power cap is still moving, or was a few seconds ago.
+        is_compliant: plans and measurements keep the limit, or it can't be judged yet.
+        to_pause: jobs that would have to be paused to keep the limit.
         beyond_tolerance: jobs on it whose fastest plan is slower than their owners allow.
         measured_w: mean over the longer of a minute and three iterations.
-        managed_w: the part of planned jobs, as expected.
-        unmanaged_w: what jobs without plans, and GPUs that are in no job, drew lately.
-        ceiling_w: what may be drawn now; None if there is no limit.
-        held: jobs on it that a budget holds back.
+        managed_w: the expected power of planned jobs.
+        unmanaged_w: the recent power of jobs without plans and of GPUs in no job.
+        power_cap_w: the power that may be drawn now; None if there is no limit.
+        held: jobs on it that a budget slows down.
         judged_w: mean over the last ten seconds in which the limit had to be kept; None if there are none.
-        doubtful_gpu_count: GPUs of which agents say what can't be, or contradict each other.
+        conflicting_gpu_count: GPUs with conflicting readings.
     """
 
     feed: str

@@ -1,4 +1,4 @@
-"""What an agent says that its node's GPUs draw: one message a second, not one per rank."""
+"""An agent's report of the power that its node's GPUs draw: one message a second, not one per rank."""
 
 import re
 from collections.abc import Mapping
@@ -78,16 +78,19 @@ BOARD_POWERS_W: Mapping[str, float] = {
     "MI350X": 1000,
     "MI355X": 1400,
 }
-"""The highest power limit that boards of a model have, by NVIDIA's and AMD's data sheets, watts."""
+"""The highest power limit of any board of a model, from NVIDIA's and AMD's data sheets, watts."""
 
 _UNKNOWN_BOARD_W = 2000.0
 _EXCESS = 1.25
-"""Boards regulate their power over some tenths of a second, and are above their limit in between."""
+"""Boards regulate their power over some tenths of a second and exceed their limit in between."""
 
 
-@lru_cache(1024)  # asked for every GPU, every second
+@lru_cache(1024)  # called for every GPU, every second
 def max_power_w(model: str) -> float:
-    """Return what no GPU of a model draws more than, as NVML or AMD SMI names it: whatever its agent says."""
+    """Return the most power that a GPU can draw, by its model's name in NVML or AMD SMI, watts.
+
+    The coordinator trusts no reading above it.
+    """
     words = re.split(r"[^A-Z0-9]+", model.upper())
     return _EXCESS * next(
         (BOARD_POWERS_W[word] for word in words if word in BOARD_POWERS_W), _UNKNOWN_BOARD_W

@@ -1,10 +1,10 @@
-"""Who speaks to the coordinator, and what they may do.
+"""Principals, their grants, and tokens.
 
-Whoever calls is a principal: by a bearer token, or by the certificate of mutual TLS where the configuration
-says what its identity may do. What a principal may do is its grant: a scope, and for agents the jobs.
+Every caller is a principal. It authenticates with a bearer token, or with a client certificate (mutual TLS)
+whose identity the configuration grants something. Its grant is a scope and, for agents, the jobs and hosts.
 
-A token is 256 random bits behind a prefix that makes it known for what it is, in a log or a repository. What
-is kept of it is its SHA-256: a slow hash protects secrets that can be guessed, and 256 random bits can't.
+A token is 256 random bits behind a prefix that scanners of logs and repositories recognise. Only its SHA-256
+is kept: a slow hash protects secrets that can be guessed, and 256 random bits can't.
 """
 
 import enum
@@ -27,7 +27,7 @@ from perseus.service.domain.errors import (
 
 TOKEN_PREFIX = "perseus_"
 TOKEN_BYTES = 32
-"""Random ones, written as base64url after the prefix."""
+"""Random bytes, encoded as base64url after the prefix."""
 
 MAX_PATTERN_COUNT = 64
 
@@ -37,7 +37,7 @@ _HOST_PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,253}")
 
 
 class Scope(enum.Enum):
-    """What kind of calls a principal may make; `perseus.service.api.rpc_scopes` says which these are."""
+    """Which calls a principal may make; `perseus.service.api.rpc_scopes` assigns calls to scopes."""
 
     AGENT = "agent"
     OPERATOR = "operator"
@@ -47,13 +47,13 @@ class Scope(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a principal may do.
+    """The rights of a principal.
 
     Attributes:
-        scope: what kind of calls.
-        job_patterns: of an agent, the identifiers of the jobs that it may speak for; `*` and `?` stand for
-            any characters, and for one.
-        host_patterns: of an agent, the names of the hosts that it may run on; any if there are none.
+        scope: which calls it may make.
+        job_patterns: of an agent, the identifiers of the jobs that it may speak for; `*` matches any
+            characters, `?` exactly one.
+        host_patterns: of an agent, the names of the hosts that it may run on; any host if empty.
     """
 
     scope: Scope
@@ -61,7 +61,7 @@ class Grant:
     host_patterns: tuple[str, ...] = ()
 
     def check(self) -> "Grant":
-        """Return it, if it can be.
+        """Return it after checking it.
 
         Raises:
             InvalidFieldError: names the field.
@@ -87,10 +87,10 @@ class Grant:
 
     @classmethod
     def parse(cls, text: str) -> "Grant":
-        """Return what a text such as `operator`, `agent:llama-*,opt-1` or `agent:*@node-17` says.
+        """Parse a text such as `operator`, `agent:llama-*,opt-1` or `agent:*@node-17`.
 
         Raises:
-            InvalidFieldError: it is none.
+            InvalidFieldError: it is not a grant.
         """
         scope, _, patterns = text.partition(":")
         jobs, has_hosts, hosts = patterns.partition("@")
@@ -101,17 +101,17 @@ class Grant:
                 tuple(hosts.split(",")) if has_hosts else (),
             ).check()
         except ValueError:
-            expected = "operator, reader, grid or agent:JOB,JOB…, and @HOST,HOST… behind for some hosts"
+            expected = "operator, reader, grid or agent:JOB,JOB…, optionally followed by @HOST,HOST…"
             raise InvalidFieldError(field="scope", expected=expected, found=repr(text)) from None
 
     def covers(self, job_id: str) -> bool:
-        """Whether it lets a principal speak for a job."""
+        """Return whether it lets a principal speak for a job."""
         if self.scope is Scope.AGENT:
             return any(fnmatchcase(job_id, pattern) for pattern in self.job_patterns)
         return self.scope is Scope.OPERATOR
 
     def names_host(self, hostname: str) -> bool:
-        """Whether it is of that host, among a few; not if it lets a principal run on any."""
+        """Return whether its patterns match a host; False if it has none and so allows any."""
         return any(fnmatchcase(hostname, pattern) for pattern in self.host_patterns)
 
 
@@ -124,7 +124,7 @@ def _check_patterns(field: str, patterns: Collection[str], kind: re.Pattern[str]
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls. `token_name` is that of the token, `certificate_name` what the certificate is for; or ""."""
+    """A caller. `token_name` is its token's name, `certificate_name` its certificate's identity; or ""."""
 
     name: str
     grant: Grant
@@ -132,7 +132,7 @@ class Principal:
     certificate_name: str = ""
 
     def check_job(self, job_id: str) -> None:
-        """Refuse to let it speak for a job that it may not speak for.
+        """Check that it may speak for a job.
 
         Raises:
             JobOutOfScopeError: it may not.
@@ -141,7 +141,7 @@ class Principal:
             raise JobOutOfScopeError(principal=self.name, job_id=job_id)
 
     def check_host(self, hostname: str) -> None:
-        """Refuse to let it run on a host that it may not run on.
+        """Check that it may run on a host.
 
         Raises:
             HostOutOfScopeError: it may not.
@@ -150,7 +150,7 @@ class Principal:
             raise HostOutOfScopeError(principal=self.name, hostname=hostname)
 
     def vouches_for(self, hostname: str) -> bool:
-        """Whether it may speak for a host's GPUs, also for those that run no rank of it."""
+        """Return whether it may report all of a host's GPUs, including those that run no rank of its own."""
         return (
             self.grant.scope is Scope.OPERATOR
             or self.grant.names_host(hostname)
@@ -159,12 +159,12 @@ class Principal:
 
 
 ANYBODY = Principal("anybody", Grant(Scope.OPERATOR))
-"""Everybody, where nobody has to say who they are."""
+"""Every caller, where no authentication is configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token, which is not the token itself. Times are of the wall clock, seconds."""
+    """The record of a token, without its secret. Times are of the wall clock, seconds."""
 
     name: str
     digest: str
@@ -174,10 +174,10 @@ class Token:
     revoke_time_s: float | None = None
 
     def check_valid(self, now_s: float) -> None:
-        """Refuse it if it is no longer good for anything.
+        """Check that it is neither revoked nor expired.
 
         Raises:
-            TokenRevokedError, TokenExpiredError: why.
+            TokenRevokedError, TokenExpiredError: it is.
         """
         if self.revoke_time_s is not None:
             raise TokenRevokedError(name=self.name)
@@ -186,15 +186,15 @@ class Token:
 
     @property
     def principal(self) -> Principal:
-        """Who shows it."""
+        """The principal that authenticates with it."""
         return Principal(f"token {self.name}", self.grant, self.name)
 
 
 def check_token_name(name: str) -> str:
-    """Return a token's name, if it is one.
+    """Return a token's name after checking it.
 
     Raises:
-        InvalidFieldError: it is none.
+        InvalidFieldError: it is invalid.
     """
     if not _NAME.fullmatch(name):
         expected = "1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit"
@@ -203,12 +203,12 @@ def check_token_name(name: str) -> str:
 
 
 def digest_of(secret: str) -> str:
-    """Return what is kept of a token."""
+    """Return the digest under which a token is stored."""
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 
 class TokenRegistry:
-    """All tokens, by name and by what is kept of them."""
+    """All tokens, by name and by digest."""
 
     def __init__(self, tokens: Iterable[Token] = ()) -> None:
         self._by_name: dict[str, Token] = {}
@@ -218,22 +218,22 @@ class TokenRegistry:
 
     @property
     def tokens(self) -> Collection[Token]:
-        """All of them, revoked and expired ones too, by name."""
+        """All tokens in the order of their names, including revoked and expired ones."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def get(self, name: str) -> Token | None:
-        """The token of that name."""
+        """Return the token of that name, if there is one."""
         return self._by_name.get(name)
 
     def put(self, token: Token) -> None:
-        """Take a token, in place of the one that has its name."""
+        """Add a token, in place of the one that has its name."""
         if (before := self._by_name.get(token.name)) is not None:
             self._by_digest.pop(before.digest, None)
         self._by_name[token.name] = token
         self._by_digest[token.digest] = token
 
     def find(self, secret: str, now_s: float) -> Token:
-        """Return the token that somebody shows, if it is valid.
+        """Return the token of a secret, if it is valid.
 
         Raises:
             TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not.
@@ -241,10 +241,10 @@ class TokenRegistry:
         return self.find_digest(digest_of(secret), now_s)
 
     def find_digest(self, digest: str, now_s: float) -> Token:
-        """Return the token of which this is kept, if it is valid.
+        """Return the token of a digest, if it is valid.
 
-        How long looking up a digest takes tells of the digest, which nobody can choose; the comparison that
-        counts takes the same time whatever differs.
+        The lookup's timing reveals something about the digest, which a caller can't choose; the final
+        comparison takes constant time.
 
         Raises:
             TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not.

@@ -1,4 +1,4 @@
-"""What profiling may take and has taken, and the clocks that could not be measured, as plain values."""
+"""The budget and cost of profiling, and the clocks that could not be measured, as plain values."""
 
 import enum
 import math
@@ -19,13 +19,13 @@ class ClockGivenUpReason(enum.Enum):
 _SENTENCES = {
     ClockGivenUpReason.NO_ESTIMATE: "sent no energy estimate",
     ClockGivenUpReason.INCOMPLETE_ESTIMATE: "sent an energy estimate that lacks computations or iterations",
-    ClockGivenUpReason.NO_ENERGY: "says that computations cost no energy",
+    ClockGivenUpReason.NO_ENERGY: "reported that computations cost no energy",
     ClockGivenUpReason.DISTURBED: "every pipeline was slowed by a straggler, a power cap or heat",
 }
 
 
 class ProfilingLimit(enum.Enum):
-    """What of the budget is used up; the value is its unit."""
+    """A limit of the profiling budget; the value is its unit."""
 
     ITERATION_COUNT = "iterations"
     TIME = "s"
@@ -37,7 +37,7 @@ class ProfilingLimit(enum.Enum):
 class GivenUpClock:
     """A clock that a stage could not be measured at.
 
-    `rank` is the first, in order, that the reason holds for; None with DISTURBED.
+    `rank` is the first rank that the reason applies to; None with DISTURBED.
     """
 
     stage: int
@@ -52,14 +52,14 @@ class GivenUpClock:
 
 @dataclass(frozen=True, slots=True)
 class ProfilingCost:
-    """What the iterations under held clocks took, of the whole job.
+    """The cost of the iterations under held clocks, for the whole job.
 
     Attributes:
         iteration_count: how many there were.
         time_s: how long they took.
-        extra_time_s: how much longer than the stock baseline, each that was longer.
+        extra_time_s: the time by which iterations exceeded the stock baseline, where they did.
         energy_j: their energy.
-        extra_energy_j: how much more energy than as many at stock; below 0 where it was less.
+        extra_energy_j: their energy minus that of as many iterations at stock; may be negative.
     """
 
     iteration_count: int = 0
@@ -71,7 +71,7 @@ class ProfilingCost:
 
 @dataclass(frozen=True, slots=True)
 class ProfilingBudget:
-    """What profiling may take: each figure as in ProfilingCost, infinite for no limit."""
+    """Limits on profiling: each figure as in ProfilingCost, infinite for no limit."""
 
     iteration_count: float = math.inf
     time_s: float = math.inf
@@ -79,7 +79,7 @@ class ProfilingBudget:
     extra_energy_j: float = math.inf
 
     def limit_of(self, limit: ProfilingLimit) -> float:
-        """Return the figure that a limit is about."""
+        """Return the budget's figure for a limit."""
         return {
             ProfilingLimit.ITERATION_COUNT: self.iteration_count,
             ProfilingLimit.TIME: self.time_s,
@@ -88,7 +88,7 @@ class ProfilingBudget:
         }[limit]
 
     def used(self, cost: ProfilingCost, limit: ProfilingLimit) -> float:
-        """Return what is used of the figure that a limit is about."""
+        """Return how much of a limit is used."""
         return {
             ProfilingLimit.ITERATION_COUNT: cost.iteration_count,
             ProfilingLimit.TIME: cost.time_s,
@@ -97,7 +97,7 @@ class ProfilingBudget:
         }[limit]
 
     def used_up(self, cost: ProfilingCost) -> ProfilingLimit | None:
-        """Return what is used up, if anything is."""
+        """Return the first limit that is used up, if any."""
         return next(
             (limit for limit in ProfilingLimit if self.used(cost, limit) >= self.limit_of(limit)), None
         )
@@ -105,13 +105,12 @@ class ProfilingBudget:
 
 @dataclass(frozen=True, slots=True)
 class ProfilingProgress:
-    """How far profiling is.
+    """Progress of profiling.
 
     Attributes:
-        tried_clock_count: clocks tried so far of the stage with the most, those given up included.
-        max_clock_count: as many are tried of a stage at most.
-        remaining_s: until it is over at the latest, if rounds take what they took until now; None before the
-            first has ended.
+        tried_clock_count: clocks tried so far for the stage with the most, including those given up.
+        max_clock_count: the most clocks that are tried for any stage.
+        remaining_s: the most time left, if rounds go on taking as long as before; None during the first.
     """
 
     tried_clock_count: int

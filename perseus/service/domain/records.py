@@ -1,4 +1,4 @@
-"""What is stored of a job: each record replaces an older one of the same key."""
+"""The stored records of a job: each replaces an older one of the same key."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -24,27 +24,28 @@ from perseus.v1 import job_pb2
 
 @dataclass(slots=True)
 class JobRecord:
-    """What a run knows of itself and must not forget: its parts change it in place, and a copy is stored.
+    """The durable state of a run: its parts change it in place, and the store keeps a copy.
 
     Attributes:
         policy: the operating policy in force.
-        state: where the job stands.
-        state_reason: why it is there; one sentence.
+        state: the job's state.
+        state_reason: why it is in that state; one sentence.
         version: the highest version of clocks used so far.
-        baseline: what an iteration takes at stock; None until that is measured.
-        is_profile_complete: whether what is measured is enough to plan on.
-        stragglers: which pipelines are slow, by pipeline.
-        lag_s: how long a transfer between stages takes, as far as plans have shown; 0 before.
-        profiling_cost: what profiling has taken so far, since it was begun or renewed.
+        baseline: an iteration at stock; None until it is measured.
+        is_profile_complete: whether there are enough measurements to plan on.
+        stragglers: the slow pipelines, in order.
+        lag_s: how long a transfer between stages takes, as inferred from plans; 0 before that.
+        profiling_cost: the cost of profiling since it began or was renewed.
         given_up_clocks: the clocks that could not be measured, in the order in which they were given up.
-        stall: what was told last of why the job does not get on; None once it does.
+        stall: the stall that was reported last; None once the job makes progress.
         finish_time_s: when it finished, on the wall clock; None if it has not.
         baseline_request_ids: the latest requests to measure the baseline again.
-        broken_promise_count: promises of plans that were broken and not made up for.
-        set_latency_s: of the GPUs, as plans are made with it; 0 before it is known.
-        pace_s: what a power budget makes iterations take, on the frontier's scale; None if none does.
-        ceiling: the highest clock where nothing is planned, as a budget ordered it last; None without one.
-        pacing: how the job runs by a signal; None where its policy follows none, or nothing was told yet.
+        prediction_violation_count: violated predictions that no better plan has made up for.
+        set_latency_s: the GPUs' set latency that plans assume; 0 before it is known.
+        budget_target_time_s: the iteration time that a power budget asks for, on the frontier's scale; None
+            without one.
+        max_clock: the maximum clock without a plan, as a budget set it last; None without one.
+        signal_target: how the job follows a signal; None if its policy follows none, or before the first.
     """
 
     policy: OperatingPolicy
@@ -73,7 +74,7 @@ class JobRecord:
 
 
 MAX_REQUEST_IDS = 64
-"""So many of the latest requests are known; an older one counts as new."""
+"""How many of the latest requests are remembered; an older one counts as new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,39 +85,39 @@ class Registrations:
 
     @property
     def owner(self) -> str:
-        """Whose the run is, as an agent's kernel said; "" if it was registered without an agent."""
+        """The run's owner, from the kernel of the agent's node; "" if it was registered without an agent."""
         return self.registrations[-1].owner if self.registrations else ""
 
     @property
     def principal(self) -> str:
-        """Among whose jobs the run counts; "" if among nobody's."""
+        """The principal whose limits the run counts against; "" if none."""
         return self.registrations[-1].principal if self.registrations else ""
 
     @property
     def labels(self) -> tuple[tuple[str, str], ...]:
-        """What the run is to whoever runs it, as was said last."""
+        """The user's labels of the run, from the latest registration."""
         return self.registrations[-1].labels if self.registrations else ()
 
     def is_owner(self, owner: str) -> bool:
-        """Whether the run may be theirs; one who is not known, "", may be anybody."""
+        """Whether the run may belong to an owner; an unknown owner, "", matches any."""
         return owner in ("", self.owner) or not self.owner
 
     def with_newest(self, newest: Registration) -> "Registrations":
-        """Return these with one more; it is there once."""
+        """Return these with one more, without duplicates."""
         others = (some for some in self.registrations if some != newest)
         return Registrations((*others, newest)[-MAX_REQUEST_IDS:])
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """The run has ended and none of its ranks is served any more: it is shown like this from now on."""
+    """The final view of a run that has ended and whose ranks are no longer served."""
 
     job: job_pb2.Job
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledWork:
-    """A stage's work is profiled well enough to be planned on, and may be of use to others under its key."""
+    """A stage's work is profiled well enough to plan on; other jobs may adopt it under its key."""
 
     stage: int
     key: str
@@ -124,7 +125,7 @@ class ProfiledWork:
 
 @dataclass(frozen=True, slots=True)
 class OfferRecord:
-    """The offer that a pipeline has now."""
+    """A pipeline's current offer."""
 
     pipeline: int
     offer: PipelineOffer
@@ -132,7 +133,7 @@ class OfferRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IterationRows:
-    """A rank's rows of iterations; those up to `closed_through` are in the periods and no longer needed."""
+    """A rank's rows of iterations. The periods include those up to `closed_through`; they may be dropped."""
 
     rank: Coordinates
     rows: IterationColumns
@@ -146,12 +147,12 @@ class ForgetIterations:
 
 @dataclass(frozen=True, slots=True)
 class ForgetProfile:
-    """What was profiled is of other work, or of other GPUs: nobody knows it any more."""
+    """The stored profile is of other work or other GPUs: delete it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedInputs:
-    """What a run was given until the coordinator failed at it, as a document (`job.recording`)."""
+    """The inputs of a run until the coordinator failed for it, as a document (`job.recording`)."""
 
     document: str
 
@@ -174,7 +175,7 @@ Record = (
 
 
 def record_key(record: Record) -> Hashable:
-    """Return what a record is about: a later one of the same key replaces it. Rows add up instead."""
+    """Return a record's key: a later record of the same key replaces it. Iteration rows add up instead."""
     match record:
         case IterationRows():  # first: nearly all records are
             return id(record)
@@ -206,9 +207,9 @@ def record_key(record: Record) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """What the store knows of a run of a job: all that a machine needs to go on after a restart.
+    """Everything that a state machine needs to resume a run after a restart.
 
-    Of the ledger that is the latest hour, None if there is none.
+    `latest_hour`: the ledger's latest hour, None if there is none.
     """
 
     spec: JobSpec
@@ -227,7 +228,7 @@ class StoredJob:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableJob:
-    """A run of a job that is stored, but can't be read; `cause` is one line for people."""
+    """A stored run that can't be read; `cause` is one line for people."""
 
     job_id: str
     run_number: int

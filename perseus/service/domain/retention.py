@@ -1,4 +1,4 @@
-"""How long what has ended is kept, and what is due to go."""
+"""How long records of the past are kept, and which are due for deletion."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,11 @@ DAY_S = 86_400.0
 
 
 class Retention(BaseModel):
-    """What is kept: by age, and by number.
+    """Retention by age and by number.
 
-    The last event of a run always stays. Runs that have ended are archived: only the report, the
-    specification and the profiles that other jobs adopt stay of them. The ledger's hours are kept whatever
-    became of their jobs.
+    The last event of a run is always kept. A run that ended is archived later: only its report, its
+    specification and the profiles that other jobs adopt are kept. The ledger's hours are kept even if their
+    job is deleted.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -24,56 +24,56 @@ class Retention(BaseModel):
         default=100_000, ge=1, le=MAX_SETTING, description="Events kept of each run, at most."
     )
     keep_finished_days: float = Field(
-        default=90.0, gt=0, le=36_500, description="Days before only the report is left of a run that ended."
+        default=90.0, gt=0, le=36_500, description="Days until a run that ended is reduced to its report."
     )
     keep_finished_count: int = Field(
         default=1_000,
         ge=0,
         le=MAX_SETTING,
-        description="Runs that ended and of which more is kept than the report, at most.",
+        description="Runs that ended and are kept in full, at most.",
     )
     keep_telemetry_days: float = Field(
-        default=30.0, gt=0, le=36_500, description="Days that it is known what telemetry an agent has sent."
+        default=30.0, gt=0, le=36_500, description="Days that the position in an agent's telemetry is kept."
     )
     keep_telemetry_count: int = Field(
-        default=100_000, ge=1, le=MAX_SETTING, description="Agents of which that is known, at most."
+        default=100_000, ge=1, le=MAX_SETTING, description="Agents whose position is kept, at most."
     )
     keep_ledger_days: float = Field(
         default=1_100.0,
         gt=0,
         le=36_500,
-        description="Days that the ledger is kept, of ended and deleted jobs, too.",
+        description="Days that the ledger is kept, including ended and deleted jobs.",
     )
     keep_budgets_days: float = Field(
-        default=90.0, gt=0, le=36_500, description="Days that power budgets are kept that have ended."
+        default=90.0, gt=0, le=36_500, description="Days that power budgets are kept after their end."
     )
     keep_budget_count: int = Field(
-        default=10_000, ge=1, le=MAX_SETTING, description="Power budgets kept that have ended, at most."
+        default=10_000, ge=1, le=MAX_SETTING, description="Power budgets kept after their end, at most."
     )
 
     @property
     def event_age_s(self) -> float:
-        """How long events are kept."""
+        """How long events are kept, seconds."""
         return self.keep_events_days * DAY_S
 
     @property
     def telemetry_age_s(self) -> float:
-        """How long it is known how far the telemetry of an agent was taken."""
+        """How long the position in an agent's telemetry is kept, seconds."""
         return self.keep_telemetry_days * DAY_S
 
     @property
     def ledger_age_s(self) -> float:
-        """How long the ledger's hours are kept."""
+        """How long the ledger's hours are kept, seconds."""
         return self.keep_ledger_days * DAY_S
 
     def is_run_due(self, finish_time_s: float, later_count: int, now_s: float) -> bool:
-        """Tell whether a run is to be archived; `later_count` runs have finished after it."""
+        """Return whether to archive a run; `later_count` runs have finished after it."""
         return (
             finish_time_s < now_s - self.keep_finished_days * DAY_S or later_count >= self.keep_finished_count
         )
 
     def budgets_due(self, over_times_s: Mapping[str, float], now_s: float) -> list[str]:
-        """Return which of the power budgets that were over at these times are to go."""
+        """Return the power budgets to delete, given when each ended."""
         latest_first = sorted(over_times_s, key=lambda budget_id: -over_times_s[budget_id])
         return [
             budget_id
@@ -83,5 +83,5 @@ class Retention(BaseModel):
         ]
 
     def first_event_kept(self, last_sequence: int) -> int:
-        """Return the lowest sequence that a run may keep by number, its last one being this."""
+        """Return the lowest event sequence to keep, given the last one."""
         return max(1, last_sequence - max(1, self.keep_event_count) + 1)

@@ -1,4 +1,4 @@
-"""Signals of carbon and price: what a job may want of them, and how far it is with that."""
+"""Signals of carbon intensity and price: a job's rule, and its progress under that rule."""
 
 import enum
 import math
@@ -19,17 +19,17 @@ MAX_HORIZON_S = 366 * 24 * HOUR_S
 
 
 class SignalKind(enum.Enum):
-    """What a signal tells of a kilowatt-hour."""
+    """What a signal measures, per kilowatt-hour."""
 
     CARBON = "carbon"
     """gCO2."""
     PRICE = "price"
-    """Of the operator's currency."""
+    """The operator's currency."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraTime:
-    """So much more time than at full speed, over one horizon after the other."""
+    """Extra time relative to full speed, over consecutive horizons."""
 
     percent: float
     horizon_s: float
@@ -37,7 +37,7 @@ class ExtraTime:
 
 @dataclass(frozen=True, slots=True)
 class WorkUntil:
-    """So many iterations until a time of the wall clock."""
+    """A number of iterations until a time of the wall clock."""
 
     iteration_count: int
     end_s: float
@@ -45,7 +45,7 @@ class WorkUntil:
 
 @dataclass(frozen=True, slots=True)
 class SignalRule:
-    """Least signal × energy in the time that there is: one of the two."""
+    """Minimise signal × energy within the available time: one of `extra_time` and `work_until`."""
 
     kind: SignalKind
     extra_time: ExtraTime | None = None
@@ -60,7 +60,7 @@ class SignalRule:
         return f"{what} within {self.extra_time.percent:g} % more time over {self.extra_time.horizon_s:g} s"
 
     def check(self) -> None:
-        """Refuse figures that can't be.
+        """Refuse impossible figures.
 
         Raises:
             InvalidFieldError: names the figure.
@@ -85,8 +85,8 @@ class WorkWindow:
     """Work to be done from a time of the wall clock until another one.
 
     Attributes:
-        begin_s: since 1970, from when it counts.
-        end_s: until when the work is to be done.
+        begin_s: when it begins, since 1970.
+        end_s: when the work must be done.
         iteration_count: the work.
 
     Raises:
@@ -99,7 +99,7 @@ class WorkWindow:
 
     @classmethod
     def within_extra_time(cls, begin_s: float, extra_time: ExtraTime, full_speed: float) -> "WorkWindow":
-        """Return the window in which is done what takes so much less at full speed, iterations per second."""
+        """Return a window of one horizon, whose work leaves the extra time at full speed (iterations/s)."""
         work = full_speed * extra_time.horizon_s / (1 + extra_time.percent / 100)
         return cls(begin_s, begin_s + extra_time.horizon_s, work)
 
@@ -113,12 +113,12 @@ class WorkWindow:
 
 
 class SignalTargetState(enum.Enum):
-    """How a job runs by its signal now."""
+    """How a job follows its signal now."""
 
     FOLLOWING = "paced"
-    """As slow as pays."""
+    """It follows the signal."""
     NO_SIGNAL = "blind"
-    """Nothing is known of the signal: no slowdown."""
+    """The signal is unknown: no slowdown."""
     LATE = "late"
     """The work can't be done in time any more: no slowdown."""
     DONE = "done"
@@ -127,14 +127,14 @@ class SignalTargetState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SignalTarget:
-    """How a job runs by its signal, and how far it is.
+    """How a job follows its signal, and its progress.
 
     Attributes:
         window: the work, and the time for it.
-        state: why it runs as it does.
-        pace_s: what an iteration is to take, on the frontier's scale; None where nothing slows it down.
-        value: of the signal when that was said, per kWh; None if it was not known.
-        done_count: iterations since the window's begin, as measured.
+        state: how it follows the signal.
+        target_time_s: the target iteration time, on the frontier's scale; None for no slowdown.
+        value: of the signal when the target was set, per kWh; None if unknown.
+        done_count: measured iterations since the window began.
     """
 
     window: WorkWindow

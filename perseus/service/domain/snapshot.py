@@ -1,4 +1,4 @@
-"""A run that has no state machine: it has ended, or the coordinator has failed at it."""
+"""A run without a state machine: it has ended, or it is quarantined."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,29 +24,29 @@ _MAX_ERROR_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What the coordinator failed at, and how."""
+    """The step at which the coordinator failed for a run, and the error."""
 
     part: FaultyPart
     error: str
 
     @classmethod
     def of(cls, part: FaultyPart, error: Exception) -> "Fault":
-        """Describe an exception; whatever it quotes may be of any length, and not printable."""
+        """Describe an exception, whose text may be of any length and unprintable."""
         text = "".join(sign if sign.isprintable() else "?" for sign in cut(error, _MAX_ERROR_LENGTH))
         return cls(part, cut(f"{type(error).__name__}: {text}", _MAX_ERROR_LENGTH))
 
     def __str__(self) -> str:
-        return f"the coordinator failed at {self.part.value} ({self.error})"
+        return f"the coordinator failed while {self.part.value} ({self.error})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LastMeasured:
-    """What was measured and solved last and is not stored: kept of the latest runs to have ended.
+    """The latest measurements and frontier, which are not stored but kept for the runs that ended last.
 
     Attributes:
         frontier: of the job's plans.
-        timelines: the latest whole iteration of each pipeline that has one.
-        baseline: the one that is kept of the stock baseline.
+        timelines: the latest complete iteration of each pipeline that has one.
+        baseline: the timeline kept from the stock baseline.
         columns: all ranks.
     """
 
@@ -58,18 +58,18 @@ class LastMeasured:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunSnapshot:
-    """A run as it was when its state machine went. Its ranks and its report are in the store.
+    """A run as it was when its state machine was dropped. Its ranks and its report are in the store.
 
     Attributes:
         spec: the job as registered.
-        run_number: which run of it this is, from 1.
+        run_number: the run's number, from 1.
         create_time_s: when it was registered, on the wall clock.
         registrations: who registered it.
-        record: what is stored of it; nothing changes it in place.
-        job: what is shown of it, with all details.
-        fault: what the coordinator failed at; None if the run has just ended.
-        ranks: of a quarantined run, those that were served: they may have a clock limit to be lifted.
-        measured: None where it is not kept, or was never there.
+        record: its stored record; nothing changes it in place.
+        job: the full public view of it.
+        fault: why it is quarantined; None if it ended regularly.
+        ranks: of a quarantined run, the ranks that were served: they may have a maximum clock to be lifted.
+        measured: None if not kept, or if there never was any.
     """
 
     spec: JobSpec
@@ -83,7 +83,7 @@ class RunSnapshot:
     measured: LastMeasured | None = None
 
     def timeline(self, pipeline: int, *, from_baseline: bool = False) -> MeasuredTimeline:
-        """Return the latest whole iteration of a pipeline; or the one that is kept of the stock baseline.
+        """Return the latest complete iteration of a pipeline, or the one kept from the stock baseline.
 
         Raises:
             PipelineOutOfRangeError: the job has no such pipeline.
@@ -112,7 +112,7 @@ class RunSnapshot:
         raise JobNotSolvedError(job_id=self.spec.job_id, state=self.record.state.value)
 
     def columns(self, first_pipeline: int, pipeline_count: int) -> RankColumns | None:
-        """Return so many pipelines' ranks from one on, in columns; None where they are not kept."""
+        """Return the ranks of `pipeline_count` pipelines from one on, in columns; None if not kept."""
         if self.measured is None:
             return None
         counts = self.spec.parallelism
@@ -121,16 +121,16 @@ class RunSnapshot:
 
     @property
     def has_live_rank(self) -> bool:
-        """No rank is served."""
+        """False: no rank is served."""
         return False
 
     def refusal(self) -> CoordinatorError:
-        """Return why it does not do what it is asked."""
+        """Return the error that refuses requests to it."""
         if self.fault is None:
             return JobFinishedError(job_id=self.spec.job_id)
         return JobQuarantinedError(job_id=self.spec.job_id, cause=self.fault)
 
     @property
     def last_event_sequence(self) -> int:
-        """Number of the last event."""
+        """The sequence of its last event."""
         return self.job.last_event_sequence

@@ -1,4 +1,4 @@
-"""What a client says of a job, and the checks that it must pass to be registered."""
+"""A job's specification, and the checks that it must pass to be registered."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -38,20 +38,20 @@ MAX_FINGERPRINT_LENGTH = 64
 MAX_WORK_FINGERPRINT_LENGTH = 128
 MAX_REQUEST_ID_LENGTH = 64
 MAX_LABEL_COUNT = 16
-"""Limits above any job known, so that a slip of the pen can't take the coordinator's time and memory.
+"""Limits above any known job, so that a typo can't exhaust the coordinator's time and memory.
 
 The largest published pipeline is of 64 stages and 512 microbatches: 65,536 computations (Narayanan et al., SC
 '21, Table 1). Registering that many takes less than half a second of a thread, solving them hours."""
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
-"""Of a job's lost speed."""
+"""Bounds on the weight of a job's lost speed."""
 
 
 def check_job_id(job_id: str) -> str:
-    """Return a job's identifier, if it is one.
+    """Return a job's identifier after checking it.
 
     Raises:
-        InvalidJobIdError: it is none.
+        InvalidJobIdError: it is invalid.
     """
     if not _JOB_ID.fullmatch(job_id):
         raise InvalidJobIdError(job_id=job_id)
@@ -79,7 +79,7 @@ class Parallelism:
     tensor_count: int
 
     def all_coordinates(self) -> Iterator[Coordinates]:
-        """Every rank, ordered by pipeline, stage and tensor."""
+        """Return every rank, ordered by pipeline, stage and tensor."""
         return (
             Coordinates(pipeline, stage, tensor)
             for pipeline in range(self.pipeline_count)
@@ -132,10 +132,10 @@ ScheduleSpec = NamedSchedule | ExplicitSchedule
 
 
 def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
-    """Write the schedule out.
+    """Expand the schedule.
 
     Raises:
-        InvalidFieldError: a count does not fit.
+        InvalidFieldError: a count is out of range.
         ScheduleError: the orders are inconsistent, or deadlock.
     """
     if isinstance(spec, NamedSchedule):
@@ -168,7 +168,7 @@ def _check_size(field: str, computation_count: int) -> None:
 
 
 def _check_numbering(orders: Sequence[Sequence[Computation]]) -> None:
-    """Refuse numbers of microbatches and chunks with large gaps: tables are as wide as the highest."""
+    """Refuse microbatch and chunk numbers with large gaps: tables are as wide as the highest number."""
     microbatch = max((each.microbatch for order in orders for each in order), default=0)
     chunk = max((each.chunk for order in orders for each in order), default=0)
     check_range("schedule.explicit.stages.computations.microbatch", microbatch, 0, MAX_MICROBATCH_COUNT - 1)
@@ -184,7 +184,7 @@ def _check_numbering(orders: Sequence[Sequence[Computation]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """So many whole iterations within so much time."""
+    """A number of whole iterations within a time."""
 
     iteration_count: int
     time_s: float
@@ -195,8 +195,8 @@ class BudgetTerms:
     """What a power budget may do to a job.
 
     Attributes:
-        tolerance_percent: the most of its speed that it may take, against the job left alone.
-        weight: what the job's lost speed costs, against that of others.
+        tolerance_percent: the largest share of the job's own speed that it may take.
+        weight: the cost of the job's lost speed, relative to other jobs.
     """
 
     tolerance_percent: float = 100.0
@@ -206,7 +206,7 @@ class BudgetTerms:
         return f"a budget may take {self.tolerance_percent:g} % of its speed, of weight {self.weight:g}"
 
     def check(self) -> None:
-        """Refuse figures that can't be.
+        """Refuse impossible figures.
 
         Raises:
             InvalidFieldError: names the figure.
@@ -221,10 +221,10 @@ class OperatingPolicy:
 
     Attributes:
         max_slowdown_percent: how much slower than T_min; 0 is no slowdown.
-        deadline: as slow as it allows.
-        max_average_power_w: as fast as this cap on a pipeline's average power allows.
-        signal: slower while energy is dirty or dear, faster while it is not.
-        budget_terms: what a power budget may do to it; None where nothing is said.
+        deadline: run as slowly as it allows.
+        max_average_power_w: run as fast as this cap on a pipeline's average power allows.
+        signal: run slower while energy is dirty or expensive, faster while it is not.
+        budget_terms: what a power budget may do to the job; None if unspecified.
     """
 
     max_slowdown_percent: float = 0.0
@@ -246,7 +246,7 @@ class OperatingPolicy:
         return f"at most {self.max_slowdown_percent:g} % slower than T_min"
 
     def check(self) -> None:
-        """Refuse figures that can't be.
+        """Refuse impossible figures.
 
         Raises:
             InvalidFieldError: names the figure.
@@ -266,12 +266,13 @@ class OperatingPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Who registered a job: a request, and what its ranks say that they belong to, if they say anything.
+    """The origin of a job: the request, and the specification that its ranks belong to.
 
     Attributes:
-        owner: whose the run is, as the kernel of an agent's node says; "" if no agent registered it.
-        principal: who registered it; "" if that is not known.
-        labels: what the job is to whoever runs it, by key.
+        spec_fingerprint: of that specification; "" if the ranks don't give one.
+        owner: the run's owner, from the kernel of the agent's node; "" if no agent registered it.
+        principal: who registered it; "" if unknown.
+        labels: the user's labels by key.
     """
 
     request_id: str
@@ -281,7 +282,7 @@ class Registration:
     labels: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
-        """Refuse texts that can't be.
+        """Refuse invalid texts.
 
         Raises:
             InvalidFieldError: names the text.
@@ -307,8 +308,7 @@ class Registration:
 class JobSpec:
     """A job as it was registered.
 
-    `stage_work`: a fingerprint of what each stage computes, stage 0 first, "" where it is not known; empty if
-    nothing is known.
+    `stage_work`: a fingerprint of each stage's work, stage 0 first, "" where unknown; empty if none is known.
     """
 
     job_id: str
@@ -319,32 +319,32 @@ class JobSpec:
 
     @property
     def rank_count(self) -> int:
-        """How many ranks it states."""
+        """The number of ranks that it declares."""
         counts = self.parallelism
         return counts.pipeline_count * counts.stage_count * counts.tensor_count
 
     @property
     def computation_count(self) -> int:
-        """How many computations its stages have together, at most."""
+        """An upper bound on the computations of all its stages together."""
         if isinstance(self.schedule, NamedSchedule):
             return self.schedule.max_computations(self.parallelism.stage_count)
         return sum(len(order) for order in self.schedule.orders)
 
     @property
     def size(self) -> int:
-        """How many ranks and computations it has: what checks and machine cost grows with them."""
+        """Its ranks plus its computations; the cost of checks and of the state machine grows with this."""
         return self.rank_count + self.computation_count
 
     def difference(self, other: "JobSpec") -> str | None:
-        """Return the name of a part in which another specification differs, if one does."""
+        """Return the name of the first part in which another specification differs; None if none does."""
         parts = ("parallelism", "schedule", "policy", "stage_work")
         return next((name for name in parts if getattr(self, name) != getattr(other, name)), None)
 
     def check(self) -> Schedule:
-        """Check everything and return the schedule written out.
+        """Check everything and return the expanded schedule.
 
         Raises:
-            InvalidJobIdError, InvalidFieldError: a value that can't be.
+            InvalidJobIdError, InvalidFieldError: a value is invalid.
             ScheduleError: the orders are inconsistent, or deadlock.
         """
         check_job_id(self.job_id)
@@ -397,7 +397,7 @@ class JobSpec:
 
 
 def check_request_id(request_id: str) -> None:
-    """Refuse what identifies no request.
+    """Refuse an invalid request identifier.
 
     Raises:
         InvalidFieldError: it is empty, too long or not of printable ASCII characters.

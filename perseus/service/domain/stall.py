@@ -1,4 +1,4 @@
-"""Why a job does not get on, as plain values."""
+"""Why a job makes no progress, as plain values."""
 
 import enum
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from perseus.service.domain.specification import Coordinates
 
 
 class StallReason(enum.Enum):
-    """What is wrong."""
+    """Why a job makes no progress."""
 
     RANK_MISSING = "rank missing"
     NO_ITERATIONS = "no iterations"
@@ -41,12 +41,12 @@ _OF_ONE_AND_MANY = {
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A job does not get on.
+    """A job makes no progress.
 
     Attributes:
         reason: why.
-        rank: the first, in order, that the reason holds for; None where it holds for all.
-        rank_count: how many it holds for.
+        rank: the first rank that the reason applies to; None if it applies to all.
+        rank_count: how many ranks it applies to.
         since_time_s: since when, on the wall clock.
         iteration: the latest that a rank reported, -1 if none.
     """

@@ -1,4 +1,4 @@
-"""What the ledger tells: accounts of runs, and of all of them together."""
+"""The ledger's statement: the account of each run, and the total."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ J_PER_KWH = 3.6e6
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """So much was used, and saved against stock: of energy in joules, of money or of grams.
+    """An amount used, and saved against stock: energy in joules, money, or carbon in grams.
 
-    None is not known; `saved_se` is the standard error of `saved`, and `saved_margin` half its 95 % interval.
+    None means unknown; `saved_se` is the standard error of `saved`, `saved_margin` half its 95 % interval.
     """
 
     used: float | None = None
@@ -22,7 +22,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What was used and saved; `LedgerAccount` in the contract says what each figure means."""
+    """Amounts used and saved; `LedgerAccount` in the contract defines each figure."""
 
     sums: EnergySums
     energy_j: Quantity
@@ -36,7 +36,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """What a run has used and saved, from the begin of its first hour to the end of its last."""
+    """The account of a run, from the beginning of its first hour to the end of its last."""
 
     job_id: str
     deletion: int
@@ -48,7 +48,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """Entries by job, deletion and run, and all of them together."""
+    """Entries by job, deletion and run, and their total."""
 
     entries: tuple[LedgerEntry, ...]
     total: Account
@@ -56,10 +56,10 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class LedgerTotals:
-    """What all runs in the ledger have used and saved, without standard errors.
+    """Amounts that all runs in the ledger have used and saved, without standard errors.
 
-    `saved_energy_j` is None where nothing was held against a baseline; `cost` and `carbon_g` are None where
-    not all rates are known.
+    `saved_energy_j` is None if nothing was compared with a baseline; `cost` and `carbon_g` are None if some
+    rates are unknown.
     """
 
     energy_j: float = 0.0

@@ -1,7 +1,7 @@
-"""What agents measure, as columns of equal length, and the checks at the door.
+"""Agents' measurements as columns of equal length, and their validation.
 
-Columns are lists: a batch has some twenty rows, and for so few each call of numpy costs more than all of
-them. Rows are looked at one by one only in a batch that is not as nearly all are.
+Columns are lists: a batch has some twenty rows, and for so few a single numpy call costs more than a pass in
+Python. The fast path compares whole columns; only unusual batches are checked row by row.
 """
 
 from array import array
@@ -37,7 +37,7 @@ IntColumn = NDArray[np.int64]
 FloatColumn = NDArray[np.float64]
 
 KINDS = tuple(Kind)
-"""A `kind` column holds indices into this."""
+"""The kinds that the indices in a `kind` column refer to."""
 
 _KINDS_KNOWN = frozenset(range(len(KINDS)))
 _KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
@@ -51,9 +51,9 @@ _Row = tuple[int, int, int]
 class IterationColumns(NamedTuple):
     """Finished iterations of one rank. `clock_event_reasons` holds NVML's bits, 0 for none.
 
-    The columns of the gaps before them are empty where the agent does not tell, and so is that of the clocks
-    that the GPU reached while it was held below its own (0 where it was not), and `relative_work` (0 where
-    the trainer does not tell it).
+    `gap_*` describe the gaps before the iterations. `capped_clock_mhz` is the clock that the GPU reached
+    while it was capped, 0 where it was not. `relative_work` is 0 where the trainer does not report it. These
+    columns are empty if the agent does not report them.
     """
 
     iteration: Sequence[int]
@@ -70,7 +70,7 @@ class IterationColumns(NamedTuple):
     has_clock_change: Sequence[bool] = ()
 
     def check(self) -> None:
-        """Refuse columns that can't be.
+        """Refuse invalid columns.
 
         Raises:
             InvalidFieldError: names the column.
@@ -101,7 +101,7 @@ class ComputationColumns(NamedTuple):
     clock_mhz: Sequence[int]
 
     def check(self) -> None:
-        """Refuse columns that can't be.
+        """Refuse invalid columns.
 
         Raises:
             InvalidFieldError: names the column.
@@ -120,9 +120,9 @@ class ComputationColumns(NamedTuple):
         _check_bounds("computations.duration_s", self.duration_s, 0, MAX_DURATION_S)
 
     def iterations(self) -> list[int]:
-        """Return the iterations that there are rows of, in order."""
+        """Return the iterations that have rows, in order."""
         own = self.iteration
-        # Nearly every batch is of a single one.
+        # Nearly every batch holds a single one.
         return [own[0]] if own and own.count(own[0]) == len(own) else sorted(set(own))
 
     def of_iteration(self, iteration: int) -> "ComputationColumns":
@@ -136,7 +136,10 @@ class ComputationColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnergySample:
-    """Time and energy of one kind of computation at one clock; while few windows are in, below 0 even."""
+    """Time and energy of one kind of computation at one clock.
+
+    The energy may be negative while it rests on few windows.
+    """
 
     kind: Kind
     chunk: int
@@ -150,7 +153,7 @@ class EnergySample:
 
 @dataclass(frozen=True, slots=True)
 class EnergyEstimate:
-    """What one rank's energy counter says of a plan so far. Blocking power is None where undetermined."""
+    """One rank's energy under a plan so far, by its energy counter; blocking power None if undetermined."""
 
     plan_version: int
     iteration_count: int
@@ -159,7 +162,7 @@ class EnergyEstimate:
     blocking_power_se_w: float
 
     def check(self) -> None:
-        """Refuse figures that can't be.
+        """Refuse impossible figures.
 
         Raises:
             InvalidFieldError: names the figure.
@@ -190,7 +193,7 @@ class EnergyEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ClockStatistics:
-    """How well a rank's clocks have followed a plan; the contract says what each figure means."""
+    """How well a rank's clocks have followed a plan; the contract defines each figure."""
 
     plan_version: int
     set_count: int
@@ -205,7 +208,7 @@ class ClockStatistics:
     set_latency_count: int = 0
 
     def check(self) -> None:
-        """Refuse figures that can't be.
+        """Refuse impossible figures.
 
         Raises:
             InvalidFieldError: names the figure.
@@ -228,7 +231,7 @@ class ClockStatistics:
 
 
 class GpuLimits(NamedTuple):
-    """What others have set that bounds a rank's GPU: its power limit (0 if unknown), and power profiles."""
+    """Limits that others have set on a rank's GPU: its power limit (0 if unknown), and power profiles."""
 
     power_limit_w: float
     power_profiles: tuple[int, ...] = ()
@@ -246,7 +249,7 @@ class TelemetryBatch(NamedTuple):
     gpu_limits: GpuLimits | None = None
 
     def check(self) -> None:
-        """Refuse numbers that can't be.
+        """Refuse invalid numbers.
 
         Raises:
             InvalidFieldError: names the number or column.
@@ -283,9 +286,9 @@ class TelemetryBatch(NamedTuple):
                 )
 
     def check_order(self, order: "Order") -> bool:
-        """Refuse regular iterations with other computations than the rank's, and energy of such.
+        """Refuse regular iterations, and energy samples, of computations that the rank's order does not have.
 
-        Returns whether the computations are just one regular iteration's, one after another.
+        Return whether the batch is exactly one regular iteration with its computations in order.
 
         Raises:
             InvalidFieldError: quotes the iteration, or the sample.
@@ -304,7 +307,7 @@ class TelemetryBatch(NamedTuple):
 
 
 class Order:
-    """What a rank computes in an iteration, made ready to compare columns with.
+    """A rank's computations in an iteration, prepared for comparison with columns.
 
     Attributes:
         keys: its kinds and chunks.
@@ -317,7 +320,7 @@ class Order:
         self._chunks = [each.chunk for each in computations]
 
     def is_just(self, iterations: IterationColumns, computations: ComputationColumns) -> bool:
-        """Tell whether these are one regular iteration, its rows in this order, as nearly all batches are."""
+        """Return whether these are one regular iteration with its rows in this order, as usual."""
         return (
             len(iterations.iteration) == 1
             and iterations.is_regular[0]
@@ -327,9 +330,9 @@ class Order:
         )
 
     def compact(self, computations: ComputationColumns) -> ComputationColumns:
-        """Return one regular iteration's columns as they are best kept: a tenth of the memory.
+        """Return one regular iteration's columns in a tenth of the memory.
 
-        What all such iterations have in common is kept once, and numbers are not objects of their own.
+        All such iterations share their common columns, and the others are arrays, not lists of objects.
         """
         return ComputationColumns(
             computations.iteration,
@@ -342,7 +345,7 @@ class Order:
         )
 
     def check_regular(self, iterations: IterationColumns, computations: ComputationColumns) -> None:
-        """Refuse regular iterations whose computations are not exactly these, in this order.
+        """Refuse regular iterations whose computations differ from these or their order.
 
         Raises:
             InvalidFieldError: quotes the first such iteration.
@@ -390,8 +393,8 @@ def _check_lengths(where: str, columns: IterationColumns | ComputationColumns, m
 
 
 def _check_bounds(field: str, column: Sequence[float], minimum: float, maximum: float) -> None:
-    # Nothing below 0 and a sum that is not too large tell of almost every column that it is fine, and cost
-    # the least. A NaN anywhere is in the sum.
+    # If no value is below 0, a sum within the maximum bounds every value: the cheapest test, which almost
+    # every column passes. A NaN anywhere makes the sum NaN.
     if column and not (0 <= minimum <= min(column) and sum(column) <= maximum):
         _check_rows(field, column, lambda value: minimum <= value <= maximum, between(minimum, maximum))
 

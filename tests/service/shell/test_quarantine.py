@@ -262,13 +262,13 @@ async def test_a_quarantined_run_is_replayed_offline_to_the_same_fault(
         breaking(patched)
         done = await asyncio.to_thread(replayed, settings)
         assert done.exit_code == 0, done.output
-        assert f"the coordinator failed at {part.value} (BrokenError: " in done.stdout.splitlines()[0]
+        assert f"the coordinator failed while {part.value} (BrokenError: " in done.stdout.splitlines()[0]
         assert "REGISTERED" in done.stdout
         assert "STATE_CHANGED" in done.stdout, "its events are shown"
         assert "Traceback" in done.stdout
-        assert done.stdout.splitlines()[-1] == "the same fault comes again"
+        assert done.stdout.splitlines()[-1] == "the same fault occurred again"
     done = await asyncio.to_thread(replayed, settings)
-    assert (done.exit_code, done.stderr) == (1, "error: the run goes on: no fault comes\n")
+    assert (done.exit_code, done.stderr) == (1, "error: the replay ended without a fault\n")
 
 
 async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(
@@ -283,7 +283,7 @@ async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(
             await until(lambda: is_stored_as_quarantined(client))
         done = await asyncio.to_thread(replayed, settings)
     assert done.exit_code == 0, done.output
-    assert "the same fault comes again" in done.stdout
+    assert "the same fault occurred again" in done.stdout
 
 
 async def test_what_is_not_recorded_is_not_replayed(tmp_path: Path) -> None:

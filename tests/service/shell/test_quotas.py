@@ -56,7 +56,7 @@ def test_a_principals_jobs_count_together() -> None:
     two = make_spec(pipelines=1, stages=2, microbatches=2)  # of 2 ranks and 8 computations
     quotas.check_job("a", two, [two, two])
     for others, what in (
-        ([two, two, two], "4 with this one"),
+        ([two, two, two], "4 including this one"),
         ([make_spec(pipelines=3, stages=3, microbatches=1)], "10 ranks, found 11"),
         ([make_spec(pipelines=1, stages=2, microbatches=14)], "60 computations, found 64"),
     ):

@@ -38,6 +38,7 @@ PLACES = {
     "](../benchmarks/README.md": "](benchmarks.md",
     "](../protos/perseus/v1)": "](reference/contract.md)",
     "](../examples/nodejs)": "](protocol.md)",
+    "](../benchmarks/results/": "](path:../benchmarks/results/",  # a download: these are no pages of the site
 }
 
 

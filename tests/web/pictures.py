@@ -1,4 +1,4 @@
-"""The pictures of docs/page.md: `python -m tests.web.pictures FOLDER`.
+"""The pictures of the live page in docs/operations.md: `python -m tests.web.pictures FOLDER`.
 
 Nothing on them is drawn by hand: a demo runs in processes of its own, and has a straggler; the large
 job is a state machine that was brought there, and the ledger has hours that were made up.

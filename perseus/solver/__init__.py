@@ -1,7 +1,7 @@
 """Time-energy frontiers of pipeline-parallel training: profiles, schedules, the exact sweep, plans.
 
-Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solve`. What only offline studies
-use is in :mod:`perseus.solver.study`.
+Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solve`. Code that only offline
+studies use is in :mod:`perseus.solver.study`.
 """
 
 from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_POWER_W, MAX_TIME_S

@@ -1,12 +1,10 @@
-"""A local search over many choices at once: stretches of the iteration are tried anew, and kept where
-cheaper.
+"""Local search over many choices at once: change parts of the iteration, and keep cheaper ones.
 
-A try makes some computations faster, at random, and hands the time that this frees to those around them, each
-taking what is worth its price (see :meth:`Columns.price_of`). The iteration is cut into blocks of some levels
-for it. Within a block all computations keep to what the others need: they begin when what they wait for is
-done, and end by when those after them must start. So whether a block is better is its own affair, and a try
-of the whole iteration is as many independent tries as it has blocks, in every column. A deadline that is kept
-stays kept.
+A try speeds up random computations and gives the freed time to their neighbours, each of which takes as much
+as is worth its price (see :meth:`Columns.price_of`). For this, the iteration is cut into blocks of levels.
+Within a block, computations start when their predecessors are done, and end before their successors must
+start. So each block improves independently, and a try of the whole iteration is as many independent tries as
+it has blocks, in every column. Deadlines that are met stay met.
 """
 
 from itertools import pairwise
@@ -21,15 +19,15 @@ _BYTE = 256
 
 
 class _Move(NamedTuple):
-    """How a try is made.
+    """The settings of a try.
 
     Attributes:
-        block_levels: how many levels make a block.
-        faster_share: of the computations, that are made faster.
-        most_steps: by how many options at most; 0 takes them to the next vertex of their hull, across what no
-            single trade pays for.
-        rungs_below: the price, in rungs below a computation's own (see :meth:`Columns.price_of`); None for
-        none.
+        block_levels: levels per block.
+        faster_share: share of the computations that are sped up.
+        max_steps: options by which they are sped up, at most; 0 moves them to the next vertex of their hull,
+            across options that no single trade pays for.
+        price_levels_below: the price, in levels below a computation's own (see :meth:`Columns.price_of`);
+            None for no price.
     """
 
     block_levels: int
@@ -45,11 +43,12 @@ _SEARCH_MOVES = (
     _Move(8, 0.5, 0, 2),
     _Move(8, 0.1, 2, None),
 )
-"""One after the other."""
+"""Tried in turn."""
 
 
 class BlockSearch:
-    """Makes choices over one event graph cheaper. The same calls with the same dice find the same choices."""
+    """Reduces the cost of choices over one event graph. The same calls with the same random generator return
+    the same choices."""
 
     def __init__(self, columns: Columns, random: np.random.Generator) -> None:
         self._columns = columns
@@ -59,13 +58,13 @@ class BlockSearch:
     def search(
         self, choices: Int64Array, deadlines_ps: Int64Array, prices: PriceLevels, try_count: int
     ) -> Int64Array:
-        """Return choices that cost no more and keep the deadlines, after so many tries.
+        """Return choices that cost no more and meet the deadlines, after ``try_count`` tries.
 
         Args:
-            choices: a column each, within their deadlines.
-            deadlines_ps: one a column.
-            prices: of each cell, as :meth:`Columns.price_of` tells them.
-            try_count: how often every block is tried anew.
+            choices: one per column, within their deadlines.
+            deadlines_ps: one per column.
+            prices: per cell, as returned by :meth:`Columns.price_of`.
+            try_count: tries of every block.
         """
         for _ in range(try_count):
             how = _SEARCH_MOVES[self._try_count % len(_SEARCH_MOVES)]
@@ -81,7 +80,7 @@ class BlockSearch:
         price_levels = (
             None if how.price_levels_below is None else columns.with_prices(prices - how.price_levels_below)
         )
-        # Two halves side by side: what is tried, and what there is.
+        # Two halves side by side: the tried choices and the present ones.
         count = choices.shape[1]
         durations_ps = np.concatenate(
             (columns.times_ps[self._faster(choices, how)], columns.times_ps[choices]), axis=1
@@ -119,7 +118,8 @@ class BlockSearch:
         return np.maximum(faster, self._columns.fastest, out=faster)
 
     def _blocks(self, block_levels: int) -> list[tuple[int, int]]:
-        """Cut the levels into blocks, the first and the last perhaps smaller; return (first, end) of each."""
+        """Cut the levels into blocks, of which the first and last may be smaller; return (first, end) of
+        each."""
         count = len(self._columns.levels)
         cuts = [0, *range(1 + int(self._random.integers(block_levels)), count, block_levels), count]
         return [(first, end) for first, end in pairwise(cuts) if first < end]
@@ -127,7 +127,7 @@ class BlockSearch:
     def _latest_finishes_ps(
         self, durations_ps: Int64Array, deadlines_ps: Int64Array, blocks: list[tuple[int, int]]
     ) -> Int64Array:
-        """Return by when the tried half's computations must end, if behind their block all stays as it is."""
+        """Return the latest finishes of the tried half, if nothing changes after each block."""
         columns = self._columns
         count = len(deadlines_ps)
         latest_ps = np.empty((columns.row_count, count), dtype=np.int64)

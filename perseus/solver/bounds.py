@@ -1,13 +1,13 @@
-"""How large a figure may be: wide, but finite, so that no sum or product of figures overflows.
+"""Bounds on input values: wide, but finite, so that no sum or product overflows.
 
-They are of whole stages, of many GPUs each; an iteration has a limit of its own (see `sweep`).
+They apply to whole stages of many GPUs each; an iteration has its own limit (see `sweep`).
 """
 
 MAX_CLOCK_MHZ = 100_000
 MAX_TIME_S = 1e6
-"""Of one computation or lag; no less than a picosecond, unless it is 0."""
+"""For one computation or lag; the minimum is a picosecond, or 0 for none."""
 MIN_ENERGY_J = 1e-12
 MAX_ENERGY_J = 1e15
-"""Of one computation of a stage."""
+"""For one computation of a stage."""
 MAX_POWER_W = 1e10
-"""Of a stage that waits."""
+"""For a waiting stage."""

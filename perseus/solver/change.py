@@ -1,8 +1,8 @@
-"""What to make of a plan in force when the profiles under it change.
+"""Recheck a plan in force when the profiles under it change.
 
-The plan is first replayed on the new profiles: that takes milliseconds and says whether it is still in time.
-Solving again starts from nothing, as every sweep does: where all computations are at their slowest, an
-optimum is at hand for any profile.
+Replaying the plan on the new profiles takes milliseconds and shows whether it still meets its deadline.
+Solving again starts from scratch, as every sweep does: with all computations at their slowest, the optimum is
+known for any profile.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ _GRACE_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Recheck:
-    """A plan in force, seen on new profiles.
+    """A plan in force, replayed on new profiles.
 
     Attributes:
-        plan: the same settings, with the times and energies that they have now.
-        deadline_s: the iteration time that the plan in force promises.
+        plan: the same settings, with their new times and energies.
+        deadline_s: the predicted iteration time of the plan in force.
     """
 
     plan: Plan
@@ -34,7 +34,7 @@ class Recheck:
         return late_s if late_s > _GRACE_S else 0.0
 
     def excess_energy_j(self, frontier: Frontier) -> float:
-        """Return what the plan takes beyond the bound of its own iteration time on the new frontier."""
+        """Return the plan's energy above the new frontier's bound for the same iteration time."""
         return self.plan.energy_j - frontier.bound_energy_j(self.plan.iteration_time_s)
 
 

@@ -1,11 +1,11 @@
-"""Hulls whose slopes are round numbers, so that the frontier has fewer pieces.
+"""Hulls with round slopes, so that the frontier has fewer pieces.
 
 The frontier's slope is a sum of computations' slopes, and it has about as many pieces as there are different
-sums: thousands, where every stage has slopes of its own. So a hull is replaced by straight lines below it
-whose slopes are multiples of powers of two, each line touching it at a vertex: sums of such slopes coincide.
-Between two neighbouring lines the result is lower than the hull, by at most what is tolerated; how round
-slopes can be for that is found for each piece of the hull by itself. The hull's ends stay where they are, and
-so does T_min, T_slow, and the energy at T_slow.
+sums: thousands, where every stage has its own slopes. So straight lines below a hull replace it. Their slopes
+are multiples of powers of two, and each line touches the hull at a vertex: sums of such slopes coincide.
+Between two neighbouring lines the result is lower than the hull, by at most the tolerance; each piece of the
+hull gets the roundest slopes that the tolerance allows. The hull's ends stay where they are, and so do T_min,
+T_slow, and the energy at T_slow.
 
 All arithmetic is in integers (picoseconds, microwatts, and their product, 1e-18 J).
 """
@@ -29,14 +29,14 @@ def coarse_hull(hull: Hull, tolerance_j: float) -> Hull:
     tolerance = int(tolerance_j * PS_PER_S * UW_PER_W)
     if not tolerance or not hull.slopes_uw:
         return hull
-    # Two slopes that are q apart, one on either side of a piece's own, leave at most a quarter of
-    # q × the piece's length between it and their lines, where the piece's ends are on these.
+    # Take two slopes q apart, one on either side of the piece's own slope, with lines through the piece's
+    # ends. The gap between the piece and these lines is at most a quarter of q × the piece's length.
     grains_uw = [4 * tolerance // (slow - fast) for fast, slow in pairwise(hull.times_ps)]
-    # The last slope must not become 0, or else T_slow would come sooner.
+    # A last slope of 0 would shorten T_slow.
     exponents = [min(grain_uw, hull.slopes_uw[-1]).bit_length() - 1 for grain_uw in grains_uw]
     while True:
         coarse = _with_slopes(hull, _round_slopes_uw(hull.slopes_uw, exponents))
-        if max(exponents) <= 0 or _most_below(hull, coarse) <= tolerance:
+        if max(exponents) <= 0 or _largest_gap(hull, coarse) <= tolerance:
             return coarse
         exponents = [exponent - 1 for exponent in exponents]
 
@@ -51,7 +51,7 @@ def _round_slopes_uw(slopes_uw: tuple[int, ...], exponents: list[int]) -> list[i
 
 
 def _with_slopes(hull: Hull, slopes_uw: list[int]) -> Hull:
-    """Return the highest hull below this one that has these slopes alone, to the picosecond."""
+    """Return the highest hull below this one with only these slopes, to the picosecond."""
     heights = _heights(hull)
     falling = [-slope_uw for slope_uw in hull.slopes_uw]
     lines: list[_Line] = []
@@ -60,7 +60,7 @@ def _with_slopes(hull: Hull, slopes_uw: list[int]) -> Hull:
         lines.append(_Line(slope_uw, heights[vertex] + slope_uw * hull.times_ps[vertex]))
     times_ps, kept_uw = [hull.times_ps[0]], []
     for steep, flat in pairwise(lines):
-        # Rounded down: what is steeper ends a little sooner and lies a little lower than it might.
+        # Rounded down: the steeper piece ends slightly sooner and lies slightly lower than it could.
         crossing_ps = (steep.at_start - flat.at_start) // (steep.slope_uw - flat.slope_uw)
         if crossing_ps > times_ps[-1]:
             times_ps.append(crossing_ps)
@@ -68,8 +68,8 @@ def _with_slopes(hull: Hull, slopes_uw: list[int]) -> Hull:
     return Hull(tuple(times_ps), tuple(kept_uw), hull.slowest_effective_energy_j)
 
 
-def _most_below(hull: Hull, coarse: Hull) -> int:
-    """Return by how much the coarse hull is lower, where it is lowest: at one of its vertices."""
+def _largest_gap(hull: Hull, coarse: Hull) -> int:
+    """Return the largest gap between the hulls, which is at a vertex of the coarse one."""
     heights, maximum, piece = _heights(hull), 0, 0
     for time_ps, coarse_height in zip(coarse.times_ps, _heights(coarse), strict=True):
         while hull.times_ps[piece + 1] < time_ps:

@@ -1,11 +1,11 @@
-"""Many choices of options over one event graph at once: a row a computation, a column a choice.
+"""Many choices of options over one event graph at once: one row per computation, one column per choice.
 
-Computations are laid out level by level, so that whoever is waited for stands on an earlier level, and all
-that is done to a computation is done to its whole level and to all columns together. A pass over the
-iteration costs some array operations a level instead of some steps of Python a computation and choice.
+Computations are laid out by level: a computation's predecessors are on earlier levels. Each operation applies
+to a whole level and all columns at once. So a pass over the iteration takes a few array operations per level,
+not a few steps of Python per computation and choice.
 
-A cell names its option by its place in one flat list of all profiles' options, each profile's fastest first:
-the next faster option is one place before, the next slower one after.
+A cell holds its option's index in one flat list of all profiles' options, each profile's fastest first: the
+next faster option is one place before, the next slower one after.
 """
 
 from collections.abc import Sequence
@@ -23,25 +23,26 @@ Choice = list[int]
 """Per computation of the graph, the index of its chosen option."""
 
 PriceLevels = NDArray[np.int8]
-"""Prices, as places on a ladder of them."""
+"""Indices of price levels."""
 
 PRICE_COUNT = 64
 PRICE_RATIO = 1.2
-"""Of one price of the ladder and the next."""
+"""Ratio of each price level to the one below."""
 
 _Arcs = tuple[tuple[Int64Array, Int64Array | None], ...]
-"""Per arc that a level's computations have at most: the row at its other end, and the lags unless all are
-0."""
+"""Arcs of a level, as many as its computations have at most: the rows at their other ends, and the lags
+unless all are 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Computations that don't wait for each other.
+    """A set of computations that don't wait for each other.
 
     Attributes:
-        rows: theirs.
-        before, after: whom they wait for, and by whom they are awaited. Who has fewer arcs than others of the
-            level has arcs to the row behind the last, which stands for the iteration's begin and its end.
+        rows: rows of these computations.
+        before, after: arcs from their predecessors and to their successors. Computations with fewer arcs than
+            others of the level are padded with arcs to the row after the last, which is the iteration's begin
+            and end.
     """
 
     rows: slice
@@ -55,11 +56,11 @@ class Columns:
     Attributes:
         row_of: per computation of the graph, its row.
         computation_of: per row, its computation.
-        levels: in an order in which each comes after all that it waits for.
+        levels: in topological order.
         times_ps, energies_j: per option, its time and effective energy.
-        faster_vertices: per option, the place of the next faster one that is a vertex of the hull, or of the
+        faster_vertices: per option, the index of the next faster one that is a vertex of the hull, or of the
             fastest one.
-        fastest: per row, the place of its fastest option, in a column.
+        fastest: per row, the index of its fastest option, as a column.
     """
 
     def __init__(self, graph: EventGraph) -> None:
@@ -69,8 +70,7 @@ class Columns:
         self._price(graph)
 
     def earliest_finishes_ps(self, durations_ps: Int64Array) -> Int64Array:
-        """Return when each computation ends if each starts as early as it can; the last row is the
-        begin's."""
+        """Return each computation's earliest finish; the last row is the iteration's begin."""
         finishes_ps = np.zeros((self.row_count + 1, durations_ps.shape[1]), dtype=np.int64)
         for level in self.levels:
             starts_ps = latest_of(finishes_ps, level.before)
@@ -84,14 +84,14 @@ class Columns:
         return found
 
     def effective_energies_j(self, choices: Int64Array) -> FloatArray:
-        """Return what each column costs."""
+        """Return each column's effective energy."""
         found: FloatArray = self.energies_j[choices].sum(axis=0)
         return found
 
     def slowest_within(self, rows: slice, times_ps: Int64Array, prices: Int64Array | None) -> Int64Array:
-        """Return each cell's slowest option within a time, which its fastest one must be.
+        """Return each cell's slowest option within a time; its fastest option must be within it.
 
-        With prices, the option within it that costs the least if time has that price.
+        With prices, return the cheapest option within it, counting its time at that price.
         """
         keys = np.minimum(times_ps, self._slowest_ps[rows])
         keys += self._key_offset[rows]
@@ -102,10 +102,10 @@ class Columns:
         return found
 
     def within_finishes(self, finishes_ps: Int64Array, prices: Int64Array | None) -> Int64Array:
-        """Return choices that end every computation by a time, what one leaves over being the next one's.
+        """Return choices that end every computation by a given time; unused time passes to the next one.
 
-        Each is the slowest option that does; with prices, the one of these that costs the least if time has
-        that price.
+        Each is the slowest option that fits; with prices, the cheapest that fits, counting its time at that
+        price.
         """
         choices = np.empty_like(finishes_ps)
         ends_ps = np.zeros((self.row_count + 1, finishes_ps.shape[1]), dtype=np.int64)
@@ -119,10 +119,10 @@ class Columns:
         return choices
 
     def price_of(self, durations_ps: Int64Array) -> PriceLevels:
-        """Return about what time is worth to each computation whose relaxed duration is this.
+        """Return the approximate value of time to each computation with this relaxed duration, as a price
+        level.
 
-        As a place on a ladder of prices; each of its ``PRICE_COUNT`` rungs is ``PRICE_RATIO`` times the one
-        before, and the lowest is 0.
+        Each of the ``PRICE_COUNT`` levels is ``PRICE_RATIO`` times the one before, and the lowest is 0.
         """
         keys = np.minimum(durations_ps, self._slowest_ps)
         keys += self._key_offset
@@ -132,15 +132,15 @@ class Columns:
         return between
 
     def with_prices(self, price_levels: PriceLevels) -> Int64Array:
-        """Return rungs as :meth:`slowest_within` takes them."""
+        """Convert price levels to the form that :meth:`slowest_within` takes."""
         return np.clip(price_levels, 0, PRICE_COUNT - 1).astype(np.int64) * len(self.times_ps)
 
     def to_columns(self, choices: Sequence[Sequence[int]] | NDArray[np.int16]) -> Int64Array:
-        """Return choices that name each computation's option by its index as columns."""
+        """Convert choices (a row each, option indices per computation) to columns."""
         return self.fastest + np.asarray(choices, dtype=np.int64).T[self.computation_of]
 
     def to_choices(self, columns: Int64Array) -> NDArray[np.int16]:
-        """Return each column's options by their indices: a row a column, its computations in their order."""
+        """Convert columns to choices: one row per column, option indices in the order of computations."""
         return (columns - self.fastest)[self.row_of].T.astype(np.int16)
 
     def _lay_out(self, graph: EventGraph) -> None:
@@ -167,7 +167,8 @@ class Columns:
         firsts = np.concatenate(([0], np.cumsum(sizes)))
         self.times_ps = np.array([o.time_ps for some in graph.options for o in some], dtype=np.int64)
         self.energies_j = np.array([o.effective_energy_j for some in graph.options for o in some])
-        # One sorted array of all options: each profile's times stand behind the slowest of the one before.
+        # One sorted array of all options: each profile's times are offset beyond the previous profile's
+        # slowest.
         offsets, last = [], 0
         for some in graph.options:
             offsets.append(last)
@@ -181,9 +182,9 @@ class Columns:
         self._offsets = offsets
 
     def _price(self, graph: EventGraph) -> None:
-        """Lay out the ladder of prices, and what is cheapest at each."""
+        """Compute the price levels, and the cheapest option at each."""
         steepest_w = max((hull.slopes_uw[0] for hull in graph.hulls if hull.slopes_uw), default=1) / UW_PER_W
-        # The highest rung is beyond all slopes: for what is as fast as it can be.
+        # The highest level is beyond all slopes: for computations that are as fast as they can be.
         prices_w = steepest_w * PRICE_RATIO ** np.arange(3.0 - PRICE_COUNT, 3.0)
         prices_w[0] = 0.0
         cheapest = np.empty((PRICE_COUNT, len(self.times_ps)), dtype=np.int64)
@@ -197,7 +198,8 @@ class Columns:
         slopes_w: list[float] = []
         for offset, hull, options in zip(self._offsets, graph.hulls, graph.options, strict=True):
             hull_end_ps = options[-1].time_ps
-            # One more vertex behind the slowest option: beyond its hull's last, more time saves nothing.
+            # One more vertex beyond the slowest option: beyond the hull's last vertex, more time saves
+            # nothing.
             keys += [offset + time_ps for time_ps in (*hull.times_ps, hull_end_ps + 1)]
             slopes_w += [np.inf, *(slope_uw / UW_PER_W for slope_uw in hull.slopes_uw), 0.0]
         is_vertex = np.isin(self._keys, keys)
@@ -209,10 +211,10 @@ class Columns:
 
 
 def latest_of(finishes_ps: Int64Array, before: _Arcs) -> Int64Array | None:
-    """Return when a level's computations can start; None if they wait for nobody."""
+    """Return the earliest starts of a level's computations; None if they wait for nothing."""
     starts_ps: Int64Array | None = None
     for others, lags_ps in before:
-        ready_ps = finishes_ps.take(others, axis=0)  # a quarter of what finishes_ps[others] takes
+        ready_ps = finishes_ps.take(others, axis=0)  # takes a quarter of the time of finishes_ps[others]
         if lags_ps is not None:
             ready_ps += lags_ps
         starts_ps = ready_ps if starts_ps is None else np.maximum(starts_ps, ready_ps, out=starts_ps)
@@ -220,7 +222,7 @@ def latest_of(finishes_ps: Int64Array, before: _Arcs) -> Int64Array | None:
 
 
 def earliest_of(latest_starts_ps: Int64Array, after: _Arcs) -> Int64Array:
-    """Return when a level's computations must have ended, by when those after them must start.
+    """Return the latest finishes of a level's computations, given the latest starts of their successors.
 
     The last row is the iteration's end.
     """
@@ -238,10 +240,10 @@ def earliest_of(latest_starts_ps: Int64Array, after: _Arcs) -> Int64Array:
     return finishes_ps
 
 
-def _arcs(neighbours: Sequence[Sequence[tuple[int, int]]], nobody: int) -> _Arcs:
+def _arcs(neighbours: Sequence[Sequence[tuple[int, int]]], padding: int) -> _Arcs:
     degree = max(map(len, neighbours))
     padded = np.array(
-        [[*some, *[(nobody, 0)] * (degree - len(some))] for some in neighbours], dtype=np.int64
+        [[*some, *[(padding, 0)] * (degree - len(some))] for some in neighbours], dtype=np.int64
     ).reshape(len(neighbours), degree, 2)
     return tuple(
         (padded[:, k, 0], padded[:, k, 1:] if padded[:, k, 1].any() else None) for k in range(degree)

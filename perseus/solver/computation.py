@@ -15,9 +15,9 @@ class Kind(enum.Enum):
     BACKWARD_WEIGHT = "backward-weight"
     RECOMPUTATION = "recomputation"
     FIXED = "fixed"
-    """Takes the same time whatever the clock (data loading, optimizer step); it gets no clock of its own."""
+    """Takes the same time at any clock (data loading, optimizer step); it gets no clock of its own."""
 
-    # Members are single: what tells them apart is enough, and an enumeration's own hash is ten times as dear.
+    # Members are singletons, so identity suffices; an enumeration's own hash is ten times as slow.
     __hash__ = object.__hash__
 
     def __lt__(self, other: "Kind") -> bool:
@@ -31,8 +31,8 @@ _RANK = {kind: rank for rank, kind in enumerate(Kind)}
 class Computation:
     """One computation of an iteration; its four coordinates are its identity.
 
-    ``chunk`` tells a stage's model chunks (virtual stages) apart. Several FIXED computations of a stage are
-    told apart by ``microbatch`` and ``chunk``, which mean nothing else there.
+    ``chunk`` distinguishes a stage's model chunks (virtual stages). For FIXED computations, ``microbatch``
+    and ``chunk`` only distinguish those of a stage and have no other meaning.
     """
 
     stage: int

@@ -1,13 +1,13 @@
 """Minimum dwell: plans for GPUs whose clock takes a while to set.
 
-A plan made without regard to latency may ask for a new clock at almost every computation. Each lower clock
-comes late, so its computation spends a latency at the clock before; and where clocks change faster than they
-can be set, raises come late too, and that costs time. Here each stage gets runs of computations that share a
-clock: no run shorter than a dwell, no computation slower than its limit, and of all such runs those that
-cost the least energy with the latency in it (dynamic programming over where runs begin, and at which clock).
+A plan made without regard to latency may change the clock at almost every computation. Each lower clock comes
+late, so its computation spends a latency at the previous clock. Where clocks change faster than they can be
+set, raises come late too, and that costs time. This module gives each stage runs of computations that share a
+clock: no run shorter than a dwell, no computation slower than its limit, and among all such runs those of
+least energy, latency included (dynamic programming over where runs begin, and at which clock).
 
-The limits are the planned durations at first. A run that is faster than it needs to be leaves slack, so they
-are then stretched to what the iteration time has room for, and the runs are chosen anew.
+At first the limits are the planned durations. A run that is faster than necessary leaves slack, so the limits
+are then stretched as far as the iteration time allows, and the runs are chosen again.
 """
 
 import math
@@ -33,21 +33,21 @@ _PRICE_COUNT = 8
 _BISECTION_COUNT = 6
 
 MIN_SHARE_ON_CLOCK = 0.9
-"""The share of computation time that a plan spends at its clocks, at least."""
+"""Least share of computation time that a plan spends at its clocks."""
 
 MAX_SLOWDOWN = 1.002
-"""Measured times may rise with the clock, and then lateness slows down. This much is let happen."""
+"""Largest accepted slowdown: measured times may rise with the clock, and then a late clock costs time."""
 
 
 def dwell(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan:
     """Return a plan of the same iteration time that keeps its clocks for at least two latencies.
 
-    Two, because a clock that is lowered and raised again then has the time for both sets. With the latency,
-    at least 90 % of the computations' time is spent at the clocks of the result, where its stages allow
-    it; a stage where no runs are fast enough keeps its clocks. On the measured times the result is never
-    slower than ``plan``. With the latency it may be, by at most 0.2 %, where a clock comes late that was
-    measured to be faster than the higher one before it; and where a stage keeps its clocks. What latency
-    costs on both plans is told by :func:`replay_with_latency`.
+    Two, because lowering a clock and raising it again then has time for both sets. With the latency,
+    computations spend at least 90 % of their time at the clocks of the result, where its stages allow it; a
+    stage where no runs are fast enough keeps its clocks. On the measured times the result is never slower
+    than ``plan``. With the latency it may be slower by at most 0.2 %, where a late clock was measured to be
+    faster than the higher one before it; and where a stage keeps its clocks. :func:`replay_with_latency`
+    returns the cost of latency for both plans.
 
     Raises:
         SolverError: the latency is not a finite number of 0 or more.
@@ -59,7 +59,8 @@ def dwell(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan:
     cheaper = search.dwelled(0.0)
     if search.is_on_clock(cheaper):
         return cheaper
-    # A price on each second at the clock before trades energy for sets: look for the lowest that is enough.
+    # A price on each second at the previous clock trades energy for fewer sets: find the lowest sufficient
+    # price.
     too_low_w, price_w = 0.0, _FIRST_PRICE_W
     for _ in range(_PRICE_COUNT):
         dwelled = search.dwelled(price_w)
@@ -79,7 +80,7 @@ def dwell(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan:
 
 
 class _Search:
-    """Dwelled plans of one plan, by what lateness is made to cost."""
+    """Dwelled versions of one plan, by the price of lateness."""
 
     def __init__(self, pipeline: Pipeline, planned: Plan, latency_s: float) -> None:
         self._pipeline, self._planned = pipeline, planned
@@ -91,7 +92,7 @@ class _Search:
         return replayed.share_on_clock >= MIN_SHARE_ON_CLOCK
 
     def mixed(self, plan: Plan, cheaper: Plan) -> Plan:
-        """Return ``plan`` with as many stages of the cheaper one as leave it fast and on its clocks."""
+        """Return ``plan`` with as many stages of the cheaper one as keep it fast and on its clocks."""
         for stage in cheaper.stages:
             candidate = replay(self._pipeline, plan.clocks_mhz | {p.computation: p.clock_mhz for p in stage})
             if candidate.iteration_time_s <= self._planned.iteration_time_s and self.is_on_clock(candidate):
@@ -99,7 +100,8 @@ class _Search:
         return plan
 
     def dwelled(self, lateness_price_w: float) -> Plan:
-        """Return the dwelled plan; if lateness slows it too much, one where it slows nothing by more."""
+        """Return the dwelled plan; if lateness slows it too much, one in which no computation is slowed by
+        more than that."""
         for max_slowdown in (math.inf, MAX_SLOWDOWN):
             plan = self._choose_runs(lateness_price_w, max_slowdown)
             late = replay_with_latency(self._pipeline, plan, self._latency_s)
@@ -129,8 +131,8 @@ class _Search:
 def _stretch(pipeline: Pipeline, plan: Plan, deadline_ps: int) -> dict[Computation, int]:
     """Return how long each computation may take so that all together meet the deadline.
 
-    Each is stretched by the deadline over the longest path through it. A path's own length is at most that of
-    the longest path through any of its computations, so stretched it is no longer than the deadline.
+    The factor for each is the deadline over the longest path through it. A path is no longer than the longest
+    path through any of its computations, so the stretched path meets the deadline.
     """
     computations, dependencies = order_computations(pipeline)
     index_of = {c: i for i, c in enumerate(computations)}
@@ -148,7 +150,7 @@ def _stretch(pipeline: Pipeline, plan: Plan, deadline_ps: int) -> dict[Computati
 
 
 class _KindCosts(NamedTuple):
-    """One kind of computation at each of the stage's clocks."""
+    """Costs of one kind of computation at each of the stage's clocks."""
 
     times_ps: FloatArray
     effective_energies_j: FloatArray
@@ -156,7 +158,7 @@ class _KindCosts(NamedTuple):
 
 
 class _StageCosts:
-    """What one stage's computations take and cost at all clocks at which any of them was measured."""
+    """Times and costs of one stage's computations, at all clocks at which any of them was measured."""
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         measured = {(key[1], key[2]): some for key, some in pipeline.profiles.items() if key[0] == stage}
@@ -196,13 +198,13 @@ class _Runs:
         measured = np.array([cost.measured for cost in costs])
         self._refused_before = _sums_before(~measured | (times_ps > np.array(limits_ps)[:, None]))
         self._energy_before_j = _sums_before(np.array([cost.effective_energies_j for cost in costs]))
-        # What a wait before a computation hides of the latency: lower clocks are set when the wait begins.
+        # A wait before a computation hides part of the latency: lower clocks are set when the wait begins.
         waits_ps = [0] + [
             to_ps(later.start_s - earlier.start_s - earlier.duration_s)
             for earlier, later in pairwise(planned)
         ]
         self._exposed_ps = [max(latency_ps - wait_ps, 0) for wait_ps in waits_ps]
-        # The end (exclusive) of the shortest run that begins with each computation, however fast it is.
+        # The end (exclusive) of the shortest run from each computation that lasts a dwell at any clock.
         fastest_before_ps = np.concatenate([[0.0], np.cumsum(times_ps.min(axis=1))])
         ends = np.searchsorted(fastest_before_ps, fastest_before_ps[:-1] + 2 * latency_ps)
         self._shortest_ends = np.clip(ends, np.arange(len(costs)) + 1, len(costs))
@@ -211,8 +213,8 @@ class _Runs:
         """Return each computation's clock, or None if no runs are fast enough."""
         count, clock_count = len(self._costs), self._energy_before_j.shape[1]
         every_clock = np.arange(clock_count)
-        # Entry [j, f]: the least cost of the first j computations, the last of them in a run at clock f that
-        # has lasted a dwell; where that run's last step began, and at which clock before.
+        # Entry [j, f]: the least cost of the first j computations if the last of them is in a run at clock f
+        # that has lasted a dwell; where that run's last step began, and at which clock before.
         min_j = np.full((count + 1, clock_count), np.inf)
         step_from = np.zeros((count + 1, clock_count), dtype=np.int64)
         clock_before = np.zeros((count + 1, clock_count), dtype=np.int64)
@@ -246,9 +248,9 @@ class _Runs:
         }
 
     def _lateness_j(self, i: int) -> FloatArray:
-        """Return, by clock before and clock of ``i``, what ``i`` costs more because a lower clock is late.
+        """Return the extra cost of ``i`` when a lower clock is late, by previous clock and clock of ``i``.
 
-        Infinite where lateness makes it too slow.
+        It is infinite where lateness makes ``i`` too slow.
         """
         c = self._planned[i].computation
         key = c.chunk, c.kind, self._exposed_ps[i]
@@ -263,20 +265,22 @@ class _Runs:
         late_ps = np.minimum(exposed_ps, times_ps)[:, None]
         costs_j = late_ps / times_ps[:, None] * (energies_j[:, None] - energies_j)
         costs_j += self._lateness_price_w * late_ps / PS_PER_S
-        # A shorter wait than planned may hide less of the latency: judged on time, nothing of it is hidden.
+        # A wait shorter than planned may hide less of the latency, so the time limit counts none of it as
+        # hidden.
         late_ps = np.minimum(self._latency_ps, times_ps)[:, None]
         slowed_ps = late_ps + (1 - late_ps / times_ps[:, None]) * times_ps
         return _Lateness(np.where(lower, slowed_ps, 0.0), np.where(lower, costs_j, 0.0))
 
 
 class _Lateness(NamedTuple):
-    """What lateness makes of a computation, by clock before × clock; 0 where the clock is not lowered."""
+    """The effect of lateness on a computation, by previous clock × clock; 0 where the clock is not
+    lowered."""
 
     times_ps: FloatArray
     costs_j: FloatArray
 
 
 def _sums_before(rows: NDArray[np.generic]) -> FloatArray:
-    """Return the sums of the rows before each row, and of all of them."""
+    """Return cumulative sums: of the rows before each row, then of all rows."""
     sums: FloatArray = np.vstack([np.zeros(rows.shape[1]), np.cumsum(rows, axis=0)])
     return sums

@@ -1,4 +1,4 @@
-"""What the solver refuses.
+"""The solver's errors.
 
 SolverError
 ├── ScheduleError   an order of computations is inconsistent or deadlocks
@@ -12,8 +12,8 @@ SolverError
 class SolverError(Exception):
     """Base of every error that the solver raises on bad input.
 
-    ``details`` repeats the changing values of the message by name, as text, for callers that report errors in
-    a structured form.
+    ``details`` holds the variable values of the message by name, as text, for callers that report errors in a
+    structured form.
     """
 
     def __init__(self, message: str, **details: object) -> None:
@@ -26,7 +26,7 @@ class ScheduleError(SolverError):
 
 
 class ProfileError(SolverError):
-    """A measurement is impossible, or one that is needed is not there."""
+    """A measurement is impossible, or a needed one is missing."""
 
 
 class PipelineError(SolverError):
@@ -34,13 +34,13 @@ class PipelineError(SolverError):
 
 
 class DeadlineError(SolverError):
-    """The asked iteration time is not a time, or shorter than T_min."""
+    """The requested iteration time is not a time, or shorter than T_min."""
 
 
 class LagError(SolverError):
     """No lag between stages explains measured iteration times.
 
-    `times_s` repeats the times of the message by name, in seconds.
+    `times_s` holds the times of the message by name, in seconds.
     """
 
     def __init__(self, message: str, **times_s: float) -> None:

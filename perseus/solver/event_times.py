@@ -1,10 +1,9 @@
-"""Every event's time at the corners of the frontier, in little room.
+"""Every event's time at the corners of the frontier, stored compactly.
 
-From one corner to the next most events move along with the last one or not at all, and few by less. So each
-step is a bit per event and a list of the exceptions, with all times written out at every few corners to start
-from. Where even that gets too much, the times at some corners alone are kept, evenly spaced: between two of
-them every event's time is read off a straight line. That is a relaxed plan, too, which costs a little more
-than the best.
+From one corner to the next, most events move along with the last one or not at all, and few move by less. So
+each step is a bit per event and a list of exceptions, and every 32nd corner stores all times to start from.
+Where even that takes too much memory, only evenly spaced corners are kept, and times between two of them are
+interpolated linearly. The result is also a relaxed plan, which costs a little more than the best.
 """
 
 from bisect import bisect_left
@@ -18,38 +17,37 @@ from numpy.typing import NDArray
 Int64Array = NDArray[np.int64]
 
 _SPACING = 32
-"""Steps between the corners that are written out."""
+"""Steps between the corners that store all times."""
 
 _FIRST_THINNED_SPACING = 4
-"""Steps between the corners that are kept once there is too much of them; doubled as often as needed."""
+"""Steps between the corners that are kept once all take too much memory; doubled as often as needed."""
 
 _LINE_BITS = 9
-"""A straight line is divided into so many halves of halves: moves of 2^53 ps are then multiplied exactly."""
+"""Bits of an interpolation's fraction: few enough to multiply moves of 2^53 ps exactly."""
 
 
 class EventTimes(Protocol):
     """The events' times from the slowest corner to the fastest."""
 
     def until(self, iteration_time_ps: int) -> Int64Array:
-        """Return every event's time in ps in a relaxed plan of at most that iteration time.
+        """Return every event's time in ps, in a relaxed plan of at most that iteration time.
 
-        It is no longer than that of the slowest corner, and no shorter than that of the fastest. The array is
-        the caller's own.
+        The iteration time must lie between those of the fastest and the slowest corner. The array is a copy.
         """
 
     @property
     def byte_count(self) -> int:
-        """What it all takes in memory."""
+        """Memory use in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """From one corner to the next: how far the events move down.
+    """The events' moves from one corner to the next.
 
     Attributes:
-        whole_ps: by how much those move whose bit is set.
+        whole_ps: the move of events whose bit is set.
         bits: one per event, eight to the byte.
-        others, others_ps: the indices of the events that move by less, and by how much.
+        others, others_ps: indices and moves of the events that move by less.
         event_count: number of events.
     """
 
@@ -61,14 +59,14 @@ class Step:
 
     @property
     def moves_ps(self) -> Int64Array:
-        """How far each event moves down."""
+        """Each event's move toward earlier times."""
         moves_ps = np.unpackbits(self.bits, count=self.event_count) * np.int64(self.whole_ps)
         moves_ps[self.others] = self.others_ps
         return moves_ps
 
     @property
     def byte_count(self) -> int:
-        """What it takes in memory."""
+        """Memory use in bytes."""
         return self.bits.nbytes + self.others.nbytes + self.others_ps.nbytes
 
 
@@ -77,7 +75,7 @@ class AllCorners:
     """The events' times at every corner.
 
     Attributes:
-        written_out_ps: the times at corners 0, 32, 64 …
+        written_out_ps: all times at corners 0, 32, 64 …
         steps: from each corner to the next.
         iteration_times_ps: of each corner.
     """
@@ -87,7 +85,7 @@ class AllCorners:
     iteration_times_ps: Sequence[int]
 
     def at(self, corner: int) -> Int64Array:
-        """Return every event's time in ps, in an array of the caller's own."""
+        """Return a copy of every event's time in ps."""
         times_ps = self.written_out_ps[corner // _SPACING].copy()
         for step in self.steps[corner // _SPACING * _SPACING : corner]:
             times_ps -= step.moves_ps
@@ -114,7 +112,7 @@ class SomeCorners:
     """The events' times at some corners, the slowest and the fastest among them.
 
     Attributes:
-        times_ps: at each of them.
+        times_ps: the events' times at each of them.
     """
 
     times_ps: Sequence[Int64Array]
@@ -127,7 +125,7 @@ class SomeCorners:
         slower, faster = self.times_ps[after - 1], self.times_ps[after]
         part = int(slower[-1]) - iteration_time_ps << _LINE_BITS
         part = -(-part // int(slower[-1] - faster[-1]))
-        # All are rounded down: what is at least so many whole picoseconds after another stays that.
+        # Rounding all down keeps every minimum distance of whole picoseconds between two events.
         return slower + ((faster - slower) * part >> _LINE_BITS)
 
     @property
@@ -137,12 +135,12 @@ class SomeCorners:
 
 
 def _first_within(falling_ps: Sequence[int], iteration_time_ps: int) -> int:
-    """Return the first of the corners that are no slower than that."""
+    """Return the first corner that is no slower than that."""
     return bisect_left(falling_ps, -iteration_time_ps, key=lambda time_ps: -time_ps)
 
 
 class EventTimesRecorder:
-    """Takes the steps down as they are made, in about ``most_bytes`` or two corners, if these are more."""
+    """Records steps in about ``max_bytes``, or in two corners if these take more."""
 
     def __init__(self, first_ps: Int64Array, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -152,10 +150,10 @@ class EventTimesRecorder:
         self._last_ps = first_ps
         self._steps: list[Step] = []
         self._thinned_spacing = 0
-        """Of the corners that are written out, while there are no steps; 0 while there are."""
+        """Steps between the kept corners once single steps are dropped; 0 before."""
 
     def record(self, moves_ps: Int64Array, times_ps: Int64Array) -> None:
-        """Add a step: how far each event moved down, and where that brought it. The last moves farthest."""
+        """Add a step: each event's move and its time afterwards. The last event moves farthest."""
         self._iteration_times_ps.append(int(times_ps[-1]))
         self._last_ps = times_ps
         if not self._thinned_spacing:
@@ -171,7 +169,7 @@ class EventTimesRecorder:
             self._thin_out()
 
     def finish(self) -> EventTimes:
-        """Return all that was recorded, or what was kept of it."""
+        """Return the recorded times, or those that were kept."""
         if not self._thinned_spacing:
             return AllCorners(
                 tuple(self._written_out_ps), tuple(self._steps), tuple(self._iteration_times_ps)

@@ -23,21 +23,21 @@ from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
 
 _GRACE_PS = 1000
-"""A deadline this little below T_min means T_min: sums of the same seconds differ in their last digits."""
+"""A deadline at most this far below T_min counts as T_min: sums of the same seconds differ in their last
+digits."""
 
 _PRICED_AT = 1.05
-"""Where a margin's price is told, as a factor of T_min."""
+"""The iteration time at which a margin's price is reported, as a factor of T_min."""
 
 _AUTOMATIC_TOLERANCE = 0.002
-"""Frontiers of many computations are solved with this hull tolerance unless another is asked for: the number
-of the exact frontier's pieces grows faster than that of the stages, and each takes longer the more
-computations there are."""
+"""The default hull tolerance for many computations: the exact frontier's pieces grow faster in number than
+the stages, and each takes longer with more computations."""
 
 _AROUND_SHARES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04)
-"""A plan alone is realised beside those of iteration times that differ by these shares."""
+"""A single plan is realised together with plans for iteration times that differ by these shares."""
 
 _SWEEP_SHARE = 0.6
-"""About the share of solving that the sweep takes; realising plans takes the rest."""
+"""Approximate share of the sweep in solving time; realising plans takes the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class FrontierPoint:
 
     Attributes:
         deadline_s: the iteration time that the plan was made for.
-        iteration_time_s: the one that it has, at most the deadline.
+        iteration_time_s: the plan's own iteration time, at most the deadline.
         energy_j: of one iteration of ``iteration_time_s``, waiting included.
         effective_energy_j: ``energy_j`` without the blocking power over the iteration.
-        bound_energy_j: what no plan of ``iteration_time_s`` can go below.
-        latency_cost_j: by how much the GPUs' set latency raises the energy until the deadline, over that of
-            the plan whose clocks change at once; 0 where that is planned.
+        bound_energy_j: lower bound on the energy of any plan of ``iteration_time_s``.
+        latency_cost_j: extra energy until the deadline due to the GPUs' set latency, over the plan whose
+            clocks change at once; 0 for plans without latency.
     """
 
     deadline_s: float
@@ -63,13 +63,13 @@ class FrontierPoint:
 
     @property
     def latency_cost_percent(self) -> float:
-        """The same, percent of the energy that the plan would take without."""
+        """The latency cost in percent of the plan's energy without it."""
         return 100 * self.latency_cost_j / self.energy_j
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refinement:
-    """What is needed to refine one plan, wherever that is done. Plain data: it can be pickled.
+    """The input for refining one plan in any process. Plain data: it can be pickled.
 
     Attributes:
         pipeline: what the plan is for.
@@ -81,10 +81,10 @@ class Refinement:
     _graph: EventGraph = field(repr=False)
     _target: Target = field(repr=False)
     _others: NDArray[np.int16] = field(repr=False)
-    """Choices of the points around, by rising time; the first keeps the deadline."""
+    """Choices of the neighbouring points, by rising time; the first meets the deadline."""
     _set_latency_s: float
     _realised: Plan = field(repr=False)
-    """The slowest of the points' plans that keeps the deadline."""
+    """The slowest of the points' plans that meets the deadline."""
 
     def plan(self) -> Plan:
         """Return the plan: never slower than the deadline, at the least effective energy found."""
@@ -92,25 +92,25 @@ class Refinement:
         plan = _assemble(self.pipeline, self._graph, choice)
         if self._set_latency_s:
             plan = latency_plan(self.pipeline, plan, self._set_latency_s) or self._realised
-        # Not even by a rounding error of the sums is it dearer than what is realised already.
+        # Rounding errors of the sums must not make it dearer than the plan that is already realised.
         return min(plan, self._realised, key=lambda each: each.effective_energy_j)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frontier:
-    """All that :func:`solve` found out about one pipeline. Plain data: it can be pickled.
+    """The result of :func:`solve` for one pipeline. Plain data: it can be pickled.
 
     Attributes:
-        pipeline: what was solved.
+        pipeline: the problem that was solved.
         baseline: the all-max plan.
-        points: realised plans by rising deadline, from T_min to T_slow, evenly spaced in effective energy:
-            they are close where the frontier is steep. Along them effective energy never rises.
-        t_star_index: the point whose deadline is T*.
-        margin: what was added to measured times, so that plans keep theirs; None if nothing was.
-        set_latency_s: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
-        hull_tolerance: what was left out of the computations' curves, as a share of their energy.
-        bound_slack: by how much at most, as a share of its energy, a point's bound is below that of the exact
-            curves for it; 0 if nothing was left out.
+        points: realised plans by rising deadline, from T_min to T_slow, evenly spaced in effective energy, so
+            that they are close where the frontier is steep. Effective energy never rises along them.
+        t_star_index: index of the point whose deadline is T*.
+        margin: the margin added to measured times, so that plans keep their predictions; None without one.
+        set_latency_s: the GPUs' set latency; 0 for plans whose clocks change at once.
+        hull_tolerance: how far computations' curves were simplified, as a share of their energy.
+        bound_slack: the most by which a point's bound is below that of the exact curves, as a share of its
+            energy; 0 without tolerance.
     """
 
     pipeline: Pipeline
@@ -124,13 +124,13 @@ class Frontier:
     _graph: EventGraph = field(repr=False)
     _sweep: Sweep = field(repr=False)
     _choices: NDArray[np.int16] = field(repr=False)
-    """Per deadline that was rounded and computation, the index of the chosen option."""
+    """By rounded deadline and computation, the index of the chosen option."""
     _choice_times_ps: tuple[int, ...] = field(repr=False)
-    """The iteration time of each of these, on the measured times."""
+    """Each choice's iteration time, on the measured times."""
     _plans: PlanTable = field(repr=False)
-    """The points' plans, one of several points perhaps."""
+    """The points' plans; several points may share one."""
     _rows: tuple[int, ...] = field(repr=False)
-    """Each point's in that table."""
+    """Each point's row in that table."""
 
     @property
     def t_min_s(self) -> float:
@@ -139,7 +139,7 @@ class Frontier:
 
     @property
     def t_star_s(self) -> float:
-        """The iteration time of least energy when nobody is waited for."""
+        """The iteration time of least energy without stragglers."""
         return self.points[self.t_star_index].deadline_s
 
     @property
@@ -149,9 +149,10 @@ class Frontier:
 
     @property
     def margin_energy_share(self) -> float:
-        """What the margin costs, as a share of the energy, where plans are 5 % slower than the fastest.
+        """The margin's cost as a share of the energy, where plans are 5 % slower than the fastest.
 
-        Without it, plans of such an iteration would be made as those of one that is longer by the margin are.
+        Without the margin, a plan of such an iteration time would be made like the plan of one that is longer
+        by the margin.
         """
         if self.margin is None:
             return 0.0
@@ -161,7 +162,7 @@ class Frontier:
         return saved_j / self.bound_energy_j(time_s)
 
     def bound_energy_j(self, iteration_time_s: float) -> float:
-        """Return what no plan of that iteration time can go below, waiting included.
+        """Return the lower bound on the energy of any plan of that iteration time, waiting included.
 
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
@@ -172,7 +173,7 @@ class Frontier:
     def plan(self, iteration_time_s: float) -> Plan:
         """Return the plan made for that iteration time: never slower, at the least effective energy found.
 
-        Beyond T_slow it is the plan of T_slow. With a set latency its clocks are kept long enough, or it is
+        Beyond T_slow it is the plan of T_slow. With a set latency it keeps its clocks long enough, or it is
         one of the points' plans.
 
         Raises:
@@ -183,7 +184,7 @@ class Frontier:
         return self.refinement(iteration_time_s).plan()
 
     def refinement(self, iteration_time_s: float) -> Refinement:
-        """Return what `plan` does, to be done elsewhere: it takes about as long as a few sweeps.
+        """Return the input for doing the work of `plan` elsewhere; it takes about as long as a few sweeps.
 
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
@@ -201,7 +202,7 @@ class Frontier:
         )
 
     def is_exact(self, iteration_time_s: float) -> bool:
-        """Tell whether `plan_within` returns for that iteration time what `plan` would.
+        """Return whether `plan_within` and `plan` return the same for that iteration time.
 
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
@@ -211,7 +212,7 @@ class Frontier:
         return _check_deadline(iteration_time_s, self._sweep) in ends_ps
 
     def plan_within(self, iteration_time_s: float) -> Plan:
-        """Return the slowest of the points' plans that is not slower than that: a look-up, nothing is solved.
+        """Return the slowest of the points' plans that is not slower than that: a look-up, without solving.
 
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
@@ -243,25 +244,25 @@ def solve(
 ) -> Frontier:
     """Solve for the whole frontier and realise ``point_count`` plans, evenly spaced in effective energy.
 
-    Among them are those of T_min and, where there is room, of the all-max plan's iteration time and of T*.
+    They include T_min and, where there is room, the all-max plan's iteration time and T*.
 
-    Where the GPUs take ``set_latency_s`` to set a clock, plans keep their clocks long enough for that; there
-    may be fewer points then (:mod:`perseus.solver.dwelled_plans`).
+    With a ``set_latency_s``, plans keep their clocks long enough for it; there may be fewer points then
+    (:mod:`perseus.solver.dwelled_plans`).
 
     ``hull_tolerance`` makes large problems quicker: computations are planned on curves that are lower by at
     most this share of their energy (:mod:`perseus.solver.coarse_hull`). Bounds stay bounds, lower by at most
-    that share of all computations' energy, and the result tells by how much at most they are; plans are of
-    measured clocks as ever. Unless it is given, it is 0 up to 4096 computations, and 0.002 beyond.
+    that share of all computations' energy (``bound_slack`` of the result); plans still use measured clocks
+    only. The default is 0 up to 4096 computations, and 0.002 beyond.
 
-    With a ``confidence``, a probability, plans are made so that they keep their iteration times with it, as
-    far as the standard errors of the measured times tell: with a margin (:mod:`perseus.solver.margin`).
+    ``confidence`` is the probability with which plans keep their iteration times, as far as the standard
+    errors of the measured times show; it adds a margin (:mod:`perseus.solver.margin`).
 
-    ``on_progress`` is called with the share of the work that is done, from 0 to 1, several times a plan; what
-    it raises ends the work. A frontier of a single iteration time has a single point.
+    ``on_progress`` is called with the share of the work that is done, from 0 to 1, several times per plan; an
+    exception from it ends the work. A frontier of a single iteration time has a single point.
 
     Raises:
-        SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for, the tolerance is no share, or the
-            confidence no probability from 0.5 to less than 1, or the latency no finite number of 0 or more.
+        SolverError: ``point_count`` is below 3 (T_min, T*, T_slow), the tolerance is no share, the confidence
+            no probability from 0.5 to less than 1, or the latency no finite number of 0 or more.
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
         ProfileError: there is a latency, and settings are more than a clock
             (:func:`perseus.solver.latency.check_clocks`).
@@ -324,7 +325,7 @@ def solve(
 
 
 def automatic_tolerance(pipeline: Pipeline) -> float:
-    """Return the hull tolerance that :func:`solve` uses unless another is given."""
+    """Return the default hull tolerance of :func:`solve`."""
     computation_count = sum(map(len, pipeline.schedule.orders))
     return _AUTOMATIC_TOLERANCE if computation_count > MANY_COMPUTATIONS else 0.0
 
@@ -390,10 +391,10 @@ def _bound_slack(
     sweep: Sweep,
     points: Iterable[FrontierPoint],
 ) -> float:
-    """Return how much of a point's bound the hull tolerance may have cost, where it is most.
+    """Return the largest share of a point's bound that the hull tolerance may have cost.
 
-    No more than all computations' tolerances together; and on the exact hulls a relaxed plan costs no less
-    than the best one, so that the exact bound is not above that.
+    It is at most the sum of all computations' tolerances. On the exact hulls a relaxed plan costs no less
+    than the best one, so the exact bound is at most that cost.
     """
     exact = convex_hulls(graph.options, graph.profile_of)
     cost = RelaxedCost(exact, graph.profile_of)
@@ -408,15 +409,15 @@ def _bound_slack(
 
 
 def _t_star_ps(pipeline: Pipeline, sweep: Sweep) -> int:
-    """Return the time below which the frontier is steeper than what the GPUs draw while they wait."""
+    """Return the time below which the frontier is steeper than the blocking power."""
     corner = np.searchsorted(sweep.slopes_w, sum(pipeline.blocking_power_w))
     return int(sweep.iteration_times_ps[corner])
 
 
 def _space_deadlines_ps(sweep: Sweep, wanted_ps: Iterable[int], point_count: int) -> list[int]:
-    """Return deadlines from T_min to T_slow, evenly spaced in effective energy, the wanted ones among them.
+    """Return deadlines from T_min to T_slow, evenly spaced in effective energy, including the wanted ones.
 
-    Each wanted one takes the place of the nearest that nobody wanted before, as long as there is one.
+    Each wanted deadline replaces the nearest free one, as long as there is one.
     """
     energies_j = np.linspace(
         sweep.effective_energies_j[-1], sweep.effective_energies_j[0], point_count, dtype=np.float64

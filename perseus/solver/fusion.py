@@ -1,14 +1,15 @@
 """The cheapest mixture of two plans, by a minimum cut.
 
 A plan gives every event of the iteration a time, and each computation runs at the cheapest measured clock
-that fits between its two events. Of two plans, each event may take its time from either: a computation then
-has one of four durations. Which of these mixtures is the cheapest is a minimum cut of the event graph, whose
-one side keeps the first plan's times while the other takes the second's (a fusion move: Lempitsky et al.,
-"Fusion Moves for Markov Random Field Optimization", IEEE TPAMI 32(8), 2010).
+that fits between its two events. Each event of a mixture takes its time from one of two plans, so a
+computation has one of four durations. A minimum cut of the event graph finds the cheapest mixture: one side
+keeps the first plan's times, the other takes the second's (a fusion move: Lempitsky et al., "Fusion Moves for
+Markov Random Field Optimization", IEEE TPAMI 32(8), 2010).
 
-A cut can only tell energies apart where to keep both times or to take both costs no more together than to
-have one of each. Measured clocks far above their hull may be otherwise; there one of the two latter counts as
-dearer than it is. So a mixture found is never dearer than the first plan, but perhaps not the very cheapest.
+A cut represents energies exactly only if keeping both times plus taking both costs no more than the two ways
+of having one of each. Measured clocks far above their hull may violate this; one of the latter two then
+counts as dearer than it is. So the result is never dearer than the first plan, but perhaps not the very
+cheapest mixture.
 """
 
 import igraph
@@ -18,7 +19,8 @@ from perseus.solver.columns import Columns
 from perseus.solver.graph import EventGraph, Int64Array
 
 _UNCUT = 2.0**45
-"""More than all other capacities together, which are whole numbers: igraph adds them without rounding."""
+"""More than all other capacities together. All are whole numbers, so that igraph adds them without
+rounding."""
 
 
 class Fusion:
@@ -48,7 +50,7 @@ class Fusion:
         )
 
     def times_ps(self, choices: Int64Array) -> Int64Array:
-        """Return the earliest times of the events, a column for each column of choices."""
+        """Return the earliest times of the events, one column per column of choices."""
         durations_ps = self._columns.times_ps[choices]
         finishes_ps = self._columns.earliest_finishes_ps(durations_ps)[:-1]
         times_ps = np.empty((self._event_count, choices.shape[1]), dtype=np.int64)
@@ -59,7 +61,7 @@ class Fusion:
         return times_ps
 
     def choice(self, times_ps: Int64Array) -> Int64Array:
-        """Return what fits between the events, as a column of choices."""
+        """Return the slowest options that fit between the events, as a column of choices."""
         durations_ps = (times_ps[self._finish] - times_ps[self._start])[:, None]
         return self._columns.slowest_within(slice(None), durations_ps, None)
 
@@ -67,10 +69,10 @@ class Fusion:
         """Return the times of the cheapest mixture.
 
         Args:
-            times_ps: those of a plan that keeps the deadline.
-            others_ps: those of another, moved in time perhaps: it may begin before 0 and end after the
-                deadline. The mixture does not.
-            deadline_ps: the iteration time to keep.
+            times_ps: events' times of a plan that meets the deadline.
+            others_ps: events' times of another plan, which may be shifted: it may begin before 0 and end
+                after the deadline. The mixture does not.
+            deadline_ps: the iteration time to meet.
         """
         start, finish, tail, head = self._start, self._finish, self._tail, self._head
         durations_ps = np.stack(
@@ -87,7 +89,8 @@ class Fusion:
         kept_j, late_j, early_j, taken_j = self._columns.energies_j[found].T
         _, is_never_late, is_never_early, _ = is_short.T
         late_j = np.where(is_never_late, taken_j, late_j)
-        # What can't be counts as whatever needs no arc of its own; an arc that is never cut forbids it.
+        # An impossible combination gets the energy that needs no extra arc; an arc that is never cut forbids
+        # it.
         early_j = np.where(is_never_early, kept_j + taken_j - late_j, early_j)
         taking_j = np.bincount(start, early_j - kept_j, self._event_count)
         taking_j += np.bincount(finish, taken_j - early_j, self._event_count)

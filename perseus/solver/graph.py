@@ -1,9 +1,9 @@
 """The iteration as a graph of events, in plain arrays.
 
-Each computation is an arc from the event of its start to the event of its finish. Dependencies (the stage's
-own order, activations, gradients) are arcs with a fixed lag. A start that waits for exactly one event without
-lag, and a finish that exactly one event waits for without lag, are merged with it: no optimum is lost,
-because a computation may always start earlier or finish later than it needs to.
+Each computation is an arc from its start event to its finish event. Dependencies (the stage's own order,
+activations, gradients) are arcs with a fixed lag. A start that waits for exactly one event without lag is
+merged with it, and so is a finish for which exactly one event waits without lag. No optimum is lost, because
+a computation may always start earlier or finish later than necessary.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ from perseus.solver.profile import (
 Int64Array = NDArray[np.int64]
 
 EXACT = 2**53
-"""Doubles hold every integer below this, and igraph computes in doubles."""
+"""igraph computes in doubles, which hold every integer below this."""
 
 _STEEPEST_UW = 10**7 * UW_PER_W
-"""Ten megawatts: no stage draws it, but two measurements of almost equal time may seem to say so."""
+"""Ten megawatts: no stage draws it, but two measurements of almost equal time may suggest it."""
 
 
 class Dependency(NamedTuple):
@@ -48,10 +48,10 @@ class EventGraph:
     """One pipeline's iteration.
 
     Attributes:
-        computations: in an order in which each comes after all that it waits for.
+        computations: in topological order.
         profile_of: per computation, the index of its options and hull.
         options: per profile, its Pareto options.
-        hulls: per profile, the convex curve that is planned on.
+        hulls: per profile, the convex curve for planning.
         dependencies: between computations, by rising index of the earlier one.
         start_event, finish_event: per computation, the ends of its arc. Event 0 begins the iteration, the
             last one ends it.
@@ -98,9 +98,9 @@ def build_event_graph(pipeline: Pipeline, hull_tolerance: float = 0.0) -> EventG
 
 
 def order_computations(pipeline: Pipeline) -> tuple[tuple[Computation, ...], tuple[Dependency, ...]]:
-    """Return the computations, each after all that it waits for, and the dependencies between them.
+    """Return the computations in topological order, and the dependencies between them.
 
-    The dependencies are sorted, so that all that lead to a computation come before those that lead from it.
+    The dependencies are sorted, so that those into a computation come before those out of it.
     """
     orders = pipeline.schedule.orders
     waits_for: dict[Computation, list[Computation]] = {}
@@ -108,7 +108,7 @@ def order_computations(pipeline: Pipeline) -> tuple[tuple[Computation, ...], tup
         waits_for.setdefault(later, []).append(earlier)
     index_of: dict[Computation, int] = {}
     next_in = [0] * len(orders)
-    # The schedule does not deadlock, so every turn over the stages gets at least one of them further.
+    # The schedule does not deadlock, so every pass over the stages advances at least one of them.
     while any(position < len(order) for position, order in zip(next_in, orders, strict=True)):
         for stage, order in enumerate(orders):
             while next_in[stage] < len(order) and all(
@@ -159,7 +159,7 @@ def convex_hulls(
     profile_of: Int64Array,
     hull_tolerance: float = 0.0,
 ) -> tuple[Hull, ...]:
-    """Return each profile's hull, its slopes small enough that all flows stay exact in doubles."""
+    """Return each profile's hull, with slopes small enough that all flows stay exact in doubles."""
 
     def hulls(steepest_uw: int) -> tuple[Hull, ...]:
         return tuple(
@@ -169,7 +169,7 @@ def convex_hulls(
 
     free = hulls(_STEEPEST_UW)
     steepest_uw = [max(hull.slopes_uw, default=0) for hull in free]
-    # No more than this is ever on its way, nor on one arc (see sweep.py); an arc's two ends add up.
+    # Upper bound on the total flow and on one arc's flow (see sweep.py); an arc's two directions add up.
     max_flow_uw = 4 * sum(steepest_uw[p] for p in profile_of.tolist())
     if max_flow_uw < EXACT:
         return free
@@ -182,9 +182,8 @@ def _merge_events(
 ) -> tuple[Int64Array, int, list[tuple[int, int, int]]]:
     """Number the events.
 
-    Returns the event of each start (entry 2i), each finish (2i + 1) and of the whole iteration's begin and
-    end (the last two entries), the number of events, and the (tail, head, lag in ps) of the dependencies that
-    remain.
+    Return the event of each start (entry 2i), each finish (2i + 1) and the iteration's begin and end (the
+    last two entries), the number of events, and the (tail, head, lag in ps) of the remaining dependencies.
     """
     begin, end = 2 * computation_count, 2 * computation_count + 1
     waits: list[list[Dependency]] = [[] for _ in range(computation_count)]

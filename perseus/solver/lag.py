@@ -1,11 +1,11 @@
-"""One lag for every transfer between stages, found from two measured iterations.
+"""Estimate one lag for all transfers between stages, from two measured iterations.
 
-Activations and gradients take time to travel. At the highest clocks much of that hides while light stages
-wait; a plan that stretches a light stage until it has no slack lays it bare. So a plan that turns out slower
-than predicted, by more than the all-max plan does, tells how long a transfer takes: the longer the lag, the
-further the two plans' iteration times part.
+Activations and gradients take time to travel. At the highest clocks, waits of light stages hide much of that
+time; a plan that stretches a light stage until it has no slack exposes it. So if a plan exceeds its
+prediction by more than the all-max plan does, the excess shows how long a transfer takes: the longer the lag,
+the further apart the two plans' iteration times.
 
-Fits (`perseus.solver.study`) tell boundaries and directions apart, and need many plans for it.
+Fits (`perseus.solver.study`) estimate lags per boundary and direction, but need many plans.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,15 @@ from perseus.solver.plan import Plan, earliest_finishes_ps
 from perseus.solver.profile import PS_PER_S, to_ps
 
 _MEASUREMENT_TOLERANCE = 0.01
-"""The share by which a measured iteration time may be off."""
+"""Relative error of a measured iteration time."""
 
 _GRID_COUNT = 32
-"""The plans may part and close up again as the lag grows; how finely the first place is looked for."""
+"""Grid steps in the search for the least lag: the plans may move apart and together again as the lag
+grows."""
 
 
 def with_lag(pipeline: Pipeline, lag_s: float) -> Pipeline:
-    """Return the pipeline with this lag, in seconds, of every transfer along its paths, either way.
+    """Return the pipeline with this lag, in seconds, for every transfer along its paths, in both directions.
 
     Raises:
         PipelineError: the lag is not finite, or negative.
@@ -67,10 +68,10 @@ def explaining_lag_s(
 ) -> float | None:
     """Return the least lag of all transfers that explains two plans' measured iteration times.
 
-    With it the plans, replayed, are as far apart as measured, or further already with the pipeline's own lag,
-    which is common to all transfers and the least that is considered. What an iteration holds besides (the
-    optimizer) is the same under both plans and not negative: a lag with which the fast plan alone would
-    take longer than measured explains nothing. None if no lag does.
+    With this lag the replayed plans differ by the measured difference. The search starts at the pipeline's
+    own common lag, with which they may differ by more already. The rest of an iteration (the optimizer) is
+    assumed equal under both plans and not negative, so a lag that makes the replayed fast plan longer than
+    measured is ruled out. Return None if no lag explains the times.
 
     Raises:
         PipelineError: the pipeline's transfers have different lags, or there are extra ones.
@@ -99,7 +100,7 @@ def explaining_lag_s(
 
 
 def predicted_iteration_time_s(pipeline: Pipeline, plan: Plan) -> float:
-    """Return what an iteration takes with a plan's durations and the lag that is common to all transfers.
+    """Return the iteration time with a plan's durations and the lag that is common to all transfers.
 
     Raises:
         PipelineError: the pipeline's transfers have different lags, or there are extra ones.
@@ -125,7 +126,7 @@ def _iteration_time_ps(pipeline: Pipeline, plan: Plan) -> Callable[[int], int]:
     durations_ps = [to_ps(times_s[computation]) for computation in computations]
 
     def replayed(lag_ps: int) -> int:
-        # The lags of a second say which dependencies are transfers.
+        # The lags of one second mark the dependencies that are transfers.
         lagged = [Dependency(earlier, later, lag_ps if lag else 0) for earlier, later, lag in dependencies]
         return max(earliest_finishes_ps(lagged, durations_ps))
 
@@ -133,7 +134,7 @@ def _iteration_time_ps(pipeline: Pipeline, plan: Plan) -> Callable[[int], int]:
 
 
 def _first(holds: Callable[[int], bool], below: int, high: int) -> int:
-    """Return where it begins to hold between `below`, where it does not, and `high`, where it does."""
+    """Return the first value for which `holds`; it does not hold at `below`, and holds at `high`."""
     while high - below > 1:
         middle = (below + high) // 2
         if holds(middle):

@@ -1,13 +1,13 @@
 """Replay of a plan on a GPU whose clock takes a while to set.
 
-A set clock comes into force one latency after it was issued. The agent issues a raise one latency before the
+A clock comes into force one latency after its set was issued. The agent issues a raise one latency before the
 previous computation ends, so that it is in force by then, and a lower clock when the previous computation
-ends: lateness costs joules, never seconds. One set is under way at a time, and the newest wanted clock wins:
-what was overtaken before it could be issued is never set.
+ends: lateness costs joules, never seconds. Only one set is in progress at a time, and the newest wanted clock
+wins: a clock that is superseded before its set is issued is never set.
 
-Ends are predicted rightly here, as they are once an agent has seen a few iterations of a plan. That needs no
-fixed point: what is issued within one latency of an end comes into force after it, so each end is known
-before the raise that is timed by it.
+The replay predicts ends correctly, as an agent does after a few iterations of a plan. That needs no fixed
+point: a set issued within one latency of an end comes into force after it, so each end is known before the
+raise that depends on it.
 """
 
 import math
@@ -29,13 +29,13 @@ from perseus.solver.profile import PS_PER_S, Measurement, refuse_further, to_ps
 
 @dataclass(frozen=True, slots=True)
 class LatencyReplay:
-    """What a plan takes and costs when its clocks take a while to set.
+    """A plan's time and energy when its clocks take a while to set.
 
     Attributes:
         iteration_time_s: from the first start to the last end.
         effective_energy_j: of all stages, without the blocking power over the iteration.
         blocking_power_w: of all GPUs of the pipeline together.
-        set_count: sets in an iteration on all stages, those back to the first clock at its end included.
+        set_count: sets in an iteration on all stages, including those back to the first clock at its end.
         share_on_clock: of the time in computations that have a clock, the share spent at the planned one.
     """
 
@@ -52,12 +52,12 @@ class LatencyReplay:
 
 
 def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> LatencyReplay:
-    """Run the plan with its clocks coming into force ``latency_s`` after they were set.
+    """Replay the plan with clocks that come into force ``latency_s`` after they were set.
 
-    Each stage begins at its first clock, which was set while the gradients of the iteration before were
-    synchronised. A computation whose clock changes underway does the work that each clock's measured time
-    allows, and costs that share of its measured energy. At a clock at which it was not measured, both are
-    interpolated between the measured clocks around it.
+    Each stage begins at its first clock, which was set while the previous iteration's gradients were
+    synchronised. A computation whose clock changes while it runs does the share of work that each clock's
+    measured time allows, and costs that share of its measured energy. At a clock at which it was not
+    measured, both are interpolated between the neighbouring measured clocks.
 
     Raises:
         SolverError: the latency is not a finite number of 0 or more.
@@ -102,7 +102,7 @@ def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> Lat
 
 
 def check_latency(latency_s: float) -> int:
-    """Return the latency in picoseconds, or refuse it."""
+    """Return the latency in picoseconds; raise SolverError if it is invalid."""
     if not (math.isfinite(latency_s) and latency_s >= 0):
         raise SolverError(f"latency_s: expected a finite number of 0 or more, found {latency_s}")
     return to_ps(latency_s)
@@ -111,8 +111,8 @@ def check_latency(latency_s: float) -> int:
 def check_clocks(pipeline: Pipeline) -> None:
     """Refuse settings of more than a clock.
 
-    A clock comes into force while a computation runs, which then does some of its work at each; a kernel's
-    configuration can't. And which of two other settings is the raise, to be issued early, nobody can tell.
+    A clock can change while a computation runs, which then does part of its work at each; a kernel's
+    configuration can't. And of two other settings it is unknown which one is the raise, to be issued early.
 
     Raises:
         ProfileError: there are some.
@@ -124,7 +124,7 @@ def check_clocks(pipeline: Pipeline) -> None:
 class Curve:
     """A computation's time and energy at any clock: measured, or interpolated between the measured clocks.
 
-    Beyond the lowest and the highest measured clock it stays what it is there.
+    Both are constant beyond the lowest and the highest measured clock.
     """
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
@@ -150,7 +150,7 @@ class _Set(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A computation that was run: its end, its energy, and how long it was at the planned clock."""
+    """A finished computation: its end, its energy, and its time at the planned clock."""
 
     end_ps: int
     energy_j: float
@@ -167,11 +167,11 @@ class _StageClock:
 
     @property
     def set_count(self) -> int:
-        """Sets up to now, and the one that the next iteration's first computation needs."""
+        """Sets so far, plus the one that the next iteration's first computation needs."""
         return len(self._sets) - (self._sets[-1].clock_mhz == self._sets[0].clock_mhz)
 
     def want(self, clock_mhz: int, previous_end_ps: int) -> None:
-        """Plan a clock for the computation after the one that ends then."""
+        """Plan a clock for the computation that follows the end at ``previous_end_ps``."""
         raised = clock_mhz > self._planned_mhz
         self._planned_mhz = clock_mhz
         at_ps = previous_end_ps - self._latency_ps if raised else previous_end_ps
@@ -182,7 +182,7 @@ class _StageClock:
             self._sets.append(_Set(issued_ps, issued_ps + self._latency_ps, clock_mhz))
 
     def run(self, curve: Curve, start_ps: int, planned_mhz: int) -> _Run:
-        """Run a computation from its start through all sets that come into force meanwhile."""
+        """Run a computation from its start, through all sets that come into force before its end."""
         now_ps, work_left, energy_j, on_clock_ps = start_ps, 1.0, 0.0, 0
         k = bisect_right(self._sets, start_ps, key=lambda one: one.in_force_ps) - 1
         while True:

@@ -1,13 +1,12 @@
 """A margin for noisy measurements, so that a plan keeps its iteration time with a stated probability.
 
-The times of all computations of a kind on a stage err together, and an iteration is as long as its longest
-path: where a plan has made many paths equally long, one of them is longer than expected most of the time,
-even if each by itself is as expected. So plans are made on times that are longer by a margin, some standard
-errors of each. How many is found by emulation: a short and a long plan are made with about the margin that is
-needed, errors are drawn, and both replayed: by how much they are late says how many it takes.
+The times of all computations of a kind on a stage share one error, and an iteration is as long as its longest
+path. A plan makes many paths equally long, so that most of the time one of them is longer than expected, even
+if each alone has the expected length. So plans are made on times that are longer by a margin of some standard
+errors each. Emulation determines how many: make a short and a long plan with approximately the needed margin,
+draw errors, replay both, and derive the number from how late they are.
 
-A GPU that is done before its margin is used up waits. That is paid for, and part of the energy that is
-planned with.
+A GPU that finishes before its margin is used up waits. The planned energy includes that wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ FloatArray = NDArray[np.float64]
 _SAMPLE_COUNT = 400
 _SEED = 0
 _PROBES = (1.0, 1.1)
-"""Iteration times, as factors of the shortest, at which plans are tried."""
+"""Iteration times of the emulated plans, as factors of the shortest."""
 
 _MIN_TRIED = 0.5
 _MAX = 4.0
@@ -41,12 +40,12 @@ _MAX = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """What was added to measured times.
+    """The margin that was added to measured times.
 
     Attributes:
         confidence: the probability with which a plan keeps its iteration time.
-        error_count: standard errors that were added to each time.
-        time_share: by what share the all-max iteration became longer by that.
+        error_count: standard errors added to each time.
+        time_share: the resulting increase of the all-max iteration time, as a share.
     """
 
     confidence: float
@@ -55,10 +54,10 @@ class Margin:
 
 
 def with_margin(pipeline: Pipeline, confidence: float) -> tuple[Pipeline, Margin | None]:
-    """Return the pipeline with times that plans keep with this probability, and what was added.
+    """Return the pipeline with times that plans keep with this probability, and the margin.
 
-    What comes back has no standard errors of times any more: they are accounted for. Where none were known it
-    is the pipeline as it was, without a margin.
+    The result has no standard errors of times, since the margin accounts for them. If none were known, the
+    pipeline is returned unchanged, without a margin.
 
     Raises:
         SolverError: the confidence is no probability from 0.5 to below 1.
@@ -79,7 +78,7 @@ def with_margin(pipeline: Pipeline, confidence: float) -> tuple[Pipeline, Margin
 
 
 def _padded(pipeline: Pipeline, error_count: float) -> Pipeline:
-    """Return the pipeline with so many standard errors added to each time."""
+    """Return the pipeline with ``error_count`` standard errors added to each time."""
 
     def pad(stage: int, m: Measurement) -> Measurement:
         more_s = error_count * m.time_se_s
@@ -97,7 +96,7 @@ def _all_max_s(pipeline: Pipeline) -> float:
 
 
 def _share_needed(pipeline: Pipeline, error_count: float, confidence: float) -> float:
-    """Return what share of this many standard errors is needed by the plan that needs the most."""
+    """Return the share of ``error_count`` standard errors that the most demanding plan needs."""
     graph = build_event_graph(_padded(pipeline, error_count))
     realiser = Realiser(graph)
     emulate = _emulator(pipeline, graph, realiser.columns, error_count)
@@ -114,13 +113,13 @@ def _share_needed(pipeline: Pipeline, error_count: float, confidence: float) -> 
 def _emulator(
     pipeline: Pipeline, graph: EventGraph, columns: Columns, error_count: float
 ) -> Callable[[Sequence[int]], tuple[float, float, FloatArray]]:
-    """Return what tells the iteration times of chosen options: as expected, with the margin, and drawn."""
+    """Return a function from chosen options to iteration times: expected, with the margin, and drawn."""
     measured: Mapping[ProfileKey, Mapping[int | Setting, Measurement]] = {
         key: {m.setting: m for m in some} for key, some in pipeline.profiles.items()
     }
     row_of = {key: row for row, key in enumerate(measured)}
     drawn = np.random.default_rng(_SEED).standard_normal((len(measured), _SAMPLE_COUNT))
-    # Errors in standard errors: none, those of the margin, the draws. The last row is for what has none.
+    # Errors, in standard errors: none, the margin's, the draws. The last row is for times without an error.
     errors = np.zeros((len(measured) + 1, 2 + _SAMPLE_COUNT))
     errors[:-1, 1] = error_count
     errors[:-1, 2:] = drawn

@@ -1,7 +1,7 @@
-"""Measurements as they come, made ready for planning: repeated clocks merged, missing ones filled in.
+"""Prepare raw measurements for planning: merge repeated clocks, fill in missing ones.
 
-Nothing is fitted to a family of curves. A clock measured several times becomes its mean; a clock between two
-measured ones may be interpolated, and is marked so that nobody takes it for measured.
+Nothing is fitted to a family of curves. Repeated measurements of a clock become their mean; a clock between
+two measured ones may be interpolated, and is marked as such.
 """
 
 import math
@@ -17,9 +17,9 @@ from perseus.solver.setting import Setting, in_order
 def merge_measurements(measurements: Iterable[Measurement]) -> tuple[Measurement, ...]:
     """Return one measurement per clock (or setting), by rising clock.
 
-    Times and energies are averaged, each weighted by the inverse of its variance where every measurement of
-    the clock has a standard error, else plainly. The mean's standard error is that of such a mean; where none
-    is known it comes from the scatter of the repetitions. Measured clocks displace interpolated ones.
+    Times and energies are averaged, weighted by the inverse of their variance where every measurement of the
+    clock has a standard error, else unweighted. The mean's standard error follows from these; where none is
+    known it comes from the scatter of the repetitions. Measured clocks replace interpolated ones.
     """
     by_setting: dict[int | Setting, list[Measurement]] = {}
     for m in measurements:
@@ -32,7 +32,7 @@ def interpolate_clocks(
 ) -> tuple[Measurement, ...]:
     """Return the measurements, by rising clock, with these clocks added where they were not measured.
 
-    Time and energy are taken linearly in the time of a cycle (1 / clock) between the two nearest clocks.
+    Time and energy are linear in the cycle time (1 / clock) between the two nearest clocks.
 
     Raises:
         ProfileError: a clock is measured twice, or a wanted one lies outside the measured ones; or there are
@@ -77,7 +77,7 @@ def _mean(figures: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the mean of (value, standard error) figures, and its standard error."""
     count = len(figures)
     if all(error > 0 for _, error in figures):
-        # Relative to the smallest error, so that no square over- or underflows.
+        # Relative to the smallest error, so that no square overflows or underflows.
         minimum = min(error for _, error in figures)
         weights = [(minimum / error) ** 2 for _, error in figures]
         total = math.fsum(weights)

@@ -1,4 +1,4 @@
-"""The schedules that are known by name, written down as each stage's order."""
+"""Named schedules, as each stage's order."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -43,12 +43,12 @@ def interleaved_one_forward_one_backward(
 ) -> Schedule:
     """Interleaved 1F1B (virtual stages): every stage holds ``chunk_count`` parts of the model.
 
-    Microbatches go round in groups of ``stage_count``: a group passes a stage's first chunk, then its second
+    Microbatches circulate in groups of ``stage_count``: a group passes a stage's first chunk, then its second
     and so on; backward the other way. (Narayanan et al., Efficient Large-Scale Language Model Training on GPU
     Clusters Using Megatron-LM, SC '21, section 2.2.)
 
     Raises:
-        ScheduleError: a count is below 1, or the microbatches are no whole number of groups.
+        ScheduleError: a count is below 1, or the microbatches are not a whole number of groups.
     """
     _check_counts(stage_count=stage_count, microbatch_count=microbatch_count, chunk_count=chunk_count)
     if microbatch_count % stage_count:
@@ -101,9 +101,9 @@ def early_recomputation(stage_count: int, microbatch_count: int) -> Schedule:
 
 
 def zero_bubble_h1(stage_count: int, microbatch_count: int) -> Schedule:
-    """ZB-H1: the backward is split, and the weights' part is put off to where a stage would wait.
+    """ZB-H1: the backward is split, and its weight part is postponed to where a stage would wait.
 
-    Stage s is s microbatches late with the weights, so that no stage holds more than 1F1B's first one. (Qi et
+    Stage s lags by s microbatches with the weights, so that no stage holds more than 1F1B's first one. (Qi et
     al., Zero Bubble Pipeline Parallelism, ICLR '24, section 3.1.)
 
     Raises:
@@ -134,17 +134,17 @@ def _check_counts(**counts: int) -> None:
 
 
 def zero_bubble_v(stage_count: int, microbatch_count: int) -> Schedule:
-    """ZBV: two chunks a stage in the shape of a V, the backward split, no bubble if all take the same time.
+    """ZBV: two chunks per stage in the shape of a V, the backward split, no bubble if all take the same time.
 
-    Activations pass the first chunks from the first stage to the last, and the second ones back. (Qi et al.,
-    Pipeline Parallelism with Controllable Memory, NeurIPS '24, section 3; Zero Bubble Pipeline Parallelism,
-    ICLR '24.)
+    Activations pass the first chunks from the first stage to the last, and the second chunks back. (Qi et
+    al., Pipeline Parallelism with Controllable Memory, NeurIPS '24, section 3; Zero Bubble Pipeline
+    Parallelism, ICLR '24.)
 
     Raises:
         ScheduleError: a count is below 1.
     """
     _check_counts(stage_count=stage_count, microbatch_count=microbatch_count)
-    # With fewer microbatches the warm-up alone would hold them all: as many as it takes, the excess left out.
+    # The warm-up needs a minimum of microbatches: generate that many, and drop the excess.
     count = max(2 * stage_count - 1, microbatch_count)
 
     def order(stage: int) -> Iterator[Computation]:
@@ -179,7 +179,7 @@ def zero_bubble_v(stage_count: int, microbatch_count: int) -> Schedule:
 
 
 class _Turns:
-    """One stage of two chunks: who of each kind is next."""
+    """One stage of two chunks: the next microbatch of each kind."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -212,7 +212,7 @@ class _Turns:
 def _v_shaped(
     stage_count: int, microbatch_count: int, order: Callable[[int], Iterable[Computation]]
 ) -> Schedule:
-    """Return the schedule of these orders without the microbatches that there are not."""
+    """Return the schedule of these orders without the excess microbatches."""
     there = tuple((stage, 0) for stage in range(stage_count))
     back = tuple((stage, 1) for stage in reversed(range(stage_count)))
     return Schedule(
@@ -224,14 +224,14 @@ def _v_shaped(
 
 
 def dual_pipe_v(stage_count: int, microbatch_count: int) -> Schedule:
-    """DualPipeV: two chunks a stage in the shape of a V, forwards and backwards of both in turn.
+    """DualPipeV: two chunks per stage in the shape of a V, with alternating forwards and backwards of both.
 
     Most backwards are whole; those at the begin and the end, where stages would wait, are split. Where
-    frameworks overlap a forward with a backward, the forward stands first here. (DeepSeek-AI, DeepSeek-V3
+    frameworks overlap a forward with a backward, the forward comes first here. (DeepSeek-AI, DeepSeek-V3
     technical report, 2024; its DualPipe cut in half.)
 
     Raises:
-        ScheduleError: a count is below 1, or there are fewer than two microbatches a stage.
+        ScheduleError: a count is below 1, or there are fewer than two microbatches per stage.
     """
     _check_counts(stage_count=stage_count, microbatch_count=microbatch_count)
     if microbatch_count < 2 * stage_count:
@@ -262,7 +262,7 @@ def dual_pipe_v(stage_count: int, microbatch_count: int) -> Schedule:
             yield turns.whole_backward(1)
             yield turns.forward(1)
             yield turns.whole_backward(0)
-        # From the middle on, only what others wait for; the weights follow when there is nothing else.
+        # From the middle on, run only what others wait for; the weights follow when nothing else is left.
         chunks = [1, 0] * (stage + 1)
         put_off = []
         for place, chunk in enumerate(chunks):
@@ -282,11 +282,11 @@ def dual_pipe_v(stage_count: int, microbatch_count: int) -> Schedule:
 
 
 class _Builder(NamedTuple):
-    """How a schedule that needs no number of chunks is written down.
+    """The generator of a schedule with a fixed number of chunks.
 
     Attributes:
-        chunk_count: on each stage.
-        most_kinds: of computations of a chunk and microbatch.
+        chunk_count: model chunks on each stage.
+        max_kinds: kinds of computation per chunk and microbatch, at most.
     """
 
     build: Callable[[int, int], Schedule]
@@ -311,11 +311,11 @@ def named_schedule(
 ) -> Schedule:
     """Return a schedule by its name.
 
-    ``chunk_count``: model chunks on each stage. Interleaved 1F1B needs it; any other schedule has a number of
-    its own, and 0 stands for that.
+    ``chunk_count``: model chunks on each stage. Interleaved 1F1B needs it; any other schedule has its own
+        number, for which 0 is accepted.
 
     Raises:
-        ScheduleError: a count is none that the schedule can have.
+        ScheduleError: a count is impossible for the schedule.
     """
     if name is _INTERLEAVED:
         return interleaved_one_forward_one_backward(stage_count, microbatch_count, chunk_count)
@@ -332,7 +332,7 @@ def named_schedule(
 def max_computations(
     name: ScheduleName, stage_count: int, microbatch_count: int, chunk_count: int = 0
 ) -> int:
-    """Return how many computations such a schedule has, at most; writing it down goes through no more."""
+    """Return an upper bound on the computations of such a schedule, and on the work to generate it."""
     if name is _INTERLEAVED:
         return 2 * chunk_count * stage_count * microbatch_count
     if name is ScheduleName.ZERO_BUBBLE_V:

@@ -1,8 +1,8 @@
-"""A schedule's computations as columns: what is there, what waits for what, and whether it can run at all.
+"""A schedule's computations as columns, their dependencies, and checks that it can run.
 
-Schedules have up to 65,536 computations and come from anybody, so every check is linear (but for sorting),
-and none hashes or compares computations one by one. Computations are told by their index: stage by stage, in
-order.
+Schedules have up to 65,536 computations and come from untrusted clients, so every check is linear (except for
+sorting), and none hashes or compares computations one by one. A computation is identified by its index: stage
+by stage, in order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,18 +28,18 @@ _COMPLETE = tuple(
         (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
     )
 )
-"""What a microbatch needs at every place of its path, recomputation aside, as sets of bits."""
+"""The kinds that a microbatch needs at every place of its path, except recomputation, as bit sets."""
 
 
 class OrderTable:
-    """The computations of all stages; refuses those that are misplaced or repeated.
+    """The computations of all stages; misplaced and repeated ones are refused.
 
-    A *place* is a stage's chunk; places, microbatches and computations are told by their rank among those
-    that are there, so that large gaps between the numbers cost nothing.
+    A *place* is a stage's chunk. Places, microbatches and computations are numbered by their rank among those
+    present, so that large gaps between their own numbers cost nothing.
 
     Raises:
-        ScheduleError: there is no stage, or one without computations; a computation stands in the wrong
-            stage, twice, or has a negative number.
+        ScheduleError: there is no stage, or one without computations; a computation is in the wrong stage,
+            appears twice, or has a negative number.
     """
 
     def __init__(self, orders: Sequence[Sequence[Computation]]) -> None:
@@ -100,7 +100,7 @@ class OrderTable:
         return codes
 
     def _find(self, place: IndexArray, microbatch: IndexArray, kind: Kind) -> IndexArray:
-        """Return the indices of computations; -1 where there is none, or no place (-1)."""
+        """Return the indices of computations; -1 where a computation does not exist or its place is -1."""
         codes = self._codes(place, microbatch, _CODE[kind])
         at = np.minimum(np.searchsorted(self._sorted_codes, codes), len(self._sorted_codes) - 1)
         return np.where((place >= 0) & (self._sorted_codes[at] == codes), self._by_code[at], -1)
@@ -114,7 +114,8 @@ class OrderTable:
         chunk_count = 1 + max((chunk_of[rank] for rank in moving.tolist()), default=-1)
         stage_count = len(self.lengths)
         if chunk_count * stage_count > len(self.computations):
-            # Every place of the path needs a computation: name one that has none, whatever the numbers are.
+            # Every place of the path needs a computation: name one that has none, however large the numbers
+            # are.
             missing = next(
                 (stage, chunk)
                 for chunk in range(chunk_count)
@@ -175,7 +176,7 @@ class OrderTable:
         kinds = np.bincount(visit_of, 1 << self._kind[moving]).astype(np.int64)
         needed = kinds & ~(1 << _CODE[Kind.RECOMPUTATION])
         is_complete = np.isin(needed, _COMPLETE)
-        # A microbatch is complete on its path if it visits all places of it, and each completely.
+        # A microbatch is complete on its path if it visits every place of the path completely.
         journeys, journey_of = np.unique(
             path_of[visits // width] * width + visits % width, return_inverse=True
         )
@@ -202,12 +203,12 @@ class OrderTable:
                     found=found,
                 )
 
-    # ------------------------------------------------------------------ what waits for what
+    # ------------------------------------------------------------------ dependencies
 
     def data_dependencies(self, paths: Iterable[Path]) -> IndexArray:
         """Return (earlier, later), shape (n, 2), for every activation, gradient and same-stage dependency.
 
-        They are sorted by what waits: by stage, kind, microbatch and chunk.
+        They are sorted by the later computation: by stage, kind, microbatch and chunk.
         """
         previous = np.full(len(self._place_rank_of), -1)
         following = previous.copy()
@@ -236,10 +237,10 @@ class OrderTable:
         return np.stack((earlier[order], later[order]), axis=1)
 
     def levels(self, dependencies: IndexArray) -> IndexArray:
-        """Return for each computation the number of those that it waits for, one after another.
+        """Return each computation's level: the length of the longest chain that it waits for.
 
         Raises:
-            ScheduleError: some wait for each other in a circle, which is named.
+            ScheduleError: the orders deadlock; the message names the cycle.
         """
         count = len(self.computations)
         is_first = np.zeros(count, np.bool_)
@@ -253,7 +254,7 @@ class OrderTable:
         awaited: list[int] = np.bincount(later, minlength=count).tolist()
         levels = [0] * count
         ready = [index for index, number in enumerate(awaited) if not number]
-        for index in ready:  # It grows while it is read.
+        for index in ready:  # grows during the loop
             level = levels[index] + 1
             for follower in followers[bounds[index] : bounds[index + 1]]:
                 if levels[follower] < level:
@@ -262,11 +263,11 @@ class OrderTable:
                 if not awaited[follower]:
                     ready.append(follower)
         if len(ready) < count:
-            self._refuse_circle(earlier, later, np.array(awaited) > 0)
+            self._refuse_cycle(earlier, later, np.array(awaited) > 0)
         return np.array(levels)
 
-    def _refuse_circle(self, earlier: IndexArray, later: IndexArray, is_left: NDArray[np.bool_]) -> None:
-        """Go back from one that waits to one that waits, until one comes again."""
+    def _refuse_cycle(self, earlier: IndexArray, later: IndexArray, is_left: NDArray[np.bool_]) -> None:
+        """Walk backward along waiting computations until one repeats; raise with that cycle."""
         rows = is_left[earlier] & is_left[later]
         waits_for = dict(zip(later[rows].tolist(), earlier[rows].tolist(), strict=True))
         walk = [next(iter(waits_for))]
@@ -274,6 +275,6 @@ class OrderTable:
         while (back := waits_for[walk[-1]]) not in met:
             met[back] = len(walk)
             walk.append(back)
-        circle = [back, *reversed(walk[met[back] :])]
-        path = " → ".join(str(self.computations[index]) for index in circle)
+        cycle = [back, *reversed(walk[met[back] :])]
+        path = " → ".join(str(self.computations[index]) for index in cycle)
         raise ScheduleError(f"the orders deadlock: {path}", cycle=path)

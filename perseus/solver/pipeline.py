@@ -13,7 +13,7 @@ from perseus.solver.schedule import Schedule
 from perseus.solver.setting import clock_of, name_of
 
 MAX_TOTAL_TIME_S = 4e6
-"""Of all computations and transfers of an iteration, one after another: its picoseconds fit 63 bits."""
+"""Limit on the sum of an iteration's computations and transfers: in picoseconds it fits 63 bits."""
 
 ProfileKey = tuple[int, int, Kind]
 """(stage, chunk, kind): computations that share it share their measurements."""
@@ -21,25 +21,25 @@ ProfileKey = tuple[int, int, Kind]
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What one pipeline does in an iteration, and what that takes and costs.
+    """One pipeline's iteration: its computations, their times and their energies.
 
     Attributes:
         schedule: each stage's order of computations.
         profiles: measurements by (stage, chunk, kind), for every computation that is not FIXED.
-        blocking_power_w: per stage, what all its GPUs together draw while they wait.
+        blocking_power_w: per stage, the power of all its GPUs together while they wait.
         activation_lags_s: by (sending stage, receiving stage), from the end of a forward to the earliest
-            start of the one that needs its activations. Pairs that are not named have none.
+            start of the one that needs its activations. Pairs that are not named have no lag.
         gradient_lags_s: the same from backward to backward.
         fixed_times_s: the time of each FIXED computation. It draws blocking power: its effective energy is 0.
         extra_lags_s: by (earlier, later) computation, from the end of the one to the earliest start of the
-            other, where more waits than orders, activations and gradients say. A stage that waits draws
-            blocking power.
+            other, for dependencies beyond orders, activations and gradients. A waiting stage draws blocking
+            power.
 
     Raises:
         ProfileError: a computation has no measurements, or a clock (or setting) is measured twice.
-        ScheduleError: an extra lag is between computations that are not there, or deadlocks the orders.
-        PipelineError: a power, lag or fixed time is out of bounds (`perseus.solver.bounds`), or belongs to
-            nothing in the schedule; or all together take longer than MAX_TOTAL_TIME_S.
+        ScheduleError: an extra lag names a missing computation, or deadlocks the orders.
+        PipelineError: a power, lag or fixed time is out of bounds (`perseus.solver.bounds`), or matches
+            nothing in the schedule; or the total time exceeds MAX_TOTAL_TIME_S.
     """
 
     schedule: Schedule

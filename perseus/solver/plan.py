@@ -1,4 +1,4 @@
-"""Plans, and the replay that says on measured times what a plan takes and costs."""
+"""Plans, and the replay that computes a plan's time and energy from measured times."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from perseus.solver.setting import Further, Setting, clock_of, further_of, in_or
 
 
 class PlannedComputation(NamedTuple):
-    """A computation, its clock, and when it runs if all goes as measured, from the iteration's begin.
+    """A computation, its clock, and its start and duration on measured times, from the iteration's begin.
 
-    `further` is what it has beside its clock: offline only, agents set clocks. A tuple, because plans have
-    thousands of them and are looked up in a hurry.
+    `further` holds its further settings: offline only, since agents set clocks. A tuple, because plans have
+    thousands of computations and look-ups must be fast.
     """
 
     computation: Computation
@@ -28,7 +28,7 @@ class PlannedComputation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A clock for every computation of one pipeline's iteration, and what comes of it on the measured times.
+    """A clock for every computation of one pipeline's iteration, and its effects on the measured times.
 
     Attributes:
         iteration_time_s: from the first start to the last end.
@@ -49,7 +49,8 @@ class Plan:
 
     @property
     def settings(self) -> Mapping[Computation, int | Setting]:
-        """What each computation that has a clock runs at: it, and further settings if there are any."""
+        """The setting of each computation that has a clock: the clock, with further settings if there are
+        any."""
         return {
             p.computation: Setting(p.clock_mhz, p.further) if p.further else p.clock_mhz
             for stage in self.stages
@@ -67,7 +68,8 @@ class Plan:
 
 
 def replay(pipeline: Pipeline, settings: Mapping[Computation, int | Setting]) -> Plan:
-    """Run the iteration at these settings, every computation as early as it can, on the measured times.
+    """Replay the iteration at these settings on the measured times; every computation starts as early as it
+    can.
 
     A setting is a clock in MHz, or a `Setting` where further ones were measured (`Measurement.setting`).
 
@@ -99,7 +101,7 @@ def replay(pipeline: Pipeline, settings: Mapping[Computation, int | Setting]) ->
 def fastest_clock_plan(pipeline: Pipeline) -> Plan:
     """Return the all-max plan: every computation at its highest measured clock.
 
-    Of several settings with that clock it is the fastest.
+    Of several settings with that clock, take the fastest.
     """
     highest_of = {key: highest(some).setting for key, some in pipeline.profiles.items()}
     return replay(
@@ -113,9 +115,9 @@ def fastest_clock_plan(pipeline: Pipeline) -> Plan:
 
 
 def earliest_finishes_ps(dependencies: Sequence[Dependency], durations_ps: Sequence[int]) -> list[int]:
-    """Return when each computation ends if each starts as early as it can.
+    """Return each computation's earliest finish.
 
-    All dependencies that lead to a computation come before those that lead from it.
+    Dependencies into a computation must come before those out of it.
     """
     starts_ps = [0] * len(durations_ps)
     for earlier, later, lag_ps in dependencies:
@@ -149,7 +151,7 @@ def assemble_plan(
 
 
 def _listed(settings: Collection[int | Setting]) -> str:
-    """Return a computation's settings in words."""
+    """Format a computation's settings for a message."""
     listed = sorted(settings, key=in_order)
     if any(map(further_of, listed)):
         return f"settings ({'; '.join(map(name_of, listed))})"

@@ -1,4 +1,4 @@
-"""Many plans of one pipeline, in little room and quickly looked up: columns, one row a plan."""
+"""Many plans of one pipeline, compact and quick to look up: columns, one row per plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class PlanTable:
 
     Attributes:
         computations: stage by stage, as in every plan.
-        stage_sizes: how many of them belong to each stage.
-        iteration_times_s, effective_energies_j: one a plan.
+        stage_sizes: computations per stage.
+        iteration_times_s, effective_energies_j: one per plan.
         blocking_power_w: of all GPUs together, the same for all plans.
-        clocks_mhz, starts_s, durations_s: a row a plan, a column a computation.
-        further: the same of what settings have beside a clock; None where none has anything.
+        clocks_mhz, starts_s, durations_s: one row per plan, one column per computation.
+        further: the same for further settings; None if there are none.
     """
 
     computations: Sequence[Computation]
@@ -52,7 +52,7 @@ class PlanTable:
             repeat((), len(self.computations)) if self.further is None else self.further[row],
             strict=True,
         )
-        # As PlannedComputation does it, at half the price: plans are looked up in a hurry.
+        # The same as calling PlannedComputation, at half the cost: look-ups must be fast.
         planned = tuple(map(_PLANNED, fields))
         ends = accumulate(self.stage_sizes, initial=0)
         return Plan(
@@ -64,7 +64,7 @@ class PlanTable:
 
 
 class PlanTableRecorder:
-    """Takes plans down one by one, so that none of them need be kept; all are of the same pipeline."""
+    """Records plans of one pipeline one by one, so that callers need not keep them."""
 
     def __init__(self, example: Plan) -> None:
         self._example = example
@@ -84,7 +84,7 @@ class PlanTableRecorder:
         self._durations_s.append(np.array([p.duration_s for p in planned], dtype=np.float64))
 
     def finish(self) -> PlanTable:
-        """Return all that was recorded."""
+        """Return the table of all recorded plans."""
         return PlanTable(
             computations=tuple(p.computation for p in chain.from_iterable(self._example.stages)),
             stage_sizes=tuple(map(len, self._example.stages)),
@@ -100,7 +100,7 @@ class PlanTableRecorder:
 def tabulate(
     pipeline: Pipeline, graph: EventGraph, columns: Columns, choices: NDArray[np.int16]
 ) -> PlanTable:
-    """Return the plans of choices, a row each, whose computations all start as early as they can."""
+    """Return the plans of choices, one row each; all computations start as early as they can."""
     chosen = columns.to_columns(choices)
     finishes_ps = columns.earliest_finishes_ps(columns.times_ps[chosen])[columns.row_of]
     chosen = chosen[columns.row_of]
@@ -112,7 +112,7 @@ def tabulate(
         if computation.kind is not Kind.FIXED:
             stages[computation.stage].append(index)
     order = np.array(list(chain.from_iterable(stages)), dtype=np.int64)
-    # Added up one after the other, as assemble_plan does: the same plan has the same energy to the digit.
+    # Summed in the same order as in assemble_plan, so that the same plan has exactly the same energy.
     effective_j = np.cumsum(columns.energies_j[chosen], axis=0)[-1]
     return PlanTable(
         computations=tuple(graph.computations[index] for index in order.tolist()),

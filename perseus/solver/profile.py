@@ -1,10 +1,10 @@
-"""Profiles: what a computation takes and costs at each setting, and the curve that the solver plans on.
+"""Profiles: a computation's time and energy at each setting, and the curve that the solver plans on.
 
-Everything is measured; nothing is fitted to a family of curves. What is planned on is *effective* energy,
-energy minus blocking power × time: what a computation costs beyond the waiting that it replaces.
+Everything is measured; nothing is fitted to a family of curves. The solver plans on *effective* energy,
+energy minus blocking power × time: the cost of a computation beyond the waiting that it replaces.
 
-Times are whole picoseconds and slopes whole microwatts from here on, so that all that igraph adds up in
-doubles is exact (an iteration must be shorter than 2^53 ps, 2.5 hours).
+From here on, times are whole picoseconds and slopes whole microwatts, so that igraph's sums in doubles are
+exact (an iteration must be shorter than 2^53 ps, 2.5 hours).
 """
 
 import math
@@ -39,8 +39,8 @@ class Measurement:
     """Time and energy of one computation at one clock.
 
     ``energy_j`` is that of the whole stage (the sum over its GPUs), ``time_s`` the largest over its ranks.
-    The standard errors are of the same two figures; 0 means that none is known. ``interpolated`` marks a
-    clock that was not measured itself (see :mod:`perseus.solver.measurements`).
+    The standard errors are those of the same two figures; 0 means unknown. ``interpolated`` marks a clock
+    that was not measured itself (see :mod:`perseus.solver.measurements`).
 
     Raises:
         ProfileError: a figure is not finite, not positive (standard errors: negative), or out of bounds
@@ -88,7 +88,7 @@ class Measurement:
 
     @property
     def setting(self) -> int | Setting:
-        """What tells the measurement from others of its computation: the clock in MHz."""
+        """The setting, which identifies the measurement among those of its computation: the clock in MHz."""
         return self.clock_mhz
 
 
@@ -96,11 +96,11 @@ class Measurement:
 class MeasuredSetting(Measurement):
     """Time and energy of one computation at a clock and further settings: offline only.
 
-    Several may share a clock. A type of its own, so that a running job's measurements, which are sent and
-    stored, have nothing of it.
+    Several may share a clock. It is a separate type, so that a running job's measurements, which are sent and
+    stored, don't carry these fields.
 
     Raises:
-        ProfileError: as of `Measurement`, or a further setting is none (`perseus.solver.setting`).
+        ProfileError: as in `Measurement`, or a further setting is invalid (`perseus.solver.setting`).
     """
 
     further: Further = field(kw_only=True)
@@ -116,10 +116,10 @@ class MeasuredSetting(Measurement):
 
 
 def refuse_further(measurements: Iterable[Measurement], where: str) -> None:
-    """Refuse settings of more than a clock, where something is done that only clocks allow.
+    """Refuse settings of more than a clock, for operations that only clocks allow.
 
     Raises:
-        ProfileError: there are some. ``where`` says in words why there may be none.
+        ProfileError: there are some. ``where`` names the reason in the message.
     """
     for m in measurements:
         if isinstance(m, MeasuredSetting):
@@ -130,10 +130,10 @@ def refuse_further(measurements: Iterable[Measurement], where: str) -> None:
 
 
 def highest(measurements: Iterable[Measurement]) -> Measurement:
-    """Return the measurement at the highest clock: what a computation runs at without Perseus.
+    """Return the measurement at the highest clock, at which a computation runs without Perseus.
 
-    Of several settings with that clock it is the fastest, and of equally fast ones the cheapest: whatever is
-    compared with it rather saves too little.
+    Of several settings with that clock, take the fastest, and of equally fast ones the cheapest: savings
+    against it are rather understated.
     """
     return max(measurements, key=lambda m: (m.clock_mhz, -m.time_s, -m.energy_j))
 
@@ -156,7 +156,8 @@ class Option:
 def pareto_options(measurements: Iterable[Measurement], blocking_power_w: float) -> tuple[Option, ...]:
     """Return the settings not beaten in both time and effective energy, fastest first.
 
-    Times rise and effective energies fall strictly along the result. Of equals the higher clock is kept.
+    Times rise and effective energies fall strictly along the result. Of equal settings the one with the
+    higher clock is kept.
     """
     candidates = sorted(
         (
@@ -181,8 +182,9 @@ def pareto_options(measurements: Iterable[Measurement], blocking_power_w: float)
 class Hull:
     """Convex, piecewise-linear effective energy over duration, flat beyond the last vertex.
 
-    ``times_ps``: the n vertices, rising. ``slopes_uw``: the n − 1 positive slopes between them, what a second
-    less costs, strictly falling. ``slowest_effective_energy_j``: the value at and beyond the last vertex.
+    ``times_ps``: the n vertices, rising. ``slopes_uw``: the n − 1 positive slopes between them (the cost of
+        one second less), strictly falling. ``slowest_effective_energy_j``: the value at and beyond the last
+        vertex.
     """
 
     times_ps: tuple[int, ...]
@@ -193,8 +195,8 @@ class Hull:
 def convex_hull(options: Sequence[Option], steepest_uw: int) -> Hull:
     """Return the lower convex hull of Pareto options.
 
-    Slopes are rounded down to whole microwatts, and steps steeper than ``steepest_uw`` are planned as if they
-    cost only that much, which keeps the hull convex and below every option.
+    Slopes are rounded down to whole microwatts, and steeper ones are limited to ``steepest_uw``, which keeps
+    the hull convex and below every option.
     """
     vertices: list[Option] = []
     for option in options:
@@ -206,7 +208,7 @@ def convex_hull(options: Sequence[Option], steepest_uw: int) -> Hull:
     for fast, slow in pairwise(vertices):
         slope_uw = min(math.floor(_saving_w(fast, slow) * UW_PER_W), steepest_uw)
         if slope_uw == 0:
-            break  # What saves less than a microwatt is no step: the curve is flat from here.
+            break  # Savings below a microwatt round to 0: the curve is flat from here.
         if slopes_uw and slope_uw == slopes_uw[-1]:
             times_ps.pop()
         else:

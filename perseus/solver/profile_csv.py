@@ -1,13 +1,12 @@
-"""Reads profiles from the CSV that users of Zeus already have.
+"""Read profiles from the CSV format that Zeus users already have.
 
 Columns ``stage,instruction,frequency,time,energy``: stage from 0, ``forward``, ``backward``,
-``backward-input``, ``backward-weight`` or ``recomputation``, MHz, seconds, joules per GPU; if there are any,
-``chunk`` tells a stage's model chunks apart, and ``time_se`` and ``energy_se`` are the standard errors, empty
-where unknown. Rows are counted as an editor counts lines: the header is row 1.
+``backward-input``, ``backward-weight`` or ``recomputation``, MHz, seconds, joules per GPU. Optional columns:
+``chunk``, a stage's model chunk, and ``time_se`` and ``energy_se``, the standard errors, empty where unknown.
+Rows are numbered like an editor's lines: the header is row 1.
 
-Every other column that has a name is a further setting, which makes a row's option together with the clock
-(:mod:`perseus.solver.setting`): ``power_limit_w``, say, or ``kernel``. There may then be several rows per
-clock.
+Every other named column is a further setting, such as ``power_limit_w`` or ``kernel``. Together with the
+clock it identifies a row's option (:mod:`perseus.solver.setting`). There may then be several rows per clock.
 """
 
 import csv
@@ -45,12 +44,12 @@ _SPLIT = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[Measurement, ...]]:
     """Read every stage's measurements, energies multiplied by ``gpus_per_stage``.
 
-    They are of type `MeasuredSetting` where the file has columns of further settings.
+    They are of type `MeasuredSetting` if the file has columns of further settings.
 
     Raises:
-        ProfileError: the file can't be read as such a table, a column or row stands twice, a value is
-            impossible or missing, or a stage, instruction or clock is missing. Names file, row and column,
-            what was expected and found.
+        ProfileError: the file can't be read as such a table, a column or row appears twice, a value is
+            impossible or missing, or a stage, instruction or clock is missing. The message names file, row,
+            column, and what was expected and found.
     """
     if gpus_per_stage < 1:
         raise ProfileError(
@@ -92,7 +91,7 @@ def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[
 
 
 _RowKey = tuple[ProfileKey, int | Setting]
-"""(stage, chunk and instruction; clock or setting): what a row is of."""
+"""A row's identity: (stage, chunk and instruction; clock or setting)."""
 
 
 class _Cells:
@@ -122,7 +121,7 @@ class _Cells:
         min_j, max_j = MIN_ENERGY_J / gpus_per_stage, MAX_ENERGY_J / gpus_per_stage
         energy_j = self._positive("energy", "joules", min_j, max_j) * gpus_per_stage
         time_se_s = self._error("time_se", "seconds", MAX_TIME_S)
-        # All GPUs of a stage are measured alike: what errs in one errs in all.
+        # All GPUs of a stage are measured in the same way, so their errors are common and add up.
         energy_se_j = self._error("energy_se", "joules", max_j) * gpus_per_stage
         measurement = (
             MeasuredSetting(
@@ -149,7 +148,7 @@ class _Cells:
         return tuple(further)
 
     def _error(self, column: str, unit: str, maximum: float) -> float:
-        """A standard error; 0 where there is no such column, or nothing in it."""
+        """Return a standard error; 0 if the column is missing or the cell empty."""
         text = str(self._row.get(column) or "").strip()
         if not text:
             return 0.0
@@ -193,7 +192,7 @@ def _number(text: str) -> float:
 
 
 def _check_header(path: Path, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the columns of further settings. One without a name is none: some tables begin with an index."""
+    """Return the columns of further settings. Unnamed ones don't count: some tables begin with an index."""
     expected = ",".join(_COLUMNS)
     if not columns:
         raise ProfileError(f"{path}: expected the columns {expected}, found an empty file", file=path)
@@ -223,9 +222,9 @@ def _check_header(path: Path, columns: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _check_complete(path: Path, profiles: Mapping[ProfileKey, Sequence[Measurement]]) -> None:
-    """Every chunk of every stage must have a forward and a backward, whole or split.
+    """Check that every chunk of every stage has a forward and a backward, whole or split.
 
-    Each of its instructions must be there at every clock that occurs at all.
+    Each of its instructions needs a row at every clock of the file.
     """
     if not profiles:
         raise ProfileError(f"{path}: expected at least one row below the header, found none", file=path)

@@ -3,30 +3,30 @@
 Theory of operation
 ===================
 
-A relaxed plan (:mod:`perseus.solver.sweep`) runs computations for durations between two measured ones. Here
-each computation of each deadline's plan gets a measured clock, so that no deadline is missed. The relaxed
-plan's energy is the bound: as little as possible is added to it.
+A relaxed plan (:mod:`perseus.solver.sweep`) runs computations for durations between two measured ones. This
+module gives each computation of each deadline's plan a measured clock, so that no deadline is missed. The
+relaxed plan's energy is the lower bound; the goal is to exceed it as little as possible.
 
-1. *Round.* Computation by computation, each gets a clock that ends it by its relaxed finish; time that is
-   left over goes to the next one. The slowest clock that fits is one way. In the others time has a price,
-   about what it is worth to the computation in the relaxed plan or some steps less, and a faster clock is
-   taken where the time between is not worth it: with what is left over, a later computation reaches a
-   slower clock that is. No way is best everywhere, so all are tried and the best is kept.
-2. *Search.* Plans that are far from their bound are tried anew at random, in stretches, and kept where
-   cheaper (:mod:`perseus.solver.block_search`).
-3. *Exchange.* Where a little more time saves much energy at once (a cliff in the profile), a relaxed plan
-   for a time between two good plans mixes clocks in every computation, which measured clocks can't follow.
-   Its time can be had differently: parts of the iteration run as in the faster plan and the rest as in the
-   slower one, whatever costs least (:mod:`perseus.solver.fusion`). So each plan that is far from its bound
-   is mixed with its neighbours, and with such a mixture of the two best plans around it (the corners of the
-   hull of all plans). Then plans are searched again, and what is new spreads on in the next round.
+1. *Round.* One after the other, each computation gets a clock that ends it by its relaxed finish; unused time
+   passes to the next one. One way is to take the slowest clock that fits. The other ways put a price on
+   time, about its worth to the computation in the relaxed plan or some levels less, and take a faster clock
+   where the time saved is worth more than the energy: a later computation can then use the saved time for a
+   slower clock. No way is best everywhere, so all are tried and the best is kept.
+2. *Search.* Random changes to parts of the plans that are far from their bound are kept where cheaper
+   (:mod:`perseus.solver.block_search`).
+3. *Exchange.* Where a little more time saves much energy at once (a cliff in the profile), a relaxed plan for
+   a time between two good plans mixes clocks in every computation, which measured clocks can't follow. There
+   is another way to meet that time: run parts of the iteration as in the faster plan and the rest as in the
+   slower one, by least cost (:mod:`perseus.solver.fusion`). So each plan that is far from its bound is mixed
+   with its neighbours, and with such a mixture of the two best plans around it (the corners of the hull of
+   all plans). Then plans are searched again, and improvements spread further in the next round.
 
-The plan of the shortest iteration time, and one that is asked for by its time, is *refined*: all ways of
-rounding it are searched, and the best takes over parts of the others, and of the plans for times around,
-where that is cheaper.
+The plan of the shortest iteration time, and one that is requested by its time, is *refined*: all ways of
+rounding it are searched, and the best takes over parts of the others, and of the plans for neighbouring
+times, where that is cheaper.
 
-What each step is worth: ``python -m benchmarks.ablation``. Choices are laid out by
-:mod:`perseus.solver.columns`.
+``python -m benchmarks.ablation`` measures the benefit of each step. :mod:`perseus.solver.columns` lays out
+choices.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,21 +45,21 @@ from perseus.solver.graph import EventGraph, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """How much is done for the plans.
+    """The search budget.
 
-    How close a plan is to its bound is told as the energy that it takes beyond it, as a share of the whole.
+    A plan's distance from its bound is its energy above the bound, as a share of its whole energy.
 
     Attributes:
-        price_offsets: the ways to round: None takes the slowest clock that fits; a number the clock that is
-            worth a price so many rungs below the computation's own (:meth:`Columns.price_of`).
-        round_tries: tries of each way's plan before all but the best are dropped.
+        price_offsets: the ways to round: None takes the slowest clock that fits; a number takes the best
+            clock at a price that many levels below the computation's own (:meth:`Columns.price_of`).
+        round_tries: tries of each way's plan before only the best is kept.
         search_tries: tries of each plan in a search of all.
-        search_above: plans that are closer are not searched.
-        exchange_above: plans that are closer take nothing over from others.
+        search_above: plans closer to their bound are not searched.
+        exchange_above: plans closer to their bound take nothing over from others.
         exchange_rounds: rounds of exchange and search.
         refine_rounds, refine_tries: rounds of refining, and tries in each.
-        refine_above: refining ends once a plan is closer.
-        max_cells: computations × plans that are worked on at once, at about 150 bytes each.
+        refine_above: refining ends once a plan is this close to its bound.
+        max_cells: computations × plans in work at once, at about 150 bytes each.
         seed: of the random tries.
     """
 
@@ -77,10 +77,10 @@ class SearchSettings:
 
 
 REFINED_BESIDE = 8
-"""A plan is refined beside the plans of so many points on either side, where there are so many."""
+"""Number of neighbouring points on either side whose plans are used in refining, as far as they exist."""
 
 MANY_COMPUTATIONS = 4096
-"""More make a large problem."""
+"""Problems with more computations count as large."""
 
 _SETTINGS = SearchSettings()
 _LARGE_SETTINGS = SearchSettings(search_tries=30, exchange_above=0.0045, exchange_rounds=1, refine_rounds=1)
@@ -89,10 +89,10 @@ _LARGE_SETTINGS = SearchSettings(search_tries=30, exchange_above=0.0045, exchang
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A deadline, and what the relaxed frontier tells of it.
+    """A deadline, and its point on the relaxed frontier.
 
     Attributes:
-        deadline_ps: the iteration time to keep.
+        deadline_ps: the iteration time to meet.
         relaxed_ps: the events' times in the relaxed plan.
         bound_j: the effective energy that no choice can go below.
         energy_j: the same, and what the GPUs draw while they wait.
@@ -105,7 +105,7 @@ class Target:
 
 
 class Realiser:
-    """Finds choices over one event graph. The same calls in the same order find the same choices.
+    """Finds choices over one event graph. The same calls in the same order return the same choices.
 
     Attributes:
         columns: the graph's layout for many choices.
@@ -121,7 +121,7 @@ class Realiser:
         self._fusion = Fusion(graph, columns)
 
     def rounded(self, relaxed_ps: Int64Array) -> Choice:
-        """Return what costs the least of the ways to round a relaxed plan, its events' times."""
+        """Return the cheapest of all roundings of a relaxed plan, which is given by its events' times."""
         rounded = self._cheapest(self._round(*self._relaxed(relaxed_ps)))
         choice: Choice = self.columns.to_choices(rounded)[0].tolist()
         return choice
@@ -132,11 +132,11 @@ class Realiser:
         others: Sequence[Choice] | NDArray[np.int16] = (),
         report: Callable[[float], None] = lambda _: None,
     ) -> Choice:
-        """Return the best choice found for one deadline: no dearer than any of the others that keep it.
+        """Return the best choice found for one deadline: no dearer than any of ``others`` that meets it.
 
         Args:
             target: the deadline.
-            others: choices for it and for deadlines around it, to begin with and to take over from.
+            others: choices for this and neighbouring deadlines, to start with and to take over from.
             report: called with the share of the work that is done, from 0 to 1.
         """
         settings, deadline_ps = self._settings, target.deadline_ps
@@ -170,12 +170,12 @@ class Realiser:
     def realise(
         self, targets: Sequence[Callable[[], Target]], report: Callable[[float], None] = lambda _: None
     ) -> NDArray[np.int16]:
-        """Return a choice for each deadline, a row each; none costs more than the one before.
+        """Return a choice for each deadline, one row each; none costs more than the one before.
 
-        The fastest, which most iterations run at, is refined.
+        The fastest, at which most iterations run, is refined.
 
         Args:
-            targets: what makes each of them, by rising deadline; one is held at a time.
+            targets: a function for each target, by rising deadline; only one target is held at a time.
             report: called with the share of the work that is done, from 0 to 1.
         """
         steps = _Steps(report, 3 + 2 * self._settings.exchange_rounds)
@@ -189,7 +189,7 @@ class Realiser:
         plans.choices[:, [0]] = self.columns.to_columns([fastest])
         effective_j = self.columns.effective_energies_j(plans.choices).tolist()
         for index in range(1, len(targets)):
-            # More time must not cost more energy, not even by a rounding error of the sums.
+            # More time must not cost more energy, even by a rounding error of the sums.
             if effective_j[index - 1] <= effective_j[index]:
                 plans.choices[:, index] = plans.choices[:, index - 1]
                 effective_j[index] = effective_j[index - 1]
@@ -197,18 +197,18 @@ class Realiser:
         return self.columns.to_choices(plans.choices)
 
     def _cheapest(self, choices: Int64Array) -> Int64Array:
-        """Return the column that costs the least; none of none."""
+        """Return the cheapest column; no column if there is none."""
         return choices[:, np.argsort(self.columns.effective_energies_j(choices), kind="stable")[:1]]
 
     # --- Rounding -------------------------------------------------------------------------------------------
 
     def _relaxed(self, relaxed_ps: Int64Array) -> tuple[Int64Array, PriceLevels]:
-        """Return a relaxed plan's finishes and the prices of its computations' time, each as a column."""
+        """Return a relaxed plan's finishes and its computations' prices of time, each as a column."""
         finishes_ps = relaxed_ps[self._finish][:, None]
         return finishes_ps, self.columns.price_of(finishes_ps - relaxed_ps[self._start][:, None])
 
     def _round(self, finishes_ps: Int64Array, prices: PriceLevels) -> Int64Array:
-        """Return relaxed plans rounded in all ways: all plans in one way first, then all in the next."""
+        """Return relaxed plans rounded in all ways: first all plans in one way, then all in the next."""
         columns = self.columns
         return np.concatenate(
             [
@@ -249,7 +249,7 @@ class Realiser:
     # --- Searching ------------------------------------------------------------------------------------------
 
     def _search_plans(self, plans: "_Plans", report: Callable[[float], None]) -> None:
-        """Search all plans that are not close to their bound."""
+        """Search all plans that are far from their bound."""
         far = np.flatnonzero(self._excess_shares(plans) > self._settings.search_above)
         for some in self._portions(far):
             plans.choices[:, some] = self._search.search(
@@ -287,7 +287,7 @@ class Realiser:
         deadline_ps: int,
         enough_j: float,
     ) -> "_Mixed":
-        """Let a plan take over from others, one by one, what makes it cheaper, until that is enough."""
+        """Let a plan take over cheaper parts from others, one by one, until its energy is low enough."""
         best = _Mixed(choice, times_ps, float(self.columns.effective_energies_j(choice)[0]))
         for other_ps in others_ps:
             fused_ps = self._fusion.fuse(best.times_ps, other_ps, deadline_ps)
@@ -305,12 +305,13 @@ class Realiser:
         """Yield the events' times of the plans that may improve one."""
         faster = max((corner for corner in corners if corner < index), default=index)
         slower = min((corner for corner in corners if corner > index), default=index)
-        if faster < index < slower and slower - faster > 2:  # else they are the neighbours
+        if faster < index < slower and slower - faster > 2:  # otherwise they are the neighbours
             faster_ps, slower_ps = times_ps[:, faster], times_ps[:, slower]
-            # Begin as in the faster plan and end as in the slower one, moved to end in time; and vice versa.
+            # Begin as in the faster plan and end as in the slower one, shifted to end in time; and vice
+            # versa.
             yield self._fusion.fuse(faster_ps, slower_ps + (deadline_ps - slower_ps[-1]), deadline_ps)
             later_ps = faster_ps + (deadline_ps - faster_ps[-1])
-            later_ps[0] = 0  # the iteration's begin: what it begins with has longer
+            later_ps[0] = 0  # the iteration's begin: the first computations get longer
             yield self._fusion.fuse(later_ps, slower_ps, deadline_ps)
         for neighbour in (index - 1, index + 1):
             if 0 <= neighbour < times_ps.shape[1]:
@@ -319,20 +320,20 @@ class Realiser:
     # --- All plans ------------------------------------------------------------------------------------------
 
     def _excess_shares(self, plans: "_Plans") -> FloatArray:
-        """Return how far each plan is above its bound, as a share of the energy."""
+        """Return each plan's energy above its bound, as a share of its energy."""
         effective_j = self.columns.effective_energies_j(plans.choices)
         found: FloatArray = (effective_j - plans.bounds_j) / plans.energies_j
         return found
 
     def _portions(self, which: Int64Array, width: int = 1) -> Iterator[Int64Array]:
-        """Cut indices of plans so that no more are worked on at once than memory should hold."""
+        """Split plan indices into portions that fit the memory limit."""
         size = max(1, self._settings.max_cells // (self.columns.row_count * width))
         for begin in range(0, len(which), size):
             yield which[begin : begin + size]
 
 
 class _Plans:
-    """A plan for each deadline: choices and prices as columns, the rest one value each."""
+    """A plan for each deadline: choices and prices as columns, otherwise one value each."""
 
     def __init__(self, row_count: int, count: int) -> None:
         self.choices: Int64Array = np.empty((row_count, count), dtype=np.int64)
@@ -343,7 +344,7 @@ class _Plans:
 
 
 class _Mixed(NamedTuple):
-    """A plan: its choice, a column, its events' times and its effective energy."""
+    """A plan: its choice (a column), its events' times and its effective energy."""
 
     choice: Int64Array
     times_ps: Int64Array
@@ -351,7 +352,7 @@ class _Mixed(NamedTuple):
 
 
 class _Steps:
-    """Reports the progress of steps of about equal length."""
+    """Reports the progress of steps of similar length."""
 
     def __init__(self, report: Callable[[float], None], count: int) -> None:
         self._report = report
@@ -359,14 +360,14 @@ class _Steps:
         self._done = 0
 
     def next(self) -> Callable[[float], None]:
-        """Return what to report the share of the next step to."""
+        """Return the progress callback for the next step."""
         done = self._done
         self._done += 1
         return lambda share: self._report((done + share) / self._count)
 
 
 def _at_both_ends(times_ps: Int64Array, deadline_ps: int) -> Iterator[Int64Array]:
-    """Yield the times of a plan that begins when the iteration does, and that ends when it does."""
+    """Yield a plan's times twice: aligned with the iteration's begin, and with its end."""
     yield times_ps
     if times_ps[-1] != deadline_ps:
         yield times_ps + (deadline_ps - times_ps[-1])

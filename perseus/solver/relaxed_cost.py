@@ -1,4 +1,4 @@
-"""What relaxed plans cost on given hulls, other than those that they were made for perhaps."""
+"""The cost of relaxed plans on given hulls, which may differ from those that they were made for."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -10,10 +10,10 @@ from perseus.solver.profile import PS_PER_S, UW_PER_W, Hull
 
 
 class RelaxedCost:
-    """All hulls in flat arrays, each one's times behind the slowest of the one before."""
+    """All hulls in flat arrays; each one's times are offset beyond the previous one's slowest."""
 
     def __init__(self, hulls: Sequence[Hull], profile_of: Int64Array) -> None:
-        """Take the hulls, and per computation the index of its own."""
+        """Store the hulls, and per computation the index of its hull."""
         keys: list[int] = []
         slopes_w: list[float] = []
         energies_j: list[float] = []
@@ -33,7 +33,7 @@ class RelaxedCost:
         self._slowest_ps = np.array([hull.times_ps[-1] for hull in hulls], dtype=np.int64)[profile_of]
 
     def effective_energy_j(self, durations_ps: Int64Array) -> float:
-        """Return the effective energy of all computations, none of which is shorter than its hull."""
+        """Return the total effective energy; no duration may be shorter than its hull."""
         keys = np.minimum(durations_ps, self._slowest_ps) + self._offsets
         slower = self._keys.searchsorted(keys, "left")
         saved_s = (self._keys[slower] - keys) / PS_PER_S

@@ -1,12 +1,12 @@
-"""Schedules: in which order each stage runs its computations, and what each of them waits for.
+"""Schedules: the order of each stage's computations, and their dependencies.
 
 A schedule is each stage's explicit order, and the *paths* along which activations flow through the stages'
-chunks; gradients flow back the same way. With no path given, activations flow through all stages of chunk 0,
-then through all stages of chunk 1 and so on. A V-shaped schedule has one path that turns round at the last
-stage; a dual (bidirectional) one has two, from either end, and each microbatch takes one of them. So a
-framework's own table is given as it is.
+chunks; gradients flow back the same way. By default, activations flow through all stages of chunk 0, then
+through all stages of chunk 1 and so on. A V-shaped schedule has one path that turns round at the last stage;
+a dual (bidirectional) one has two, from either end, and each microbatch takes one of them. So a framework's
+own table can be used unchanged.
 
-:mod:`perseus.solver.named_schedules` writes down the orders that are known by name.
+:mod:`perseus.solver.named_schedules` generates the orders of named schedules.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,17 +27,17 @@ class Schedule:
 
     Attributes:
         orders: ``orders[s]`` is the order of stage ``s``.
-        paths: how activations flow; no two share a stage's chunk. Left empty, it is filled with the one path
-            through all stages chunk by chunk.
-        dependencies: the (earlier, later) pairs between different stages; those inside a stage are kept by
-            its order.
+        paths: how activations flow; no two share a stage's chunk. The default is the one path through all
+            stages chunk by chunk.
+        dependencies: the (earlier, later) pairs between different stages; a stage's order implies those
+            inside it.
         arcs: the same pairs as indices into ``computations``; shape (dependencies, 2).
-        levels: per computation, the number of those that it waits for, one after another.
+        levels: per computation, the length of the longest chain that it waits for.
 
     Raises:
-        ScheduleError: a computation stands in the wrong stage, twice, on no path, or lacks one that it needs
-            (a forward without backward, a microbatch that another stage of its path never sees); a path
-            names what is not there; or the orders deadlock, and then the cycle is named.
+        ScheduleError: a computation is in the wrong stage, twice, or on no path, or lacks one that it needs
+            (a forward without backward, a microbatch that another stage of its path never sees); a path names
+            a missing place; or the orders deadlock (the message names the cycle).
     """
 
     orders: tuple[tuple[Computation, ...], ...]
@@ -72,10 +72,10 @@ class Schedule:
         return (computation for order in self.orders for computation in order)
 
     def check_dependencies(self, further: Iterable[tuple[Computation, Computation]]) -> None:
-        """Refuse further (earlier, later) pairs that can't be.
+        """Check further (earlier, later) pairs.
 
         Raises:
-            ScheduleError: a computation is in no stage's order, or with the pairs the orders deadlock.
+            ScheduleError: a computation is in no stage's order, or the pairs deadlock the orders.
         """
         table = OrderTable(self.orders)
         index_of = {computation: index for index, computation in enumerate(table.computations)}

@@ -1,10 +1,9 @@
-"""Settings: what a computation runs at.
+"""Settings: the configurations at which a computation can run.
 
-In a running job that is a clock, and a setting is a whole number of MHz, here and everywhere. Offline it may
-be more: a clock together with further settings, such as a power limit, a memory clock or a kernel's
-configuration, each with a name and a value. To the solver a setting is but the name of a measured time and
-energy. Only two things are asked of it: its clock, by which "the highest" is told, and whether it equals
-another.
+In a running job a setting is a clock, everywhere a whole number of MHz. Offline it may be more: a clock
+together with further settings, such as a power limit, a memory clock or a kernel's configuration, each with a
+name and a value. To the solver a setting is only the label of a measured time and energy. The solver uses two
+properties: its clock, which defines "the highest", and equality.
 """
 
 import math
@@ -20,7 +19,7 @@ MAX_NAME_LENGTH = 100
 MAX_VALUE_LENGTH = 200
 
 UNITS: Mapping[str, str] = {"mhz": "MHz", "w": "watts", "s": "seconds", "j": "joules", "percent": "percent"}
-"""By the end of a name, what its values are: numbers of that unit. The values of other names are texts."""
+"""Units of numeric values by the suffix of the name. Values of other names are texts."""
 
 RESERVED_NAMES = frozenset(
     {
@@ -40,11 +39,11 @@ RESERVED_NAMES = frozenset(
         "energy_se_j",
     }
 )
-"""What plans and measurements tell of computations themselves."""
+"""Names of fields that plans and measurements already have."""
 
 
 class Setting(NamedTuple):
-    """A clock and what else a computation runs with; where there is nothing else, a clock is an int."""
+    """A clock with further settings; a clock alone is an int."""
 
     clock_mhz: int
     further: Further
@@ -63,31 +62,31 @@ def clock_of(setting: int | Setting) -> int:
 
 
 def further_of(setting: int | Setting) -> Further:
-    """Return a setting's further ones; none where it is a clock."""
+    """Return a setting's further settings; empty for a clock."""
     return () if isinstance(setting, int) else setting.further
 
 
 def in_order(setting: int | Setting) -> tuple[int, Further]:
-    """Return by what settings are sorted: the clock, then the further ones."""
+    """Return the sort key of a setting: the clock, then the further settings."""
     return clock_of(setting), further_of(setting)
 
 
 def name_of(setting: int | Setting) -> str:
-    """Return how messages call a setting."""
+    """Return a setting's name in messages."""
     return f"{setting} MHz" if isinstance(setting, int) else str(setting)
 
 
 def unit_of(name: str) -> str | None:
-    """Return the unit of a further setting's values, in words, by the end of its name; None for texts."""
+    """Return the unit of a further setting's values, in words, by the suffix of its name; None for texts."""
     _, separator, end = name.rpartition("_")
     return UNITS.get(end) if separator else None
 
 
 def check_name(name: str) -> None:
-    """Refuse what can't be the name of a further setting.
+    """Check the name of a further setting.
 
     Raises:
-        ProfileError: it is empty, too long, not printable, or that of something else (`RESERVED_NAMES`).
+        ProfileError: it is empty, too long, not printable, or reserved (`RESERVED_NAMES`).
     """
     if not (0 < len(name) <= MAX_NAME_LENGTH and name.isprintable() and name == name.strip()):
         raise ProfileError(
@@ -103,7 +102,7 @@ def check_name(name: str) -> None:
 
 
 def expected_value(name: str) -> str:
-    """Return in words what the values of a further setting are."""
+    """Describe the valid values of a further setting."""
     unit = unit_of(name)
     if unit is None:
         return f"a printable text of 1 to {MAX_VALUE_LENGTH} characters"
@@ -111,7 +110,7 @@ def expected_value(name: str) -> str:
 
 
 def is_value(name: str, value: object) -> bool:
-    """Tell whether a further setting of that name can have the value."""
+    """Return whether the value is valid for a further setting of that name."""
     if unit_of(name) is not None:
         return isinstance(value, float) and math.isfinite(value)
     return (
@@ -123,11 +122,11 @@ def is_value(name: str, value: object) -> bool:
 
 
 def check_further(further: Further) -> None:
-    """Refuse further settings that none can be.
+    """Check further settings.
 
     Raises:
-        ProfileError: there is none, a name stands twice or can't be one (`check_name`), or a value is not
-            what its name says: a finite float where that ends in a unit (`UNITS`), else a printable text.
+        ProfileError: there is none, a name is repeated or invalid (`check_name`), or a value does not fit its
+            name: a finite float if the name ends in a unit (`UNITS`), else a printable text.
     """
     if not further:
         raise ProfileError("further: expected a setting beside the clock, found none")

@@ -1,23 +1,23 @@
-"""What noisy measurements of one computation say together: each clock shrunk towards its neighbours.
+"""Shrink one computation's noisy measurements: each clock's towards those of its neighbours.
 
-A plan picks the clocks that look best. Of noisy measurements these are the ones that err in their own favour,
-so the plan takes longer, and saves less, than it promises: the winner's curse. It goes away where each figure
-is replaced by what is to be expected of it, given all clocks of the computation.
+A plan picks the clocks that look best. With noisy measurements these tend to be the ones with favourable
+errors, so the plan takes longer, and saves less, than predicted: the winner's curse. The remedy is to replace
+each figure by its expectation given all clocks of the computation.
 
-Over the logarithm of the clock, the logarithm of a time or an energy is taken to be a straight line, plus a
-smooth deviation (an integrated Wiener process, whose posterior mean is a cubic smoothing spline), plus a
-deviation of each clock's own, plus the error of measurement, whose size is known:
+The logarithm of a time or an energy, as a function of the logarithm of the clock, is modelled as a straight
+line, plus a smooth deviation (an integrated Wiener process, whose posterior mean is a cubic smoothing
+spline), plus an individual deviation of each clock, plus the measurement error, whose size is known:
 
     y_i = a + b x_i + g(x_i) + u_i + e_i,   e_i ~ N(0, s_i²)
 
-How smooth the first deviation is and how large the second are not known; a grid of both is gone through, each
-weighted by how likely it makes the measurements (their restricted likelihood). Where errors are small against
-what the clocks have of their own, be it jitter or a cliff, u explains it and the measurements stay what they
-are; where they are large, the line and the smooth deviation count. Errors that are smaller than all that is
-seen shrink nothing.
+The smoothness of the first deviation and the size of the second are unknown; the result averages over a grid
+of both, weighted by the measurements' restricted likelihood. Where errors are small against the clocks'
+individual deviations, be it jitter or a cliff, u explains these and the measurements stay as they are; where
+errors are large, the line and the smooth deviation dominate. Errors that are smaller than all visible
+variation shrink nothing.
 
 Computations that were measured at the same clocks of the same GPUs have much of their curves in common, kinks
-too. That is found from all of them together, and each is shrunk towards it.
+too. The common part is estimated from all of them together, and each is shrunk towards it.
 
 See G. Wahba, Spline models for observational data, ch. 1 and 4, and B. Efron, Tweedie's formula and selection
 bias (2011), for why expectations are not cursed.
@@ -38,29 +38,30 @@ from perseus.solver.setting import Further, further_of, in_order
 FloatArray = NDArray[np.float64]
 
 MIN_CLOCKS = 5
-"""Of fewer, nothing is said: two are the line's."""
+"""Fewer clocks are not shrunk: two determine the line."""
 
 _SMOOTH_SCALES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Of the integrated Wiener process: how far the slope wanders over one unit of the logarithm of the clock."""
+"""Scales of the integrated Wiener process: how far the slope wanders over one unit of the logarithm of the
+clock."""
 
 _OWN_SCALES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.04)
-"""Standard deviations of what a clock has of its own, as shares."""
+"""Standard deviations of the clocks' individual deviations, as shares."""
 
 _FARTHEST = 4.0
-"""Standard errors: what is further from its measurement is no expectation, but a model that does not fit."""
+"""In standard errors: an expectation further from its measurement means that the model does not fit."""
 
 _MAX_SHARE = 0.5
-"""A larger standard error than this share says nothing of the logarithm."""
+"""With a larger standard error than this share, the logarithm is meaningless."""
 
 
 def shrink(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """Return one computation's measurements, by rising clock, with what is to be expected of each.
+    """Return one computation's measurements, by rising clock, each replaced by its expectation.
 
-    Their standard errors become those of the expectations. Times and energies are looked at by themselves;
-    either stays as it is where a clock's standard error is not known (0), is more than half of the figure, or
-    where there are fewer than LEAST_CLOCKS.
+    Their standard errors become those of the expectations. Times and energies are treated separately; either
+    stays as it is where a clock's standard error is unknown (0), is more than half of the figure, or where
+    there are fewer than LEAST_CLOCKS.
 
-    Where settings are more than a clock, those that differ in nothing but the clock are a curve of their own.
+    Where settings are more than a clock, settings that differ only in the clock form a curve of their own.
     """
     return _joined(
         curve for (curve,) in map(_shrink_alike, ([one] for one in _curves(measurements).values()))
@@ -72,9 +73,9 @@ def shrink_profiles(
 ) -> dict[ProfileKey, tuple[Measurement, ...]]:
     """Return the profiles with all measurements shrunk, as `shrink` does.
 
-    Computations that were measured at the same clocks tell of each other: what their curves have in common, a
-    GPU that no longer gets faster at its highest clocks, say, is found from all of them first, and each is
-    shrunk towards that. FIXED computations are each by itself, as clocks are nothing to them.
+    Computations that were measured at the same clocks inform each other: the common part of their curves
+    (such as a GPU that no longer gets faster at its highest clocks) is estimated from all of them first, and
+    each is shrunk towards it. FIXED computations are treated alone, as clocks don't affect them.
     """
     curves = {
         (key, further): curve
@@ -97,7 +98,7 @@ def shrink_profiles(
 
 
 def _curves(measurements: Sequence[Measurement]) -> dict[Further, list[Measurement]]:
-    """Return the measurements by what their settings have beside the clock."""
+    """Return the measurements by their further settings."""
     curves: dict[Further, list[Measurement]] = {}
     for m in measurements:
         curves.setdefault(further_of(m.setting), []).append(m)
@@ -150,7 +151,7 @@ def _shrink(
 
 
 def _expect(x: FloatArray, y: FloatArray, errors: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the posterior means of what was measured, and their standard deviations; x rises."""
+    """Return the posterior means of the measured values, and their standard deviations; x must rise."""
     line = np.stack([np.ones_like(x), x - x.mean()], axis=1)
     from_first = x - x[0]
     lower = np.minimum(from_first[:, None], from_first)
@@ -162,7 +163,7 @@ def _expect(x: FloatArray, y: FloatArray, errors: FloatArray) -> tuple[FloatArra
     weight = np.exp(weights - weights.max())
     weight /= weight.sum()
     expected = weight @ means
-    # The variance within the models, and between them.
+    # The variance within the models plus that between them.
     spread = weight @ (variances + (means - expected) ** 2)
     return expected, np.sqrt(np.maximum(spread, 0.0))
 
@@ -170,8 +171,8 @@ def _expect(x: FloatArray, y: FloatArray, errors: FloatArray) -> tuple[FloatArra
 def _posteriors(
     covariances: FloatArray, line: FloatArray, y: FloatArray, error_variances: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return each model's restricted log likelihood, and mean and variance of what is under the errors."""
-    # All models in one call each: of a few clocks, calls take longer than what they compute.
+    """Return each model's restricted log likelihood, and mean and variance of the error-free values."""
+    # All models in one call each: for a few clocks, call overhead dominates.
     roots = np.linalg.cholesky(covariances)
     inverses = np.linalg.solve(roots, np.eye(len(y)))
     white_lines, white_ys = inverses @ line, inverses @ y[:, None]
@@ -181,7 +182,7 @@ def _posteriors(
     likelihoods = (
         -np.log(diagonals).sum(axis=1) - np.linalg.slogdet(grams)[1] / 2 - (rests**2).sum(axis=(1, 2)) / 2
     )
-    # What is left of the measurements once the errors' part is taken off: y - S V⁻¹ (y - line).
+    # The measurements minus the errors' part: y - S V⁻¹ (y - line).
     means = y - error_variances * (inverses.swapaxes(1, 2) @ rests)[:, :, 0]
     bases = inverses.swapaxes(1, 2) @ white_lines
     # Only the diagonals are needed.

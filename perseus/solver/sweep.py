@@ -4,11 +4,11 @@ A relaxed plan gives every event a time; a computation costs the value of its hu
 start and its finish. For each iteration time T the cheapest such plan is a minimum-cost-flow problem seen
 from its dual side: the flow on a computation's arc is the slope at which it trades energy for time, so it
 lies between the hull's slopes on the slower and on the faster side of its duration. On a dependency the flow
-may be anything while there is no slack, and is zero while there is. The sweep keeps both sides optimal while
-T falls (a primal-dual, or parametric, method):
+is arbitrary without slack, and zero with slack. The sweep keeps both sides optimal while T falls (a
+primal-dual, or parametric, method):
 
-1. A maximum flow augments the flow that there is until it can't grow. Its value is the slope of the frontier
-here.
+1. A maximum-flow computation augments the present flow until it can't grow. Its value is the slope of the
+   frontier here.
 2. With that flow fixed, the durations that stay optimal are intervals: one vertex where the flow lies
    strictly between two slopes, the whole piece where it equals one. How far each event may move down within
    them is its distance from the first event over these margins (Dijkstra). All events move at once, until the
@@ -36,7 +36,7 @@ from perseus.solver.profile import PS_PER_S, UW_PER_W, to_ps
 FloatArray = NDArray[np.float64]
 
 _MAX_BYTES = 2**27
-"""About what the events' times may take."""
+"""Approximate limit on the memory for the events' times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Sweep:
     """The corners of the relaxed frontier, slowest first, and the relaxed plan at each.
 
     Attributes:
-        t_min_ps, t_slow_ps: where the whole frontier ends and begins.
-        iteration_times_ps: falling; the first is T_slow, the last T_min or where the sweep was told to stop.
+        t_min_ps, t_slow_ps: the ends of the whole frontier.
+        iteration_times_ps: falling; the first is T_slow, the last T_min or ``stop_s`` of the sweep.
         effective_energies_j: rising, convex in the iteration time.
-        slopes_w: between one corner and the next, what a second less costs in effective energy.
-        event_times: in the relaxed plans.
+        slopes_w: between one corner and the next, the effective energy that one second less costs.
+        event_times: the events' times in the relaxed plans.
     """
 
     t_min_ps: int
@@ -66,7 +66,7 @@ class Sweep:
         return self.event_times.until(iteration_time_ps)
 
     def effective_energy_j_at(self, iteration_time_s: float) -> float:
-        """Return the least effective energy of any relaxed plan; beyond T_slow it stays what it is there."""
+        """Return the least effective energy of any relaxed plan; it is constant beyond T_slow."""
         return float(
             np.interp(
                 iteration_time_s, self.iteration_times_ps[::-1] / PS_PER_S, self.effective_energies_j[::-1]
@@ -79,7 +79,7 @@ def sweep_frontier(
 ) -> Sweep:
     """Sweep from T_slow down to T_min, or only to ``stop_s`` where that is longer.
 
-    ``on_progress`` is called with the share of the way that is done.
+    ``on_progress`` is called with the share of the range that is done.
 
     Raises:
         PipelineError: T_slow is 2^53 ps (2.5 hours) or more, too long for exact arithmetic.
@@ -129,11 +129,11 @@ def _earliest_event_times(graph: EventGraph, durations_ps: Int64Array) -> Int64A
 
 
 class _Hulls:
-    """All hulls in flat arrays, so that all computations are looked up at once.
+    """All hulls in flat arrays, to look up all computations at once.
 
-    Profile p's vertices are stored as their time plus an offset of p's own, which makes one sorted array of
-    all of them. Entry k of the slopes belongs to the piece on the faster side of vertex k: infinite before a
-    hull's first vertex. One more vertex behind a hull's last, with slope 0, stands for the flat rest.
+    Profile p's vertices are stored as their time plus p's offset, so that all of them form one sorted array.
+    Entry k of the slopes belongs to the piece on the faster side of vertex k: infinite before a hull's first
+    vertex. One more vertex after a hull's last, with slope 0, represents the flat rest.
     """
 
     def __init__(self, graph: EventGraph) -> None:
@@ -155,7 +155,7 @@ class _Hulls:
         self._offsets = np.array(offsets, dtype=np.int64)[graph.profile_of]
 
     def locate(self, durations_ps: Int64Array) -> "_Position":
-        """Find where on its hull each computation is."""
+        """Return each computation's position on its hull."""
         keys = self._offsets + np.minimum(durations_ps, self.slowest_ps + 1)
         at_or_after = self._vertices.searchsorted(keys, "left")
         after = self._vertices.searchsorted(keys, "right")
@@ -169,7 +169,7 @@ class _Hulls:
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """Per computation: the slopes on both sides of its duration, and how far the next vertex is on each."""
+    """Per computation: the slopes on both sides of its duration, and the distances to the next vertices."""
 
     faster_slope_uw: FloatArray
     slower_slope_uw: FloatArray
@@ -180,7 +180,7 @@ class _Position:
 class _Residual:
     """The residual graph: an arc each way for every computation and every dependency, and the flow so far.
 
-    ``flow_value_uw`` is what flows from the first event to the last: the slope of the frontier.
+    ``flow_value_uw`` is the flow from the first event to the last: the slope of the frontier.
     """
 
     def __init__(self, graph: EventGraph, hulls: _Hulls) -> None:
@@ -194,8 +194,8 @@ class _Residual:
             (graph.head_event, graph.tail_event),
         ]
         edges = np.concatenate([np.column_stack(pair) for pair in ends])
-        # Flow comes from a vertex of its own through one last arc, so that no more than that arc carries is
-        # ever on its way (see `perseus.solver.graph.convex_hulls`).
+        # Flow comes from a separate vertex through one last arc, whose capacity bounds the total flow (see
+        # `perseus.solver.graph.convex_hulls`).
         self._source = graph.event_count
         self._igraph = igraph.Graph(
             graph.event_count + 1, [*edges.tolist(), (self._source, 0)], directed=True
@@ -209,11 +209,11 @@ class _Residual:
         self._flow_uw = np.zeros(computation_count)
         self._dependency_flow_uw = np.zeros(dependency_count)
         self.flow_value_uw = 0.0
-        # No flow exceeds it: until T_min is reached, every path has an arc of finite slope.
+        # No flow exceeds this: until T_min is reached, every path has an arc of finite slope.
         self._unbounded_uw = 1 + hulls.steepest_uw.sum()
 
     def descend(self, event_times_ps: Int64Array, limit_ps: int) -> Int64Array:
-        """Augment the flow; return how far down each event can move, the last one by at most ``limit_ps``."""
+        """Augment the flow; return each event's possible move down, at most ``limit_ps`` for the last one."""
         graph = self._graph
         position = self._hulls.locate(event_times_ps[graph.finish_event] - event_times_ps[graph.start_event])
         slack_ps = event_times_ps[graph.head_event] - event_times_ps[graph.tail_event] - graph.lag_ps

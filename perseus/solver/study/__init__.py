@@ -1,4 +1,4 @@
-"""What plans are compared with, a cluster to try them on, and fits of lags: for offline studies.
+"""Baselines for plans, an emulated cluster to try them on, and fits of lags: for offline studies.
 
 No running job uses it. Built on :mod:`perseus.solver`, which never imports it.
 """

@@ -1,7 +1,7 @@
-"""What Perseus is compared with: all-max, EnvPipe and Zeus, each as plans of the same pipeline.
+"""The baselines of Perseus: all-max, EnvPipe and Zeus, each as plans of the same pipeline.
 
 All-max is :func:`~perseus.solver.plan.fastest_clock_plan`: every computation at its highest clock. EnvPipe
-gives one plan. Zeus gives a frontier of its own, with one clock for all or one for each stage.
+makes one plan. Zeus makes a frontier of its own, with one clock for all computations or one for each stage.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,14 +18,14 @@ _BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def envpipe(pipeline: Pipeline) -> Plan:
-    """Return EnvPipe's plan, as the paper on Perseus compared it (§6.1): one plan, close to all-max's time.
+    """Return EnvPipe's plan, as compared in the Perseus paper (§6.1): one plan, close to all-max's time.
 
-    The last stage, each stage's first forward and each stage's last backward run at their highest clocks:
-    the envelope. Every other computation starts at its slowest Pareto clock. Then, along one critical path
-    after the other, the computations at the path's lowest clock are raised by one step, until a critical path
-    lies inside the envelope, or nothing on it can be raised. Every round raises something, so there are at
-    most as many rounds as there are clocks to raise by. Where settings are more than a clock, a step leads to
-    the next faster one of those not beaten.
+    The last stage, each stage's first forward and each stage's last backward run at their highest clocks: the
+    envelope. Every other computation starts at its slowest Pareto clock. Then, along one critical path after
+    the other, the computations at the path's lowest clock are raised by one step, until a critical path lies
+    inside the envelope, or no computation on it can be raised. Every round raises a clock, so the number of
+    rounds is bounded by the number of clock steps. Where settings are more than a clock, a step leads to the
+    next faster Pareto setting.
 
     EnvPipe assumes stages of equal weight: where the last stage is not the heaviest, its plan is slower.
     """
@@ -75,8 +75,8 @@ def zeus_global(pipeline: Pipeline) -> tuple[Plan, ...]:
 def zeus_per_stage(pipeline: Pipeline) -> tuple[Plan, ...]:
     """Return the frontier of one clock, or setting, for each stage, fastest first.
 
-    Under a limit on the forward's time, each stage takes its slowest setting whose forward, all chunks
-    together, is within the limit; every time that a stage's forward can take is tried as the limit. The limit
+    Given a limit on the forward's time, each stage takes its slowest setting whose forward, all chunks
+    together, is within the limit. Every possible time of a stage's forward is tried as the limit. The limit
     balances the forwards; the backwards run at the same settings.
 
     Raises:
@@ -102,7 +102,7 @@ def zeus_per_stage(pipeline: Pipeline) -> tuple[Plan, ...]:
 
 
 def _critical_path(dependencies: Sequence[Dependency], durations_ps: Sequence[int]) -> list[int]:
-    """Return the indices of one longest path, last to first; of equal ones always the same."""
+    """Return the indices of one longest path, last to first; deterministic among equal ones."""
     finishes_ps = earliest_finishes_ps(dependencies, durations_ps)
     waits_for: dict[int, int] = {}
     for earlier, later, lag_ps in dependencies:
@@ -133,7 +133,7 @@ def _used_profiles(pipeline: Pipeline, stages: Iterable[int]) -> set[ProfileKey]
 
 
 def _common_settings(pipeline: Pipeline, stages: Sequence[int]) -> list[int | Setting]:
-    """Return the settings at which everything of these stages was measured."""
+    """Return the settings at which all computations of these stages were measured."""
     measured = [{m.setting for m in pipeline.profiles[key]} for key in _used_profiles(pipeline, stages)]
     common = set.intersection(*measured)
     if not common:
@@ -148,7 +148,7 @@ def _common_settings(pipeline: Pipeline, stages: Sequence[int]) -> list[int | Se
 def _frontier(pipeline: Pipeline, stage_settings: Iterable[tuple[int | Setting, ...]]) -> tuple[Plan, ...]:
     """Return the plans of one setting a stage that are not beaten in both time and effective energy.
 
-    On effective energy, because a frontier is also asked what waiting for a straggler costs.
+    On effective energy, because frontiers are also used for the cost of waiting for a straggler.
     """
     plans = [
         replay(pipeline, {c: settings[c.stage] for c in pipeline.schedule.computations})

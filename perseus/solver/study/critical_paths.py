@@ -1,7 +1,7 @@
 """The critical paths of many iterations of one schedule at once, with array operations over all of them.
 
-Computations are laid out by level: all that one of them waits for is in levels before its own. So an
-iteration is a loop over levels, whatever the number of iterations and stages.
+Computations are laid out by level: a computation's predecessors are on earlier levels. So evaluation is one
+loop over levels, for any number of iterations and stages.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Int64Array = NDArray[np.int64]
 
 
 class Link(NamedTuple):
-    """Where activations (or gradients) travel."""
+    """A pair of stages between which activations (or gradients) travel."""
 
     is_activation: bool
     sender: int
@@ -28,7 +28,7 @@ class Link(NamedTuple):
 
 
 class CriticalPath(NamedTuple):
-    """One longest path through each iteration; of equal paths always the same.
+    """One longest path through each iteration; deterministic among equal paths.
 
     Shapes are (iterations,), (iterations, links) and (iterations, sought).
     """
@@ -37,15 +37,15 @@ class CriticalPath(NamedTuple):
     link_counts: Int64Array
     """How often the path waits for each link's lag."""
     sought_counts: Int64Array
-    """How often it passes each of the computations that were asked for: 0 or 1."""
+    """How often it passes each of the sought computations: 0 or 1."""
 
 
 class CriticalPaths:
-    """A schedule whose computations' times and links' lags are given as arrays.
+    """A schedule with computations' times and links' lags as arrays.
 
     Attributes:
-        computations: the schedule's, in its order: rows of durations.
-        links: whatever lags belong to, sorted: entries of lags.
+        computations: the schedule's computations in order: rows of durations.
+        links: all links with a lag, sorted: entries of lags.
 
     Raises:
         ScheduleError: transfers that occupy their stages would deadlock.
@@ -71,10 +71,10 @@ class CriticalPaths:
         self._earlier, self._slots = self._lay_out(self._row_of[earlier], self._row_of[later], slots)
 
     def lengths_ps(self, durations_ps: Int64Array, lags_ps: Int64Array) -> Int64Array:
-        """Return what the iterations take.
+        """Return the iteration times.
 
-        Durations have shape (computations, iterations); lags (links,), or (links, iterations) for some of
-        each.
+        Durations have shape (computations, iterations); lags (links,), or (links, iterations) for individual
+        lags.
         """
         lengths_ps: Int64Array = self._finishes_ps(durations_ps, lags_ps).max(axis=0)
         return lengths_ps
@@ -107,7 +107,8 @@ class CriticalPaths:
     ) -> tuple[Int64Array, Int64Array]:
         """Return each row's arcs as columns of (rows before, slots), padded by repeating its first.
 
-        The row behind the last one is the iteration's begin: what waits for nothing else waits for that.
+        The row after the last one is the iteration's begin, on which all rows without other predecessors
+        wait.
         """
         count = len(self.computations)
         by_later = np.lexsort((slots, earlier, later))
@@ -123,7 +124,7 @@ class CriticalPaths:
         return np.where(is_padding, before[0], before), np.where(is_padding, slot[0], slot)
 
     def _finishes_ps(self, durations_ps: Int64Array, lags_ps: Int64Array) -> Int64Array:
-        """Return each row's end, with a row more for the begin."""
+        """Return each row's end, plus a row for the begin."""
         lags_ps = lags_ps if lags_ps.ndim == 2 else lags_ps[:, None]
         slot_ps = np.concatenate((np.zeros((1, lags_ps.shape[1]), np.int64), lags_ps))
         durations_ps = durations_ps[self._order]
@@ -135,7 +136,7 @@ class CriticalPaths:
 
 
 def _in_order(schedule: Schedule) -> Int64Array:
-    """Return every computation with another one before it in its stage."""
+    """Return the indices of all computations but the first of each stage."""
     lengths = [len(order) for order in schedule.orders]
     firsts = np.cumsum([0, *lengths])[:-1]
     return np.setdiff1d(np.arange(sum(lengths)), firsts)

@@ -1,9 +1,9 @@
-"""A cluster's iteration: many pipelines, stragglers among them, until all have synchronised.
+"""Emulate a cluster's iteration: many pipelines, including stragglers, until all have synchronised.
 
 Data-parallel pipelines run the same iteration, each by its own plan, and all wait for the slowest to exchange
-gradients. A straggler takes longer for everything, at the same power: its energy grows with its time, which
-is also how the published savings count it. Tensor-parallel ranks are not told apart: a stage's measurements
-are already those of all its GPUs.
+gradients. A straggler takes longer for everything at the same power, so its energy grows with its time; the
+published savings count it in the same way. Tensor-parallel ranks are not separate: a stage's measurements
+already cover all its GPUs.
 """
 
 import math
@@ -19,12 +19,12 @@ from perseus.solver.plan import Plan, PlannedComputation, replay
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Pipelines of a cluster that run alike.
+    """Pipelines of a cluster that run identically.
 
     Attributes:
-        plan: what each of them runs.
-        count: how many there are.
-        slowdown: how many times longer everything takes than it was measured; stragglers are above 1.
+        plan: the plan of each of them.
+        count: their number.
+        slowdown: factor on all measured times; stragglers are above 1.
 
     Raises:
         SolverError: fewer than one, or a slowdown that is below 1 or not finite.
@@ -59,9 +59,9 @@ class EmulatedPipeline:
     """One pipeline's part of a cluster's iteration.
 
     Attributes:
-        busy_until_s: when its last computation ends; then it waits for the others.
+        busy_until_s: the end of its last computation; then it waits for the others.
         energy_j: until all have synchronised.
-        stages: each stage's computations in order. FIXED ones, which draw what waiting draws, are left out.
+        stages: each stage's computations in order. FIXED ones, which draw blocking power, are left out.
     """
 
     busy_until_s: float
@@ -91,8 +91,8 @@ def emulate(
 ) -> EmulatedIteration:
     """Emulate one iteration of a cluster of such pipelines.
 
-    ``waiting_power_w`` gives what each stage's GPUs together draw while they wait, by the clock in MHz that
-    they hold meanwhile: that of the stage's next computation, and after the last one that of the next
+    ``waiting_power_w`` is the power of each stage's GPUs together while they wait, by the clock in MHz that
+    they hold meanwhile: that of the stage's next computation, or after the last one that of the next
     iteration's first. Without it, waiting draws blocking power at any clock.
 
     Raises:

@@ -1,15 +1,15 @@
-"""Fitting what the computations alone don't explain: transfers between stages, and fixed-time computations.
+"""Fit the parts of an iteration that computations don't explain: transfers and fixed-time computations.
 
-Measured iterations take longer than their computations: activations and gradients travel, data is loaded,
-the optimizer steps. From iterations under several plans, each with the times that its computations took,
-non-negative lags (per stage boundary and direction) and fixed times are found under which the emulated
-iteration times match the measured ones (:mod:`perseus.solver.study.iteration_model`); and whether transfers
-overlap with computations or occupy both of their stages (:mod:`perseus.solver.study.transfers`).
+Measured iterations take longer than their computations: activations and gradients travel, data is loaded, the
+optimizer steps. From iterations under several plans, each with its computations' times, the fit finds
+non-negative lags (per stage boundary and direction) and fixed times with which the emulated iteration times
+match the measured ones (:mod:`perseus.solver.study.iteration_model`). It also finds whether transfers overlap
+with computations or occupy both of their stages (:mod:`perseus.solver.study.transfers`).
 
-Where something else makes iterations long (a host that is too slow), lags can still be found that match what
-was measured, and mean nothing. So each fit is held against iterations that it has not seen: finer lags, and
-transfers that occupy stages, are only taken where they foretell these better than what is simpler, and no
-lags at all where even the best foretell them badly. By how much a fit is mistaken is part of it.
+If something else makes iterations long (such as a slow host), some lags may still match the measurements, but
+they mean nothing. So each fit is tested on iterations that it has not seen. Finer lags, and transfers that
+occupy stages, are used only if they predict these better than the simpler model, and no lags at all if even
+the best predict them badly. The error is part of the fit.
 """
 
 import math
@@ -32,18 +32,18 @@ EXPLAINED_WITHIN = 0.02
 """The error, as a share of the iteration time, up to which fitted times explain what was measured."""
 
 _FOLDS = 4
-"""Of every so many iterations, each in turn is held against what was fitted to the others."""
+"""Number of folds in cross-validation: each is tested on the fit to the others."""
 
 _WORTH = 0.9
-"""What is finer or less simple has to bring the mean error down to this share."""
+"""A finer or less simple model has to reduce the mean error to this share."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredIteration:
-    """What one iteration took.
+    """The times of one iteration.
 
     Attributes:
-        times_s: the time of each computation. A FIXED one that is not among them is sought.
+        times_s: the time of each computation. Missing FIXED ones are fitted.
         iteration_time_s: from the first start to the last end.
     """
 
@@ -56,10 +56,10 @@ class FittedTimes:
     """Lags by (sending stage, receiving stage) and times of FIXED computations, as a pipeline takes them.
 
     Attributes:
-        transfers: what the lags keep waiting.
-        residuals: of each iteration that was fitted, by what share the emulated one is longer than measured.
-        error: the root mean square of this share, of iterations that were not fitted to; of those that were,
-            where there are too few.
+        transfers: how transfers keep stages waiting.
+        residuals: per fitted iteration, the relative excess of the emulated time over the measured one.
+        error: the root mean square of this share over iterations that were not fitted to, or over the
+            fitted ones if there are too few.
     """
 
     activation_lags_s: Mapping[tuple[int, int], float]
@@ -71,14 +71,15 @@ class FittedTimes:
 
     @property
     def explains(self) -> bool:
-        """Whether these times explain what was measured; otherwise there are no lags among them."""
+        """Whether these times explain the measurements; otherwise they contain no lags."""
         return self.error <= EXPLAINED_WITHIN
 
 
 def fit_times(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> FittedTimes:
-    """Fit the lags, and the times of the FIXED computations that are not measured. None is negative.
+    """Fit the lags, and the times of FIXED computations without a measurement. None is negative.
 
-    Where that does not explain the iterations (`FittedTimes.explains`), lags are 0: they would mean nothing.
+    If the fit does not explain the iterations (`FittedTimes.explains`), lags are 0, as they would mean
+    nothing.
 
     Raises:
         SolverError: there is no iteration, a time is impossible, or a computation has none.
@@ -93,7 +94,7 @@ def fit_times(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> Fi
             )
     candidates = _simple_first(schedule, iterations)
     unknown = _unknown(schedule, iterations, candidates)
-    # By the mean, because one iteration that nothing foretells would otherwise decide.
+    # By the mean, because otherwise one unpredictable iteration would decide.
     means = [math.fsum(map(abs, shares)) for shares in unknown]
     chosen = 0
     for finer in range(1, len(candidates)):
@@ -109,7 +110,7 @@ def fit_times(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> Fi
 def emulated_iteration_time_s(
     schedule: Schedule, times_s: Mapping[Computation, float], fitted: FittedTimes
 ) -> float:
-    """Return what an iteration takes whose computations take ``times_s``, with the fitted lags and times.
+    """Return the iteration time for computations' ``times_s``, with the fitted lags and times.
 
     Raises:
         SolverError: a time is impossible, or a computation has none.
@@ -118,12 +119,12 @@ def emulated_iteration_time_s(
 
 
 def with_fitted_times(pipeline: Pipeline, fitted: FittedTimes) -> Pipeline:
-    """Return the pipeline with the fitted lags, what they keep waiting, and the fitted fixed times.
+    """Return the pipeline with the fitted lags, kind of transfers, and fixed times.
 
-    A pipeline of the schedule that was fitted: its FIXED computations have some time already.
+    The pipeline has the fitted schedule, so its FIXED computations already have some time.
 
     Raises:
-        PipelineError: a fitted fixed time is of nothing in the pipeline's schedule.
+        PipelineError: a fitted fixed time matches nothing in the pipeline's schedule.
         ScheduleError: transfers that occupy their stages would deadlock in it.
     """
     fitted_to = replace(
@@ -138,7 +139,7 @@ def with_fitted_times(pipeline: Pipeline, fitted: FittedTimes) -> Pipeline:
 def _unknown(
     schedule: Schedule, iterations: Sequence[MeasuredIteration], fits: Sequence[FittedTimes]
 ) -> list[list[float]]:
-    """Return by what shares each fit, in their order, is mistaken about iterations unknown to it."""
+    """Return each fit's relative errors on iterations that it has not seen, in the order of the fits."""
     if len(iterations) < _FOLDS:
         return [_residuals(schedule, iterations, fitted) for fitted in fits]
     missed: list[list[float]] = [[] for _ in fits]
@@ -172,7 +173,8 @@ def _emulated_s(
 
 
 def _simple_first(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> list[FittedTimes]:
-    """Return the fits without lags, with common ones, with all; then with transfers that occupy stages."""
+    """Return the fits without lags, with common ones, and with all; then with transfers that occupy
+    stages."""
     fits: list[FittedTimes] = []
     for transfers in _possible(schedule):
         model = IterationModel(
@@ -182,7 +184,7 @@ def _simple_first(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -
             transfers,
         )
         estimates = model.coarse_to_fine()
-        # Without any lag it is all the same.
+        # Without any lag the kind of transfers makes no difference.
         fits += [_fitted(transfers, estimate) for estimate in estimates[1 if fits else 0 :]]
     return fits
 

@@ -1,19 +1,19 @@
 """Emulated iteration times as a function of lags and fixed times, and the parameters that match best.
 
-An emulated iteration time is the longest path, so it is convex and piecewise linear in what is sought: along
-the critical path each unknown counts as often as the path passes it. Least squares on these counts, again
-and again around the critical paths of the last estimate (Gauss–Newton, damped as by Levenberg and Marquardt:
-a step that makes the match worse is shortened).
+An emulated iteration time is the longest path, so it is convex and piecewise linear in the unknowns: along
+the critical path each unknown counts as often as the path passes it. The fit repeats least squares on these
+counts around the critical paths of the last estimate (Gauss–Newton, damped as by Levenberg and Marquardt: a
+step that makes the match worse is shortened).
 
-Least squares of such times have local minima. Where light stages hide short lags, nothing tells that long
-ones would match: fixed times take their place, and from there lags never grow. So one lag common to all is
-tried over its whole range first, and the search begins at each place where it matches better than around it,
-too; and where changing one boundary's lag after the other leads from there.
+Least squares of such times have local minima. Where light stages hide short lags, the gradient does not show
+that long ones would match: fixed times take their place, and from there lags never grow. So one lag common to
+all is first tried over its whole range, and the search also begins at each of its local optima, and at the
+points reached from there by changing one boundary's lag after the other.
 
-Measured iterations rarely tell all boundaries apart, and never the directions where an iteration begins and
-ends on the same stage: its critical path crosses each boundary as often one way as the other. So each lag is
-a share common to all boundaries of its direction plus one of its own, and a weak prior prefers small ones:
-what the data do not tell stays common, and half and half.
+Measured iterations rarely identify all boundaries separately, and never the directions if an iteration begins
+and ends on the same stage: its critical path crosses each boundary equally often in both directions. So each
+lag is a share common to all boundaries of its direction plus an individual one, and a weak prior prefers
+small ones: shares that the data do not determine stay common, and equal in both directions.
 """
 
 import math
@@ -39,26 +39,26 @@ _SETTLED_GAIN = 1e-6
 _FIRST_DAMPING = 1e-3
 
 _PRIOR = 1e-6
-"""How much a parameter as long as the iteration weighs against an iteration mistaken by its whole time."""
+"""Weight of a parameter as long as the iteration, against an iteration time in error by its whole length."""
 
 _SCAN_COUNT = 24
-"""Lags common to all that are tried, up to one with which iterations are too long without fixed times."""
+"""Number of common lags to try, up to one with which iterations are too long without fixed times."""
 
 _LAG_GRID = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5)
-"""Lags of a boundary that are tried, as shares of the same."""
+"""Lags to try for a boundary, as shares of the longest one."""
 
 _WORTH_A_STEP = 0.99
-"""A step from rung to rung has to bring the loss down to this share."""
+"""A step on the lag grid has to reduce the loss to this share."""
 
 _DESCENT_COUNT = 4
-"""So many of the places where that ends are gone on from, best first."""
+"""Number of end points of the descents from which the search starts, best first."""
 
 _MAX_BATCH_SIZE = 2_000_000
-"""Times of computations that are emulated together: 16 MB."""
+"""Number of computations' times that are emulated together: 16 MB."""
 
 
 class Estimate(NamedTuple):
-    """Lags by link and the sought fixed times; and their loss, the squared shares that they are off."""
+    """Lags by link, the sought fixed times, and their loss: the sum of squared relative errors."""
 
     lags_s: Mapping[Link, float]
     fixed_times_s: Mapping[Computation, float]
@@ -66,20 +66,20 @@ class Estimate(NamedTuple):
 
 
 class Match(NamedTuple):
-    """How well some parameters explain the iterations, and what is critical under them."""
+    """The fit of some parameters to the iterations, and the critical paths under them."""
 
     parameters: FloatArray
     loss: float
     counts: FloatArray
     """Per iteration and unknown: how often the critical path passes it."""
     rest_s: FloatArray
-    """Per iteration: what is measured of the critical path."""
+    """Per iteration: the measured part of the critical path."""
 
 
 class IterationModel:
-    """The emulated iteration times as a function of parameters, with transfers of one sort.
+    """The emulated iteration times as a function of parameters, with one kind of transfers.
 
-    Unknown are each sought fixed time and each link's lag. The parameters that they are made of, in units of
+    The unknowns are each sought fixed time and each link's lag. They are sums of the parameters, in units of
     the mean iteration time: each fixed time, the common lag of each direction, each link's own lag.
 
     ``times_s`` are the iterations' computation times. FIXED computations that are in none of them are sought.
@@ -110,30 +110,31 @@ class IterationModel:
         links = self._paths.links
         common = [[link.is_activation, not link.is_activation] for link in links]
         fixed_count, link_count = len(self._sought), len(links)
-        # Row by unknown, column by parameter: what it is made of.
+        # Row by unknown, column by parameter: which parameters add up to it.
         self._made_of = np.zeros((fixed_count + link_count, fixed_count + 2 + link_count))
         self._made_of[:fixed_count, :fixed_count] = np.eye(fixed_count)
         self._made_of[fixed_count:, fixed_count : fixed_count + 2] = np.reshape(common, (-1, 2))
         self._made_of[fixed_count:, fixed_count + 2 :] = np.eye(link_count)
 
-        # A parameter's prior is on all that it could add to an iteration: its length, as often as it occurs.
+        # A parameter's prior is on the most that it could add to an iteration: its length times its
+        # occurrences.
         occurrences = np.concatenate((np.ones(fixed_count), self._paths.occurrence_counts))
         self._prior = _PRIOR * (occurrences[:, None] * self._made_of).max(axis=0, initial=0) ** 2
 
     def coarse_to_fine(self) -> list[Estimate]:
-        """Return the estimates without any lag, with one common to each direction, and with all of them."""
+        """Return the estimates without any lag, with one common lag per direction, and with all lags."""
         fixed_count, all_count = len(self._sought), self._made_of.shape[1]
         none = self.improved(self.match(np.zeros(all_count)), fixed_count)
-        # With all free at once, lags would stand in for fixed times and find no way back.
+        # With all free at once, lags would replace fixed times and not recover.
         common = [self.improved(start, fixed_count + 2) for start in (none, *self._scan())]
         fine = [self.improved(start, all_count) for start in (*common, *self._descend())]
         best = [min(some, key=lambda match: match.loss) for some in (common, fine)]
         return [self._estimate(match) for match in (none, *best)]
 
-    # -------------------------------------------------------------- where to begin
+    # -------------------------------------------------------------- starting points
 
     def _scan(self) -> list[Match]:
-        """Return matches of one lag for all transfers, where it is better than a little shorter or longer."""
+        """Return matches of one lag for all transfers, at its local optima."""
         lags = np.linspace(0.0, self._longest_lag, _SCAN_COUNT + 1)
         losses = self._screen(np.repeat(lags[:, None], len(self._paths.links), axis=1))
         beside = np.concatenate(([np.inf], losses, [np.inf]))
@@ -142,10 +143,11 @@ class IterationModel:
         return [self.match(lag * common) for lag in lags[is_better] if lag]
 
     def _descend(self) -> list[Match]:
-        """Return matches from which no boundary's lag alone leads to a better one.
+        """Return matches that changing a single boundary's lag can't improve.
 
-        They begin with one lag for all. The lag that helps most is next: a boundary's of both directions, or
-        of one, as of two transfers that occupy their stages together the longer one counts.
+        The descent begins with one lag for all. Each step changes the lag that helps most: a boundary's lag
+        in both directions, or in one, because of two transfers that occupy their stages together only the
+        longer one counts.
         """
         boundaries = [tuple(sorted(link[1:])) for link in self._paths.links]
         is_of = np.array([[own == one for own in boundaries] for one in sorted(set(boundaries))])
@@ -170,7 +172,8 @@ class IterationModel:
 
     @cached_property
     def _longest_lag(self) -> float:
-        """The lag, in units, with which iterations would be too long without any fixed time."""
+        """The lag, in units of the mean iteration time, with which iterations would be too long without fixed
+        times."""
         longest = 1 / len(self._paths.computations)
         while (
             len(self._paths.links)
@@ -180,7 +183,7 @@ class IterationModel:
         return longest
 
     def _screen(self, lags: FloatArray) -> FloatArray:
-        """Return the losses of some lags (a row each) with the best fixed time, as if it were critical."""
+        """Return the losses of some lags (one row each) with the best fixed time, treating it as critical."""
         shares = self._lengths_s(lags) / self._measured_s
         if self._sought:
             weights = 1 / self._measured_s
@@ -189,7 +192,7 @@ class IterationModel:
         return losses
 
     def _lengths_s(self, lags: FloatArray) -> FloatArray:
-        """Return what the iterations take with some lags (a row each) and no sought time."""
+        """Return the iteration times with some lags (one row each) and sought times of 0."""
         count = len(self._measured_s)
         at_once = max(1, _MAX_BATCH_SIZE // self._durations_ps.size)
         some = [lags[n : n + at_once] for n in range(0, len(lags), at_once)]
@@ -203,10 +206,10 @@ class IterationModel:
         lengths_s: FloatArray = np.concatenate(lengths_ps).reshape(-1, count) / PS_PER_S
         return lengths_s
 
-    # -------------------------------------------------------------- from there
+    # -------------------------------------------------------------- refinement
 
     def match(self, parameters: FloatArray) -> Match:
-        """Emulate all iterations."""
+        """Emulate all iterations with these parameters."""
         unknowns_s = self._made_of @ parameters * self._unit_s
         unknowns_ps = np.array([to_ps(unknown_s) for unknown_s in unknowns_s.tolist()], np.int64)
         fixed_count = len(self._sought)
@@ -220,7 +223,7 @@ class IterationModel:
         return Match(parameters, loss, counts.astype(np.float64), rest_s)
 
     def improved(self, match: Match, free_count: int) -> Match:
-        """Return the best match that is found from this one, with the first parameters free."""
+        """Return the best match found from this one, with the first ``free_count`` parameters free."""
         damping = _FIRST_DAMPING
         for _ in range(_ROUND_COUNT if free_count else 0):
             tried = self.match(self._step(match, free_count, damping))
@@ -234,7 +237,7 @@ class IterationModel:
         return match
 
     def _step(self, match: Match, free_count: int, damping: float) -> FloatArray:
-        """Return the best parameters while the critical paths stay, not far from those of the match."""
+        """Return the best parameters for unchanged critical paths, near those of the match."""
         rows = (match.counts @ self._made_of * self._unit_s / self._measured_s[:, None])[:, :free_count]
         gram = rows.T @ rows + np.diag(self._prior[:free_count])
         held = damping * np.diag(gram)
@@ -244,7 +247,7 @@ class IterationModel:
         return parameters
 
     def _estimate(self, match: Match) -> Estimate:
-        """Say what the parameters mean."""
+        """Convert parameters to lags and fixed times."""
         unknowns_s = (self._made_of @ match.parameters * self._unit_s).tolist()
         sought = [self._paths.computations[row] for row in self._sought]
         lags_s = dict(zip(self._paths.links, unknowns_s[len(sought) :], strict=True))
@@ -254,7 +257,7 @@ class IterationModel:
 def durations_ps(
     computations: Sequence[Computation], times_s: Sequence[Mapping[Computation, float]]
 ) -> Int64Array:
-    """Return the times in ps: a row a computation, a column an iteration.
+    """Return the times in ps: one row per computation, one column per iteration.
 
     Raises:
         SolverError: a time is impossible, a computation has none, or all take longer than MAX_TOTAL_TIME_S.
@@ -285,8 +288,8 @@ def non_negative_solution(gram: FloatArray, projected: FloatArray) -> FloatArray
     solution = np.zeros(len(projected))
     free = np.zeros(len(projected), dtype=bool)
     tolerance = 1e-12 * np.abs(projected).max()
-    # Each set of free ones comes once, and in practice each joins once or twice. Rounding could make one that
-    # gains next to nothing come and go for ever.
+    # No set of free ones repeats, and in practice each joins once or twice. Rounding could make one that
+    # gains next to nothing join and leave forever.
     for _ in range(10 * len(projected)):
         gains = np.where(free, -np.inf, projected - gram @ solution)
         best = int(gains.argmax())
@@ -300,7 +303,7 @@ def non_negative_solution(gram: FloatArray, projected: FloatArray) -> FloatArray
             if not negative.any():
                 solution = target
                 break
-            # Go towards the target until the first of them reaches 0, and hold it there.
+            # Move towards the target until the first of them reaches 0, and hold it there.
             shares = solution[negative] / (solution[negative] - target[negative])
             first = np.flatnonzero(negative)[shares.argmin()]
             solution = solution + shares.min() * (target - solution)

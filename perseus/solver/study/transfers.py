@@ -1,14 +1,15 @@
-"""What a transfer between two stages keeps waiting: the computation that needs it, or both of its stages.
+"""The effect of a transfer between two stages: the computation that needs it waits, or both stages do.
 
 A transfer goes from computation A of its sender to computation C of its receiver, and takes a lag.
 
 *Overlapping*: it starts when A ends, and both stages compute meanwhile. C starts no earlier than a lag after
 A.
 
-*Occupying*: between two computations a stage exchanges all that it sends and receives there, and computes
-nothing until that is done (a rendezvous: blocking sends and receives, batched). The transfer starts when its
-sender has ended A and its receiver has ended what comes before C. So both of these are a lag before both C
-and what comes after A: a late receiver holds its sender up. No event is needed for the transfer itself.
+*Occupying*: between two computations a stage exchanges everything that it sends and receives there, and
+computes nothing until that is done (a rendezvous: blocking sends and receives, batched). The transfer starts
+when its sender has ended A and its receiver has ended the computation before C. So these two ends precede
+both C and the computation after A by a lag: a late receiver delays its sender. The transfer itself needs no
+event.
 """
 
 import enum
@@ -27,19 +28,19 @@ class Transfers(enum.Enum):
     """How activations and gradients travel between stages."""
 
     OVERLAPPING = "overlapping"
-    """Only who needs them waits."""
+    """Only the computation that needs them waits."""
     OCCUPYING = "occupying"
-    """Neither sender nor receiver computes meanwhile, and each waits for the other to be ready."""
+    """Neither sender nor receiver computes during the transfer, and each waits for the other to be ready."""
 
 
 def lagged_arcs(schedule: Schedule, transfers: Transfers) -> IndexArray:
-    """Return (earlier, later, dependency) for whatever waits for a transfer, shape (n, 3).
+    """Return (earlier, later, dependency) for every wait for a transfer, shape (n, 3).
 
     The first two index the schedule's computations, the third its dependencies: ``later`` starts no earlier
     than that dependency's lag after the end of ``earlier``. The dependencies themselves come first, in order.
 
     Raises:
-        ScheduleError: transfers that occupy their stages would deadlock; the circle is named.
+        ScheduleError: transfers that occupy their stages would deadlock; the message names the cycle.
     """
     senders, receivers = schedule.arcs[:, 0], schedule.arcs[:, 1]
     dependency = np.arange(len(schedule.arcs))
@@ -48,13 +49,13 @@ def lagged_arcs(schedule: Schedule, transfers: Transfers) -> IndexArray:
         return direct
     firsts = np.cumsum([0, *(len(order) for order in schedule.orders)])
     waits_before = ~np.isin(receivers, firsts)
-    goes_on = ~np.isin(senders + 1, firsts)
-    both = waits_before & goes_on
+    is_followed = ~np.isin(senders + 1, firsts)
+    both = waits_before & is_followed
     arcs = np.concatenate(
         (
             direct,
             np.stack((receivers - 1, receivers, dependency), axis=1)[waits_before],
-            np.stack((senders, senders + 1, dependency), axis=1)[goes_on],
+            np.stack((senders, senders + 1, dependency), axis=1)[is_followed],
             np.stack((receivers - 1, senders + 1, dependency), axis=1)[both],
         )
     )
@@ -66,10 +67,10 @@ def lagged_arcs(schedule: Schedule, transfers: Transfers) -> IndexArray:
 
 
 def with_occupying_transfers(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with transfers that occupy both of their stages, each for the lag that it has.
+    """Return the pipeline with transfers that occupy both of their stages, each for its own lag.
 
     Raises:
-        ScheduleError: they would deadlock; the circle is named.
+        ScheduleError: they would deadlock; the message names the cycle.
     """
     schedule = pipeline.schedule
     computations = list(schedule.computations)

@@ -136,17 +136,23 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
         assert [rule["lastError"] for rule in prometheus.rules() if rule["health"] != "ok"] == []
 
         cluster.degrade(1, 1.0)
-        prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "it is slow no more", LIMIT_S)
+        prometheus.until(
+            lambda: not prometheus.firing("PerseusStraggler"), "the straggler has recovered", LIMIT_S
+        )
 
-        # All of them slow at once is nobody's straggling: the plans' promise is broken.
+        # If all of them are slow, none is a straggler: the plans' predictions are violated.
         prometheus.until(is_planned, "the job is planned still", LIMIT_S)
         for pipeline in range(WORKLOAD.pipeline_count):
             cluster.degrade(pipeline, 1.6)
         prometheus.until(
-            lambda: prometheus.firing("PerseusPromiseBroken"), "the broken promise is told", LIMIT_S
+            lambda: prometheus.firing("PerseusPredictionViolated"),
+            "the alert on a violated prediction",
+            LIMIT_S,
         )
         prometheus.until(
-            lambda: not prometheus.firing("PerseusPromiseBroken"), "and was the only one", LIMIT_S
+            lambda: not prometheus.firing("PerseusPredictionViolated"),
+            "no other alert on a violated prediction",
+            LIMIT_S,
         )
         cluster.stop_training()
     cluster.stop_services()

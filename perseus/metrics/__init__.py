@@ -1,5 +1,5 @@
-"""Metrics in Prometheus' formats, of both processes: their names, and how a scrape is written.
+"""Metrics in Prometheus' formats, of coordinator and agent: their names, and the writing of a scrape.
 
-Nothing here counts. Those who do something keep their numbers as state; at a scrape a collector reads them
+Nothing here counts. The other modules keep their numbers as state; at a scrape a collector reads them
 (`perseus.service.web.collector`, `perseus.agent.sidecar.metrics_server`) into `Readings`.
 """

@@ -1,4 +1,4 @@
-"""How long things took, as a histogram: a few integers, whatever the number of them. Pure."""
+"""A histogram of durations: a few integers, whatever the number of durations. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ class Distribution:
     """Counts durations by upper bounds, in rising order, seconds. Adding one costs a bisection.
 
     Attributes:
-        count: how many there were.
+        count: the number of durations.
         total_s: their sum.
     """
 
@@ -22,11 +22,11 @@ class Distribution:
         self.total_s = 0.0
 
     def add(self, duration_s: float) -> None:
-        """Count a duration; one that is a bound is counted below it."""
+        """Count a duration; one that equals a bound counts below it."""
         self._counts[bisect_left(self._bounds_s, duration_s)] += 1
         self.count += 1
         self.total_s += duration_s
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """Return, for each bound and for infinity, how many were no longer."""
+        """Return, for each bound and for infinity, how many durations did not exceed it."""
         return list(zip((*self._bounds_s, float("inf")), accumulate(self._counts), strict=True))

@@ -1,18 +1,17 @@
-"""The page about the metrics, made from their names: `python -m perseus.metrics.document`. Pure."""
+"""The page of all metrics, generated from their names: `python -m perseus.metrics.document`. Pure."""
 
 from perseus.metrics.names import SECTIONS, Metric
 
 _INTRODUCTION = """\
 # Metrics
 
-Made from `perseus/metrics/names.py` by `make metrics`. How to have them scraped is in
-[operations.md](operations.md#watching-it); [alerts](../deploy/prometheus/perseus-rules.yml) and a
-[board](../deploy/grafana/board.json) are made for them.
+Made from `perseus/metrics/names.py` by `make metrics`. [Operations](operations.md#monitoring) describes how
+to scrape them; there are [alerts](../deploy/prometheus/perseus-rules.yml) and a
+[board](../deploy/grafana/board.json) for them.
 
-Base units, each in the name; ratios are from 0 to 1. What is not known is left out, rather than told as 0.
-Counters count since their process was started, unless they say otherwise: `rate` and `increase` see to that.
-Both processes also tell `process_cpu_seconds_total`, `process_resident_memory_bytes` and the like of
-themselves.
+All are in base units, named in the suffix; ratios are from 0 to 1. Unknown values are left out, not reported
+as 0. Counters start with their process unless noted otherwise; `rate` and `increase` allow for that. Both
+processes also publish `process_cpu_seconds_total`, `process_resident_memory_bytes` and the like.
 """
 
 

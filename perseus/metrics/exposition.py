@@ -1,4 +1,4 @@
-"""Readings in the format that a scraper asks for. Needs the extra `metrics`, and says so."""
+"""Readings in the format that a scraper asks for. Needs the extra `metrics`, and reports if it is missing."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class MetricsUnavailableError(Exception):
-    """What writes metrics is not installed."""
+    """The package that writes metrics is not installed."""
 
 
 def check_installed() -> None:
-    """Make sure that metrics can be written.
+    """Check that metrics can be written.
 
     Raises:
-        MetricsUnavailableError: says what is to be installed.
+        MetricsUnavailableError: names the package to install.
     """
     try:
-        import prometheus_client  # noqa: F401 - it is only to be there
+        import prometheus_client  # noqa: F401 - only to see that it is installed
     except ModuleNotFoundError:
         raise MetricsUnavailableError(
             "metrics: expected the package prometheus-client, found none: "
@@ -31,9 +31,9 @@ def check_installed() -> None:
 
 
 def render(readings: Readings, accept: str) -> tuple[bytes, str]:
-    """Return a scrape's answer, and its content type; `accept` is the header of the request.
+    """Return the response of a scrape, and its content type; `accept` is the request's header.
 
-    What the process itself takes (CPU, memory, files) is told beside the readings.
+    The resources of the process itself (CPU, memory, files) are added to the readings.
     """
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
@@ -46,7 +46,7 @@ def render(readings: Readings, accept: str) -> tuple[bytes, str]:
 
 
 class _ReadingsCollector:
-    """A collector as the library wants it; to register it nothing is read."""
+    """A collector for the library; its registration reads nothing."""
 
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
@@ -77,7 +77,7 @@ def _family(metric: Metric, samples: Samples) -> "Family":
 
 
 def _texts(labels: Sequence[str]) -> Sequence[str]:
-    """Labels as UTF-8 has them: the name of a file need not be text."""
+    """Return labels as valid UTF-8: the name of a file need not be."""
     if all(label.isascii() for label in labels):
         return labels
     return [label.encode(errors="replace").decode() for label in labels]

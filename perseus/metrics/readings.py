@@ -1,4 +1,4 @@
-"""What is told at one scrape: values by metric. Pure."""
+"""The values of one scrape, by metric. Pure."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ Samples = list[tuple[tuple[str, ...], Value]]
 
 
 class Readings:
-    """Samples, each metric's together, in the order in which the metrics came first."""
+    """Samples, grouped by metric, in the order in which the metrics were first put."""
 
     def __init__(self) -> None:
         self._samples: dict[Metric, Samples] = {}
 
     def put(self, metric: Metric, value: Value | None, *labels: str) -> None:
-        """Tell a value, with a value for each of the metric's labels; None is not known, and left out."""
+        """Add a value, with a value for each of the metric's labels; None is unknown, and left out."""
         assert len(labels) == len(metric.labels), f"{metric.name}: expected {metric.labels}, found {labels}"
         assert isinstance(value, Distribution) is (metric.kind is Kind.HISTOGRAM) or value is None
         if value is not None:

@@ -1,1 +1,1 @@
-"""The coordinator: jobs, their ranks and plans, stragglers, storage, and the gRPC surface."""
+"""The coordinator: jobs, their ranks and plans, stragglers, storage, and the gRPC API."""

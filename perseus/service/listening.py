@@ -1,7 +1,7 @@
-"""The coordinator's port: plaintext or TLS, with certificates that are renewed while it listens.
+"""The coordinator's port: plaintext or TLS, with certificates that can be renewed while it listens.
 
-gRPC asks for the certificates before every handshake; streams that are open keep theirs. It speaks TLS 1.2
-and 1.3 and nothing older, and has no setting for that.
+gRPC asks for the certificates before every handshake; open streams keep theirs. It speaks TLS 1.2 and 1.3
+and nothing older, and has no setting for that.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _POLL_S = 60.0
 
 
 class Port:
-    """Where a server listens, as the settings say.
+    """The port that the settings configure.
 
     Raises:
         CertificatesUnusableError: names the file.
@@ -42,10 +42,10 @@ class Port:
             raise CertificatesUnusableError(cause=error) from None
 
     def bind(self, server: grpc.aio.Server) -> str:
-        """Let a server listen there; the address, with the port that it really is.
+        """Let a server listen on the port; return the address with the real port number.
 
         Raises:
-            AddressUnavailableError: it is taken, or none.
+            AddressUnavailableError: it is taken, or invalid.
         """
         try:
             port = (
@@ -59,7 +59,8 @@ class Port:
             self._keeping = asyncio.create_task(_keep_fresh(self._source))
         elif self._is_insecure:
             _log.warning(
-                "insecure: plaintext, and whoever reaches this address may do anything", address=self._address
+                "insecure: plaintext, and anybody who reaches this address may do anything",
+                address=self._address,
             )
         if self._address.startswith("unix"):
             return self._address
@@ -71,7 +72,7 @@ class Port:
         return self._source
 
     async def close(self) -> None:
-        """The server listens no longer."""
+        """Stop renewing certificates."""
         if self._keeping is not None:
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -83,11 +84,11 @@ def _credentials(source: TlsSource) -> grpc.ServerCredentials:
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         material = source.material
-        assert material.key is not None and material.certificate is not None  # noqa: PT018 - the settings see to it
+        assert material.key is not None and material.certificate is not None  # noqa: PT018 - the settings ensure it
         return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], material.ca)
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
-        """For gRPC's own threads, one at a time; None: as before."""
+        """Called by gRPC's threads, one at a time; None means unchanged."""
         nonlocal served
         source.poll()
         if served == source.generation:
@@ -103,7 +104,7 @@ def _credentials(source: TlsSource) -> grpc.ServerCredentials:
 
 
 async def _keep_fresh(source: TlsSource) -> None:
-    """Notice what is renewed, or about to expire, even if nobody connects."""
+    """Notice certificates that are renewed or about to expire, even if nobody connects."""
     while True:
         await asyncio.sleep(_POLL_S)
         await asyncio.to_thread(source.poll)

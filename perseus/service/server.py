@@ -70,7 +70,7 @@ log = structlog.get_logger(__name__)
 _HEALTH_PERIOD_S = 1.0
 
 _MAX_CALLS = 65_536
-"""Calls and streams at a time; any more is turned away at once."""
+"""Concurrent calls and streams; any more are refused at once."""
 
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # A second coordinator on the port must fail, not share it silently.
@@ -81,14 +81,14 @@ _OPTIONS = [
     # Agents ping idle connections more often than the default of five minutes allows.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Half-open connections are noticed after this.
+    # Half-open connections are detected after these times.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
 
 _YOUNG_OBJECTS = 50_000
-"""Objects more than before at which Python looks for garbage. At its 700, a fifth of the time under load went
-into looking through timelines and ranks that live on; hardly anything here needs looking for."""
+"""Number of new objects that starts a garbage collection. At Python's 700, a fifth of the time under load
+went into visiting long-lived timelines and ranks; hardly anything here becomes cyclic garbage."""
 
 _JOB_SERVICE = job_service_pb2.DESCRIPTOR.services_by_name["JobService"]
 _FRONTIER_SERVICE = frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"]
@@ -140,7 +140,7 @@ async def running(
 ) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
     """Run a coordinator for the length of the block.
 
-    The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
+    The block gets the bound address, and a future that is done early only if the coordinator fails (its
     database fails); its error is raised when the block ends. `new_worker` makes each of the solver's workers.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -194,7 +194,7 @@ async def running(
                 yield address, background
         finally:
             await coordinator.close()
-            # What gathers for the next commit is stored, too, unless the store has failed.
+            # Entries that wait for the next commit are stored too, unless the store has failed.
             storing = asyncio.ensure_future(coordinator.flush())
             await asyncio.wait(
                 {background, storing},
@@ -210,10 +210,10 @@ async def running(
 
 
 async def _adopt_operator(tokens: Tokens, settings: CoordinatorSettings) -> None:
-    """Let the operator's file, written if there is none, hold an operator's token.
+    """Make the token in the operator's file an operator's; write the file if it doesn't exist.
 
     Raises:
-        TokenFileUnusableError: it can't be read or written, or others can.
+        TokenFileUnusableError: it can't be read or written, or others can read or write it.
     """
     path = settings.operator_token_file
     try:
@@ -221,7 +221,7 @@ async def _adopt_operator(tokens: Tokens, settings: CoordinatorSettings) -> None
     except TokenFileError as error:
         raise TokenFileUnusableError(cause=error) from None
     await tokens.adopt(secret)
-    log.info("an operator's token is in a file", path=str(path))
+    log.info("the operator's token is in a file", path=str(path))
 
 
 @contextlib.asynccontextmanager
@@ -229,7 +229,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     port = Port(settings)
     grants = {name: Grant.parse(text) for name, text in settings.certificate_scopes.items()}
     asking = NoAuthentication() if settings.insecure else Authentication(coordinator.tokens, grants)
-    # Who calls is asked before what they say is looked at.
+    # Callers are authenticated before their requests are decoded.
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.limit_message_bytes)]
     server = grpc.aio.server(
         interceptors=[Releasing(), asking, Decoding()], options=options, maximum_concurrent_rpcs=_MAX_CALLS
@@ -257,7 +257,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     try:
         address = port.bind(server)
     except AddressUnavailableError:
-        await server.start()  # one that never ran can't be stopped, and keeps its files open
+        await server.start()  # a server that never ran can't be stopped, and keeps its files open
         await server.stop(None)
         raise
     await server.start()
@@ -285,7 +285,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
 async def _serving_http(
     coordinator: Coordinator, settings: CoordinatorSettings, port: Port, grants: Mapping[str, Grant]
 ) -> AsyncIterator[None]:
-    """Serve what there is over HTTP for the length of the block, if that is wanted."""
+    """Serve the page and the metrics over HTTP for the length of the block, if the settings ask for it."""
     if settings.http is None:
         yield
         return
@@ -318,7 +318,7 @@ async def _serving_http(
 
 
 def _host_names(address: str, names: str) -> frozenset[str]:
-    """Return the names by which the coordinator may be asked over HTTP: its address's, and those set."""
+    """Return the host names accepted over HTTP: the address's own, and those in the settings."""
     found = host_and_port(address)
     stripped = (name.strip().lower() for name in (found[0] if found is not None else "", *names.split(",")))
     return frozenset(filter(None, stripped))
@@ -327,7 +327,7 @@ def _host_names(address: str, names: str) -> frozenset[str]:
 async def _watch_health(
     coordinator: Coordinator, servicer: health.aio.HealthServicer, watchdog: Watchdog, limit_s: float
 ) -> None:
-    """Say NOT_SERVING while the coordinator is late, and SERVING once it is not; each turn is logged once."""
+    """Report NOT_SERVING while the coordinator is late, and SERVING otherwise; log each change once."""
     is_late = False
     while True:
         watchdog.reset()
@@ -335,9 +335,9 @@ async def _watch_health(
         if is_late is not (late_s > limit_s):
             is_late = not is_late
             if is_late:
-                log.error("the coordinator is late: health says NOT_SERVING", late_s=round(late_s, 3))
+                log.error("the coordinator is late: health reports NOT_SERVING", late_s=round(late_s, 3))
             else:
-                log.warning("the coordinator is in time again: health says SERVING")
+                log.warning("the coordinator is on time again: health reports SERVING")
             await _set_health(servicer, is_serving=not is_late)
         await asyncio.sleep(min(_HEALTH_PERIOD_S, limit_s / 4))
 

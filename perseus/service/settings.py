@@ -1,4 +1,4 @@
-"""The coordinator's settings: flags, environment (`PERSEUS_COORDINATOR_…`) and a TOML file fill them."""
+"""The coordinator's settings, from flags, environment (`PERSEUS_COORDINATOR_…`) and a TOML file."""
 
 import math
 from pathlib import Path
@@ -35,31 +35,31 @@ class FeedSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hosts: tuple[str, ...] = Field(
-        default=(), max_length=1024, description="Patterns of the names of its hosts: '*' and '?'."
+        default=(), max_length=1024, description="Patterns of its hosts' names, with '*' and '?'."
     )
-    limit_w: float | None = Field(default=None, ge=1, le=1e12, description="What it bears, always.")
+    limit_w: float | None = Field(default=None, ge=1, le=1e12, description="The limit that always holds.")
     default_w: float | None = Field(
         default=None, ge=0, le=1e12, description="Its limit while no budget is in force."
     )
     reference_w: float | None = Field(
-        default=None, ge=1, le=1e12, description="What percentages are of; limit_w if not given."
+        default=None, ge=1, le=1e12, description="Power that percentages refer to; by default limit_w."
     )
     ramp_down_w_per_s: float = Field(
-        default=math.inf, ge=1e-3, description="How fast what may be drawn falls, at most."
+        default=math.inf, ge=1e-3, description="Highest ramp at which the power cap falls."
     )
     ramp_up_w_per_s: float = Field(
-        default=math.inf, ge=1e-3, description="How fast what may be drawn rises, at most."
+        default=math.inf, ge=1e-3, description="Highest ramp at which the power cap rises."
     )
 
     fail_safe: Literal["stock", "last plan"] = Field(
-        default="stock", description="What its GPUs keep when nobody hears of the coordinator any more."
+        default="stock", description="State of its GPUs after they lose the coordinator."
     )
 
     def feed(self, name: str) -> "Feed":
         """Return the feed.
 
         Raises:
-            InvalidFieldError: its name is none, or a figure out of range.
+            InvalidFieldError: its name is invalid, or a figure is out of range.
         """
         from perseus.service.domain.power import Feed
 
@@ -71,24 +71,24 @@ class FeedSettings(BaseModel):
 
 
 class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
-    """How one coordinator runs."""
+    """Settings of one coordinator."""
 
     model_config = SettingsConfigDict(env_prefix="PERSEUS_COORDINATOR_", extra="forbid", frozen=True)
 
     tls_certificate: Path | None = Field(
         default=None,
-        description="PEM file with the coordinator's certificate, and those that lead to its CA.",
+        description="PEM file with the coordinator's certificate and its chain up to the CA.",
     )
     tls_key: Annotated[Path | None, goes_with("tls_certificate")] = Field(
         default=None, validate_default=True, description="PEM file with the certificate's private key."
     )
     tls_client_ca: Annotated[Path | None, needs("tls_certificate")] = Field(
         default=None,
-        description="PEM file with CAs; every client must show a certificate of one of them (mutual TLS).",
+        description="PEM file with CAs; every client must present a certificate of one of them (mutual TLS).",
     )
     insecure: Annotated[bool, contradicts("tls_certificate")] = Field(
         default=False,
-        description="Ask nobody who they are, and listen in plaintext even where other machines reach it.",
+        description="Authenticate nobody, and listen in plaintext even where other machines can connect.",
     )
     listen: Annotated[str, _by_tls] = Field(
         default="127.0.0.1:50051", description="Address and port, or unix:PATH; port 0 takes a free one."
@@ -99,26 +99,26 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
     )
     http_hosts: str = Field(
         default="",
-        description="Names by which browsers reach that in plaintext, beside localhost; with commas.",
+        description="Host names for browsers in plaintext, in addition to localhost; separated by commas.",
     )
     metrics_ranks: bool = Field(
-        default=False, description="Tell of every rank in the metrics, too: four series for each."
+        default=False, description="Include every rank in the metrics: four series for each."
     )
     operator_token_file: Path = Field(
         default_factory=default_token_file,
-        description="File with an operator's token, written if absent; commands of the same user find it.",
+        description="File with an operator's token, created if absent; commands of the same user find it.",
     )
     certificate_scopes: dict[str, str] = Field(
         default={},
-        description="Scopes of those who show certificates with these identities, and no token.",
+        description="Scopes of clients with these certificate identities and no token.",
     )
     database: Path | str = Field(
         default=Path("perseus.db"),
-        description="SQLite file, made if absent; or postgresql://USER@HOST/NAME.",
+        description="SQLite file, created if absent; or postgresql://USER@HOST/NAME.",
     )
-    solver_processes: int = Field(default=1, ge=1, le=64, description="Jobs' problems solved at a time.")
+    solver_processes: int = Field(default=1, ge=1, le=64, description="Jobs' problems solved concurrently.")
     solver_limit_s: float = Field(
-        default=3600.0, gt=0, description="Seconds after which a job's problem counts as not to be solved."
+        default=3600.0, gt=0, description="Seconds after which a job's problem counts as unsolvable."
     )
     solver_hull_tolerance_percent: float | None = Field(
         default=None,
@@ -128,40 +128,40 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
         "each computation's energy. By default 0 up to 4,096 computations, 0.2 beyond.",
     )
     request_processes: int = Field(
-        default=1, ge=1, le=64, description="Solves and plans asked for by clients that are made at a time."
+        default=1, ge=1, le=64, description="Clients' solve and plan requests processed concurrently."
     )
     request_limit_s: float = Field(
-        default=120.0, gt=0, description="Seconds that a client's solve or plan may take."
+        default=120.0, gt=0, description="Seconds that a client's solve or plan request may take."
     )
     price_per_kwh: float | None = Field(
         default=None,
         ge=0,
         le=1e6,
-        description="What a kWh costs, in your currency, for the ledger; costs are not known if not given.",
+        description="Price of a kWh in your currency, for the ledger; without it, costs are unknown.",
     )
     intensity_g_per_kwh: float | None = Field(
         default=None,
         ge=0,
         le=1e5,
-        description="Grams of CO2 that a kWh stands for, for the ledger; carbon is not known if not given.",
+        description="Grams of CO2 per kWh, for the ledger; without it, carbon is unknown.",
     )
     feeds: dict[str, FeedSettings] = Field(
-        default={}, description="Power feeds by name, each with patterns of its hosts, limits and ramps."
+        default={}, description="Power feeds by name, each with host patterns, limits and ramps."
     )
     signals: dict[str, SignalSettings] = Field(
         default={}, description="Signals of carbon intensity and price by name, each with its source."
     )
     shutdown_grace_s: float = Field(
-        default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
+        default=5.0, ge=0, le=600, description="Time for open calls to finish at shutdown, seconds."
     )
     late_limit_s: float = Field(
         default=10.0,
         ge=0.1,
         le=3600,
-        description="Health says NOT_SERVING while storing, or the event loop, is late by more, seconds.",
+        description="Delay of the store or the event loop beyond which health is NOT_SERVING, seconds.",
     )
-    log_level: LogLevel = Field(default="info", description="Least severe log lines that are shown.")
-    log_format: LogFormat = Field(default="console", description="How log lines look: console or json.")
+    log_level: LogLevel = Field(default="info", description="Lowest level of log lines.")
+    log_format: LogFormat = Field(default="console", description="Format of log lines: console or json.")
 
     @field_validator("feeds")
     @classmethod
@@ -190,7 +190,7 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
                     raise ValueError(f"{name}: feeds: expected {', '.join(sorted(known))}")
                 other = taken.setdefault((some.kind, feed), name)
                 if other != name:
-                    what = f"feed {feed}" if feed else "all feeds that have none of their own"
+                    what = f"feed {feed}" if feed else "all feeds without their own"
                     raise ValueError(
                         f"{name}: expected one {some.kind} signal for {what}, found {other}, too"
                     )

@@ -10,45 +10,48 @@ from perseus.tls.address import is_local
 
 
 class SignalSettings(BaseModel):
-    """Where one signal comes from, and for which feeds it is."""
+    """The source of one signal, and its feeds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["carbon", "price"] = Field(
-        description="Grams of CO2 that a kWh stands for, or what it costs in your currency."
+        description="Grams of CO2 per kWh (carbon), or its price in your currency."
     )
     feeds: tuple[str, ...] = Field(
-        default=(), max_length=1024, description="Power feeds that it is for; all others if none."
+        default=(), max_length=1024, description="Power feeds that use it; all others if empty."
     )
     csv: Path | None = Field(
-        default=None, description="A file with a column timestamp; read again when it changes."
+        default=None, description="CSV file with a column timestamp; read again when it changes."
     )
     column: str = Field(default="", max_length=256, description="The file's column of values.")
     provider: Literal["electricity-maps", "uk-carbon-intensity"] | None = Field(
-        default=None, description="A service on the network."
+        default=None, description="A provider on the network."
     )
     zone: str = Field(
-        default="", max_length=64, pattern="^[A-Za-z0-9-]*$", description="Electricity Maps' zone, as DE."
+        default="",
+        max_length=64,
+        pattern="^[A-Za-z0-9-]*$",
+        description="Electricity Maps' zone, such as DE.",
     )
     region: int | None = Field(
         default=None, ge=1, le=17, description="The UK's region; all of Great Britain if not given."
     )
-    url: str | None = Field(default=None, description="Where the provider is, if not where it usually is.")
+    url: str | None = Field(default=None, description="The provider's URL, if it is not the usual one.")
     key_file: Path | None = Field(
         default=None, description="File with the provider's key; PERSEUS_ELECTRICITY_MAPS_KEY if not given."
     )
     forecast: Literal["source", "own"] = Field(
         default="source",
-        description="Whose forecast counts: what file or provider say of times to come, or Perseus' own.",
+        description="Which forecast is used: the source's, or Perseus' own.",
     )
     stale_s: float = Field(
         default=10_800.0,
         ge=0,
         le=1e9,
-        description="For how long the last value counts beyond its own time; then nothing is known.",
+        description="How long the last value counts after its period, seconds; then it is unknown.",
     )
     timeout_s: float = Field(
-        default=30.0, gt=0, le=600, description="How long the provider may take to answer, seconds."
+        default=30.0, gt=0, le=600, description="Seconds that the provider may take to answer."
     )
 
     @field_validator("url")
@@ -78,7 +81,7 @@ class SignalSettings(BaseModel):
         if self.region is not None and self.provider != "uk-carbon-intensity":
             raise ValueError("expected a region with provider uk-carbon-intensity only")
         if self.provider == "uk-carbon-intensity" and self.kind != "carbon":
-            raise ValueError("expected kind carbon, which is all that uk-carbon-intensity has")
+            raise ValueError("expected kind carbon, the only one that uk-carbon-intensity has")
         if self.key_file is not None and self.provider != "electricity-maps":
             raise ValueError("expected a key_file with provider electricity-maps only")
         if self.url is not None and self.provider is None:

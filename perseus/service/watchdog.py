@@ -1,7 +1,7 @@
-"""Tells in the log that the event loop is stuck, and where: the loop itself can't while it is.
+"""Logs that the event loop is stuck, and where: the loop itself can't while it is.
 
-Health is served by the loop, so while it is stuck nobody is answered, whoever checks runs into a deadline,
-and that is right. What is missing is a word of why; a thread of its own has it.
+The loop serves health, so while it is stuck, every health check runs into its deadline, as it should. The
+watchdog's thread adds the reason.
 """
 
 import sys
@@ -15,11 +15,11 @@ import structlog
 log = structlog.get_logger(__name__)
 
 _CHECKS = 4
-"""How often it is looked at within the limit."""
+"""Number of checks within the limit."""
 
 
 class Watchdog:
-    """Watches the thread that makes it, for the length of a `with` block; `beat` is to be called there."""
+    """Watches the thread that makes it, for the length of a `with` block; that thread must call `reset`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -29,7 +29,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def reset(self) -> None:
-        """The loop runs."""
+        """Note that the loop runs."""
         self._reset_s = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -51,10 +51,10 @@ class Watchdog:
             before_s, checked_s = checked_s, time.monotonic()
             silent_s = checked_s - self._reset_s
             if checked_s - before_s > 2 * pause_s:
-                continue  # this thread stood still as well: the process did, not the loop
+                continue  # this thread stood still as well: the process was stopped, not the loop
             if silent_s <= self._limit_s:
                 if is_stuck:
-                    log.warning("event loop goes on")
+                    log.warning("event loop runs again")
                 is_stuck = False
             elif not is_stuck:
                 is_stuck = True

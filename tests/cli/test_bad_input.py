@@ -104,13 +104,13 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         ["store", "export", "out.jsonl", "--database", "photos.db"], 1, "found tables photos",
     ),
     "coordinator: another's": ([*COORDINATOR, "photos.db"], 1, "found tables photos"),
-    "coordinator: garbage": ([*COORDINATOR, "garbage.db"], 1, "it is no SQLite database"),
+    "coordinator: garbage": ([*COORDINATOR, "garbage.db"], 1, "it is not a SQLite database"),
     "coordinator: cut off": ([*COORDINATOR, "cut.db"], 1, "cut.db: "),
-    "check: garbage": (["store", "check", "--database", "garbage.db"], 1, "it is no SQLite database"),
+    "check: garbage": (["store", "check", "--database", "garbage.db"], 1, "it is not a SQLite database"),
     "check: cut off": (["store", "check", "--database", "cut.db"], 1, "cut.db"),
-    "coordinator: a folder": ([*COORDINATOR, "folder"], 1, "can not open the database folder"),
+    "coordinator: a folder": ([*COORDINATOR, "folder"], 1, "cannot open the database folder"),
     "export: over its database": (
-        ["store", "export", "photos.db", "--database", "photos.db"], 2, "FILE: expected another file",
+        ["store", "export", "photos.db", "--database", "photos.db"], 2, "FILE: expected a file other",
     ),
     # Numbers.
     "energy of 1e308": (
@@ -140,15 +140,15 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "job in no encoding": (["jobs", "show", "\udcff"], 2, "JOB_ID: expected UTF-8, found \\udcff"),
     "state in no encoding": (["jobs", "list", "--state", "\udcff"], 2, "expected UTF-8"),
     # Outputs.
-    "output over the input": ([*SOLVE, "--output", "profile.csv"], 2, "--output: expected another file than"),
-    "output over it by a link": ([*SOLVE, "--output", "link"], 2, "--output: expected another file than"),
-    "plot over the input": ([*SOLVE, "--plot", "./folder/../profile.csv"], 2, "expected another file"),
+    "output over the input": ([*SOLVE, "--output", "profile.csv"], 2, "--output: expected a file other than"),
+    "output over it by a link": ([*SOLVE, "--output", "link"], 2, "--output: expected a file other than"),
+    "plot over the input": ([*SOLVE, "--plot", "./folder/../profile.csv"], 2, "expected a file other"),
     "output in a circle": ([*SOLVE, "--output", "loop"], 2, "loop: Too many levels of symbolic links"),
     "output to a folder": ([*SOLVE, "--output", "folder"], 2, "found the folder folder"),
     "output to nowhere": ([*SOLVE, "--output", "none/f.json"], 2, "expected a path in an existing folder"),
     "output under a file": ([*SOLVE, "--output", "profile.csv/f"], 2, "a path in an existing folder"),
     "output and plot in one": (
-        [*SOLVE, "--output", "f.png", "--plot", "f.png"], 2, "--plot: expected another file than that of --",
+        [*SOLVE, "--output", "f.png", "--plot", "f.png"], 2, "--plot: expected a file other than that of --",
     ),
     "plot of no format": ([*SOLVE, "--plot", "f.docx"], 2, "--plot: expected a suffix of "),
     "token to a file that is there": (
@@ -252,7 +252,7 @@ def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
         "solve", "p.csv", "--microbatches", 4000, "--limit-s", 0.05, "--output", "f.json", cwd=tmp_path
     )
     assert (ended.exit_code, ended.stdout) == (1, b"")
-    assert ended.error == "error: expected to be done within 0.05 s (--limit-s), found more to do"
+    assert ended.error == "error: expected to finish within 0.05 s (--limit-s), found more to do"
     assert [each.name for each in tmp_path.iterdir()] == ["p.csv"]
 
 
@@ -262,7 +262,7 @@ def test_a_coordinator_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) 
         address = f"127.0.0.1:{server.getsockname()[1]}"
         result = run("health", "--coordinator", address, "--timeout-s", 0.2)
     assert result.exit_code == 1
-    assert f"no answer in time from the coordinator at {address}: it is silent" in result.stderr
+    assert f"no answer in time from the coordinator at {address}: reason unknown" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_variable_that_nobody_reads_is_told_of(name: str, hint: str, tmp_path:
     assert result.exit_code == 0
     shown = name.replace("\x1b", "\\x1b")
     warned = " ".join(result.stderr.split())
-    assert f"warning: environment variable {shown} is none of Perseus{hint}" in warned
+    assert f"warning: environment variable {shown} is unknown to Perseus{hint}" in warned
 
 
 def test_variables_that_are_read_are_not_told_of(tmp_path: Path) -> None:

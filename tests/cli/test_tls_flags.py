@@ -18,7 +18,7 @@ from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.tls.files import Role, TlsFiles, check
 
-OTHERS = "expected {}, or insecure, for what other machines can reach"
+OTHERS = "expected {}, or insecure, for an address that other machines can reach"
 
 
 def run(*arguments: object, **environment: str) -> Result:
@@ -100,7 +100,7 @@ async def test_insecure_is_said_at_every_start(tmp_path: Path) -> None:
         async with running(coordinator), serving(agent):
             pass
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
-    assert "insecure: plaintext, and whoever reaches this address may do anything" in warnings
+    assert "insecure: plaintext, and anybody who reaches this address may do anything" in warnings
     assert "insecure: plaintext to another machine" in warnings
 
 
@@ -118,14 +118,14 @@ def test_health_says_whether_a_coordinator_serves_and_why_not(
     assert unknown.exit_code == 2
     other_user = run("health", **{**environment, **Security(tmp_path / "other").of_operator()})
     assert other_user.exit_code == 1
-    assert "is signed by Perseus demo, which is no CA in tls_ca" in other_user.output
+    assert "is signed by Perseus demo, which is not a CA in tls_ca" in other_user.output
     address = {"PERSEUS_COORDINATOR": environment["PERSEUS_COORDINATOR"]}
     bare = run("health", **address, PERSEUS_TLS_CA=environment["PERSEUS_TLS_CA"])
     assert bare.exit_code == 1
-    assert "the coordinator wants a certificate of its clients" in bare.output
+    assert "the coordinator requires a client certificate" in bare.output
     plain = run("health", **address)
     assert plain.exit_code == 1
-    assert "speaks TLS, and was spoken to in plaintext: expected tls_ca" in plain.output
+    assert "speaks TLS, but the connection was plaintext: expected tls_ca" in plain.output
 
 
 def test_a_small_authority(tmp_path: Path) -> None:

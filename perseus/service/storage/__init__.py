@@ -1,1 +1,1 @@
-"""What outlives the coordinator: the abstract store, and its engines."""
+"""The coordinator's durable state: the abstract store, and its engines."""

@@ -1,11 +1,12 @@
-"""A whole database in one portable file, to keep it or to move it to another engine.
+"""A whole database in one portable file, for a backup or a move to another engine.
 
-Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "v0003"}`. Then one
-line for each row, `{"table": "runs", "row": {...}}`, columns by name, bytes in base64; tables and rows are in
-the order of their keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
+Lines of JSON. The first names the format: `{"format": "perseus-store", "schema": "v0003"}`. Then one line for
+each row, `{"table": "runs", "row": {...}}`, columns by name, bytes in base64; tables and rows are in the
+order
+of their keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
 
-The state is moved, not copied: epoch, versions and what agents hold of it stay. Of a coordinator that goes on
-after it was exported, agents will tell the one that is begun with the file that state is lost.
+The state is moved, not copied: the file keeps the epoch, the versions and the agents' commit markers. If the
+old coordinator runs on after the export, agents will report lost state to the one that starts from the file.
 """
 
 import base64
@@ -26,15 +27,15 @@ _ROW_BATCH = 500
 
 
 class ArchiveError(Exception):
-    """A file is no archive, or can't be taken into this database; nothing has changed."""
+    """A file is not an archive, or can't be imported into this database; nothing has changed."""
 
 
 def export_database(database: Path | str, file: TextIO) -> int:
-    """Write a database that nobody uses meanwhile into a file, migrated; return how many rows.
+    """Write a database that nobody else uses into a file, migrated; return the number of rows.
 
     Raises:
         DatabaseUnavailableError: it can't be opened, or is in use.
-        StoreFailedError: it can't be read to the end.
+        StoreFailedError: reading it failed.
     """
     opened = connect(database, is_read_only=False)
     try:
@@ -60,12 +61,12 @@ def _export(connection: Connection, file: TextIO) -> int:
 
 
 def import_database(database: Path | str, file: TextIO) -> int:
-    """Fill an empty database from a file; return how many rows.
+    """Fill an empty database from a file; return the number of rows.
 
     Raises:
-        ArchiveError: the file is no archive, damaged or of another schema, or the database is not empty.
-        DatabaseUnavailableError: it can't be opened or made, or is in use.
-        StoreFailedError: it can't be written to the end.
+        ArchiveError: the file is not an archive, damaged or of another schema, or the database is not empty.
+        DatabaseUnavailableError: it can't be opened or created, or is in use.
+        StoreFailedError: writing it failed.
     """
     opened = connect(database)
     try:
@@ -105,7 +106,7 @@ def _import(connection: Connection, file: TextIO) -> int:
         name, row = line.get("table", ""), line.get("row")
         table = schema.metadata.tables.get(name)
         if table is None or not isinstance(row, dict) or row.keys() != set(table.c.keys()):
-            raise ArchiveError(f"line {number}: expected a row of one of the tables, found another line")
+            raise ArchiveError(f"line {number}: expected a row of one of the tables, found something else")
         for column in table.c:
             if isinstance(column.type, LargeBinary) and not (column.nullable and row[column.name] is None):
                 try:

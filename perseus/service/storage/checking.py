@@ -1,4 +1,4 @@
-"""Whether a database is whole: the engine's own check, every value read back, and what must always hold."""
+"""Consistency checks of a database: the engine's own check, every value read back, and all invariants."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,22 +16,22 @@ from perseus.solver import SolverError
 from perseus.v1 import event_pb2
 
 _MAX_EVENTS = 20
-"""Events that are named one by one."""
+"""How many unreadable events are named one by one."""
 
 
 def check_database(database: Path | str) -> list[str]:
-    """Return what is wrong with a database, one line each; nothing is changed, and nobody has to wait.
+    """Return the faults of a database, one line each; the check changes nothing and blocks nobody.
 
     Raises:
         DatabaseUnavailableError: it can't be opened.
-        StoreFailedError: it can't be read to the end.
+        StoreFailedError: reading it failed.
     """
     with _opened(database) as connection:
         return list(_findings(connection))
 
 
 def recordings(database: Path | str, job_id: str) -> dict[int, str]:
-    """Return, by run, the documents that are kept of a job's quarantined runs (`job/recording.py`).
+    """Return, by run, the recorded inputs of a job's quarantined runs (`job/recording.py`) as documents.
 
     Raises:
         DatabaseUnavailableError: it can't be opened, or has another schema.
@@ -97,7 +97,7 @@ def _findings(connection: Connection) -> Iterator[str]:
 
 def _engine_findings(connection: Connection) -> Iterator[str]:
     if connection.dialect.name != "sqlite":
-        return  # PostgreSQL checks its pages as they are read, and they are all read here.
+        return  # PostgreSQL checks its pages as they are read, and this check reads them all.
     for (line,) in connection.exec_driver_sql("PRAGMA integrity_check"):
         if line != "ok":
             yield f"SQLite: {line}"
@@ -129,13 +129,13 @@ def _state_findings(connection: Connection) -> Iterator[str]:
             reading.token_of(row)
         except (ValueError, LookupError, TypeError) as error:
             cause = " ".join(str(error).split())
-            yield f"token {row.name!r}: can't be read, and is good for nothing: {cause}"
+            yield f"token {row.name!r}: can't be read, and is not accepted: {cause}"
     for row in connection.execute(select(schema.budgets).order_by(schema.budgets.c.budget_id)):
         try:
             reading.budget_of(row)
         except (ValueError, LookupError, TypeError) as error:
             cause = " ".join(str(error).split())
-            yield f"power budget {row.budget_id!r}: can't be read, and limits to the safe side: {cause}"
+            yield f"power budget {row.budget_id!r}: can't be read, and is enforced conservatively: {cause}"
 
 
 def _orphans(connection: Connection) -> Iterator[str]:
@@ -148,7 +148,7 @@ def _orphans(connection: Connection) -> Iterator[str]:
         if table is schema.ledger:
             orphans = orphans.where(table.c.deletion == 0)
         if count := connection.scalar(orphans):
-            yield f"{table.name}: {count} rows are of no run"
+            yield f"{table.name}: {count} rows belong to no run"
 
 
 def _run_findings(job: StoredJob) -> Iterator[str]:

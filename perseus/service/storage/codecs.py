@@ -1,10 +1,10 @@
-"""Values to columns and back: JSON documents for what is only read whole, `[version, value]`.
+"""Codecs between values and columns: JSON documents `[version, value]` for values that are only read whole.
 
-Fields may be added to a value without another version, if they have a default: who does not know a field
-ignores it, and one that is missing has its default. A change that earlier releases would misunderstand takes
-another version, which they refuse to read.
+Fields with a default may be added to a value without a new version: earlier releases ignore them, and a
+missing one takes its default. A change that earlier releases would misunderstand needs a new version, which
+they refuse to read.
 
-Nothing is stored that can't be read back: a number that is not finite, or beyond 64 bits, is refused by name.
+Values that could not be read back are refused by name: a number that is not finite, or exceeds 64 bits.
 """
 
 import hashlib
@@ -32,23 +32,23 @@ from perseus.solver import Measurement
 T = TypeVar("T")
 
 VERSION = 1
-"""Of the documents that are written here, and the only one that is read."""
+"""Version of the documents that are written here, and the only one that is read."""
 
 _BEGINNING = re.compile(r"\s*\[\s*([0-9]+)\s*,")
-"""Of a document: its version."""
+"""The beginning of a document, with its version."""
 
 _MAX_INTEGER = 2**63 - 1
 
 
 class UnstorableError(ValueError):
-    """A value that could not be read back; the text names its field."""
+    """A value could not be read back; the text names its field."""
 
 
 class Json(Generic[T]):
     """Values of one type as JSON text; `name` is for errors."""
 
     def __init__(self, name: str, kind: Any) -> None:
-        # Infinities are to be written as such and not as null, which pydantic can be told for a tuple only.
+        # Pydantic writes infinities as null unless configured otherwise, which works only for a tuple.
         self._adapter: TypeAdapter[tuple[int, T]] = TypeAdapter(
             tuple[int, kind],
             config={"ser_json_inf_nan": "constants"},
@@ -62,7 +62,7 @@ class Json(Generic[T]):
             UnstorableError: a number is not finite.
         """
         text = self._adapter.dump_json((VERSION, value)).decode()
-        # Looked for in the text first, since that costs next to nothing; names may hold these words, too.
+        # The search in the text costs next to nothing; names may contain these words too, so check further.
         if "Infinity" in text or "NaN" in text:
             self._refuse_constants(text)
         return text
@@ -71,7 +71,7 @@ class Json(Generic[T]):
         """Return the value.
 
         Raises:
-            ValueError: the text is of another version, or not of such a value.
+            ValueError: the text has another version, or is not such a value.
         """
         version = _BEGINNING.match(text)
         if version is not None and int(version[1]) != VERSION:
@@ -92,7 +92,7 @@ class Json(Generic[T]):
 
 
 def _constants(value: object, path: str) -> Iterator[tuple[str, float]]:
-    """Yield the paths of the numbers that are not finite."""
+    """Yield the paths and values of numbers that are not finite."""
     match value:
         case float() if not math.isfinite(value):
             yield path, value
@@ -105,10 +105,10 @@ def _constants(value: object, path: str) -> Iterator[tuple[str, float]]:
 
 
 def integer(field: str, value: int) -> int:
-    """Return a number, if a column holds it.
+    """Return a number if it fits into a column.
 
     Raises:
-        UnstorableError: it is beyond 64 bits.
+        UnstorableError: it exceeds 64 bits.
     """
     if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
         raise UnstorableError(f"{field}: expected a number of 64 bits, found {value}")
@@ -116,7 +116,7 @@ def integer(field: str, value: int) -> int:
 
 
 def figure(field: str, value: float) -> float:
-    """Return a figure, if it is finite.
+    """Return a number if it is finite.
 
     Raises:
         UnstorableError: it is not.
@@ -127,7 +127,7 @@ def figure(field: str, value: float) -> float:
 
 
 def figures(field: str, values: Sequence[float]) -> Sequence[float]:
-    """Return a column, if all in it are finite.
+    """Return a column if all its numbers are finite.
 
     Raises:
         UnstorableError: one is not.
@@ -159,7 +159,7 @@ _CLOCKS_TYPE: dict[type, str] = {StockClocks: "stock", HoldClocks: "hold", Plann
 
 
 def dump_clocks(clocks: Clocks) -> tuple[str, str, str]:
-    """Return clocks' digest, type and text."""
+    """Return the digest, the type and the text of clocks."""
     kind = _CLOCKS_TYPE[type(clocks)]
     content = _CLOCKS[kind].dump(clocks)
     digest = hashlib.blake2b(f"{kind}\n{content}".encode(), digest_size=16).hexdigest()
@@ -167,7 +167,7 @@ def dump_clocks(clocks: Clocks) -> tuple[str, str, str]:
 
 
 def load_clocks(kind: str, content: str) -> Clocks:
-    """Return clocks; ValueError if they can't be read."""
+    """Return stored clocks; raise ValueError if they can't be read."""
     if kind not in _CLOCKS:
         raise ValueError(f"offer.clocks: expected one of {', '.join(_CLOCKS)}, found {kind!r}")
     clocks: Clocks = _CLOCKS[kind].load(content)

@@ -1,14 +1,14 @@
-"""Check words: what agents hold of the state's age, so that lost state shows.
+"""Commit markers: agents hold them so that lost state is detected.
 
-State restored from an older copy, or a log whose end is lost, looks whole to the coordinator that opens it;
-only others know that there was more. So every acknowledgement and every offer has a word for the
-commit that it followed from, agents say the latest one at their next hello, and it is held against the
-history that the database has of itself: which *generation* (start of a coordinator) made which commits. A
-word of a generation that this history doesn't have, or of a commit that its generation never made here, is of
-state that is gone.
+State restored from an older copy, or a log whose end is lost, looks complete to the coordinator that opens
+it;
+only others know that there was more. So every acknowledgement and every offer carries a marker of the commit
+that it followed from, agents send the latest one in their next hello, and the coordinator checks it against
+the database's own history: which *boot* (start of a coordinator) made which commits. A marker of a boot that
+this history doesn't have, or of a commit that its boot never made here, belongs to state that is lost.
 
-A word is signed with a secret of the database, so that nobody can make up that state was lost. It is
-opaque to agents.
+A marker is signed with a secret of the database, so that nobody can fake a loss of state. It is opaque to
+agents.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 _MARKER = re.compile(r"([0-9]{1,16})\.([0-9a-f]{1,64})\.([0-9]{1,16})\.([0-9a-f]{16})")
 
 MAX_BOOTS_KEPT = 1000
-"""Starts that are remembered; words of earlier ones can't be checked any more, and count as fine."""
+"""How many boots are remembered; markers of earlier ones can't be checked any more, and count as valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class Boot:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a database knows of its own past: the latest generations, by number, and of how many commits."""
+    """The history of a database: its latest boots, in order, each with its first commit."""
 
     epoch: str
     secret: str
     boots: Sequence[Boot]
 
     def marker(self, commit_number: int) -> str:
-        """Return the word for a commit of the latest generation."""
+        """Return the marker of a commit of the latest boot."""
         latest = self.boots[-1]
         return self._signed(latest.number, latest.token, commit_number)
 
     def is_behind(self, marker: str, commit_number: int) -> bool:
-        """Tell whether a word is of state that is not here; `commit_number` is that of the latest commit.
+        """Return whether a marker belongs to lost state; `commit_number` is the latest commit.
 
-        What this database's secret has not signed tells nothing.
+        A marker without this database's signature proves nothing.
         """
         if (parts := _MARKER.fullmatch(marker)) is None:
             return False
@@ -65,7 +65,7 @@ class History:
         return True
 
     def instance_key(self, instance_id: str) -> str:
-        """Return what only the agent that is that instance has been told; the same in every epoch."""
+        """Return the secret key of the agent that is that instance; it is the same in every epoch."""
         key = hashlib.sha256(f"instance.{self.secret}".encode()).digest()
         return hashlib.blake2b(instance_id.encode(errors="replace"), key=key, digest_size=16).hexdigest()
 

@@ -1,16 +1,17 @@
-"""The engines: SQLite in one file, and PostgreSQL by URL. How they are opened, held alone, and how they fail.
+"""The engines, SQLite in one file and PostgreSQL by URL: how they are opened and locked, and how they fail.
 
-Both give one connection that writes, which nobody else can have meanwhile: a second coordinator on the same
-database must not serve the same jobs. Commits wait until they are on the disk. Beside it there may be
-connections that read: each of their transactions sees one state, and neither waits for the other.
+Both give one connection that writes, and lock the database for it: a second coordinator on the same database
+must not serve the same jobs. Commits wait until they are on the disk. Beside it there may be connections that
+read: each of their transactions sees one state, and readers and the writer don't wait for each other.
 
 SQLite has a write-ahead log. A lock on a file beside the database keeps a second coordinator out: the kernel
-gives it up with the process, however that ends, and nobody deletes the file, which somebody else may be about
-to lock. That files are removed or replaced under a running coordinator would go unnoticed, everything would
-be written to a file without a name; so they are compared with what is under their names at every commit.
+releases it with the process, however that ends, and nobody deletes the file, as another process may be about
+to lock it. If files were removed or replaced under a running coordinator, it would not notice, and would
+write
+to a file without a name; so every commit compares the open files with those under their names.
 
-PostgreSQL is held by an advisory lock of the session: it is gone with the connection, and then the
-coordinator stops at its next commit. It never connects again by itself, since another may have taken over.
+PostgreSQL is locked by an advisory lock of the session: it goes with the connection, and then the coordinator
+stops at its next commit. It never reconnects by itself, since another may have taken over.
 """
 
 import fcntl
@@ -32,20 +33,20 @@ from perseus.service.domain.errors import DatabaseUnavailableError
 from perseus.service.storage.schema import tables_of_others
 
 _LOCK = 0x7065727365757301
-"""The advisory lock's key: "perseus" and 1, of nobody else we hope."""
+"""The advisory lock's key: "perseus" and 1, in the hope that nobody else uses it."""
 
 _LOCKED = "it is locked: is another coordinator running on it?"
 
 _CONNECT_TIMEOUT_S = 10
 
 _LOCK_TIMEOUT_S = 2.0
-"""The server takes a moment to notice that whoever held the lock is gone, killed and started again, say."""
+"""The server takes a moment to notice that a lock's owner is gone, for example killed and restarted."""
 
 _LOCK_POLL_S = 0.1
 
 _LONG_LOG_BYTES = 64 * 2**20
-"""While the log is longer, reads take turns with commits. SQLite checkpoints it every 4 MB, but only as far
-as the oldest reader sees: readers who follow each other closely would let it grow for ever."""
+"""While the log is longer, reads take turns with commits. SQLite checkpoints it every 4 MB, but only up to
+the oldest reader's state: readers that overlap without a gap would let it grow without bound."""
 
 _SQLITE_SIZE = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
 _POSTGRESQL_SIZE = "SELECT pg_database_size(current_database())"
@@ -58,9 +59,9 @@ _SQLITE_CAUSES = (
     ("SQLITE_IOERR_SHMSIZE", "the disk is full"),
     ("SQLITE_READONLY", "it can't be written: the file or its file system is read-only"),
     ("SQLITE_CORRUPT", "its file is corrupt: restore a copy (`perseus store check` says more)"),
-    ("SQLITE_NOTADB", "it is no SQLite database"),
+    ("SQLITE_NOTADB", "it is not a SQLite database"),
     ("SQLITE_BUSY", _LOCKED),
-    ("SQLITE_CANTOPEN", "its file can't be opened: is the folder there, and may it be written?"),
+    ("SQLITE_CANTOPEN", "its file can't be opened: does the folder exist, and is it writable?"),
 )
 
 # By PostgreSQL's SQLSTATE, or its class.
@@ -83,12 +84,12 @@ class Opened:
     """An open database.
 
     Attributes:
-        connection: the one to it, to be used from one thread at a time.
-        name: the database for people, without a password.
-        missing: says what has become of its files since they were opened, None if nothing.
-        has_long_log: tells whether its log is so long that reads have to take turns with commits.
-        errors: what it raises where it fails.
-        size_query: asks for its size in bytes.
+        connection: its connection, to be used from one thread at a time.
+        name: the database's name for people, without a password.
+        missing: returns what has happened to its files since they were opened, None if nothing.
+        has_long_log: returns whether its log is so long that reads must take turns with commits.
+        errors: the exceptions that it raises when it fails.
+        size_query: the SQL query for its size in bytes.
         close: closes it.
     """
 
@@ -102,12 +103,12 @@ class Opened:
 
 
 def is_url(database: Path | str) -> bool:
-    """Tell whether a database is given by URL, and not by the path of a file."""
+    """Return whether a database is given by URL, and not by the path of a file."""
     return "://" in str(database)
 
 
 def database_name(database: Path | str) -> str:
-    """Return a database for people: without a password."""
+    """Return a database's name for people, without a password."""
     if not is_url(database):
         return str(database)
     try:
@@ -117,14 +118,14 @@ def database_name(database: Path | str) -> str:
 
 
 def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
-    """Open a database, and hold it if it is not only read.
+    """Open a database, and lock it unless it is opened read-only.
 
     Args:
-        database: the path of a SQLite file, made if it isn't there, or postgresql://….
-        is_read_only: read only, beside whoever holds it; nothing is written or made.
+        database: the path of a SQLite file, created if it doesn't exist, or postgresql://….
+        is_read_only: only read, beside the coordinator that holds the lock; write and create nothing.
 
     Raises:
-        DatabaseUnavailableError: it is in use, can't be reached or made, or is of no engine known here.
+        DatabaseUnavailableError: it is in use, can't be reached or created, or has an unknown engine.
     """
     name = database_name(database)
     try:
@@ -147,7 +148,7 @@ def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
 
 
 def explain(error: Exception) -> str:
-    """Return what a database failed at, in one line."""
+    """Return the cause of a database's failure, in one line."""
     origin: Any = error.orig if isinstance(error, DBAPIError) else error
     cause_text = " ".join(str(origin).split())
     if (code := getattr(origin, "sqlite_errorname", None)) is not None:
@@ -168,7 +169,7 @@ def explain(error: Exception) -> str:
 def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
     files = _Files(path)
     with ExitStack() as stack:
-        # Transactions are begun by hand, below. Who may only read can't recover a log.
+        # Transactions begin explicitly, below. A read-only connection can't recover a log.
         raw = sqlite3.connect(
             f"{files.real.as_uri()}?mode={'rw' if is_read_only else 'rwc'}",
             uri=True,
@@ -177,13 +178,13 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
             check_same_thread=False,
         )
         stack.callback(raw.close)
-        _refuse_others(path, raw)  # before anything of the file is changed
+        _refuse_others(path, raw)  # before anything in the file is changed
         if is_read_only:
             raw.execute("PRAGMA query_only = ON")
         else:
             _lock(path, files.lock, stack)
             raw.execute("PRAGMA journal_mode = WAL")
-            # The log is flushed at every commit: what was acknowledged must survive a power cut.
+            # The log is flushed at every commit: acknowledged data must survive a power cut.
             raw.execute("PRAGMA synchronous = FULL")
             raw.execute(f"PRAGMA journal_size_limit = {_LONG_LOG_BYTES}")
             raw.execute("BEGIN IMMEDIATE")
@@ -204,7 +205,7 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
 
 
 def _lock(path: Path, file: Path, stack: ExitStack) -> None:
-    """Lock the file beside a database, until the stack is closed."""
+    """Lock the file beside a database until the stack is closed."""
     try:
         lock = os.open(file, os.O_RDONLY | os.O_CREAT, 0o644)
     except OSError as error:
@@ -218,7 +219,7 @@ def _lock(path: Path, file: Path, stack: ExitStack) -> None:
 
 
 def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
-    """Leave another application's file alone."""
+    """Refuse a file of another application."""
     names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     if tables := tables_of_others(name for name in names if not name.startswith("sqlite_")):
         cause = f"expected an empty database or one of Perseus, found tables {', '.join(tables)}"
@@ -226,11 +227,11 @@ def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
 
 
 class _Files:
-    """A SQLite database's files: those beside it are named after the one that links lead to.
+    """A SQLite database's files: those beside it are named after the file that symbolic links lead to.
 
     Attributes:
-        real: that one.
-        lock: the file that the lock is on.
+        real: that file.
+        lock: the file to lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -246,18 +247,18 @@ class _Files:
         self._ids: dict[Path, tuple[int, int] | None] = {}
 
     def watch(self) -> None:
-        """From now on they are to stay what they are."""
+        """Remember which files these are, for `missing`."""
         self._ids = {file: _file_id(file) for file in self._watched}
 
     def missing(self) -> str | None:
-        """Say what was removed or replaced, if anything was."""
+        """Return what was removed or replaced, None if nothing was."""
         for file, found in self._ids.items():
             if _file_id(file) != found:
                 return f"its {self._watched[file]} {file} was removed or replaced"
         return None
 
     def has_long_log(self) -> bool:
-        """Tell whether the log is long."""
+        """Return whether the log is long."""
         found = _stat(self._log)
         return found is not None and found.st_size > _LONG_LOG_BYTES
 
@@ -289,7 +290,7 @@ def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
         if is_read_only:
             connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         else:
-            # Whatever the server's default: what was acknowledged must survive its crash.
+            # Whatever the server's default: acknowledged data must survive its crash.
             connection.exec_driver_sql("SET synchronous_commit = on")
             deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
             while not (is_ours := _try_lock(connection)) and time.monotonic() < deadline_s:
@@ -313,7 +314,7 @@ def _try_lock(connection: Connection) -> bool:
 
 
 def _errors(engine: Engine) -> tuple[type[Exception], ...]:
-    # The statements of every commit go to the driver itself.
+    # Every commit passes its statements directly to the driver.
     driver = engine.dialect.loaded_dbapi.Error
     assert isinstance(driver, type)
     return SQLAlchemyError, OSError, driver

@@ -1,4 +1,4 @@
-"""The ledger's rows: written by the hour, read in sums, set aside when their job is deleted."""
+"""The ledger's rows: written by the hour, read in sums, and kept when their job is deleted."""
 
 from dataclasses import astuple, fields
 from typing import Any
@@ -32,7 +32,7 @@ def row_of(job_id: str, run_number: int, hour: EnergyHour) -> tuple[Any, ...]:
     """Return the row of an hour, in the order of the table's columns.
 
     Raises:
-        UnstorableError: a figure is not finite, or a count beyond 64 bits.
+        UnstorableError: a number is not finite, or a count exceeds 64 bits.
     """
     reference = hour.reference or Reference(
         number=NO_BASELINE, iteration_count=0, energy_j=0.0, energy_m2=0.0
@@ -58,7 +58,7 @@ def row_of(job_id: str, run_number: int, hour: EnergyHour) -> tuple[Any, ...]:
 
 
 def latest_hour(connection: Connection, job_id: str, run_number: int) -> EnergyHour | None:
-    """Return the hour that a run of a job that is there has counted in last."""
+    """Return the hour that an existing job's run has last counted in."""
     row = connection.execute(
         select(schema.ledger)
         .where(_COLUMNS.job_id == job_id, _COLUMNS.deletion == 0, _COLUMNS.run_number == run_number)
@@ -71,9 +71,9 @@ def latest_hour(connection: Connection, job_id: str, run_number: int) -> EnergyH
 
 
 def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
-    """Return sums over the hours that are wanted, by job, deletion, run and baseline.
+    """Return the sums over the wanted hours, by job, deletion, run and baseline.
 
-    Of the jobs of a name, the one that is there comes last.
+    Of the jobs of one name, the existing one comes last.
     """
     run = (_COLUMNS.job_id, _COLUMNS.deletion, _COLUMNS.run_number)
     found = connection.execute(
@@ -109,7 +109,7 @@ def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
 
 
 def archive_rows(connection: Connection, job_id: str) -> None:
-    """Make room for another job of the name: this one is deleted, and what it has used stays."""
+    """Keep a deleted job's rows under a new deletion number, to make room for another job of its name."""
     of_job = _COLUMNS.job_id == job_id
     deletion = connection.scalar(select(func.max(_COLUMNS.deletion)).where(of_job)) or 0
     connection.execute(
@@ -137,5 +137,5 @@ def _sums(row: Row[Any]) -> EnergySums:
 
 
 def _number(value: Any) -> Any:
-    """Return a sum as Python's; PostgreSQL adds whole numbers up to decimals."""
+    """Return a sum as a Python number; PostgreSQL adds whole numbers up to decimals."""
     return value if isinstance(value, float) else int(value)

@@ -1,6 +1,7 @@
-"""From whatever schema a database has to the present one, by Alembic; a new database gets it at once.
+"""Migrations from any known schema to the present one, by Alembic; a new database gets the present one at
+once.
 
-Alembic's table says which migration a database has had.
+Alembic's table records the latest migration of a database.
 """
 
 from importlib import resources
@@ -16,10 +17,10 @@ from perseus.service.storage import schema
 
 
 def schema_of(connection: Connection) -> str | None:
-    """Return the schema that a database has, as the name of its migration; None if it is empty.
+    """Return a database's schema, as the name of its migration; None if it is empty.
 
     Raises:
-        ValueError: it is another application's, or its schema is not known here.
+        ValueError: it belongs to another application, or its schema is unknown.
     """
     tables = inspect(connection).get_table_names()
     if others := schema.tables_of_others(tables):
@@ -27,7 +28,7 @@ def schema_of(connection: Connection) -> str | None:
     found = MigrationContext.configure(connection).get_current_revision()
     scripts = ScriptDirectory.from_config(_config(connection)).walk_revisions()
     if tables and found not in {script.revision for script in scripts}:
-        # Before the first release schemas were numbered without a v, and not named at all in the beginning.
+        # Before the first release schemas were numbered without a v, and at first not named at all.
         what = (
             "is newer than this Perseus"
             if (found or "") > schema.HEAD
@@ -40,7 +41,7 @@ def schema_of(connection: Connection) -> str | None:
 
 
 def migrate(connection: Connection, name: str) -> None:
-    """Bring a database to the present schema, in the transaction that is open.
+    """Bring a database to the present schema, in the open transaction.
 
     Raises:
         DatabaseUnavailableError: its schema is newer, or too old to be migrated; nothing changes.

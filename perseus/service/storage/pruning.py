@@ -1,11 +1,11 @@
-"""What is no longer to be kept is deleted in small steps, between commits.
+"""Deletes data that retention no longer keeps, in small steps between commits.
 
-A step looks at one thing (a run's events, a run that is to be archived, some of the agents), deletes at most
-`STEP_ROWS` rows of it, and goes on from there next time. Rows leave free pages, which what is written next
-fills: for a fixed number of live jobs the file stops growing.
+A step takes one thing (a run's events, a run due for archiving, some of the agents), deletes at most
+`STEP_ROWS` rows of it, and the next step continues from there. Deleted rows leave free pages, which later
+writes fill: for a fixed number of live jobs the file stops growing.
 
-An archived run keeps its specification, its record and its report, the last of its events (their numbers go
-on from it), and those profiles that a new job could still adopt.
+An archived run keeps its specification, its record and its report, the last of its events (later numbers
+continue from it), and those profiles that a new job could still adopt.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Pruner:
         self._round: Iterator[Pruned] | None = None
 
     def step(self, retention: Retention, now_s: float) -> Pruned:
-        """Do a little, in the transaction that is open; `is_done` at the end of a round."""
+        """Do one step in the open transaction; return `is_done` at the end of a round."""
         if self._round is None:
             self._round = self._steps(retention, now_s)
         pruned = next(self._round, None)
@@ -43,7 +43,7 @@ class Pruner:
         return pruned
 
     def _steps(self, retention: Retention, now_s: float) -> Iterator[Pruned]:
-        """Yield what each step of one round did. Between two of them anything may be written."""
+        """Yield the result of each step of one round. Anything may be written between two steps."""
         for run in self._runs_due(retention, now_s):
             while count := self._empty_archived(run):
                 yield Pruned(count, (), is_done=False)
@@ -75,7 +75,7 @@ class Pruner:
         ]
 
     def _empty_archived(self, run: tuple[str, int]) -> int:
-        """Delete some of what is not kept of an archived run; return how many rows."""
+        """Delete some of the rows that an archived run does not keep; return how many."""
         for table in (
             schema.recordings,
             schema.open_iterations,
@@ -92,7 +92,7 @@ class Pruner:
         return self._delete_useless_profiles(run)
 
     def _delete_useless_profiles(self, run: tuple[str, int]) -> int:
-        """Delete profiles that nobody can adopt: work without a key, or measured by a younger run."""
+        """Delete profiles that no job can adopt: work without a key, or measured by a younger run."""
         work, runs, profiles = schema.profiled_work, schema.runs, schema.profiles
         younger_work, younger = work.alias(), runs.alias()
         own_time_s = select(runs.c.create_time_s).where(_of_run(runs, run)).scalar_subquery()
@@ -130,7 +130,7 @@ class Pruner:
     def _prune_events(self, job_id: str, run_number: int, retention: Retention, now_s: float) -> int:
         run, events = (job_id, run_number), schema.events
         last = self._last_sequence(run)
-        # Two statements, so that each goes along an index.
+        # Two statements, so that each uses an index.
         by_count = and_(_of_run(events, run), events.c.sequence < retention.first_event_kept(last))
         if count := self._delete_some(events, by_count):
             return count

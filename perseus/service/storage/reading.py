@@ -1,6 +1,6 @@
-"""What is read back: whole runs, profiles by their work, events by pages.
+"""Queries: whole runs, profiles by their work, events by pages.
 
-A run that can't be read doesn't keep others from being read: it is told of as such.
+An unreadable run doesn't keep others from being read: it is returned as an `UnreadableJob`.
 """
 
 import json
@@ -25,7 +25,7 @@ from perseus.service.storage import codecs, ledger_rows, schema
 from perseus.v1 import event_pb2, job_pb2
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DecodeError)
-"""What reading a stored value may raise, whatever it is (pydantic's errors are ValueErrors)."""
+"""Exceptions of reading any stored value (pydantic's errors are ValueErrors)."""
 
 _NOT_ARCHIVED = schema.runs.c.is_archived == 0
 
@@ -49,7 +49,7 @@ def load_jobs(connection: Connection) -> list[StoredJob | RunSnapshot | Unreadab
 def load_ended_run(
     connection: Connection, job_id: str, run_number: int
 ) -> RunSnapshot | UnreadableJob | None:
-    """Return a run of a job that has ended, if there is such a one; archived or not."""
+    """Return a run of a job if it exists and has ended, archived or not."""
     runs = schema.runs
     row = connection.execute(
         select(runs).where(
@@ -91,7 +91,7 @@ def ended_jobs(
 def load_ranks(
     connection: Connection, job_id: str, run_number: int, first_pipeline: int, pipeline_count: int
 ) -> list[Rank]:
-    """Return a run's ranks that are stored, of so many pipelines from one on.
+    """Return a run's stored ranks, of so many pipelines from one on.
 
     Raises:
         JobUnreadableError: one of them can't be read.
@@ -130,7 +130,7 @@ def load_periods(connection: Connection, job_id: str, run_number: int) -> list[P
 
 
 def load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob | UnreadableJob | None:
-    """Return a run of a job, if there is such a one; archived or not."""
+    """Return a run of a job if it exists, archived or not."""
     try:
         return _load_run(connection, job_id, run_number)
     except _UNREADABLE as error:
@@ -197,9 +197,9 @@ def run_numbers(connection: Connection, job_id: str) -> list[int]:
 
 
 def known_requests(connection: Connection, job_id: str | None = None) -> Mapping[str, Mapping[str, int]]:
-    """Return the run that each request has led to, of one job or of all whose latest run is not archived.
+    """Return the run that each request led to, of one job, or of all whose latest run is not archived.
 
-    What can't be read is left out: its run can't be read either.
+    Unreadable registrations are left out: their run can't be read either.
     """
     runs = schema.runs.c
     query = select(runs.job_id, runs.run_number, runs.registrations).order_by(runs.run_number)
@@ -225,7 +225,7 @@ def deleted_version(connection: Connection) -> int:
 
 
 def known_profiles(connection: Connection, keys: Sequence[str]) -> list[KnownProfile]:
-    """Return what is profiled of the work under each stage's key, stage 0 first, by the youngest run."""
+    """Return the known profiles of the work under each stage's key, stage 0 first, from the youngest run."""
     work, runs, profiles = schema.profiled_work.c, schema.runs.c, schema.profiles
     found = []
     for stage, key in enumerate(keys):
@@ -251,7 +251,7 @@ def known_profiles(connection: Connection, keys: Sequence[str]) -> list[KnownPro
         try:
             measured = tuple(_profile(stage, row) for row in rows)
         except _UNREADABLE:
-            continue  # Measured anew: nothing is lost but time.
+            continue  # The stage is measured again: only time is lost.
         found.append(KnownProfile(stage, measured, job_id, run_number))
     return found
 
@@ -264,10 +264,10 @@ def events(
     limit: int,
     wanted: EventFilter = ALL_EVENTS,
 ) -> list[event_pb2.JobEvent]:
-    """Return a run's first `limit` events above a sequence that are wanted, in their order.
+    """Return a run's first `limit` wanted events above a sequence, in order.
 
-    One that can't be read comes without its sentence and details; a type or details that are not known here
-    are no reason for that.
+    An unreadable event comes without its message and details; an unknown type or unknown details don't make
+    an event unreadable.
     """
     is_sqlite = connection.dialect.name == "sqlite"
     statement, values = events_query(
@@ -297,8 +297,8 @@ def events_query(
 
     However many events there are, it reads little more than the page: along the primary key, or along the
     index of each type, these merged. The wall clock may be set back, so times need not follow the sequence:
-    bounds on time become bounds on the sequence, along an index of their own, and are tested for each event.
-    SQLite has to be told which index is meant.
+    bounds on time become bounds on the sequence, along an index of their own, and each event is tested too.
+    SQLite needs a hint for the right index.
     """
 
     def along(index: str) -> str:
@@ -336,7 +336,7 @@ def events_query(
 
 
 def load_tokens(connection: Connection) -> list[Token]:
-    """Return all bearer tokens by name, but for those that can't be read: these are good for nothing."""
+    """Return all readable bearer tokens by name; unreadable ones are not accepted."""
     tokens = []
     for row in connection.execute(select(schema.tokens).order_by(schema.tokens.c.name)):
         try:
@@ -365,7 +365,7 @@ def _unreadable_budget(row: Row[Any], problem: str) -> UnreadableBudget:
         feed, limit_w = str(stored["feed"]), float(stored["limit_w"])
     with suppress(*_UNREADABLE, InvalidFieldError):
         if codecs.BUDGET.load(row.budget).over_time_s != over_time_s:
-            over_time_s = None  # one of both is wrong
+            over_time_s = None  # one of the two is wrong
     return UnreadableBudget(str(row.budget_id), over_time_s, feed, limit_w, problem)
 
 
@@ -414,6 +414,6 @@ def _iteration(row: Row[Any]) -> IterationRows:
         [row.duration_s],
         [row.energy_j],
         [bool(row.is_regular)],
-        [0],  # they matter when they come, and are not stored
+        [0],  # clock event reasons matter only when they arrive, and are not stored
     )
     return IterationRows(Coordinates(row.pipeline, row.stage, row.tensor), columns, closed_through=-1)

@@ -1,7 +1,7 @@
 """The tables, for every engine. A change here needs a migration in `migrations/versions`.
 
-Values are kept as JSON text (`codecs`) beside the keys that they are looked up by. No foreign keys: all rows
-of a run are written and deleted by the same few statements, and `checking` finds what points nowhere.
+Values are stored as JSON text (`codecs`) beside their search keys. There are no foreign keys: the same few
+statements write and delete all rows of a run, and `checking` finds dangling rows.
 """
 
 from collections.abc import Iterable
@@ -22,9 +22,9 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 HEAD = "v0003"
-"""The latest migration: what this schema is."""
+"""The latest migration, which names this schema."""
 
-# Ordered by bytes wherever it is, as SQLite orders all texts.
+# Ordered by bytes in both engines, as SQLite orders all texts.
 _KEY = Text().with_variant(Text(collation="C"), "postgresql")
 _NUMBER = BigInteger().with_variant(Integer(), "sqlite")
 _FIGURE: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
@@ -52,7 +52,7 @@ def _figure(name: str, *, nullable: bool = False) -> Column[Any]:
     return Column(name, _FIGURE, nullable=nullable)
 
 
-# One row. `commit_number` counts group commits; `secret` makes the check words (`check_words`), and
+# One row. `commit_number` counts group commits; `secret` signs the commit markers (`commit_markers`), and
 # `deleted_version` is the highest version of clocks that a deleted job has used.
 coordinator = _table(
     "coordinator",
@@ -62,13 +62,12 @@ coordinator = _table(
     _number("commit_number"),
 )
 
-# Every start of a coordinator on this database, the latest ones: `token` is random, `first_commit` the number
-# of commits before it.
+# The latest starts of coordinators on this database: `token` is random, `first_commit` the number of commits
+# before it.
 boots = _table("boots", _number("number", primary_key=True), _text("token"), _number("first_commit"))
 
-# `version` and `finish_time_s` repeat what is in the record. `ended_job` is the serialised `perseus.v1.Job`
-# of a run that has ended and of which no rank is served any more. An archived run has that, its report and
-# little else.
+# `version` and `finish_time_s` repeat values of the record. `ended_job` is the serialised `perseus.v1.Job` of
+# a run that has ended and has no served rank any more. An archived run has that, its report and little else.
 runs = _table(
     "runs",
     *_run_columns(),
@@ -92,7 +91,7 @@ ranks = _table(
     _text("rank"),
 )
 
-# Clocks that pipelines are offered, each once however many pipelines have them.
+# Clocks that are offered to pipelines, each once however many pipelines have them.
 plans = _table(
     "plans",
     *_run_columns(),
@@ -143,7 +142,7 @@ open_iterations = _table(
     _number("is_regular"),
 )
 
-# `event` is the serialised `perseus.v1.JobEvent`; the others repeat what events are looked up by.
+# `event` is the serialised `perseus.v1.JobEvent`; the other columns repeat its search keys.
 events = _table(
     "events",
     *_run_columns(),
@@ -155,7 +154,7 @@ events = _table(
     Index("events_by_time", "job_id", "run_number", "create_time_s"),
 )
 
-# `write_time_s`: when it was written last, on the wall clock. `principal`: by whom the agent came then.
+# `write_time_s`: when it was last written, on the wall clock. `principal`: the agent's principal then.
 telemetry = _table(
     "telemetry",
     Column("instance_id", _KEY, primary_key=True),
@@ -164,7 +163,7 @@ telemetry = _table(
     _text("principal", nullable=True),
 )
 
-# What is known of bearer tokens: never the token itself. the patterns are JSON; times are of the wall clock.
+# Bearer tokens, never the secrets themselves. The patterns are JSON; times are of the wall clock.
 tokens = _table(
     "tokens",
     Column("name", _KEY, primary_key=True),
@@ -177,9 +176,10 @@ tokens = _table(
     _text("host_patterns"),
 )
 
-# What runs have used, by hours since 1970 (UTC) and the number of the baseline that it is held against (-1
-# for none): the values of `domain.ledger.EnergyHour`. Rows outlive their jobs: `deletion` is 0 while the job
-# is there, and then counts how many jobs of that name were deleted.
+# The energy of runs, by hours since 1970 (UTC) and the number of the baseline that it is compared with (-1
+# for
+# none): the values of `domain.ledger.EnergyHour`. Rows outlive their jobs: `deletion` is 0 while the job
+# exists, and then counts how many jobs of that name were deleted.
 ledger = _table(
     "ledger",
     Column("job_id", _KEY, primary_key=True),
@@ -207,7 +207,7 @@ ledger = _table(
     Index("ledger_by_hour", "hour"),
 )
 
-# Power budgets. `over_time_s` repeats what is in the record: from when on it limits nothing any more.
+# Power budgets. `over_time_s` repeats a value of the record: the time when the budget ends.
 budgets = _table(
     "budgets",
     Column("budget_id", _KEY, primary_key=True),
@@ -215,7 +215,7 @@ budgets = _table(
     _figure("over_time_s", nullable=True),
 )
 
-# Quarantined runs: what they were given until the coordinator failed at them (`job/recording.py`).
+# Quarantined runs: their inputs up to the coordinator's fault (`job/recording.py`).
 recordings = _table("recordings", *_run_columns(), _text("document"))
 
 OF_RUNS = (
@@ -230,13 +230,13 @@ OF_RUNS = (
     open_iterations,
     events,
 )
-"""What is deleted with a job."""
+"""The tables whose rows are deleted with a job."""
 
 
 _IN_EVERY_SCHEMA = {"coordinator", "events", "offers"}
 
 
 def tables_of_others(tables: Iterable[str]) -> list[str]:
-    """Return the tables of a database that is another application's; none of one that is ours, or empty."""
+    """Return the tables of a database if it belongs to another application; none if it is ours or empty."""
     found = set(tables) - {"alembic_version"}
     return [] if found >= _IN_EVERY_SCHEMA else sorted(found)

@@ -1,14 +1,14 @@
-"""What outlives the coordinator, in a SQL database of either engine.
+"""The coordinator's durable state, in a SQL database of either engine.
 
-Everything is written as a list of entries in one transaction, and read back only at the start (the jobs'
-latest runs), when an agent introduces itself (its last sequence), when somebody asks for events or for an
-earlier run, and when a stage may have been profiled before.
+Everything is written as a list of entries in one transaction. It is read back only at the start (the jobs'
+latest runs), when an agent connects (its last sequence), when a client asks for events or for an earlier run,
+and when a stage may have been profiled before.
 
-`engines` opens it, `migrating` brings it to the present schema, `writing`, `reading`, `pruning` use it.
-One connection writes and one reads, each in a thread of its own, one thing after another, and each in one
-transaction: no commit waits for a reader. What is read has all that was committed when it was asked for.
-Whatever the database itself fails at is a StoreFailedError (`domain.errors`): nothing can be promised from
-then on.
+`engines` opens the database, `migrating` brings it to the present schema, `writing`, `reading`, `pruning` use
+it. One connection writes and one reads, each in its own thread, one transaction after another: no commit
+waits
+for a reader. A read sees everything that was committed when it was requested. Every failure of the database
+itself is a StoreFailedError (`domain.errors`): nothing can be guaranteed from then on.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def _read_method(
 
 
 class SqlStore:
-    """Jobs by runs: profiles, offers, reports and events; and how far each agent's telemetry was taken."""
+    """Jobs by runs: profiles, offers, reports and events; and the acknowledged telemetry of each agent."""
 
     load_jobs = _read_method(reading.load_jobs)
     load_ended_run = _read_method(reading.load_ended_run)
@@ -86,14 +86,14 @@ class SqlStore:
 
     @classmethod
     async def open(cls, database: Path | str, *, clock: Callable[[], float] = time.time) -> "SqlStore":
-        """Open a database, make it if it is not there, and migrate it if it is of an older schema.
+        """Open a database; create it if it doesn't exist, and migrate it if it has an older schema.
 
         Args:
             database: the path of a SQLite file, or postgresql://….
             clock: the wall clock.
 
         Raises:
-            DatabaseUnavailableError: it is no database of ours, in use, or newer, or can not be made.
+            DatabaseUnavailableError: it is not ours, in use, newer, or can't be created.
         """
 
         def open_here() -> SqlStore:
@@ -114,24 +114,24 @@ class SqlStore:
     # ------------------------------------------------------------------ the state itself
 
     async def epoch(self) -> str:
-        """Return the identifier of this database's state; made when it was created, or state was lost."""
+        """Return the epoch of this database's state; it changes only when state was lost."""
         return self._history.epoch
 
     async def renew_epoch(self) -> str:
-        """Make another epoch, durably, because state is lost; return it."""
+        """Begin another epoch, durably, because state is lost; return it."""
         return await self._run(self._renew_epoch)
 
     @property
     def commit_marker(self) -> str:
-        """The word for all that is written so far: it shows whether that is lost (`check_words`)."""
+        """The marker of everything that is written so far: it reveals whether that is lost."""
         return self._marker
 
     def has_lost(self, commit_marker: str) -> bool:
-        """Tell whether a word that somebody holds is of state that is not here."""
+        """Return whether a commit marker belongs to state that this database has lost."""
         return self._history.is_behind(commit_marker, self._commit_number)
 
     def instance_key(self, instance_id: str) -> str:
-        """Return what shows that an agent is that instance: told to itself alone."""
+        """Return the secret key of the agent that is that instance."""
         return self._history.instance_key(instance_id)
 
     def _renew_epoch(self) -> str:
@@ -147,7 +147,7 @@ class SqlStore:
         """Write all entries, or none; they are safe when this returns.
 
         Raises:
-            UnstorableEntryError: one of them holds what could not be read back.
+            UnstorableEntryError: an entry contains a value that could not be read back.
         """
         number = self._commit_number + 1
         await self._run(partial(self._writer.write, entries, number))
@@ -155,7 +155,7 @@ class SqlStore:
         self._marker = self._history.marker(number)
 
     async def prune(self, retention: Retention, now_s: float) -> Pruned:
-        """Delete some of what is no longer to be kept at this time of the wall clock: a small step."""
+        """Delete some of the data that retention no longer keeps at this wall-clock time: one small step."""
         return await self._run(partial(self._prune, retention, now_s))
 
     def _prune(self, retention: Retention, now_s: float) -> Pruned:
@@ -171,19 +171,19 @@ class SqlStore:
         return await self._run(partial(self._writer.telemetry_sequence, instance_id))
 
     async def telemetry_principal(self, instance_id: str) -> str:
-        """Return by whom an agent's telemetry came last, "" if that is not known."""
+        """Return the principal of an agent's latest telemetry, "" if it is unknown."""
         return await self._run(partial(self._writer.telemetry_principal, instance_id))
 
     async def size_bytes(self) -> int:
-        """Return what the database takes on its disk, without its log."""
+        """Return the size of the database on disk, without its log."""
         query = self._opened.size_query
         return int(await self._read(lambda connection: connection.exec_driver_sql(query).scalar() or 0))
 
     async def watch(self) -> None:
-        """Wait until something fails, whoever asked for it, a reader even.
+        """Wait until any operation fails, even one of another caller or a read.
 
         Raises:
-            StoreFailedError: what it was.
+            StoreFailedError: the failure.
         """
         await self._has_failed.wait()
         assert self._failure is not None
@@ -200,11 +200,12 @@ class SqlStore:
         await asyncio.to_thread(close_here)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Work on the writing connection, in its thread and in one transaction."""
+        """Do work on the writing connection, in its thread and in one transaction."""
         return await self._in_transaction(self._thread, self._opened, lambda _: work())
 
     async def _read(self, query: Callable[[Connection], T]) -> T:
-        """Run a query on the reading connection; between commits, on the other, while the log is too long."""
+        """Run a query on the reading connection; between commits on the writing one while the log is too
+        long."""
         if self._opened.has_long_log():
             return await self._in_transaction(self._thread, self._opened, query)
         return await self._in_transaction(self._reader_thread, self._reader, query)
@@ -231,7 +232,7 @@ class SqlStore:
 
 
 def _create_state(connection: Connection) -> int:
-    """Make what a new database knows of itself; return the number of its commits."""
+    """Create the state of a new database; return its number of commits."""
     columns = schema.coordinator.c
     number = connection.scalar(select(columns.commit_number))
     if number is not None:
@@ -245,7 +246,7 @@ def _create_state(connection: Connection) -> int:
 
 
 def _begin_boot(connection: Connection, commit_number: int) -> History:
-    """Write down that a coordinator starts on this database; return its history."""
+    """Record a coordinator's start on this database; return the database's history."""
     table = schema.boots
     earlier = [
         Boot(row.number, row.token, row.first_commit)

@@ -1,6 +1,6 @@
-"""What is written at every commit, compiled once for an engine: rows go straight to the driver.
+"""The statements of commits, compiled once for an engine: rows go straight to the driver.
 
-SQLAlchemy knows how the engines differ; its own way of binding values would cost more than all the rest here.
+SQLAlchemy knows how the engines differ; its own binding of values would cost more than everything else here.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,8 @@ ORDER = (
     UPSERT_BUDGET,
     UPSERT_RECORDING,
 )
-"""How a group's rows are written: a run before what changes it, plans before who points there."""
+"""The order in which a group's rows are written: a run before its changes, plans before rows that use
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +72,19 @@ class Compiled:
         cursor.executemany(self.sql, rows)
 
     def rows(self, cursor: DBAPICursor, row: Row) -> Sequence[Row]:
-        """Execute it once, and return what it finds."""
+        """Execute it once, and return the found rows."""
         cursor.execute(self.sql, row)
         return cursor.fetchall()
 
 
 class Statements:
-    """The statements of one engine, by name; and the few that are no part of a group's rows.
+    """The statements of one engine: by name, and the few that don't write a group's rows.
 
     Attributes:
         by_name: those of ORDER.
-        count_commit: takes the commit's number.
-        telemetry_sequence: takes an instance, finds its sequence and by whom it came.
-        plan_digests: takes a run, finds its plans.
+        count_commit: sets the commit's number.
+        telemetry_sequence: finds an instance's sequence and its principal.
+        plan_digests: finds the plans of a run.
     """
 
     def __init__(self, dialect: Dialect) -> None:
@@ -150,5 +151,5 @@ class Statements:
 
 def _compiled(statement: Insert | Update | Delete | Select[Any], dialect: Dialect) -> Compiled:
     compiled = statement.compile(dialect=dialect)
-    assert compiled.positiontup is not None, "the engine is to be opened with positional parameters"
+    assert compiled.positiontup is not None, "the engine must be opened with positional parameters"
     return Compiled(str(compiled), tuple(compiled.positiontup))

@@ -1,4 +1,4 @@
-"""What is written into the store: entries, of which one of a key that is there replaces the older one."""
+"""The entries that are written into the store; an entry replaces an older one with the same key."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from perseus.v1 import event_pb2
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
-    """A run of a job begins."""
+    """A new run of a job."""
 
     spec: JobSpec
     run_number: int
@@ -21,9 +21,9 @@ class NewRun:
 
 @dataclass(frozen=True, slots=True)
 class JobDeleted:
-    """A job is forgotten with all its runs, but for the ledger.
+    """The deletion of a job with all its runs; its ledger rows stay.
 
-    Of its versions, those up to `version` are never used again.
+    Its versions up to `version` are never used again.
     """
 
     job_id: str
@@ -31,7 +31,7 @@ class JobDeleted:
 
 
 class JobEntry(NamedTuple):
-    """Something of a run of a job is as its record says."""
+    """A record of a job's run."""
 
     job_id: str
     run_number: int
@@ -39,7 +39,7 @@ class JobEntry(NamedTuple):
 
 
 class EventEntry(NamedTuple):
-    """Something happened to a run of a job."""
+    """An event of a job's run."""
 
     job_id: str
     run_number: int
@@ -47,7 +47,7 @@ class EventEntry(NamedTuple):
 
 
 class TelemetrySequence(NamedTuple):
-    """All telemetry of an agent up to this sequence has been taken; `principal` is by whom it came."""
+    """The acknowledged telemetry of an agent, up to this sequence; `principal` is the agent's."""
 
     instance_id: str
     sequence: int
@@ -56,20 +56,21 @@ class TelemetrySequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A bearer token is as it says, in place of the one that has its name."""
+    """A bearer token, which replaces one of the same name."""
 
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetEntry:
-    """A power budget is as it says, in place of the one that has its identifier."""
+    """A power budget, which replaces one with the same identifier."""
 
     record: BudgetRecord
 
 
 class UnstorableEntryError(ValueError):
-    """An entry of a run holds what could not be read back; the text names the field. Nothing is written."""
+    """An entry of a run contains a value that could not be read back; the text names it. Nothing is
+    written."""
 
     def __init__(self, job_id: str, run_number: int, cause: str) -> None:
         super().__init__(f"job {job_id!r}, run {run_number}: {cause}")
@@ -79,11 +80,11 @@ class UnstorableEntryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What one step of pruning did.
+    """The result of one step of pruning.
 
     Attributes:
-        row_count: rows that it deleted.
-        archived: runs of which little else than the report is left from now on, as (job_id, run_number).
+        row_count: the number of deleted rows.
+        archived: the runs that were archived, as (job_id, run_number): little but their report is left.
         is_done: whether nothing more is due at this time.
     """
 

@@ -1,7 +1,7 @@
-"""Group commits: a list of entries becomes rows, and these a few statements in one transaction.
+"""Group commits: a list of entries becomes rows, and the rows become a few statements in one transaction.
 
-What is written of different tables is put together, table by table, whatever order it came in; only what
-deletes divides a group, and what comes after it is written after it.
+Rows of a table are written together, whatever order they came in; only deletions divide a group, and later
+entries are written after them.
 """
 
 from collections import defaultdict
@@ -48,12 +48,12 @@ _RunKey = tuple[str, int]
 """(job_id, run_number)."""
 
 _DIGESTS_KEPT = 256
-"""Clocks whose digest is remembered: all pipelines of a job have the same few."""
+"""How many clocks' digests are remembered: all pipelines of a job have the same few."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Rows to be written together; of iterations those that are not closed in the same group."""
+    """Rows to be written together; without iterations that are closed in the same group."""
 
     rows: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
     iterations: dict[_RunKey, list[Row]] = field(default_factory=lambda: defaultdict(list))
@@ -85,7 +85,7 @@ class _Group:
         self.closed_through[run] = closed
 
     def all_rows(self) -> Iterator[tuple[str, list[Row]]]:
-        """Yield statements with their rows, in their order."""
+        """Yield statements with their rows, in order."""
         for run, rows in self.iterations.items():
             closed = self.closed_through[run]
             self.rows[to.INSERT_ITERATION] += [row for row in rows if row[2] > closed]
@@ -101,7 +101,7 @@ _FORGOTTEN: Mapping[type[Record], tuple[Table, ...]] = {
     ForgetIterations: (schema.open_iterations,),
     ForgetProfile: (schema.profiles, schema.profiled_work),
 }
-"""What a record takes back, of its run: all rows of these tables."""
+"""The tables whose rows of a run a record deletes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +120,16 @@ class GroupWriter:
         self._connection = connection
         self._clock = clock
         self._statements = Statements(connection.dialect)
-        # By run: the plans that are stored, as far as known.
+        # By run: the digests of plans known to be stored.
         self._plans: dict[_RunKey, set[str]] = defaultdict(set)
-        # By identity, with the clocks themselves, so that they keep it.
+        # By the clocks' identity; the clocks are kept so that their identity is not reused.
         self._digests: dict[int, tuple[Clocks, tuple[str, str, str]]] = {}
 
     def write(self, entries: Sequence[Entry], commit_number: int) -> None:
-        """Write all entries in the transaction that is open, or raise before anything is written.
+        """Write all entries in the open transaction, or raise before anything is written.
 
         Raises:
-            UnstorableEntryError: a record holds what could not be read back.
+            UnstorableEntryError: a record contains a value that could not be read back.
         """
         steps = self._steps(entries)
         with self._cursor() as cursor:
@@ -142,7 +142,7 @@ class GroupWriter:
         try:
             yield cursor
         finally:
-            cursor.close()  # SQLite's file stays open as long as a cursor remembers its last statement
+            cursor.close()  # SQLite's file stays open as long as a cursor holds its last statement
 
     def _execute(self, steps: Iterable[_Step], cursor: DBAPICursor) -> None:
         for step in steps:
@@ -161,7 +161,7 @@ class GroupWriter:
                         self._connection.execute(delete(table).where(*of_run))
 
     def forget_plans(self) -> None:
-        """What is stored of plans may have changed otherwise."""
+        """Forget which plans are stored: they may have been pruned."""
         self._plans.clear()
 
     def telemetry_sequence(self, instance_id: str) -> int:
@@ -171,7 +171,7 @@ class GroupWriter:
         return int(found[0][0]) if found else 0
 
     def telemetry_principal(self, instance_id: str) -> str:
-        """Return by whom it came last, "" if that is not known."""
+        """Return the principal of an agent's latest telemetry, "" if it is unknown."""
         with self._cursor() as cursor:
             found = self._statements.telemetry_sequence.rows(cursor, (instance_id,))
         return str(found[0][1] or "") if found else ""
@@ -186,7 +186,7 @@ class GroupWriter:
                 case JobEntry(job_id, run_number, record):
                     run = (job_id, run_number)
                     if isinstance(record, IterationRows):
-                        # A job may go on at an iteration that it had before.
+                        # A job may continue at an iteration that it had reached before.
                         if record.closed_through < group.closed_through.get(run, -1):
                             steps.append(group := _Group())
                     elif (tables := _FORGOTTEN.get(type(record))) is not None:

@@ -120,7 +120,7 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, chang
         ("UPDATE runs SET spec = '{}'", "job 'job', run 1: can't be read: "),
         ("UPDATE ranks SET rank = 'x' WHERE pipeline = 1", "job 'job', run 1: can't be read: "),
         ("DELETE FROM plans", "job 'job', run 1: can't be read: KeyError"),
-        ("DELETE FROM runs", "ranks: 4 rows are of no run"),
+        ("DELETE FROM runs", "ranks: 4 rows belong to no run"),
         ("DELETE FROM periods WHERE number = 0", "report: expected periods 0 to"),
         ("UPDATE events SET event = x'ff' WHERE sequence = 1", "run 1: event 1 can't be read"),
         (

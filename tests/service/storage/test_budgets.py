@@ -75,7 +75,7 @@ async def test_of_a_budget_that_can_not_be_read_there_is_what_can_be_and_the_che
             FROM budgets WHERE budget_id = 'open'"""
         )
     connection.close()
-    reported = "can't be read, and limits to the safe side: "
+    reported = "can't be read, and is enforced conservatively: "
     first, second = check_database(path)
     assert first.startswith(f"power budget 'open': {reported}expected 'open', over")
     assert second.startswith(f"power budget 'worse': {reported}limit_w: expected 0 to")

@@ -130,7 +130,7 @@ async def test_hours_of_no_run_are_found(database: Path | str) -> None:
     store = await SqlStore.open(database)
     await store.write([hour(10)])
     await store.close()
-    assert check_database(database) == ["ledger: 1 rows are of no run"]
+    assert check_database(database) == ["ledger: 1 rows belong to no run"]
 
 
 async def test_what_could_not_be_read_back_is_refused_by_name(store: SqlStore) -> None:

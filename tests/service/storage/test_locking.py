@@ -99,7 +99,7 @@ def read_only_folder() -> Iterator[Path]:
     [
         ("empty.db", "its lock file .*/empty.db-lock can't be opened: Permission denied"),
         ("used.db", "it can't be written: the file or its file system is read-only"),
-        ("new.db", "its file can't be opened: is the folder there, and may it be written?"),
+        ("new.db", "its file can't be opened: does the folder exist, and is it writable?"),
     ],
 )
 def test_a_folder_that_is_read_only_is_said_in_one_line(

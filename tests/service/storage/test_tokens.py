@@ -35,7 +35,7 @@ async def test_a_token_that_can_not_be_read_is_left_out_and_the_check_tells(tmp_
         connection.execute("UPDATE tokens SET scope = 'root' WHERE name = 'agents'")
     connection.close()
     (finding,) = check_database(path)
-    assert finding.startswith("token 'agents': can't be read, and is good for nothing")
+    assert finding.startswith("token 'agents': can't be read, and is not accepted")
     store = await SqlStore.open(path)
     assert await store.load_tokens() == [OPERATOR]
     await store.close()

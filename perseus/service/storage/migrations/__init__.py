@@ -1,1 +1,1 @@
-"""How each schema becomes the next; run by `migrating`."""
+"""The migrations from each schema to the next; run by `migrating`."""

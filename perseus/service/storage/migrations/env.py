@@ -1,4 +1,4 @@
-"""Alembic's way in: the connection and its transaction are the store's."""
+"""Alembic's entry point: the connection and its transaction are the store's."""
 
 from alembic import context
 

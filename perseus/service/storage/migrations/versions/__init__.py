@@ -1,1 +1,1 @@
-"""One module for each schema: how it comes from the one before."""
+"""One module for each schema: the migration from the one before."""

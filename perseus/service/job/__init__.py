@@ -1,1 +1,1 @@
-"""One job's life, as a pure state machine: inputs and the time in, commands out. Begin at `machine`."""
+"""One run of a job as a pure state machine: inputs and the time in, commands out. Start at `machine`."""

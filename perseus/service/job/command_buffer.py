@@ -1,4 +1,4 @@
-"""Where the parts of a job's state machine write down what they want done."""
+"""The buffer in which the parts of a job's state machine collect commands."""
 
 from collections.abc import Hashable
 
@@ -15,17 +15,17 @@ _FIELDS = {
     for field in event_pb2.JobEvent.DESCRIPTOR.oneofs_by_name["details"].fields
     if field.message_type is not None
 }
-"""The field of an event for each message of details."""
+"""The event field for each type of details message."""
 
 _TYPES = {kind: name.removeprefix("JOB_EVENT_TYPE_").lower() for name, kind in event_pb2.JobEventType.items()}
-"""The field of each type's details, unless several types share them, or it has none."""
+"""The details field of each event type, unless types share it or have none."""
 
 
 class CommandBuffer:
-    """Commands of one input, in order; of records with the same key only the last.
+    """The commands of one input, in order; of records with the same key, only the last one.
 
     Attributes:
-        sequence: number of the last event announced.
+        sequence: number of the last announced event.
         wall_time_s: the time of the input on the wall clock, which its events show.
     """
 
@@ -37,17 +37,17 @@ class CommandBuffer:
         self._commands: list[Command] = []
 
     def begin(self, now_s: float, wall_time_s: float) -> None:
-        """An input is taken at this time."""
+        """Begin to take an input at this time."""
         self.wall_time_s = wall_time_s
         if dropped_count := self._rate_limit.fill(now_s):
             self._announce_dropped(dropped_count, is_over=True)
 
     def do(self, command: Command) -> None:
-        """Want something done."""
+        """Add a command."""
         self._commands.append(command)
 
     def store(self, record: Record) -> None:
-        """Want a record stored."""
+        """Add a record to store."""
         key = record_key(record)
         self._records.pop(key, None)
         self._records[key] = record
@@ -55,7 +55,7 @@ class CommandBuffer:
     def announce(
         self, kind: event_pb2.JobEventType.ValueType, message: str, details: Message | None = None
     ) -> None:
-        """Want an event stored and told, with the details that its type has, if there is room for it."""
+        """Add an event with its details to store and publish, if the rate limit allows it."""
         if self._rate_limit.take(kind):
             self._append(kind, message, details)
         elif self._rate_limit.dropped_count == 1:
@@ -86,7 +86,7 @@ class CommandBuffer:
         self._commands.append(Announce(event))
 
     def take(self) -> list[Command]:
-        """Return what has gathered, records first."""
+        """Return and clear the collected commands, records first."""
         commands = [*map(Store, self._records.values()), *self._commands]
         self._records, self._commands = {}, []
         return commands

@@ -1,15 +1,15 @@
-"""How many events agents may cause in a job. Part of the state machine.
+"""Limits the events that agents may cause in a job. Part of the state machine.
 
-Events are kept for months. An agent that comes and goes ten times a second, or whose GPU fails at every set,
-would fill the store with them. So a job has a bucket of events, which fills again with time; those of single
-ranks may not take the last quarter of it, which is for what is said of the whole job.
+Events are kept for months. An agent that connects and disconnects ten times a second, or whose GPU fails at
+every set, would fill the store with them. So a job has a token bucket of events that refills with time;
+events of single ranks may not take its last quarter, which is reserved for events of the whole job.
 """
 
 from perseus.v1 import event_pb2
 
 _MIN_CAPACITY = 1000
 _CAPACITY_PER_RANK = 64
-"""A job's whole profile takes about ten per rank."""
+"""Profiling a job completely causes about ten events per rank."""
 _REFILL_S = 3600.0
 
 OF_RANKS = frozenset(
@@ -36,14 +36,14 @@ OF_JOB = frozenset(
         event_pb2.JOB_EVENT_TYPE_CLOCK_CAPPED,
     }
 )
-"""Events of the whole job that agents can cause, too. All others are told, whatever has happened."""
+"""Events of the whole job that agents can cause, too. All other events are announced unconditionally."""
 
 
 class EventRateLimit:
-    """The bucket of one job.
+    """The token bucket of one job.
 
     Attributes:
-        dropped_count: events dropped in the flood that there is, 0 while there is none.
+        dropped_count: events dropped in the current flood, 0 if there is none.
     """
 
     def __init__(self, rank_count: int) -> None:
@@ -52,7 +52,7 @@ class EventRateLimit:
         self._filled_s: float | None = None
 
     def fill(self, now_s: float) -> int:
-        """Let time pass; return how many events were dropped in a flood that is over with this, mostly 0."""
+        """Refill the bucket; return the number of dropped events of a flood that has now ended, else 0."""
         if self._filled_s is not None:
             more = (now_s - self._filled_s) * self._capacity / _REFILL_S
             self._left = min(self._capacity, self._left + more)
@@ -63,7 +63,7 @@ class EventRateLimit:
         return dropped_count
 
     def take(self, kind: event_pb2.JobEventType.ValueType) -> bool:
-        """Tell whether an event may be told, or else is to be dropped."""
+        """Tell whether an event may be announced; if not, it is counted as dropped."""
         if kind not in OF_RANKS | OF_JOB:
             return True
         minimum = self._capacity / 4 if kind in OF_RANKS else 0.0

@@ -1,7 +1,7 @@
-"""What iterations of the whole job show, and what follows for its course. Part of the state machine.
+"""Judges iterations of the whole job, and acts on the result. Part of the state machine.
 
-Which stragglers there are, whether plans keep their promises, which clocks GPUs do not reach, whether the
-work is the one that was measured. What counts as evidence of that, the `limiter` says.
+It determines the stragglers, whether predictions hold, the clocks that GPUs do not reach, and whether the
+work is still the measured one. `MaxClockEnforcer` decides which iterations are comparable.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,14 +22,14 @@ from perseus.v1 import event_pb2
 
 
 class IterationJudge:
-    """Takes what ranks report of iterations."""
+    """Takes the iterations that ranks report."""
 
     def __init__(self, run: Run, lifecycle: Lifecycle) -> None:
         self._run = run
         self._lifecycle = lifecycle
 
     def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> None:
-        """Take the iterations that a rank reports, and judge those of the whole job that they complete."""
+        """Take the iterations that a rank reports, and judge the iterations of the job that they complete."""
         run = self._run
         run.progress.take_rows(rank, rows)
         run.caps.take(rank, rows)
@@ -79,9 +79,10 @@ class IterationJudge:
     def _note_profiled(
         self, iteration: JobIteration, slowed: Collection[int], gap_s: float, *, is_comparable: bool
     ) -> None:
-        """Let the profiler count an iteration, unless it ran at stock because nothing is held for now.
+        """Let the profiler count an iteration, unless it ran at stock because no clocks are held for now.
 
-        `gap_s`: since the one before. One that is no evidence only counts for what profiling costs.
+        `gap_s` is the time since the previous iteration. One that is not comparable only counts for the cost
+        of profiling.
         """
         run = self._run
         if iteration.skipped_count:
@@ -99,7 +100,7 @@ class IterationJudge:
             self._profile_without(held)
 
     def _profile_without(self, held: HoldClocks) -> None:
-        """Profile without the clocks that GPUs do not reach: they would be held in vain."""
+        """Continue profiling without the clocks that GPUs do not reach: holding them would be in vain."""
         run = self._run
         usable_mhz = run.ranks.usable_clocks_mhz()
         caps = run.caps.explain([held] * len(run.offers), usable_mhz, ())
@@ -123,7 +124,7 @@ class IterationJudge:
             if changed is not None:
                 stage, ratio = changed
                 self._lifecycle.forget_measured()
-                why = f"stage {stage} takes {ratio:.2f} × the time planned: it is profiled again"
+                why = f"stage {stage} takes {ratio:.2f} × its planned time: it is profiled again"
                 self._lifecycle.enter(JobState.BASELINE, why)
                 return
         if verdict.is_irregular and verdict.withdraw is not None:
@@ -142,7 +143,7 @@ class IterationJudge:
         """Plan without the clocks that GPUs do not reach."""
         self._cap(caps)
         self._lifecycle.measure_again(
-            f"{caps[0].rank} is held below its clocks: stock is measured again, and planned anew"
+            f"{caps[0].rank} is held below its clocks: stock is measured again, and plans are solved anew"
         )
 
     def _cap(self, caps: Sequence[Cap]) -> None:
@@ -152,8 +153,8 @@ class IterationJudge:
             run.ranks.cap_clock(cap.rank, cap.clock_mhz)
             run.buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_CLOCK_CAPPED,
-                f"{cap.rank} reaches {cap.clock_mhz} MHz, where it is to have {cap.planned_mhz} MHz "
-                f"(clock event reasons {cap.reasons:#x}): it does without higher ones for {hold_s:.0f} s",
+                f"{cap.rank} reaches only {cap.clock_mhz} of {cap.planned_mhz} MHz (clock event reasons "
+                f"{cap.reasons:#x}): it does without higher clocks for {hold_s:.0f} s",
                 event_pb2.ClockCapped(
                     rank=coordinates_to_proto(cap.rank),
                     clock_mhz=cap.clock_mhz,
@@ -164,7 +165,7 @@ class IterationJudge:
             )
 
     def _watch_gpus(self) -> None:
-        """Plan anew where GPUs take another time to set a clock, or may reach clocks again."""
+        """Plan anew if the GPUs' set latency has changed, or if GPUs may reach capped clocks again."""
         run = self._run
         if run.record.state is not JobState.PLANNED:
             return

@@ -1,8 +1,8 @@
-"""A job's way through its states: where it stands, why, and where it goes next. Part of the state machine.
+"""Moves a job through its states. Part of the state machine.
 
-`states` has the picture. The course holds all parts of the machine and lets them work together; what comes
-from outside is `machine`'s to take, what iterations show `iteration_judge`'s to say. Each state says what
-clocks the pipelines should have in it.
+`states` has the picture. `Lifecycle` holds all parts of the machine and makes them work together; `machine`
+takes the inputs, and `iteration_judge` evaluates iterations. Each state determines the pipelines' desired
+clocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,36 +30,36 @@ from perseus.v1 import event_pb2
 
 
 class Lifecycle:
-    """Leads a run through its states."""
+    """Moves a run through its states."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._record = run.record
-        # What is measured is of this work on these GPUs; empty while nothing is.
+        # The work keys that the measurements belong to; empty while there are none.
         self._measured_work: tuple[str, ...] = ()
-        # The state and the frontier for which the report and the detection know the offers.
+        # The state and the frontier for which the report and the straggler detection know the offers.
         self._labelled: tuple[JobState, Frontier | None] | None = None
 
     def resume_restored(self, open_rows: Iterable[IterationRows]) -> None:
-        """Go on with a restored run: ask again for what was asked for and is not stored."""
+        """Continue a restored run: repeat the requests whose answers are not stored."""
         run, state = self._run, self._record.state
         if state not in (JobState.PROFILING, JobState.PLANNED):
-            run.max_clock_enforcer.offer_stock()  # a run that was put aside had other clocks
+            run.max_clock_enforcer.offer_stock()  # a quarantined run had other clocks
         if run.baseline.time_s:
             self._measured_work = self._work_keys()
         self._label_versions()
         for rows in open_rows:
-            # They complete nothing, or it would have been stored as complete: the time is of no matter.
+            # They complete no iteration, or it would have been stored as complete: the time does not matter.
             run.log.add(rows.rank, rows.rows, run.create_time_s)
         if self._record.is_profile_complete and state not in (JobState.STOCK, JobState.FINISHED):
             self.solve()
         if self._record.state is JobState.PROFILING:
             self._find_profile()
             if run.max_clock_enforcer.max_clock is not None and self.held_clocks() is None:
-                self._profile(held=None)  # what was put off is not stored
+                self._profile(held=None)  # a deferred round is not stored
 
     def reconcile(self) -> None:
-        """An input was taken: move the state as far as what is known allows, and offer what follows."""
+        """Move the state as far as possible after an input, and offer the desired clocks."""
         run = self._run
         run.progress.check(run.now_s, run.wall_time_s)
         self._advance()
@@ -69,7 +69,7 @@ class Lifecycle:
     # ------------------------------------------------------------------ rank
 
     def lose(self, ranks: Sequence[Rank], why: str) -> None:
-        """Lose ranks. The job can't go on without them, and may come back at another iteration."""
+        """Lose ranks. The job can't continue without them, and may return at another iteration."""
         run = self._run
         for rank in ranks:
             run.offers.forget_sent(rank.coordinates)
@@ -85,10 +85,10 @@ class Lifecycle:
                 self.enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
 
     def plan_without(self, why: str) -> None:
-        """Settle on what can be: there are clocks that are no longer to be had."""
+        """Plan or profile again, as some clocks are no longer available."""
         run = self._run
         if len(stages_at_stock(run.ranks.usable_clocks_mhz())) == run.spec.parallelism.stage_count:
-            self.fall_back(f"no stage can have other clocks than stock: {why}")
+            self.fall_back(f"every stage has to stay at stock: {why}")
         elif self._record.state is JobState.PROFILING:
             self.enter(JobState.PROFILING, why)
         else:
@@ -96,14 +96,14 @@ class Lifecycle:
             self.enter(JobState.SOLVING, why)
 
     def profile_more(self, why: str) -> None:
-        """There may be more clocks to plan on than were measured."""
+        """Profile again, as more clocks may be available than were measured."""
         self._run.planner.drop_frontier()
         self._record.is_profile_complete = False
         if self._record.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
             self.enter(JobState.PROFILING, why)
 
     def forget_measured(self) -> None:
-        """What was measured is of other work, or on other GPUs."""
+        """Discard all measurements: they belong to other work, or to other GPUs."""
         run = self._run
         run.planner.drop_frontier()
         self._record.lag_s = 0.0
@@ -114,9 +114,10 @@ class Lifecycle:
         run.ranks.lift_caps()
 
     def check_work(self, why: str) -> None:
-        """Measure anew if GPUs are others than those that were measured, or under other limits.
+        """Measure anew if the GPUs, or their limits, differ from those of the measurements.
 
-        No promise holds then. While ranks are missing nothing is done: it is looked at once all are there.
+        Earlier prediction violations no longer count then. While ranks are missing, the check is postponed
+        until all are connected.
         """
         if self._record.state in (JobState.WAITING, JobState.FINISHED):
             return
@@ -130,7 +131,7 @@ class Lifecycle:
             self.enter(JobState.BASELINE, f"{why}: it is measured anew")
 
     def measure_again(self, why: str) -> None:
-        """GPUs reach other clocks than before: what stock takes, and what can be planned on, is another."""
+        """Measure stock and plan again, as the GPUs reach other clocks than before."""
         run = self._run
         run.planner.drop_frontier()
         self._record.is_profile_complete = False
@@ -138,7 +139,7 @@ class Lifecycle:
         self.enter(JobState.BASELINE, why)
 
     def check_running(self) -> None:
-        """Refuse what makes no sense once the job has ended.
+        """Refuse a request that makes no sense once the job has ended.
 
         Raises:
             JobFinishedError: it has.
@@ -149,14 +150,14 @@ class Lifecycle:
     # ------------------------------------------------------------------ clocks
 
     def held_clocks(self) -> HoldClocks | None:
-        """Return the clocks that all pipelines are to hold, if they are to."""
+        """Return the clocks that all pipelines are to hold, if any."""
         clocks = self._run.offers[0].clocks
         return clocks if isinstance(clocks, HoldClocks) else None
 
     def _label_versions(self) -> None:
-        """Let the report know for what state clocks were offered, and the detection what plans promise.
+        """Pass the states of offers to the report, and the predictions of plans to the straggler detection.
 
-        Only of what has changed: the offers of some pipelines; or, for all, the state or the frontier.
+        Only for offers that have changed; or for all, if the state or the frontier has.
         """
         run = self._run
         if self._record.state is JobState.WAITING:
@@ -174,16 +175,16 @@ class Lifecycle:
     # ------------------------------------------------------------------ states
 
     def _advance(self) -> None:
-        """Move the state as far as what is known allows."""
+        """Move the state as far as possible."""
         run = self._run
         if self._record.state is not JobState.FINISHED and run.ranks.are_all(RankState.FINISHED):
             self.enter(JobState.FINISHED, "all ranks are done")
         if self._record.state is JobState.WAITING and run.ranks.are_all(RankState.CONNECTED):
-            why = "all ranks are there"
+            why = "all ranks are connected"
             work, self._measured_work = self._measured_work, self._work_keys()
             if work not in ((), self._measured_work) and (run.baseline.time_s or run.profiler.profiles):
                 self.forget_measured()
-                why = f"{why}, on GPUs of another model or power limit: they are measured anew"
+                why = f"{why}, on GPUs of another model or power limit, which are measured anew"
             self.enter(self._state_with_all_ranks(), why)
         if self._record.state is JobState.BASELINE and run.baseline.time_s:
             why = f"the stock iteration takes {run.baseline.time_s:.6f} s"
@@ -205,7 +206,7 @@ class Lifecycle:
         return JobState.SOLVING if run.planner.frontier is None else JobState.PLANNED
 
     def enter(self, state: JobState, why: str) -> None:
-        """Enter a state, and say what clocks the pipelines should have in it."""
+        """Enter a state, and set the pipelines' desired clocks for it."""
         run = self._run
         check_transition(self._record.state, state)
         before, self._record.state, self._record.state_reason = self._record.state, state, why
@@ -230,7 +231,7 @@ class Lifecycle:
                 self._profile(held=None)
             case JobState.BASELINE:
                 if run.spec.stage_work and all(run.spec.stage_work):
-                    self._find_profile()  # the very same work: the baseline is enough to hold it against
+                    self._find_profile()  # identical work: comparing it with the baseline is enough
                 run.max_clock_enforcer.offer_stock()
                 self._announce_waiting()
             case JobState.PLANNED:
@@ -247,7 +248,7 @@ class Lifecycle:
             self.enter(JobState.STOCK, why)
 
     def _profile(self, held: HoldClocks | None) -> None:
-        """Hold clocks round by round, until what is measured is enough."""
+        """Hold clocks round by round, until the measurements suffice."""
         run = self._run
         clocks_mhz = run.ranks.usable_clocks_mhz()
         if not any(clocks_mhz):
@@ -266,7 +267,7 @@ class Lifecycle:
             self.fall_back(following.why)
 
     def _find_profile(self) -> None:
-        """Ask for what is known from before, as long as it can be held against the first measurements."""
+        """Request earlier profiles, as long as they can be compared with the first measurements."""
         run = self._run
         if run.profiler.clock_count < MIN_CLOCKS and not run.profiler.known:
             run.buffer.do(FindProfile(self._work_keys()))
@@ -280,16 +281,16 @@ class Lifecycle:
         return work_keys(run.spec, run.schedule, gpus)
 
     def _release_clocks(self) -> None:
-        """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
+        """Hold no clocks while their cost is unknown; the round begins anew once it is known."""
         run = self._run
         if self.held_clocks() is not None:
             run.profiler.budget_tracker.take_silence(run.progress.silence_s(run.now_s), run.baseline.time_s)
             run.max_clock_enforcer.offer_stock()
 
-    # ------------------------------------------------------------------ ceiling
+    # ------------------------------------------------------------------ maximum clock
 
     def limit(self, max_clock: MaxClock | None) -> None:
-        """Let no clock be above a ceiling where nothing is planned, or (None) any again: at once."""
+        """Set the maximum clock where no plan is in force, or (None) lift it, at once."""
         run = self._run
         was_waiting = run.max_clock_enforcer.why_waiting(self._record.state) is not None
         if not run.max_clock_enforcer.order(max_clock) or self._record.state is JobState.PLANNED:
@@ -302,14 +303,14 @@ class Lifecycle:
             run.baseline.restart()
             self._announce_waiting()
         if was_waiting and run.max_clock_enforcer.why_waiting(self._record.state) is None:
-            self._record.state_reason = "the ceiling no longer holds it up"
+            self._record.state_reason = "the maximum clock no longer delays it"
 
     def _hold(self, round_: HoldClocks) -> None:
         self._run.max_clock_enforcer.hold(round_)
         self._announce_waiting()
 
     def _announce_waiting(self) -> None:
-        """Say in the state's reason what waits for the end of the ceiling."""
+        """Mention in the state's reason what waits until the maximum clock is lifted."""
         self._record.state_reason = (
             self._run.max_clock_enforcer.why_waiting(self._record.state) or self._record.state_reason
         )
@@ -317,41 +318,41 @@ class Lifecycle:
     # ------------------------------------------------------------------ solving
 
     def solve(self) -> None:
-        """Ask for a frontier of what is measured; where there can be none, go to stock."""
+        """Request a frontier for the measurements; if there can be none, go to stock."""
         try:
             self._run.planner.solve()
         except SolverError as error:
             self._give_up_solving(str(error))
 
     def take_frontier(self, frontier: Frontier) -> None:
-        """Take the frontier that was asked for."""
+        """Take the requested frontier."""
         if self._has_use_for_answer():
             self._run.planner.take_frontier(frontier)
             self.retarget()
 
     def take_plan(self, refinement: Refinement, plan: Plan) -> None:
-        """Take the plan that was asked for; it is offered where it pays, and the next one asked for."""
+        """Take the requested plan, offer it if it saves enough, and request the next one."""
         if self._run.planner.take_plan(refinement, plan):
             self.retarget()
 
     def do_without_plan(self, refinement: Refinement, cause: str) -> None:
-        """Take note that there will be no such plan."""
+        """Continue without an exact plan that could not be made."""
         if self._run.planner.do_without_plan(refinement, cause):
             self.retarget()
 
     def take_failure(self, cause: str) -> None:
-        """Take note that there will be no frontier."""
+        """Take the failure to solve for a frontier."""
         if self._has_use_for_answer():
             self._give_up_solving(cause)
 
     def do_without_lag(self, found: event_pb2.MeasurementsUnexplained) -> None:
-        """No lag explains the slow plan: the same plan would be as slow again, so there is none."""
+        """Go to stock: no lag explains the slow plan, so solving would give the same slow plan again."""
         if self._has_use_for_answer():
             self._run.planner.announce_unexplained(found)
             self.fall_back("the model does not explain why the plan is slow")
 
     def _has_use_for_answer(self) -> bool:
-        """Take note that there is an answer; one that is of no use any more may have to be asked for anew."""
+        """Record that an answer has arrived, and solve again if it is obsolete but still needed."""
         is_of_use = self._run.planner.end_solving()
         if not is_of_use and self._record.state is JobState.SOLVING:
             self.solve()
@@ -366,15 +367,15 @@ class Lifecycle:
     # ------------------------------------------------------------------ plans
 
     def after_straggler_change(self) -> None:
-        """Other pipelines are slow than before, or by other factors."""
+        """Update the report and the plans after stragglers or their factors have changed."""
         run = self._run
         run.log.mark_straggler(run.ranks.highest_iteration() + 1, bool(run.stragglers))
         self.retarget()
 
     def retarget(self, *, is_urgent: bool = False) -> None:
-        """Where plans are in force, let them be those for what is wanted, and waited for, now.
+        """If plans are in force, set those for the current targets and stragglers.
 
-        `is_urgent`: at once.
+        `is_urgent`: offer them as urgent.
         """
         if self._record.state is JobState.PLANNED:
             self._run.planner.retarget(is_urgent=is_urgent)
@@ -382,7 +383,7 @@ class Lifecycle:
     # ------------------------------------------------------------------ checks
 
     def validate(self) -> None:
-        """Check what must always hold between two inputs."""
+        """Check the invariants that hold between two inputs."""
         run = self._run
         run.ranks.validate()
         run.offers.validate()

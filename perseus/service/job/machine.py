@@ -1,20 +1,20 @@
-"""The life of a job's run, as a pure state machine: inputs and the time in, commands out.
+"""One run of a job as a pure state machine: inputs and the time in, commands out.
 
 Theory of operation
 ===================
 
-The machine holds what the job *should* run (`OfferBoard`, one offer per pipeline) and what its ranks *say*
-they run (`RankTable`). Every input ends with the same three steps:
+The machine holds the clocks that the job *should* run (`OfferBoard`, one offer per pipeline) and those that
+its ranks *report* to run (`RankTable`). Every input ends with the same three steps:
 
-1. The input itself changes what is known: a rank joined, an iteration ended, a straggler was reported.
-2. The state moves as far as it goes (`states` has the picture, `course` the way), and each state says what
-   clocks the pipelines should have.
-3. `OfferBoard.settle` offers the pipelines' clocks to the ranks that need them.
+1. The input itself changes the known state: a rank joined, an iteration ended, a straggler was reported.
+2. The job's state moves as far as possible (`states` has the picture, `lifecycle` the transitions), and each
+   state determines the pipelines' desired clocks.
+3. `OfferBoard.reconcile` offers the pipelines' clocks to the ranks that need them.
 
 A rank whose stream ended is DISCONNECTED: it keeps its plan and may resume, and its job's state does not
 change. A rank whose agent was silent for the lease is LOST, as is one whose trainer is gone. Leases run out
-on a Tick only. The time is any clock that never goes back; only differences count. The wall clock's time is
-there to be told to people, and nothing is decided by it.
+on a Tick only. The time is any monotonic clock; only differences count. The wall clock's time is only shown
+to people, and no decision depends on it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -93,10 +93,10 @@ from perseus.v1 import event_pb2
 
 
 class JobMachine:
-    """One run of a job. `handle` is the only way in; what it returns is the only way out.
+    """One run of a job. `handle` is the only way in; its result is the only way out.
 
     Attributes:
-        run: its state, to be looked at.
+        run: its state, for reading.
         recording: its inputs so far; None before it is registered.
     """
 
@@ -107,7 +107,7 @@ class JobMachine:
         self._judge = IterationJudge(run, self._lifecycle)
         self._refusals = Refusals(run.ranks, run.offers, run.buffer)
         self._orders = [Order(order) for order in run.schedule.orders]
-        # As they were given out last.
+        # As last returned to the caller.
         self._stored_record: JobRecord | None = None
         self._has_ended = False
 
@@ -118,12 +118,12 @@ class JobMachine:
 
     @property
     def run_number(self) -> int:
-        """Which run of it this is, from 1."""
+        """The number of this run of the job, from 1."""
         return self.run.run_number
 
     @property
     def create_time_s(self) -> float:
-        """When it was registered, on the wall clock."""
+        """The time of registration, on the wall clock."""
         return self.run.create_time_s
 
     @property
@@ -133,7 +133,7 @@ class JobMachine:
 
     @property
     def record(self) -> JobRecord:
-        """What it knows of itself and must not forget."""
+        """The state that must not be lost."""
         return self.run.record
 
     @property
@@ -146,10 +146,10 @@ class JobMachine:
         """Number of the last event."""
         return self.run.buffer.sequence
 
-    # ------------------------------------------------------------------ the way in and out
+    # ------------------------------------------------------------------ input and output
 
     def register(self, registration: Registration, version: int) -> list[Command]:
-        """Begin the run's life: what is to be stored and told of it. Versions up to `version` are used up."""
+        """Begin the run, and return the commands for that. Versions up to `version` are used up."""
         run, counts = self.run, self.spec.parallelism
         self.recording = Recording(
             Begun(
@@ -177,7 +177,7 @@ class JobMachine:
     def restore(
         cls, stored: StoredJob, rules: Rules, epoch: str, now_s: float, wall_time_s: float
     ) -> tuple["JobMachine", list[Command]]:
-        """Go on after a restart. Ranks that were connected have a whole lease to come back.
+        """Continue a run after a restart. Ranks that were connected have a whole lease to return.
 
         A frontier is not stored: a complete profile is solved again, while plans in force stay as they are.
         """
@@ -194,9 +194,9 @@ class JobMachine:
         return machine, machine._take_commands()
 
     def handle(self, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
-        """Take one input, at a time of a clock that never goes back and of the wall clock.
+        """Take one input, at a time of a monotonic clock and of the wall clock.
 
-        Returns what is to be done, records first.
+        Returns the resulting commands, records first.
 
         Raises:
             InvalidInputError: the input does not fit the job; nothing has changed.
@@ -213,12 +213,12 @@ class JobMachine:
         return self._take_commands()
 
     def validate(self) -> None:
-        """Check what must always hold between two inputs."""
+        """Check the invariants that hold between two inputs."""
         self._lifecycle.validate()
 
     def _take_commands(self) -> list[Command]:
         run = self.run
-        if run.record != self._stored_record:  # of every message; most change none of it
+        if run.record != self._stored_record:  # most inputs do not change it
             self._stored_record = copy(run.record)
             run.buffer.store(self._stored_record)
         if run.record.has_finished and not run.has_live_rank and not self._has_ended:
@@ -236,7 +236,7 @@ class JobMachine:
 
     def _on_epoch_renewed(self, event: EpochRenewed, _now_s: float) -> None:
         self.run.epoch = event.epoch
-        # Telemetry doesn't say of which epoch a version is: those that may be lost are not used again.
+        # Telemetry does not carry a version's epoch, so versions that may be lost are not reused.
         self.record.version += LOST_VERSIONS
 
     def _on_rank_joined(self, event: RankJoined, now_s: float) -> None:
@@ -298,7 +298,7 @@ class JobMachine:
                 tensor=event.rank.tensor,
             )
         rank, batch = self.run.ranks[event.rank], event.batch
-        place, gpu = rank.coordinates, rank.gpu  # the tables' own place: they find it without a comparison
+        place, gpu = rank.coordinates, rank.gpu  # the tables' own object: lookups need no comparison
         self.run.ranks.check_trainer(place, batch.sequence)
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
@@ -340,7 +340,7 @@ class JobMachine:
         version = self._known_version(event.epoch, event.version)
         offered = self.run.offers.of_rank(event.rank).version
         if version != offered and (version == NO_VERSION or rank.in_force_version == offered):
-            # It fell back: what it had in force, and what it had accepted for an iteration to come, is gone.
+            # It fell back, and lost both its clocks in force and the accepted ones for a later iteration.
             self.run.offers.forget_sent(event.rank)
         self.run.ranks.change(replace(rank, in_force_version=version))
 
@@ -389,15 +389,13 @@ class JobMachine:
     def _on_resume_requested(self, _event: ResumeRequested, _now_s: float) -> None:
         if self.record.state is not JobState.STOCK:
             return
-        self.run.buffer.announce(
-            event_pb2.JOB_EVENT_TYPE_RESUMED, "the job goes on from stock, as it was asked to"
-        )
+        self.run.buffer.announce(event_pb2.JOB_EVENT_TYPE_RESUMED, "the job resumes from stock on request")
         self.run.planner.drop_frontier()
         self.run.planner.watch.forgive()
         self.run.profiler.renew()
         self.run.baseline.forget()
         everybody = self.run.ranks.are_all(RankState.CONNECTED)
-        self._lifecycle.enter(JobState.BASELINE if everybody else JobState.WAITING, "it was asked to go on")
+        self._lifecycle.enter(JobState.BASELINE if everybody else JobState.WAITING, "resumed on request")
 
     def _on_baseline_requested(self, event: BaselineRequested, _now_s: float) -> None:
         check_request_id(event.request_id)
@@ -447,18 +445,18 @@ class JobMachine:
             self.run.buffer.do(EndStream(instance_id))
 
     def _takes(self, spec_fingerprint: str) -> bool:
-        """Tell whether ranks of this specification may join; what names none is not checked."""
+        """Tell whether ranks of this specification may join; an empty fingerprint is not checked."""
         known = (some.spec_fingerprint for some in self.registrations.registrations)
         return not spec_fingerprint or spec_fingerprint in known
 
     def _known_version(self, epoch: str, version: int) -> int:
-        """Return what a rank says is in force, as a version of this coordinator's."""
+        """Return the version that a rank reports in force, as one of this coordinator's versions."""
         if not epoch:
             return NO_VERSION
         if epoch != self.run.epoch:
             return FOREIGN_VERSION
         if version > self.record.version:
-            # It was offered, and that is lost: never use it again, unless it can only be a lie.
+            # Its offer was lost with the state, so never reuse it; an implausibly high one is ignored.
             if version - self.record.version <= LOST_VERSIONS:
                 self.record.version = version
             return FOREIGN_VERSION
@@ -471,7 +469,7 @@ class JobMachine:
             self.run.buffer.store(registrations)
 
 
-# Looked up for every message: a table costs a tenth of what `functools.singledispatchmethod` does.
+# Looked up for every message: a table takes a tenth of the time of `functools.singledispatchmethod`.
 _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     RegisteredAgain: JobMachine._on_registered_again,
     Abandoned: JobMachine._on_abandoned,
@@ -508,12 +506,12 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
 def replay(
     recording: Recording, solve: Callable[[Solve | Refine], Input]
 ) -> Iterator[tuple[Input | None, JobMachine, list[Command] | CoordinatorError]]:
-    """Replay a recorded run: yield each input, the machine, and what it wants or why it refuses.
+    """Replay a recorded run: yield each input, the machine, and its commands or its refusal.
 
-    First comes how the run began (None). `solve` gives the answer to what the machine asks the solver for.
+    The run's beginning comes first (None). `solve` answers the machine's requests to the solver.
 
     Raises:
-        Exception: what the machine fails at.
+        Exception: the machine's failure.
     """
     match recording.beginning:
         case Begun() as begun:

@@ -1,25 +1,25 @@
-"""Whether a job gets on, and why it does not. Part of the state machine.
+"""Whether a job makes progress, and why not. Part of the state machine.
 
-What gets a job on depends on its state:
+The kind of progress depends on the job's state:
 
     WAITING             ranks join
     PROFILING           clocks are measured, for which the ranks send energy estimates
     every other, too    iterations of the whole job, regular and under the clocks that were offered
 
-Nothing needs to be said in STOCK and FINISHED, nor of iterations once the first rank has finished.
+STOCK and FINISHED need no progress, and no iterations are expected once the first rank has finished.
 
-The rule: a job that has not got on for `PATIENCE_S`, or for `PATIENCE_ITERATIONS` times its iteration time
-if that is longer, is stalled. The iteration time is the latest, or the baseline's if that is longer. Before
-one is known, a job whose first iteration takes longer is said to report none, and then to get on. A round of
-profiling may take the iterations that it measures beyond that. Iterations that come but lead nowhere
-(irregular, or under other clocks) have to be `PATIENCE_ITERATIONS` in a row; those before the start of what
-is offered don't count among them, unless that start was put off.
+The rule: a job without progress for `NO_PROGRESS_TIMEOUT_S`, or for `NO_PROGRESS_ITERATIONS` times its
+iteration time if that is longer, is stalled. The iteration time is the latest, or the baseline's if that is
+longer. Before one is known, a job counts as stalled during a longer first iteration. A round of profiling may
+additionally take the iterations that it measures. Useless iterations (irregular, or under other clocks) stall
+a job after `NO_PROGRESS_ITERATIONS` in a row; iterations before the start of an offer do not count as
+useless, unless that start was postponed.
 
-A reason is announced once until the job has got on, which is announced as well. Reasons may change in
-between: what the job says of itself is the latest, in WAITING always the ranks that are missing now.
+A reason is announced once until the job makes progress, which is announced as well. Reasons may change in
+between: the job shows the latest one, in WAITING always the ranks that are missing now.
 
-A message costs what it changes: who the ranks are that a reason holds for is only worked out when it is told,
-and at most once per patience after that.
+The cost of a message is proportional to its changes: the ranks to which a reason applies are only determined
+when it is announced, and at most once per timeout after that.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Progress:
     """Watches one job.
 
     Attributes:
-        is_silent: whether no iteration of the whole job has come for so long that nobody knows what runs.
+        is_silent: whether no iteration of the whole job has come for so long that it is unknown what runs.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class Progress:
         self._profiler = profiler
         self._round_iterations = round_iterations
         self._buffer = buffer
-        # What the wall clock shows more than the clock that never goes back.
+        # The wall clock minus the monotonic clock.
         self._wall_offset_s = wall_time_s - now_s
-        # Since the job got on last.
+        # Since the last progress.
         self._announced_reasons = set() if record.stall is None else {record.stall.reason}
         self._heard_s = self._checked_s = self._useful_s = now_s
         self._useless_count = 0
-        # Since the first iteration of a round of profiling, and how many rounds had been measured whole.
+        # The time of the first iteration of a round of profiling, and the complete rounds seen so far.
         self._measuring_s: float | None = None
         self._whole_round_count = 0
-        # By rank, on its present connection.
+        # The highest iteration by rank, on its current connection.
         self._reported: dict[Coordinates, int] = {}
         self._latest_iteration = -1
         self._repeating: set[Coordinates] = set()
 
     @property
     def stall(self) -> Stall | None:
-        """Why the job does not get on as things are now; None if it does, or may yet."""
+        """Why the job makes no progress now; None if it does, or still has time to."""
         return self._find_missing() if self._state is JobState.WAITING else self._announced
 
     @property
@@ -99,11 +99,11 @@ class Progress:
 
     @property
     def _announced(self) -> Stall | None:
-        """The reason that was announced last, while the job has not got on."""
+        """The latest announced reason, until the job makes progress."""
         return self._record.stall
 
     def enter(self, before: JobState, now_s: float) -> None:
-        """The job's state has changed, and with it what is waited for."""
+        """Take a change of the job's state, and thus of the expected progress."""
         state = self._state
         self.is_silent = False
         self.restart(now_s)
@@ -117,12 +117,12 @@ class Progress:
                 self._end_stall()
 
     def forget(self, rank: Coordinates) -> None:
-        """A rank has joined: its iterations may begin anywhere."""
+        """Forget the iterations of a rank that has joined: they may begin anywhere."""
         self._reported.pop(rank, None)
         self._repeating.discard(rank)
 
     def take_rows(self, rank: Coordinates, rows: IterationColumns) -> None:
-        """Take note of the iterations that a rank reports."""
+        """Take the iterations that a rank reports."""
         highest = self._reported.get(rank, -1)
         if min(rows.iteration) <= highest:
             self._repeating.add(rank)
@@ -153,7 +153,7 @@ class Progress:
                 self._announce_useless(iteration, now_s)
 
     def check(self, now_s: float, wall_time_s: float) -> None:
-        """Say why the job does not get on, where it has been waited for long enough."""
+        """Announce why the job makes no progress, if the timeout has passed."""
         self._wall_offset_s = wall_time_s - now_s
         if self._profiler.whole_round_count != self._whole_round_count:
             self._whole_round_count = self._profiler.whole_round_count
@@ -161,7 +161,7 @@ class Progress:
             if self._announced is not None and self._announced.reason is StallReason.NO_ENERGY_ESTIMATES:
                 self._end_stall()
         since_s = self._heard_s if self._measuring_s is None else min(self._heard_s, self._measuring_s)
-        if now_s < since_s + NO_PROGRESS_TIMEOUT_S:  # nobody's patience is shorter
+        if now_s < since_s + NO_PROGRESS_TIMEOUT_S:  # no timeout is shorter
             return
         deadline_s = self.next_deadline_s()
         if deadline_s is None or now_s < deadline_s:
@@ -178,7 +178,7 @@ class Progress:
             self._announce_unmeasured(now_s)
 
     def next_deadline_s(self) -> float | None:
-        """When `check` may have something to say, if nothing else happens."""
+        """Return when `check` may have a reason to announce if no input arrives; None if never."""
         if self._state is JobState.WAITING:
             is_announced = StallReason.RANK_MISSING in self._announced_reasons
             return None if is_announced else self._heard_s + NO_PROGRESS_TIMEOUT_S
@@ -190,16 +190,16 @@ class Progress:
         return deadline_s
 
     def silence_s(self, now_s: float) -> float:
-        """For how long no iteration of the whole job has been reported."""
+        """Return how long no iteration of the whole job has been reported."""
         return now_s - self._heard_s
 
     def validate(self) -> None:
-        """Check what must always hold."""
+        """Check the invariants."""
         assert (self._announced is None) == (not self._announced_reasons)
         assert not self.is_silent or self._state in _RUNNING
 
     def restart(self, now_s: float) -> None:
-        """All timers begin anew."""
+        """Restart all timers."""
         self._heard_s = self._checked_s = self._useful_s = now_s
         self._useless_count = 0
         self._measuring_s = None
@@ -218,7 +218,7 @@ class Progress:
     # ------------------------------------------------------------------ reasons
 
     def _find_missing(self) -> Stall | None:
-        """Return which ranks are missing; in WAITING those that have finished if no others are."""
+        """Return the missing ranks as a stall; in WAITING, the finished ranks if none is missing."""
         if (first := self._ranks.missing.first()) is not None:
             place, since_s = first
             return self._stall(StallReason.RANK_MISSING, [place], since_s, len(self._ranks.missing))
@@ -270,7 +270,9 @@ class Progress:
         assert self._announced is not None
         stall, self._record.stall = self._announced, None
         self._announced_reasons.clear()
-        self._announce(event_pb2.JOB_EVENT_TYPE_STALL_ENDED, f"the job gets on again; before, {stall}", stall)
+        self._announce(
+            event_pb2.JOB_EVENT_TYPE_STALL_ENDED, f"the job makes progress again; before, {stall}", stall
+        )
 
     def _announce(self, kind: event_pb2.JobEventType.ValueType, message: str, stall: Stall) -> None:
         self._buffer.announce(

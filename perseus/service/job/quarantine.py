@@ -1,10 +1,10 @@
-"""What becomes of a run without a state machine: one that has ended, or that the coordinator has failed at.
+"""Runs without a state machine: ended ones, and ones whose machine failed.
 
-A machine that raised something nobody thought of can't be trusted any more: it may have stopped halfway. So
-it is asked nothing more, and a snapshot takes its place, of what it gave out before: the job is shown at
-stock, its ranks are told to go there, whoever speaks of it is refused, and it can be finished, abandoned,
-deleted or resumed. Resuming builds a machine from what is stored (`LiveRuns.revive`); the store holds the job
-as one at stock, so that a restart does the same and no plan comes back with it.
+A machine that raised an unexpected exception may have stopped halfway, so it can't be trusted any more. It
+receives no further inputs, and a snapshot of its published state takes its place: the job is shown at stock,
+its ranks are sent there, calls that concern it are refused, and it can be finished, abandoned, deleted or
+resumed. Resuming builds a new machine from the stored state (`LiveRuns.revive`). The store holds the job as
+one at stock, so that a restart does the same and no plan returns with it.
 """
 
 from collections import Counter
@@ -54,9 +54,9 @@ _Change = tuple[RunSnapshot, list[Command]]
 
 
 def quarantine(known: StoredJob, fault: Fault, rules: Rules, epoch: str, wall_time_s: float) -> _Change:
-    """Put a run at stock that the coordinator failed at; one that had ended has ended still.
+    """Put a run at stock whose machine failed; a run that had ended stays ended.
 
-    Returns its snapshot, and what is to be stored, told and said to its ranks.
+    Returns its snapshot, and the commands to store, announce and send to its ranks.
     """
     record = known.record or JobRecord(known.spec.policy)
     before, why = record.state, f"quarantined: {fault}"
@@ -94,7 +94,7 @@ def quarantine(known: StoredJob, fault: Fault, rules: Rules, epoch: str, wall_ti
 
 
 def lost(ranks: Iterable[Rank]) -> dict[Coordinates, Rank]:
-    """Return the stored ranks of a run without a machine: those that were served are lost for it."""
+    """Return the stored ranks of a run without a machine; those that were served are lost."""
     return {
         rank.coordinates: replace(rank, state=RankState.LOST, in_force_version=NO_VERSION)
         if rank.state in LIVE
@@ -104,10 +104,10 @@ def lost(ranks: Iterable[Rank]) -> dict[Coordinates, Rank]:
 
 
 def handle(snapshot: RunSnapshot, event: Input, now_s: float, wall_time_s: float) -> _Change:
-    """Take one input; see `JobMachine.handle`.
+    """Take one input of a run without a machine, like `JobMachine.handle`.
 
     Raises:
-        JobFinishedError, JobQuarantinedError, RankNotServedError: it needs a machine.
+        JobFinishedError, JobQuarantinedError, RankNotServedError: the input needs a machine.
     """
     buffer, record = CommandBuffer(wall_time_s=wall_time_s), snapshot.record
     buffer.sequence = snapshot.last_event_sequence
@@ -174,7 +174,7 @@ def _keep(snapshot: RunSnapshot, record: JobRecord, buffer: CommandBuffer) -> Ru
 
 
 def _given_out(snapshot: RunSnapshot, buffer: CommandBuffer, *, has_ended: bool) -> _Change:
-    """Return a run as it is shown now, with what was written down meanwhile; `has_ended`: just now."""
+    """Return a run as it is shown now, and the collected commands; `has_ended`: whether it ended just now."""
     record, job = snapshot.record, job_pb2.Job()
     job.CopyFrom(snapshot.job)
     job.state, job.state_reason = NUMBERS[record.state], record.state_reason

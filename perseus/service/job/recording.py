@@ -1,12 +1,12 @@
-"""What a run's state machine was given, so that the run can be replayed.
+"""Records the inputs of a run's state machine so that the run can be replayed.
 
-A machine is a function of how it began and of its inputs with their times. Whoever has both gets the same
-commands again, and the same fault. Frontiers and plans are not kept: the machine asks for them, and solving
-gives the same ones again.
+A machine is a function of its beginning and of its inputs with their times: both together reproduce the same
+commands, and the same fault. Frontiers and plans are not kept: the machine requests them, and solving yields
+the same ones again.
 
-A recording begins with the run, and anew wherever the coordinator goes on with a stored run: after its start,
-and when a quarantined job is resumed. It is bounded: one that has grown too large is dropped, and begins no
-more until then.
+A recording begins with the run, and again whenever the coordinator continues a stored run: after its own
+start, and when a quarantined job is resumed. Its size is bounded: a recording that grows too large is
+dropped, and the next one begins only then.
 """
 
 import base64
@@ -41,16 +41,16 @@ from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
 
 MAX_SIZE_BYTES = 8 * 2**20
-"""What the inputs of one recording may take in memory, roughly."""
+"""Approximate memory that the inputs of one recording may take."""
 
 _FORMAT = 2
 _INPUT_BYTES, _ROW_BYTES = 1024, 192
-"""What an input takes in memory, and each computation in it."""
+"""Memory that an input takes, and each computation in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A run that began: as `JobMachine` and its `register` take it."""
+    """The beginning of a new run: the arguments of `JobMachine` and its `register`."""
 
     spec: JobSpec
     run_number: int
@@ -64,7 +64,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A run that went on from what was stored: as `JobMachine.restore` takes it."""
+    """The beginning of a run continued from the store: the arguments of `JobMachine.restore`."""
 
     stored: StoredJob
     rules: Rules
@@ -75,30 +75,30 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class SolverAnswered:
-    """What was asked for last is solved; with a cause, there is no such plan."""
+    """The answer to the latest request to the solver; with a cause, the request for an exact plan failed."""
 
     cause: str | None = None
 
 
 class Recording:
-    """How a run began, and its inputs, each with the time of the jobs' clock and of the wall clock.
+    """A run's beginning and its inputs, each with the time of the jobs' clock and of the wall clock.
 
     Attributes:
         beginning: None once the recording is dropped.
-        size_bytes: what it takes in memory, roughly.
+        size_bytes: approximate size in memory.
     """
 
     def __init__(self, beginning: Begun | Restored) -> None:
         self.beginning: Begun | Restored | None = beginning
         self.inputs: list[tuple[Input | SolverAnswered, float, float]] = []
         self.size_bytes = 0
-        if isinstance(beginning, Restored):  # nobody else keeps what was stored
+        if isinstance(beginning, Restored):  # nothing else keeps the stored rows in memory
             stored = beginning.stored
             parts = stored.ranks, stored.offers, stored.profiles, stored.periods, stored.open_rows
             self.size_bytes = _INPUT_BYTES * sum(map(len, parts))
 
     def add(self, event: Input, now_s: float, wall_time_s: float) -> None:
-        """Keep one more input."""
+        """Record one input."""
         if self.beginning is None:
             return
         self.size_bytes += _INPUT_BYTES
@@ -115,21 +115,21 @@ class Recording:
             self.drop()
 
     def drop(self) -> None:
-        """Keep nothing more, and nothing of what there is."""
+        """Discard the recording, and record nothing more."""
         self.beginning, self.inputs, self.size_bytes = None, [], 0
 
     def dump(self, **more: object) -> str:
-        """Return the recording as a document, with more values beside it."""
+        """Return the recording as a document, with additional values."""
         document = {"format": _FORMAT, "beginning": self.beginning, "inputs": self.inputs, **more}
         text = json.dumps({name: to_json(value) for name, value in document.items()})
         return base64.b64encode(zlib.compress(text.encode())).decode()
 
     @classmethod
     def load(cls, document: str) -> tuple["Recording", dict[str, Any]]:
-        """Return a recording, and what else its document has.
+        """Return a recording, and the additional values of its document.
 
         Raises:
-            RecordingUnreadableError: it is none, or of another version of Perseus.
+            RecordingUnreadableError: the document is no recording, or of another version of Perseus.
         """
         try:
             found = json.loads(zlib.decompress(base64.b64decode(document, validate=True)))
@@ -149,9 +149,9 @@ def to_json(value: Any) -> Any:
     match value:
         case enum.Enum():
             return {"enum": type(value).__name__, "name": value.name}
-        case Rules():  # they may come with all other settings
+        case Rules():  # a subclass may have all other settings, too
             return {"type": "Rules", **{name: getattr(value, name) for name in Rules.model_fields}}
-        case Message():  # of numbers only
+        case Message():  # its fields are numbers only
             found = {field.name: getattr(value, field.name) for field in value.DESCRIPTOR.fields}
             return {"type": value.DESCRIPTOR.name, **found}
         case tuple() if hasattr(value, "_fields"):
@@ -170,7 +170,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return what `to_json` was given; KeyError or TypeError if its classes are not known here."""
+    """Return the original of a value of `to_json`; KeyError or TypeError if its classes are unknown here."""
     match value:
         case list():
             return [from_json(each) for each in value]
@@ -206,4 +206,4 @@ _CLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (Rules, Begun, Restored, SolverAnswered, event_pb2.MeasurementsUnexplained)
 }
-"""What beginnings and inputs are made of, beside numbers and texts."""
+"""The classes of which beginnings and inputs consist, apart from numbers and texts."""

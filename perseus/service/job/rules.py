@@ -1,4 +1,4 @@
-"""What the operator sets for all jobs of a coordinator."""
+"""The operator's settings for all jobs of a coordinator."""
 
 import math
 from typing import TYPE_CHECKING
@@ -7,12 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perseus.service.domain.limits import MAX_SETTING
 
-if TYPE_CHECKING:  # settings are read where no solver is installed
+if TYPE_CHECKING:  # settings are also read where no solver is installed
     from perseus.service.domain.profiling import ProfilingBudget
 
 
 class Rules(BaseModel):
-    """How long silence may last, how much is measured, how well, and what plans may exceed."""
+    """Leases, amounts and accuracies of measurements, and the tolerance of the guard."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -20,7 +20,7 @@ class Rules(BaseModel):
         default=30.0,
         ge=0.1,
         le=3600,
-        description="How long plans outlive the last word between agent and coordinator, seconds.",
+        description="How long plans stay in force after the last message from the other side, seconds.",
     )
     baseline_iterations: int = Field(
         default=5, ge=1, le=1000, description="Iterations of the stock baseline."
@@ -29,12 +29,17 @@ class Rules(BaseModel):
         default=3,
         ge=1,
         le=1000,
-        description="Iterations measured at a clock; noisier ones than others get more, clean ones fewer.",
+        description="Iterations measured per clock; a noisier clock gets more, a cleaner one fewer.",
     )
     profile_accuracy_percent: float = Field(
-        default=0.3, gt=0, le=100, description="Profile until plans can change by no more energy than this."
+        default=0.3,
+        gt=0,
+        le=100,
+        description="Profile until the plan's energy can change by no more than this.",
     )
-    profile_clocks: int = Field(default=12, ge=2, le=1000, description="Clocks measured per stage, at most.")
+    profile_clocks: int = Field(
+        default=12, ge=2, le=1000, description="Maximum number of clocks measured per stage."
+    )
     profile_budget_iterations: int = Field(
         default=1000, ge=1, le=MAX_SETTING, description="Iterations that profiling may take."
     )
@@ -49,25 +54,28 @@ class Rules(BaseModel):
         default=1.0,
         gt=0,
         le=1000,
-        description="Back to stock when iterations surely exceed the plan by this much.",
+        description="Return to stock when iterations surely exceed the prediction by this much.",
     )
     guard_iterations: int = Field(
-        default=5, ge=1, le=1000, description="Iterations of which the median has to exceed it, at least."
+        default=5,
+        ge=1,
+        le=1000,
+        description="Minimum number of iterations whose median has to exceed the prediction.",
     )
 
     @property
     def profile_accuracy(self) -> float:
-        """By what share the plan's energy may still change when profiling ends."""
+        """The share by which the plan's energy may still change when profiling ends."""
         return self.profile_accuracy_percent / 100
 
     @property
     def guard_tolerance(self) -> float:
-        """By what share the median of iterations may exceed what was promised, at least."""
+        """The share by which the median of iterations may always exceed the prediction."""
         return self.guard_tolerance_percent / 100
 
     @property
     def profiling_budget(self) -> "ProfilingBudget":
-        """What all rounds of profiling may take together."""
+        """The total budget of all rounds of profiling."""
         from perseus.service.domain.profiling import ProfilingBudget
 
         return ProfilingBudget(

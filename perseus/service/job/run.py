@@ -1,7 +1,7 @@
-"""One run of a job: what it is, what it knows of itself, and its parts. It decides nothing.
+"""One run of a job: its specification, its record, and its parts. It makes no decisions.
 
-What must outlive the coordinator is in `record`, which the parts change in place, or in tables of their own,
-whose rows are stored as they change. Everything else is measured or asked for anew after a restart.
+State that must outlive the coordinator is in `record`, which the parts change in place, or in tables of their
+own, whose rows are stored as they change. All other state is measured or requested anew after a restart.
 """
 
 from copy import copy
@@ -29,28 +29,28 @@ class Run:
 
     Attributes:
         spec: the job as registered.
-        run_number: which run of it this is, from 1.
-        rules: what the operator has set.
-        epoch: of the coordinator's state.
+        run_number: the number of this run of the job, from 1.
+        rules: the operator's settings.
+        epoch: the epoch of the coordinator's state.
         create_time_s: when it was registered, on the wall clock.
-        created_s: the same on the clock that never goes back.
-        now_s, wall_time_s: the time of the input that is being taken, on both clocks.
+        created_s: the same on the monotonic clock.
+        now_s, wall_time_s: the time of the current input, on both clocks.
         registrations: who registered it.
-        record: what it knows of itself and must not forget.
+        record: the state that must not be lost.
         schedule: its order of computations.
-        journal: where all parts write down what they want done.
-        ranks: who serves the job.
-        offers: what clocks its pipelines should have.
-        limiter: under which ceiling they are without a plan.
+        buffer: the commands that the parts request.
+        ranks: the ranks and the agents that serve them.
+        offers: the clocks desired for its pipelines.
+        max_clock_enforcer: the maximum clock without a plan.
         log: its iterations and the report.
-        meter: what it uses, for the ledger.
+        meter: its energy, for the ledger.
         timelines: the latest iteration of each pipeline.
-        baseline: what an iteration takes at stock.
-        profiler: what is measured of its stages.
-        stragglers: which pipelines are slow.
+        baseline: an iteration at stock.
+        profiler: the measurements of its stages.
+        stragglers: its slow pipelines.
         planner: the frontier and the plans on it.
-        progress: whether the job gets on.
-        caps: which GPUs are held below their clocks.
+        progress: whether the job makes progress.
+        caps: the GPUs that are held below their clocks.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Run:
         created_s: float,
         record: JobRecord | None = None,
     ) -> None:
-        """Begin where nothing is known, but for the record of a run that goes on."""
+        """Begin with no state except the record of a run that continues."""
         self.spec = spec
         self.run_number = run_number
         self.rules = rules
@@ -109,11 +109,11 @@ class Run:
             created_s,
             create_time_s,
         )
-        # As many as make the guard's median.
+        # A majority of the guard's iterations, which determines their median.
         self.caps = CapWatch(rules.guard_iterations // 2 + 1)
 
     def restore(self, stored: StoredJob, now_s: float, wall_time_s: float) -> None:
-        """Take the tables of a stored run, whose record this has already."""
+        """Take the tables of a stored run; its record was already passed at creation."""
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.registrations = stored.registrations
         self.ranks.restore(stored.ranks, now_s)
@@ -128,7 +128,7 @@ class Run:
         self.log.mark_straggler(-1, bool(self.stragglers))
 
     def begin(self, now_s: float, wall_time_s: float) -> None:
-        """An input is taken at this time."""
+        """Begin to take an input at this time."""
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.buffer.begin(now_s, wall_time_s)
 
@@ -138,6 +138,6 @@ class Run:
         return any(self.ranks.counts[state] for state in LIVE)
 
     def next_deadline_s(self) -> float | None:
-        """When the next lease or the patience with the job runs out, if any does: a Tick is due then."""
+        """Return when a Tick is due: when the next lease or the progress timeout runs out, if any."""
         deadlines_s = (self.ranks.next_deadline_s(), self.progress.next_deadline_s())
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)

@@ -1,4 +1,4 @@
-"""Which run of its job a registration leads to. Pure.
+"""Decides which run of its job a registration leads to. Pure.
 
     there is no run yet                     the first begins
     an earlier run knows the request        that run is returned
@@ -6,12 +6,12 @@
         and knows the request               it is returned
         and does not                        a new one begins
     it has not finished
-        and the specification is the same   it goes on
+        and the specification is the same   it continues
         it differs, and a rank is live      refused
         it differs, and none is             it is abandoned, and a new one begins
 
-A request that the latest run knows, which has not finished, but that asks for another specification is no
-retry: it is treated by what it asks for.
+A request that the unfinished latest run knows, but with another specification, is no retry: its specification
+decides.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LatestRun:
-    """How a job's latest run stands to a registration.
+    """A job's latest run in relation to a registration.
 
     Attributes:
-        number: of the run, from 1.
+        number: its number, from 1.
         has_finished: whether it has ended.
         has_live_rank: whether a rank is connected, or may come back within its lease.
         difference: the part in which the specification differs from the run's; None for the same.
@@ -36,19 +36,19 @@ class LatestRun:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The request has led to this run before, and changes nothing."""
+    """The request led to this run before, and changes nothing."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """The latest run goes on: plan, profile and versions stay."""
+    """The latest run continues: plan, profile and versions stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Ranks that are live run another specification: this part of it differs."""
+    """Live ranks run another specification: this part of it differs."""
 
     difference: str
 
@@ -65,7 +65,7 @@ Decision = Repeat | Continue | Refuse | Begin
 
 
 def decide(latest: LatestRun | None, known_to: int | None) -> Decision:
-    """Return where a registration leads; `known_to` is the run that its request has led to before, if any."""
+    """Return where a registration leads; `known_to` is the run that its request led to before, if any."""
     if latest is None:
         return Begin(1)
     if known_to is not None and (known_to != latest.number or latest.has_finished):

@@ -1,15 +1,15 @@
-"""The states of a job, and the ways between them.
+"""The states of a job and the transitions between them.
 
     WAITING ──all connected──► BASELINE ──measured──► PROFILING ──swept──► SOLVING ──solved──► PLANNED
        ▲   stock                 stock                  clock by clock       stock              plans
        │
-       └──── a rank is lost ◄── any of these; what was measured is kept, and the way back skips it
+       └──── a rank is lost ◄── any of these; measurements are kept, and the way back skips them
 
-    STOCK      something failed: stock on every rank until the job ends, or is told to resume at the baseline
-    FINISHED   all ranks are done, or the job was ended: stock on every rank that is left
+    STOCK      something failed: stock on every rank until the job ends or is resumed at the baseline
+    FINISHED   all ranks are done, or the job was ended: stock on every remaining rank
 
-Ways that the picture leaves out lead back: to PROFILING where other clocks are to be had than were measured,
-to SOLVING where the plans are of no use any more, to BASELINE where it is asked for again.
+The picture leaves out some transitions back: to PROFILING when clocks are available that were not measured,
+to SOLVING when the plans are no longer valid, to BASELINE when a new baseline is requested.
 """
 
 from collections.abc import Mapping
@@ -70,14 +70,14 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     JobState.STOCK: frozenset({JobState.WAITING, JobState.BASELINE, JobState.FINISHED}),
     JobState.FINISHED: frozenset(),
 }
-"""Where a job can go from each state."""
+"""The states that a job can enter from each state."""
 
 NEEDS_ALL_RANKS = frozenset({JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED})
 """The states that a job leaves when one of its ranks is lost."""
 
 
 class TransitionError(RuntimeError):
-    """A state machine went where it must not: a mistake of ours."""
+    """The state machine attempted a forbidden transition: a bug."""
 
     def __init__(self, before: JobState, after: JobState) -> None:
         expected = ", ".join(sorted(state.name for state in TRANSITIONS[before])) or "no other state"
@@ -88,7 +88,7 @@ def check_transition(before: JobState, after: JobState) -> None:
     """Check that a job may go from one state to the other.
 
     Raises:
-        TransitionError: it may not.
+        TransitionError: the transition is forbidden.
     """
     if after not in TRANSITIONS[before]:
         raise TransitionError(before, after)

@@ -1,6 +1,7 @@
-"""What is told of a run: the contract's `Job`, and values for metrics, budgets and pacing.
+"""Read access to a run: the contract's `Job`, and values for metrics, budgets and load shifting.
 
-What is asked for often costs no work over the run's ranks or pipelines; what grows with it says so.
+Frequent requests cost no work over the run's ranks or pipelines; functions whose cost grows with them
+document it.
 """
 
 import math
@@ -37,7 +38,7 @@ from perseus.v1 import job_pb2
 
 
 def job(run: Run, *, is_full: bool) -> job_pb2.Job:
-    """Return the job; without what grows with its size, there is no work over its ranks or pipelines."""
+    """Return the job. Unless `is_full`, it costs no work over the job's ranks or pipelines."""
     record, planner, frontier = run.record, run.planner, run.planner.frontier
     shown = _of_record(run, record, run.rules, run.epoch, run.ranks.counts, run.buffer.sequence)
     shown.state_reason = _state_reason(record, run.progress.stall)
@@ -76,7 +77,7 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
 def stored_job(
     stored: StoredJob, record: JobRecord, rules: Rules, epoch: str, rank_counts: Mapping[RankState, int]
 ) -> job_pb2.Job:
-    """Return a job, with its details, of which nothing is known but what is stored."""
+    """Return a stored job, with its details, from its stored state only."""
     shown = _of_record(stored, record, rules, epoch, rank_counts, stored.last_sequence)
     shown.spec.CopyFrom(spec_to_proto(stored.spec))
     for straggler in record.stragglers:
@@ -85,7 +86,7 @@ def stored_job(
 
 
 def without_details(full: job_pb2.Job) -> job_pb2.Job:
-    """Return a job without what grows with its size."""
+    """Return a job without the fields that grow with its size."""
     summary = job_pb2.Job()
     summary.CopyFrom(full)
     summary.ClearField("spec")
@@ -133,7 +134,7 @@ def _of_record(
 
 
 def _state_reason(record: JobRecord, stall: Stall | None) -> str:
-    """Return why a job is in its state, and why it does not get on in it, if it does not."""
+    """Return why a job is in its state, and why it makes no progress there, if so."""
     if stall is None:
         return record.state_reason
     since = time_to_proto(math.floor(stall.since_time_s)).ToJsonString()
@@ -154,11 +155,11 @@ def _figures_to_proto(found: RunFigures) -> job_pb2.JobFigures:
     )
 
 
-# ---------------------------------------------------------------------- for metrics, budgets and pacing
+# ---------------------------------------------------------------------- for metrics and power management
 
 
 def figures(run: Run) -> RunFigures:
-    """Return what metrics tell beyond the job: no work over its ranks, either."""
+    """Return the metrics beyond the job's fields: no work over its ranks, either."""
     found = run.log.latest_period()
     period, saving = found if found and found[0].versions == run.offers.versions else (None, None)
     return RunFigures(
@@ -175,7 +176,7 @@ def figures(run: Run) -> RunFigures:
 
 
 def power(run: Run) -> JobPower:
-    """Return what it draws and can offer: no work over its ranks, but over its pipelines."""
+    """Return the job's power and its power curve: no work over its ranks, but over its pipelines."""
     planner, record, latest = run.planner, run.record, run.log.latest
     energy_j = sum(latest.pipeline_energy_j) + latest.gap_energy_j if latest is not None else 0.0
     return JobPower(
@@ -192,33 +193,33 @@ def power(run: Run) -> JobPower:
 
 
 def signal_target(run: Run) -> JobSignal | None:
-    """Return what it wants of a signal, and can do; None if its policy follows none."""
+    """Return the job's inputs for load shifting; None if its policy follows no signal."""
     return run.planner.job_signal(is_planned=run.record.state is JobState.PLANNED)
 
 
 def hostnames(run: Run) -> list[str]:
-    """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""
+    """Return the hosts of the ranks, or their last ones, in order; "" if unknown."""
     return [rank.hostname for rank in run.ranks]
 
 
 def highest_clock_mhz(run: Run) -> int:
-    """Return the highest clock that a GPU of it has; 0 where none is known."""
+    """Return the highest clock of the job's GPUs; 0 if unknown."""
     gpus = (rank.gpu for rank in run.ranks)
     return max((gpu.supported_clocks_mhz[0] for gpu in gpus if gpu is not None), default=0)
 
 
 def gpu_models(run: Run) -> list[str]:
-    """Return the models of the GPUs that the ranks are on, or were last, in their order; "" for none."""
+    """Return the GPU models of the ranks, or their last ones, in order; "" if unknown."""
     return ["" if rank.gpu is None else rank.gpu.model for rank in run.ranks]
 
 
 def gpus(run: Run) -> dict[Coordinates, str]:
-    """Return the UUIDs of the GPUs that the ranks are on, or were last."""
+    """Return the UUIDs of the ranks' GPUs, or of their last ones."""
     return {rank.coordinates: rank.gpu.uuid for rank in run.ranks if rank.gpu is not None}
 
 
 def is_on_gpu(run: Run, place: Coordinates, gpu_uuid: str) -> bool:
-    """Tell whether a rank is served, or its lease still runs, on a GPU, and may have clocks there."""
+    """Tell whether a rank, served or within its lease, is on a GPU and may have clocks there."""
     if place not in run.ranks or run.record.has_finished:
         return False
     rank = run.ranks[place]
@@ -226,15 +227,15 @@ def is_on_gpu(run: Run, place: Coordinates, gpu_uuid: str) -> bool:
 
 
 def instance_of(run: Run, place: Coordinates) -> str:
-    """Return the agent instance that serves a rank, or did last; "" for none."""
+    """Return the agent instance that serves a rank, or last did; an empty string if unknown."""
     return run.ranks[place].instance_id if place in run.ranks else ""
 
 
-# ---------------------------------------------------------------------- measured and planned
+# ---------------------------------------------------------------------- measurements and plans
 
 
 def timeline(run: Run, pipeline: int, *, from_baseline: bool = False) -> MeasuredTimeline:
-    """Return the latest whole iteration of a pipeline; or the one that is kept of the stock baseline.
+    """Return the latest complete iteration of a pipeline; or the kept one of the stock baseline.
 
     Raises:
         PipelineOutOfRangeError: the job has no such pipeline.
@@ -260,7 +261,7 @@ def _measured_timeline(run: Run, pipeline: int, found: Timeline) -> MeasuredTime
 
 
 def rank_columns(run: Run, first_pipeline: int, pipeline_count: int) -> RankColumns:
-    """Return so many pipelines' ranks from one on, in columns; fewer where there are no more."""
+    """Return the ranks of up to `pipeline_count` pipelines from one on, in columns."""
     counts, slowness = run.spec.parallelism, run.stragglers.slowness
     places = [
         (pipeline, stage)
@@ -303,7 +304,7 @@ def solved_frontier(run: Run) -> Frontier:
 
 
 def snapshot(run: Run) -> RunSnapshot:
-    """Return what is kept in memory of a run that has ended."""
+    """Return the part of an ended run that is kept in memory."""
     pipelines = range(run.spec.parallelism.pipeline_count)
     latest = {pipeline: run.timelines.latest(pipeline) for pipeline in pipelines}
     return RunSnapshot(

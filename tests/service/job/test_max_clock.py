@@ -83,10 +83,10 @@ def test_the_baseline_waits_and_is_measured_without_it_only() -> None:
     cluster.send(MaxClockSet(1000))
     cluster.iterate(20, duration_s=1.1)
     cluster.expect(JobState.BASELINE)
-    assert "once the ceiling of 1000 MHz has ended" in cluster.job().state_reason
+    assert "once the maximum clock of 1000 MHz is lifted" in cluster.job().state_reason
 
     cluster.send(MaxClockSet(None))
-    assert cluster.job().state_reason == "the ceiling no longer holds it up"
+    assert cluster.job().state_reason == "the maximum clock no longer delays it"
     cluster.iterate_until(JobState.PROFILING)
     baseline = cluster.machine.record.baseline
     assert baseline is not None

@@ -93,7 +93,7 @@ def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_itera
         cluster.run(1)
     assert cluster.announced(event_pb2.ProfileCorrected) == [], "the estimates are over all iterations"
     cluster.expect(JobState.BASELINE)
-    assert cluster.job().state_reason == ("stage 1 takes 2.00 × the time planned: it is profiled again")
+    assert cluster.job().state_reason == "stage 1 takes 2.00 × its planned time: it is profiled again"
     assert cluster.machine.run.profiler.profiles == ()
     cluster.restart()
     assert cluster.machine.run.profiler.profiles == (), "what was forgotten is not stored, either"
@@ -312,7 +312,7 @@ def test_where_nobody_tells_what_waiting_draws_the_job_is_planned_but_its_own_ta
     frontier = views.solved_frontier(cluster.machine.run)
     assert all(power_w > 0 for power_w in frontier.pipeline.blocking_power_w)
     reasons = [event.message for event in cluster.events() if event.HasField("profiling_ended")]
-    assert any("no rank has told what it draws while it waits: that is assumed" in why for why in reasons)
+    assert any("no rank has reported its blocking power, so it is assumed" in why for why in reasons)
     cluster.iterate(8)
     assert frontier.t_star_s > frontier.t_min_s
     assert cluster.planned_times_s() == pytest.approx([frontier.t_min_s] * 2)

@@ -1,1 +1,1 @@
-"""Iterations put together from their ranks: the report, the baseline, the latest timeline. Pure."""
+"""Iterations assembled from their ranks: the report, the baseline, the latest timeline. Pure."""

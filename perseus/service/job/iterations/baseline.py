@@ -1,4 +1,4 @@
-"""The stock baseline: what an iteration takes without Perseus. Part of the state machine."""
+"""The stock baseline: time and energy of an iteration without Perseus. Part of the state machine."""
 
 import math
 from collections.abc import Iterable
@@ -19,25 +19,28 @@ class Baseline:
 
     @property
     def iteration(self) -> StockIteration | None:
-        """What was measured, None until it is."""
+        """The measured baseline; None until it is measured."""
         return self._record.baseline
 
     @property
     def time_s(self) -> float:
-        """How long an iteration takes, 0 until that is measured."""
+        """The baseline's iteration time; 0 until it is measured."""
         return self._record.baseline.time_s if self._record.baseline is not None else 0.0
 
     def restart(self) -> None:
-        """What is under way counts for nothing; what was measured stays."""
+        """Discard an unfinished measurement; a finished one is kept."""
         self._seen.clear()
 
     def forget(self) -> None:
-        """It is to be measured again."""
+        """Discard the baseline so that it is measured again."""
         self._record.baseline = None
         self.restart()
 
     def take(self, iterations: Iterable[JobIteration], wanted: tuple[int, ...]) -> None:
-        """Take regular ones under the versions of stock; not the first, which may have begun otherwise."""
+        """Take regular iterations under stock's versions; the first is left out.
+
+        It may have begun under other clocks.
+        """
         self._seen.extend(
             StockIteration(
                 iteration.iteration_time_s, math.fsum(iteration.pipeline_energy_j), iteration.gap_time_s
@@ -50,6 +53,6 @@ class Baseline:
             self._record.baseline = StockIteration(
                 math.fsum(each.time_s for each in measured) / len(measured),
                 math.fsum(each.energy_j for each in measured) / len(measured),
-                # The usual one: an evaluation in between must not pass for it.
+                # The median, so that an evaluation in between does not count as the usual gap.
                 median(each.gap_time_s or 0.0 for each in measured),
             )

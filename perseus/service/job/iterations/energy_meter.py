@@ -1,14 +1,14 @@
-"""What a run uses, hour by hour, and what of it can be held against stock: the job's part of the ledger.
+"""A run's energy, hour by hour, and the part comparable with stock: the job's part of the ledger.
 
-Every complete iteration of the job counts once, in the hour (UTC) in which its last rank has reported it,
-with the gap before it. That is more than the report's periods have, which leave out the first iteration under
-its plans, irregular ones and gaps: a bill has to have them.
+Every complete iteration of the job counts once, in the hour (UTC) in which its last rank reported it, with
+the gap before it. The report's periods are narrower: they leave out the first iteration under new plans,
+irregular iterations and gaps. A bill has to include them.
 
-An iteration that ran at stock is its own measure. One under other clocks is held against the report's latest
-stock baseline, if all its GPUs' energy is known; where there is none, what it saved is not known.
+An iteration at stock saves nothing by definition. One under other clocks is compared with the report's latest
+stock baseline, if the energy of all its GPUs is known; without a baseline its saving is unknown.
 
-An hour is given out whole whenever it has changed, to be stored with the iterations that changed it: a
-coordinator that is killed counts nothing twice, and leaves nothing out.
+A changed hour is returned whole and stored together with the iterations that changed it: a coordinator that
+is killed counts nothing twice and leaves nothing out.
 """
 
 from collections.abc import Iterable
@@ -23,28 +23,28 @@ class EnergyMeter:
     """Counts the energy of one run.
 
     Attributes:
-        saved_j: saved against stock since the coordinator began with the run, None if unknown.
+        saved_j: energy saved against stock since the coordinator loaded the run, None if unknown.
     """
 
     def __init__(self) -> None:
         self.saved_j: float | None = None
         self._hour: EnergyHour | None = None
-        # Consecutive iterations under the same plans: how many, and their mean. Those of another mean would
-        # pass for noise. The first one may have begun under other clocks.
+        # Count and mean of consecutive iterations under the same plans: a different mean would look like
+        # noise. The first iteration may have begun under other clocks.
         self._plans: object = None
         self._count = 0
         self._mean_j = 0.0
 
     def restore(self, latest: EnergyHour | None) -> None:
-        """Go on with the latest hour that is stored."""
+        """Continue with the latest stored hour."""
         self._hour = latest
 
     def take(
         self, iterations: Iterable[JobIteration], baseline: Period | None, wall_time_s: float
     ) -> EnergyHour:
-        """Count one or more iterations that were reported at this time; return the hour as it is now.
+        """Count one or more iterations reported at this time; return the updated hour.
 
-        `baseline`: the report's latest one.
+        `baseline` is the report's latest one.
         """
         reference = (
             Reference(
@@ -56,7 +56,7 @@ class EnergyMeter:
             if baseline is not None and baseline.energy_j > 0
             else None
         )
-        # A wall clock that is set back must not lead to an hour that is stored already.
+        # A wall clock that is set back must not reopen an earlier stored hour.
         number = int(wall_time_s // HOUR_S)
         if self._hour is not None:
             number = max(number, self._hour.hour)
@@ -100,7 +100,7 @@ class EnergyMeter:
         )
 
     def _deviation(self, iteration: JobIteration, energy_j: float) -> tuple[float, int]:
-        """Return what an iteration adds to the squared deviations, and to their number (Welford's update)."""
+        """Return what an iteration adds to the squared deviations and to their number (Welford's update)."""
         if iteration.versions is None:
             self._plans = None
             return 0.0, 0

@@ -1,9 +1,9 @@
-"""Finished iterations: put together from their ranks, and summed up for the report.
+"""Finished iterations: assembled from their ranks, and summed up for the report.
 
-An iteration of a pipeline is complete when all its ranks have reported it, one of the job when all
-pipelines have. The report counts complete iterations of the job only. It is kept as *periods* (running sums
-over consecutive iterations under the same plans), so its size does not grow with the length of the
-training; beside the periods only the few rows of iterations that are not yet complete need to be stored.
+An iteration of a pipeline is complete when all its ranks have reported it; one of the job, when all pipelines
+have. The report counts complete iterations of the job only. It consists of *periods* (running sums over
+consecutive iterations under the same plans), so its size does not grow with the length of the training; apart
+from the periods, only the few rows of incomplete iterations need to be stored.
 """
 
 import math
@@ -36,9 +36,9 @@ _LABEL_LIMIT = 64
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """An incomplete iteration: one entry per rank, pipeline by pipeline; how many are missing.
+    """An incomplete iteration: one entry per rank, pipeline by pipeline, and the number of missing ranks.
 
-    Lists, as they are written one by one; what is complete is looked at as arrays.
+    These are lists, as entries are written one by one; a complete iteration is evaluated as arrays.
     """
 
     missing_count: int
@@ -56,26 +56,26 @@ class _Open:
 
 
 class _Label(NamedTuple):
-    """What a version of clocks was offered for, and whether they are stock's."""
+    """The job's state for which a version was offered, and whether its clocks are stock's."""
 
     state: JobState
     is_stock: bool
 
 
 _UNKNOWN = _Label(JobState.STOCK, is_stock=False)
-"""Of a version that is not known (any more)."""
+"""For a version that is not known (any more)."""
 
 
 class IterationLog:
-    """Puts iterations together, and keeps the report's periods.
+    """Assembles iterations, and keeps the report's periods.
 
     Attributes:
         closed_through: the highest iteration that takes no more rows, -1 if none.
         periods: the report so far.
-        latest_baseline: the latest of these that is a stock baseline, if there is one.
+        latest_baseline: the latest period that is a stock baseline, if there is one.
         iteration_time_s: that of the latest complete iteration of the job, 0 before the first.
         latest: that iteration.
-        totals: all complete iterations that were put together here.
+        totals: sums over all complete iterations assembled here.
     """
 
     def __init__(self, ranks: Sequence[Coordinates], periods: Sequence[Period] = ()) -> None:
@@ -89,7 +89,7 @@ class IterationLog:
         self._pipeline_count = ranks[-1].pipeline + 1
         self._ranks_per_pipeline = len(ranks) // self._pipeline_count
         self._stage_count = ranks[-1].stage + 1
-        # By pipeline: the stages' versions that make one plan, and its version.
+        # By pipeline: the version of the plan that each tuple of stage versions makes up.
         self._plans: list[dict[tuple[int, ...], int]] = [
             {(NO_VERSION,) * self._stage_count: NO_VERSION} for _ in range(self._pipeline_count)
         ]
@@ -97,16 +97,16 @@ class IterationLog:
         self._latest: _Open | None = None
         self._latest_iteration: int | None = None
         self._key: tuple[tuple[int, ...], bool] | None = None
-        # Irregular iterations for which there is no period yet: under what, how many, their mean time.
+        # Irregular iterations without a period yet: their key, count and mean time.
         self._irregular: tuple[tuple[tuple[int, ...], bool], int, float] | None = None
         self._restored_through: int | None = None
         self._labels: dict[int, _Label] = {NO_VERSION: _Label(JobState.BASELINE, is_stock=True)}
-        # By version of a plan, where it is not 0: what the GPUs' set latency adds to its energy, percent.
+        # By version of a plan: the percentage that the GPUs' set latency adds to its energy, if not 0.
         self._latency_costs: dict[int, float] = {}
         self._straggler_since: list[tuple[int, bool]] = []
 
     def label(self, pipeline: int, offer: PipelineOffer, state: JobState) -> None:
-        """Say what a pipeline is offered, and for what state of the job."""
+        """Record a pipeline's offer, and the job's state that it was made for."""
         version, plans = offer.version, self._plans[pipeline]
         if offer.stage_versions not in plans:
             plans[offer.stage_versions] = version
@@ -117,7 +117,7 @@ class IterationLog:
             for old in sorted(self._latency_costs)[:-_LABEL_LIMIT]:
                 del self._latency_costs[old]
         if state is JobState.BASELINE and offer.clocks != STOCK:
-            state = JobState.STOCK  # what is measured under a ceiling is no baseline
+            state = JobState.STOCK  # measurements under a maximum clock are no baseline
         label = _Label(state, offer.clocks == STOCK)
         if self._labels.get(version) == label:
             return
@@ -126,17 +126,17 @@ class IterationLog:
             del self._labels[old]
 
     def mark_straggler(self, first_iteration: int, has_straggler: bool) -> None:
-        """Say whether a straggler is known from this iteration on."""
+        """Record whether there is a known straggler from this iteration on."""
         self._straggler_since = [mark for mark in self._straggler_since if mark[0] < first_iteration][
             -_LABEL_LIMIT:
         ]
         self._straggler_since.append((first_iteration, has_straggler))
 
     def restore(self, periods: Sequence[Period]) -> None:
-        """Go on with a report as it was stored.
+        """Continue with a stored report.
 
-        Under which plans the latest iteration ran isn't stored, unless it is the last one of the last period:
-        then the iteration that follows it is not the first one under its plans.
+        The plans of the latest iteration are not stored, unless it is the last one of the last period: in
+        that case the next iteration is not the first one under its plans.
         """
         self.periods = list(periods)
         self.latest_baseline = _latest_baseline(self.periods)
@@ -145,7 +145,7 @@ class IterationLog:
             self._key, self._restored_through = (last.versions, last.has_straggler), last.last_iteration
 
     def restart(self) -> None:
-        """Forget incomplete iterations: the job may go on with an iteration that it had before."""
+        """Forget incomplete iterations: the job may resume at an earlier iteration."""
         self.closed_through = -1
         self._open.clear()
         self._latest_iteration = None
@@ -154,7 +154,7 @@ class IterationLog:
         self._straggler_since = [(-1, True)] if has_straggler else []
 
     def silent_ranks(self) -> list[Coordinates]:
-        """Return the ranks that have not told of the oldest iteration that others have; all if nobody has."""
+        """Return the ranks that have not reported the oldest open iteration; all ranks if there is none."""
         oldest = self._open[min(self._open)].is_seen if self._open else [False] * len(self._index)
         return self._of(~np.array(oldest))
 
@@ -221,15 +221,15 @@ class IterationLog:
         return summaries, complete
 
     def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
-        """Yield the periods from a number on, each against the latest stock baseline before it."""
+        """Yield the periods from a number on, each compared with the latest stock baseline before it."""
         return report(self.periods, first_number)
 
     def latest_period(self) -> tuple[Period, Saving | None] | None:
-        """Return the last period of the report, if there is one, and what it saves against stock."""
+        """Return the last period of the report, if there is one, and its saving against stock."""
         return next(self.report(len(self.periods) - 1)) if self.periods else None
 
     def rank_powers_w(self, first_index: int, count: int) -> list[float | None]:
-        """Return the mean power of so many ranks, from an index on, in the latest iteration, watts."""
+        """Return the mean power, in watts, of `count` ranks from an index on in the latest iteration."""
         if self._latest is None:
             return [None] * count
         own = slice(first_index, first_index + count)
@@ -266,7 +266,7 @@ class IterationLog:
         before = iteration - 1 if self._latest_iteration is None else self._latest_iteration
         self._latest, self._latest_iteration = entry, iteration
         versions = self._versions(entry)
-        # Of stages that are not of one plan, each has its own.
+        # If the stages do not make up one plan, each has its own label.
         labels = [self._labels.get(one, _UNKNOWN) for one in sorted(set(versions or entry.version))]
         complete = JobIteration(
             iteration=iteration,
@@ -292,7 +292,7 @@ class IterationLog:
         return complete
 
     def _by_stage(self, versions: Sequence[int]) -> NDArray[np.int64]:
-        """Return what ranks have as an array of shape (pipelines, stages, tensor-parallel ranks)."""
+        """Return per-rank versions as an array of shape (pipelines, stages, tensor-parallel ranks)."""
         return np.array(versions, np.int64).reshape(self._pipeline_count, self._stage_count, -1)
 
     def _versions(self, entry: _Open) -> tuple[int, ...] | None:
@@ -307,9 +307,9 @@ class IterationLog:
         return tuple(known) if len(known) == len(versions) else None
 
     def _count(self, complete: JobIteration, wall_time_s: float) -> None:
-        """Add an iteration to the report, unless it is the first one under its plans, or was touched.
+        """Add an iteration to the report, unless it is the first under its plans, or its clocks changed.
 
-        Irregular ones only count, with their time, among the regular ones before or after them.
+        Irregular ones only add to the count and time kept beside the regular ones before or after them.
         """
         if complete.versions is None or complete.has_clock_change:
             return
@@ -379,7 +379,7 @@ class IterationLog:
         return known
 
     def validate(self) -> None:
-        """Check what must always hold."""
+        """Check the invariants."""
         assert len(self._open) <= OPEN_LIMIT
         assert all(iteration > self.closed_through for iteration in self._open)
         for entry in self._open.values():
@@ -395,7 +395,7 @@ def _is_baseline(period: Period) -> bool:
 
 
 def report(periods: Sequence[Period], first_number: int) -> Iterator[tuple[Period, Saving | None]]:
-    """Yield a run's periods from a number on, each against the latest stock baseline before it."""
+    """Yield a run's periods from a number on, each compared with the latest stock baseline before it."""
     stock = _latest_baseline(periods[:first_number])
     for period in islice(periods, first_number, None):
         if _is_baseline(period):

@@ -1,4 +1,4 @@
-"""The latest whole iteration of each pipeline, and one of the stock baseline, kept in memory only."""
+"""The latest complete iteration of each pipeline, and one of the stock baseline, kept in memory only."""
 
 from collections import deque
 
@@ -10,14 +10,14 @@ from perseus.service.domain.telemetry import ComputationColumns
 from perseus.v1 import job_pb2
 
 _KEPT = 4
-"""Iterations kept per stage: its ranks do not report at the same moment."""
+"""Iterations kept per stage, because its ranks do not report at the same moment."""
 
 
 class TimelineMemory:
-    """Keeps the last few iterations of every stage, and finds the latest that is whole.
+    """Keeps the last few iterations of every stage, and finds the latest complete one.
 
     Attributes:
-        baseline: a whole iteration of the latest stock baseline, and its pipeline; None where there is none.
+        baseline: a complete iteration of the latest stock baseline, and its pipeline; None if there is none.
     """
 
     def __init__(self, parallelism: Parallelism) -> None:
@@ -30,21 +30,21 @@ class TimelineMemory:
         self._times_s: dict[int, dict[int, float]] = {p: {} for p in pipelines}
 
     def add(self, rank: Coordinates, computations: ComputationColumns) -> None:
-        """Remember a rank's latest computations; those of tensor rank 0 stand for the stage."""
+        """Remember a rank's latest computations; tensor rank 0 represents the stage."""
         if rank.tensor == 0:
             memory = self._stages[rank.pipeline][rank.stage]
             for iteration in computations.iterations()[-_KEPT:]:
                 memory.append((iteration, computations.of_iteration(iteration)))
 
     def finish(self, summary: job_pb2.IterationSummary) -> None:
-        """Note that an iteration of a pipeline is complete."""
+        """Record that an iteration of a pipeline is complete."""
         times_s = self._times_s[summary.pipeline]
         times_s[summary.iteration] = summary.iteration_time_s
         while len(times_s) > 2 * _KEPT:
             del times_s[next(iter(times_s))]
 
     def end(self) -> None:
-        """The job has ended, but stays known: forget all but each pipeline's latest complete iteration."""
+        """Forget all but each pipeline's latest complete iteration, because the job has ended."""
         for pipeline, stages in self._stages.items():
             latest = self.latest(pipeline)
             for memory in stages:
@@ -53,9 +53,9 @@ class TimelineMemory:
                 memory.extend(kept[-1:])
 
     def keep_baseline(self) -> None:
-        """The stock baseline was just measured: keep an iteration of it, of the first pipeline that has one.
+        """Keep an iteration of the stock baseline just measured, of the first pipeline that has one.
 
-        One pipeline's is enough to look at: at stock all compute the same in the same way.
+        One pipeline is enough: at stock all pipelines compute in the same way.
         """
         whole = ((pipeline, self.latest(pipeline)) for pipeline in self._stages)
         self.baseline = next(
@@ -64,7 +64,7 @@ class TimelineMemory:
         )
 
     def mean_clock_mhz(self, pipeline: int, stage: int) -> float | None:
-        """Return the mean clock of a stage's latest iteration, by time, MHz; 0 at stock, None if unknown."""
+        """Return the time-weighted mean clock of a stage's latest iteration; 0 at stock, None if unknown."""
         memory = self._stages[pipeline][stage]
         if not memory:
             return None
@@ -73,7 +73,7 @@ class TimelineMemory:
         return float(durations_s @ np.asarray(memory[-1][1].clock_mhz)) / time_s if time_s else None
 
     def latest(self, pipeline: int) -> Timeline | None:
-        """Return the complete iteration reported last, if there is one."""
+        """Return the most recently reported complete iteration, if there is one."""
         stages = [dict(memory) for memory in self._stages[pipeline]]
         for iteration, time_s in reversed(self._times_s[pipeline].items()):
             if all(iteration in stage for stage in stages):

@@ -1,1 +1,1 @@
-"""From profiles to clocks: the frontier, the offers, and whether plans keep their promise. Pure."""
+"""From profiles to clocks: the frontier, the offers, and the checks that predictions hold. Pure."""

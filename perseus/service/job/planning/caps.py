@@ -1,17 +1,17 @@
-"""Clocks that GPUs do not reach: a power cap or heat holds them lower. Part of the state machine.
+"""Clocks that GPUs do not reach because of a power limit or heat. Part of the state machine.
 
-Large GPUs meet their power cap all the time, and a profile measured under it holds: the cap is in its times.
-So a cap matters only where iterations are slower than planned (the guard says that the promise would be
-broken, or a pipeline is a straggler). Then each rank is looked at: one whose GPU was held below its clock in
-all of its latest iterations, and reached less than its stage is planned with, explains it. The highest clock
-that it reached is what it can do; its stage is planned without those above it (`ranks.usable_clocks`), and
-stock is measured again, which is no faster either.
+Large GPUs run into their power limit all the time, and a profile measured under it is valid: its times
+include the capping. So a capped clock matters only if iterations are slower than planned (the guard would
+report a violated prediction, or a pipeline is a straggler). Then every rank is checked: a rank explains the
+slowness if its GPU was capped in all of its latest iterations and reached less than its stage's planned
+clock. The highest clock that it reached becomes the stage's limit; the stage is planned without higher ones
+(`ranks.usable_clocks`), and stock is measured again, as it is no faster either.
 
-While a stage is profiled, a clock that its ranks are held below can't be measured: what the counter says
-then is of another clock. So there a cap counts at once.
+While a stage is profiled, a clock that its ranks do not reach can't be measured: the energy counter then
+shows another clock. So during profiling a cap counts at once.
 
-Nobody sees whether the cause has passed without asking for those clocks again. So they are, after
-`FIRST_HOLD_S`, and where that was in vain after twice as long every time, at most `LONGEST_HOLD_S`.
+Only requesting these clocks again shows whether the cause has passed. So they are retried after
+`INITIAL_HOLD_S`, and after each failed retry the wait doubles, up to `MAX_HOLD_S`.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, UsableClocks
 
 CAPPING_REASONS = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
-"""NVML's bits of what holds a GPU below its clock: power cap, slowdown, heat (two), power brake."""
+"""NVML's bits for reasons to cap a clock: power cap, slowdown, heat (two), power brake."""
 
 INITIAL_HOLD_S = 1800.0
 MAX_HOLD_S = 6 * 3600.0
@@ -47,17 +47,17 @@ class _Held:
 
 
 class CapWatch:
-    """Follows the ranks whose GPUs are held below their clocks: nothing is kept of the others.
+    """Tracks the ranks whose GPUs are held below their clocks; it keeps nothing about the others.
 
     Attributes:
-        hold_s: for how long clocks are done without from now on.
+        hold_s: how long the next cap will exclude clocks.
     """
 
     def __init__(self, iteration_count: int) -> None:
-        """Begin with none.
+        """Begin without caps.
 
         Args:
-            iteration_count: the latest iterations of a rank, in all of which it must have been held.
+            iteration_count: the number of latest iterations in all of which a rank must have been capped.
         """
         self._iteration_count = iteration_count
         self.hold_s = INITIAL_HOLD_S
@@ -86,12 +86,12 @@ class CapWatch:
         usable_mhz: UsableClocks,
         pipelines: Collection[int],
     ) -> tuple[Cap, ...]:
-        """Return the caps that keep ranks of these pipelines from clocks that their stages could do without.
+        """Return the caps that keep ranks of these pipelines from clocks that their stages can do without.
 
         Args:
-            clocks: that each pipeline has.
-            usable_mhz: what each stage can have so far.
-            pipelines: those that are slow; all if none.
+            clocks: each pipeline's clocks.
+            usable_mhz: each stage's usable clocks so far.
+            pipelines: the slow ones; empty for all.
         """
         caps = []
         for rank, held in self._held.items():
@@ -99,7 +99,7 @@ class CapWatch:
                 continue
             planned = stage_clocks(clocks[rank.pipeline], rank.stage)
             planned_mhz = planned if isinstance(planned, int) else max(planned)
-            # A clock wavers under a cap: the least of what it reached in each iteration is there to be had.
+            # A capped clock fluctuates; the lowest value over the iterations can be relied on.
             reached_mhz = min(held.clocks_mhz)
             is_needed = planned_mhz <= usable_mhz[rank.stage][-MIN_CLOCKS:][0]
             if reached_mhz < planned_mhz and not is_needed:
@@ -107,7 +107,7 @@ class CapWatch:
         return tuple(caps)
 
     def hold(self, now_s: float) -> float:
-        """Do without clocks from now on; return for how long."""
+        """Exclude clocks from now on; return for how long."""
         held_s = self.hold_s
         self._until_s = now_s + held_s
         self.hold_s = min(2 * held_s, MAX_HOLD_S)
@@ -115,19 +115,19 @@ class CapWatch:
         return held_s
 
     def is_over(self, now_s: float) -> bool:
-        """Tell, once, that clocks have been done without for long enough."""
+        """Return True once when the exclusion of clocks has ended."""
         if self._until_s is None or now_s < self._until_s:
             return False
         self._until_s = None
         return True
 
     def forget(self, ranks: Collection[Coordinates]) -> None:
-        """Ranks are gone, and may come back on other GPUs."""
+        """Forget ranks that are gone: they may return on other GPUs."""
         for rank in ranks:
             self._held.pop(rank, None)
 
     def restart(self) -> None:
-        """What was capped was so under other limits."""
+        """Discard all caps, as they belonged to other GPU limits."""
         self.hold_s = INITIAL_HOLD_S
         self._held.clear()
         self._until_s = None

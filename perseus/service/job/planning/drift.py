@@ -1,11 +1,12 @@
-"""Whether computations take the time that was planned. Part of the state machine.
+"""Detects computations that do not take their planned time. Part of the state machine.
 
-Agents go on estimating while plans are in force. Every `BLOCK` iterations their times, of computations that
-ran at one clock from begin to end, are held against those that the plan was made with. What all pipelines
-show is drift (a pipeline of its own is a straggler). The first block verifies clocks that nobody measured.
+Agents keep estimating while plans are in force. Every `BLOCK` iterations, the estimated times of computations
+that ran at one clock throughout are compared with the times that the plan was made with. A difference on all
+pipelines is drift; on a single pipeline it is a straggler. The first block verifies the clocks that were
+interpolated and never measured.
 
-Those estimates are over all iterations under a plan, and follow slowly where the work itself changes. So when
-iterations break their promise the latest one is looked at by itself.
+These estimates cover all iterations under a plan, so they follow slowly when the work itself changes. After a
+prediction violation, `changed_work` therefore examines the latest iteration by itself.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -18,22 +19,22 @@ from perseus.service.domain.telemetry import KINDS, EnergyEstimate
 from perseus.solver import Pipeline
 
 BLOCK = 20
-"""Iterations between two looks."""
+"""Iterations between two checks."""
 
 DRIFT_SHARE = 0.02
-"""By how much a computation's time has to be off for the profile to have drifted."""
+"""Share by which a computation's time has to be off to count as drift."""
 
 VERIFICATION_SHARE = 0.005
-"""The same, for a clock that was not measured."""
+"""The same, for an interpolated clock."""
 
 _MIN_COUNT = 5
-"""Computations in a sample that says anything."""
+"""Computations that a sample needs to count."""
 
 _ERRORS = 3.0
-"""Standard errors that are noise."""
+"""Differences within this many standard errors are noise."""
 
 CHANGED_RATIO = 1.1
-"""How much longer than planned computations have to take for the work itself to be another one."""
+"""Ratio of measured to planned time from which on the work itself must have changed."""
 
 Place = tuple[int, int, StageKey]
 """Stage, clock and (chunk, kind)."""
@@ -41,7 +42,10 @@ Place = tuple[int, int, StageKey]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Computations whose times are off. `times_s`: all that is measured; `worst`: where it is off most."""
+    """Computations whose times are off.
+
+    `times_s` has all measured times, `worst` the place of the largest error.
+    """
 
     times_s: Mapping[Place, float]
     worst: Place
@@ -49,12 +53,12 @@ class Drift:
 
     @property
     def stage(self) -> int:
-        """The stage that is off the most."""
+        """The stage with the largest error."""
         return self.worst[0]
 
 
 class DriftWatch:
-    """Holds the estimates of the plans in force against what they were made with."""
+    """Compares the estimates under the plans in force with the times that the plans were made with."""
 
     def __init__(self, parallelism: Parallelism) -> None:
         self._parallelism = parallelism
@@ -63,11 +67,11 @@ class DriftWatch:
         self._iteration_count = 0
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
-        """Take what a rank measured under the plan that it has now."""
+        """Take a rank's measurements under its current plan."""
         self._estimates[rank] = estimate
 
     def is_due(self, versions: tuple[int, ...] | None) -> bool:
-        """Count an iteration; tell whether a block of them under the same plans is complete."""
+        """Count an iteration; return whether it completes a block under the same plans."""
         if versions != self._versions:
             self._versions = versions
             self._iteration_count = 0
@@ -75,16 +79,17 @@ class DriftWatch:
         return self._iteration_count % BLOCK == 0
 
     def restart(self) -> None:
-        """What is under way counts for nothing."""
+        """Discard the estimates gathered so far."""
         self._estimates.clear()
         self._versions = None
 
     def check(
         self, problem: Pipeline, measured: Collection[tuple[int, int]], ignored: Collection[int]
     ) -> Drift | None:
-        """Compare with what the plans were made with; return what is off, if anything is.
+        """Compare the estimates with the planned times; return the drift, if there is any.
 
-        `measured` are the (stage, clock) that were, `ignored` pipelines that have reasons to be slow.
+        `measured` has the (stage, clock) pairs that were measured, `ignored` the pipelines with a reason to
+        be slow.
         """
         planned_s = {
             (stage, m.clock_mhz, (chunk, kind)): m.time_s
@@ -105,9 +110,9 @@ class DriftWatch:
         return Drift(times_s, worst, times_s[worst] / planned_s[worst])
 
     def _times_s(self, ignored: Collection[int]) -> dict[Place, tuple[float, float]]:
-        """Return the median over the pipelines of the slowest tensor rank's time, where most tell it.
+        """Return the median over the pipelines of the slowest tensor rank's time, if most report it.
 
-        With it comes the largest standard error.
+        The largest standard error comes with it.
         """
         slowest_s: dict[Place, dict[int, tuple[float, float]]] = {}
         for rank, estimate in self._estimates.items():
@@ -131,11 +136,11 @@ class DriftWatch:
 
 
 def changed_work(problem: Pipeline, timelines: Iterable[Timeline]) -> tuple[int, float] | None:
-    """Tell whether a stage takes far longer than planned in the latest iterations, one of each pipeline.
+    """Return the stage that most exceeds its planned time and the ratio, if at least `CHANGED_RATIO`.
 
-    Returns the stage that does so the most, and its ratio: what every pipeline shows (one of its own is a
-    straggler), of each the median over the microbatches of one kind of computation, those that began at a
-    clock of the profile.
+    `timelines` has the latest iteration of each pipeline. A stage's ratio is the smallest over the pipelines,
+    because a single slow pipeline is a straggler. A pipeline's ratio is the median over the microbatches of
+    one kind of computation, of those that began at a clock of the profile.
     """
     planned_s = {
         (stage, m.clock_mhz, (chunk, kind)): m.time_s

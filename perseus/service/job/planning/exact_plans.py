@@ -1,10 +1,10 @@
-"""The plans that are made for the very iteration times that are wanted. Part of the state machine.
+"""Plans made for exactly the target iteration times. Part of the state machine.
 
-A frontier's points answer at once, and lie a step apart. For each iteration time that is wanted, the plan of
-exactly that is made by a worker, which takes about as long as a few sweeps; when it is there, it is offered
-in the point's place if it pays. It is kept: the same iteration time, or one a little longer, has it at once.
+A frontier's points are available at once but lie a step apart. For each target iteration time, a worker makes
+the plan for exactly that time, which takes about as long as a few sweeps; when it is done, it replaces the
+point if it saves enough. It is kept, so the same target, or a slightly longer one, gets it at once.
 
-One plan is made at a time. What is no longer wanted by then is dropped.
+One plan is made at a time. A plan that is no longer wanted is dropped.
 """
 
 from collections import OrderedDict
@@ -15,44 +15,44 @@ from perseus.service.job.command_buffer import CommandBuffer
 from perseus.solver import Frontier, Plan, Refinement
 
 KEPT_PLANS = 16
-"""That a job remembers."""
+"""Plans that a job remembers."""
 
 MIN_GAIN = 0.0002
-"""The share of an iteration's energy that a plan has to save to take another one's place."""
+"""Share of an iteration's energy that a plan has to save to replace another."""
 
 
 class ExactPlans:
-    """The plans of one frontier that were made for wanted iteration times.
+    """The plans of one frontier for target iteration times.
 
     Attributes:
-        refining: the plan that is being made, if one is.
+        refining: the plan that is being made, if any.
     """
 
     def __init__(self, buffer: CommandBuffer) -> None:
         self.refining: Refinement | None = None
         self._refining_s = 0.0
         self._buffer = buffer
-        # By the iteration time that they were made for, the one that was wanted last at the end; None where
-        # the plan can't be made, or does not pay.
+        # Keyed by target iteration time, most recently wanted last; None if the plan can't be made or does
+        # not save enough.
         self._plans: OrderedDict[float, Plan | None] = OrderedDict()
 
     def forget(self) -> None:
-        """There is another frontier, or none."""
+        """Forget all plans: the frontier was replaced or dropped."""
         self._plans.clear()
         self.drop()
 
     def remember(self, plan: Plan) -> None:
-        """Take a plan made before, replayed on the frontier's pipeline: if it is as good, it may stay."""
+        """Take an earlier plan, replayed on the frontier's pipeline, so that it may stay if it is as good."""
         self._keep(plan.iteration_time_s, plan)
 
     def drop(self) -> None:
-        """What is being made is of no use any more, or something else is to be solved."""
+        """Drop the plan being made: it is no longer needed, or something else has to be solved."""
         if self.refining is not None:
             self.refining = None
             self._buffer.do(DropSolve())
 
     def plan_within(self, frontier: Frontier, iteration_time_s: float) -> Plan:
-        """Return the best plan known that is not slower than that; at once."""
+        """Return at once the best known plan that takes no longer than `iteration_time_s`."""
         point = frontier.plan_within(iteration_time_s)
         kept = [plan for plan in self._plans.values() if plan is not None]
         within = [plan for plan in kept if plan.iteration_time_s <= iteration_time_s]
@@ -60,7 +60,7 @@ class ExactPlans:
         return best if _pays(best, point, iteration_time_s) else point
 
     def want(self, frontier: Frontier, iteration_times_s: Iterable[float]) -> None:
-        """See to it that the plans for these iteration times are made, the first of them first."""
+        """Have the plans for these iteration times made, the first one first."""
         wanted_s = [min(time_s, frontier.t_slow_s) for time_s in iteration_times_s]
         for time_s in wanted_s:
             if time_s in self._plans:
@@ -74,7 +74,7 @@ class ExactPlans:
             self._buffer.do(Refine(self.refining))
 
     def take(self, frontier: Frontier, refinement: Refinement, plan: Plan | None) -> bool:
-        """Take a plan that was made, None if it could not be; tell whether it was awaited."""
+        """Take a finished plan, or None if it could not be made; return whether it was awaited."""
         if refinement is not self.refining:
             return False
         self.refining = None
@@ -94,6 +94,6 @@ class ExactPlans:
 
 
 def _pays(plan: Plan, other: Plan, iteration_time_s: float) -> bool:
-    """Tell whether a plan is better than another one by enough, where both are waited for until then."""
+    """Tell whether a plan saves enough over another one, both with waiting until `iteration_time_s`."""
     gain_j = other.effective_energy_j - plan.effective_energy_j
     return gain_j > MIN_GAIN * other.energy_until_j(iteration_time_s)

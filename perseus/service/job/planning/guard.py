@@ -1,17 +1,18 @@
-"""The guard: whether iterations keep what their plans promise. Part of the state machine.
+"""The guard: checks that iterations take no longer than the plans predict. Part of the state machine.
 
-A plan promises the time that the solver predicts for its computations, plus what an iteration holds beyond
-them (transfers, optimizer), which the stock baseline shows; never less than the baseline itself.
+The prediction is the time that the solver computes for the plan's computations, plus the part of an iteration
+outside them (transfers, optimizer), which the stock baseline shows; it is never less than the baseline
+itself.
 
-Iterations jump, and a few slow ones are no proof. How much they jump is learned from all of the job's, at
-stock already. The promise is broken where the median of the latest iterations exceeds it by more than the
-tolerance, no straggler explains that, and evidence has added up that jumps alone would give once in
-`FALSE_FREE_ITERATIONS`. The tolerance is no less than what the baseline, the median of a few iterations, may
-be off itself.
+Iteration times are noisy, and a few slow iterations prove nothing. The noise is learned from all iterations
+of the job, including those at stock. The prediction is violated if the median of the latest iterations
+exceeds it by more than the tolerance, no straggler explains that, and the accumulated evidence passes a
+threshold that noise alone would pass once in `FALSE_FREE_ITERATIONS`. The tolerance is at least the possible
+error of the baseline, which is the median of a few iterations.
 
-Nothing is promised of the gaps between iterations, in which ranks are at stock as soon as they are long: an
-evaluation breaks no promise. But what a gap takes longer than at stock, and low clocks in it can explain, is
-laid to the plans' account: else it would slow training unseen.
+The gaps between iterations have no prediction. Ranks return to stock in a long gap, so an evaluation violates
+nothing. But the part by which a gap exceeds the usual gap at stock, as far as low clocks in it can explain
+that, counts as time of the iteration: otherwise it would slow training unnoticed.
 """
 
 import math
@@ -31,10 +32,10 @@ from perseus.service.job.statistics.sequential_test import MIN_LEVEL, Sequential
 from perseus.solver import Frontier
 
 FALSE_FREE_ITERATIONS = 10_000
-"""Iterations of a job that keeps its promises in which at most one counts as broken, on average."""
+"""Mean number of iterations between false alarms in a job whose predictions hold."""
 
 _BASELINE_ERRORS = 2.0
-"""Standard errors that the baseline may be off."""
+"""Standard errors by which the baseline may be off."""
 
 _ERROR_OF_MEDIAN = 1.25
 """Standard error of a median over that of a mean."""
@@ -42,9 +43,9 @@ _ERROR_OF_MEDIAN = 1.25
 
 @dataclass(frozen=True, slots=True)
 class PredictionViolation:
-    """The evidence. Times in seconds, of whole iterations of the slowest pipeline, and what gaps lost.
+    """The evidence, in seconds of whole iterations of the slowest pipeline, time lost in gaps included.
 
-    `noise`: the standard deviation of iterations, and `tolerance` what was allowed, both as shares.
+    `noise` is the standard deviation of iteration times, `tolerance` the excess allowed, both as shares.
     """
 
     predicted_time_s: float
@@ -57,12 +58,12 @@ class PredictionViolation:
 
 
 def predicted_time_s(clocks: Sequence[PlannedClocks], frontier: Frontier, baseline_time_s: float) -> float:
-    """Return what the pipelines' plans together promise for an iteration of the job."""
+    """Return the iteration time of the job that the pipelines' plans together predict."""
     return prediction_of_s(max(some.plan.iteration_time_s for some in clocks), frontier, baseline_time_s)
 
 
 def prediction_of_s(planned_time_s: float, frontier: Frontier, baseline_time_s: float) -> float:
-    """Return what is promised where the slowest of the plans takes so long by itself."""
+    """Return the predicted iteration time of the job if the slowest plan takes `planned_time_s`."""
     return max(baseline_time_s, overhead_s(frontier, baseline_time_s) + planned_time_s)
 
 
@@ -79,12 +80,12 @@ class Guard:
 
     @property
     def tolerance(self) -> float:
-        """By what share iterations may exceed the promise, now that so much is known of them."""
+        """The share by which iterations may exceed the prediction, given the noise known so far."""
         error = _ERROR_OF_MEDIAN * self._noise.scale / math.sqrt(self._rules.baseline_iterations)
         return max(self._rules.guard_tolerance, math.expm1(_BASELINE_ERRORS * error))
 
     def learn(self, iteration: JobIteration) -> None:
-        """Take any iteration, before it is judged: how much they jump is no matter of plans."""
+        """Take any iteration before it is judged: noise does not depend on plans."""
         if not iteration.is_regular or iteration.versions is None:
             return
         log_time = np.log([iteration.iteration_time_s])
@@ -102,9 +103,9 @@ class Guard:
         baseline_time_s: float,
         baseline_gap_time_s: float | None = None,
     ) -> PredictionViolation | None:
-        """Take an iteration under plans that promise `promise_s`; return the evidence if that is broken.
+        """Take an iteration under plans that predict `predicted_s`; return the violation, if there is one.
 
-        `baseline_gap_time_s`: the usual gap at stock; None where it is not known, and then gaps don't count.
+        `baseline_gap_time_s` is the usual gap at stock; if it is None (unknown), gaps do not count.
         """
         lost_s = 0.0
         if iteration.versions != self._versions:
@@ -117,7 +118,7 @@ class Guard:
         time_s = iteration.iteration_time_s + lost_s
         self._times_s.append(time_s)
         tolerance = self.tolerance
-        # What exceeds the promise by the tolerance is halfway from 0 to the least level that is told from it.
+        # A time at the tolerance lies halfway between level 0 and the smallest level the test distinguishes.
         excess = math.log(time_s / (predicted_s * (1 + tolerance))) + MIN_LEVEL / 2
         self._test.add(np.array([excess]), self._noise)
         middle_s = median(self._times_s)
@@ -140,7 +141,7 @@ class Guard:
         return violation
 
     def restart(self) -> None:
-        """What is under way counts for nothing."""
+        """Discard the evidence gathered so far."""
         self._times_s.clear()
         self._test.restart()
         self._versions = None

@@ -1,14 +1,15 @@
-"""Whether iterations that are not as registered are slow under plans. Part of the state machine.
+"""Detects plans that make irregular iterations slow. Part of the state machine.
 
-Such an iteration runs at stock from the first mark that differs, and from its begin if those before it
-differed, too; but what precedes ran as planned. What it takes at stock is only known where some ran at stock.
-So they are held against those, and against what the plans promise, whichever is longer. A job whose latest
-iterations are mostly irregular, and take longer than that, has no use for its plans: stock is no slower.
+An irregular iteration runs at stock from the first mark that differs, and from its start if the iterations
+before it were irregular, too; the part before that runs as planned. Its time at stock is known only if some
+ran at stock. So irregular iterations are compared with those, or with the plans' prediction, whichever is
+longer. A job whose latest iterations are mostly irregular and take longer than that gains nothing from its
+plans.
 
-Medians decide, not evidence as with the guard. Evidence is for a level and its noise, and these iterations
-have neither: they are a mixture of evaluations, ramps and whatever else, of which few were seen. An error is
-cheap, too: it is no broken promise and costs no time, only what plans would have saved until regular
-iterations bring them back.
+The decision uses medians rather than the guard's sequential test. That test assumes a level and its noise,
+and irregular iterations have neither: they are a mixture of evaluations, ramps and the like, and few were
+seen. An error is also cheap: it is no prediction violation and costs no time, only the savings that plans
+would bring until regular iterations restore them.
 """
 
 from collections import deque
@@ -25,7 +26,7 @@ class IrregularWatch:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        # Of iterations under the same plans: the time of each that was irregular, 0 of the others.
+        # The iterations under the same plans: the time of each irregular one, 0 for the others.
         self._times_s: deque[float] = deque(maxlen=rules.guard_iterations)
         self._versions: tuple[int, ...] | None = None
         self._stock_times_s: deque[float] = deque(maxlen=_KEPT)
@@ -36,7 +37,7 @@ class IrregularWatch:
             self._stock_times_s.append(iteration.iteration_time_s)
 
     def judge(self, iteration: JobIteration, predicted_s: float) -> float | None:
-        """Take one under plans; return the median time of the irregular ones if the plans have to go."""
+        """Take an iteration under plans; return the median irregular time if the plans have to go."""
         if iteration.versions != self._versions:
             self.restart()
             self._versions = iteration.versions
@@ -52,6 +53,6 @@ class IrregularWatch:
         return found_s if found_s > expected_s * (1 + self._rules.guard_tolerance) else None
 
     def restart(self) -> None:
-        """What is under way counts for nothing; what was seen at stock stays."""
+        """Discard the iterations under plans; those at stock are kept."""
         self._times_s.clear()
         self._versions = None

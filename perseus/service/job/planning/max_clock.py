@@ -1,13 +1,14 @@
-"""Keeps a job under a power budget's ceiling wherever it has no plan. Part of the state machine.
+"""Keeps a job without a plan below the maximum clock of a power budget. Part of the state machine.
 
-A ceiling takes the place of stock, and stock under a ceiling is other clocks than stock: what is measured
-there is never taken for the stock baseline. Plans stay as they are. Two things wait for the ceiling's end:
+Stock under a maximum clock replaces stock, and differs from it: measurements there never count as the stock
+baseline. Plans stay as they are. Two things wait until the maximum clock is lifted:
 
 - the stock baseline;
-- a round of profiling with clocks above it; or with a stage at stock, which is higher than any clock.
+- a round of profiling with higher clocks, or with a stage at stock, which is higher than any clock.
 
-What is measured meanwhile may show the ceiling and not the plans: `is_evidence` says what still counts. It
-says, too, that nothing does in which clocks were changed, by an urgent offer or a ceiling.
+Measurements in the meantime may show the effect of the maximum clock rather than that of the plans;
+`is_comparable` decides which iterations still count. Iterations in which clocks were changed, by an urgent
+offer or a maximum clock, never do.
 """
 
 from collections.abc import Iterable
@@ -35,10 +36,10 @@ _WAITING = {JobState.BASELINE: "the stock baseline is", JobState.PROFILING: "hig
 
 
 class MaxClockEnforcer:
-    """What a job's ceiling is, and what follows from it.
+    """A job's maximum clock and its consequences.
 
     Attributes:
-        put_off: the round of profiling that waits for its end, if one does.
+        deferred_round: the round of profiling that waits until the maximum clock is lifted, if any.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class MaxClockEnforcer:
 
     @property
     def max_clock(self) -> MaxClock | None:
-        """The highest clock where nothing is planned; None without one."""
+        """The maximum clock where no plan is in force; None without one."""
         return self._record.max_clock
 
     @property
     def stock(self) -> StockClocks:
-        """What stands for stock now."""
+        """The clocks that currently replace stock."""
         return STOCK if self.max_clock is None else StockClocks(self.max_clock.clock_mhz)
 
     def order(self, max_clock: MaxClock | None) -> bool:
-        """Take another ceiling, or none, and tell the ranks of it; whether it is news."""
+        """Take another maximum clock, or None, and send it to the ranks; return whether it has changed."""
         if max_clock == self.max_clock:
             return False
         self._record.max_clock = max_clock
@@ -71,11 +72,11 @@ class MaxClockEnforcer:
         return True
 
     def offer_stock(self, *, is_urgent: bool = False) -> None:
-        """Let all pipelines have what stands for stock."""
+        """Set stock, under the maximum clock if there is one, as the desired clocks of all pipelines."""
         self._offers.set_desired(range(len(self._offers)), self.stock, is_urgent=is_urgent)
 
     def hold(self, round_: HoldClocks) -> None:
-        """Let all pipelines hold the clocks of a round; or put it off, if they are above the ceiling."""
+        """Let all pipelines hold the clocks of a round; or defer it, if they exceed the maximum clock."""
         max_clock = self.max_clock
         is_above = max_clock is not None and any(
             clock_mhz == STOCK_MHZ or clock_mhz > max_clock.clock_mhz for clock_mhz in round_.clocks_mhz
@@ -87,17 +88,20 @@ class MaxClockEnforcer:
             self._offers.set_desired(range(len(self._offers)), round_)
 
     def why_waiting(self, state: JobState) -> str | None:
-        """Say what waits for the ceiling's end in a state; None if nothing does."""
+        """Return what waits until the maximum clock is lifted in a state; None if nothing does."""
         is_waiting = state is JobState.BASELINE or self.deferred_round is not None
         if self.max_clock is None or not is_waiting:
             return None
-        return f"{_WAITING[state]} measured once the ceiling of {self.max_clock.clock_mhz} MHz has ended"
+        return (
+            f"{_WAITING[state]} measured once the maximum clock of {self.max_clock.clock_mhz} MHz is lifted"
+        )
 
     def is_comparable(self, iteration: JobIteration) -> bool:
-        """Whether an iteration can show anything of plans and pipelines.
+        """Tell whether an iteration can show anything about plans and pipelines.
 
-        None does in which clocks were changed, or while some pipelines have theirs and others not yet. Under
-        a ceiling, iterations that left their plan were slowed by it, and so is a stage that stays at stock.
+        Iterations in which clocks changed can't, nor those in which only some pipelines have their new
+        clocks. Under a maximum clock, iterations that left their plan were slowed by it, and so is a stage
+        that stays at stock.
         """
         if iteration.has_clock_change or self._offers.is_urgent:
             return False
@@ -106,11 +110,11 @@ class MaxClockEnforcer:
         return iteration.is_regular and not stages_at_stock(self._ranks.usable_clocks_mhz())
 
     def without_gaps(self, iteration: JobIteration) -> JobIteration:
-        """Return what counts for plans: what gaps take longer under a ceiling is not their fault."""
+        """Return the iteration without slow gaps under a maximum clock: plans are not to blame for them."""
         return iteration if self.max_clock is None else replace(iteration, gap_slowed_time_s=0.0)
 
     def validate(self, state: JobState, offered: Iterable[Clocks]) -> None:
-        """Check what must always hold."""
+        """Check the invariants."""
         assert self.deferred_round is None or (state is JobState.PROFILING and self.max_clock is not None)
         for clocks in offered:
             if isinstance(clocks, StockClocks):

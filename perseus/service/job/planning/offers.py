@@ -1,23 +1,23 @@
-"""What clocks each pipeline of a job should have, and the way there. Part of the state machine.
+"""The clocks offered to each pipeline of a job, and how they come into force. Part of the state machine.
 
-A version belongs to clocks, rises within the job and is never used again. A stage whose share of new clocks
-is the one that it has keeps its version, and its ranks are told nothing; the pipeline's version is that of
-the stage that changed last. All ranks of a pipeline that are to change get the same start iteration. A rank
-that has already begun it refuses; then the pipeline keeps its versions and is offered them anew with a later
+A version identifies clocks, rises within the job and is never reused. A stage keeps its version if its share
+of the new clocks is unchanged, and its ranks receive nothing; the pipeline's version is that of the stage
+that changed last. All ranks of a pipeline that change get the same start iteration. A rank that has already
+begun that iteration refuses; the pipeline then keeps its versions and is offered them again with a later
 start.
 
-The start lies a margin above the highest iteration that any rank reported. Telemetry comes when an
-iteration has ended and the next is running, so two is the least; short iterations need enough of them to
-cover the way (`TRANSIT_S`). The margin doubles with every refusal of the same version.
+The start lies a margin above the highest iteration that any rank reported. Telemetry arrives when an
+iteration has ended and the next is running, so the margin is at least two; if iterations are short, it has to
+cover the round trip (`TRANSIT_S`). It doubles with every refusal of the same version.
 
-An urgent offer is not waited with: its ranks take it at once, in the midst of an iteration, and none is too
-late for it. It has a start iteration all the same, for agents that don't know better. As long as it is not in
-force everywhere, what takes its place is urgent, too: it may never have been sent.
+Ranks take an urgent offer at once, in the middle of an iteration, so it is never too late. It carries a start
+iteration all the same, for agents that do not know urgent offers. Until it is in force everywhere, its
+replacement is urgent, too: the first offer may never have been sent.
 
-`settle` sends offers. It looks at how things stand, never at how they came about: every connected rank that
-neither has its stage's version in force nor was sent the present offer is sent it. So a rank that resumes
-with the right version gets nothing, and one that comes back with another, or fell back to stock, gets the
-offer.
+`reconcile` sends offers. It depends on the current state only, not on the history: it sends the current offer
+to every connected rank that neither has its stage's version in force nor was sent this offer. So a rank that
+resumes with the right version gets nothing, and one that returns with another version or fell back to stock
+gets the offer.
 """
 
 import math
@@ -47,7 +47,7 @@ from perseus.service.job.ranks.rank_table import LIVE, RankTable
 from perseus.v1 import event_pb2
 
 TRANSIT_S = 0.5
-"""Time that a report needs to get here, and an offer to get back, with room to spare."""
+"""Time for a report to arrive and an offer to get back, with room to spare."""
 
 MIN_MARGIN = 2
 MAX_MARGIN = 256
@@ -55,7 +55,7 @@ MAX_MARGIN = 256
 
 @dataclass(slots=True)
 class _Pipeline:
-    """The offer, how often it came too late, and the versions that were last offered and in force at all."""
+    """A pipeline's offer, how often it came too late, and the versions last offered and last in force."""
 
     offer: PipelineOffer
     late_count: int = 0
@@ -64,16 +64,16 @@ class _Pipeline:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether its offer is urgent, and not in force on all its ranks."""
+        """Whether the offer is urgent and not yet in force on all ranks."""
         return self.offer.is_urgent and self.in_force_version != self.offer.version
 
 
 class OfferBoard:
-    """One offer per pipeline, and what was sent of it.
+    """One offer per pipeline, and which ranks it was sent to.
 
     Attributes:
-        iteration_time_s: that of the latest iteration, 0 if unknown; short iterations need a wider margin.
-        switch_count: how often pipelines were given other plans, since this was made.
+        iteration_time_s: the latest iteration time, 0 if unknown; short iterations need a wider margin.
+        switch_count: how often pipelines were given new plans since this object was created.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class OfferBoard:
         self._stages = range(parallelism.stage_count)
         nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
         self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
-        # None where an offer has changed since this was asked last.
+        # Cached; None after an offer has changed.
         self._all_versions: tuple[int, ...] | None = None
         # How many pipelines have each version.
         self._versions = Counter({NO_VERSION: parallelism.pipeline_count})
@@ -98,7 +98,7 @@ class OfferBoard:
             self._by_pipeline[rank.coordinates.pipeline].append(rank.coordinates)
         # The (version, start iteration, urgency) sent to each rank on its present stream.
         self._sent: dict[Coordinates, tuple[int, int, bool]] = {}
-        # Pipelines of which something has changed: only these need a look, however large the job is.
+        # Pipelines that have changed: `reconcile` visits only these, however large the job is.
         self._unreconciled: set[int] = set()
         self._changed: set[int] = set()
 
@@ -131,7 +131,7 @@ class OfferBoard:
 
     @property
     def planned_range_s(self) -> tuple[float, float]:
-        """The shortest and the longest of them; 0 unless all have one."""
+        """The shortest and the longest planned iteration time; 0 unless all pipelines have a plan."""
         if self._planned_times_s.total() < len(self):
             return 0.0, 0.0
         return min(self._planned_times_s), max(self._planned_times_s)
@@ -142,13 +142,13 @@ class OfferBoard:
         return any(pipeline.is_urgent for pipeline in self._pipelines)
 
     def is_pending(self, iteration: int) -> bool:
-        """Tell whether an iteration came before the start of what is offered, which was never put off."""
+        """Tell whether an iteration precedes the start of an offer that was never postponed."""
         return any(iteration < each.offer.start_iteration and not each.late_count for each in self._pipelines)
 
     def restore(self, offers: Iterable[OfferRecord], *, is_urgent: bool) -> None:
-        """Take what is stored, once the ranks are restored.
+        """Take the stored offers, once the ranks are restored.
 
-        What not all live ranks have in force is still to be announced, and urgent if `is_urgent`.
+        An offer that some live rank does not have in force is announced again, and is urgent if `is_urgent`.
         """
         for stored in offers:
             pipeline, versions = self._pipelines[stored.pipeline], stored.offer.stage_versions
@@ -163,16 +163,16 @@ class OfferBoard:
                 pipeline.in_force_version = stored.offer.version
 
     def of_rank(self, place: Coordinates) -> Offer:
-        """What a rank is offered, or was."""
+        """Return the latest offer for a rank."""
         return self._pipelines[place.pipeline].offer.to_stage(place.stage)
 
     def set_desired(self, pipelines: Iterable[int], clocks: Clocks, *, is_urgent: bool = False) -> None:
-        """Let pipelines have these clocks; the stages that have to change get one new version.
+        """Set the desired clocks of pipelines; the stages that have to change get one new version.
 
-        `is_urgent`: at once, also where they were offered before and are not in force yet.
+        `is_urgent`: offer them as urgent, even where they were offered before and are not in force yet.
         """
         wanted = [_share(clocks, stage) for stage in self._stages]
-        # By the clocks that pipelines have now: many have the same.
+        # Keyed by the pipelines' current clocks, as many pipelines share them.
         changes: dict[int, list[int]] = {}
         changing: dict[int, list[int]] = {}
         for number in pipelines:
@@ -185,7 +185,7 @@ class OfferBoard:
             is_expedited = is_urgent and not offer.is_urgent and not is_in_force
             if stages := changes[id(offer.clocks)]:
                 changing[number] = stages
-            elif offer.clocks != clocks or is_expedited:  # Of the same clocks other times may be expected.
+            elif offer.clocks != clocks or is_expedited:  # the same clocks may have other predicted times
                 self._replace(
                     number, replace(offer, clocks=clocks, is_urgent=offer.is_urgent or is_expedited)
                 )
@@ -193,31 +193,31 @@ class OfferBoard:
             self._renew(changing, clocks, is_urgent=is_urgent)
 
     def take_changed(self) -> Collection[int]:
-        """Return the pipelines whose offer has changed since this was asked last."""
+        """Return the pipelines whose offer has changed since the last call."""
         changed, self._changed = self._changed, set()
         return sorted(changed)
 
     def forget_sent(self, place: Coordinates) -> None:
-        """What was sent to a rank is of no use any more: its stream ended, or it fell back to stock."""
+        """Forget the offer sent to a rank: its stream ended, or it fell back to stock."""
         self._sent.pop(place, None)
         self._unreconciled.add(place.pipeline)
 
     def postpone(self, number: int) -> None:
-        """Offer a pipeline its clocks anew, later: they came too late for a rank."""
+        """Offer a pipeline its clocks again with a later start: the offer came too late for a rank."""
         pipeline = self._pipelines[number]
         pipeline.late_count += 1
         self._restart(number)
 
     def reconcile(self) -> None:
-        """Send offers to the ranks that need one, and announce plans that are now in force everywhere."""
+        """Send offers to the ranks that need one, and announce versions that are now in force everywhere."""
         for number in sorted(self._unreconciled | self._ranks.take_changed_pipelines()):
             pipeline = self._pipelines[number]
             ranks = [self._ranks[place] for place in self._by_pipeline[number]]
             needing = self._needing(pipeline, ranks)
             stages = sorted({rank.coordinates.stage for rank in needing})
-            if unsaid := [at for at in stages if pipeline.offer.stage_versions[at] == NO_VERSION]:
-                # Something unknown is in force there: stock has to be said.
-                self._renew({number: unsaid}, pipeline.offer.clocks, is_urgent=pipeline.offer.is_urgent)
+            if unversioned := [at for at in stages if pipeline.offer.stage_versions[at] == NO_VERSION]:
+                # Unknown clocks are in force there, so stock has to be offered explicitly.
+                self._renew({number: unversioned}, pipeline.offer.clocks, is_urgent=pipeline.offer.is_urgent)
                 needing = self._needing(pipeline, ranks)
             elif needing and pipeline.offer.start_iteration < self._start_iteration(pipeline):
                 self._restart(number)
@@ -234,11 +234,11 @@ class OfferBoard:
 
     @property
     def are_in_force(self) -> bool:
-        """Whether every pipeline has what it is offered, as far as its ranks have said."""
+        """Whether every pipeline runs its offer, as far as its ranks have reported."""
         return all(pipeline.in_force_version == pipeline.offer.version for pipeline in self._pipelines)
 
     def validate(self) -> None:
-        """Check what must always hold between two inputs."""
+        """Check the invariants that hold between two inputs."""
         assert self.versions == tuple(offer.version for offer in self)
         assert set(self.versions_in_use) == set(self.versions)
         times_s = self.planned_times_s
@@ -264,7 +264,7 @@ class OfferBoard:
                 if version == pipeline.offer.stage_versions[place.stage]
                 and self._ranks[place].in_force_version != version
             }
-            assert len(starts) <= 1, "a pipeline would be switched in halves"
+            assert len(starts) <= 1, "ranks of one pipeline would switch at different iterations"
 
     def _renew(self, changing: Mapping[int, Collection[int]], clocks: Clocks, *, is_urgent: bool) -> None:
         """Give stages of pipelines a new version."""
@@ -345,17 +345,17 @@ class OfferBoard:
 
 
 def _share(clocks: Clocks, stage: int) -> tuple[tuple[int, ...] | int, int | None]:
-    """Return a stage's share, to compare: stock under a ceiling is other clocks than stock."""
+    """Return a stage's share for comparison. Stock under a maximum clock differs from stock."""
     return stage_clocks(clocks, stage), clocks.max_clock_mhz if isinstance(clocks, StockClocks) else None
 
 
 def _identity(offer: Offer) -> tuple[int, int, bool]:
-    """What tells a rank's offer from those before it."""
+    """Return the fields that distinguish a rank's offer from earlier ones."""
     return offer.version, offer.start_iteration, offer.is_urgent
 
 
 def _planned_times_s(offer: PipelineOffer) -> list[float]:
-    """Return what is predicted of the offer's iteration, if it is a plan."""
+    """Return the predicted iteration time of the offer if it is a plan, else nothing."""
     return [offer.clocks.plan.iteration_time_s] if isinstance(offer.clocks, PlannedClocks) else []
 
 

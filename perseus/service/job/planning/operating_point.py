@@ -1,4 +1,4 @@
-"""Where on the frontier each pipeline runs, and what a straggler's report means there."""
+"""Where on the frontier each pipeline runs, and what a reported straggler means there."""
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ from perseus.solver import Frontier, Kind, Pipeline, Plan, PlannedComputation
 
 
 def check_straggler(straggler: Straggler) -> None:
-    """Refuse a report that says nothing, or nothing possible.
+    """Refuse a report without a figure or with an impossible one.
 
     Raises:
         InvalidFieldError: names the figure.
@@ -37,10 +37,8 @@ def straggler_time_s(
 ) -> float:
     """Return T': the straggler's iteration time on the frontier's scale, never below T_min.
 
-    A detected straggler is slower than its own plan by its factor, and `planned_time_s` is how long an
-    iteration under that takes.
-
-    What a measured iteration holds beyond the computations is taken off.
+    A detected straggler is slower than its own plan by its factor; `planned_time_s` is the iteration time
+    under that plan. From a measured iteration time, the part outside the computations is subtracted.
     """
     if straggler.slowdown_factor is not None:
         scale_s = planned_time_s if straggler.is_detected else frontier.t_min_s
@@ -50,20 +48,20 @@ def straggler_time_s(
 
 
 def overhead_s(frontier: Frontier, baseline_time_s: float) -> float:
-    """Return what a measured iteration holds beyond the computations that the frontier knows.
+    """Return the part of a measured iteration outside the computations that the frontier knows.
 
-    That is what the stock baseline took beyond the all-max prediction: transfers, optimizer. It does not
-    shrink or stretch with the clocks. `baseline_time_s` is 0 where no baseline was measured; then this is 0.
+    That is the excess of the stock baseline over the all-max prediction: transfers, optimizer. It does not
+    depend on the clocks. If `baseline_time_s` is 0 (no baseline was measured), so is the result.
     """
     return max(0.0, baseline_time_s - frontier.baseline.iteration_time_s)
 
 
 def no_slowdown(frontier: Frontier, baseline_time_s: float) -> NoSlowdown:
-    """Return what is not slower than stock, on the frontier's scale.
+    """Return the iteration time that is not slower than stock, on the frontier's scale.
 
-    That is the all-max iteration as it is planned with; not T_min, which is shorter where the highest clock
-    is not the fastest for every computation. A measured baseline (0 where there is none) can only lower it:
-    what that holds beyond the all-max plan is not the computations' to use up (`overhead_s`).
+    That is the planned all-max iteration; not T_min, which is shorter if the highest clock is not the fastest
+    for every computation. A measured baseline (0 if there is none) can only lower it: its excess over the
+    all-max plan is not available to the computations (`overhead_s`).
     """
     planned_s = frontier.baseline.iteration_time_s
     if 0 < baseline_time_s < planned_s:
@@ -74,9 +72,9 @@ def no_slowdown(frontier: Frontier, baseline_time_s: float) -> NoSlowdown:
 def planned_clocks(
     plan: Plan, frontier: Frontier, target_s: float, at_stock: Collection[int]
 ) -> PlannedClocks:
-    """Return a plan for a target time as it is offered. What set latency costs is taken from the point there.
+    """Return the plan for a target time as it is offered, with the set-latency cost of the point there.
 
-    Stages `at_stock` have no clock in it: the frontier knows of one only, which stands for stock.
+    Stages `at_stock` have no clock in it: the frontier knows only one for them, which represents stock.
     """
     plan = with_fixed(plan, frontier.pipeline)
     stages = tuple(
@@ -92,8 +90,7 @@ def planned_clocks(
 def with_fixed(plan: Plan, pipeline: Pipeline) -> Plan:
     """Return the plan with the FIXED computations, which the solver leaves out, in their places.
 
-    They have no clock (0). Nothing but the stage's own order keeps them waiting, so each starts when the
-    one before ends.
+    They have no clock (0). Only the stage's own order delays them, so each starts when the one before ends.
     """
     if not pipeline.fixed_times_s:
         return plan
@@ -121,9 +118,9 @@ def target_times_s(
 ) -> tuple[float, ...]:
     """Return the iteration time that each pipeline may take.
 
-    Without a straggler that is what the policy says. With stragglers the slowest of them is
-    waited for, so every other pipeline may take min(T_slow, T'); the stragglers themselves must not get any
-    slower. `signal_target_s` as of `own_time_s`.
+    Without stragglers, the policy decides. With stragglers, all wait for the slowest, so every other pipeline
+    may take min(T_slow, T'); the stragglers themselves must not get any slower. For `signal_target_s` see
+    `own_time_s`.
     """
     own_s = own_time_s(frontier, policy, baseline_time_s, signal_target_s)
     others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
@@ -135,7 +132,7 @@ def budget_target_times_s(
 ) -> tuple[float, ...]:
     """Return the iteration times of pipelines under a power budget: never faster than without it.
 
-    A straggler's plan is that which its slowness turns into the target.
+    A straggler gets the plan that its slowness stretches to the target.
     """
     return tuple(
         max(target_s, min(frontier.t_slow_s, budget_target_s / slowdowns.get(pipeline, 1.0)))
@@ -146,16 +143,16 @@ def budget_target_times_s(
 def own_time_s(
     frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float, signal_target_s: float | None = None
 ) -> float:
-    """Return the iteration time that a pipeline may take that waits for nobody: from T_min to T*.
+    """Return the iteration time, from T_min to T*, of a pipeline that waits for no other.
 
-    A slowdown is against stock. `signal_target_s`: the target of a policy that follows a signal; None
-    while the signal slows nothing down.
+    A slowdown is relative to stock. `signal_target_s` is the target of a policy that follows a signal; None
+    while the signal asks for no slowdown.
     """
     if policy.deadline is not None:
         allowed_s = policy.deadline.time_s / policy.deadline.iteration_count
         wanted_s = allowed_s - overhead_s(frontier, baseline_time_s)
     elif policy.max_average_power_w is not None:
-        # Along the frontier, slower is never more power: a cap is kept from some point on.
+        # Power falls along the frontier, so all points from some index on are below the limit.
         powers_w = [point.energy_j / point.iteration_time_s for point in frontier.points]
         first = bisect_left(powers_w, -policy.max_average_power_w, key=lambda power_w: -power_w)
         return frontier.points[min(first, len(frontier.points) - 1)].iteration_time_s

@@ -1,8 +1,9 @@
-"""Holds what plans in force lead to against what was promised, and planned. Part of the state machine.
+"""Compares iterations under plans with their prediction and their plan. Part of the state machine.
 
-The guard says that a promise is broken, the watch for drift that computations take other times than the plans
-were made with. In both cases the profile is what may be wrong, and is corrected by what was measured. Where
-the computations take the time planned and the iteration does not, transfers between stages may be why.
+The guard reports a violated prediction; the drift watch reports computations whose times differ from those
+that the plans were made with. In both cases the profile may be wrong, and is corrected with the new
+measurements. Where the computations take their planned time and the iteration does not, transfers between
+stages may be why.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -27,13 +28,13 @@ from perseus.solver import Frontier
 from perseus.v1 import event_pb2
 
 MAX_PREDICTION_VIOLATIONS = 2
-"""After so many broken promises the job stays at stock."""
+"""After more violations than this, the job stays at stock."""
 
 FORGIVING_ITERATIONS = 1000
-"""Iterations that kept their promise and make up for a broken one: twice a year is not twice in a row."""
+"""Iterations within the prediction that cancel one violation: two in a year are not two in a row."""
 
 MAX_SUSPECTED = 20
-"""Iterations in a row that somebody of whom nothing is proven explains: it takes 15 to find whom there is."""
+"""Consecutive iterations that an unproven suspect explains: finding a straggler can take 15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,12 @@ class Verdict:
     """What is wrong with the plans in force; nothing by default.
 
     Attributes:
-        withdraw: why they have to go, if they have to.
-        solve_again: there may be better ones: the profile was corrected, or transfers are to be planned for.
-        slow: the plan that transfers between stages may have made slower than promised.
-        is_irregular: iterations are not as registered; the plans are good again when they are.
-        caps: clocks that GPUs do not reach, which is why iterations are slower than planned.
+        withdraw: why the plans have to be withdrawn; None if they stay.
+        solve_again: whether solving again may give better plans: the profile was corrected, or transfers have
+            to be planned for.
+        slow: the plan that transfers between stages may have made slower than predicted.
+        is_irregular: whether iterations are irregular; the plans are valid again once iterations are regular.
+        caps: clocks that GPUs do not reach, which explains why iterations are slower than planned.
     """
 
     withdraw: str | None = None
@@ -76,14 +78,14 @@ class PlanWatch:
         self._suspected_count = 0
 
     def restart(self) -> None:
-        """What is under way counts for nothing."""
+        """Discard the evidence gathered so far."""
         self._suspected_count = 0
         self._guard.restart()
         self._irregular.restart()
         self._drift.restart()
 
     def forgive(self) -> None:
-        """Promises that were broken so far count for nothing."""
+        """Reset the count of prediction violations."""
         self._record.prediction_violation_count = self._kept_count = 0
 
     def take_stock(self, iteration: JobIteration) -> None:
@@ -91,11 +93,11 @@ class PlanWatch:
         self._irregular.take_stock(iteration)
 
     def learn(self, iteration: JobIteration) -> None:
-        """Take any iteration of the job, whatever it ran under: how much iterations jump."""
+        """Take any iteration of the job, under whatever clocks, to learn the noise of iteration times."""
         self._guard.learn(iteration)
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
-        """Take what a rank measured under the plan that it has now."""
+        """Take a rank's measurements under its current plan."""
         self._drift.take_estimate(rank, estimate)
 
     def judge(
@@ -109,10 +111,10 @@ class PlanWatch:
         baseline_gap_time_s: float | None = None,
         explain_caps: Callable[[], tuple[Cap, ...]] = tuple,
     ) -> Verdict:
-        """Judge an iteration under these clocks. A straggler explains what is slow, and so do caps.
+        """Judge an iteration under these clocks. Stragglers and capped clocks explain slow iterations.
 
-        So does, for a while, who may turn out to be a straggler: it can take more iterations to say who is
-        slow than that something is.
+        For a while a suspected straggler does, too: naming the slow pipeline can take more iterations than
+        noticing that something is slow.
         """
         self._suspected_count = self._suspected_count + 1 if suspects else 0
         if stragglers and (caps := explain_caps()):
@@ -125,9 +127,9 @@ class PlanWatch:
             if violation is not None:
                 self._buffer.announce(
                     event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED,
-                    f"iterations take {violation.median_time_s:.6f} s, not "
-                    f"{violation.predicted_time_s:.6f} s "
-                    f"and at most {violation.tolerance:.1%} more, where they jump by {violation.noise:.1%}",
+                    f"iterations take {violation.median_time_s:.6f} s, more than the predicted "
+                    f"{violation.predicted_time_s:.6f} s and the tolerance of {violation.tolerance:.1%}; "
+                    f"their noise is {violation.noise:.1%}",
                     event_pb2.PredictionViolated(
                         predicted_time_s=violation.predicted_time_s,
                         median_time_s=violation.median_time_s,
@@ -141,7 +143,7 @@ class PlanWatch:
             slow_s = self._irregular.judge(iteration, predicted_s)
             if slow_s is not None:
                 return Verdict(
-                    f"iterations are not as registered, and take {slow_s:.6f} s: stock until they are",
+                    f"iterations are irregular and take {slow_s:.6f} s: stock until they are regular again",
                     is_irregular=True,
                 )
             self._check_prediction(iteration)
@@ -163,18 +165,18 @@ class PlanWatch:
         self._kept_count = 0
         is_corrected = self._correct_profile(frontier, ())
         if violation_count > MAX_PREDICTION_VIOLATIONS:
-            return Verdict(f"plans broke their promise {violation_count} times")
+            return Verdict(f"predictions were violated {violation_count} times")
         if is_corrected:
-            return Verdict("the plans broke their promise, and the profile was corrected", solve_again=True)
+            return Verdict("the prediction was violated, and the profile was corrected", solve_again=True)
         slowest = max((some.plan for some in clocks), key=lambda plan: plan.iteration_time_s)
         return Verdict(
-            "the plans broke their promise, and the profile agrees: do transfers between stages explain it?",
+            "the prediction was violated, and the profile is right: do transfers between stages explain it?",
             solve_again=True,
             slow=SlowPlan(slowest, violation.median_time_s, violation.baseline_time_s),
         )
 
     def _correct_profile(self, frontier: Frontier, ignored: Collection[int]) -> bool:
-        """Correct the profile by what was measured under the plans, if they disagree."""
+        """Correct the profile with the measurements under the plans, if they disagree."""
         measured = {(profile.stage, profile.clock_mhz) for profile in self._profiler.profiles}
         drift = self._drift.check(frontier.pipeline, measured, ignored)
         if drift is None:
@@ -187,7 +189,7 @@ class PlanWatch:
         stage, clock_mhz, (chunk, kind) = drift.worst
         self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_PROFILE_CORRECTED,
-            f"stage {stage} takes {drift.worst_ratio:.3f} × the time planned at {clock_mhz} MHz",
+            f"stage {stage} takes {drift.worst_ratio:.3f} × its planned time at {clock_mhz} MHz",
             event_pb2.ProfileCorrected(
                 stage=stage,
                 clock_mhz=clock_mhz,

@@ -1,7 +1,7 @@
 """From profiles to plans: the frontier, and where on it each pipeline runs. Part of the state machine.
 
-One problem is solved at a time. Where a frontier is dropped (clocks are gone, or there again), the problem
-that is being solved is solved in vain: it is to be dropped, and should there be an answer, it is ignored.
+One problem is solved at a time. When a frontier is dropped (clocks are gone, or are back), the problem being
+solved becomes obsolete: it is dropped, and a late answer is ignored.
 """
 
 from collections.abc import Iterable
@@ -56,13 +56,13 @@ from perseus.v1 import event_pb2
 
 
 class Planner:
-    """Solves for a job's frontier, and wishes for plans on it.
+    """Solves for a job's frontier, and sets the plans on it as the desired clocks.
 
     Attributes:
-        frontier: once solved; it stays until a newer one is there, or it is dropped.
-        is_solving: whether an answer is to come.
-        is_in_vain: whether it is of no use any more.
-        latency: how long the GPUs take to set a clock.
+        frontier: the solved frontier, until a newer one replaces it or it is dropped.
+        is_solving: whether an answer is outstanding.
+        is_in_vain: whether that answer is no longer of use.
+        latency: the GPUs' set latency.
     """
 
     def __init__(
@@ -92,18 +92,18 @@ class Planner:
         self._stragglers = stragglers
         self._buffer = buffer
         self._exact = ExactPlans(buffer)
-        # The set latency that plans now offered were made with; None if they are from before a restart.
+        # The set latency that the offered plans were made with; None if they predate a restart.
         self._made_for_s: float | None = None
-        # What the next frontier has to explain.
+        # The slow plan that the next frontier has to explain.
         self._slow: SlowPlan | None = None
-        # By version of the plans in use, what iterations are judged by.
+        # By version in use: the plan whose predicted durations iterations are judged by.
         self._expected: dict[int, Clocks] = {}
 
     def solve(self) -> None:
-        """Ask for the frontier, unless an answer is to come anyway.
+        """Request the frontier, unless an answer is outstanding.
 
         Raises:
-            SolverError: the profiles make no problem that can be solved.
+            SolverError: the profiles do not make a solvable problem.
         """
         if not self.is_solving:
             clocks_mhz = self._ranks.usable_clocks_mhz()
@@ -116,14 +116,14 @@ class Planner:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the frontier is for GPUs with another set latency, and no newer one is to come."""
+        """Whether the frontier was made for another set latency, and no newer one is on its way."""
         frontier = self.frontier
         return (
             frontier is not None and not self.is_solving and frontier.set_latency_s != self.latency.planned_s
         )
 
     def end_solving(self) -> bool:
-        """Take note that there is an answer; tell whether it is of use."""
+        """Record that an answer has arrived; return whether it is of use."""
         is_of_use = not self.is_in_vain
         self.is_solving = self.is_in_vain = False
         return is_of_use
@@ -157,22 +157,23 @@ class Planner:
         )
 
     def _remember_plans(self, frontier: Frontier) -> None:
-        """Let plans in force be among those known: after a restart, nothing is offered anew for nothing.
+        """Add the plans in force to the known plans, so that a restart does not replace them needlessly.
 
-        They keep their clocks for the set latency that they were made with, and for no other.
+        They keep their clocks only for the set latency that they were made with.
         """
         before_s, self._made_for_s = self._made_for_s, frontier.set_latency_s
         if before_s is not None and before_s != frontier.set_latency_s:
             return
         for clocks in {id(offer.clocks): offer.clocks for offer in self._offers}.values():
             if isinstance(clocks, PlannedClocks):
-                with suppress(ProfileError):  # it has clocks that are not to be had any more, or stock
+                with suppress(ProfileError):  # it has clocks that are no longer available, or stock
                     self._exact.remember(replay(frontier.pipeline, clocks.plan.clocks_mhz))
 
     def drop_frontier(self, slow: SlowPlan | None = None) -> None:
-        """It was solved for other clocks, as is the one that is being solved, or led to broken promises.
+        """Drop the frontier: its clocks have changed, or its predictions were violated.
 
-        The next one is to explain the slow plan.
+        The problem being solved is dropped, too. The next frontier has to explain the slow plan, if one is
+        given.
         """
         self.frontier = None
         self._exact.forget()
@@ -180,38 +181,38 @@ class Planner:
         self._slow = slow
 
     def stop_solving(self) -> None:
-        """What is being solved, if anything is, is of no use any more."""
+        """Drop the problem being solved, if there is one."""
         self._exact.drop()
         if self.is_solving and not self.is_in_vain:
             self.is_in_vain = True
             self._buffer.do(DropSolve())
 
     def announce_retry(self, cause: str, crash_count: int, delay_s: float) -> None:
-        """Tell that solving takes longer, because the solver's process died."""
+        """Announce that solving takes longer because the solver's process died."""
         self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_SOLVE_RETRIED,
-            f"solving begins again in {delay_s:.1f} s: {cause}",
+            f"solving restarts in {delay_s:.1f} s: {cause}",
             event_pb2.SolveRetried(cause=cause, crash_count=crash_count, delay_s=delay_s),
         )
 
     def announce_unexplained(self, found: event_pb2.MeasurementsUnexplained) -> None:
-        """Tell that the model does not explain what was measured, and by how much it is off."""
+        """Announce that the model does not explain the measurements, and by how much it is off."""
         measured_s = found.median_time_s - found.baseline_time_s
         predicted_s = found.predicted_time_s - found.predicted_baseline_time_s
         self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED,
             f"the plan's iterations take {measured_s:.6f} s more than stock's, of which the model explains "
-            f"{predicted_s:.6f} s; no time that transfers take explains the other {found.residual_s:.6f} s",
+            f"{predicted_s:.6f} s; no transfer time explains the remaining {found.residual_s:.6f} s",
             found,
         )
 
     @property
     def no_slowdown(self) -> NoSlowdown | None:
-        """What is not slower than stock; None while there is no frontier to measure it by."""
+        """The iteration time that is not slower than stock; None without a frontier."""
         return no_slowdown(self.frontier, self._baseline.time_s) if self.frontier else None
 
     def straggler_times_s(self) -> dict[int, float]:
-        """Return T' of each straggler; 0 while there is no frontier to measure it by."""
+        """Return T' of each straggler; 0 without a frontier."""
         if self.frontier is None:
             return {straggler.pipeline: 0.0 for straggler in self._stragglers}
         _, planned_s = self._own_times_s(self.frontier)
@@ -221,13 +222,13 @@ class Planner:
         }
 
     def set_policy(self, policy: OperatingPolicy) -> bool:
-        """Take a policy; tell whether it is news. One that says nothing of budgets leaves what was said."""
+        """Take a policy; return whether it has changed. Without budget terms it keeps the previous ones."""
         if policy.budget_terms is None:
             policy = replace(policy, budget_terms=self._record.policy.budget_terms)
         is_news = policy != self._record.policy
         if is_news:
             if policy.signal != self._record.policy.signal:
-                self._record.signal_target = None  # what was spent was of another rule
+                self._record.signal_target = None  # its counts belong to another rule
             self._record.policy = policy
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_POLICY_SET,
@@ -237,13 +238,13 @@ class Planner:
         return is_news
 
     def set_budget_target(self, target_time_s: float | None, *, is_urgent: bool) -> bool:
-        """Take what a power budget makes iterations take, None if none does; tell whether it is news."""
+        """Take a power budget's target iteration time, None without one; return whether it has changed."""
         before_s = self._record.budget_target_time_s
         if target_time_s == before_s:
             return False
         self._record.budget_target_time_s = target_time_s
         if target_time_s is None:
-            message = "no power budget holds the job back any more"
+            message = "no power budget slows the job any more"
         else:
             change = "slower" if before_s is None or target_time_s > before_s else "faster"
             message = f"a power budget makes the job {change}: iterations of {target_time_s:.6f} s"
@@ -257,9 +258,9 @@ class Planner:
         return True
 
     def set_signal_target(self, order: SignalTargetSet) -> bool:
-        """Take what a signal makes iterations take; tell whether that is another time.
+        """Take the target that a signal asks for; return whether the iteration time has changed.
 
-        The slower of this pace and a budget's counts (`retarget`).
+        Of this and a budget's target, the slower counts (`retarget`).
         """
         if order.rule != self._record.policy.signal:
             return False
@@ -286,14 +287,14 @@ class Planner:
         return before_s != order.target_time_s
 
     def count_done(self, iteration_count: int) -> None:
-        """Count iterations of the job: the work that a signal's window is for."""
+        """Count iterations of the job, as work of the signal's window."""
         if self._record.signal_target is not None:
             self._record.signal_target = replace(
                 self._record.signal_target, done_count=self._record.signal_target.done_count + iteration_count
             )
 
     def job_signal(self, *, is_planned: bool) -> JobSignal | None:
-        """Return what whoever paces the job by a signal is to know; None if its policy follows none."""
+        """Return the inputs for load shifting by a signal; None if the policy follows none."""
         rule = self._record.policy.signal
         if rule is None:
             return None
@@ -309,7 +310,7 @@ class Planner:
         return None if self._record.signal_target is None else self._record.signal_target.target_time_s
 
     def curve_basis(self) -> PowerCurveBasis | None:
-        """Return what the job's powers and speeds are made from; None while there is no frontier."""
+        """Return the basis of the job's power and speed curve; None without a frontier."""
         if self.frontier is None:
             return None
         baseline_s = self._baseline.time_s
@@ -322,12 +323,12 @@ class Planner:
         return PowerCurveBasis(self.frontier, own_s, slowdowns, overhead_s(self.frontier, baseline_s))
 
     def _own_times_s(self, frontier: Frontier) -> tuple[float, float]:
-        """Return what the policy lets an iteration of a pipeline take, and what the plan for it takes."""
+        """Return the iteration time that the policy allows a pipeline, and that of the plan for it."""
         own_s = own_time_s(frontier, self._policy_in_use(), self._baseline.time_s, self._signal_target_s)
         return own_s, self._exact.plan_within(frontier, own_s).iteration_time_s
 
     def announce_straggler(self, straggler: Straggler) -> None:
-        """Tell what somebody reported, and what it means on the frontier."""
+        """Announce a reported straggler, and its T' on the frontier."""
         details = event_pb2.StragglerReported(
             pipeline=straggler.pipeline, target_time_s=self.straggler_times_s()[straggler.pipeline]
         )
@@ -342,9 +343,9 @@ class Planner:
         )
 
     def retarget(self, *, is_urgent: bool = False) -> None:
-        """Give every pipeline the plan of its target time; pipelines of the same plan share its version.
+        """Give every pipeline the plan for its target time; pipelines with the same plan share its version.
 
-        `is_urgent`: at once.
+        `is_urgent`: offer the plans as urgent.
         """
         if self.frontier is None:
             return
@@ -370,31 +371,31 @@ class Planner:
             self._exact.want(self.frontier, dict.fromkeys(sorted(targets_s, reverse=True)))
 
     def take_plan(self, refinement: Refinement, plan: Plan) -> bool:
-        """Take the plan of exactly an iteration time; tell whether it was awaited."""
+        """Take the plan for exactly one iteration time; return whether it was awaited."""
         return self.frontier is not None and self._exact.take(self.frontier, refinement, plan)
 
     def do_without_plan(self, refinement: Refinement, cause: str) -> bool:
-        """There will be no such plan: the frontier's point stays. Tell whether it was awaited."""
+        """Keep the frontier's point because the exact plan failed; return whether it was awaited."""
         is_awaited = self.frontier is not None and self._exact.take(self.frontier, refinement, None)
         if is_awaited:
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED,
-                f"no plan of exactly {refinement.deadline_s:.6f} s, the next one stays: {cause}",
+                f"no plan for exactly {refinement.deadline_s:.6f} s, the nearest one stays: {cause}",
                 event_pb2.SolveFailed(cause=cause),
             )
         return is_awaited
 
     def _policy_in_use(self) -> OperatingPolicy:
-        """Return the policy; but where the blocking power is only assumed, none that allows a slowdown.
+        """Return the policy; but one without a slowdown if the blocking power is only assumed.
 
-        It is assumed too low, if anything: T* would come out too late, and a slowdown cost energy.
+        The assumption errs on the low side: T* would come out too late, and a slowdown would cost energy.
         """
         if self._record.policy.max_average_power_w is None and not is_power_known(self._profiler.profiles):
             return OperatingPolicy()
         return self._record.policy
 
     def update_expectations(self, changed: Iterable[int]) -> None:
-        """Let the detection of stragglers know what these pipelines' plans promise for each computation."""
+        """Pass the planned duration of each computation of these pipelines to the straggler detection."""
         for pipeline in changed:
             offer = self._offers[pipeline]
             version, clocks = offer.version, offer.clocks
@@ -408,7 +409,7 @@ class Planner:
         self._expected = {version: some for version, some in self._expected.items() if version in in_use}
 
     def judge(self, iteration: JobIteration, caps: CapWatch) -> Verdict:
-        """Judge an iteration under the plans in force, where there is nothing better to come."""
+        """Judge an iteration under the plans in force, unless a new frontier is on its way."""
         if self.frontier is None or self.is_solving or iteration.versions != self._offers.versions:
             return Verdict()
         clocks = [offer.clocks for offer in self._offers if isinstance(offer.clocks, PlannedClocks)]
@@ -425,14 +426,14 @@ class Planner:
         )
 
     def predicted_time_s(self) -> float | None:
-        """Return the iteration time that the plans offered now promise, if there are any."""
+        """Return the iteration time that the offered plans predict; None without plans."""
         _, planned_s = self._offers.planned_range_s
         if self.frontier is None or not planned_s:
             return None
         return prediction_of_s(planned_s, self.frontier, self._baseline.time_s)
 
     def validate(self) -> None:
-        """Check what must always hold."""
+        """Check the invariants."""
         assert self.is_solving or not self.is_in_vain
         assert self._exact.refining is None or (self.frontier is not None and not self.is_solving)
 
@@ -442,14 +443,13 @@ def _signal_target_text(signal_target: SignalTarget, signal: str) -> str:
     work = f"{signal_target.done_count} of {signal_target.window.iteration_count:.0f} iterations are done"
     match signal_target.state:
         case SignalTargetState.FOLLOWING if signal_target.target_time_s is not None:
-            return (
-                f"by the {signal} signal{value}, iterations take {signal_target.target_time_s:.6f} s; {work}"
-            )
+            time = f"iterations of {signal_target.target_time_s:.6f} s"
+            return f"the {signal} signal{value} asks for {time}; {work}"
         case SignalTargetState.FOLLOWING:
-            return f"by the {signal} signal{value}, there is no slowdown now; {work}"
+            return f"the {signal} signal{value} asks for no slowdown now; {work}"
         case SignalTargetState.NO_SIGNAL:
-            return f"nothing is known of the {signal} signal: there is no slowdown; {work}"
+            return f"the {signal} signal is unknown: no slowdown; {work}"
         case SignalTargetState.LATE:
-            return f"the work can't be done in time any more: there is no slowdown; {work}"
+            return f"the work can't be done in time: no slowdown; {work}"
         case SignalTargetState.DONE:
-            return f"the {signal} policy's work is done, or its time is over: there is no slowdown; {work}"
+            return f"the {signal} policy's work is done, or its time is over: no slowdown; {work}"

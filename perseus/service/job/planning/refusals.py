@@ -1,13 +1,13 @@
-"""What ranks refuse, and what follows from it. Part of the state machine.
+"""Handles refused offers. Part of the state machine.
 
-    reason                  what follows
+    reason                  consequence
     ----------------------- ----------------------------------------------------------------------------------
-    PAST_START              the same clocks are offered again, from a later start
-    UNKNOWN_RANK            nothing: its agent is about to say that it serves the rank, or no more
-    CLOCK_NOT_SUPPORTED     the rank does without these clocks, and with it its stage on all pipelines
-    any other               the rank stays at stock, and with it its stage on all pipelines
+    PAST_START              the same clocks are offered again, with a later start
+    UNKNOWN_RANK            none: the rank's agent is about to report whether it serves the rank
+    CLOCK_NOT_SUPPORTED     the rank, and its stage on all pipelines, does without these clocks
+    any other               the rank, and its stage on all pipelines, stays at stock
 
-Only the refusal of what is offered now counts. Who refuses stock has nothing else to fall back to.
+Only a refusal of the current offer counts. A rank that refuses stock has nothing else to fall back to.
 """
 
 from perseus.service.domain.inputs import OfferAnswered
@@ -20,7 +20,7 @@ from perseus.v1 import event_pb2
 
 
 class Refusals:
-    """Takes refusals of a job's ranks."""
+    """Takes the refusals of a job's ranks."""
 
     def __init__(self, ranks: RankTable, offers: OfferBoard, buffer: CommandBuffer) -> None:
         self._ranks = ranks
@@ -28,14 +28,14 @@ class Refusals:
         self._buffer = buffer
 
     def take(self, event: OfferAnswered) -> str | None:
-        """Take an answer to an offer of this epoch; return what can't be had any more, if it says so."""
+        """Take an answer to an offer of this epoch; return what is no longer available, if it names that."""
         offer = self._offers.of_rank(event.rank)
         if event.refusal is None or event.version != offer.version:
             return None
         is_late = event.refusal is RefusalReason.PAST_START
         has_it = self._ranks[event.rank].in_force_version == event.version
         if is_late and (has_it or event.iteration < offer.start_iteration):
-            return None  # To an earlier start of the same version: the answer to the newer is on its way.
+            return None  # It refuses an earlier start of this version; the answer to the newer is on its way.
         self._announce(event, offer)
         if is_late:
             self._offers.postpone(event.rank.pipeline)
@@ -51,7 +51,7 @@ class Refusals:
         if not wanted_mhz:
             return None
         if reason is RefusalReason.CLOCK_NOT_SUPPORTED:
-            # An agent that does not say which leaves nothing of what it was asked for.
+            # An agent that does not name the refused clocks refuses all of them.
             refused_mhz = wanted_mhz.intersection(event.refused_clocks_mhz) or wanted_mhz
             return self._ranks.refuse_clocks(event.rank, refused_mhz)
         return self._ranks.leave_at_stock(event.rank, reason)

@@ -1,16 +1,16 @@
-"""How long the job's GPUs take to set a clock, as plans are made with it. Part of the state machine.
+"""The set latency of the job's GPUs, as used in planning. Part of the state machine.
 
-Every rank tells the median of its last sets. Stages wait for each other and pipelines share their plans, so
-the largest over all ranks counts: who plans with less would have raises come late, which costs time, while a
-dwell that is a little too long costs a little energy.
+Every rank reports the median of its last sets. Stages wait for each other and pipelines share their plans, so
+the largest latency over all ranks counts: with a smaller one, raises would come late and cost time, while a
+dwell that is slightly too long costs only a little energy.
 
-Plans do not follow every change. A larger latency counts once it exceeds what is planned with by a quarter, a
-smaller one once it is below it by a third and every rank has told its own (after a restart, most have not);
-either only after it has held for `SETTLE_S`. The first one counts as soon as all have told, or plans are
-made. Until then clocks are planned to change at once, which costs joules but no seconds: agents raise them
-early.
+Plans do not follow every change. A larger latency counts once it exceeds the planned one by a quarter; a
+smaller one once it is below it by a third and every rank has reported (after a restart, most have not);
+either only after it has lasted for `SETTLING_TIME_S`. The first latency counts as soon as all ranks have
+reported or plans are made. Until then plans assume that clocks change at once, which costs joules but no
+seconds: agents raise clocks early.
 
-The largest is found without a look at all ranks: latencies are counted by the millisecond, rounded up.
+The largest is found without visiting all ranks: latencies are counted by the millisecond, rounded up.
 """
 
 import math
@@ -22,10 +22,10 @@ from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ClockStatistics
 
 MIN_SETS = 3
-"""Sets of which a rank's latency is the median, at least: one that comes late says nothing."""
+"""Sets that a rank's median needs: a single late one proves nothing."""
 
 SETTLING_TIME_S = 60.0
-"""How long the latency must have been another one."""
+"""How long the latency must have been different before plans follow it."""
 
 _LARGER = 1.25
 _SMALLER = 1.5
@@ -39,22 +39,22 @@ class SetLatency:
         self._record = record
         self._rank_count = rank_count
         self._steps: dict[Coordinates, int] = {}
-        # How many ranks have each.
+        # The number of ranks with each latency.
         self._counts: Counter[int] = Counter()
         self._other_since_s: float | None = None
 
     @property
     def planned_s(self) -> float:
-        """What plans are made with; 0 while it is not known."""
+        """The latency that plans are made with; 0 while unknown."""
         return self._record.set_latency_s
 
     @property
     def largest_s(self) -> float:
-        """The largest that a rank tells, rounded up to the millisecond; 0 if none does."""
+        """The largest reported latency, rounded up to the millisecond; 0 if no rank has reported one."""
         return max(self._counts, default=0) / _STEPS_PER_S
 
     def take(self, rank: Coordinates, clocks: ClockStatistics) -> None:
-        """Take what a rank tells."""
+        """Take a rank's report."""
         if clocks.set_latency_count < MIN_SETS:
             return
         steps = max(1, math.ceil(clocks.set_latency_s * _STEPS_PER_S))
@@ -64,12 +64,12 @@ class SetLatency:
             self._counts[steps] += 1
 
     def forget(self, ranks: Collection[Coordinates]) -> None:
-        """Ranks are gone, and may come back on other GPUs."""
+        """Forget ranks that are gone: they may return on other GPUs."""
         for rank in ranks:
             self._drop(rank)
 
     def follow(self, now_s: float) -> None:
-        """Let plans be made with what ranks tell, where that has been another latency for long enough."""
+        """Adopt the reported latency for planning, if it has differed for long enough."""
         if not self._is_other():
             self._other_since_s = None
             return
@@ -81,7 +81,7 @@ class SetLatency:
             self._other_since_s = None
 
     def adopt_changes(self) -> None:
-        """Plans are about to be made: what is known counts, where nothing did."""
+        """Adopt the reported latency before plans are made, if none was known."""
         self._record.set_latency_s = self.planned_s or self.largest_s
 
     def _is_other(self) -> bool:
@@ -100,5 +100,5 @@ class SetLatency:
                 del self._counts[steps]
 
     def validate(self) -> None:
-        """Check what must always hold."""
+        """Check the invariants."""
         assert Counter(self._steps.values()) == self._counts

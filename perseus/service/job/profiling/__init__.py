@@ -1,1 +1,1 @@
-"""Measuring stages clock by clock while training goes on. Pure."""
+"""Measuring stages clock by clock while training continues. Pure."""

@@ -1,7 +1,7 @@
-"""What profiling has taken so far, and whether that uses up its budget. Part of the state machine.
+"""The cost of profiling so far, and whether it uses up the budget. Part of the state machine.
 
-Whatever the ranks report, every iteration of the job counts that did not run at stock as offered, and so does
-the time of those that were not reported.
+Every iteration of the job counts that did not run at stock as offered, and so does the time of iterations
+that were not reported.
 """
 
 import math
@@ -14,36 +14,36 @@ from perseus.service.domain.records import JobRecord
 
 
 class BudgetTracker:
-    """What is spent of a budget: the record's `profiling_cost`."""
+    """Tracks the spent part of a budget: the record's `profiling_cost`."""
 
     def __init__(self, record: JobRecord, budget: ProfilingBudget) -> None:
         self._record = record
         self._budget = budget
-        # The cost for which it is known whether it has used up the budget, and what of it.
+        # The cost that `limit` was last computed for, and the result.
         self._judged_cost: ProfilingCost | None = None
         self._limit: ProfilingLimit | None = None
-        # What counts already of the time since the latest iteration.
+        # The part of the time since the latest iteration that already counts.
         self._silent_s = self._silent_extra_s = 0.0
 
     @property
     def cost(self) -> ProfilingCost:
-        """What profiling has taken so far, since it was begun or renewed."""
+        """The cost of profiling since it began or its budget was renewed."""
         return self._record.profiling_cost
 
     @property
     def limit(self) -> ProfilingLimit | None:
-        """What is used up, if something is."""
+        """The part of the budget that is used up, if any."""
         if self.cost is not self._judged_cost:
             self._judged_cost, self._limit = self.cost, self._budget.used_up(self.cost)
         return self._limit
 
     def renew(self) -> None:
-        """Begin with a whole budget."""
+        """Start again with a full budget."""
         self._record.profiling_cost = ProfilingCost()
         self.end_gap()
 
     def take_iteration(self, iteration: JobIteration, baseline: StockIteration) -> float:
-        """Take an iteration while profiling. Returns how much longer it took than at stock."""
+        """Count an iteration of profiling; return by how much it exceeded stock's time."""
         extra_s = max(0.0, iteration.iteration_time_s - baseline.time_s)
         energy_j = math.fsum(iteration.pipeline_energy_j)
         self._record.profiling_cost = ProfilingCost(
@@ -57,14 +57,14 @@ class BudgetTracker:
         return extra_s
 
     def take_silence(self, time_s: float, baseline_time_s: float) -> None:
-        """Take note that for a time no iteration was reported, under clocks that were held until now."""
+        """Count a time without reported iterations, under clocks that were held until now."""
         self._take_unknown(time_s, max(0.0, time_s - baseline_time_s))
 
     def take_gap(self, iteration: JobIteration, time_s: float, baseline_time_s: float) -> None:
-        """Take note of the iterations before this one that were not reported, `time_s` after the last."""
+        """Count the unreported iterations before this one, which came `time_s` after the last."""
         unknown_s = max(0.0, time_s - iteration.iteration_time_s)
         extra_s = max(0.0, unknown_s - iteration.skipped_count * baseline_time_s)
-        # Some of it may have been taken as silence.
+        # Part of it may already have been counted as silence.
         self._take_unknown(max(0.0, unknown_s - self._silent_s), max(0.0, extra_s - self._silent_extra_s))
 
     def _take_unknown(self, time_s: float, extra_s: float) -> None:
@@ -75,5 +75,5 @@ class BudgetTracker:
         )
 
     def end_gap(self) -> None:
-        """An iteration was reported."""
+        """Forget the silence counted so far, as an iteration was reported."""
         self._silent_s = self._silent_extra_s = 0.0

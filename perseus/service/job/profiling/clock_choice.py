@@ -1,23 +1,24 @@
-"""Which clocks to measure next: where a stage's curve is least certain. Pure.
+"""Chooses the next clocks to measure: where a stage's curve is least certain. Pure.
 
 Theory of operation
 ===================
 
-What the solver plans on is effective energy over time, a convex curve that falls with the clock. Two measured
-clocks therefore bound what lies between them: the curve is not above the chord (that is what a plan without
-this clock pays), and not below the chords next to it, prolonged, nor below the cheaper of the two. The *gap*
-between the bounds, per computation, is what measuring a clock there could gain.
+The solver plans on effective energy over time, a convex curve that falls with the clock. Two measured clocks
+therefore bound the curve between them: it is not above the chord (the cost of a plan without a clock there),
+and not below the prolonged neighbouring chords, nor below the cheaper of the two. The *gap* between the
+bounds, per computation, is the most that measuring a clock there could gain.
 
-First the extremes are measured: the highest clock and a sensible low one. Then each stage measures the middle
-of the interval that holds the most of its gaps, all stages at the same time, each its own clock. How much the
-plan's energy can still change, the *doubt*, is the root mean square of a stage's gaps over its clocks, summed
-over the stages: no computation knows beforehand which clock it will have, and the wide gaps count most.
+The extremes are measured first: the highest clock and a sensible low one. Then each stage measures the middle
+of the interval that holds most of its gaps; all stages do so at the same time, each at its own clock. The
+*uncertainty*, by how much the plan's energy can still change, is the root mean square of a stage's gaps over
+its clocks, summed over the stages: no computation's clock is known beforehand, and the wide gaps count most.
 
-What lies within the standard errors of two clocks is noise, which no clock between them resolves.
+A gap within the standard errors of its two clocks is noise, which no clock between them resolves.
 
-A clock that can't be measured ends the descent: nothing below it is tried, but for the one next to the
-highest, which tells whether it is the clock (that runs in step with the energy counter, say) or the rank. A
-stage that has given up two clocks before it has two is not tried any further.
+A clock that can't be measured ends the descent: no lower clock is tried. The exception is the highest clock:
+the one next to it is tried, to tell whether the clock (which runs in step with the energy counter, say) or
+the rank is the cause. A stage that has given up two clocks before it has measured two is not tried any
+further.
 """
 
 import math
@@ -36,26 +37,27 @@ from perseus.solver import Kind, Measurement, Schedule
 LOW_SHARE = 0.55
 """The low extreme, as a share of the highest clock.
 
-It is tuned: on the published A40 curves single clocks (960, 1050 MHz) cost 2 % less than those around them,
-which nothing foretells. From 0.55 and 0.65 on, halving intervals finds them; from 0.5 and 0.6 it does not,
-and the plan costs 0.5 to 0.7 % more than with the complete profile, not 0.15 %. To look more closely where a
-measured clock lay off the line between its neighbours did not change that. The A100 curves do not care.
+The value is tuned: on the published A40 curves, single clocks (960, 1050 MHz) cost 2 % less than those around
+them, which nothing predicts. Starting from 0.55 and 0.65, halving intervals finds them; from 0.5 and 0.6 it
+does not, and the plan costs 0.5 to 0.7 % more than with the complete profile, not 0.15 %. Refining where a
+measured clock lay off the line between its neighbours did not change that. The A100 curves are insensitive to
+it.
 """
 
 REACH = 0.85
-"""How far below the lowest measured clock a clock may lie to be guessed at."""
+"""Lowest clock to extrapolate to, as a share of the lowest measured clock."""
 
 
 MAX_BARRED = 2
-"""Clocks that a stage may have failed to be measured at before it has the two that planning needs."""
+"""Failed clocks after which a stage that has not yet measured the two that planning needs is given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClockChoice:
-    """What to measure next, a clock for each stage; and how much the plan's energy can still change.
+    """The clock of each stage to measure next, and by how much the plan's energy can still change.
 
-    `doubt` is a share; infinite while a stage has fewer than two clocks (but for one that stays at stock). A
-    stage of which nothing is left to measure has its highest measured clock again, 0 if there is none.
+    `uncertainty` is a share; infinite while a stage has fewer than two clocks (except one that stays at
+    stock). A stage with nothing left to measure repeats its highest measured clock, 0 if there is none.
     """
 
     clocks_mhz: tuple[int, ...]
@@ -68,7 +70,7 @@ def choose_clocks(
     clocks_mhz: UsableClocks,
     barred: Collection[tuple[int, int]],
 ) -> ClockChoice:
-    """Choose among each stage's `clocks_mhz` but the `barred` (stage, clock)."""
+    """Choose among each stage's `clocks_mhz` except the `barred` (stage, clock)."""
     powers_w = blocking_power_w(profiles, schedule.stage_count)
     stages = []
     for stage, order in enumerate(schedule.orders):
@@ -87,7 +89,7 @@ def choose_clocks(
 
 
 class _Stage:
-    """One stage: how often it computes what, what is measured of that, and its hulls."""
+    """One stage: the counts of its computations, their measurements, and its hulls."""
 
     def __init__(
         self,
@@ -107,11 +109,11 @@ class _Stage:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether as many clocks are measured as it takes to plan."""
+        """Whether enough clocks are measured to plan."""
         return len(self.measured_mhz) >= min(MIN_CLOCKS, len(self._usable_mhz))
 
     def _find_left_mhz(self, barred_mhz: Collection[int]) -> list[int]:
-        """Return the clocks that may yet be measured, highest first."""
+        """Return the clocks that are left to measure, highest first."""
         if len(barred_mhz) >= MAX_BARRED and not self.is_bounded:
             return []
         usable_mhz = self._usable_mhz
@@ -124,11 +126,11 @@ class _Stage:
 
     @property
     def min_energy_j(self) -> float:
-        """What the stage's computations cost at the least."""
+        """The lowest energy of the stage's computations."""
         return math.fsum(n * min(m.energy_j for m in self._measured[key]) for key, n in self._counts.items())
 
     def extreme_mhz(self) -> int:
-        """The first clock to measure, then the second."""
+        """Return the first clock to measure, then the second."""
         if not self._left_mhz or self.is_bounded:
             return self._highest_measured_mhz()
         if not self.measured_mhz:
@@ -149,17 +151,17 @@ class _Stage:
             inside = [mhz for mhz in left_mhz if low_mhz < mhz < high_mhz]
             sum_j = math.fsum(gaps_j[mhz] for mhz in inside)
             if sum_j > max_j:
-                # Below the lowest there is no other end to be in the middle of.
+                # Below the lowest measured clock, the interval has no other end and thus no middle.
                 best_mhz, max_j = inside[len(inside) // 2 if low_mhz else -1], sum_j
         return best_mhz, math.hypot(*gaps_j.values()) / math.sqrt(len(gaps_j) + len(self.measured_mhz))
 
     def _highest_measured_mhz(self) -> int:
-        """A measured clock that was refused since may not be held again."""
+        """Return the highest measured clock that is still usable; one refused since may not be held again."""
         measured_mhz = (mhz for mhz in self.measured_mhz if mhz in self._usable_mhz)
         return max(measured_mhz, default=max(self._left_mhz, default=0))
 
     def _gap_j(self, hull: Sequence[Point], key: StageKey, mhz: int) -> float:
-        """What a computation at this clock may cost less than the chord says."""
+        """Return by how much a computation's energy at this clock may lie below the chord."""
         time_s = self._at(key, mhz).time_s
         gap_j = _gap_below_j(hull, time_s)
         if mhz > self.measured_mhz[-1]:
@@ -174,7 +176,7 @@ class _Stage:
 
 
 def _gap_below_j(hull: Sequence[Point], time_s: float) -> float:
-    """How far below the hull the curve may lie at a time; beyond its end, along half its slope."""
+    """Return how far the curve may lie below the hull at a time; beyond the hull's end, half its slope."""
     if len(hull) < 2 or time_s <= hull[0].time_s:
         return 0.0
     if time_s >= hull[-1].time_s:

@@ -1,4 +1,4 @@
-"""Lower hulls of what a stage's computation costs at its measured clocks. Pure."""
+"""Lower hulls of the cost of a stage's computation at its measured clocks. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from perseus.solver import Measurement
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Time and effective energy, and the energy's standard error."""
+    """Time and effective energy, with the energy's standard error."""
 
     time_s: float
     energy_j: float
@@ -17,12 +17,12 @@ class Point:
 
 
 def effective_point(m: Measurement, blocking_power_w: float) -> Point:
-    """Return what a measurement costs beyond waiting for as long."""
+    """Return a measurement's time and its energy beyond waiting for as long."""
     return Point(m.time_s, m.energy_j - blocking_power_w * m.time_s, m.energy_se_j)
 
 
 def lower_hull(points: Sequence[Point]) -> list[Point]:
-    """Return the lower convex hull, falling: what is both slower and dearer is left out."""
+    """Return the falling lower convex hull; it leaves out points that are both slower and costlier."""
     vertices: list[Point] = []
     for point in sorted(points, key=lambda point: (point.time_s, point.energy_j)):
         if vertices and (point.energy_j >= vertices[-1].energy_j or point.time_s == vertices[-1].time_s):
@@ -45,5 +45,5 @@ def height_j(hull: Sequence[Point], time_s: float) -> float:
 
 
 def slope_w(before: Point, after: Point) -> float:
-    """Return what a second more changes in energy between two points of different times."""
+    """Return the change in energy per second between two points of different times."""
     return (after.energy_j - before.energy_j) / (after.time_s - before.time_s)

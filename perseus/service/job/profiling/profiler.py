@@ -1,17 +1,17 @@
-"""Profiling in vivo: rounds of held clocks, and when they are enough. Part of the state machine.
+"""Profiling in vivo: rounds of held clocks, and the decision when to stop. Part of the state machine.
 
-In a round (`round`) every stage holds one clock, its own (`clock_choice`), on all pipelines. It ends when all
-stages are measured, well enough for how noisy they are (`effort`), or when it lasted so long that what is
-missing will not come (a stage that computes in step with its energy counter, say): that clock is given up. A
-stage that stays at stock is measured at stock, which counts as its highest clock. One of which nothing is
-left to measure goes on with a clock that it has.
+In a round (`round`) every stage holds one clock of its own (`clock_choice`) on all pipelines. The round ends
+when all stages are measured accurately enough for their noise (`sample_allocation`), or when it has lasted so
+long that the missing measurements will not come (a stage that computes in step with its energy counter, say):
+that clock is given up. A stage that stays at stock is measured at stock, which counts as its highest clock. A
+stage with nothing left to measure holds a clock that it has already measured.
 
-Profiling ends when the plan's energy can no longer change by more than the accuracy asked for, or when the
-budget is used up (`spending`), within a round or after it. Two clocks of each stage are the least; without
-them there is nothing to plan.
+Profiling ends when the plan's energy can no longer change by more than the required accuracy, or when the
+budget is used up (`budget_tracker`), within a round or after it. Each stage needs at least two clocks;
+without them there is nothing to plan.
 
-A profile of the same work on the same GPUs may be known from before, stage by stage. It is adopted where it
-agrees with what the stock baseline, as the highest clock, or the first rounds measured of the stage.
+An earlier profile of the same work on the same GPUs may be known, stage by stage. It is adopted if it agrees
+with the stage's measurements in the stock baseline (as the highest clock) or in the first rounds.
 """
 
 import math
@@ -46,21 +46,21 @@ from perseus.solver import Schedule
 from perseus.v1 import event_pb2
 
 HOLD_LIMIT = 8
-"""How many times the iterations asked for a clock may be held before it is given up."""
+"""Multiple of the configured iterations for which a clock may be held before it is given up."""
 
 _SAME_TIME_SHARE = 0.02
 _SAME_ENERGY_SHARE = 0.1
-"""By how much a profile from before may differ from what is measured now."""
+"""By how much an earlier profile may differ from the current measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileEnd:
-    """No further round.
+    """The decision that there is no further round.
 
     Attributes:
-        is_enough: whether there is something to plan on.
-        limit: what is used up, if that is why.
-        why: one sentence's part.
+        is_enough: whether there is enough to plan on.
+        limit: the part of the budget that is used up, if that is the reason.
+        why: the reason, as part of a sentence.
     """
 
     is_enough: bool
@@ -69,13 +69,13 @@ class ProfileEnd:
 
 
 class Profiler:
-    """What is measured of a job, and what is to be measured next.
+    """Collects a job's measurements, and chooses the next ones.
 
     Attributes:
-        profiles: what is measured so far.
-        known: what is known of the stages' work from before, and not yet held against measurements.
-        spending: what profiling has taken so far, since it was begun or renewed.
-        whole_round_count: rounds in which every stage was measured that was to be, since the last restart.
+        profiles: the measurements so far.
+        known: earlier profiles of the stages' work, not yet compared with measurements.
+        budget_tracker: the cost of profiling since it began or was renewed.
+        whole_round_count: rounds that measured all their stages, since the last restart.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Profiler:
         self._rules = rules
         self._budget = rules.profiling_budget
         self._allocation = SampleAllocation(rules.profile_iterations, rules.profile_accuracy)
-        # A round may take the share of the extra time of one clock out of the most.
+        # A round's share of the extra time is that of one clock out of the maximum number.
         self._round = Round(
             parallelism, schedule, self._allocation, self._budget.extra_time_s / rules.profile_clocks
         )
@@ -102,38 +102,38 @@ class Profiler:
         self.budget_tracker = BudgetTracker(record, self._budget)
         self.whole_round_count = 0
         self._progress = ProgressEstimate(self._budget)
-        # The stage and rank that the round was waiting for when the budget ended it.
+        # The clock, stage and rank that the round waited for when the budget ended it.
         self._unmeasured: GivenUpClock | None = None
 
     @property
     def clock_count(self) -> int:
-        """Clocks measured at the stage that has the most."""
+        """Number of measured clocks at the stage with the most."""
         return _max_at_a_stage(profile.stage for profile in self.profiles)
 
     @property
     def min_clock_count(self) -> int:
-        """Clocks measured at the stage that has the fewest."""
+        """Number of measured clocks at the stage with the fewest."""
         counts = Counter(profile.stage for profile in self.profiles)
         return min(counts[stage] for stage in range(self._parallelism.stage_count))
 
     @property
     def cost(self) -> ProfilingCost:
-        """What profiling has taken so far, since it was begun or renewed."""
+        """The cost of profiling since it began or was renewed."""
         return self.budget_tracker.cost
 
     @property
     def progress(self) -> ProfilingProgress:
-        """How far it is, while it goes on."""
+        """The progress, while profiling."""
         return self._progress.progress(self.cost)
 
     def renew(self) -> None:
-        """Begin with a whole budget, and with every clock that is not measured; what is measured is kept."""
+        """Start again with a full budget, retrying clocks that were given up; measurements are kept."""
         self.budget_tracker.renew()
         self._progress.restart()
         self._record.given_up_clocks = ()
 
     def forget(self) -> None:
-        """What is measured is of no use any more."""
+        """Discard all measurements."""
         self.profiles = self.known = ()
         self._allocation.restart()
         self._round.forget()
@@ -141,7 +141,7 @@ class Profiler:
         self._buffer.store(ForgetProfile())
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
-        """Take what a rank's counter says of the clock that it holds."""
+        """Take a rank's estimate for the clock that it holds."""
         self._round.take_estimate(rank, estimate)
 
     def take_iteration(
@@ -151,27 +151,28 @@ class Profiler:
         disturbed: Iterable[int],
         baseline: StockIteration,
     ) -> None:
-        """Take an iteration while profiling, and the pipelines that were slow in it.
+        """Take an iteration of profiling, and the pipelines that were slow in it.
 
-        `is_of_round`: it ran under the clocks that are to be held.
+        `is_of_round`: whether it ran under the round's clocks.
         """
         extra_s = self.budget_tracker.take_iteration(iteration, baseline)
         if is_of_round:
             self._round.take_iteration(extra_s, disturbed)
 
     def unmeasured_ranks(self, held: HoldClocks, clocks_mhz: UsableClocks) -> list[Coordinates]:
-        """Return the ranks of which a round waits for estimates, in order.
+        """Return the ranks from which a round awaits estimates, in order.
 
-        Not those whose noise makes the round last: what they sent is enough, and more is wanted all the same.
+        Ranks whose noise prolongs the round are not among them: their estimates are usable, only more are
+        wanted.
         """
         counted_mhz = self._counted_mhz(held, clocks_mhz)
         unmeasured = self._round.unmeasured(held, counted_mhz, self._allocation.min_iterations)
         return sorted(rank for ranks in unmeasured.values() for rank, _ in ranks)
 
     def next_round(self, held: HoldClocks | None, clocks_mhz: UsableClocks) -> HoldClocks | ProfileEnd:
-        """Return the clocks to hold: the same until the round has ended; or that no more are needed.
+        """Return the clocks to hold, unchanged until the round has ended; or the end of profiling.
 
-        `held` is None where no round is to go on.
+        `held` is None if there is no round to continue.
         """
         limit = self.budget_tracker.limit
         if held is not None and not self._end_round(held, clocks_mhz, is_last=limit is not None):
@@ -195,7 +196,7 @@ class Profiler:
                 )
             )
         if end.is_enough and not is_power_known(self.profiles):
-            assumed = "no rank has told what it draws while it waits: that is assumed"
+            assumed = "no rank has reported its blocking power, so it is assumed"
             end = replace(end, why=f"{end.why}; {assumed}")
         self._announce_end(end)
         return end
@@ -218,13 +219,13 @@ class Profiler:
             uncertainty = "; ".join(["which is not enough", *map(str, self._find_obstacle())])
         if 0 in choice.clocks_mhz:
             stage = choice.clocks_mhz.index(0)
-            why = f"stage {stage} has no clock that can be measured, {uncertainty}"
+            why = f"stage {stage} has no measurable clock, {uncertainty}"
         elif self._measured_places().issuperset(enumerate(choice.clocks_mhz)):
             why = f"{clocks}, all there are" + ("" if is_enough else f", {uncertainty}")
         elif choice.uncertainty <= self._rules.profile_accuracy:
             why = f"{clocks}: the plan's energy can change by {100 * choice.uncertainty:.2f} %"
         elif self._tried_count() >= self._rules.profile_clocks:
-            why = f"{clocks}, as many as may be; {uncertainty}"
+            why = f"{clocks}, the most allowed; {uncertainty}"
         elif limit is not None:
             budget = f"{self._budget.limit_of(limit):g} {limit.value}"
             return ProfileEnd(
@@ -235,14 +236,14 @@ class Profiler:
         return ProfileEnd(is_enough, None, why)
 
     def _tried_count(self) -> int:
-        """Return how many clocks were tried of the stage with the most."""
+        """Return the number of clocks tried at the stage with the most."""
         tried = [profile.stage for profile in self.profiles] + [
             clock.stage for clock in self._record.given_up_clocks
         ]
         return _max_at_a_stage(tried)
 
     def _find_obstacle(self) -> list[GivenUpClock]:
-        """Return what the budget did not wait for, or the first stage's failure, if there is one."""
+        """Return the clock that the budget cut off, or the first stage's failed one, if there is one."""
         if self._unmeasured is not None:
             return [self._unmeasured]
         counts = Counter(profile.stage for profile in self.profiles)
@@ -250,7 +251,7 @@ class Profiler:
         return sorted(failed, key=lambda clock: clock.stage)[:1]
 
     def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks, *, is_last: bool) -> bool:
-        """Keep what was measured, if the round has ended; the last one ends whatever it has."""
+        """Keep the measurements if the round has ended; the last round ends with whatever it has."""
         round_ = self._round
         has_lasted = round_.held_count >= HOLD_LIMIT * self._rules.profile_iterations
         if not has_lasted and not is_last:
@@ -275,7 +276,7 @@ class Profiler:
         return True
 
     def _counted_mhz(self, held: HoldClocks, clocks_mhz: UsableClocks) -> dict[int, int]:
-        """Return the stages that are measured in a round, and the clocks that they count as."""
+        """Return the stages that a round measures, and the clocks that they count as."""
         known = self._measured_places()
         return {
             stage: clock_mhz
@@ -295,7 +296,7 @@ class Profiler:
         *,
         is_given_up: bool,
     ) -> None:
-        """A round has ended without a stage, because it lasted so long or because it was the last."""
+        """Record that a round ended without a stage, because it lasted too long or was the last one."""
         reason = next(some for some in ClockGivenUpReason if some in {why for _, why in unmeasured})
         rank: Coordinates | None = next(rank for rank, why in unmeasured if why is reason)
         if self._round.is_all_disturbed:
@@ -345,7 +346,7 @@ class Profiler:
         )
 
     def _adopt_at_stock(self, clocks_mhz: UsableClocks) -> None:
-        """Hold what is known from before against the baseline, and adopt it where it agrees."""
+        """Compare earlier profiles with the baseline, and adopt those that agree."""
         agreeing: list[KnownProfile] = []
         others: list[KnownProfile] = []
         for known in self.known:
@@ -360,7 +361,7 @@ class Profiler:
         self._adopt(agreeing)
 
     def _adopt_known(self) -> None:
-        """Hold what is known from before against the first clocks, and adopt it where it agrees."""
+        """Compare earlier profiles with the first clocks, and adopt those that agree."""
         if not self.known or self.clock_count < MIN_CLOCKS:
             return
         known, self.known = self.known, ()
@@ -380,7 +381,7 @@ class Profiler:
         for (job_id, run_number), stages in by_source.items():
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED,
-                f"what run {run_number} of job {job_id} measured agrees with what is measured of stages "
+                f"the profile of run {run_number} of job {job_id} agrees with the measurements of stages "
                 f"{', '.join(map(str, stages))}: {self.min_clock_count} clocks",
                 event_pb2.ProfileAdopted(
                     stages=stages,

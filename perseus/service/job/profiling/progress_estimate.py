@@ -1,4 +1,4 @@
-"""How fast profiling gets on, and when it will be over at the latest. Part of the state machine."""
+"""The speed of profiling, and an upper bound for its remaining time. Part of the state machine."""
 
 import math
 
@@ -6,7 +6,7 @@ from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, Pro
 
 
 class ProgressEstimate:
-    """Rounds and what they took, since profiling began or was taken up again."""
+    """Counts rounds and their time since profiling began or was resumed."""
 
     def __init__(self, budget: ProfilingBudget) -> None:
         self._budget = budget
@@ -17,23 +17,23 @@ class ProgressEstimate:
         self._ended_s = 0.0
 
     def restart(self) -> None:
-        """Begin anew, with nothing known."""
+        """Start again with nothing known."""
         self._round_count = 0
         self._begun_s = None
 
     def begin_round(self, cost: ProfilingCost, tried_count: int, max_count: int) -> None:
-        """A round begins, after so many clocks were tried of the at most `most_count` of a stage."""
+        """Begin a round after `tried_count` clocks of a stage were tried, of at most `max_count`."""
         self._tried_count, self._max_count = tried_count, max_count
         if self._begun_s is None:
             self._begun_s = self._ended_s = cost.time_s
 
     def end_round(self, cost: ProfilingCost) -> None:
-        """A round has ended."""
+        """End a round."""
         self._round_count += 1
         self._ended_s = cost.time_s
 
     def progress(self, cost: ProfilingCost) -> ProfilingProgress:
-        """Return how far it is."""
+        """Return the progress so far."""
         return ProfilingProgress(self._tried_count, self._max_count, self._remaining_s(cost))
 
     def _remaining_s(self, cost: ProfilingCost) -> float | None:
@@ -44,7 +44,7 @@ class ProgressEstimate:
         return max(0.0, min(rounds_s, self._budget_s(cost)))
 
     def _budget_s(self, cost: ProfilingCost) -> float:
-        """How long the budget lasts at the rate at which it was used until now."""
+        """Return how long the budget lasts at the rate of its use so far."""
         budget = self._budget
         used_up_s = [budget.time_s - cost.time_s]
         for used, maximum in (

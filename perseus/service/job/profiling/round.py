@@ -1,8 +1,8 @@
-"""A round of profiling: what ranks have measured under the clocks that are held. Part of the state machine.
+"""A round of profiling: the ranks' measurements under the held clocks. Part of the state machine.
 
-Pipelines that were slow in a round do not count in it, unless all were. A round that is dear (it has taken
-its share of the extra time) is content with the first iteration that is measured whole; others are looked at
-again, an iteration later, until they are known well enough (`effort`).
+Pipelines that were slow in a round do not count in it, unless all were. An expensive round (one that has used
+its share of the extra time) ends with its first complete measurement; others are checked again an iteration
+later, until they are accurate enough (`sample_allocation`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,20 +21,21 @@ Unmeasured = list[tuple[Coordinates, ClockGivenUpReason]]
 
 
 class Round:
-    """The round that goes on, or the last one.
+    """The current round, or the last one.
 
-    What it measures is said in `counted_mhz`: the stages, and the clocks that they count as.
+    `counted_mhz`, wherever it is an argument, has the stages that the round measures and the clocks that they
+    count as.
 
     Attributes:
         held_count: how many iterations ran under its clocks.
         disturbed: the pipelines that were slow in it.
-        wanted_count: how many iterations every rank has to have measured before it is looked at again.
+        wanted_count: how many iterations every rank has to have measured before the next check.
     """
 
     def __init__(
         self, parallelism: Parallelism, schedule: Schedule, allocation: SampleAllocation, expensive_s: float
     ) -> None:
-        """`effort` says what is measured well enough, and `dear_s` what extra time makes a round dear."""
+        """Create a round; `expensive_s` is the extra time from which on it is expensive."""
         self.held_count = 0
         self.disturbed: set[int] = set()
         self.wanted_count = allocation.min_iterations
@@ -42,18 +43,18 @@ class Round:
         self._schedule = schedule
         self._allocation = allocation
         self._expensive_s = expensive_s
-        # What a stage's estimate has to cover.
+        # The kinds and chunks that a stage's estimate has to cover.
         self._needed = [frozenset((each.kind, each.chunk) for each in order) for order in schedule.orders]
         self._estimates: dict[Coordinates, EnergyEstimate] = {}
         self._extra_s = 0.0
-        # The ranks that it measures, and how many of them, from the first on, were when they were looked at:
-        # while the next one is not, none of the others needs a look.
+        # The ranks to measure, and the length of the prefix known to be measured: until the next rank is,
+        # no other one needs to be checked.
         self._measured_ranks: list[Coordinates] = []
         self._measured_count = 0
 
     @property
     def pipelines(self) -> Sequence[int]:
-        """Pipelines that were not slow; all of them if all were, as then there is nothing better to go by."""
+        """The pipelines that were not slow; all of them if all were, as no better ones exist."""
         everybody = range(self._parallelism.pipeline_count)
         return [pipeline for pipeline in everybody if pipeline not in self.disturbed] or everybody
 
@@ -63,7 +64,7 @@ class Round:
         return len(self.disturbed) == self._parallelism.pipeline_count
 
     def begin(self, at_stock: Collection[int]) -> None:
-        """Forget what was estimated; but at stock it stays true, and newer estimates come more rarely."""
+        """Begin a round without estimates, except at stock: those stay valid, and newer ones are rarer."""
         self._estimates = {rank: some for rank, some in self._estimates.items() if rank.stage in at_stock}
         self.disturbed.clear()
         self.held_count = 0
@@ -72,29 +73,29 @@ class Round:
         self._measured_ranks = []
 
     def forget(self) -> None:
-        """What was estimated is of no use any more."""
+        """Discard all estimates."""
         self._estimates.clear()
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
-        """Take what a rank's counter says of the clock that it holds."""
+        """Take a rank's estimate for the clock that it holds."""
         self._estimates[rank] = estimate
 
     def take_iteration(self, extra_s: float, disturbed: Iterable[int]) -> None:
-        """Take an iteration that ran under its clocks, so much longer than at stock."""
+        """Take an iteration under the round's clocks, which took `extra_s` longer than at stock."""
         self.held_count += 1
         self._extra_s += extra_s
         self.disturbed.update(disturbed)
 
-    # ------------------------------------------------------------------ what is measured
+    # ------------------------------------------------------------------ measurements
 
     def found(self, stage: int, clock_mhz: int, held: HoldClocks) -> StageProfile:
-        """Return what is measured of a stage, which counts as being at a clock."""
+        """Return a stage's measurements, which count as taken at `clock_mhz`."""
         shape = self._parallelism
         held_mhz = held.clocks_mhz[stage]
         return merge(stage, clock_mhz, self._estimates, shape, self.pipelines, held_mhz)
 
     def found_at_stock(self, stage: int, clock_mhz: int, iteration_count: int) -> StageProfile | None:
-        """Return what all pipelines have measured of a stage at stock, if they have."""
+        """Return a stage's measurements at stock; None until all pipelines have them."""
         everybody = range(self._parallelism.pipeline_count)
         if self._unmeasured_of(stage, STOCK_MHZ, everybody, iteration_count):
             return None
@@ -103,7 +104,7 @@ class Round:
     def unmeasured(
         self, held: HoldClocks, counted_mhz: Mapping[int, int], iteration_count: int
     ) -> dict[int, Unmeasured]:
-        """Return the stages that have ranks without so many measured iterations, and these ranks."""
+        """Return, by stage, the ranks that have not yet measured `iteration_count` iterations."""
         pipelines = self.pipelines
         found = {
             stage: self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines, iteration_count)
@@ -128,15 +129,15 @@ class Round:
     def _is_expensive(self) -> bool:
         return self._extra_s >= self._expensive_s
 
-    # ------------------------------------------------------------------ whether it goes on
+    # ------------------------------------------------------------------ end of the round
 
     def is_waiting(
         self, held: HoldClocks, counted_mhz: Callable[[], Mapping[int, int]], profiles: Sequence[StageProfile]
     ) -> bool:
-        """Tell whether a rank that counts is not yet measured, or all are not well enough.
+        """Tell whether a counted rank is not yet measured, or the measurements are not yet accurate enough.
 
-        `profiles` are what was measured before. Nearly always a single look at a rank is enough, and what is
-        counted not asked for.
+        `profiles` has the earlier measurements. Nearly always, checking a single rank is enough, and
+        `counted_mhz` is not called.
         """
         while not self._is_any_awaited(held, counted_mhz):
             if self._is_expensive or self._allocation.is_enough(*self.judge(held, counted_mhz(), profiles)):
@@ -148,7 +149,7 @@ class Round:
     def judge(
         self, held: HoldClocks, counted_mhz: Mapping[int, int], profiles: Sequence[StageProfile]
     ) -> tuple[int, RoundError]:
-        """Return how many iterations all that count have measured, and with what error."""
+        """Return how many iterations all counted ranks have measured, and the error."""
         pipelines, tensors = self.pipelines, range(self._parallelism.tensor_count)
         found = [self.found(stage, clock_mhz, held) for stage, clock_mhz in counted_mhz.items()]
         ranks = (Coordinates(p, stage, t) for p in pipelines for stage in counted_mhz for t in tensors)
@@ -156,7 +157,7 @@ class Round:
         return iteration_count, round_error(found, profiles, self._schedule)
 
     def _is_any_awaited(self, held: HoldClocks, counted_mhz: Callable[[], Mapping[int, int]]) -> bool:
-        """Tell whether a rank that counts has not yet measured as many iterations as wanted."""
+        """Tell whether a counted rank has not yet measured as many iterations as wanted."""
         if not self._measured_ranks:
             pipelines = range(self._parallelism.pipeline_count)
             tensors = range(self._parallelism.tensor_count)
@@ -169,7 +170,7 @@ class Round:
             if self._is_awaited(ranks[self._measured_count], held):
                 return True
             self._measured_count += 1
-        # All were measured at one time or another; a newer estimate may have undone that.
+        # Each was measured at some point, but a newer estimate may have undone that.
         undone = next((index for index, rank in enumerate(ranks) if self._is_awaited(rank, held)), None)
         if undone is not None:
             self._measured_count = undone

@@ -1,17 +1,17 @@
-"""How long a clock is held: as long as its noise deserves among the others'. Pure.
+"""How long each clock is held, given its noise and the noise of the others. Pure.
 
-What holding for one more iteration gains is least where a clock is known well already. The squared errors
-of all clocks add up to the least, for the same number of iterations in all, where each clock is held for as
-many as its noise, the error of a single iteration, is to the others' (Neyman's allocation): twice as noisy,
-twice as long, and not four times, which would make all equally sure and be no better than holding all for as
-long. So `iterations`, what is asked for, is what a clock gets that is as noisy as those before it.
+Another iteration improves a well-known clock the least. For a given total of iterations, the sum of the
+squared errors of all clocks is smallest if each clock is held in proportion to its noise, the error of a
+single iteration (Neyman's allocation): twice as noisy, twice as long. Four times as long would make all
+clocks equally accurate and be no better than holding all equally long. So a clock that is as noisy as those
+before it is held for the configured `iterations`.
 
-Three things bound that. What is known much better than profiling has to be is held no longer. What surely
-lies above the hull of the clocks measured before will be in no plan: its errors don't count. And a noisy
-clock gets so many times its share at the most.
+Three things bound that. A clock that is already much more accurate than profiling requires is not held any
+longer. A clock that surely lies above the hull of the clocks measured before will be in no plan, so its
+errors don't count. And a noisy clock gets a fixed multiple of its share at most.
 
-Errors come from few values at first: none is believed before the second iteration. An error that was not told
-(0) leaves it at what was asked for.
+The first errors are estimated from few values: none is believed before the second iteration. If an error was
+not reported (0), the clock is held for the configured iterations.
 """
 
 import math
@@ -28,20 +28,20 @@ MIN_ITERATIONS = 2
 """Iterations before standard errors are believed."""
 
 MAX_HOLD_FACTOR = 4
-"""How many times the iterations asked for a noisy clock is held at most: long before it is given up."""
+"""Multiple of `iterations` for which a noisy clock is held at most: well before it is given up."""
 
 _NEGLIGIBLE_SHARE = 0.25
-"""An error of this share of the accuracy is added to it as good as unseen: 3 % of it, in squares."""
+"""An error below this share of the accuracy is negligible: it adds 3 % to it, in squares."""
 
 _SURE_ERRORS = 2.0
-"""Standard errors by which a clock lies above the hull, to be surely of no use."""
+"""Standard errors above the hull from which on a clock is surely useless."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundError:
-    """What an iteration's energy may be mistaken by under the clocks of a round, and that energy.
+    """The error of an iteration's energy under the clocks of a round, and that energy.
 
-    `error_j` is None where an error was not told.
+    `error_j` is None if an error was not reported.
     """
 
     error_j: float | None
@@ -52,19 +52,24 @@ class SampleAllocation:
     """Spreads iterations over the clocks of a job."""
 
     def __init__(self, iterations: int, accuracy: float) -> None:
-        """`iterations`: at a clock as noisy as others; `accuracy`: by what share energy may be off."""
+        """Create an allocation.
+
+        Args:
+            iterations: at a clock as noisy as the others.
+            accuracy: the share by which energy may be off.
+        """
         self._iterations = iterations
         self._accuracy = accuracy
-        # The noise of each round that has ended: joules, of a single iteration.
+        # The noise of each finished round: the error of a single iteration, in joules.
         self._noises_j: list[float] = []
 
     @property
     def min_iterations(self) -> int:
-        """No clock is held for fewer."""
+        """The fewest iterations that a clock is held for."""
         return min(MIN_ITERATIONS, self._iterations)
 
     def is_enough(self, iteration_count: int, found: RoundError) -> bool:
-        """Tell whether a round is sure enough after so many iterations."""
+        """Tell whether a round is accurate enough after `iteration_count` iterations."""
         if found.error_j is None:
             return iteration_count >= self._iterations
         if iteration_count >= MAX_HOLD_FACTOR * self._iterations:
@@ -77,19 +82,19 @@ class SampleAllocation:
         return iteration_count * usual_j >= self._iterations * found.error_j * math.sqrt(iteration_count)
 
     def take_round(self, iteration_count: int, found: RoundError) -> None:
-        """Remember how noisy a round was. One that showed no error, or none that counts, tells nothing."""
+        """Remember the noise of a round, unless it has no error or none that counts."""
         if found.error_j:
             self._noises_j.append(found.error_j * math.sqrt(iteration_count))
 
     def restart(self) -> None:
-        """What was measured is of no use any more."""
+        """Discard the noise of earlier rounds."""
         self._noises_j.clear()
 
 
 def round_error(
     found: Iterable[StageProfile], measured: Sequence[StageProfile], schedule: Schedule
 ) -> RoundError:
-    """Return the error of what a round has found so far, beside what was measured before."""
+    """Return the error of a round's measurements so far, given the earlier measurements."""
     found = tuple(found)
     powers_w = blocking_power_w([*measured, *found], schedule.stage_count)
     errors_j: list[float] = []
@@ -111,12 +116,12 @@ def round_error(
 
 
 def _error_j(m: Measurement) -> float:
-    """The error of an energy, with what an error in time is worth."""
+    """Return the error of an energy, including the energy equivalent of the error in time."""
     return math.hypot(m.energy_se_j, m.energy_j / m.time_s * m.time_se_s)
 
 
 def _is_surely_useless(m: Measurement, others: Iterable[Measurement], power_w: float) -> bool:
-    """Tell whether a clock's point is above the hull of the others, whatever errors can do."""
+    """Tell whether a clock's point lies above the hull of the others beyond all errors."""
     hull = lower_hull([effective_point(other, power_w) for other in others])
     if not hull or m.time_s - _SURE_ERRORS * m.time_se_s <= hull[0].time_s:
         return False

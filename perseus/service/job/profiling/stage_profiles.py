@@ -1,11 +1,12 @@
-"""From the agents' estimates to stage profiles, and from those to what the solver plans on.
+"""From the agents' estimates to stage profiles, and from those to the solver's problem.
 
 All ranks of a stage hold one clock; their agents estimate time and energy of each kind of computation by
-regression. Once all have a good estimate, they are merged: the largest time and the sum of the energies over
+regression. Once all estimates are good, they are merged: the largest time and the sum of the energies over
 the tensor-parallel ranks, then the mean over the pipelines.
 
-A plan may use clocks that nobody measured: between two measured clocks, time and energy are interpolated in
-the time of a cycle (1 / clock). What is planned on is then verified once, in force (`planning.drift`).
+A plan may use clocks that were never measured: between two measured clocks, time and energy are interpolated
+linearly in the cycle time (1 / clock). Plans then verify interpolated clocks once, in force
+(`planning.drift`).
 """
 
 import math
@@ -28,14 +29,16 @@ from perseus.solver import (
 )
 
 ASSUMED_BLOCKING_SHARE = 0.25
-"""What a waiting GPU is assumed to draw where nobody measured it, as a share of the least power that its
-computations draw. The published A100 and A40 draw 0.36 and 0.40 of it."""
+"""Unmeasured blocking power is assumed to be this share of the least power of the computations.
+
+The published A100 and A40 draw 0.36 and 0.40 of it.
+"""
 
 _MIN_J = 1e-9
-"""Below, a sample's energy is no energy."""
+"""Smallest energy of a valid sample."""
 
 _MIN_SE_W = 1e-6
-"""No standard error of a power is smaller than this: none may outweigh all others for good."""
+"""Smallest standard error of a power, so that none outweighs all others for good."""
 
 
 def why_not_measured(
@@ -44,12 +47,12 @@ def why_not_measured(
     clock_mhz: int,
     iteration_count: int,
 ) -> ClockGivenUpReason | None:
-    """Tell why an estimate does not cover what is needed at the clock, over enough iterations.
+    """Return why an estimate does not cover the needed computations at the clock; None if it does.
 
-    None if it does. `needed`: kinds and chunks.
+    `needed` has kinds and chunks; `iteration_count` is the number of iterations that it has to cover.
 
-    Early estimates may be impossible (energy of 0 or less, while few counter windows are in): not yet
-    measured.
+    Early estimates may be impossible (an energy of 0 or less, while few counter windows are in) and count as
+    not yet measured.
     """
     if estimate is None:
         return ClockGivenUpReason.NO_ESTIMATE
@@ -71,7 +74,7 @@ def merge(
 ) -> StageProfile:
     """Merge the estimates of a stage's ranks in these pipelines, which held a clock or stock.
 
-    Each must be measured (`why_not_measured`). `clock_mhz` is what the measurements count as.
+    Each rank must be measured (`why_not_measured`). The result counts as measured at `clock_mhz`.
     """
     rows = [
         [estimates[Coordinates(pipeline, stage, tensor)] for tensor in range(parallelism.tensor_count)]
@@ -119,25 +122,26 @@ def merge(
 
 
 def is_power_known(profiles: Iterable[StageProfile]) -> bool:
-    """Tell whether any stage's blocking power was measured at any clock."""
+    """Tell whether the blocking power of any stage was measured at any clock."""
     return any(profile.blocking_power_w is not None for profile in profiles)
 
 
 def blocking_power_w(profiles: Sequence[StageProfile], stage_count: int) -> tuple[float, ...]:
     """Return each stage's blocking power over all clocks, each clock weighted by the inverse of its variance.
 
-    Where a clock comes without a standard error, all weigh the same. Clocks that do not tell a stage's power
-    are left out. A stage that never waits needs no power of its own: it gets the mean of the others.
+    If a clock has no standard error, all clocks weigh the same. Clocks without a measured power are left out.
+    A stage that never waits needs no power of its own: it gets the mean of the others.
 
-    Where nobody has told it at all (a pipeline of one stage hardly ever waits), it is assumed: of each stage,
-    ASSUMED_BLOCKING_SHARE of the least power that any of its computations drew at any clock. Never 0, which
-    is as wrong as can be: T_slow falls by up to a third with it. But rather too low than too high, because of
-    what it is for. A computation is slowed only as far as its effective energy falls, which is energy minus
-    this power × time: the lower the power, the sooner that ends. So nothing is slowed for a saving that only
-    an assumption promises, while one that is slowed saves at least what is predicted. What a too low power
-    gets wrong is how much *longer iterations* cost: T* comes out too late. Therefore nobody's own pace goes
-    beyond stock's on an assumption (`planning.planner`); who waits for a straggler anyway moves up to T_slow,
-    which comes out too early. A cap on power is held against the assumed power.
+    If no stage has a measured power (a pipeline of one stage hardly ever waits), it is assumed: for each
+    stage, ASSUMED_BLOCKING_SHARE of the least power that any of its computations drew at any clock. Zero
+    would be the worst assumption: T_slow falls by up to a third with it. But the assumption errs on the low
+    side, because of its use. A computation is slowed only as long as its effective energy falls, which is
+    energy minus this power × time: the lower the power, the sooner that ends. So an assumption alone never
+    slows a computation to no benefit, and each slowed computation saves at least the predicted energy. An
+    assumption that is too low understates the cost of *longer iterations*: T* comes out too late. Therefore
+    no pipeline's own target goes beyond stock on an assumption (`planning.planner`); a pipeline that waits
+    for a straggler anyway moves up to T_slow, which comes out too early. A limit on average power is compared
+    with the assumed power.
     """
     reported_w: dict[int, float] = {}
     for stage in range(stage_count):
@@ -165,7 +169,8 @@ def _assumed_power_w(profiles: Iterable[StageProfile], stage: int) -> float:
 def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
     """Return a measurement at a clock between (or a little beyond) at least two measured ones.
 
-    `measured` is sorted by clock. Linear in 1 / clock; standard errors as those of the two clocks around.
+    `measured` is sorted by clock. Linear in 1 / clock; standard errors are those of the two neighbouring
+    clocks.
     """
     right = next(
         (i for i in range(1, len(measured)) if measured[i].clock_mhz >= clock_mhz), len(measured) - 1
@@ -188,7 +193,7 @@ def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
 
 
 def curves(profiles: Iterable[StageProfile], stage: int) -> dict[StageKey, list[Measurement]]:
-    """Return what is measured of each kind of computation of a stage, by rising clock."""
+    """Return the measurements of each kind of computation of a stage, by rising clock."""
     found: dict[StageKey, list[Measurement]] = {}
     for profile in profiles:
         if profile.stage == stage:
@@ -198,11 +203,11 @@ def curves(profiles: Iterable[StageProfile], stage: int) -> dict[StageKey, list[
 
 
 def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_mhz: UsableClocks) -> Pipeline:
-    """Return what the solver has to solve, from at least two measured clocks of each stage.
+    """Return the solver's problem, from at least two measured clocks of each stage.
 
-    Measurements are shrunk to what is to be expected of them, for all their errors. Of a stage's `clocks_mhz`
-    those are planned on that were measured or, interpolated, lie between; of one that stays at stock the
-    highest one measured. A FIXED computation takes the mean of its times over the clocks.
+    Measurements are shrunk to their expected values given their errors. Of a stage's `clocks_mhz`, plans use
+    those that were measured or, interpolated, lie in between; of a stage that stays at stock, the highest
+    measured one. A FIXED computation takes the mean of its times over the clocks.
     """
     by_key: dict[ProfileKey, tuple[Measurement, ...]] = {}
     fixed_s: dict[ProfileKey, float] = {}
@@ -238,7 +243,7 @@ def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_m
 def agree(
     measured: Iterable[StageProfile], others: Iterable[StageProfile], time_share: float, energy_share: float
 ) -> bool:
-    """Tell whether two sets of profiles have clocks in common, and agree wherever they do, within shares."""
+    """Tell whether two sets of profiles have common clocks and agree at all of them, within the shares."""
     by_place = {(profile.stage, profile.clock_mhz): profile for profile in others}
     shared = [
         (one, by_place[one.stage, one.clock_mhz])
@@ -257,10 +262,10 @@ def agree(
 def corrected(
     profiles: Iterable[StageProfile], times_s: Mapping[tuple[int, int, StageKey], float]
 ) -> tuple[StageProfile, ...]:
-    """Return the profiles with newer times, by (stage, clock, key); the power stays.
+    """Return the profiles with newer times, by (stage, clock, key); the power is kept.
 
-    Clocks of the same computation that were not looked at change by the mean ratio of those that were. A
-    clock that was only interpolated so far counts as measured from now on.
+    Other clocks of the same computation change by the mean ratio of the updated ones. An interpolated clock
+    with a new time counts as measured from now on.
     """
     found: dict[tuple[int, int], StageProfile] = {}
     profiles = tuple(profiles)
@@ -298,11 +303,11 @@ def _samples_at(estimate: EnergyEstimate, clock_mhz: int) -> dict[StageKey, Ener
 
 
 def _sum(figures: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Add independent (value, standard error) figures up."""
+    """Sum independent (value, standard error) pairs."""
     return math.fsum(value for value, _ in figures), math.sqrt(math.fsum(error**2 for _, error in figures))
 
 
 def _mean(figures: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Average independent (value, standard error) figures."""
+    """Average independent (value, standard error) pairs."""
     value, error = _sum(figures)
     return value / len(figures), error / len(figures)

@@ -1,8 +1,8 @@
-"""What a stage's profile is known by: two stages of the same key take the same time and energy. Pure.
+"""Keys of stage profiles: two stages with the same key take the same time and energy. Pure.
 
-The work itself is known by its fingerprint, wherever it stands in whatever schedule. Without one, the same
-order of computations at the same place among as many stages passes for the same work; what is adopted is held
-against the first measurements anyway. Beside the work count the GPUs' models, power limits and workload power
+A fingerprint identifies the work, wherever it runs in whatever schedule. Without one, the same order of
+computations at the same position among as many stages counts as the same work; an adopted profile is compared
+with the first measurements anyway. The key also contains the GPUs' models, power limits and workload power
 profiles, and how many of them share the stage.
 """
 
@@ -16,7 +16,7 @@ from perseus.solver import Schedule
 
 
 def work_keys(spec: JobSpec, schedule: Schedule, gpus: Sequence[Iterable[Gpu]]) -> tuple[str, ...]:
-    """Return each stage's key; `gpus[s]`: those of stage `s` in all pipelines."""
+    """Return each stage's key; `gpus[s]` has the GPUs of stage `s` in all pipelines."""
     return tuple(_work_key(spec, schedule, stage, own) for stage, own in enumerate(gpus))
 
 

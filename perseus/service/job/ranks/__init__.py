@@ -1,1 +1,1 @@
-"""Who serves the ranks of a job, and what their GPUs can do. Pure."""
+"""The ranks of a job: the agents that serve them, and the abilities of their GPUs. Pure."""

@@ -1,7 +1,7 @@
-"""When agents' leases run out: a heap of deadlines, so that hearing of one agent is no look at the others.
+"""The expiry of agents' leases: a heap of deadlines, so that hearing one agent does not touch the others.
 
-Whatever an agent says renews its lease, many times as often as a lease runs out. So renewing only notes the
-time; the heap keeps an older deadline, which is put right when it comes up. Pure.
+Every message of an agent renews its lease, many more times than a lease runs out. So renewing only records
+the time; the heap keeps an older deadline, which is corrected when it reaches the top. Pure.
 """
 
 import heapq
@@ -13,8 +13,8 @@ class Leases:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._heard_s: dict[str, float] = {}
-        # The deadline that the heap holds for each instance, never later than the true one; other entries of
-        # the heap are of leases that have ended, and are dropped when they come up.
+        # The deadline in the heap for each instance, never later than the true one. Other entries of the heap
+        # belong to ended leases, and are dropped when they reach the top.
         self._noted_s: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []
 
@@ -36,7 +36,7 @@ class Leases:
         self._noted_s.pop(instance_id, None)
 
     def next_deadline_s(self) -> float | None:
-        """When the next lease runs out, if any runs."""
+        """Return when the next lease runs out; None if there is none."""
         while self._heap:
             noted_s, instance_id = self._heap[0]
             if self._noted_s.get(instance_id) != noted_s:
@@ -49,7 +49,7 @@ class Leases:
         return None
 
     def expired(self, now_s: float) -> list[str]:
-        """Return the instances whose lease has run out, the longest silent first; they are forgotten."""
+        """Return and forget the instances whose lease has run out, the longest silent first."""
         found = []
         while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
             _, instance_id = self._heap[0]
@@ -58,7 +58,7 @@ class Leases:
         return found
 
     def validate(self) -> None:
-        """Check what must always hold."""
+        """Check the invariants."""
         assert self._noted_s.keys() == self._heard_s.keys()
         assert {(noted_s, instance_id) for instance_id, noted_s in self._noted_s.items()} <= set(self._heap)
 

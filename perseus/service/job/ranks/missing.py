@@ -1,7 +1,7 @@
-"""Which ranks of a job are missing, the first of them, and since when. Pure.
+"""The missing ranks of a job, the first of them, and since when. Pure.
 
-Ranks come and go in any order. What one of them changes costs the logarithm of the job's size: the places are
-in a heap, and those that are back are dropped from it only when they come to its top.
+Ranks come and go in any order. A change of one rank costs the logarithm of the job's size: the places are in
+a heap, and ranks that have returned are dropped from it only when they reach its top.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from perseus.service.domain.specification import Coordinates
 
 
 class MissingRanks:
-    """The places of ranks that nobody serves."""
+    """The places of ranks that no agent serves."""
 
     def __init__(self, places: Iterable[Coordinates], now_s: float) -> None:
         self._since_s = dict.fromkeys(places, now_s)
@@ -23,7 +23,7 @@ class MissingRanks:
         return len(self._since_s)
 
     def miss(self, place: Coordinates, now_s: float) -> None:
-        """A rank is missing from now on, if it was not before."""
+        """Add a rank as missing from now on, if it was not before."""
         if place not in self._since_s:
             self._since_s[place] = now_s
             if place not in self._in_heap:
@@ -31,11 +31,11 @@ class MissingRanks:
                 heappush(self._heap, place)
 
     def find(self, place: Coordinates) -> None:
-        """A rank is not missing."""
+        """Remove a rank that is no longer missing."""
         self._since_s.pop(place, None)
 
     def first(self) -> tuple[Coordinates, float] | None:
-        """Return the first missing rank, in order, and since when; None if none is missing."""
+        """Return the first missing rank, in order, and since when it is missing; None if none is."""
         while self._heap and self._heap[0] not in self._since_s:
             self._in_heap.discard(heappop(self._heap))
         return (self._heap[0], self._since_s[self._heap[0]]) if self._heap else None

@@ -1,4 +1,4 @@
-"""The ranks of one job: who serves them, whose lease runs, how far they are. Part of the state machine."""
+"""The ranks of one job: their agents, leases and iterations. Part of the state machine."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_
 from perseus.v1 import event_pb2
 
 _MAX_GPU_ERRORS = 1024
-"""Errors of GPUs that are known when they are said again; they may be of any text."""
+"""GPU errors remembered to recognise repeats; an error can have any text."""
 
 _SAME_POWER_W = 1.0
 """Power limits that differ by less are the same."""
@@ -27,12 +27,12 @@ LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
 
 class RankTable:
-    """All ranks of a job, connected or not. Changes are stored and announced through the journal.
+    """All ranks of a job, connected or not. Changes are stored and announced through the command buffer.
 
     Attributes:
         counts: how many ranks are in each state.
         missing: the ranks that are not connected and have not finished.
-        placement_count: how often a rank came from another host, or with another GPU, than before.
+        placement_count: how often a rank joined from another host, or with another GPU, than before.
     """
 
     def __init__(self, spec: JobSpec, lease_s: float, buffer: CommandBuffer, now_s: float = 0.0) -> None:
@@ -41,16 +41,16 @@ class RankTable:
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
         self.counts = Counter({RankState.EXPECTED: len(self._ranks)})
         self.missing = MissingRanks(self._ranks, now_s)
-        # By agent instance: whatever it says renews the leases of all its ranks.
+        # By agent instance: any message renews the leases of all its ranks.
         self._leases = Leases(lease_s)
         self.placement_count = 0
         self._live: dict[str, set[Coordinates]] = {}
         self._iterations = IterationCounts()
-        # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream says it anew.
+        # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream reports it anew.
         self._after_sequence: dict[Coordinates, int] = {}
         self._changed_pipelines: set[int] = set()
         self._usable_clocks_mhz: UsableClocks | None = None
-        # The latest that were told of, oldest first.
+        # The latest announced ones, oldest first.
         self._gpu_errors: dict[GpuErrorReported, None] = {}
 
     def __getitem__(self, place: Coordinates) -> Rank:
@@ -66,7 +66,7 @@ class RankTable:
         return len(self._ranks)
 
     def restore(self, ranks: Iterable[Rank], now_s: float) -> None:
-        """Take stored ranks; those that were connected have a whole lease to come back."""
+        """Take stored ranks; ranks that were connected have a whole lease to return."""
         for rank in ranks:
             state = RankState.DISCONNECTED if rank.state in LIVE else rank.state
             self._put(replace(rank, state=state))
@@ -82,7 +82,7 @@ class RankTable:
         return self.counts[state] == len(self)
 
     def select(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
-        """Yield the wanted ranks from an index on; see `select`."""
+        """Yield the ranks that match the filter, from an index on, each with its index."""
         return select(self._spec, self._ranks, wanted, first_index)
 
     def of_instance(self, instance_id: str, *states: RankState) -> list[Rank]:
@@ -95,11 +95,11 @@ class RankTable:
         return self._iterations.highest()
 
     def next_deadline_s(self) -> float | None:
-        """When the next lease runs out, if any runs."""
+        """Return when the next lease runs out; None if there is none."""
         return self._leases.next_deadline_s()
 
     def expired(self, now_s: float) -> list[Rank]:
-        """Return the live ranks whose lease has run out; it does so once."""
+        """Return the live ranks whose lease has run out; each lease is returned once."""
         return [
             rank
             for instance_id in self._leases.expired(now_s)
@@ -107,31 +107,31 @@ class RankTable:
         ]
 
     def usable_clocks_mhz(self) -> UsableClocks:
-        """Return the clocks that each stage can have."""
+        """Return the usable clocks of each stage."""
         if self._usable_clocks_mhz is None:
             self._usable_clocks_mhz = usable_clocks_mhz(self, self._spec.parallelism.stage_count)
         return self._usable_clocks_mhz
 
     def refuse_clocks(self, place: Coordinates, clocks_mhz: Iterable[int]) -> str:
-        """Take a rank's word that it does not have some clocks; return that as a sentence's part."""
+        """Record the clocks that a rank does not have; return that as part of a sentence."""
         rank = self._ranks[place]
         refused_mhz = tuple(sorted({*rank.refused_clocks_mhz, *clocks_mhz}))
         self.change(replace(rank, refused_clocks_mhz=refused_mhz))
         return f"{place} has no {', '.join(str(mhz) for mhz in refused_mhz)} MHz"
 
     def cap_clock(self, place: Coordinates, clock_mhz: int) -> None:
-        """Take note of the highest clock that a rank reaches."""
+        """Record the highest clock that a rank reaches."""
         self.change(replace(self._ranks[place], capped_clock_mhz=clock_mhz))
 
     def lift_caps(self) -> bool:
-        """Take it that ranks reach all clocks again; whether any was taken not to."""
+        """Assume that ranks reach all clocks again; return whether any was capped."""
         capped = [rank for rank in self if rank.capped_clock_mhz]
         for rank in capped:
             self.change(replace(rank, capped_clock_mhz=0))
         return bool(capped)
 
     def note_limits(self, place: Coordinates, limits: GpuLimits) -> bool:
-        """Take note of what bounds a rank's GPU; whether it is news, which is told then."""
+        """Record the limits of a rank's GPU; announce them and return True if they have changed."""
         rank = self._ranks[place]
         gpu = rank.gpu
         if gpu is None or limits == (gpu.power_limit_w, gpu.power_profiles):
@@ -147,7 +147,7 @@ class RankTable:
         )
         self._buffer.announce(
             event_pb2.JOB_EVENT_TYPE_GPU_LIMITS_CHANGED,
-            f"{place}: its GPU's limit is {_limits(limits)}, it was "
+            f"{place}: its GPU's power limit is {_limits(limits)}, was "
             f"{_limits(GpuLimits(gpu.power_limit_w, gpu.power_profiles))}",
             event_pb2.GpuLimitsChanged(
                 rank=coordinates_to_proto(place),
@@ -160,9 +160,9 @@ class RankTable:
         return True
 
     def leave_at_stock(self, place: Coordinates, reason: RefusalReason) -> str:
-        """Take a rank's word that it can have no clock but stock; return that as a sentence's part."""
+        """Record that a rank can have no clock but stock; return that as part of a sentence."""
         self.change(replace(self._ranks[place], is_stock_only=True))
-        return f"{place} stays at stock, with its stage: {reason.value}"
+        return f"{place} and its stage stay at stock: {reason.value}"
 
     def join(self, event: RankJoined, in_force_version: int, now_s: float) -> None:
         """Take a rank that an agent announces.
@@ -184,7 +184,7 @@ class RankTable:
         self.placement_count += (rank.hostname, rank.gpu) != (event.hostname, event.gpu)
         self._after_sequence[event.rank] = event.after_sequence
         if rank.instance_id != event.instance_id:
-            # Another agent may be able to.
+            # Another agent may be able to set these clocks.
             rank = replace(rank, refused_clocks_mhz=(), is_stock_only=False, capped_clock_mhz=0)
         joined = replace(
             rank,
@@ -199,7 +199,7 @@ class RankTable:
         self.missing.find(event.rank)
 
     def hear(self, place: Coordinates, instance_id: str, now_s: float) -> bool:
-        """Renew the leases of a rank's agent; False if it does not serve the rank: what it says is stale.
+        """Renew the leases of a rank's agent; return False if it does not serve the rank (a stale message).
 
         Raises:
             RankOutOfRangeError: the job has no such rank.
@@ -214,10 +214,10 @@ class RankTable:
         return True
 
     def check_trainer(self, place: Coordinates, sequence: int) -> None:
-        """Refuse telemetry of a connected rank that is of an earlier trainer than the one that it has now.
+        """Refuse telemetry of a connected rank from a trainer before the current one.
 
         Raises:
-            TelemetryOutdatedError: quotes where the present one begins.
+            TelemetryOutdatedError: quotes where the current trainer's telemetry begins.
         """
         after_sequence = self._after_sequence[place]
         if sequence <= after_sequence:
@@ -229,24 +229,27 @@ class RankTable:
             self._leases.hear(instance_id, now_s)
 
     def disconnect(self, instance_id: str, now_s: float) -> None:
-        """Note that an agent's stream has ended; the leases of its ranks run from now."""
+        """Record that an agent's stream has ended; the leases of its ranks run from now."""
         self.hear_agent(instance_id, now_s)
         for rank in self.of_instance(instance_id, RankState.CONNECTED):
             self.change(replace(rank, state=RankState.DISCONNECTED), why="its agent's stream ended")
             self.missing.miss(rank.coordinates, now_s)
 
     def lose(self, place: Coordinates, why: str, now_s: float) -> None:
-        """Note that a rank is lost; its GPU is at stock, or will be when the lease runs out."""
+        """Record that a rank is lost; its GPU is at stock, or will be when the lease runs out."""
         self.change(replace(self._ranks[place], state=RankState.LOST, in_force_version=NO_VERSION), why)
         self.missing.miss(place, now_s)
 
     def finish(self, place: Coordinates, why: str) -> None:
-        """Note that a rank's trainer is done; its GPU is at stock."""
+        """Record that a rank's trainer is done; its GPU is at stock."""
         self.change(replace(self._ranks[place], state=RankState.FINISHED, in_force_version=NO_VERSION), why)
         self.missing.find(place)
 
     def note_iteration(self, place: Coordinates, iteration: int, clock_event_reasons: int = 0) -> None:
-        """Note how far a rank is, and what held its GPU. Not stored: after a restart ranks say it anew."""
+        """Record a rank's iteration and clock event reasons.
+
+        They are not stored, as ranks report them again after a restart.
+        """
         rank = self._ranks[place]
         if iteration > rank.iteration:
             self._ranks[place] = rank.at(iteration, clock_event_reasons)
@@ -255,11 +258,14 @@ class RankTable:
                 self._iterations.add(iteration)
 
     def note_clocks(self, place: Coordinates, clocks: ClockStatistics) -> None:
-        """Note how well a rank's clocks follow its plan. Not stored: it is reported again and again."""
+        """Record how well a rank's clocks follow its plan.
+
+        That is not stored, as it is reported again and again.
+        """
         self._put(replace(self._ranks[place], clocks=clocks))
 
     def note_gpu_error(self, event: GpuErrorReported) -> None:
-        """Tell what went wrong with a rank's GPU, once: agents say it again on every stream."""
+        """Announce an error of a rank's GPU once: agents report it again on every stream."""
         if event not in self._gpu_errors:
             self._gpu_errors[event] = None
             if len(self._gpu_errors) > _MAX_GPU_ERRORS:
@@ -276,7 +282,7 @@ class RankTable:
             )
 
     def change(self, rank: Rank, why: str | None = None) -> None:
-        """Replace a rank; announced if there is a `why`, even an empty one."""
+        """Replace a rank, and announce that if there is a `why`, even an empty one."""
         before = self._ranks[rank.coordinates]
         if rank == before:
             return
@@ -305,7 +311,7 @@ class RankTable:
             )
 
     def _put(self, rank: Rank) -> None:
-        """Replace a rank, and keep what is known of all ranks together."""
+        """Replace a rank, and update the figures over all ranks."""
         place = rank.coordinates
         before, self._ranks[place] = self._ranks[place], rank
         if before.state is not rank.state:
@@ -326,12 +332,12 @@ class RankTable:
             self._live.setdefault(rank.instance_id, set()).add(place)
 
     def take_changed_pipelines(self) -> set[int]:
-        """Return the pipelines of which a rank has changed since this was asked last."""
+        """Return the pipelines with a rank that has changed since the last call."""
         changed, self._changed_pipelines = self._changed_pipelines, set()
         return changed
 
     def validate(self) -> None:
-        """Check what must always hold."""
+        """Check the invariants."""
         assert +self.counts == Counter(rank.state for rank in self)
         live = [rank for rank in self if rank.state in LIVE]
         assert sum(map(len, self._live.values())) == len(live)
@@ -360,9 +366,9 @@ class RankTable:
 def select(
     spec: JobSpec, ranks: Mapping[Coordinates, Rank], wanted: RankFilter, first_index: int
 ) -> Iterator[tuple[int, Rank]]:
-    """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
+    """Yield the ranks that match the filter, from an index on, each with its index in the order of all ranks.
 
-    One that `ranks` does not have was never there.
+    A rank that is not in `ranks` has never joined.
 
     Raises:
         PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
@@ -394,7 +400,7 @@ def _select(
 
 
 def _limits(limits: GpuLimits) -> str:
-    """Limits, for people."""
+    """Format limits for a message."""
     power = f"{limits.power_limit_w:g} W" if limits.power_limit_w else "unknown"
     if not limits.power_profiles:
         return power

@@ -1,11 +1,11 @@
-"""Which clocks the stages of a job can have: those of all its GPUs, but for what was refused.
+"""The usable clocks of a job's stages: those common to all its GPUs, less the refused ones.
 
-Pipelines share one frontier, so what one rank of a stage can't do, no rank of that stage is asked for. A
-stage that has no two clocks left has nothing to choose, and stays at stock. It is planned as if stock were
-the highest of all clocks, where GPUs run that nothing holds back.
+Pipelines share one frontier, so a clock that one rank of a stage can't set is not offered to any rank of that
+stage. A stage with fewer than two clocks has no choice and stays at stock. It is planned as if stock were the
+highest of all clocks, where unconstrained GPUs run.
 
-What a rank does not reach for now (a power cap, heat) its stage does without, but for the two lowest clocks:
-stock would be held back as well.
+A stage does without the clocks that a rank currently does not reach (power limit, heat), except the two
+lowest: stock would be capped as well.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterable, Sequence
 from perseus.service.domain.model import Rank
 
 MIN_CLOCKS = 2
-"""Clocks of a stage without which there is nothing to plan."""
+"""Clocks that a stage needs for planning."""
 
 UsableClocks = Sequence[Sequence[int]]
-"""For each stage its clocks, highest first; none while no GPU is known, a single one for stock."""
+"""Each stage's clocks, highest first; empty while no GPU is known, a single one for stock."""
 
 
 def usable_clocks_mhz(ranks: Iterable[Rank], stage_count: int) -> UsableClocks:
-    """Return the clocks that every stage can have."""
+    """Return the usable clocks of every stage."""
     common_mhz: set[int] | None = None
     refused_mhz: list[set[int]] = [set() for _ in range(stage_count)]
     at_stock: set[int] = set()

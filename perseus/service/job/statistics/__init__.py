@@ -1,1 +1,1 @@
-"""What jumps, what has changed: noise that is learned, and evidence against it. Pure."""
+"""Learned noise, and sequential evidence of changes against it. Pure."""

@@ -1,19 +1,19 @@
-"""How much a figure jumps from one iteration to the next: learned, and never taken to be nothing. Pure.
+"""The noise of a figure from one iteration to the next: learned, and never assumed to be zero. Pure.
 
-What is judged by evidence (stragglers, promises) is a log ratio: 0 where all is as expected. Its noise is
-learned from how far each iteration lies from the level that it had before, all pipelines of a job together:
-a decaying histogram of these distances, in bins of equal ratio. Its median is the scale, whatever a few
-outliers and a few stragglers do. Where the latest iterations, or those of one source, are much noisier than
-the rest, theirs counts.
+The figures judged by evidence (stragglers, predictions) are log ratios: 0 if all is as expected. Their noise
+is learned from the distance of each iteration from the level before it, for all pipelines of a job together,
+in a decaying histogram of these distances with bins of equal ratio. Its median is the scale, robust against a
+few outliers and a few stragglers. If the latest iterations, or those of one source, are much noisier than the
+rest, their noise counts.
 
-Before anything was seen there is a prior: some distances as wide as those of the jumpiest job known, where
-the slowest of 32 pipelines takes 1.35 × the median. They are outvoted after about as many iterations.
+Before any iteration there is a prior: some distances as wide as those of the noisiest job known, where the
+slowest of 32 pipelines takes 1.35 × the median. They are outvoted after about as many iterations.
 
-Its tail says how heavy the noise's is, as the degrees of freedom of Student's distribution: few until so much
-was seen that they can be ruled out.
+The histogram's tail shows how heavy the noise's tail is, as the degrees of freedom of Student's distribution:
+few, until enough iterations rule them out.
 
-What repeats itself from one iteration to the next is worth less as evidence than as much that doesn't: by
-(1 - ρ) / (1 + ρ), where ρ is the correlation of one iteration with the next.
+Correlated iterations are weaker evidence than independent ones, by the factor (1 - ρ) / (1 + ρ), where ρ is
+the correlation of one iteration with the next.
 """
 
 import math
@@ -24,49 +24,49 @@ from numpy.typing import NDArray
 from perseus.service.domain.telemetry import FloatColumn
 
 PRIOR = 0.1
-"""A distance of the prior."""
+"""Distance of the prior's entries."""
 
 PRIOR_COUNT = 4.0
 
 MIN_SCALE = 0.0015
-"""Noise below this is not told apart: standard deviation of the log ratio."""
+"""Smallest noise that is distinguished: standard deviation of the log ratio."""
 
 _MEMORY = 200
-"""Iterations after which what was learned counts by 1/e."""
+"""Iterations after which an observation counts by 1/e."""
 
 _SHORT_MEMORY = 8
 _MIN_SOURCES = 4
-"""Sources of which one that steps, and what that does to the others, is not the most."""
+"""Sources needed so that one of them stepping, and its effect on the others, is not the majority."""
 
 _MUCH_NOISIER = 1.5
-"""How much noisier than all together the latest iterations have to be."""
+"""How much noisier than all iterations the latest ones have to be."""
 
 _OWN_CHANGES = 9
 _OWN_NOISIER = 3.0
-"""The same for one source, of which less is known."""
+"""The same for one source, with fewer observations."""
 
 _DEVIATION_PER_CHANGE = 1.05
 """Standard deviation of normal noise over the median absolute difference of two of its values."""
 
 _LEVEL_COUNT = 16
-"""Iterations of which a level is about the mean. What is expected, 0, counts for the first of them."""
+"""Iterations that a level is about the mean of. The expected value, 0, counts as the first of them."""
 
 _TRIM = 3.0
-"""Distances that say nothing of the correlation, in scales: they are events, not noise."""
+"""Larger distances, in scales, are events rather than noise, and do not count for the correlation."""
 
 _MEDIAN_OF_NORMAL = 0.6745
 
 MIN_FREEDOM, MAX_FREEDOM = 5.0, 30.0
 
 _FAR = 4.0
-"""Distances in the tail, in scales."""
+"""Distance from which on the tail begins, in scales."""
 
 _FREEDOMS = np.array([MAX_FREEDOM, 20.0, 10.0, 7.0, MIN_FREEDOM])
 _FAR_SHARES = np.array([0.00033, 0.00058, 0.0020, 0.0039, 0.0077])
-"""The share in the tail by degrees of freedom, the scale being that of the median."""
+"""The tail's share by degrees of freedom, with the scale taken from the median."""
 
 _UNSEEN = 2.0
-"""Distances in the tail that may yet come: with none seen, 1 - 1/e² of the time their share is no greater."""
+"""Unseen tail distances to allow for: if none was seen, the share is no greater in 1 - 1/e² of the cases."""
 
 _LOWEST, _HIGHEST, _BINS_PER_E = 1e-4, 4.0, 12
 _BIN_COUNT = math.ceil(math.log(_HIGHEST / _LOWEST) * _BINS_PER_E) + 1
@@ -76,8 +76,8 @@ class Noise:
     """The noise of one job's figure, pooled over its `count` sources (pipelines; 1 for the whole job).
 
     Attributes:
-        scale: standard deviation of what the sources have in common.
-        scales: that of each, shape (sources,).
+        scale: the standard deviation common to the sources.
+        scales: that of each source, shape (sources,).
     """
 
     def __init__(self, count: int) -> None:
@@ -96,8 +96,8 @@ class Noise:
 
     @property
     def independence(self) -> float:
-        """What an iteration's evidence is worth, from 0 to 1; 1 where iterations are independent."""
-        # The noise that there is at least is taken to be independent.
+        """The weight of an iteration's evidence, from 0 to 1; 1 if iterations are independent."""
+        # The minimum noise is assumed to be independent.
         square = self._square + (1 + self._pair_count) * MIN_SCALE**2
         correlation = self._product / square - 2 / math.sqrt(1 + self._pair_count)
         correlation = min(0.95, max(0.0, correlation))
@@ -105,13 +105,13 @@ class Noise:
 
     @property
     def degrees_of_freedom(self) -> float:
-        """Student's, from 5 (heavy tails, or unknown) to 30 (as good as normal)."""
+        """Student's degrees of freedom, from 5 (heavy tails, or unknown) to 30 (nearly normal)."""
         far = _bins(np.array([_FAR * self.scale]))[0] + 1
         share = (self._counts[far:].sum() + _UNSEEN) / self._counts.sum()
         return float(np.interp(math.log(share), np.log(_FAR_SHARES), _FREEDOMS))
 
     def add(self, values: FloatColumn) -> None:
-        """Take an iteration: one log ratio per source, NaN for what is not known."""
+        """Take an iteration: one log ratio per source, NaN for unknown ones."""
         distances = values - self._levels
         is_known = ~np.isnan(distances)
         known = distances[is_known]
@@ -129,17 +129,17 @@ class Noise:
         self.scales = np.where(own > _OWN_NOISIER * self.scale, own, self.scale)
 
     def set_level(self, source: int, level: float) -> None:
-        """Take a source to have this level from now on: what led to it was no noise."""
+        """Set a source's level from now on; the change to it does not count as noise."""
         self._levels[source], self._level_counts[source] = level, 1.0
         self._before[source] = np.nan
 
     def restart(self) -> None:
-        """The next iteration does not follow the latest."""
+        """Break the sequence: the next iteration does not follow the latest."""
         self._before[:] = np.nan
         self._latest[:] = np.nan
 
     def _own_scales(self, values: FloatColumn) -> FloatColumn:
-        """Return what each source's changes from one iteration to the next say; a step is none but once."""
+        """Return each source's scale by its changes between iterations; a step counts only once."""
         changes = np.abs(values - self._latest)
         self._latest = values
         self._row = (self._row + 1) % _OWN_CHANGES
@@ -149,7 +149,7 @@ class Noise:
         return found
 
     def _add_pairs(self, distances: FloatColumn, decay: float) -> None:
-        """Take what this iteration and the one before have in common."""
+        """Add the products of this iteration's distances with the previous ones."""
         limit = _TRIM * self.scale
         now = np.where(np.abs(distances) < limit, distances, np.nan)
         is_pair = ~np.isnan(now) & ~np.isnan(self._before)

@@ -1,20 +1,21 @@
-"""Evidence that a figure has another level than it is thought to have, gathered iteration by iteration. Pure.
+"""Evidence that a figure's level has changed, accumulated iteration by iteration. Pure.
 
 Theory of operation
 ===================
 
-A source (a pipeline, or the whole job) has a *level*: the log ratio that it is thought to have, 0 at first.
-For each of a grid of other levels θ an iteration's value x says how much likelier it is there,
+A source (a pipeline, or the whole job) has an assumed *level*, a log ratio that is 0 at first. For each of a
+grid of other levels θ, an iteration's value x is more likely by the ratio
 
     L(θ) = f((x - θ) / σ) / f((x - level) / σ),
 
-and the statistic of Shiryaev and Roberts, R(θ) ← (1 + R(θ)) L(θ), gathers that over the iterations: wherever
-a change began, without a window. The mean of R over θ minus the number of iterations has no drift as long as
-nothing changes, so it reaches a threshold A not before A iterations on average: that is the stated error
-rate, and A is chosen by it. A mean over several θ needs no guess how large the change will be.
+and the statistic of Shiryaev and Roberts, R(θ) ← (1 + R(θ)) L(θ), accumulates that over the iterations:
+wherever a change began, without a window. The mean of R over θ minus the number of iterations has no drift as
+long as nothing changes, so it reaches a threshold A not before A iterations on average: that is the stated
+error rate, and A is chosen by it. Averaging over several θ makes it unnecessary to guess the size of the
+change.
 
-f is Student's: where tails are heavy, a value far from everything is hardly evidence for anything. And no
-single value counts for more than about the half of what it takes, so at least two have to say the same.
+f is Student's density: with heavy tails, a value far from everything is hardly evidence for anything. And no
+single value counts for more than about half of the threshold, so at least two have to agree.
 """
 
 import math
@@ -27,20 +28,21 @@ from perseus.service.job.statistics.noise import Noise
 
 MIN_LEVEL = 0.02
 LEVELS: FloatColumn = np.concatenate(([0.0], MIN_LEVEL * math.sqrt(2) ** np.arange(12)))
-"""Log ratios: those of 1 and of 1.02 to 2.5."""
+"""Log ratios: of 1 and of 1.02 to 2.5."""
 
 GAP = 0.01
-"""Levels as near as this are the same."""
+"""Levels closer than this are the same."""
 
 _MAX = 1e250
-"""Of the statistic; it takes the product of two such evidences to leave the numbers of a float."""
+"""Bound of the statistic, so that its products stay within the range of a float."""
 
 
 class SequentialTest:
-    """Gathers evidence for other levels of `count` sources.
+    """Accumulates evidence for other levels of `count` sources.
 
     Attributes:
-        threshold_above: A for higher levels. An iteration counts for so much that two can reach it, not one.
+        threshold_above: A for higher levels. An iteration's weight is bounded so that two can reach it, but
+            not one.
         threshold_below: the same for lower levels.
     """
 
@@ -53,7 +55,7 @@ class SequentialTest:
         self._evidence = np.zeros((count, len(LEVELS)))
 
     def add(self, values: FloatColumn, noise: Noise) -> None:
-        """Take an iteration: one log ratio per source, NaN for what is not known."""
+        """Take an iteration: one log ratio per source, NaN for unknown ones."""
         known = np.flatnonzero(~np.isnan(values))
         own = values[known]
         freedom = noise.degrees_of_freedom
@@ -65,20 +67,20 @@ class SequentialTest:
         self._evidence[known] = np.minimum(_MAX, (1 + self._evidence[known]) * ratios)
 
     def evidence_above(self) -> FloatColumn:
-        """Return the evidence of each source for a higher level, to be held against A."""
+        """Return each source's evidence for a higher level, to be compared with A."""
         return self._mean(self.levels[:, None] + GAP < LEVELS)
 
     def evidence_below(self) -> FloatColumn:
-        """Return the evidence of each source for a lower level; 0 where it has the lowest."""
+        """Return each source's evidence for a lower level; 0 if it has the lowest one."""
         return self._mean(self.levels[:, None] - GAP > LEVELS)
 
     def set_level(self, source: int, level: float) -> None:
-        """Take a source to have this level from now on, and gather evidence from nothing."""
+        """Set a source's level from now on, and discard its evidence."""
         self.levels[source] = level
         self._evidence[source] = 0.0
 
     def restart(self) -> None:
-        """What is under way counts for nothing."""
+        """Discard all evidence."""
         self._evidence[:] = 0.0
 
     def _mean(self, is_meant: NDArray[np.bool_]) -> FloatColumn:

@@ -1,1 +1,1 @@
-"""Which pipelines are slow. Pure."""
+"""Finds the slow pipelines of a job. Pure."""

@@ -1,32 +1,33 @@
-"""Which pipelines are slow: sequential evidence on the spans of computation. Pure.
+"""Detects slow pipelines by sequential evidence on their compute spans. Pure.
 
 Theory of operation
 ===================
 
-Each iteration gives every pipeline a figure, its *slowness*: the log of its span over the one that its own
-plan promises. The plan comes first: with two pipelines, peers can not say who is slow. What most of its peers
-have in common, a profile that is off or a shift of the whole job (drift), is taken off, unless it is in their
-favour. Without a plan (at stock, while clocks are held) a pipeline is compared with its peers alone. Where a
-trainer says how much work an iteration holds for a pipeline, that is how much longer it may take.
+Each iteration gives every pipeline a figure, its *slowness*: the log of its span over the span that its own
+plan predicts. The plan comes first: with two pipelines, peers cannot tell which one is slow. A slowness that
+most of a pipeline's peers share, from a wrong profile or a shift of the whole job (drift), is subtracted
+unless it is in their favour. Without a plan (at stock, while clocks are held) a pipeline is compared with its
+peers alone. If the trainer reports how much work an iteration has for a pipeline, the pipeline may take that
+much longer.
 
-Spans jump. How much is learned from all pipelines together (`noise`), and before that is known it is taken to
-be much. Against it, evidence that a pipeline has another *level* of slowness adds up (`sequential_test`),
-until it reaches a threshold that jumps alone would reach once in `FALSE_FREE_ITERATIONS` of the job, or less
+Spans are noisy. The noise is learned from all pipelines together (`noise`), and assumed to be large until it
+is known. Evidence that a pipeline has another *level* of slowness accumulates against it (`sequential_test`),
+until it reaches a threshold that noise alone would reach once in `FALSE_FREE_ITERATIONS` of the job, or less
 often:
 
-    jitter      adds up to nothing, however wild: it is what the noise was learned from.
-    transient   a single iteration never decides, unless a GPU of the pipeline says that it is being slowed
+    jitter      adds up to nothing, however wild: the noise was learned from it.
+    transient   a single iteration never decides, unless a GPU of the pipeline reports that it is being slowed
                 (heat, power brake).
-    lasting     a straggler. Its level is what it had since the change, as far as that can be told.
-    another     evidence for a higher or lower level moves a straggler there; below `LEAVE`, it is none any
-                more. To slow others less takes less evidence: giving slack back is never delayed.
-    flapping    each withdrawal makes the next detection take four times as much (as a log), until the
-                pipeline has been itself for `CALM` iterations.
+    lasting     a straggler. Its level is its slowness since the change, as far as that can be located.
+    another     evidence for a higher or lower level moves a straggler there; below `LEAVE`,
+                it is none. Slowing others less takes less evidence, so returning slack is never delayed.
+    flapping    each withdrawal makes the next detection take four times the evidence (as a log), until the
+                pipeline has been quiet for `QUIET_ITERATIONS`.
 
-The factor that others may take (`answers`) is lower than the straggler's own, and may be 1: a straggler that
-nobody surely waits for. A slow change that stays below `ENTER` is no straggler.
+The factor that the others may take (`response_cost`) is lower than the straggler's own. It may be 1: then the
+others do not surely wait for the straggler. A slow change that stays below `ENTER` is no straggler.
 
-The first iteration under other clocks, and the first of all, say nothing.
+The first iteration under other clocks, and the first of all, do not count.
 """
 
 import math
@@ -43,16 +44,16 @@ from perseus.service.job.stragglers.response_cost import MIN_CHANGE, ResponseCos
 from perseus.service.job.stragglers.spans import IterationSpans
 
 ENTER = 0.015
-"""Least slowness of a straggler. Healthy pipelines of real jobs differ by 0.4 % (one standard deviation)."""
+"""Smallest slowness of a straggler. Healthy pipelines of real jobs differ by 0.4 % (standard deviation)."""
 
 LEAVE = ENTER / 3
 """Slowness that a straggler has to keep, by a standard error, to remain one."""
 
 FALSE_FREE_ITERATIONS = 1000
-"""Iterations of a job without a straggler in which at most one is found, on average."""
+"""Mean number of iterations between false detections in a job without a straggler."""
 
 _CLEARING_THRESHOLD = 100.0
-"""The same, by pipeline, for slowing down less: it costs energy only."""
+"""The same, by pipeline, for slowing down less: an error costs only energy."""
 
 MAX_THRESHOLD_EXPONENT = 32
 QUIET_ITERATIONS = 20
@@ -61,32 +62,36 @@ SLOWING_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 """NVML's clock events that slow one GPU: hardware slowdown, software and hardware thermal, power brake."""
 
 _SLOWED_SHARE = 0.25
-"""Of the root of the threshold: what a GPU's own word leaves to be shown."""
+"""Share of the root of the threshold that suffices if a GPU reports that it is being slowed."""
 
 _SUSPECTED_SHARE = 0.25
-"""Of the threshold, as a log, makes a suspect. Of 32 healthy pipelines one is so in 7 % of all iterations."""
+"""Share of the threshold, as a log, that makes a suspect.
+
+Of 32 healthy pipelines, one is a suspect in 7 % of all iterations.
+"""
 
 _REMEMBERED = 64
-"""Iterations of which a new level may be the mean."""
+"""Number of latest iterations that a new level may be the mean of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A pipeline has become a straggler, has another factor, or (factor 1) is itself again.
+    """A pipeline has become a straggler, has another factor, or (factor 1) is back to normal.
 
     Attributes:
-        slowdown_factor: its span over the one of its plan (without a plan: of its peers), as long as its
-            peers keep theirs.
+        slowdown_factor: its span over that of its plan (without a plan, of its peers), as long as its peers
+            keep theirs.
         waited_factor: the factor by which others surely wait for it, so that they may be slowed.
         iteration: the one that decided.
-        iteration_count: how many the factor was measured in, or show that it is none.
-        span_s, planned_span_s: measured and promised; the latter is 0 without a plan.
-        excess: the factor that this iteration alone shows, less 1.
+        iteration_count: the number of iterations in which the factor was measured, or that show that it is
+            none.
+        span_s, planned_span_s: measured and predicted; the latter is 0 without a plan.
+        excess: the factor in this iteration alone, less 1.
         noise: standard deviation of the excess from iteration to iteration.
-        enter: the least excess of a straggler.
+        enter: the smallest excess of a straggler.
         slowest_stage, stage_ratio: the stage that fell behind the most, and how much.
         clock_event_reasons: NVML's bits.
-        has_cost_time: whether it is the answer that changes, because it cost time.
+        has_cost_time: whether the response changes because it cost time.
     """
 
     pipeline: int
@@ -112,14 +117,14 @@ class Finding:
 
 @dataclass(slots=True)
 class _Known:
-    """A straggler: what was measured of it, and the log ratio that others wait for."""
+    """A straggler: its measured slowness, and the log ratio that others wait for."""
 
     measured: SlownessEstimate
     waited: float
 
 
 class StragglerDetector:
-    """Follows the pipelines of one job, iteration by iteration."""
+    """Tracks the pipelines of one job, iteration by iteration."""
 
     def __init__(self, pipeline_count: int) -> None:
         self._count = pipeline_count
@@ -142,27 +147,27 @@ class StragglerDetector:
 
     @property
     def suspects(self) -> list[int]:
-        """The pipelines of whose slowness there is a sign, but no proof yet.
+        """The pipelines with signs of slowness, but no proof yet.
 
-        None where that is all of them: then it is the job that has become slower, and nobody waits.
+        Empty if that is all of them: then the job as a whole has become slower, and no pipeline waits.
         """
         has_sign = self._test.evidence_above() >= self._test.threshold_above**_SUSPECTED_SHARE
         return [] if has_sign.all() else np.flatnonzero(has_sign).tolist()
 
     def restore(self, pipeline: int, waited_factor: float) -> None:
-        """Take a straggler that was found before a restart."""
+        """Take a straggler that was detected before a restart."""
         waited = math.log(waited_factor)
         level = max(waited, MIN_LEVEL)
         self._set_level(pipeline, level)
         self._known[pipeline] = _Known(SlownessEstimate(1, level, 0.0), waited)
 
     def forget(self, pipeline: int) -> None:
-        """Take somebody's word that a pipeline is no straggler; it may be found to be one again."""
+        """Take a report that a pipeline is no straggler; it may be detected again."""
         self._known.pop(pipeline, None)
         self._set_level(pipeline, 0.0)
 
     def restart(self) -> None:
-        """What is under way counts for nothing: the job may go on with an iteration that it had before."""
+        """Discard unfinished evidence: the job may resume at an earlier iteration."""
         self._versions = np.full_like(self._versions, -1)
         self._noise.restart()
         self._test.restart()
@@ -170,9 +175,9 @@ class StragglerDetector:
         self._recent[:] = np.nan
 
     def judge(self, spans: IterationSpans, *, is_overridden: bool = False) -> list[Finding]:
-        """Take the next iteration; return what has changed.
+        """Take the next iteration; return the changes.
 
-        `is_overridden`: what the others take is somebody else's answer, and its cost theirs.
+        `is_overridden`: whether the response follows a report, so that its cost does not count here.
         """
         is_fresh = spans.versions != self._versions
         self._versions = spans.versions
@@ -196,7 +201,7 @@ class StragglerDetector:
         ]
 
     def _find_changes(self, spans: IterationSpans, slowness: FloatColumn) -> Iterator[tuple[int, int]]:
-        """Yield the pipelines that have another level now, and the number of iterations that show it."""
+        """Yield the pipelines with a new level, and the number of iterations that show it."""
         above, below = self._test.evidence_above(), self._test.evidence_below()
         is_slowed = (spans.clock_event_reasons & SLOWING_REASONS) != 0
         needed = self._test.threshold_above ** self._threshold_exponents.astype(np.float64)
@@ -207,7 +212,7 @@ class StragglerDetector:
             level = float(self._test.levels[pipeline])
             recent = self._since_change(pipeline, level, is_upwards=bool(is_above[pipeline]))
             if is_slowed[pipeline] and above[pipeline] < needed[pipeline]:
-                recent = recent[:1]  # its GPU speaks of this one
+                recent = recent[:1]  # its GPU reports on this iteration only
             measured = SlownessEstimate.of(recent)
             known = self._known.get(pipeline)
             if self._is_slow(measured, is_known=known is not None):
@@ -232,13 +237,13 @@ class StragglerDetector:
         return measured.mean - self._noise.scale / math.sqrt(measured.count) >= math.log1p(LEAVE)
 
     def _count_quiet(self, above: FloatColumn) -> None:
-        """Count for how long there was no sign of slowness; what flapped is forgotten after a while."""
+        """Count the iterations without a sign of slowness; enough of them reset the flapping penalty."""
         is_quiet = (above < math.sqrt(self._test.threshold_above)) & (self._test.levels == 0)
         self._quiet_counts = np.where(is_quiet, self._quiet_counts + 1, 0)
         self._threshold_exponents[self._quiet_counts >= QUIET_ITERATIONS] = 1
 
     def _since_change(self, pipeline: int, level: float, *, is_upwards: bool) -> FloatColumn:
-        """Return what is likeliest to have come after the change: the latest, where they differ the most."""
+        """Return the values most likely after the change: the latest ones, where they differ the most."""
         own = np.roll(self._recent[:, pipeline], -1 - self._row)[::-1]
         own = own[~np.isnan(own)]
         sums = np.cumsum(own - level) * (1 if is_upwards else -1)
@@ -256,9 +261,9 @@ class StragglerDetector:
                 yield pipeline
 
     def _improved_responses(self) -> Iterator[int]:
-        """Yield the stragglers of which so much more is known that others may take more of their slowness."""
+        """Yield the stragglers known so much better that others may take more of their slowness."""
         for pipeline, known in self._known.items():
-            if known.measured.count.bit_count() > 1:  # each time that twice as much is known
+            if known.measured.count.bit_count() > 1:  # only each time the count has doubled
                 continue
             if (sure := self._sure(known.measured)) > known.waited + MIN_CHANGE:
                 known.waited = sure
@@ -299,11 +304,11 @@ class StragglerDetector:
 def _slowness(
     spans_s: FloatColumn, planned_s: FloatColumn, versions: IntColumn, levels: FloatColumn
 ) -> FloatColumn:
-    """Return the log ratio of each span to what it should be; NaN where there are no peers.
+    """Return the log ratio of each span to its expected value; NaN for pipelines without peers.
 
-    Pipelines with a plan are peers whatever it is, the others those that run under the same version. What
-    peers do faster than planned is no measure for one that keeps its plan, and what is known of them, their
-    `levels`, has its reason.
+    All pipelines with a plan are peers of each other; the others are peers if they run under the same
+    version. Peers that are faster than planned do not make a pipeline slow that keeps its plan, and known
+    slowness of peers, their `levels`, is already explained.
     """
     is_planned = ~np.isnan(planned_s)
     log_ratios = np.log(spans_s / np.where(is_planned, planned_s, 1.0))

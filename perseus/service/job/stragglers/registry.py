@@ -1,6 +1,6 @@
-"""Which pipelines of a job are slow: what was reported, and what is detected. Part of the state machine.
+"""The slow pipelines of a job: reported and detected stragglers. Part of the state machine.
 
-What somebody reported overrides what is found until it is cleared; then what is found counts.
+A report overrides detection until it is cleared; then detection counts again.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,22 +22,22 @@ from perseus.v1 import event_pb2
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Whether the stragglers have changed, and the pipelines of which a GPU was slowed in the iteration."""
+    """Whether the stragglers have changed, and the pipelines with a GPU that was slowed in the iteration."""
 
     has_changed: bool
     slowed: Collection[int]
 
 
 NOTHING_JUDGED = Judgement(False, ())
-"""Of an iteration that shows nothing."""
+"""For an iteration that shows nothing."""
 
 
 class StragglerRegistry:
     """The stragglers of a job, by pipeline.
 
     Attributes:
-        paces: of shape (stages, pipelines): how much each stage fell behind its plan, or its peers, in the
-            latest iteration that was judged; NaN where it is not known, None before the first.
+        slowness: of shape (stages, pipelines): how much each stage fell behind its plan, or its peers, in the
+            latest judged iteration; NaN for unknown values, None before the first.
     """
 
     def __init__(
@@ -60,27 +60,27 @@ class StragglerRegistry:
 
     @property
     def pipelines(self) -> Collection[int]:
-        """The pipelines that are slow."""
+        """The slow pipelines."""
         return {straggler.pipeline for straggler in self}
 
     @property
     def suspects(self) -> Collection[int]:
-        """The pipelines that may turn out to be slow within a few iterations."""
+        """The pipelines that may prove to be slow within a few iterations."""
         return self._detector.suspects
 
     def restart(self) -> None:
-        """What is under way counts for nothing: the job may go on with an iteration that it had before."""
+        """Discard unfinished evidence: the job may resume at an earlier iteration."""
         self._spans.restart()
         self._detector.restart()
 
     def report(self, straggler: Straggler) -> bool:
-        """Take somebody's report; tell whether it is news."""
+        """Take a reported straggler; return whether it is new."""
         is_news = straggler not in self._record.stragglers
         self._put(straggler.pipeline, straggler)
         return is_news
 
     def clear(self, pipeline: int) -> bool:
-        """Take somebody's word that a pipeline is not slow; tell whether it was thought to be."""
+        """Take a report that a pipeline is not slow; return whether it was a straggler."""
         cleared = self._find(pipeline)
         if cleared is None:
             return False
@@ -98,18 +98,18 @@ class StragglerRegistry:
         return True
 
     def expect(self, version: int, planned_s: Mapping[Computation, float]) -> None:
-        """Take the durations that a plan promises, those of FIXED computations included."""
+        """Take the durations that a plan predicts, including those of FIXED computations."""
         self._spans.expect(version, planned_s)
 
     def take_telemetry(self, rank: Coordinates, batch: TelemetryBatch, *, is_plain: bool) -> None:
         """Take a rank's computations, before the iterations that they complete are judged.
 
-        `is_plain`: they are those of one iteration in the order of the rank's stage.
+        `is_plain`: they are those of one iteration, in the order of the rank's stage.
         """
         self._spans.add(rank, batch, is_plain=is_plain)
 
     def judge(self, iteration: JobIteration) -> Judgement:
-        """Judge who was slow in an iteration."""
+        """Find the pipelines that were slow in an iteration."""
         spans = self._spans.take(iteration.iteration, iteration.versions) if iteration.versions else None
         if spans is None:
             return NOTHING_JUDGED
@@ -127,7 +127,7 @@ class StragglerRegistry:
         return Judgement(has_changed, slowed.tolist())
 
     def validate(self) -> None:
-        """Check what must always hold."""
+        """Check the invariants."""
         pipelines = [straggler.pipeline for straggler in self]
         assert pipelines == sorted({*pipelines})
         for straggler in self:
@@ -135,7 +135,7 @@ class StragglerRegistry:
                 assert straggler.slowdown_factor == self._detector.factor(straggler.pipeline)
 
     def _note_detected(self, pipeline: int, waited_factor: float | None) -> None:
-        """Note a straggler with the factor by which others wait for it, or (None) that it is none."""
+        """Record a straggler with the factor by which others wait for it, or (None) that it is none."""
         found = waited_factor is not None
         self._put(
             pipeline,
@@ -178,12 +178,14 @@ class StragglerRegistry:
 
 def _message(finding: Finding) -> str:
     if not finding.is_straggler:
-        return f"pipeline {finding.pipeline} is itself again"
+        return f"pipeline {finding.pipeline} is back to normal"
     measure = "its plan" if finding.planned_span_s else "its peers"
     slow = f"pipeline {finding.pipeline} is slow: {finding.slowdown_factor:.3f} × {measure}"
     if finding.has_cost_time:
-        return f"{slow}; others no longer wait for it, as that cost time"
-    waited = (
-        f"{finding.waited_factor:.3f} × surely waited for" if finding.waited_factor > 1 else "not waited for"
+        return f"{slow}; the others no longer slow down for it, as that cost time"
+    others = (
+        f"the others may take {finding.waited_factor:.3f} ×"
+        if finding.waited_factor > 1
+        else "the others keep their plans"
     )
-    return f"{slow}, stage {finding.slowest_stage} the most; {waited}"
+    return f"{slow}, stage {finding.slowest_stage} the most; {others}"

@@ -1,18 +1,18 @@
 """The compute span of each pipeline's iteration, rebuilt from the durations of its computations.
 
-What an iteration takes by the clock says little about who is slow: all pipelines end it together, at the
-gradient synchronisation. So each iteration is replayed: every computation as early as the schedule allows, in
-the time that it takes. Synchronisation and waiting are in no computation, hence not in the span.
+The wall time of an iteration does not show which pipeline is slow: all pipelines end it together, at the
+gradient synchronisation. So each iteration is replayed: every computation starts as early as the schedule
+allows and takes its measured time. Synchronisation and waiting are in no computation, hence not in the span.
 
-A computation's likes are those of its stage, kind and chunk. It counts with their median pace (the measured
-duration over the planned one; without a plan, the duration itself), not with its own: a host that was busy
-for a moment stretches a few computations by much, a slow GPU all of them. Where the gradients are reduced
-while the last microbatch's backward still runs, that backward waits for the slowest pipeline; it is left out
-of the median.
+The peers of a computation have the same stage, kind and chunk. Each counts with the median ratio of its peers
+(the measured duration over the planned one; without a plan, the duration itself), not with its own: a host
+that is busy for a moment stretches a few computations by much, a slow GPU stretches all of them. Where the
+gradients are reduced while the last microbatch's backward still runs, that backward waits for the slowest
+pipeline; it is left out of the median.
 
-The schedule is compiled once. Computations are laid out level by level (each level waits for the ones before
-it only), so a replay takes one numpy operation per level for all pipelines together, and what
-the ranks of a stage reported of an iteration is put in place at once when all have.
+The schedule is compiled once. Computations are laid out level by level (each level depends only on the ones
+before it), so a replay takes one numpy operation per level for all pipelines together, and the reports of a
+stage's ranks for an iteration are put in place at once when all have arrived.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,30 +27,30 @@ from perseus.service.domain.telemetry import KINDS, ComputationColumns, FloatCol
 from perseus.solver import Computation, Kind, Schedule
 
 _OPEN_LIMIT = 4
-"""Iterations that may be incomplete at a time; the oldest makes way."""
+"""Maximum number of incomplete iterations; the oldest makes way."""
 
 _VERSION_LIMIT = 64
-"""Versions whose plans are remembered: an iteration is judged by the one that it ran under."""
+"""Number of versions whose plans are kept: an iteration is judged by the plan that it ran under."""
 
 _KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 _REDUCING = [_KIND_CODES[kind] for kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)]
-"""Kinds that yield gradients of weights: the last of them may hold the reduction."""
+"""Kinds that yield weight gradients: the last of them may contain the reduction."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IterationSpans:
-    """One iteration of all pipelines, as arrays of shape (pipelines,), NaN for what is not known.
+    """One iteration of all pipelines, as arrays of shape (pipelines,), NaN for unknown values.
 
     Attributes:
         versions: the version that each ran under.
-        spans_s: compute spans, rebuilt from what was measured.
-        planned_s: what the plan in force promised for them; NaN where there was none.
+        spans_s: compute spans, rebuilt from the measured durations.
+        planned_s: the spans that the plan in force predicts; NaN without a plan.
         slowest_stages: the stage that fell behind its plan (without one, behind its peers) the most.
-        stage_ratios: how much it fell behind, as the ratio of the times that it computed.
-        clock_event_reasons: NVML's bits, of all ranks together.
-        relative_work: the most that a rank said of its pipeline; 1 where none did.
-        paces: of shape (stages, pipelines): how much each stage fell behind its plan, or its peers.
+        stage_ratios: how much it fell behind, as the ratio of compute times.
+        clock_event_reasons: NVML's bits, combined over all ranks.
+        relative_work: the largest value that a rank of the pipeline reported; 1 if none did.
+        slowness: of shape (stages, pipelines): how much each stage fell behind its plan, or its peers.
     """
 
     iteration: int
@@ -79,7 +79,7 @@ class SpanGraph:
         self.column_of[by_level] = np.arange(len(by_level))
         computations = list(schedule.computations)
         self.columns = {computations[index]: column for column, index in enumerate(by_level.tolist())}
-        # One more row, always 0, stands for the begin of the iteration.
+        # An additional row, always 0, represents the start of the iteration.
         begin = len(by_level)
         lengths = np.array([len(order) for order in schedule.orders])
         first = np.cumsum(lengths) - lengths
@@ -87,7 +87,7 @@ class SpanGraph:
         before[first] = begin
         across = self.column_of[schedule.arcs]
         across = across[np.argsort(across[:, 1], kind="stable")]
-        # The how-manieth of those that the same computation waits for on other stages.
+        # Index of each dependency among those of the same computation on other stages.
         row = np.arange(len(across)) - np.searchsorted(across[:, 1], across[:, 1])
         self._waits_for = np.full((2 + row.max(initial=-1), begin), begin, np.int64)
         self._waits_for[0, self.column_of] = before
@@ -111,10 +111,10 @@ class _Open:
     """An incomplete iteration.
 
     Attributes:
-        durations_s: of shape (computations, pipelines), NaN for what is not known.
+        durations_s: of shape (computations, pipelines), NaN for unknown values.
         clock_event_reasons: NVML's bits, by pipeline.
-        relative_work: by pipeline; 0 where it is not told.
-        reports: by stage, what its ranks told, by (pipeline, tensor): durations in the order of the stage.
+        relative_work: by pipeline; 0 if not reported.
+        reports: by stage, the ranks' reports by (pipeline, tensor): durations in the order of the stage.
     """
 
     durations_s: FloatColumn
@@ -124,7 +124,7 @@ class _Open:
 
 
 class SpanCollector:
-    """Collects durations as telemetry brings them, and makes spans of whole iterations."""
+    """Collects durations from telemetry, and computes the spans of complete iterations."""
 
     def __init__(self, schedule: Schedule, parallelism: Parallelism) -> None:
         self._graph = SpanGraph(schedule)
@@ -139,7 +139,7 @@ class SpanCollector:
         place = np.ravel_multi_index((kinds, chunks, microbatches), self._counts)
         self._column_of[stages, place] = self._graph.column_of
         self._stages = [self._graph.column_of[stages == stage] for stage in range(schedule.stage_count)]
-        # FIXED computations are told apart by their microbatch; none is like another.
+        # FIXED computations are distinguished by their microbatch; none has peers.
         only = np.where(kinds == _KIND_CODES[Kind.FIXED], microbatches, 0)
         alike = np.ravel_multi_index((stages, kinds, chunks, only), (schedule.stage_count, *self._counts))
         self._peer_groups = list(_peer_groups(self._graph.column_of, alike, np.isin(kinds, _REDUCING)))
@@ -147,7 +147,7 @@ class SpanCollector:
         self._open: dict[int, _Open] = {}
 
     def expect(self, version: int, planned_s: Mapping[Computation, float]) -> None:
-        """Take the durations that a plan promises, those of FIXED computations included."""
+        """Take the durations that a plan predicts, including those of FIXED computations."""
         durations_s = np.array([planned_s[computation] for computation in self._graph.columns])
         self._planned_s[version] = durations_s, float(self._graph.spans_s(durations_s[:, None])[0])
         while len(self._planned_s) > _VERSION_LIMIT:
@@ -158,7 +158,7 @@ class SpanCollector:
         self._open.clear()
 
     def add(self, rank: Coordinates, batch: TelemetryBatch, *, is_plain: bool = False) -> None:
-        """Take what a rank measured. A stage's duration is the longest of its ranks'.
+        """Take a rank's measurements. A stage's duration is the longest of its ranks'.
 
         `is_plain`: the computations are those of one iteration, in the order of the rank's stage.
         """
@@ -171,7 +171,7 @@ class SpanCollector:
         for number, reasons in zip(finished.iteration, finished.clock_event_reasons, strict=True):
             if reasons:
                 self._open_iteration(number).clock_event_reasons[rank.pipeline] |= reasons
-        for number, work in zip(finished.iteration, finished.relative_work, strict=False):  # or it is empty
+        for number, work in zip(finished.iteration, finished.relative_work, strict=False):  # may be empty
             reported = self._open_iteration(number).relative_work
             reported[rank.pipeline] = max(reported[rank.pipeline], work)
 
@@ -179,13 +179,13 @@ class SpanCollector:
         columns = self._columns(rank.stage, computations)
         numbers, measured_s = np.array(computations.iteration), np.array(computations.duration_s)
         for iteration in computations.iterations():
-            is_own = (numbers == iteration) & (columns >= 0)  # others are not of the order
+            is_own = (numbers == iteration) & (columns >= 0)  # -1: not in the registered order
             entry = self._open_iteration(iteration)
             own_s = entry.durations_s[:, rank.pipeline]
             own_s[columns[is_own]] = np.fmax(own_s[columns[is_own]], measured_s[is_own])
 
     def take(self, iteration: int, versions: tuple[int, ...]) -> IterationSpans | None:
-        """Return the spans of an iteration that is complete, and forget it and the ones before."""
+        """Return the spans of a complete iteration, and forget it and the ones before."""
         found = self._open.get(iteration)
         self._open = {number: entry for number, entry in self._open.items() if number > iteration}
         if found is None:
@@ -216,7 +216,7 @@ class SpanCollector:
         )
 
     def _columns(self, stage: int, computations: ComputationColumns) -> NDArray[np.int64]:
-        """Return the column of each row, -1 for what the stage's order does not have."""
+        """Return the column of each row, -1 for computations that the stage's order does not have."""
         _, chunk_count, microbatch_count = self._counts
         kind, chunk = np.array(computations.kind, np.int64), np.array(computations.chunk, np.int64)
         microbatch = np.array(computations.microbatch, np.int64)
@@ -228,7 +228,7 @@ class SpanCollector:
     def _put_reports(
         self, durations_s: FloatColumn, stage: int, reports: Mapping[tuple[int, int], Sequence[float]]
     ) -> None:
-        """Put what ranks of a stage reported in the stage's order in place, all pipelines together."""
+        """Fill in the plain reports of a stage's ranks, all pipelines together."""
         if not reports:
             return
         columns = self._stages[stage][:, None]
@@ -243,7 +243,7 @@ class SpanCollector:
     def _open_iteration(self, iteration: int) -> _Open:
         entry = self._open.get(iteration)
         if entry is None:
-            # A pipeline's durations lie side by side: its ranks write there, batch by batch.
+            # A pipeline's durations are contiguous, because its ranks write them batch by batch.
             shape = (self._pipeline_count, len(self._graph.columns))
             entry = self._open[iteration] = _Open(
                 np.full(shape, np.nan).T,
@@ -271,9 +271,9 @@ class SpanCollector:
 def _peer_groups(
     columns: NDArray[np.int64], alike: NDArray[np.int64], is_reducing: NDArray[np.bool_]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The columns of computations that are alike, and of those among them whose pace counts.
+    """Yield the columns of each group of peers, and of those among them that count for the median.
 
-    All by the computations' index in the schedule; those of the same number in `alike` are.
+    All arrays are indexed by the computation's index in the schedule; peers have the same number in `alike`.
     """
     in_groups = np.argsort(alike, kind="stable")
     for group in np.split(in_groups, np.flatnonzero(np.diff(alike[in_groups])) + 1):

@@ -74,7 +74,7 @@ def test_a_job_whose_iterations_differ_is_at_stock_until_they_fit_and_has_its_pl
     cluster.run(5)
     cluster.expect(JobState.BASELINE)
     assert cluster.machine.record.state_reason == (
-        "iterations are not as registered, and take 3.000000 s: stock until they are"
+        "iterations are irregular and take 3.000000 s: stock until they are regular again"
     )
     cluster.run(20)
     cluster.expect(JobState.BASELINE)

@@ -67,7 +67,7 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
     ]
     assert messages(commands)[1] == (
-        f"planned → solving: {FOURTH} stays at stock, with its stage: {reason.value}"
+        f"planned → solving: {FOURTH} and its stage stay at stock: {reason.value}"
     )
     # Until there is a plan for what is left, everything is at stock.
     assert {(some.version, some.clocks) for some in offers(commands).values()} == {(offer.version + 1, STOCK)}
@@ -181,7 +181,7 @@ def test_where_no_stage_can_be_clocked_the_job_stays_at_stock_and_says_why() -> 
     (again,) = offers(commands).values()
     commands = cluster.handle(cluster.ranks[FOURTH].answer(again))
     cluster.expect(JobState.STOCK)
-    assert "no stage can have other clocks than stock" in messages(commands)[1]
+    assert "every stage has to stay at stock" in messages(commands)[1]
     cluster.carry_out(commands)
     cluster.iterate(3)
     cluster.expect_in_force()

@@ -130,8 +130,8 @@ def test_what_no_lag_explains_is_told_and_ends_at_stock() -> None:
     reported, changed = (command.event for command in commands if isinstance(command, Announce))
     assert reported.measurements_unexplained == UNEXPLAINED
     assert reported.message == (
-        "the plan's iterations take 0.200000 s more than stock's, of which the model explains 0.010000 s; no "
-        "time that transfers take explains the other 0.190000 s"
+        "the plan's iterations take 0.200000 s more than stock's, of which the model explains 0.010000 s; "
+        "no transfer time explains the remaining 0.190000 s"
     )
     assert "the model does not explain why the plan is slow" in changed.message
     cluster.expect(JobState.STOCK)
@@ -165,7 +165,7 @@ def test_longer_lags_are_found_until_predictions_have_been_violated_too_often() 
     assert lags_s == sorted(lags_s)
     assert len(cluster.announced(event_pb2.PredictionViolated)) == MAX_PREDICTION_VIOLATIONS + 1
     assert len(lags_s) == MAX_PREDICTION_VIOLATIONS + 1
-    assert cluster.announced(event_pb2.StateChanged)[-1].reason == "plans broke their promise 3 times"
+    assert cluster.announced(event_pb2.StateChanged)[-1].reason == "predictions were violated 3 times"
 
 
 def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> None:

@@ -1,4 +1,4 @@
-"""`perseus agent`: run the sidecar, bring back what a dead one left, or see what this node's GPUs offer."""
+"""`perseus agent`: run the sidecar, restore the GPUs of a dead one, or test what this node's GPUs offer."""
 
 import asyncio
 import os
@@ -20,11 +20,11 @@ from perseus.printable import printable
 def agent(
     settings: AgentSettings,
     restore: Annotated[
-        bool, typer.Option("--restore", help="Bring back the GPUs that a dead agent left locked, and end.")
+        bool, typer.Option("--restore", help="Restore the GPUs that a dead agent left locked, and exit.")
     ] = False,
     self_test: Annotated[
         bool,
-        typer.Option("--self-test", help="Read what this node's GPUs offer, set nothing, and end."),
+        typer.Option("--self-test", help="Read what this node's GPUs offer, set nothing, and exit."),
     ] = False,
 ) -> None:
     """Run the agent of one node. Every flag is also PERSEUS_AGENT_… in the environment."""
@@ -83,7 +83,7 @@ def _restore(settings: AgentSettings) -> None:
 
 
 def _self_test(settings: AgentSettings) -> None:
-    """A table for people on standard error, the same as JSON on standard output."""
+    """Print a table for people on standard error, and the same as JSON on standard output."""
     import pynvml
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`perseus certificates`: a small certificate authority of one's own, for clusters that have none."""
+"""`perseus certificates`: a small certificate authority for clusters that have none."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +12,13 @@ from perseus.cli.terminal import console, fail, os_error_text
 
 app = typer.Typer(no_args_is_help=True)
 
-Folder = Annotated[
-    Path, typer.Option(help="The authority's folder: ca.pem is for everybody, ca.key for nobody else.")
-]
+Folder = Annotated[Path, typer.Option(help="Folder of the authority: share ca.pem, keep ca.key private.")]
 _FOLDER = Path("perseus-ca")
-Days = Annotated[int, typer.Option(min=1, max=36_500, help="Days until it expires.")]
+Days = Annotated[int, typer.Option(min=1, max=36_500, help="Days until the certificate expires.")]
 Output = Annotated[
     Path | None,
     typer.Option(
-        help="Where to write: this path with .pem and .key. (default the name, here)", show_default=False
+        help="Path to write to; .pem and .key are appended. (default the name, here)", show_default=False
     ),
 ]
 
@@ -28,10 +26,10 @@ Output = Annotated[
 @app.command()
 def authority(
     folder: Folder = _FOLDER,
-    name: Annotated[str, typer.Option(help="What the authority is called.")] = "Perseus CA",
+    name: Annotated[str, typer.Option(help="Name of the authority.")] = "Perseus CA",
     days: Days = 3650,
 ) -> None:
-    """Make a new authority: whoever has its ca.key can make certificates that your coordinator trusts."""
+    """Make a new authority. Anyone with its ca.key can make certificates that your coordinator trusts."""
     from perseus.certificates import Authority
 
     with _mistakes():
@@ -43,24 +41,24 @@ def authority(
 def server(
     names: Annotated[
         list[str],
-        typer.Argument(help="Host names and addresses that agents reach it by.", show_default=False),
+        typer.Argument(help="Host names and addresses by which agents reach it.", show_default=False),
     ],
     folder: Folder = _FOLDER,
     output: Output = None,
     days: Days = 90,
 ) -> None:
-    """Make a coordinator's certificate, or renew it: a running coordinator takes the new one by itself."""
+    """Make or renew a coordinator's certificate. A running coordinator picks it up by itself."""
     _issue(names, folder, output, days, is_server=True)
 
 
 @app.command()
 def client(
-    name: Annotated[str, typer.Argument(help="Whose it is: a node, an operator.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Its owner: a node, an operator.", show_default=False)],
     folder: Folder = _FOLDER,
     output: Output = None,
     days: Days = 90,
 ) -> None:
-    """Make an agent's or an operator's certificate, or renew it: a running agent takes it by itself."""
+    """Make or renew an agent's or an operator's certificate. A running agent picks it up by itself."""
     _issue([name], folder, output, days, is_server=False)
 
 

@@ -1,7 +1,7 @@
-"""What `perseus solve --compare` shows beside the frontier: what can be had without Perseus.
+"""The baselines that `perseus solve --compare` shows beside the frontier: savings without Perseus.
 
-One clock (or setting, where that is more) for all computations, one for each stage, both as Zeus chooses
-them, and EnvPipe's plan.
+One clock (or setting, if a setting is more than a clock) for all computations, one for each stage, both as
+Zeus chooses them, and EnvPipe's plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ ENVPIPE = "EnvPipe"
 
 
 def baselines(pipeline: "Pipeline") -> "Mapping[str, tuple[Plan, ...]]":
-    """Return each baseline's plans by rising time; none where computations have no setting in common."""
+    """Return each baseline's plans by rising time; no plans if the computations share no setting."""
     from perseus.solver import MeasuredSetting, ProfileError, study
 
     def if_common(zeus: "Callable[[Pipeline], tuple[Plan, ...]]") -> "tuple[Plan, ...]":
@@ -35,10 +35,10 @@ def baselines(pipeline: "Pipeline") -> "Mapping[str, tuple[Plan, ...]]":
 def comparison_rows(
     frontier: "Frontier", marked: Mapping[str, int], others: "Mapping[str, tuple[Plan, ...]]"
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for the best plan of each baseline that is as fast as a marked point, and for EnvPipe's.
+    """Yield a row for each baseline's best plan that is as fast as a marked point, and for EnvPipe's plan.
 
-    ``marked``: the points' indices by name. Energies are until that point's time, and savings against all
-    at the highest clock, waiting until then.
+    ``marked``: the points' indices by name. Energies run until that point's time. Savings are against all
+    computations at the highest clock, waiting until then.
     """
     for name, index in marked.items():
         time_s = frontier.points[index].iteration_time_s

@@ -1,4 +1,4 @@
-"""How commands reach a coordinator: the flags that they share, and what they hear, made fit to be shown."""
+"""How commands reach a coordinator: the flags that they share, and answers made safe to print."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What a command's flags, or their environment variables, say of its coordinator."""
+    """A command's coordinator and credentials, from flags or their environment variables."""
 
     coordinator: Annotated[
         str, typer.Option(envvar="PERSEUS_COORDINATOR", help="The coordinator's HOST:PORT, or unix:PATH.")
@@ -68,14 +68,14 @@ class Connection:
     ] = False
 
     def channels(self) -> "Channels":
-        """The way to the coordinator. Exits where the flags don't go together, or a file can't be used."""
+        """Return the way to the coordinator. Exit if flags contradict each other, or a file can't be used."""
         try:
             return self.checked_channels()
         except (TlsError, TokenFileError) as error:
             fail(str(error))
 
     def checked_channels(self, *, has_token: bool = True) -> "Channels":
-        """The way to the coordinator, with a token or without. Exits where the flags don't go together.
+        """Return the way to the coordinator, with or without a token. Exit if flags contradict each other.
 
         Raises:
             TlsError, TokenFileError: a file can't be used.
@@ -131,7 +131,7 @@ def connecting(command: Command) -> Command:
 
 
 def _check_text(name: str, value: object) -> None:
-    """Exit where a text can't be sent: Python keeps bytes of an argument that are no UTF-8 as surrogates."""
+    """Exit if a text can't be sent: Python keeps an argument's bytes that are not UTF-8 as surrogates."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str):
             try:
@@ -142,9 +142,9 @@ def _check_text(name: str, value: object) -> None:
 
 @contextmanager
 def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["grpc.Channel"]:
-    """A channel to the coordinator; its refusals become one line and an exit code.
+    """Open a channel to the coordinator; turn its refusals into one line and an exit code.
 
-    `is_quiet`: that an answer is waited for is not shown, as the screen is somebody else's.
+    `is_quiet`: show no sign of waiting for an answer, as the caller owns the screen.
     """
     import grpc
 
@@ -168,16 +168,17 @@ def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["gr
                 if code is grpc.StatusCode.UNAVAILABLE:
                     fail(f"no coordinator at {where}: {reason or error.details()}", FAILURE)
                 fail(
-                    f"no answer in time from the coordinator at {where}: {reason or 'it is silent'}", FAILURE
+                    f"no answer in time from the coordinator at {where}: {reason or 'reason unknown'}",
+                    FAILURE,
                 )
             fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
 
 
 class EscapingChannel:
-    """A channel whose answers hold printable text only: it is what others have written.
+    """A channel that makes all text in its answers printable, because other people wrote it.
 
-    Of a channel it has what the stubs of the contract use. While an answer is waited for, that is shown, if
-    there is a description.
+    It has the part of a channel that the contract's stubs use. With a description, it shows that it waits for
+    an answer.
     """
 
     def __init__(self, channel: "grpc.Channel", description: str | None = "Asking") -> None:
@@ -185,7 +186,7 @@ class EscapingChannel:
         self._description = description
 
     def unary_unary(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
-        """See `grpc.Channel.unary_unary`."""
+        """Wrap `grpc.Channel.unary_unary`."""
         call = self._channel.unary_unary(
             method, response_deserializer=_escaping(response_deserializer), **options
         )
@@ -198,7 +199,7 @@ class EscapingChannel:
         return ask
 
     def unary_stream(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
-        """See `grpc.Channel.unary_stream`."""
+        """Wrap `grpc.Channel.unary_stream`."""
         return self._channel.unary_stream(
             method, response_deserializer=_escaping(response_deserializer), **options
         )

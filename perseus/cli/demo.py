@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class Nvml(enum.Enum):
-    """Which NVML the demo's agents use."""
+    """The NVML libraries that the demo's agents can use."""
 
     STUB = "stub"
 
 
 class Scenario(enum.Enum):
-    """Which story the demo tells."""
+    """The demo's scenarios."""
 
     STRAGGLER = "straggler"
     GRID = "grid"
@@ -31,25 +31,25 @@ def demo(
     script: Annotated[
         Path | None,
         typer.Option(
-            help="Train with this script instead, a pipeline of four that attaches, as in examples/, until "
-            "its plan has been watched.",
+            help="Train with this script instead: a pipeline of four stages that attaches, as in examples/. "
+            "The demo ends once its plan has been measured.",
             exists=True,
             dir_okay=False,
         ),
     ] = None,
     scenario: Annotated[
         Scenario,
-        typer.Option(help="Of one job, to a straggler's end; or three jobs under a power budget."),
+        typer.Option(help="One job, until a straggler recovers; or three jobs under a power budget."),
     ] = Scenario.STRAGGLER,
     nvml: Annotated[
         Nvml | None,
         typer.Option(
-            help="Let the agents reach the emulated GPUs through NVML, by a stand-in for its library "
-            "(compiled here); without, they reach them directly."
+            help="Let the agents reach the emulated GPUs through a stand-in for the NVML library, compiled "
+            "here. By default they reach them directly."
         ),
     ] = None,
 ) -> None:
-    """Train emulated jobs under Perseus: from profiling to a straggler's end, or to a power budget's."""
+    """Train emulated jobs under Perseus, through a straggler or a power budget."""
     from perseus.demo.display import LiveDisplay, phase_table
     from perseus.demo.example import ScriptError, show
     from perseus.demo.straggler_scenario import DEMO_SCRIPT, judge, run_scenario
@@ -59,7 +59,7 @@ def demo(
     through_nvml = nvml is Nvml.STUB
     if scenario is Scenario.GRID:
         if script is not None or through_nvml:
-            fail("--scenario grid: expected neither --script nor --nvml with it")
+            fail("--scenario grid: expected neither --script nor --nvml beside it")
         _show_grid(output)
         return
     if script is not None:
@@ -76,7 +76,7 @@ def demo(
     if (evaluations := measurements.evaluations) is not None and evaluations.later_count:
         console.print(
             f"Evaluations of {DEMO.evaluation_s:g} s between iterations, {evaluations.later_count} since the "
-            f"first clock was set: {evaluations.later_time_s:.3f} s in the mean, "
+            f"first clock was set: {evaluations.later_time_s:.3f} s on average, "
             f"{evaluations.longest_later_time_s:.3f} s at most.",
             highlight=False,
         )
@@ -99,7 +99,7 @@ def _show_grid(output: Path) -> None:
 
 
 def _check_folder(output: Path) -> None:
-    """Exit where no folder could be, before anything is started for it."""
+    """Exit if the folder can't be made, before any process starts."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -107,7 +107,7 @@ def _check_folder(output: Path) -> None:
 
 
 def _run(shown: "Coroutine[Any, Any, T]") -> T:
-    """What was measured; exits with what went wrong in the cluster."""
+    """Return the measurements; exit with the cluster's error."""
     from perseus.demo.cluster import ClusterError
     from perseus.demo.nvml_stub import StubError
     from perseus.demo.observation import ObservationError

@@ -1,9 +1,9 @@
-"""Where a command's output goes: a file that is whole or not there, or a device or pipe that takes it.
+"""Where a command's output goes: a file that is whole or absent, or a device or pipe.
 
-A path means what it means after a shell's `>`: links are followed, the umask is respected, a file that is
-there keeps its mode and owner, and devices, pipes and open files (`/dev/stdout`, `/dev/fd/3`) are written to.
-Beyond that, a file is replaced at once: it is filled beside its place, and nothing is left there if that
-fails or is interrupted.
+A path means the same as after a shell's `>`: links are followed, the umask is respected, an existing file
+keeps its mode and owner, and devices, pipes and open files (`/dev/stdout`, `/dev/fd/3`) are written to.
+Beyond that, a file is replaced atomically: the new content goes into a file beside it, which is removed if
+writing fails or is interrupted.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ _MAX_LINKS = 40
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A path that a flag names; `check` it before any work is done for it."""
+    """A path that a flag names; `check` it before doing any work for it."""
 
     flag: str
     path: Path
 
     @property
     def is_standard_output(self) -> bool:
-        """Whether it is where a command's other output goes."""
+        """Whether the path is standard output, where a command's other output goes."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(1))
         except OSError:
             return False
 
     def check(self, *inputs: Path) -> None:
-        """Exit unless something could be put there that is none of what is read."""
+        """Exit unless the path can be written and is not one of the inputs."""
         try:
             place = place_of(self.path)
             if place is None:
@@ -47,20 +47,20 @@ class Destination:
             if not place.parent.is_dir():
                 fail(f"{self.flag}: expected a path in an existing folder, found {self.path}")
             if place.exists() and any(each.exists() and place.samefile(each) for each in inputs):
-                fail(f"{self.flag}: expected another file than the one that is read, found {self.path}")
+                fail(f"{self.flag}: expected a file other than the input, found {self.path}")
         except OSError as error:
             fail(f"{self.flag}: {os_error_text(error)}")
-        except ValueError as error:  # a path that no system takes
+        except ValueError as error:  # such as a null byte in it
             fail(f"{self.flag}: expected a path, found {str(self.path)!r}: {error}")
 
     def check_other_than(self, other: "Destination") -> None:
-        """Exit if both go to one file, which only one of them would be left in."""
+        """Exit if both lead to the same file: one would overwrite the other."""
         place = place_of(self.path)
         if place is not None and place == place_of(other.path) and not _is_special(place):
-            fail(f"{self.flag}: expected another file than that of {other.flag}, found {self.path}")
+            fail(f"{self.flag}: expected a file other than that of {other.flag}, found {self.path}")
 
     def write(self, fill: Callable[[BinaryIO], object]) -> None:
-        """Put there what `fill` writes; exits where that can't be done."""
+        """Write what `fill` writes to the path; exit if that fails."""
         try:
             place = place_of(self.path)
             if place is not None and not _is_special(place):
@@ -73,7 +73,7 @@ class Destination:
 
 
 def place_of(path: Path) -> Path | None:
-    """Return what a path leads to, whether or not it is there; None if that is a file that is open already.
+    """Return the path at the end of a path's links, existing or not; None for a file that is already open.
 
     Raises:
         OSError: its links lead nowhere, or can't be read.
@@ -83,7 +83,7 @@ def place_of(path: Path) -> Path | None:
 
 
 def _end_of_links(path: Path) -> Path:
-    """Follow links, but none in /proc: those lead to what is open, under names that may mean nothing."""
+    """Follow links, but none in /proc: those lead to open files, under names that may mean nothing."""
     for _ in range(_MAX_LINKS):
         path = Path(os.path.realpath(path.parent)) / path.name
         if path.is_relative_to("/proc") or not path.is_symlink():
@@ -93,7 +93,7 @@ def _end_of_links(path: Path) -> Path:
 
 
 def _is_special(place: Path) -> bool:
-    """Whether it is a device, a pipe or a socket: nothing to be replaced."""
+    """Whether the place is a device, a pipe or a socket, which can't be replaced."""
     try:
         return not stat.S_ISREG(place.stat().st_mode)
     except FileNotFoundError:
@@ -103,7 +103,7 @@ def _is_special(place: Path) -> bool:
 def _open_special(path: Path) -> int:
     end = _end_of_links(path)
     if end.parent == Path(f"/proc/{os.getpid()}/fd"):
-        # It goes on where others left off, be it a socket, or a file that they write to as well.
+        # Append: it may be a socket, or a file that others write to as well.
         return os.dup(int(end.name))
     return os.open(end, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
 

@@ -1,4 +1,4 @@
-"""`perseus doctor`: what is wrong with a set-up, and what to do."""
+"""`perseus doctor`: find what is wrong with a set-up, and say how to fix it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +26,7 @@ def doctor(
         bool,
         typer.Option(
             "--node",
-            help="Look at this node and its agent's way to the coordinator, by the agent's settings "
+            help="Check this node and its agent's way to the coordinator, by the agent's settings "
             "(PERSEUS_AGENT_… and --config).",
         ),
     ] = False,
@@ -35,7 +35,7 @@ def doctor(
     ] = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Look for what is wrong between here and a coordinator, or with a node, and say what to do.
+    """Find what is wrong on the way to a coordinator, or with a node, and say how to fix it.
 
     Changes nothing. Exit code 0 if all is well, 1 if anything is bad.
     """
@@ -60,7 +60,7 @@ def doctor(
 
 
 def _connection_checks(connection: Connection) -> "list[Check]":
-    """Look as whoever calls; without a credential that can be used, as far as one comes without."""
+    """Check with the caller's credential; without a usable one, check as much as possible."""
     from perseus.doctor.coordinator import coordinator_checks, unusable_certificate, unusable_credential
     from perseus.tls.files import TlsError
     from perseus.tls.tokens import TokenFileError
@@ -94,7 +94,7 @@ def _node_checks(config: Path | None) -> "list[Check]":
         channels = channels_of(settings)
     except (TlsError, TokenFileError) as error:
         subject = "certificate" if isinstance(error, TlsError) else "credential"
-        advice = "put it where the agent's settings say, readable for the agent's user alone"
+        advice = "put it at the path in the agent's settings, readable by the agent's user only"
         return [*checks, Check(subject, Verdict.BAD, str(error), advice)]
     return [*checks, *coordinator_checks(channels, ("agent", "operator"))]
 
@@ -111,7 +111,7 @@ def _table(checks: "Iterable[Check]") -> "Table":
         Verdict.BAD: Text("✘", style="red"),
         Verdict.UNKNOWN: Text("?", style="dim"),
     }
-    table = Table("", "looked at", "found", "what to do", box=None, padding=(0, 1))
+    table = Table("", "check", "found", "what to do", box=None, padding=(0, 1))
     for check in checks:
         row = (Text(printable(text)) for text in (check.subject, check.found, check.advice))
         table.add_row(marks[check.verdict], *row)

@@ -1,14 +1,14 @@
-"""Where the command `perseus` begins, before anything heavy is imported: streams, signals, exit codes.
+"""Entry point of the command `perseus`, before any heavy import: streams, signals, exit codes.
 
-Standard library only, so that the first second, which goes into imports, already has them. `run` is what
-happens around every command:
+It uses the standard library only, so that these rules hold from the start, while the imports take their
+first second. `run` wraps every command:
 
-- Ctrl-C, SIGTERM and SIGHUP end it with 128 and the signal's number, without a word, at any time. While the
-  imports go on there is nothing to tidy up; after them, what is open is closed and drafts are removed.
-  The coordinator and the agent take these signals over once they serve.
-- An output that nobody reads any more ends it as SIGPIPE would; one that can't be written (a full disk, a
-  stream that is closed) ends it with one line.
-- What an output's encoding lacks is shown as an escape.
+- Ctrl-C, SIGTERM and SIGHUP end it silently with 128 plus the signal's number, at any time. During the
+  imports there is nothing to clean up; after them, open files are closed and drafts are removed.
+  The coordinator and the agent handle these signals themselves once they serve.
+- An output whose reader is gone ends it as SIGPIPE would; an output that can't be written (a full disk, a
+  closed stream) ends it with one line.
+- Characters that an output's encoding lacks are escaped.
 """
 
 import io
@@ -24,7 +24,7 @@ OUTPUT_FAILED = 1
 PIPE_CLOSED = 128 + signal.SIGPIPE
 
 _AGAIN_S = 0.01
-"""Until a signal comes again; what it came in the midst of is over then."""
+"""Delay before the signal is sent again; the deletion that swallowed the first one is over by then."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,10 +34,9 @@ class OutputError(OSError):
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output that tells its own errors from those of other files."""
+    """Standard output that distinguishes its own errors from those of other files."""
 
     def write(self, text: str, /) -> int:
-        """See `io.TextIOWrapper.write`."""
         try:
             return super().write(text)
         except BrokenPipeError:
@@ -46,7 +45,6 @@ class _Output(io.TextIOWrapper):
             raise OutputError(error.errno, error.strerror) from None
 
     def flush(self) -> None:
-        """See `io.TextIOWrapper.flush`."""
         try:
             super().flush()
         except BrokenPipeError:
@@ -56,7 +54,7 @@ class _Output(io.TextIOWrapper):
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     _open_streams()
     ours = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     for number in ours:
@@ -68,12 +66,12 @@ def main() -> None:
         signal.signal(number, _end)
     code = run(command)
     for number in ours:
-        signal.signal(number, signal.SIG_DFL)  # nothing is left that they could spoil
+        signal.signal(number, signal.SIG_DFL)  # nothing is left to clean up
     sys.exit(code)
 
 
 def run(command: Callable[[], object]) -> int:
-    """Run a command, and return the exit code to end with; what it has printed is out by then."""
+    """Run a command, flush its output, and return the exit code to end with."""
     try:
         try:
             command()
@@ -96,7 +94,7 @@ def _end(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _end_all_the_same(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Where a signal comes while an object is being deleted, Python drops what is raised: send it again."""
+    """Send a signal again that came while an object was being deleted: Python drops that exception."""
     match unraisable.exc_value:
         case SystemExit(code=int(code)) if code - 128 in _SIGNALS:
             main_thread = threading.main_thread().ident
@@ -107,14 +105,14 @@ def _end_all_the_same(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def _open_streams() -> None:
-    """See to it that the three streams are there, and take every character.
+    """Make sure that the three streams exist and accept every character.
 
-    A file that is opened would otherwise get the number of one that is missing, and what is printed.
+    Otherwise the next opened file would get a missing stream's number, and its output.
     """
     while (descriptor := os.open(os.devnull, os.O_RDONLY)) <= 2:
         pass
     os.close(descriptor)
-    # Written to, a missing one fails as it would for any other program.
+    # Writing to a missing stream then fails as in any other program.
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(plain := sys.stdout, io.TextIOWrapper):
@@ -125,7 +123,7 @@ def _open_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Let what is waiting go nowhere, so that the interpreter's end does not fail at it."""
+    """Discard buffered output, so that the interpreter does not fail at it on exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Environment variables that look like ours and are none: a setting misspelt is a setting not made."""
+"""Warnings for PERSEUS_ environment variables that nothing reads, such as misspelt settings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -6,14 +6,14 @@ from difflib import get_close_matches
 
 PREFIX = "PERSEUS_"
 
-# What is read where no setting and no flag says so.
+# Variables that are read without being a setting or a flag.
 _OTHERS = frozenset({"PERSEUS_TOKEN", "PERSEUS_NVML_STUB", "PERSEUS_SPEED", "PERSEUS_JOB"})
 
 
 def unknown(environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each variable with our prefix that nothing reads.
 
-    None under a supervisor, which was started by a command that has said it.
+    Yield nothing under a supervisor: the command that started it has warned already.
     """
     named = {name for name in environment if name.startswith(PREFIX)} - _OTHERS
     if not named:
@@ -28,7 +28,7 @@ def unknown(environment: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(named - known):
         close = get_close_matches(name, known, n=1)
         hint = f": did you mean {close[0]}?" if close else ""
-        yield f"environment variable {name} is none of Perseus{hint}"
+        yield f"environment variable {name} is unknown to Perseus{hint}"
 
 
 def _of_settings() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Flags that are stated elsewhere: those of a settings model are its fields, each with its description."""
+"""Flags that are defined elsewhere: a settings model's fields become flags with their descriptions."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ Decorator = Callable[[Command], Command]
 
 
 def in_place_of(name: str, flags: Sequence[inspect.Parameter], make: Callable[..., Any]) -> Decorator:
-    """Give a command `flags` in place of its parameter `name`, whose value `make` makes of what is given."""
+    """Replace a command's parameter `name` by `flags`, from whose values `make` builds the argument."""
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters.values()
@@ -41,9 +41,9 @@ def in_place_of(name: str, flags: Sequence[inspect.Parameter], make: Callable[..
 
 
 def configured(model: "type[Settings]") -> Decorator:
-    """Give a command `--config` and the flags of a settings model in place of its parameter `settings`.
+    """Replace a command's parameter `settings` by `--config` and a flag for each field of a settings model.
 
-    A flag has the setting's name, type and description; the model judges what is given.
+    A flag has the setting's name, type and description; the model validates the values.
     """
     from perseus import configuration
 
@@ -59,7 +59,7 @@ def configured(model: "type[Settings]") -> Decorator:
 
     flags = [flag("config", Path, typer.Option(help="TOML file with the settings below."))]
     for name, kind in configuration.flags(model).items():
-        switch = [f"--{name.replace('_', '-')}"] if kind is bool else []  # without, there is a --no-… too
-        text = escape(configuration.describe(model, name))  # what is in brackets is no markup
+        switch = [f"--{name.replace('_', '-')}"] if kind is bool else []  # else typer adds a --no-…, too
+        text = escape(configuration.describe(model, name))  # brackets in it are not markup
         flags.append(flag(name, kind, typer.Option(*switch, help=text, show_default=False)))
     return in_place_of("settings", flags, load)

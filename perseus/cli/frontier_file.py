@@ -1,8 +1,8 @@
 """The files of `perseus solve` and `perseus plan`: the contract's messages as JSON, and further settings.
 
-The contract knows clocks alone, as agents set nothing else. Where a profile has further settings, the files
-have one more member beside each `clockMhz`, `furtherSettings`: an object of their names and values. Files
-without are messages of the contract and nothing else.
+The contract knows only clocks, as agents set nothing else. If a profile has further settings, the files have
+one more member beside each `clockMhz`: `furtherSettings`, an object of their names and values. Files without
+it are plain messages of the contract.
 """
 
 import json
@@ -28,17 +28,17 @@ from perseus.v1 import frontier_pb2
 _MEMBER = "furtherSettings"
 
 _EXACT = 2**53
-"""Every whole number below is a float."""
+"""Every integer below this bound is exact as a float."""
 
 _Place = tuple[int, int]
-"""Of a measurement: its profile's index in the problem, and its own in that."""
+"""Place of a measurement: its profile's index in the problem, and its own index in that profile."""
 
 
 def frontier_text(frontier: Frontier) -> str:
     """Return a frontier's file."""
     document = _document(translate_problems.frontier_to_proto(frontier))
     profiles = frontier.pipeline.profiles
-    # FIXED computations, which have no setting, follow the others.
+    # FIXED computations, which have no setting, come last.
     for written, key in zip(document["problem"]["profiles"], sorted(profiles), strict=False):
         for member, measurement in zip(written["measurements"], profiles[key], strict=True):
             if isinstance(measurement, MeasuredSetting):
@@ -57,12 +57,12 @@ def plan_text(plan: Plan) -> str:
 
 
 def pipeline_from_text(text: str, max_computations: int) -> Pipeline:
-    """Return what a frontier's file is the frontier of.
+    """Return the pipeline of a frontier's file.
 
     Raises:
-        ParseError: it is no JSON of a frontier.
-        ServiceError: a part is missing, there twice or out of range, or there are too many computations.
-        SolverError: the solver refuses it, or a further setting is none.
+        ParseError: the text is not the JSON of a frontier.
+        ServiceError: a part is missing, duplicated or out of range, or there are too many computations.
+        SolverError: the solver refuses the pipeline, or a further setting is malformed.
     """
     document = _parsed(text)
     members = dict(_taken(document))
@@ -89,22 +89,22 @@ def _parsed(text: str) -> Any:
         if len(found) < len(members):
             names = [name for name, _ in members]
             twice = next(name for name in names if names.count(name) > 1)
-            raise json_format.ParseError(f"member {twice!r} twice in an object")
+            raise json_format.ParseError(f"member {twice!r} twice in one object")
         return found
 
     try:
         document = json.loads(text, object_pairs_hook=refuse_twice)
-        # Half a surrogate pair is no text, and raises SystemErrors in protobuf.
+        # Half a surrogate pair raises SystemErrors in protobuf.
         json.dumps(document, ensure_ascii=False).encode()
     except ValueError as error:
         raise json_format.ParseError(f"no JSON: {error}") from None
     if not isinstance(document, dict):
-        raise json_format.ParseError("something else than an object")
+        raise json_format.ParseError("something other than an object")
     return document
 
 
 def _taken(document: Mapping[str, Any]) -> Iterator[tuple[_Place, Any]]:
-    """Take the further settings out, so that a message of the contract is left. What is none stays."""
+    """Take the further settings out, so that a message of the contract is left."""
     for i, profile in enumerate(_items(document.get("problem"), "profiles")):
         for j, measurement in enumerate(_items(profile, "measurements")):
             if isinstance(measurement, dict) and _MEMBER in measurement:
@@ -137,7 +137,7 @@ def _with_further(
 
 
 def _with_point(value: Any) -> Any:
-    """Return a value whose point may have been lost on the way through another program."""
+    """Return a value as a float: another program may have written 1.0 as 1."""
     return float(value) if type(value) is int and abs(value) < _EXACT else value
 
 

@@ -1,4 +1,4 @@
-"""`perseus grid`: doors through which a grid's messages become power budgets, and keys for them."""
+"""`perseus grid`: gateways that turn a grid operator's messages into power budgets, and their keys."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True)
 @app.command("dsx-flex")
 @configured(DsxFlexSettings)
 def dsx_flex(settings: DsxFlexSettings) -> None:
-    """Run an agent of DSX Flex: load targets by MQTT in, power states and breaches out.
+    """Run a DSX Flex agent: receive load targets by MQTT, publish power states and breaches.
 
     Every flag is also PERSEUS_GRID_… in the environment.
     """
@@ -30,7 +30,7 @@ def dsx_flex(settings: DsxFlexSettings) -> None:
 
     logs.configure(settings.log_level, settings.log_format)
     if settings.insecure:
-        warn("--insecure: what other machines are told may be plaintext")
+        warn("--insecure: traffic to other machines may be plaintext")
     try:
         token = find_token(
             path=settings.token_file,
@@ -45,9 +45,9 @@ def dsx_flex(settings: DsxFlexSettings) -> None:
 @app.command("new-key")
 def new_key(
     path: Annotated[Path, typer.Argument(help="File for the private key.", show_default=False)],
-    kid: Annotated[str, typer.Option(help="What messages call the key.", show_default=False)],
+    kid: Annotated[str, typer.Option(help="Identifier of the key in messages.", show_default=False)],
 ) -> None:
-    """Make a key to sign with (ES256), and print the JWK set that others verify it by."""
+    """Make a signing key (ES256), and print the JWK set by which others verify its signatures."""
     from perseus.grid import signing
 
     private, public = signing.new_key(kid)

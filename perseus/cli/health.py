@@ -1,4 +1,4 @@
-"""`perseus health`: whether a coordinator or an agent serves, for probes that don't speak what those do."""
+"""`perseus health`: whether a coordinator or an agent serves, for probes that don't speak gRPC."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,22 +16,22 @@ from perseus.printable import printable
 def health(
     connection: Connection,
     service: Annotated[
-        str, typer.Option(help="One service, such as perseus.v1.AgentService; all if not given.")
+        str, typer.Option(help="One service, such as perseus.v1.AgentService; default all.")
     ] = "",
     agent: Annotated[
         Path | None,
         typer.Option(
             metavar="SOCKET",
-            help="Ask the agent of this node that listens there instead, such as /run/perseus/agent.sock.",
+            help="Ask this node's agent on that socket instead, such as /run/perseus/agent.sock.",
             show_default=False,
         ),
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds to wait for an answer.")] = 5.0,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Ask a coordinator whether it serves, or an agent whether it has GPUs to serve: exit code 0 if so.
+    """Ask whether a coordinator serves, or whether an agent has GPUs to serve: exit code 0 if so.
 
-    Else it is 1 or 2, and a line says why.
+    Otherwise the exit code is 1 or 2, and a line on standard error gives the reason.
     """
     if agent is not None:
         _ask_agent(agent, timeout_s, form)
@@ -62,7 +62,7 @@ def _ask_agent(path: Path, timeout_s: float, form: Format) -> None:
 
 
 def _show(form: Format, who: str, status: str, *, is_serving: bool) -> None:
-    """Print what was answered; as a table only if that is good, else on standard error alone."""
+    """Print the status, and exit with an error unless it is good; as a table, a bad one is only an error."""
     from rich.text import Text
 
     row = {"who": who, "is_serving": is_serving, "status": printable(status)}

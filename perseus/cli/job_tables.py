@@ -1,4 +1,4 @@
-"""What `perseus jobs` shows: the coordinator's messages as tables for people."""
+"""Tables of `perseus jobs`, from the coordinator's messages."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
-    """One line for each job."""
+    """Return a table with one line for each job."""
     table = Table()
     for column in ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers"):
         table.add_column(column)
@@ -37,7 +37,7 @@ def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
 
 
 def run_table(runs: Iterable[job_pb2.Job]) -> Table:
-    """One line for each run of a job."""
+    """Return a table with one line for each run of a job."""
     table = Table()
     for column in ("run", "state", "pipelines × stages × tensor", "registered", "finished"):
         table.add_column(column)
@@ -53,7 +53,7 @@ def run_table(runs: Iterable[job_pb2.Job]) -> Table:
 
 
 def job_facts(job: job_pb2.Job) -> Table:
-    """What there is to know of one job, ranks and plans aside; a line for each fact that is known."""
+    """Return the known facts of one job, one a line, without ranks and plans."""
     counts = job.rank_counts
     ranks = {
         "connected": counts.connected_count,
@@ -104,7 +104,7 @@ def job_facts(job: job_pb2.Job) -> Table:
 
 
 def progress_text(progress: job_pb2.ProfilingProgress) -> str:
-    """How far profiling is, and when it will be done."""
+    """Return how far profiling is, and when it will be done."""
     clocks = f"{progress.tried_clock_count} of at most {progress.max_clock_count} clocks tried"
     if not progress.HasField("remaining_s"):
         return clocks
@@ -113,7 +113,7 @@ def progress_text(progress: job_pb2.ProfilingProgress) -> str:
 
 
 def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget) -> str:
-    """What profiling has taken, and what it may take."""
+    """Return the cost of profiling so far, and its budget."""
     limits = [
         *([f"{budget.iteration_count} iterations"] if budget.HasField("iteration_count") else []),
         *([f"{budget.time_s:g} s"] if budget.HasField("time_s") else []),
@@ -128,7 +128,7 @@ def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget)
 
 
 def no_slowdown(found: job_pb2.NoSlowdownTime) -> str:
-    """What is not slower than stock, and what says so."""
+    """Return the longest iteration time that is no slowdown against stock, and its basis."""
     basis = {
         job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX: "every computation at its highest clock, as planned with",
         job_pb2.NO_SLOWDOWN_BASIS_BASELINE: "the stock baseline, measured shorter than planned with",
@@ -137,7 +137,7 @@ def no_slowdown(found: job_pb2.NoSlowdownTime) -> str:
 
 
 def plan_table(job: job_pb2.Job) -> Table:
-    """The plans that a job's pipelines are offered, pipelines of the same plan on one line."""
+    """Return a table of the plans offered to a job's pipelines; pipelines with the same plan share a line."""
     table = Table()
     table.add_column("pipelines")
     for column in ("planned iteration", "against stock"):
@@ -153,7 +153,7 @@ def plan_table(job: job_pb2.Job) -> Table:
 
 
 def rank_table(ranks: Iterable[rank_pb2.Rank]) -> Table:
-    """One line for each rank."""
+    """Return a table with one line for each rank."""
     table = Table()
     for column in (
         "pipeline",
@@ -188,7 +188,7 @@ def rank_table(ranks: Iterable[rank_pb2.Rank]) -> Table:
 
 
 def event_table(events: Iterable[event_pb2.JobEvent]) -> Table:
-    """One line for each event."""
+    """Return a table with one line for each event."""
     table = Table()
     table.add_column("no.", justify="right")
     for column in ("time (UTC)", "type", "what happened"):
@@ -200,17 +200,17 @@ def event_table(events: Iterable[event_pb2.JobEvent]) -> Table:
 
 
 def gap_text(gap: job_service_pb2.WatchGap) -> str:
-    """What a watch left out."""
+    """Return a sentence on what a watch left out."""
     parts = []
     if gap.first_missed_sequence:
         parts.append(f"events {gap.first_missed_sequence} to {gap.last_missed_sequence} are no longer stored")
     if gap.missed_iteration_count:
-        parts.append(f"{gap.missed_iteration_count} iterations are left out: this reader was slow")
+        parts.append(f"{gap.missed_iteration_count} iterations were dropped: this reader was too slow")
     return "; ".join(parts)
 
 
 def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
-    """One line for each period."""
+    """Return a table with one line for each period."""
     table = Table(
         caption="mean ± standard error; slowdown and saving against the latest stock baseline before"
     )
@@ -227,7 +227,7 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
     for period in periods:
         gaps = _gaps(period)
         if period.irregular_count:
-            mean = f"{period.irregular_time_s:.3f} s in the mean"
+            mean = f"{period.irregular_time_s:.3f} s on average"
             irregular.append(f"{period.irregular_count} in period {period.number}, {mean}")
         state = state_name(period.state) + (" with straggler" if period.has_straggler else "")
         first, last = period.first_iteration, period.last_iteration
@@ -245,7 +245,7 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
         if period.latency_cost_percent:
             latency.append(f"{period.latency_cost_percent:+.2f} % in period {period.number}")
     if latency:
-        what = "what the time to set clocks adds to the energy, by prediction"
+        what = "predicted extra energy from the time to set clocks"
         table.caption = f"{table.caption}\n{what}: {'; '.join(latency)}"
     if irregular:
         table.caption = f"{table.caption}\nirregular iterations, not counted above: {'; '.join(irregular)}"
@@ -255,17 +255,17 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
 
 
 def _gaps(period: job_pb2.ReportPeriod) -> str:
-    """What lies between iterations, and is part of none."""
+    """Return the gaps between iterations, which belong to no iteration."""
     if not period.gap_time_s:
         return ""
     text = f"between iterations, in period {period.number}: {period.gap_time_s:.3f} s"
     if period.gap_energy_j:
         text += f" and {period.gap_energy_j:.0f} J"
-    return f"{text} a time in the mean, of which clocks cost {1e3 * period.gap_slowed_time_s:.1f} ms at most"
+    return f"{text} each on average, of which clocks cost {1e3 * period.gap_slowed_time_s:.1f} ms at most"
 
 
 def _saving(period: job_pb2.ReportPeriod) -> tuple[str, str]:
-    """Slowdown and saving, as far as they are known."""
+    """Return slowdown and saving, as far as they are known."""
     if not period.HasField("saving"):
         return "", ""
     saving = period.saving
@@ -278,7 +278,7 @@ def _saving(period: job_pb2.ReportPeriod) -> tuple[str, str]:
 
 
 def _figure(mean: float, se: float | None, form: str) -> str:
-    """A mean with its standard error, if there is one; never "-0.0"."""
+    """Format a mean with its standard error, if there is one; never "-0.0"."""
     sign = "+" if form.startswith("+") else "-"
     digits = form.removeprefix("+")
     shown = f"{mean:{sign}z{digits}}"
@@ -286,13 +286,13 @@ def _figure(mean: float, se: float | None, form: str) -> str:
 
 
 def state_name(state: job_pb2.JobState.ValueType) -> str:
-    """A job's state, for people."""
+    """Return a job's state, for people."""
     return job_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()
 
 
 def _event_type_name(kind: event_pb2.JobEventType.ValueType) -> str:
     if kind not in event_pb2.JobEventType.values():
-        return str(kind)  # A newer coordinator knows more types.
+        return str(kind)  # a newer coordinator has more types
     return event_pb2.JobEventType.Name(kind).removeprefix("JOB_EVENT_TYPE_").lower()
 
 
@@ -323,11 +323,11 @@ def _time_for(least: job_pb2.LeastSignal) -> str:
 
 
 def signal_target_text(signal_target: job_pb2.SignalTarget, kind: str) -> str:
-    """How a job runs by its signal, and how far it is."""
+    """Return how a job follows its signal, and how far it is."""
     states = {
-        job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL: "nothing is known of it: no slowdown",
+        job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL: "no value is known: no slowdown",
         job_pb2.SIGNAL_TARGET_STATE_LATE: "no slowdown: the work can't be done in time",
-        job_pb2.SIGNAL_TARGET_STATE_DONE: "no slowdown: the work is done, or its time is over",
+        job_pb2.SIGNAL_TARGET_STATE_DONE: "no slowdown: the work is done, or its deadline has passed",
     }
     slow = f"iterations of {signal_target.iteration_time_s:.3f} s"
     text = states.get(
@@ -356,21 +356,21 @@ def _moment(time: "Timestamp") -> str:
 
 
 def _span(start: "Timestamp", end: "Timestamp") -> str:
-    """From when to when, the day only once."""
+    """Format a time span, with the day only once."""
     first, last = start.ToDatetime(), end.ToDatetime()
     end_format = "%H:%M:%S" if first.date() == last.date() else "%m-%d %H:%M:%S"
     return f"{first:%m-%d %H:%M:%S} – {last:{end_format}}"
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers, those that follow each other as a range."""
+    """Format ascending numbers, consecutive ones as a range."""
     breaks = [at for at, (one, other) in enumerate(pairwise(numbers), start=1) if other != one + 1]
     ranges = [numbers[first:end] for first, end in pairwise([0, *breaks, len(numbers)])]
     return ", ".join(f"{some[0]}–{some[-1]}" if len(some) > 1 else str(some[0]) for some in ranges)
 
 
 def _latency(job: job_pb2.Job) -> str:
-    """How long clocks take to set, and what that costs."""
+    """Return the set latency of clocks and its cost."""
     if not job.set_latency_s:
         return ""
     text = f"{1e3 * job.set_latency_s:.0f} ms"
@@ -389,7 +389,7 @@ _EVENT_REASONS = {
 
 
 def _limits(rank: rank_pb2.Rank) -> str:
-    """What bounds a rank's GPU beside its clocks, in a table's cell."""
+    """Return the limits on a rank's GPU other than its clocks, for a table cell."""
     reasons = [name for bit, name in _EVENT_REASONS.items() if rank.clock_event_reasons & bit]
     parts = [
         *([f"{rank.power_limit_w:.0f} W"] if rank.power_limit_w else []),
@@ -405,7 +405,7 @@ def _limits(rank: rank_pb2.Rank) -> str:
 
 
 def _on_clock(clocks: "ClockStatistics") -> str:
-    """How well a rank's clocks follow its plan, in a table's cell."""
+    """Return how well a rank's clocks follow its plan, for a table cell."""
     if not clocks.computation_time_s:
         return ""
     share = clocks.on_clock_time_s / clocks.computation_time_s

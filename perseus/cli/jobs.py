@@ -1,4 +1,4 @@
-"""`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
+"""`perseus jobs`: inspect the jobs of a running coordinator, and enter what only the operator knows."""
 
 import uuid
 from collections.abc import Iterable, Iterator
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
-# What the wire's whole numbers hold.
+# Bounds of the contract's integers.
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 
-# How the time is said for a policy that follows a signal: extra time and horizon, or iterations and until.
+# A policy that follows a signal gets its time from extra time and horizon, or from iterations and until.
 _TIMES = (((True, True), (False, False)), ((False, False), (True, True)))
 
 
 class WatchFormat(StrEnum):
-    """How what comes is printed."""
+    """The formats of a watch."""
 
     TEXT = "text"
     JSON = "json"
@@ -48,7 +48,7 @@ def list_jobs(
     connection: Connection,
     state: Annotated[
         list[str] | None,
-        typer.Option(help="Only jobs in this state; may be given again.", show_default=False),
+        typer.Option(help="Only jobs in this state; repeatable.", show_default=False),
     ] = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
@@ -82,7 +82,7 @@ def runs(connection: Connection, job_id: JobId, form: FormatOption = Format.TABL
 def show(
     connection: Connection, job_id: JobId, run_number: RunNumber = 0, form: FormatOption = Format.TABLE
 ) -> None:
-    """Show a job: its state and why, its stragglers, its plans."""
+    """Show a job: its state and the reason, its stragglers, its plans."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
@@ -97,7 +97,7 @@ def ranks(
     job_id: JobId,
     state: Annotated[
         list[str] | None,
-        typer.Option(help="Only ranks in this state; may be given again.", show_default=False),
+        typer.Option(help="Only ranks in this state; repeatable.", show_default=False),
     ] = None,
     pipeline: Annotated[
         int | None,
@@ -108,7 +108,7 @@ def ranks(
     ] = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """List a job's ranks: who serves them, how far they are, which plan is in force."""
+    """List a job's ranks: the agents that serve them, their iterations, the plans in force."""
     from perseus.cli.job_tables import rank_table
     from perseus.v1 import job_service_pb2, rank_pb2
 
@@ -135,9 +135,9 @@ def watch(
         typer.Option("--format", help="Lines for people; or json: an object a line."),
     ] = WatchFormat.TEXT,
 ) -> None:
-    """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C.
+    """Print a job's events and iterations as they come, until it ends or you press Ctrl-C.
 
-    While it is profiled, how far that is and when it will be done.
+    During profiling, also show its progress and when it will be done.
     """
     from perseus.cli.watching import Watching
     from perseus.v1 import job_service_pb2
@@ -157,24 +157,24 @@ def events(
         list[str] | None,
         typer.Option(
             "--type",
-            help="Only events of this type, as plan_refused; may be given again.",
+            help="Only events of this type, such as plan_refused; repeatable.",
             show_default=False,
         ),
     ] = None,
     since: Annotated[
         str | None,
         typer.Option(
-            help="Only events since this time (2026-01-31T12:00, in UTC), or so long ago (90s, 15m, 2h, 7d).",
+            help="Only events since this time (2026-01-31T12:00, in UTC), or within the last 90s, 15m, 2h.",
             show_default=False,
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option(min=1, max=MAX_INT32, help="At most so many events, the earliest first.")
+        int, typer.Option(min=1, max=MAX_INT32, help="Maximum number of events, the earliest first.")
     ] = 100,
     run_number: RunNumber = 0,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """List what has happened to a job."""
+    """List the events of a job."""
     from perseus.cli.job_tables import event_table
     from perseus.v1 import event_pb2, job_service_pb2
 
@@ -204,12 +204,12 @@ def straggler(
         int, typer.Argument(min=0, max=MAX_INT32, help="The slow pipeline, from 0.", show_default=False)
     ],
     factor: Annotated[
-        float | None, typer.Option(help="Its iteration time as a factor of T_min.", show_default=False)
+        float | None, typer.Option(help="Iteration time as a multiple of T_min.", show_default=False)
     ] = None,
     iteration_time_s: Annotated[
-        float | None, typer.Option(help="Its iteration time as measured, seconds.", show_default=False)
+        float | None, typer.Option(help="Measured iteration time, seconds.", show_default=False)
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="It is no longer slow.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="The pipeline is no longer slow.")] = False,
     form: FormatOption = Format.TABLE,
 ) -> None:
     """Report that a pipeline is slow, or that it no longer is."""
@@ -235,9 +235,10 @@ def straggler(
 def report(
     connection: Connection, job_id: JobId, run_number: RunNumber = 0, form: FormatOption = Format.TABLE
 ) -> None:
-    """Show what was measured: time and energy, period by period, against the stock baseline.
+    """Show measured time and energy, period by period, against the stock baseline.
 
-    Then what the run has used and saved as a whole, profiling, gaps and all, as `perseus ledger` has it.
+        Then show the energy that the whole run has used and saved, profiling and gaps included, as in
+    `perseus ledger`.
     """
     from rich.text import Text
 
@@ -279,7 +280,7 @@ def report(
 @app.command()
 @connecting
 def rebaseline(connection: Connection, job_id: JobId, form: FormatOption = Format.TABLE) -> None:
-    """Measure the stock baseline again: a few iterations at stock, then the plans return."""
+    """Measure the stock baseline again: a few iterations at stock, then back to the plans."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
@@ -294,7 +295,7 @@ def policy(
     job_id: JobId,
     no_slowdown: Annotated[bool, typer.Option("--no-slowdown", help="Never slower than stock.")] = False,
     max_slowdown_percent: Annotated[
-        float | None, typer.Option(help="Slower than stock by at most this.", show_default=False)
+        float | None, typer.Option(help="Slower than stock by at most this percentage.", show_default=False)
     ] = None,
     deadline_s: Annotated[
         float | None, typer.Option(help="Time for the remaining iterations, seconds.", show_default=False)
@@ -311,35 +312,35 @@ def policy(
     max_average_power_w: Annotated[
         float | None, typer.Option(help="Cap on a pipeline's average power, watts.", show_default=False)
     ] = None,
-    carbon: Annotated[bool, typer.Option("--carbon", help="Least carbon in the time that there is.")] = False,
-    cost: Annotated[bool, typer.Option("--cost", help="Least cost in the time that there is.")] = False,
+    carbon: Annotated[bool, typer.Option("--carbon", help="Least carbon in the given time.")] = False,
+    cost: Annotated[bool, typer.Option("--cost", help="Least cost in the given time.")] = False,
     extra_time_percent: Annotated[
         float | None,
-        typer.Option(help="That time, with --horizon: so much more than at full speed.", show_default=False),
+        typer.Option(help="Extra time over full speed, with --horizon.", show_default=False),
     ] = None,
     horizon: Annotated[
-        str | None, typer.Option(help="Over which the extra time is spent: 24h, 7d.", show_default=False)
+        str | None, typer.Option(help="Period for the extra time: 24h, 7d.", show_default=False)
     ] = None,
     until: Annotated[
         str | None,
         typer.Option(
-            help="That time, with --iterations: until 2026-01-31T12:00 (UTC), or 3h, 2d from now.",
+            help="End, with --iterations: 2026-01-31T12:00 (UTC), or 3h, 2d from now.",
             show_default=False,
         ),
     ] = None,
     tolerance_percent: Annotated[
         float | None,
-        typer.Option(help="The most of its speed that a power budget may take.", show_default=False),
+        typer.Option(help="Largest share of its speed that a power budget may take.", show_default=False),
     ] = None,
     weight: Annotated[
         float | None,
-        typer.Option(help="What its lost speed costs, against that of other jobs.", show_default=False),
+        typer.Option(help="Cost of its lost speed, relative to other jobs.", show_default=False),
     ] = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Set where on the frontier a job runs while no straggler holds it up, and what a power budget may do.
+    """Set where on the frontier a job runs without stragglers, and how far a power budget may slow it.
 
-    Without --tolerance-percent and --weight, what a budget may do stays as it is.
+    Without --tolerance-percent and --weight, the terms for budgets stay as they are.
     """
     from perseus.v1 import job_pb2, job_service_pb2
 
@@ -409,7 +410,7 @@ def finish(connection: Connection, job_id: JobId, form: FormatOption = Format.TA
 @app.command()
 @connecting
 def resume(connection: Connection, job_id: JobId, form: FormatOption = Format.TABLE) -> None:
-    """Let a job that was put back to stock go on: the baseline is measured, then it is planned again."""
+    """Resume a job that is back at stock: its baseline is measured, then it is planned again."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
@@ -419,7 +420,7 @@ def resume(connection: Connection, job_id: JobId, form: FormatOption = Format.TA
 @app.command()
 @connecting
 def delete(connection: Connection, job_id: JobId) -> None:
-    """Forget a finished job, with all its runs, events and reports."""
+    """Delete a finished job with all its runs, events and reports."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
@@ -428,7 +429,7 @@ def delete(connection: Connection, job_id: JobId) -> None:
 
 @contextmanager
 def _jobs(connection: Connection) -> Iterator["JobServiceStub"]:
-    """The coordinator's job service; its refusals become one line and an exit code."""
+    """Connect to the coordinator's job service; turn its refusals into one line and an exit code."""
     from perseus.v1 import job_service_pb2_grpc
 
     with connected(connection) as channel:
@@ -436,7 +437,7 @@ def _jobs(connection: Connection) -> Iterator["JobServiceStub"]:
 
 
 def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[Any]:
-    """The numbers that an enum of the contract has for names as people write them."""
+    """Return the numbers of a contract enum for names as people write them."""
     known = {name.removeprefix(prefix).lower(): number for name, number in enum.items() if number}
     for name in names:
         if name not in known:

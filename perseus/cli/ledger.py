@@ -1,4 +1,4 @@
-"""`perseus ledger`: what jobs have used and saved, for those who pay for it."""
+"""`perseus ledger`: energy that jobs have used and saved, for those who pay for it."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,15 +19,15 @@ def ledger(
     since: Annotated[
         str | None,
         typer.Option(
-            help="Only what was used since this time (2026-11-01, in UTC), or so long ago (2h, 7d). "
-            "The ledger is kept by hours: a time within one stands for its begin.",
+            help="Only usage since this time (2026-11-01, in UTC), or within the last 2h, 7d. "
+            "The ledger has hourly entries: a time is rounded down to its hour.",
             show_default=False,
         ),
     ] = None,
     until: Annotated[
-        str | None, typer.Option(help="Only what was used before this time, as above.", show_default=False)
+        str | None, typer.Option(help="Only usage before this time, as above.", show_default=False)
     ] = None,
-    job: Annotated[str, typer.Option(help="Only of this job.", show_default=False)] = "",
+    job: Annotated[str, typer.Option(help="Only this job.", show_default=False)] = "",
     form: FormatOption = Format.TABLE,
 ) -> None:
     """Show energy, cost and carbon of all runs against their stock baselines, and the total."""
@@ -53,7 +53,7 @@ def ledger(
 
 
 def ledger_entry(stub: "LedgerServiceStub", job_id: str, run_number: int) -> "LedgerEntry | None":
-    """Return what a run has used and saved; None if nothing is known of that."""
+    """Return a run's ledger entry; None if there is none."""
     import grpc
 
     from perseus.v1 import ledger_service_pb2

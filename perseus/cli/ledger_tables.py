@@ -1,4 +1,4 @@
-"""What `perseus ledger` shows, as a table for people."""
+"""The table of `perseus ledger`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ from perseus.v1.ledger_service_pb2 import LedgerAccount, LedgerEntry
 
 
 def ledger_table(entries: Iterable[LedgerEntry], total: LedgerAccount) -> Table:
-    """One line for each run, and the total; below what is in it, and what is assumed."""
+    """Return a table with a line for each run and the total, and notes on parts and assumptions below."""
     table = Table(caption="\n".join(_notes(total)))
     table.add_column("job")
     table.add_column("run", justify="right")
@@ -29,9 +29,9 @@ def ledger_table(entries: Iterable[LedgerEntry], total: LedgerAccount) -> Table:
 
 
 def account_lines(account: LedgerAccount) -> list[str]:
-    """What one run has used and saved, in words."""
+    """Return one run's usage and savings in words."""
     energy, saved, percent, cost, saved_cost, carbon, saved_carbon = _figures(account)
-    lines = [f"used {energy} kWh; saved {f'{saved} kWh, {percent} %' if saved else 'is not known'}"]
+    lines = [f"used {energy} kWh; {f'saved {saved} kWh, {percent} %' if saved else 'saving unknown'}"]
     if cost:
         lines.append(f"cost {cost}" + (f", saved {saved_cost}" if saved_cost else ""))
     if carbon:
@@ -52,7 +52,7 @@ def _figures(account: LedgerAccount) -> Sequence[str]:
 
 
 def _known(account: LedgerAccount, field: str, error: str = "", *, scale: float = 1.0) -> str:
-    """A figure with its standard error, as far as they are known."""
+    """Format a figure with its standard error, as far as they are known."""
     if not account.HasField(field):  # type: ignore[arg-type]
         return ""
     shown = _number(scale * getattr(account, field))
@@ -69,7 +69,7 @@ def _percent(account: LedgerAccount) -> str:
 
 
 def _number(value: float) -> str:
-    """Three decimals, more where that would hide all of it."""
+    """Format with three decimals, or more for numbers that three would round to zero."""
     return f"{value:z.3f}" if abs(value) >= 0.1 or not value else f"{value:.3g}"
 
 
@@ -83,10 +83,10 @@ def _notes(account: LedgerAccount) -> list[str]:
             extra = f", {_signed(account.profiling_extra_energy_kwh)} kWh against stock"
         notes.append(f"of it for profiling: {_number(account.profiling_energy_kwh)} kWh{extra}")
     if account.uncompared_energy_kwh:
-        notes.append(f"{_number(account.uncompared_energy_kwh)} kWh could not be held against a baseline")
+        notes.append(f"{_number(account.uncompared_energy_kwh)} kWh could not be compared with a baseline")
     if account.straggler_energy_kwh:
         notes.append(
-            f"{_number(account.straggler_energy_kwh)} kWh with a straggler: what that saved is understated"
+            f"{_number(account.straggler_energy_kwh)} kWh with a straggler: their saving is understated"
         )
     if account.unmeasured_iteration_count:
         notes.append(f"{account.unmeasured_iteration_count} iterations were not measured on all GPUs")

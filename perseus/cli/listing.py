@@ -1,4 +1,4 @@
-"""How commands ask a coordinator for lists: page by page, and from which time on."""
+"""How commands list things of a coordinator: page by page, from a time on."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 def pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:
-    """Ask for one page after another."""
+    """Request one page after another, and yield the responses."""
     while True:
         page = method(request, timeout=TIMEOUT_S)
         yield page
@@ -28,17 +28,17 @@ def pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:
 
 
 def later(flag: str, text: str) -> "datetime":
-    """Return a time that a flag has, or one in so long; exits if it is none."""
+    """Return a flag's time, given as a time or as a duration from now; exit if it is neither."""
     return _moment(flag, text, sign=1)
 
 
 def moment(flag: str, text: str) -> "datetime":
-    """Return a time that a flag has, or one so long ago; exits if it is none."""
+    """Return a flag's time, given as a time or as a duration before now; exit if it is neither."""
     return _moment(flag, text, sign=-1)
 
 
 def duration_s(flag: str, text: str) -> float:
-    """Return how long a flag says, seconds; exits if it is no duration."""
+    """Return a flag's duration, seconds; exit if it is not a duration."""
     duration = None
     with suppress(OverflowError):
         duration = _duration(text)

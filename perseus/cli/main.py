@@ -1,6 +1,6 @@
-"""The command `perseus`. A command is imported when it is called, and imports what it runs on only then.
+"""The command `perseus`. A subcommand, and everything that it runs on, is imported only when it is called.
 
-The base install has no solver, and `perseus --help` waits for none of them.
+The base install has no solver, and `perseus --help` must not wait for imports.
 """
 
 import os
@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from perseus.cli.environment import unknown
 from perseus.cli.terminal import FAILURE, console, fail, warn
 
-# Where each command is, and the summary that `perseus --help` shows: the first paragraph of its own help.
+# Each command's location and the summary that `perseus --help` shows: the first paragraph of its own help.
 _COMMANDS = {
     "solve": (
         "perseus.cli.solve:solve",
@@ -21,11 +21,11 @@ _COMMANDS = {
     ),
     "plan": (
         "perseus.cli.solve:plan",
-        "Make the plan of least energy that is not slower than an iteration time, or than stock.",
+        "Make the plan of least energy that meets an iteration time, or that is not slower than stock.",
     ),
     "simulate": (
         "perseus.cli.simulate:simulate",
-        "Replay jobs, power budgets and signals, as they would be decided on, and say what comes of it.",
+        "Simulate the coordinator's decisions for jobs, power budgets and signals, and show the result.",
     ),
     "coordinator": (
         "perseus.cli.coordinator:coordinator",
@@ -37,30 +37,30 @@ _COMMANDS = {
     ),
     "demo": (
         "perseus.cli.demo:demo",
-        "Train emulated jobs under Perseus: from profiling to a straggler's end, or to a power budget's.",
+        "Train emulated jobs under Perseus, through a straggler or a power budget.",
     ),
     "top": (
         "perseus.cli.top:top",
-        "Show jobs by what they draw, and feeds that have a limit, until you press Ctrl-C.",
+        "Show jobs by power draw, and feeds that have a limit, until you press Ctrl-C.",
     ),
     "doctor": (
         "perseus.cli.doctor:doctor",
-        "Look for what is wrong between here and a coordinator, or with a node, and say what to do.",
+        "Find what is wrong on the way to a coordinator, or with a node, and say how to fix it.",
     ),
     "health": (
         "perseus.cli.health:health",
-        "Ask a coordinator whether it serves, or an agent whether it has GPUs to serve: exit code 0 if so.",
+        "Ask whether a coordinator serves, or whether an agent has GPUs to serve: exit code 0 if so.",
     ),
     "ledger": (
         "perseus.cli.ledger:ledger",
         "Show energy, cost and carbon of all runs against their stock baselines, and the total.",
     ),
-    "jobs": ("perseus.cli.jobs:app", "Look at jobs, and steer them."),
-    "power": ("perseus.cli.power:app", "Limit what jobs draw, and see how feeds stand."),
+    "jobs": ("perseus.cli.jobs:app", "Inspect and control jobs."),
+    "power": ("perseus.cli.power:app", "Limit the power that jobs draw, and show the state of feeds."),
     "grid": ("perseus.cli.grid:app", "Let the grid set power budgets."),
     "slurm": (
         "perseus.cli.slurm:app",
-        "What slurmd runs on a node before and after a job: see docs/slurm.md.",
+        "Prolog and epilog that slurmd runs on a node around a job: see docs/slurm.md.",
     ),
     "tokens": ("perseus.cli.tokens:app", "Make, list and revoke tokens."),
     "certificates": ("perseus.cli.certificates:app", "Keep a small certificate authority, for TLS."),
@@ -70,7 +70,7 @@ _COMMANDS = {
     ),
 }
 
-# Module that a command may miss → the extra that brings it.
+# Module that may not be installed → the extra that provides it.
 _EXTRAS = {
     "igraph": "coordinator",
     "highspy": "coordinator",
@@ -87,12 +87,11 @@ _EXTRAS = {
 
 
 class _Commands(TyperGroup):
-    """All commands; whoever gets one imports it, and the overview has their summaries alone."""
+    """All commands. Getting one imports it; the overview has only their summaries."""
 
     _shows_overview = False
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """See `TyperGroup.get_command`."""
         if self._shows_overview or cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
         place, summary = _COMMANDS[cmd_name]
@@ -104,14 +103,12 @@ class _Commands(TyperGroup):
         return typer.main.get_group(alone).commands[cmd_name]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See `TyperGroup.parse_args`."""
         for each in self.get_params(ctx):
             if each.default is None and getattr(each, "is_flag", False):
-                each.default = False  # for the None of typer's own flags it imports pydantic
+                each.default = False  # typer imports pydantic for the None of its own flags
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See `TyperGroup.format_help`."""
         self._shows_overview = True
         super().format_help(ctx, formatter)
         self._shows_overview = False
@@ -148,8 +145,8 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line (`entry` is what is around it); no traceback for a missing extra."""
-    # gRPC's core writes a line of its own to standard error for every handshake that fails.
+    """Run the command line, inside `entry`; report a missing extra without a traceback."""
+    # gRPC's core writes its own line to standard error for every failed handshake.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()

@@ -1,4 +1,4 @@
-"""`perseus power`: budgets on what jobs draw, and how feeds stand."""
+"""`perseus power`: budgets for the power that jobs draw, and the state of feeds."""
 
 import sys
 import uuid
@@ -38,24 +38,22 @@ def set_budget(
     start: Annotated[
         str | None,
         typer.Option(
-            help="From when on: 2026-11-01T18:00 (UTC), or in so long (30s, 15m, 2h); now if not given.",
+            help="Start: 2026-11-01T18:00 (UTC), or a delay (30s, 15m, 2h); default now.",
             show_default=False,
         ),
     ] = None,
     end: Annotated[
         str | None,
-        typer.Option(help="Until when, as above; until it is cancelled if not given.", show_default=False),
+        typer.Option(help="End, as above; by default when it is cancelled.", show_default=False),
     ] = None,
     ramp_w_per_s: Annotated[
         float | None,
-        typer.Option(
-            help="How fast what may be drawn falls, if slower than the feed's ramp.", show_default=False
-        ),
+        typer.Option(help="Ramp of the power cap, if slower than the feed's.", show_default=False),
     ] = None,
-    correlation_id: Annotated[str, typer.Option(help="What you call it.", show_default=False)] = "",
+    correlation_id: Annotated[str, typer.Option(help="Your own name for it.", show_default=False)] = "",
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Set a budget, or replace the one of its identifier."""
+    """Set a budget, or replace the one with the same identifier."""
     from perseus.v1 import power_service_pb2
 
     if (limit_w is None) == (percent is None):
@@ -83,7 +81,7 @@ def set_budget(
 @app.command("list")
 @connecting
 def list_budgets(connection: Connection, feed: Feed = "", form: FormatOption = Format.TABLE) -> None:
-    """List all budgets, ended and cancelled ones too."""
+    """List all budgets, including ended and cancelled ones."""
     from perseus.cli.power_tables import budget_table
     from perseus.v1 import power_service_pb2
 
@@ -108,7 +106,7 @@ def cancel(connection: Connection, budget_id: BudgetId, form: FormatOption = For
 @app.command()
 @connecting
 def feeds(connection: Connection, form: FormatOption = Format.TABLE) -> None:
-    """Show how every feed stands: its limit, what is drawn, and whether that is kept."""
+    """Show every feed: its limit, its draw, and whether it keeps the limit."""
     from perseus.cli.power_tables import feed_table
     from perseus.v1 import power_service_pb2
 
@@ -127,7 +125,7 @@ def watch(
         WatchFormat, typer.Option("--format", help="Lines for people; or json: an object a line.")
     ] = WatchFormat.TEXT,
 ) -> None:
-    """Print how feeds stand whenever that changes, until you press Ctrl-C."""
+    """Print the state of feeds whenever it changes, until you press Ctrl-C."""
     from perseus.cli.power_tables import feed_line
     from perseus.v1 import power_service_pb2
 
@@ -142,7 +140,7 @@ def watch(
 
 @contextmanager
 def _power(connection: Connection) -> Iterator["PowerServiceStub"]:
-    """The coordinator's power service; its refusals become one line and an exit code."""
+    """Connect to the coordinator's power service; turn its refusals into one line and an exit code."""
     from perseus.v1 import power_service_pb2_grpc
 
     with connected(connection) as channel:

@@ -1,4 +1,4 @@
-"""What `perseus power` shows for people."""
+"""Tables of `perseus power`."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from perseus.v1.power_service_pb2 import Budget, BudgetState, FeedState
 
 
 def budget_table(budgets: Iterable[Budget]) -> Table:
-    """One line for each budget."""
+    """Return a table with one line for each budget."""
     table = Table("budget", "feed", "state", "limit, W", "from (UTC)", "until (UTC)", "set by", "correlation")
     for budget in budgets:
         limit = f"{budget.limit_w:.0f}"
@@ -29,7 +29,7 @@ def budget_table(budgets: Iterable[Budget]) -> Table:
 
 
 def feed_table(feeds: Iterable[FeedState]) -> Table:
-    """One line for each feed."""
+    """Return a table with one line for each feed."""
     columns = ("limit, W", "may draw, W", "drawn, W", "planned, W", "others, W", "kept", "held back")
     table = Table("feed", *columns)
     for feed in feeds:
@@ -47,7 +47,7 @@ def feed_table(feeds: Iterable[FeedState]) -> Table:
 
 
 def feed_line(feed: FeedState) -> str:
-    """How a feed stands, in a line."""
+    """Return a feed's state in one line."""
     if not feed.HasField("limit_w") and not feed.HasField("power_cap_w"):
         return f"{feed.feed}: {feed.measured_w:.0f} W drawn, no limit"
     limit = f"{feed.limit_w:.0f} W" if feed.HasField("limit_w") else "none yet"

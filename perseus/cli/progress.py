@@ -1,4 +1,4 @@
-"""How far a command is, on standard error, and only on a terminal: a bar, or a sign of life."""
+"""A command's progress on standard error, if that is a terminal: a bar, or a sign of life."""
 
 import sys
 import time
@@ -12,29 +12,29 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from perseus.cli.terminal import error_console
 
 _SHOW_AFTER_S = 0.5
-"""Nothing is shown of what takes less."""
+"""Work that takes less time shows no progress."""
 
 _MIN_SHARE = 0.005
-"""By how much a share must have changed, so that it is shown."""
+"""The smallest change of a share that is shown."""
 
 
 class Report(Protocol):
-    """Tells how far it is: a share from 0 to 1, and the words beside it if they change."""
+    """Reports progress: a share from 0 to 1, and a new description if it changes."""
 
     def __call__(self, share: float, description: str | None = None) -> None:
-        """It is that far."""
+        """Report progress."""
 
 
 def has_terminal() -> bool:
-    """Whether standard error is a terminal; not merely said to be one, so that it is coloured."""
+    """Whether standard error really is a terminal, and not merely forced to be coloured as one."""
     return sys.stderr.isatty()
 
 
 @contextmanager
 def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
-    """Show for as long as the block takes that something goes on; how far it is, if that is reported.
+    """Show activity while the block runs; also its progress, if it reports that.
 
-    `is_measured`: the share is reported.
+    `is_measured`: the block reports its share.
     """
     with _DelayedProgress(
         SpinnerColumn(),
@@ -50,7 +50,7 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
 
         def report(share: float, description: str | None = None) -> None:
             nonlocal shown
-            # To show it takes about as long as a small maximum flow: not for what nobody would see.
+            # An update takes about as long as a small maximum flow: skip those that nobody would see.
             if description is not None or abs(share - shown) >= _MIN_SHARE or share >= 1:
                 shown = share
                 progress.update(task, completed=share, description=description)
@@ -59,12 +59,11 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
 
 
 class _DelayedProgress(Progress):
-    """Shows itself only once it is worth it."""
+    """Progress that appears only after a delay."""
 
     _begun_s: float | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """See `Progress.get_renderables`."""
         now_s = time.monotonic()
         self._begun_s = self._begun_s or now_s
         if now_s >= self._begun_s + _SHOW_AFTER_S:

@@ -1,10 +1,10 @@
-"""What commands list and show, for scripts: the same rows as JSON or CSV, or a table for people.
+"""Output of commands: the same rows as JSON or CSV for scripts, or as a table for people.
 
 Names and units are those of the contract's messages (`protos/perseus/v1`): a message becomes an object of its
-fields, whole numbers stay numbers, enum values lose their prefix, times are RFC 3339 in UTC, and what is not
-known is null. In CSV a message of plain values takes a column for each (`baseline.energy_j`), a list of plain
-values is separated by spaces, and whatever else has parts is one cell of JSON, as are the messages of a
-`oneof`, under its name. Numbers that JSON lacks (infinite, or none) are null.
+fields, whole numbers stay numbers, enum values lose their prefix, times are RFC 3339 in UTC, and unknown
+values are null. In CSV a message of plain values takes a column for each (`baseline.energy_j`), a list of
+plain values is separated by spaces, and any other compound value is one cell of JSON, as are the messages of
+a `oneof`, under its name. Numbers that JSON lacks (infinite, NaN) are null.
 """
 
 import csv
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from google.protobuf.timestamp_pb2 import Timestamp
 
-# protobuf's descriptors have two implementations, whose types know nothing of each other.
+# protobuf's descriptors have two implementations with unrelated types.
 Descriptor: TypeAlias = Any
 FieldDescriptor: TypeAlias = Any
 EnumDescriptor: TypeAlias = Any
@@ -38,7 +38,7 @@ _WORD_BEGIN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 class Format(StrEnum):
-    """How a command shows what it has to show."""
+    """The output formats of a command."""
 
     TABLE = "table"
     JSON = "json"
@@ -69,7 +69,7 @@ def show_messages(
     descriptor: Descriptor,
     table: Callable[[], RenderableType],
 ) -> None:
-    """Print messages of a kind, a row for each."""
+    """Print messages of one type, a row for each."""
     flatten = _flattened if wanted is Format.CSV else row_of
     rows = [] if wanted is Format.TABLE else [flatten(message) for message in messages]
     show_rows(wanted, rows, _columns_of(descriptor) if wanted is Format.CSV else (), table)
@@ -87,7 +87,7 @@ def show_message(wanted: Format, message: "Message", tables: Callable[[], Iterab
 
 
 def show_row(wanted: Format, row: Row, tables: Callable[[], Iterable[RenderableType]]) -> None:
-    """Print one thing that is no message: as a JSON object, as CSV of one row, or `tables`."""
+    """Print one row that is not a message: as a JSON object, as CSV of one row, or `tables`."""
     match wanted:
         case Format.JSON:
             print_json(row)
@@ -98,12 +98,12 @@ def show_row(wanted: Format, row: Row, tables: Callable[[], Iterable[RenderableT
 
 
 def print_json(value: object, *, is_line: bool = False) -> None:
-    """Print a value as JSON; all characters of it are ASCII, whatever the output's encoding."""
+    """Print a value as ASCII JSON, whatever the output's encoding."""
     sys.stdout.write(json.dumps(value, indent=None if is_line else 2, allow_nan=False) + "\n")
 
 
 def row_of(message: "Message") -> dict[str, Any]:
-    """Return a message as JSON's values, by its fields' names. Of a `oneof` only what is set is there."""
+    """Return a message as JSON values by field name. Of a `oneof`, only the set field is included."""
     present = {field.name for field, _ in message.ListFields()}
     return {
         field.name: _value(message, field, field.name in present)
@@ -136,14 +136,14 @@ def _time(value: "Timestamp") -> str:
 
 
 def _enum_name(number: int, kind: EnumDescriptor) -> str:
-    """As people write it; one that a newer coordinator knows has its number."""
+    """Return an enum value as people write it; as its number if only a newer coordinator knows it."""
     prefix = _WORD_BEGIN.sub("_", kind.name).upper() + "_"
     known = kind.values_by_number.get(number)
     return str(number) if known is None else known.name.removeprefix(prefix).lower()
 
 
 def _is_optional(field: FieldDescriptor) -> bool:
-    """Whether its `oneof` is none that somebody wrote: proto3's `optional` is one of a single field."""
+    """Whether a field's `oneof` is proto3's `optional`, which is a synthetic one of a single field."""
     return bool(field.containing_oneof.name == f"_{field.name}")
 
 
@@ -170,7 +170,7 @@ def _cell(value: Any) -> Any:
 
 
 def _columns_of(descriptor: Descriptor) -> list[str]:
-    """Return the columns of a message: the same whatever is set in it."""
+    """Return the columns of a message type: all of them, whichever fields are set."""
     columns: dict[str, None] = {}
     for field in descriptor.fields:
         if field.containing_oneof is not None and not _is_optional(field):
@@ -183,7 +183,7 @@ def _columns_of(descriptor: Descriptor) -> list[str]:
 
 
 def _is_flat(field: FieldDescriptor) -> bool:
-    """Whether a field's parts have a column each."""
+    """Whether each part of a field has its own column."""
     kind = field.message_type
     if kind is None or field.is_repeated or kind.full_name == _TIME:
         return False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from perseus.simulation.replay import Fleet, Replay
 
 _MAX_PLOTTED_STEPS = 20_000
-"""Steps in a picture; there are more where much happens, and none of them would be seen."""
+"""Most steps in a picture; more of them would be indistinguishable."""
 
 
 def simulate(
@@ -34,7 +34,7 @@ def simulate(
     ] = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Replay jobs, power budgets and signals, as they would be decided on, and say what comes of it."""
+    """Simulate the coordinator's decisions for jobs, power budgets and signals, and show the result."""
     with without_pyplot():
         from perseus.simulation.build import build_fleet
         from perseus.simulation.replay import replay
@@ -61,7 +61,7 @@ def simulate(
 
 
 def _rows(done: "Replay") -> list[dict[str, Any]]:
-    """A row for each job; `stock_*`: the same iterations at the highest clocks."""
+    """Return a row for each job; `stock_*`: the same iterations at the highest clocks."""
     return [
         {
             "job_id": job_id,
@@ -112,7 +112,7 @@ def _table(fleet: "Fleet", done: "Replay", rows: list[dict[str, Any]]) -> Table:
         + (f", to be paused: {', '.join(status.to_pause)}" if status.to_pause else "")
         for time_s, status in unkept
     ]
-    lines.append("of stock: of the same iterations with all at the highest clock, from the job's begin on")
+    lines.append("of stock: relative to the same iterations at the highest clocks from the job's start")
     table.caption = "\n".join(lines)
     return table
 

@@ -1,4 +1,4 @@
-"""`perseus slurm`: what slurmd runs before and after a job, by the scripts in deploy/slurm."""
+"""`perseus slurm`: the prolog and epilog that slurmd runs around a job, by the scripts in deploy/slurm."""
 
 import os
 from collections.abc import Callable
@@ -26,13 +26,13 @@ def prolog(
         Path | None,
         typer.Option(
             metavar="LOG",
-            help="Start an agent with these settings if none answers; it writes to this file, and goes on "
-            "for other jobs. Not where a service manager keeps one.",
+            help="Start an agent with these settings if none answers; it logs to this file and keeps running "
+            "for other jobs. Not for nodes where a service manager runs one.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Before a job: let its user, and nobody else, have the clocks of its GPUs."""
+    """Before a job: give its user, and nobody else, access to the clocks of its GPUs."""
     from perseus.agent.slurm import hooks
 
     start = hooks.AgentStart(config, start_agent) if start_agent is not None else None
@@ -41,7 +41,7 @@ def prolog(
 
 @app.command()
 def epilog(config: _Config = None) -> None:
-    """After a job: end that, and make sure that its GPUs are back on stock. Exit code 1 if they are not."""
+    """After a job: end that access and make sure that its GPUs are at stock. Exit code 1 if they are not."""
     from perseus.agent.slurm import hooks
 
     _run(config, hooks.epilog)

@@ -20,22 +20,20 @@ from perseus.schedule_name import ScheduleName
 if TYPE_CHECKING:
     from perseus.solver import Frontier, Measurement, Plan, PlannedComputation, ProfileKey
 
-# As the coordinator's limit_solve_computations and request_limit_s, for whose settings these stand here.
+# Counterparts of the coordinator's settings limit_solve_computations and request_limit_s.
 _LIMIT_COMPUTATIONS = 8_192
 _MAX_COMPUTATIONS = 65_536
 _LIMIT_S = 120.0
 _ALARM_S = 0.2
 
 _PLAIN_PLAN_COLUMNS = 5
-"""Of a plan's rows; those of further settings follow."""
+"""Columns of a plan's rows; those of further settings follow."""
 
 LimitComputations = Annotated[
     int,
-    typer.Option(
-        min=1, max=_MAX_COMPUTATIONS, help="Refuse a problem of more computations, before it is solved."
-    ),
+    typer.Option(min=1, max=_MAX_COMPUTATIONS, help="Refuse a problem with more computations."),
 ]
-LimitS = Annotated[float, typer.Option(min=0.001, max=1e9, help="Give up after so long, seconds.")]
+LimitS = Annotated[float, typer.Option(min=0.001, max=1e9, help="Time limit, seconds.")]
 
 
 def solve(
@@ -43,10 +41,10 @@ def solve(
         Path,
         typer.Argument(
             help="CSV with the columns stage,instruction,frequency,time,energy "
-            "(forward, backward, and what else the schedule has: backward-input, backward-weight, "
-            "recomputation; MHz, seconds, joules per GPU), chunk where stages have several, and "
-            "time_se,energy_se where standard errors are known. All others are further settings, as "
-            "power_limit_w or kernel.",
+            "(forward, backward, and those that the schedule adds: backward-input, backward-weight, "
+            "recomputation; MHz, seconds, joules per GPU), chunk if stages have several, and "
+            "time_se,energy_se if standard errors are known. All other columns are further settings, "
+            "such as power_limit_w or kernel.",
             show_default=False,
         ),
     ],
@@ -56,17 +54,17 @@ def solve(
     ] = ScheduleName.ONE_FORWARD_ONE_BACKWARD,
     gpus_per_stage: Annotated[int, typer.Option(min=1, help="GPUs that share each stage.")] = 1,
     blocking_power_w: Annotated[
-        float, typer.Option(min=0.0, help="What one GPU draws while it waits on communication, watts.")
+        float, typer.Option(min=0.0, help="Power of one GPU that waits for communication, watts.")
     ] = 0.0,
     confidence_percent: Annotated[
         float,
         typer.Option(
             min=50.0,
             max=99.9,
-            help="How often a plan keeps its iteration time at least, as far as standard errors tell.",
+            help="Least probability that a plan keeps its iteration time, by the standard errors.",
         ),
     ] = 95.0,
-    points: Annotated[int, typer.Option(min=3, max=10_000, help="Plans to realise on the frontier.")] = 100,
+    points: Annotated[int, typer.Option(min=3, max=10_000, help="Plans to compute on the frontier.")] = 100,
     hull_tolerance_percent: Annotated[
         float | None,
         typer.Option(
@@ -81,7 +79,7 @@ def solve(
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Also show what one clock for all, one for each stage and EnvPipe's plan save."
+            "--compare", help="Also show what one clock for all, one per stage, and EnvPipe's plan save."
         ),
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the frontier here, as JSON.")] = None,
@@ -142,7 +140,7 @@ def solve(
     if frontier.margin is not None:
         notes.print(
             f"Measurements are noisy: times have a margin of {100 * frontier.margin.time_share:.2f} %, so "
-            f"that plans keep theirs {confidence_percent:g} times in 100. It costs "
+            f"that plans keep their times in {confidence_percent:g} of 100 cases. It costs "
             f"{100 * frontier.margin_energy_share:.2f} % of the energy.",
             highlight=False,
         )
@@ -160,21 +158,21 @@ def plan(
     frontier_file: Annotated[
         Path,
         typer.Argument(
-            metavar="FRONTIER.json", help="A frontier that `perseus solve` has written.", show_default=False
+            metavar="FRONTIER.json", help="A frontier written by `perseus solve`.", show_default=False
         ),
     ],
     iteration_time: Annotated[
-        float | None, typer.Option(help="The plan may not be slower than this, seconds.", show_default=False)
+        float | None, typer.Option(help="Longest iteration time of the plan, seconds.", show_default=False)
     ] = None,
     no_slowdown: Annotated[
-        bool, typer.Option("--no-slowdown", help="The plan may not be slower than the highest clocks.")
+        bool, typer.Option("--no-slowdown", help="The plan may not be slower than with the highest clocks.")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     limit_computations: LimitComputations = _LIMIT_COMPUTATIONS,
     limit_s: LimitS = _LIMIT_S,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Make the plan of least energy that is not slower than an iteration time, or than stock."""
+    """Make the plan of least energy that meets an iteration time, or that is not slower than stock."""
     from google.protobuf import json_format
 
     with without_pyplot():
@@ -211,9 +209,9 @@ def plan(
 
 @contextmanager
 def without_pyplot() -> Iterator[None]:
-    """Import igraph without pyplot, which it pulls in for drawings that nobody asks for here.
+    """Import igraph without pyplot, which it loads for drawings that are not needed here.
 
-    That would take as long as solving a small problem. Our own pictures import matplotlib when drawn.
+    Loading it takes as long as solving a small problem. Our own pictures import matplotlib when drawn.
     """
     if "matplotlib" in sys.modules:
         yield
@@ -234,7 +232,7 @@ def _checked(flag: str, path: Path | None, read: Path) -> Destination | None:
 
 
 def check_picture(picture: Destination) -> None:
-    """Exit unless its suffix is that of an image format."""
+    """Exit unless the picture's suffix is that of an image format."""
     from perseus.pictures import image_format
 
     try:
@@ -258,7 +256,7 @@ def _check_size(computation_count: int, point_count: int, maximum: int) -> None:
 
 
 def _check_settings(profile: Path, profiles: "Mapping[ProfileKey, Sequence[Measurement]]") -> None:
-    """Exit where a computation has more settings than a frontier's file may have."""
+    """Exit if a computation has more settings than a frontier's file may hold."""
     from perseus.service.domain.bounds import MAX_CLOCK_COUNT
 
     for (stage, _, kind), measured in profiles.items():
@@ -270,7 +268,7 @@ def _check_settings(profile: Path, profiles: "Mapping[ProfileKey, Sequence[Measu
 
 
 def _settings_found(profiles: "Mapping[ProfileKey, Sequence[Measurement]]") -> str:
-    """Say what the profile's settings are made of; nothing where they are clocks."""
+    """Describe the parts of the profile's settings; return nothing if they are only clocks."""
     from perseus.solver import MeasuredSetting
 
     first = next(iter(profiles.values()))[0]
@@ -284,32 +282,32 @@ def _settings_found(profiles: "Mapping[ProfileKey, Sequence[Measurement]]") -> s
 
 
 class _TooLongError(Exception):
-    """The limit of time is over."""
+    """The time limit has passed."""
 
 
 @contextmanager
 def _at_most(limit_s: float) -> Iterator[None]:
-    """Exit once the block takes longer. By a signal, which igraph looks for as well as Python does."""
+    """Exit once the block takes longer, by a signal: igraph checks for signals as Python does."""
 
     def end(*_: object) -> NoReturn:
         raise _TooLongError
 
     before = signal.signal(signal.SIGALRM, end)
-    # Again and again: what a handler raises is lost where garbage is being collected.
+    # Repeatedly: an exception that a handler raises during garbage collection is lost.
     signal.setitimer(signal.ITIMER_REAL, limit_s, _ALARM_S)
     try:
         yield
     except _TooLongError:
-        fail(f"expected to be done within {limit_s:g} s (--limit-s), found more to do", FAILURE)
+        fail(f"expected to finish within {limit_s:g} s (--limit-s), found more to do", FAILURE)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
 
 
 def _frontier_rows(frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]") -> list[dict[str, Any]]:
-    """All-max, T_min, no slowdown where that is longer, T* and T_slow, against all-max that waits as long.
+    """Return rows for all-max, T_min, no slowdown if longer, T* and T_slow, against all-max waiting as long.
 
-    Then the others' plans, if there are any.
+    Rows for the others' plans follow, if there are any.
     """
     baseline = frontier.baseline
     not_slower = [
@@ -359,14 +357,14 @@ def _frontier_table(rows: list[dict[str, Any]]) -> Table:
             f"{saving_percent:.2f} %" if saving_percent is not None else "",
         )
     table.caption = (
-        "saving: against all-max waiting until the same time; no slowdown: all-max's own time; "
+        "saving: against all-max waiting until the same time; no slowdown: the time of all-max; "
         "within: waiting until that point's"
     )
     return table
 
 
 def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
-    """A row for each kind of computation of each stage."""
+    """Return a row for each kind of computation of each stage."""
     rows = []
     for stage, computations in enumerate(made.stages):
         for kind in sorted({planned.computation.kind for planned in computations}, key=lambda k: k.value):
@@ -386,7 +384,7 @@ def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
 
 
 def _further_used(computations: "Sequence[PlannedComputation]") -> dict[str, list[Any]]:
-    """Return, by name, which values of further settings the computations have."""
+    """Return the values of further settings that the computations use, by name."""
     used: dict[str, set[Any]] = {}
     for planned in computations:
         for name, value in planned.further:

@@ -33,17 +33,17 @@ Database = Annotated[
 
 @app.command()
 def check(config: Config = None, database: Database = None, form: FormatOption = Format.TABLE) -> None:
-    """Read everything, and say what is wrong: exit code 1 if anything is. Nothing is changed."""
+    """Read the whole database and report what is wrong, without changes: exit code 1 if anything is."""
     check_store(_database(config, database), form)
 
 
 @app.command(name="export")
 def export_(
-    file: Annotated[Path, typer.Argument(help="Where to: lines of JSON.")],
+    file: Annotated[Path, typer.Argument(help="Output file: lines of JSON.")],
     config: Config = None,
     database: Database = None,
 ) -> None:
-    """Write the whole database into a portable file."""
+    """Write the whole database to a portable file."""
     from perseus.service.storage.archive import export_database
 
     source = _database(config, database)
@@ -71,7 +71,7 @@ def import_(
     config: Config = None,
     database: Database = None,
 ) -> None:
-    """Fill an empty database from such a file; of either engine."""
+    """Fill an empty database, of either engine, from such a file."""
     from perseus.service.storage.archive import ArchiveError, import_database
 
     with _failing_clearly():
@@ -87,12 +87,12 @@ def import_(
 def replay(
     job_id: Annotated[str, typer.Argument(help="The quarantined job.", metavar="JOB")],
     run: Annotated[
-        int | None, typer.Option(help="Which run of it; the latest by default.", min=1, show_default=False)
+        int | None, typer.Option(help="Run of the job; the latest by default.", min=1, show_default=False)
     ] = None,
     config: Config = None,
     database: Database = None,
 ) -> None:
-    """Replay a quarantined run from its recorded inputs; exit code 1 if the same fault does not come."""
+    """Replay a quarantined run from its recorded inputs; exit code 1 if the same fault does not occur."""
     from perseus.service.domain.snapshot import Fault
     from perseus.service.job.recording import Recording
     from perseus.service.storage.checking import recordings
@@ -103,8 +103,8 @@ def replay(
         found = recordings(settings.database, job_id)
         if not found or (run and run not in found):
             which = f"run {run} of job {job_id!r}" if run else f"job {job_id!r}"
-            kept = f"; recorded are its runs {', '.join(map(str, found))}" if found else ""
-            fail(f"{which}: nothing is recorded of a fault{kept}", FAILURE)
+            kept = f"; its recorded runs are {', '.join(map(str, found))}" if found else ""
+            fail(f"{which}: no fault is recorded{kept}", FAILURE)
         number = run or max(found)
         recording, more = Recording.load(found[number])
     fault = Fault(more["part"], more["error"])
@@ -112,16 +112,16 @@ def replay(
     percent = settings.solver_hull_tolerance_percent
     error = _replayed(recording, fault.part, None if percent is None else percent / 100)
     if error is None:
-        fail("the run goes on: no fault comes", FAILURE)
+        fail("the replay ended without a fault", FAILURE)
     for line in "".join(traceback.format_exception(error)).splitlines():
         _print(line)
     if (found_fault := Fault.of(fault.part, error)) != fault:
-        fail(f"another fault comes: {found_fault.error}", FAILURE)
-    _print("the same fault comes again")
+        fail(f"a different fault occurred: {found_fault.error}", FAILURE)
+    _print("the same fault occurred again")
 
 
 def _replayed(recording: "Recording", part: "FaultyPart", hull_tolerance: float | None) -> Exception | None:
-    """Replay a run, and print its events; return what the coordinator fails at, if it does."""
+    """Replay a run and print its events; return the exception at which the coordinator fails, if any."""
     from perseus.service.domain.commands import Announce, Refine, Solve
     from perseus.service.domain.model import FaultyPart
     from perseus.service.job import views
@@ -153,7 +153,7 @@ def _print(text: str) -> None:
 
 
 def check_store(database: Path | str, form: Format = Format.TABLE) -> None:
-    """Print what is wrong with a database, and exit with 1 if anything is."""
+    """Print a database's problems, and exit with 1 if there are any."""
     from rich.text import Text
 
     from perseus.service.storage.checking import check_database
@@ -162,7 +162,7 @@ def check_store(database: Path | str, form: Format = Format.TABLE) -> None:
     with _failing_clearly(), working("Checking"):
         findings = check_database(database)
     lines = [printable(finding) for finding in findings]
-    shown = Text("\n".join(lines) or "the store is whole")
+    shown = Text("\n".join(lines) or "the store is consistent")
     show_rows(form, [{"finding": line} for line in lines], ["finding"], lambda: shown)
     if findings:
         raise typer.Exit(FAILURE)
@@ -170,7 +170,7 @@ def check_store(database: Path | str, form: Format = Format.TABLE) -> None:
 
 def _check_there(database: Path | str) -> None:
     if "://" not in str(database) and not Path(database).exists():
-        fail(f"can not open the database {database}: there is no such file", FAILURE)
+        fail(f"cannot open the database {database}: there is no such file", FAILURE)
 
 
 def _database(config: Path | None, database: str | None) -> Path | str:

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, exit codes, and how a mistake is said."""
+"""Consoles, exit codes and error messages that the commands share."""
 
 from typing import NoReturn
 
@@ -9,9 +9,9 @@ from rich.measure import Measurement
 from perseus.printable import printable
 
 BAD_INPUT = 2
-"""Exit code for what the user can put right: a flag, a file, an unknown name."""
+"""Exit code for errors that the user can fix: a flag, a file, an unknown name."""
 FAILURE = 1
-"""Exit code for what went wrong although the input was fine."""
+"""Exit code for failures despite valid input."""
 STORE_FAILED = 3
 """Exit code of a coordinator whose database failed while it ran: a full disk, a lost connection."""
 
@@ -20,12 +20,11 @@ class _Console(Console):
     """A console that leaves a closed pipe to `entry`, as other outputs do."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """See `Console.on_broken_pipe`."""
         raise BrokenPipeError
 
 
-# No markup and no emoji codes: what is shown is seldom ours alone, and a name is not to be read as a style.
-# Lines are as long as they are: whoever reads them, a terminal or a script, knows how to go on.
+# No markup and no emoji codes: texts often contain names from others, which must not be read as styles.
+# Lines are not wrapped: terminals wrap them themselves, and scripts need them whole.
 console = _Console(soft_wrap=True, markup=False, emoji=False)
 error_console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
 
@@ -34,10 +33,9 @@ _ANY_WIDTH = 1_000_000
 
 
 def print_whole(*tables: RenderableType, to: Console = console) -> None:
-    """Print tables in which no word is cut or broken: in a pipe as wide as they are, a line for each row.
+    """Print tables without cutting or breaking words: in a pipe at full width, a line for each row.
 
-    On a terminal texts go on in the next line of their cell, and a table that is too wide all the same goes
-    on as the terminal has it.
+    On a terminal, texts wrap within their cell; the terminal wraps a table that is still too wide.
     """
     for table in tables:
         measured = Measurement.get(to, to.options.update(width=_ANY_WIDTH), table)
@@ -46,19 +44,19 @@ def print_whole(*tables: RenderableType, to: Console = console) -> None:
 
 
 def os_error_text(error: OSError) -> str:
-    """Return an error of the system's in words: which file, and what of it; or the words it was made with."""
+    """Return a system error in words: the file and the problem, or the error's own message."""
     if error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
 
 
 def warn(message: str) -> None:
-    """Say what looks wrong on standard error, and go on."""
+    """Print a warning to standard error."""
     error_console.print(f"warning: {printable(message)}", style="yellow", highlight=False)
 
 
 def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
-    """Say what is wrong on standard error, and exit. The message may quote others."""
+    """Print an error to standard error, and exit. The message may quote untrusted text."""
     error_console.print("error:", end=" ", style="bold red", highlight=False)
     lines = (printable(line) for line in message.split("\n"))
     error_console.print("\n".join(lines), highlight=False)

@@ -36,31 +36,31 @@ Name = Annotated[str, typer.Argument(help="The token's name.", show_default=Fals
 def create(
     connection: Connection,
     name: Name,
-    scope: Annotated[str, typer.Option(help=f"What it may be used for: {', '.join(_SCOPES)}.")],
+    scope: Annotated[str, typer.Option(help=f"Scope of its permissions: {', '.join(_SCOPES)}.")],
     jobs: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of an agent's: a job, or a pattern such as 'llama-*'; may be given again.",
+            help="For an agent: a job, or a pattern such as 'llama-*'; repeatable.",
             show_default=False,
         ),
     ] = None,
     hosts: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of an agent's: a host that it may run on, or a pattern such as 'node-1*'; may be given "
-            "again. Any if not given; but then only GPUs that run its ranks count with what they draw.",
+            help="For an agent: a host that it may run on, or a pattern such as 'node-1*'; repeatable. "
+            "By default any host, but then power readings count only for GPUs that run its ranks.",
             show_default=False,
         ),
     ] = None,
     lasting: Annotated[
-        str | None, typer.Option(help="How long it is valid, such as 90d, 12h or 30m; forever if not given.")
+        str | None, typer.Option(help="Validity, such as 90d, 12h or 30m; by default forever.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="File for the token, of mode 0600; standard output if not given.")
+        Path | None, typer.Option(help="File for the token, with mode 0600; default standard output.")
     ] = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Make a token. It is shown this once, and never again."""
+    """Make a token. It is shown only this once."""
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from perseus.v1 import token_service_pb2, token_service_pb2_grpc
@@ -78,7 +78,7 @@ def create(
     if output is not None:
         Destination("--output", output).check()
         if os.path.lexists(output):
-            fail(f"--output: expected a path for a new file, found {output}, which is there")
+            fail(f"--output: expected a path for a new file, found {output}, which exists")
     request = token_service_pb2.CreateTokenRequest(
         name=name,
         scope=token_service_pb2.Scope.Value(f"SCOPE_{scope.upper()}"),
@@ -89,7 +89,7 @@ def create(
     with connected(connection) as channel:
         made = token_service_pb2_grpc.TokenServiceStub(channel).CreateToken(request, timeout=TIMEOUT_S)
     if output is None:
-        # As it is, not as a table: whoever takes it from a pipe gets nothing else.
+        # Not as a table: a pipe must receive the token and nothing else.
         show_row(form, {**row_of(made.token), "secret": made.secret}, lambda: [made.secret])
         return
     try:
@@ -101,7 +101,7 @@ def create(
             output.unlink()
             raise
     except OSError as error:
-        fail(f"{output}: can't be written: {error.strerror}; revoke {name}, and make another", FAILURE)
+        fail(f"{output}: can't be written: {error.strerror}; revoke {name} and make another token", FAILURE)
     error_console.print(f"token {made.token.name} is in {output}", highlight=False)
     if form is not Format.TABLE:
         show_row(form, {**row_of(made.token), "secret": None}, list)
@@ -110,7 +110,7 @@ def create(
 @app.command("list")
 @connecting
 def list_tokens(connection: Connection, form: FormatOption = Format.TABLE) -> None:
-    """List all tokens, those that are revoked or expired too."""
+    """List all tokens, including revoked and expired ones."""
     from perseus.v1 import token_service_pb2, token_service_pb2_grpc
 
     with connected(connection) as channel:
@@ -141,7 +141,7 @@ def _table(tokens: Iterable["Token"]) -> "Table":
 @app.command()
 @connecting
 def revoke(connection: Connection, name: Name, form: FormatOption = Format.TABLE) -> None:
-    """End a token for good, and the streams that go on by it."""
+    """Revoke a token for good, and close the streams that use it."""
     from rich.text import Text
 
     from perseus.v1 import token_service_pb2, token_service_pb2_grpc
@@ -149,7 +149,7 @@ def revoke(connection: Connection, name: Name, form: FormatOption = Format.TABLE
     with connected(connection) as channel:
         stub = token_service_pb2_grpc.TokenServiceStub(channel)
         token = stub.RevokeToken(token_service_pb2.RevokeTokenRequest(name=name), timeout=TIMEOUT_S).token
-    show_message(form, token, lambda: [Text(f"{token.name} is revoked since {_shown(token.revoke_time)}")])
+    show_message(form, token, lambda: [Text(f"{token.name} was revoked at {_shown(token.revoke_time)}")])
 
 
 def _shown(moment: "Timestamp") -> str:

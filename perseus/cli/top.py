@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from perseus.cli.top_tables import Snapshot
 
 _ROWS_BESIDE = 8
-"""Of the terminal, for what is neither job nor rank."""
+"""Terminal lines for everything that is neither a job nor a rank."""
 
 _ROWS_UNSEEN = 1_000_000
 
@@ -26,13 +26,13 @@ _ROWS_UNSEEN = 1_000_000
 def top(
     connection: Connection,
     job: Annotated[
-        str | None, typer.Option(help="Show the GPUs of this job, too.", show_default=False)
+        str | None, typer.Option(help="Also show the GPUs of this job.", show_default=False)
     ] = None,
-    interval_s: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds between two looks.")] = 2.0,
+    interval_s: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds between updates.")] = 2.0,
 ) -> None:
-    """Show jobs by what they draw, and feeds that have a limit, until you press Ctrl-C.
+    """Show jobs by power draw, and feeds that have a limit, until you press Ctrl-C.
 
-    Where the output is no terminal, once.
+    If the output is not a terminal, show them once.
     """
     from rich.live import Live
 
@@ -62,7 +62,7 @@ def _show_until_interrupted(
         try:
             snapshot, trouble, received_s = _fetch(channel, job), "", time.monotonic()
         except grpc.RpcError as error:
-            # It may come back: what it told last stays on the screen, with what is wrong now.
+            # It may come back: keep its last answer on the screen, with the current error.
             since_s = time.monotonic() - received_s
             trouble = f"no answer for {since_s:.0f} s: {error.details() or error.code().name}"
 

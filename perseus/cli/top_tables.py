@@ -1,4 +1,4 @@
-"""What `perseus top` shows: feeds, jobs by what they draw, and of one job its GPUs."""
+"""Screen of `perseus top`: feeds, jobs by power draw, and one job's GPUs."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a coordinator told at one moment; `ranks` are those of the job that is looked at, if one is."""
+    """A coordinator's answers at one moment; `ranks` are those of the selected job, if there is one."""
 
     jobs: Sequence[job_pb2.Job]
     feeds: Sequence[power_service_pb2.FeedState] = ()
@@ -29,7 +29,7 @@ class Snapshot:
 
 
 def screen(snapshot: Snapshot, row_count: int, trouble: str = "") -> RenderableType:
-    """Everything, in at most so many rows of jobs and of ranks; `trouble`: why it is not of this moment."""
+    """Return the screen with at most `row_count` rows of jobs and ranks; `trouble`: why it is outdated."""
     running = [job for job in snapshot.jobs if job.state != job_pb2.JOB_STATE_FINISHED]
     parts: list[RenderableType] = [Text(summary(running), style="bold")]
     if trouble:
@@ -50,7 +50,7 @@ def screen(snapshot: Snapshot, row_count: int, trouble: str = "") -> RenderableT
 
 
 def summary(running: Iterable[job_pb2.Job]) -> str:
-    """All jobs that run, in a line."""
+    """Return all running jobs in one line."""
     jobs = list(running)
     states = Counter(state_name(job.state) for job in jobs)
     counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
@@ -66,7 +66,7 @@ def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
     table.add_column("state")
     for column in ("GPUs", "iteration", "against stock", "energy", "power"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("what holds it")
+    table.add_column("held by")
     for job in jobs:
         layout, figures = job.parallelism, job.figures
         count = layout.pipeline_count * layout.stage_count * layout.tensor_count
@@ -86,7 +86,7 @@ def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
 
 
 def _holding(job: job_pb2.Job) -> str:
-    """Why a job is not at its fastest plan, in few words."""
+    """Return why a job is not at its fastest plan, in few words."""
     held = []
     if job.state != job_pb2.JOB_STATE_PLANNED:
         held.append(job.state_reason)

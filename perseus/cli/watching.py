@@ -1,6 +1,6 @@
-"""What `perseus jobs watch` prints: a line for each update; while a job is profiled, a bar below them.
+"""Output of `perseus jobs watch`: a line for each update; during profiling, a bar below them.
 
-The bar is on standard error, where that is a terminal; elsewhere a line tells of each clock that was tried.
+The bar is on standard error if that is a terminal; otherwise each tried clock gets a line.
 """
 
 import sys
@@ -61,7 +61,7 @@ class Watching:
             )
             self._print(text, style="dim")
         elif update.HasField("caught_up"):
-            self._print(f"{_INDENT}so far; what follows is new", style="dim")
+            self._print(f"{_INDENT}so far; new events follow", style="dim")
         elif update.HasField("gap"):
             self._print(f"{_INDENT}{gap_text(update.gap)}", style="yellow")
 
@@ -87,7 +87,7 @@ class Watching:
         self._printed_count = progress.tried_clock_count
 
     def _print(self, text: str, style: str = "") -> None:
-        # Where both are a terminal, what is printed has to go above the bar.
+        # If both are a terminal, lines have to go above the bar.
         has_bar = self._task is not None and sys.stdout.isatty()
         target: Console = self._bar.console if has_bar else console
         target.print(text, highlight=False, style=style)

@@ -1,8 +1,8 @@
 """The processes of the demo on loopback: one coordinator, an agent per pipeline, a trainer per rank.
 
-Coordinator and agents trust each other by certificates made for the run (`perseus.demo.security`).
+Coordinator and agents authenticate each other by certificates made for the run (`perseus.demo.security`).
 
-The agents touch the emulated GPUs directly, or through NVML and its stand-in (`perseus.demo.nvml_stub`).
+The agents use the emulated GPUs directly, or through a stand-in for NVML (`perseus.demo.nvml_stub`).
 """
 
 import json
@@ -28,15 +28,15 @@ _POLL_S = 0.05
 
 
 class ClusterError(Exception):
-    """A process of the demo did not start, or ended when it should not have."""
+    """A process of the demo did not start, or ended unexpectedly."""
 
 
 class Cluster:
-    """All processes of one demo. Leaving the context ends those that still run.
+    """All processes of one demo. Leaving the context ends those still running.
 
     `run_dir` holds sockets, GPU files and the database: a short path, since a socket's may have 107 bytes.
-    `log_dir` receives each process's output. With `nvml_library`, a stand-in for NVML's, the agents use that.
-    `guard_tolerance_percent`: the coordinator's own default where it is None.
+    `log_dir` receives each process's output. With `nvml_library`, the agents use that stand-in for NVML.
+    `guard_tolerance_percent`: None for the coordinator's own default.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Cluster:
         _end([*self._trainers, *self._agents, *([self._coordinator] if self._coordinator else [])])
 
     def start_coordinator(self, port: int = 0) -> str:
-        """Start the coordinator, on any port where none is given; its address as host:port.
+        """Start the coordinator, by default on any free port; return its address as host:port.
 
         Raises:
-            ClusterError: it ended or did not listen in time.
+            ClusterError: the coordinator ended, or did not listen in time.
         """
         log = self._log_dir / "coordinator.log"
         self._coordinator = self._start(
@@ -97,7 +97,7 @@ class Cluster:
         return address
 
     def kill_coordinator(self) -> None:
-        """End the coordinator as a crash does; `start_coordinator` brings it back, with what it stored."""
+        """Kill the coordinator as a crash would; `start_coordinator` restarts it on the same database."""
         assert self._coordinator is not None
         self._coordinator.kill()
         self._coordinator.wait()
@@ -136,11 +136,11 @@ class Cluster:
             self.start_trainer(name, "-m", "perseus.demo.trainer", task.to_json())
 
     def start_trainer(self, name: str, *arguments: str) -> None:
-        """Start Python on a process of the training job, the demo's own or another."""
+        """Start a Python process of the training job, the demo's own or another."""
         self._trainers.append(self._start(self._log_dir / f"{name}.log", *arguments))
 
     def evaluations(self, *, but: int) -> list[tuple[int, float]]:
-        """Evaluations of all pipelines but one: after which iteration, and how long it took in seconds."""
+        """Return (iteration before it, duration in seconds) of each evaluation of all pipelines but one."""
         ranks = [rank for rank in self._workload.ranks if rank[0] != but]
         files = [evaluations_file(self._run_dir, *rank) for rank in ranks]
         return [
@@ -151,14 +151,14 @@ class Cluster:
         ]
 
     def degrade(self, pipeline: int, slowdown: float) -> None:
-        """Make every GPU of a pipeline slower by a factor, as a hot node is; 1 heals it."""
+        """Slow down every GPU of a pipeline by a factor, as a hot node does; 1 restores full speed."""
         for stage in range(self._workload.stage_count):
             gpu = EmulatedGpu(self.gpu_file(pipeline, stage))
             gpu.degrade(slowdown)
             gpu.close()
 
     def stop_training(self) -> None:
-        """Let the trainers finish their iteration and end.
+        """Let the trainers finish their iteration and exit.
 
         Raises:
             ClusterError: one of them failed or did not end in time.
@@ -172,7 +172,7 @@ class Cluster:
         self.check()
 
     def end_training(self) -> None:
-        """End the trainers wherever they are, with SIGTERM."""
+        """End the trainers at once, with SIGTERM."""
         _end(self._trainers)
 
     def stop_services(self) -> None:
@@ -190,7 +190,7 @@ class Cluster:
                 )
 
     def check(self) -> None:
-        """Make sure that nothing has died.
+        """Check that all processes are alive.
 
         Raises:
             ClusterError: a process has ended with an error.
@@ -200,11 +200,11 @@ class Cluster:
             raise ClusterError(f"a process of the demo has ended; {self._logs}")
 
     def socket(self, pipeline: int) -> Path:
-        """Where the agent of a pipeline listens."""
+        """Return the socket of a pipeline's agent."""
         return self._run_dir / f"agent-{pipeline}.sock"
 
     def gpu_file(self, pipeline: int, stage: int) -> Path:
-        """The emulated GPU of a rank."""
+        """Return the file of a rank's emulated GPU."""
         return self._run_dir / f"gpus-{pipeline}" / f"gpu-{stage}.bin"
 
     @property
@@ -214,7 +214,7 @@ class Cluster:
     def _start(
         self, log: Path, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
     ) -> subprocess.Popen[bytes]:
-        # One thread per process for numerical libraries: a dozen processes share this machine.
+        # One thread per process in numerical libraries: a dozen processes share this machine.
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with log.open("wb") as output:
             return subprocess.Popen(

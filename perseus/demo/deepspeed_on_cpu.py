@@ -1,12 +1,12 @@
-"""DeepSpeed without a GPU, for examples: it takes the CPU for its accelerator, and compiles nothing."""
+"""DeepSpeed without a GPU, for examples: it uses the CPU as its accelerator, and compiles nothing."""
 
 import os
 
 
 def do_without_cuda() -> None:
-    """Settle this process's DeepSpeed; to be called before anything imports it."""
+    """Configure DeepSpeed in this process; call it before anything imports DeepSpeed."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    # Else it would compile its collectives for shared memory when they are set up.
+    # Otherwise it would compile its shared-memory collectives during set-up.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,4 +1,4 @@
-"""How the demo looks in a terminal: live where there is one, line by line where there is none."""
+"""The demo's display: live on a terminal, line by line elsewhere."""
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -16,11 +16,11 @@ _DESCRIPTIONS = dict(
         STEPS,
         (
             "all GPUs at stock",
-            "clock after clock, while training goes on",
+            "clock by clock, while training continues",
             "every computation at its clock",
-            "one pipeline has become slower; nobody has said so",
-            "found in the telemetry; the others move along the frontier",
-            "the slow pipeline is itself again; nobody has said that either",
+            "one pipeline has become slower, without a report",
+            "detected in the telemetry; the others move along the frontier",
+            "the slow pipeline has recovered, again without a report",
         ),
         strict=True,
     )
@@ -35,7 +35,7 @@ class LiveDisplay(Screen):
         self._printed_events = 0
 
     def refresh(self, observer: Observer) -> None:
-        """Something is new."""
+        """Show the observer's current state."""
         if self.is_live:
             done = {
                 phase.name: f"{phase.iteration_time_s:.3f} s   {phase.energy_j_per_iteration:.0f} J"
@@ -77,7 +77,7 @@ def _events(observer: Observer) -> RenderableType:
 
 
 def phase_table(phases: list[Phase]) -> Table:
-    """The closing table."""
+    """Return the closing table."""
     table = Table(title="Mean of an iteration, from the ranks' clocks and the energy counters")
     table.add_column("phase", no_wrap=True)
     for column in ("count", "iteration", "energy", "slowdown", "saving"):

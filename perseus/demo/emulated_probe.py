@@ -1,8 +1,9 @@
-"""A probe whose rank computes on an emulated GPU: what it marks takes as long as that GPU says.
+"""A probe whose rank computes on an emulated GPU: each marked computation takes as long as on that GPU.
 
-A training process on a CPU so shows real plans at work: the real computation runs, and the rest of the time
-that the emulated GPU takes for it, at the clock in force, is slept. For tests and examples only; a
-framework's hook takes it as its `connect` and knows nothing of it:
+This shows real plans at work in a training process on a CPU: the real computation runs, then the process
+sleeps for the rest of the time that the emulated GPU takes at the clock in force. For tests and examples
+only.
+A framework's hook takes it as its `connect`, and needs no change:
 
     attach(schedule, job_id="tiny", connect=emulated_connect(gpu_file, works))
 """
@@ -18,13 +19,13 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import Work
 
 Works = Mapping[tuple[Kind, int], Work]
-"""(kind, chunk) → the work of such a computation on this rank; of each part, where it waits for others."""
+"""(kind, chunk) → work of such a computation on this rank; of each part, if it waits for other ranks."""
 
 
 class EmulatedProbe:
     """A probe, and the emulated GPU that its rank computes on (implements `Marks`).
 
-    Without an agent the GPU does its work all the same, at stock.
+    Without an agent, the GPU does its work at stock.
     """
 
     def __init__(self, probe: Probe, gpu: EmulatedGpu, works: Works) -> None:
@@ -38,7 +39,7 @@ class EmulatedProbe:
         self.finish = probe.finish
 
     def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        """Begin the computation's work on the GPU. KeyError for a computation that has none."""
+        """Begin the computation's work on the GPU. KeyError for a computation without work."""
         self._probe.begin_computation(kind, microbatch, chunk)
         self._work = self._works[kind, chunk]
         self._gpu.begin(self._work)
@@ -49,24 +50,24 @@ class EmulatedProbe:
         self._probe.end_computation(kind, microbatch, chunk)
 
     def begin_wait(self) -> None:
-        """Wait for the GPU: so far the computation has done its work, once."""
+        """Wait until the GPU has done the computation's work once."""
         self._gpu.wait()
         self._probe.begin_wait()
 
     def end_wait(self) -> None:
-        """The rest of the computation is the same work once more: it has as many parts as waits, and one."""
+        """Begin the same work once more: a computation has one more part than it has waits."""
         self._probe.end_wait()
         if self._work is not None:
             self._gpu.begin(self._work)
 
     def close(self) -> None:
-        """Close the connection, and let go of the GPU."""
+        """Close the connection, and release the GPU."""
         self._probe.close()
         self._gpu.close()
 
 
 def emulated_connect(gpu_file: Path, works: Works) -> Connect:
-    """What stands for `Probe.connect` on the emulated GPU of a file, whose UUID it gives the agent."""
+    """Return a replacement for `Probe.connect` on a file's emulated GPU, whose UUID it sends to the agent."""
 
     def connect(**arguments: Any) -> EmulatedProbe:
         gpu = EmulatedGpu(gpu_file)

@@ -1,8 +1,8 @@
 """A training script on emulated GPUs, from stock to its plan, on a machine that needs no GPU.
 
-The script is any for torchrun that attaches to Perseus and trains a pipeline of four with one chunk a stage,
-as those in examples/. It knows nothing of this: every rank runs it in `perseus.demo.example_rank`, where
-computations take as long as an emulated GPU says. Once its plan has been watched, its ranks are ended.
+The script can be any torchrun script that attaches to Perseus and trains a pipeline of four stages with one
+chunk each, like those in examples/. It needs no change: every rank runs it in `perseus.demo.example_rank`,
+where computations take as long as on an emulated GPU. The demo ends the ranks once it has measured the plan.
 """
 
 import ast
@@ -26,7 +26,7 @@ _PLAN_TIMEOUT_S = 300.0
 _WATCHED_ITERATIONS = 10
 _WATCH_TIMEOUT_S = 60.0
 
-# The last stage is the heaviest. What the job is called and how many microbatches it has, the script says.
+# The last stage is the heaviest. The script sets the job's name and its number of microbatches.
 _NODE = Workload(
     job_id="",
     pipeline_count=1,
@@ -40,27 +40,27 @@ _NODE = Workload(
 
 
 class ScriptError(Exception):
-    """A script that can't be shown."""
+    """The script can't be run in the demo."""
 
 
 async def show(
     script: Path, out_dir: Path, log: Callable[[str], None], *, through_nvml: bool = False
 ) -> Measurements:
-    """Train with `script` until its plan has been watched: the phases "stock" and "plan".
+    """Train with `script` until its plan has been measured: the phases "stock" and "plan".
 
-    The job's events are said as they come; the processes' logs are left in `out_dir`. `through_nvml`: the
-    agent uses NVML, whose library shows it the emulated GPUs.
+    The job's events are printed as they come; the processes' logs remain in `out_dir`. `through_nvml`: the
+    agent uses the stand-in for NVML over the emulated GPUs.
 
     Raises:
-        ScriptError: the script does not attach, or there is no torch.
-        StubError: NVML's library can't be built.
-        ClusterError: a process did not start or died.
+        ScriptError: the script does not attach, or torch is not installed.
+        StubError: the stand-in for NVML can't be built.
+        ClusterError: a process did not start, or died.
         ObservationError: something did not happen in time.
         OSError: the script can't be read, or `out_dir` can't be written.
     """
     hook = hook_of(script)
     if importlib.util.find_spec("torch") is None:
-        raise ScriptError(f"{script}: expected torch to be installed, found it is not")
+        raise ScriptError(f"{script}: expected torch to be installed, found none")
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
         Cluster(
@@ -95,7 +95,7 @@ async def show(
 
 
 def hook_of(script: Path) -> str:
-    """The module whose `attach` a script imports. ScriptError if it imports none, or is no Python."""
+    """Return the module whose `attach` a script imports. ScriptError if it imports none, or isn't Python."""
     try:
         tree = ast.parse(script.read_bytes(), filename=str(script))
     except (SyntaxError, ValueError) as error:

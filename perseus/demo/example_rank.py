@@ -1,7 +1,7 @@
 """One rank of a training script on an emulated GPU: `-m perseus.demo.example_rank TASK`, under torchrun.
 
-The script runs as if started by torchrun itself. What it does not see: the `attach` that it imports connects
-to the emulated GPU of its stage, and its framework trains on the CPU, whatever this machine has.
+The script runs as if started by torchrun itself. Unseen by it, the `attach` that it imports connects to its
+stage's emulated GPU, and its framework trains on the CPU, whatever this machine has.
 """
 
 import importlib
@@ -29,7 +29,7 @@ WorkFigures = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class RankOfScript:
-    """What every rank is given; its stage is known when it attaches."""
+    """The task given to every rank; its stage is known when it attaches."""
 
     script: str
     hook: str
@@ -37,14 +37,14 @@ class RankOfScript:
     gpu_files: Sequence[str]
     """The emulated GPU of every stage."""
     works: Sequence[Sequence[WorkFigures]]
-    """For every stage, the work of its forward and its backward."""
+    """Work of the forward and the backward of each stage."""
 
     def to_json(self) -> str:
-        """For the command line."""
+        """Return the task as text for the command line."""
         return json.dumps(asdict(self))
 
     def connect(self, *, pipeline: int, stage: int, **arguments: object) -> Marks:
-        """What stands for `Probe.connect`. ValueError for a place that has no emulated GPU."""
+        """Replace `Probe.connect`. ValueError for a place without an emulated GPU."""
         if pipeline > 0 or stage >= len(self.gpu_files):
             raise ValueError(
                 f"emulated GPUs: expected one pipeline of up to {len(self.gpu_files)} stages, "

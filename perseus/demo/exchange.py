@@ -1,9 +1,9 @@
 """How the emulated trainer's ranks talk to each other: real sockets on loopback, and real waiting.
 
-Each rank listens on a port of its own and publishes it as a file in the run's folder. Neighbouring stages of
-a pipeline share one connection: activations go down it, gradients come up. At the end of an iteration every
-rank meets at the first rank of all, which stands for the gradient all-reduce: nobody passes before all have
-come, and all learn whether training goes on.
+Each rank listens on its own port and publishes it as a file in the run's folder. Neighbouring stages of a
+pipeline share one connection: activations go down it, gradients come up. At the end of an iteration all ranks
+synchronise at the very first rank, in place of the gradient all-reduce: no rank passes before all have
+arrived, and all learn whether training continues.
 """
 
 import struct
@@ -15,7 +15,7 @@ from pathlib import Path
 _MEETING_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _TENSOR = bytes(4096)
-"""Stands for the activations or gradients of one microbatch."""
+"""Payload in place of one microbatch's activations or gradients."""
 _MICROBATCH = struct.Struct("<i")
 _HUB = (0, 0)
 
@@ -24,11 +24,11 @@ Rank = tuple[int, int]
 
 
 class ExchangeError(Exception):
-    """A neighbour did not turn up, or sent something else than the schedule says."""
+    """A neighbour did not connect, or sent something other than the schedule expects."""
 
 
 class Exchange:
-    """One rank's connections. `connect` blocks until all of its neighbours are there."""
+    """One rank's connections. `connect` blocks until all of its neighbours have connected."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Exchange:
 
     @classmethod
     def connect(cls, run_dir: Path, rank: Rank, pipeline_count: int, stage_count: int) -> "Exchange":
-        """Meet the neighbours of `rank`.
+        """Connect to the neighbours of `rank`.
 
         Raises:
             ExchangeError: one of them did not publish its port in time.
@@ -67,23 +67,23 @@ class Exchange:
         return cls(before, after, members, hub)
 
     def receive_activations(self, microbatch: int) -> None:
-        """Wait for the stage before, unless this is the first."""
+        """Wait for the previous stage, unless this is the first."""
         _receive(self._before, microbatch)
 
     def send_activations(self, microbatch: int) -> None:
-        """Hand on to the stage after, unless this is the last."""
+        """Send to the next stage, unless this is the last."""
         _send(self._after, microbatch)
 
     def receive_gradients(self, microbatch: int) -> None:
-        """Wait for the stage after, unless this is the last."""
+        """Wait for the next stage, unless this is the last."""
         _receive(self._after, microbatch)
 
     def send_gradients(self, microbatch: int) -> None:
-        """Hand back to the stage before, unless this is the first."""
+        """Send back to the previous stage, unless this is the first."""
         _send(self._before, microbatch)
 
     def synchronise(self, goes_on: Callable[[], bool]) -> bool:
-        """Wait for all ranks of the job; whether training goes on, which the first rank decides for all."""
+        """Wait for all ranks of the job; return whether training continues, which the first rank decides."""
         if self._hub is not None:
             self._hub.send_bytes(_TENSOR)
             return self._hub.recv_bytes() == b"on"

@@ -1,4 +1,4 @@
-"""How the demo of a power budget looks: live in a terminal, line by line where there is none."""
+"""The display of the power budget demo: live on a terminal, line by line elsewhere."""
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -14,9 +14,9 @@ _DESCRIPTIONS = dict(
     zip(
         STEPS,
         (
-            "each job's clocks are tried while it trains, and its frontier solved",
-            "every job by its own plans",
-            "the ceiling falls by its ramp; the jobs give up what costs least",
+            "each job's clocks are tried while it trains, and its frontier is solved",
+            "every job runs its own plan",
+            "the power cap falls by its ramp; the jobs give up what costs least",
             "further down, within each job's tolerance",
             "back up",
         ),
@@ -34,7 +34,7 @@ class GridLiveDisplay(Screen):
         self._printed: dict[str, str] = {}
 
     def refresh(self, watch: SiteWatch) -> None:
-        """See `GridDisplay.refresh`."""
+        """Show the current state."""
         if self.is_live:
             done = dict.fromkeys(STEPS[: STEPS.index(self.step)], "")
             self.show(Group(steps_table(STEPS, _DESCRIPTIONS, self.step, done), _jobs(watch), _feed(watch)))
@@ -81,13 +81,13 @@ def _feed(watch: SiteWatch) -> RenderableType:
         f"  {latest.power_w:.0f} W",
     ]
     if latest.limit_w < float("inf"):
-        parts.append(f"   limit {latest.limit_w:.0f} W, now {latest.power_cap_w:.0f} W may be drawn")
+        parts.append(f"   limit {latest.limit_w:.0f} W, power cap now {latest.power_cap_w:.0f} W")
         parts.append(("   not kept", "red") if not latest.is_compliant else ("   kept", "green"))
     return Text.assemble(*parts)
 
 
 def grid_table(outcome: GridOutcome) -> Table:
-    """The closing table."""
+    """Return the closing table."""
     table = Table(title="Power from the GPUs' counters, and speed against stock")
     table.add_column("phase", no_wrap=True)
     for column in ("limit", "mean power", "worst 10 s", *TERMS):

@@ -33,21 +33,21 @@ JOBS = (
     replace(_STRICT, job_id="easy", stage_weights=(0.9, 1.0)),
 )
 TERMS = {"strict": (3.0, 2.0), "usual": (25.0, 1.0), "easy": (40.0, 0.5)}
-"""Of each job: the most of its speed that a budget may take, in percent, and its weight."""
+"""For each job, the largest share of its speed that a budget may take, in percent, and its weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridScript:
-    """How the story goes: the budgets' shares of what is drawn, and for how long each part is watched."""
+    """The scenario's parameters: the budgets as shares of the free draw, and the duration of each step."""
 
     shares: tuple[float, float]
     free_s: float
     budget_s: float
     over_s: float
     ramp_time_s: float
-    """In which a tenth of what is drawn is fallen by."""
+    """Time in which the power cap falls by a tenth of the free draw."""
     settled_s: float
-    """From a change on: until then power is on its way."""
+    """Time from a change until power has settled."""
 
 
 GRID_SCRIPT = GridScript((0.87, 0.78), free_s=6.0, budget_s=16.0, over_s=14.0, ramp_time_s=4.0, settled_s=8.0)
@@ -57,18 +57,18 @@ _BACK_S = 4.0
 
 
 class GridDisplay(Protocol):
-    """Shows the story while it happens."""
+    """Shows the scenario while it runs."""
 
     def begin(self, step: str) -> None:
-        """A step has begun."""
+        """Show that a step has begun."""
 
     def refresh(self, watch: SiteWatch) -> None:
-        """Another second has passed."""
+        """Show the current state, once a second."""
 
 
 @dataclass(slots=True)
 class GridOutcome:
-    """What was seen, and the steps: each with its begin and end."""
+    """The power log and the steps, each with its begin and end."""
 
     log: PowerLog
     phases: list[tuple[str, float, float]]
@@ -77,10 +77,10 @@ class GridOutcome:
 async def run_grid_scenario(
     out_dir: Path, display: GridDisplay, script: GridScript = GRID_SCRIPT
 ) -> GridOutcome:
-    """Run the whole story; summary.json and power.png are left in `out_dir`.
+    """Run the whole scenario; write summary.json and power.png to `out_dir`.
 
     Raises:
-        ClusterError: a process did not start or died.
+        ClusterError: a process did not start, or died.
         ObservationError: something did not happen in time.
         OSError: `out_dir` can't be written.
     """
@@ -123,7 +123,7 @@ async def _play(watch: SiteWatch, display: GridDisplay, script: GridScript) -> l
 
 
 def draw(log: PowerLog, first_s: float, feed: str = "default") -> bytes:
-    """Return a picture, as a PNG, of power under its limit and of each job's speed, from a time on.
+    """Return a PNG of the power under its limit and of each job's speed, from a time on.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -151,7 +151,7 @@ def draw(log: PowerLog, first_s: float, feed: str = "default") -> bytes:
 
 
 def judge_grid(outcome: GridOutcome, script: GridScript = GRID_SCRIPT) -> list[str]:
-    """Say what is wrong with what was seen; nothing if budgets were kept, and power came back after them."""
+    """Return the problems of an outcome; none if budgets were kept, and power rose again after them."""
     found = []
     log, begun = outcome.log, {name: (begin_s, end_s) for name, begin_s, end_s in outcome.phases}
     free_w = log.mean_w(*begun[FREE])
@@ -163,7 +163,7 @@ def judge_grid(outcome: GridOutcome, script: GridScript = GRID_SCRIPT) -> list[s
         )
         if not mean_w <= 1.02 * limit_w:
             found.append(f"{step}: expected at most {limit_w:.0f} W and 2 %, found {mean_w:.0f} W")
-    # A busy host may hold a pipeline up, and then the others draw less: once is enough.
+    # A busy host may delay a pipeline, and then the others draw less: once is enough.
     back_w = log.worst_mean_w(*begun[OVER], window_s=_BACK_S)
     if back_w < 0.95 * free_w:
         found.append(f"{OVER}: expected {free_w:.0f} W again, found {back_w:.0f} W")

@@ -1,4 +1,4 @@
-"""Megatron-Core without a GPU, for tests and examples: wherever it names CUDA, it gets the CPU."""
+"""Megatron-Core without a GPU, for tests and examples: it gets the CPU wherever it asks for CUDA."""
 
 import contextlib
 import functools
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def do_without_cuda() -> None:
-    """Patch this process's torch and Megatron-Core; to be called before a model is built."""
+    """Patch this process's torch and Megatron-Core; call it before building a model."""
     import torch
 
     cpu = torch.device("cpu")
@@ -45,4 +45,4 @@ _CPU_OPTIONS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""What a `TransformerConfig` has to say on a CPU, unless it says otherwise itself."""
+"""Defaults that a `TransformerConfig` needs on a CPU."""

@@ -1,4 +1,4 @@
-"""What the demo sees of its job: the coordinator's WatchJob stream, and the calls of an operator."""
+"""The demo's view of its job: the coordinator's WatchJob stream, and an operator's calls."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,11 +22,11 @@ _RPC_TIMEOUT_S = 10.0
 
 
 class ObservationError(Exception):
-    """What the story waits for did not come in time, or can not come any more."""
+    """An awaited state did not come in time, or can no longer come."""
 
 
 async def registered_job(channel: grpc.aio.Channel, timeout_s: float) -> str:
-    """Wait for a coordinator's first job; its identifier.
+    """Wait for a coordinator's first job, and return its identifier.
 
     Raises:
         ObservationError: none was registered in time.
@@ -62,25 +62,25 @@ class Observer:
 
     @property
     def state(self) -> int:
-        """The job's state; UNSPECIFIED before it is registered."""
+        """The job's state; UNSPECIFIED before registration."""
         return self._state
 
     @property
     def stragglers(self) -> set[int]:
-        """The pipelines that the coordinator takes for stragglers now."""
+        """The pipelines that the coordinator currently regards as stragglers."""
         return {straggler.pipeline for straggler in self.job.stragglers} if self.job is not None else set()
 
     @property
     def next_whole_iteration(self) -> int:
-        """The first iteration that surely begins from now on.
+        """The first iteration that certainly begins after now.
 
-        An iteration is told of some 0.1 s after its end: the one after the newest known may have ended, and
+        An iteration is reported some 0.1 s after its end: the one after the newest known may have ended, and
         the one after that may be under way.
         """
         return self.measurements.latest + 3
 
     async def follow(self) -> None:
-        """Wait for the job to be registered, then follow it until it has ended."""
+        """Wait for the job to be registered, then follow it until it ends."""
         request = job_service_pb2.GetJobRequest(job_id=self.job_id)
         while self.job is None:
             try:
@@ -94,11 +94,11 @@ class Observer:
             self._take(update)
 
     async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until `is_true`, which is asked again after every update.
+        """Wait until `is_true`, which is called again after every update.
 
         Raises:
-            ObservationError: it did not become true in time, or the job was put back to stock, which no story
-                expects; the text says `what` was expected.
+            ObservationError: it did not become true in time, or the job went back to stock, which no scenario
+            expects; the text contains `what`.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -115,7 +115,7 @@ class Observer:
     async def collect(
         self, name: str, count: int, timeout_s: float, compared_with: str | None = None
     ) -> None:
-        """Make a phase of the next `count` iterations that begin from now on."""
+        """Make a phase of the next `count` iterations that begin after now."""
         first = self.next_whole_iteration
         numbers = range(first, first + count)
         await self.until(
@@ -125,15 +125,15 @@ class Observer:
         self._notify()
 
     async def timeline(self, pipeline: int) -> job_service_pb2.GetTimelineResponse:
-        """The latest whole iteration of a pipeline."""
+        """Return the latest whole iteration of a pipeline."""
         request = job_service_pb2.GetTimelineRequest(job_id=self.job_id, pipeline=pipeline)
         return await self._jobs.GetTimeline(request, timeout=_RPC_TIMEOUT_S)
 
     async def frontier(self) -> frontier_pb2.Frontier:
-        """The job's frontier.
+        """Return the job's frontier.
 
         Raises:
-            ObservationError: it has none any more: its plans did not keep what they promised.
+            ObservationError: the job has no frontier any more, as its plans violated their predictions.
         """
         request = frontier_service_pb2.GetFrontierRequest(job_id=self.job_id)
         try:
@@ -151,7 +151,7 @@ class Observer:
         return f"at {job_pb2.JobState.Name(job.state)}: {job.state_reason}"
 
     def is_in_force(self) -> bool:
-        """Whether every pipeline runs under the clocks that it was offered last."""
+        """Whether every pipeline runs with its latest offered clocks."""
         if self.job is None or not self.events or self.events[-1].sequence < self.job.last_event_sequence:
             return False
         pipelines = range(self.job.parallelism.pipeline_count)
@@ -160,12 +160,12 @@ class Observer:
         )
 
     def in_force_version(self, pipeline: int) -> int:
-        """The version of the clocks in force on all ranks of a pipeline, 0 before there was one."""
+        """Return the version of the clocks in force on all ranks of a pipeline, 0 before the first."""
         clocks = self._in_force.get(pipeline)
         return clocks.version if clocks is not None else 0
 
     def in_force_since(self) -> int:
-        """The first iteration under the plan that came into force last."""
+        """Return the first iteration under the plan that came into force last."""
         return max(clocks.start_iteration for clocks in self._in_force.values())
 
     def _take_job(self, job: job_pb2.Job) -> None:
@@ -180,7 +180,7 @@ class Observer:
             case event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE:
                 self._in_force[event.pipeline_clocks.pipeline] = event.pipeline_clocks
             case event_pb2.JOB_EVENT_TYPE_STATE_CHANGED:
-                # Snapshots come seldom. What the latest one shows already is no news.
+                # Snapshots are rare. The latest one may include this event already.
                 if self.job is None or event.sequence > self.job.last_event_sequence:
                     self._state = event.state_changed.after
 

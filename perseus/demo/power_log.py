@@ -1,7 +1,7 @@
-"""What was seen of jobs under power budgets, second by second, and what it comes to. Pure.
+"""Samples of jobs under power budgets, second by second, and their evaluation. Pure.
 
-`drawn`  by the GPUs themselves, in the second before
-`limit`  the coordinator's: what budgets say; `ceiling`: what may be drawn now, by its ramps
+`power`  drawn by the GPUs themselves, in the second before
+`limit`  the coordinator's, from budgets; `power_cap`: what may be drawn now, on its way to the limit by ramps
 """
 
 import math
@@ -12,12 +12,12 @@ from statistics import fmean
 from typing import Any
 
 MEAN_S = 10.0
-"""Over which a mean may be 2 % above a limit, where iterations are short."""
+"""Window over which a mean may be 2 % above a limit, if iterations are short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One second. `speeds`: of jobs whose stock iteration time is known, relative to that."""
+    """One second. `speeds`: of jobs with a known stock iteration time, relative to it."""
 
     time_s: float
     powers_w: Mapping[str, float]
@@ -28,7 +28,7 @@ class Sample:
 
     @property
     def power_w(self) -> float:
-        """What all jobs drew."""
+        """The power of all jobs."""
         return sum(self.powers_w.values())
 
 
@@ -39,20 +39,20 @@ class PowerLog:
     samples: list[Sample] = field(default_factory=list)
 
     def between(self, first_s: float, last_s: float) -> list[Sample]:
-        """Return the samples of a time."""
+        """Return the samples of a time span."""
         return [sample for sample in self.samples if first_s < sample.time_s <= last_s]
 
     def mean_w(self, first_s: float, last_s: float) -> float:
-        """Return the mean power of a time that has samples."""
+        """Return the mean power of a time span that has samples."""
         return fmean(sample.power_w for sample in self.between(first_s, last_s))
 
     def speed(self, job_id: str, first_s: float, last_s: float) -> float | None:
-        """Return the mean speed of a job; None where it is not known."""
+        """Return the mean speed of a job; None if it is unknown."""
         speeds = [s.speeds[job_id] for s in self.between(first_s, last_s) if job_id in s.speeds]
         return fmean(speeds) if speeds else None
 
     def worst_mean_w(self, first_s: float, last_s: float, window_s: float = MEAN_S) -> float:
-        """Return the highest mean over a window that lies in a time; over all of it if it is shorter."""
+        """Return the highest mean over a window within a time span; over the whole span if it is shorter."""
         found = self.between(first_s, last_s)
         means = [
             fmean(each.power_w for each in self.between(end.time_s - window_s, end.time_s))
@@ -62,7 +62,7 @@ class PowerLog:
         return max(means, default=self.mean_w(first_s, last_s))
 
     def under_s(self, limit_w: float, first_s: float) -> float | None:
-        """Return the time from which two seconds in a row were under a limit; None if there was none."""
+        """Return when two consecutive seconds were first under a limit; None if they never were."""
         later = self.between(first_s, math.inf)
         for sample, following in pairwise(later):
             if sample.power_w <= limit_w and following.power_w <= limit_w:
@@ -73,7 +73,7 @@ class PowerLog:
 def summary(
     log: PowerLog, phases: Sequence[tuple[str, float, float]], job_ids: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return what each phase came to: a name, its begin and end."""
+    """Return the figures of each phase, which is a name with its begin and end."""
     return [
         {
             "name": name,

@@ -27,19 +27,19 @@ from perseus.emulation.gpu import EmulatedGpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do as the arguments say, those of the command line by default; return the exit status."""
+    """Run with the given arguments, by default the command line's; return the exit status."""
     parser = argparse.ArgumentParser(
         "perseus.demo.rehearsal", description="Rehearse a cluster on machines without GPUs."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     gpus = commands.add_parser("gpus", help="make a node's emulated GPUs")
-    gpus.add_argument("folder", type=Path, help="where; its name becomes part of their UUIDs")
+    gpus.add_argument("folder", type=Path, help="folder for them; its name becomes part of their UUIDs")
     gpus.add_argument("count", type=int, choices=range(1, 17), metavar="count", help="1 to 16")
     training = commands.add_parser("train", help="train a pipeline on each node, until Ctrl-C")
     training.add_argument(
         "--node", nargs=2, type=Path, action="append", required=True, metavar=("SOCKET", "GPUS")
     )
-    training.add_argument("--job", default="rehearsal", help="what it is called")
+    training.add_argument("--job", default="rehearsal", help="name of the job")
     given = parser.parse_args(arguments)
     if given.command == "gpus":
         make(given.folder, given.count)
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make(folder: Path, count: int) -> None:
-    """Make so many GPUs, but those that are there already."""
+    """Make `count` GPUs, except those that exist already."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         path = folder / f"gpu-{number}"
@@ -57,7 +57,7 @@ def make(folder: Path, count: int) -> None:
 
 
 def train(job: str, nodes: Sequence[tuple[Path, Path]]) -> int:
-    """Train on every GPU of the nodes, of which all have as many; return the ranks' highest exit status."""
+    """Train on every GPU of the nodes, which all have equally many; return the ranks' highest exit status."""
     gpus = [sorted(path.resolve() for path in folder.glob("gpu-*")) for _, folder in nodes]
     if len({len(each) for each in gpus}) != 1 or not gpus[0]:
         counts = ", ".join(f"{len(each)} in {folder}" for each, (_, folder) in zip(gpus, nodes, strict=True))

@@ -1,4 +1,4 @@
-"""What the demos' screens share: live where there is a terminal, line by line where there is none."""
+"""The common part of the demos' screens: live on a terminal, line by line elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,10 +12,10 @@ from rich.text import Text
 
 
 class Screen:
-    """A panel that follows a story; a context manager. `descriptions`: of the story's steps.
+    """A panel that follows a scenario; a context manager. `descriptions`: of the scenario's steps.
 
     Attributes:
-        step: the one that has begun last.
+        step: the step that began last.
     """
 
     def __init__(self, console: Console, title: str, descriptions: Mapping[str, str]) -> None:
@@ -41,31 +41,31 @@ class Screen:
         return self._live is not None
 
     def begin(self, step: str) -> None:
-        """A step has begun."""
+        """Begin a step."""
         self.step = step
         if self._live is None:
             self._console.print(Text.assemble((step, "bold"), f": {self._descriptions[step]}"))
 
     def show(self, content: RenderableType) -> None:
-        """Show something in a terminal, in the place of what was shown before."""
+        """Replace the content shown on a terminal."""
         assert self._live is not None
         self._live.update(
             Panel(
                 content,
                 title=Text(self._title, style="bold"),
-                subtitle="measured by the agents, told by the coordinator",
+                subtitle="measured by the agents, published by the coordinator",
             )
         )
 
     def print_line(self, line: str) -> None:
-        """Say something where there is no terminal."""
+        """Print a line if there is no terminal."""
         self._console.print(f"  {line}", highlight=False)
 
 
 def steps_table(
     steps: Sequence[str], descriptions: Mapping[str, str], current: str, done: Mapping[str, str]
 ) -> RenderableType:
-    """Return all steps of a story; `done`: what those came to that are over."""
+    """Return a table of all steps of a scenario; `done`: the results of finished steps."""
     table = Table.grid(padding=(0, 2))
     for step in steps:
         if step in done:

@@ -1,6 +1,6 @@
-"""What the processes of a demo or a test trust each other by: mutual TLS and tokens, made for that run.
+"""Credentials of the processes in a demo or test: mutual TLS and tokens, made for that run.
 
-The one place that knows what each kind of process has to be given, as variables of its environment.
+The only place that knows the environment variables that each kind of process needs.
 """
 
 import secrets
@@ -30,7 +30,7 @@ class Security:
         self.ca = folder / "ca.pem"
         self.token_file = folder / "operator.token"
         own_token(self.token_file, f"perseus_{secrets.token_urlsafe(32)}")
-        # Nobody's until `admit_agents`: an agent that runs already reads it again then.
+        # Invalid until `admit_agents`: a running agent then reads it again.
         self.agent_token_file = folder / "agent.token"
         own_token(self.agent_token_file, f"perseus_{secrets.token_urlsafe(32)}")
         self._admitted: set[str] = set()
@@ -38,22 +38,22 @@ class Security:
         self.client_certificate, self.client_key = self.renew_client()
 
     def renew_coordinator(self) -> tuple[Path, Path]:
-        """Make a new certificate for the coordinator, in place of the one before."""
+        """Replace the coordinator's certificate by a new one."""
         names = ["localhost", "127.0.0.1", "::1"]
         return self.authority.issue(
             self.authority.folder / "coordinator", names, is_server=True, ends=datetime.now(UTC) + _VALID_FOR
         )
 
     def renew_client(self) -> tuple[Path, Path]:
-        """Make a new certificate for agents and operators, in place of the one before."""
+        """Replace the certificate of agents and operators by a new one."""
         return self.authority.issue(
             self.authority.folder / "client", ["client"], is_server=False, ends=datetime.now(UTC) + _VALID_FOR
         )
 
     def admit_agents(self, address: str, name: str = AGENTS) -> None:
-        """Have the coordinator make a token of that name, once, which is the agents' from now on.
+        """Let the coordinator make a token of that name, once, for the agents from now on.
 
-        They may speak for jobs with it, and no more.
+        Its scope allows them to act for jobs, and nothing else.
         """
         if name in self._admitted:
             return
@@ -69,7 +69,7 @@ class Security:
 
     @property
     def client_files(self) -> TlsFiles:
-        """What clients use."""
+        """The files of clients."""
         return TlsFiles(self.client_certificate, self.client_key, self.ca)
 
     def channels(self, address: str) -> Channels:
@@ -77,7 +77,7 @@ class Security:
         return Channels(address, self.client_files, TokenSource(path=self.token_file))
 
     def of_coordinator(self) -> Mapping[str, str]:
-        """For the environment of `perseus coordinator`."""
+        """Environment variables of `perseus coordinator`."""
         return {
             "PERSEUS_COORDINATOR_TLS_CERTIFICATE": str(self.coordinator_certificate),
             "PERSEUS_COORDINATOR_TLS_KEY": str(self.coordinator_key),
@@ -86,12 +86,12 @@ class Security:
         }
 
     def of_agent(self) -> Mapping[str, str]:
-        """For the environment of `perseus agent`."""
+        """Environment variables of `perseus agent`."""
         variables = {**self._of_client(), "TOKEN_FILE": str(self.agent_token_file)}
         return {f"PERSEUS_AGENT_{name}": value for name, value in variables.items()}
 
     def of_operator(self) -> Mapping[str, str]:
-        """For the environment of commands that ask the coordinator."""
+        """Environment variables of commands that call the coordinator."""
         return {f"PERSEUS_{name}": value for name, value in self._of_client().items()}
 
     def _of_client(self) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
-"""Several training jobs under one coordinator, and what their GPUs draw: for power budgets.
+"""Several training jobs under one coordinator, with the power of their GPUs: for power budgets.
 
-Power is that of the emulated GPUs themselves, not what anybody says of it.
+Power comes from the emulated GPUs themselves, not from reports.
 """
 
 import time
@@ -14,13 +14,13 @@ from perseus.demo.workload import Workload
 from perseus.emulation.gpu import EmulatedGpu
 
 _GUARD_PERCENT = 10.0
-"""Dozens of processes share a machine: that they wait for each other is not to look like a broken promise."""
+"""Dozens of processes share a machine: waiting for each other must not look like a violated prediction."""
 
 
 class Site:
-    """All processes of some jobs. Leaving the context ends those that still run.
+    """All processes of some jobs. Leaving the context ends those still running.
 
-    `run_dir` and `log_dir` are as for `Cluster`; each job has a folder of its own in them.
+    `run_dir` and `log_dir` are as for `Cluster`; each job has its own folder in them.
     """
 
     def __init__(self, workloads: Sequence[Workload], run_dir: Path, log_dir: Path) -> None:
@@ -33,7 +33,7 @@ class Site:
 
     @property
     def security(self) -> Security:
-        """What its processes trust each other by."""
+        """Credentials of the site's processes."""
         return self._clusters[0].security
 
     def __enter__(self) -> "Site":
@@ -65,14 +65,14 @@ class Site:
             cluster.start_trainers()
 
     def kill_coordinator(self) -> None:
-        """End the coordinator as a crash does."""
+        """Kill the coordinator as a crash would."""
         self._clusters[0].kill_coordinator()
 
     def restart_coordinator(self) -> None:
-        """Bring it back where it was.
+        """Start the coordinator again at its old address.
 
         Raises:
-            ClusterError: it did not start.
+            ClusterError: the coordinator did not start.
         """
         self._clusters[0].start_coordinator(int(self.address.rpartition(":")[2]))
 
@@ -88,7 +88,7 @@ class Site:
             cluster.stop_services()
 
     def check(self) -> None:
-        """Make sure that nothing has died.
+        """Check that all processes are alive.
 
         Raises:
             ClusterError: a process has ended with an error.
@@ -97,7 +97,7 @@ class Site:
             cluster.check()
 
     def power_meter(self) -> "PowerMeter":
-        """What its GPUs draw from now on; a context."""
+        """Return a meter of the GPUs' power from now on; a context."""
         files = {
             cluster_id: [cluster.gpu_file(*rank) for rank in workload.ranks]
             for (cluster_id, workload), cluster in zip(self.workloads.items(), self._clusters, strict=True)
@@ -106,7 +106,7 @@ class Site:
 
 
 class PowerMeter:
-    """Mean powers of jobs' GPUs between one look and the next, from their counters."""
+    """Mean power of jobs' GPUs between polls, from their energy counters."""
 
     def __init__(self, files: Mapping[str, Sequence[Path]]) -> None:
         self._gpus = {job_id: [EmulatedGpu(path) for path in paths] for job_id, paths in files.items()}
@@ -121,7 +121,7 @@ class PowerMeter:
                 gpu.close()
 
     def poll(self) -> dict[str, float]:
-        """Return what each job has drawn in the mean since the last look, watts."""
+        """Return each job's mean power since the last poll, watts."""
         before, self._before = self._before, self._read()
         (then_s, then_j), (now_s, now_j) = before, self._before
         return {job_id: (now_j[job_id] - then_j[job_id]) / (now_s - then_s) for job_id in now_j}

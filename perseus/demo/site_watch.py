@@ -1,4 +1,4 @@
-"""What is seen of a site once a second: its GPUs' power, and what the coordinator tells."""
+"""Observations of a site once a second: its GPUs' power, and the coordinator's answers."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ _RPC_TIMEOUT_S = 10.0
 
 @asynccontextmanager
 async def watching(site: Site, notify: Callable[["SiteWatch"], None]) -> AsyncIterator["SiteWatch"]:
-    """Watch a site that has started; a process that dies ends the context's body.
+    """Watch a started site; if a process dies, end the context's body.
 
     Raises:
         ClusterError: a process has died.
@@ -45,12 +45,12 @@ async def watching(site: Site, notify: Callable[["SiteWatch"], None]) -> AsyncIt
 
 
 class SiteWatch:
-    """Follows all jobs of a site. `notify` is called once a second; times are from when it was made.
+    """Follows all jobs of a site. `notify` is called once a second; times count from its creation.
 
     Attributes:
-        jobs: by identifier, as they were told last.
-        feed: the default feed, likewise.
-        log: what was drawn, second by second.
+        jobs: the latest answer for each job, by identifier.
+        feed: the latest answer for the default feed.
+        log: the power drawn, second by second.
     """
 
     def __init__(self, site: Site, channel: grpc.aio.Channel, notify: Callable[[], None]) -> None:
@@ -64,11 +64,11 @@ class SiteWatch:
         self._begun_s = time.monotonic()
 
     def now_s(self) -> float:
-        """Return the time that has passed."""
+        """Return the time since creation, in seconds."""
         return time.monotonic() - self._begun_s
 
     async def follow(self) -> None:
-        """Look once a second, until cancelled. While the coordinator is away, only at the GPUs.
+        """Poll once a second, until cancelled. While the coordinator is away, poll only the GPUs.
 
         Raises:
             ClusterError: a process has died.
@@ -82,10 +82,10 @@ class SiteWatch:
                 self._notify()
 
     async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until something is seen.
+        """Wait until a condition holds.
 
         Raises:
-            ObservationError: it was not, in time.
+            ObservationError: the condition did not hold in time.
         """
         end_s = self.now_s() + timeout_s
         while not is_true():
@@ -95,7 +95,7 @@ class SiteWatch:
             await asyncio.sleep(PERIOD_S / 4)
 
     async def set_budget(self, budget_id: str, limit_w: float, ramp_w_per_s: float | None = None) -> None:
-        """Limit what all jobs draw together, from now on; the same identifier again replaces a budget."""
+        """Limit the total power of all jobs from now on; a known identifier replaces that budget."""
         request = power_service_pb2.SetBudgetRequest(
             budget_id=budget_id, request_id=uuid.uuid4().hex, limit_w=limit_w, ramp_w_per_s=ramp_w_per_s
         )
@@ -107,14 +107,14 @@ class SiteWatch:
         await self._power.CancelBudget(request, timeout=_RPC_TIMEOUT_S)
 
     async def set_terms(self, job_id: str, tolerance_percent: float, weight: float) -> None:
-        """Say what budgets may do to a job."""
+        """Set a job's terms for budgets."""
         terms = job_pb2.BudgetTerms(tolerance_percent=tolerance_percent, weight=weight)
         policy = job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown(), budget_terms=terms)
         request = job_service_pb2.SetPolicyRequest(job_id=job_id, policy=policy)
         await self._jobs.SetPolicy(request, timeout=_RPC_TIMEOUT_S)
 
     def are_planned(self) -> bool:
-        """Whether all jobs run by plans that were measured for an iteration at least."""
+        """Whether all jobs run plans that were measured for at least one iteration."""
         return self.jobs.keys() == self._site.workloads.keys() and all(
             job.state == job_pb2.JOB_STATE_PLANNED and job.figures.HasField("mean_iteration_time_s")
             for job in self.jobs.values()

@@ -1,4 +1,4 @@
-"""The demo's story: stock, profiling, plan, straggler, answer, recovery, and what each of them cost."""
+"""The demo's scenario: stock, profiling, plan, straggler, answer, recovery, and the cost of each."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from perseus.v1 import (
 STOCK, PROFILING, PLAN = "stock", "profiling", "plan"
 STRAGGLER, ANSWERED, RECOVERED = "straggler", "answered", "recovered"
 STEPS = (STOCK, PROFILING, PLAN, STRAGGLER, ANSWERED, RECOVERED)
-# The straggler itself is slower than stock, whoever waits for it; its answer saves against not answering.
+# The straggler itself is slower than stock, so its answer is compared with not answering.
 _COMPARED_WITH = {PROFILING: STOCK, PLAN: STOCK, STRAGGLER: STOCK, ANSWERED: STRAGGLER, RECOVERED: STOCK}
 
 _START_TIMEOUT_S = 40.0
@@ -37,7 +37,7 @@ _SHORT_LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How the story goes: which pipeline straggles, by how much, iterations watched per step."""
+    """The scenario's parameters: which pipeline straggles, by how much, iterations measured per step."""
 
     straggler: int
     slowdown: float
@@ -48,25 +48,25 @@ DEMO_SCRIPT = Script(straggler=1, slowdown=1.2, watched_iterations=8)
 
 
 class Display(Protocol):
-    """Shows the story while it happens."""
+    """Shows the scenario while it runs."""
 
     def begin(self, step: str) -> None:
-        """A step has begun."""
+        """Show that a step has begun."""
 
     def refresh(self, observer: Observer) -> None:
-        """Something is new."""
+        """Show the observer's current state."""
 
 
 async def run_scenario(
     workload: Workload, script: Script, out_dir: Path, display: Display, *, through_nvml: bool = False
 ) -> Measurements:
-    """Run the whole story; summary.json, frontier.png and timeline.png are left in `out_dir`.
+    """Run the whole scenario; write summary.json, frontier.png and timeline.png to `out_dir`.
 
-    `through_nvml`: the agents use NVML, whose library shows them the emulated GPUs.
+    `through_nvml`: the agents use the stand-in for NVML over the emulated GPUs.
 
     Raises:
-        StubError: that library can't be built.
-        ClusterError: a process did not start or died.
+        StubError: the stand-in can't be built.
+        ClusterError: a process did not start, or died.
         ObservationError: something did not happen in time.
         OSError: `out_dir` can't be written.
     """
@@ -100,10 +100,10 @@ async def run_scenario(
 
 
 def judge(measurements: Measurements, script: Script, workload: Workload) -> list[str]:
-    """What is wrong with what was measured; empty if nothing.
+    """Return the problems of the measurements; empty if there are none.
 
-    The answer may not be slower than the straggler; since that is answered within a few iterations, what it
-    takes by itself is better known from the plan.
+    The answer may not be slower than the straggler. As the straggler is answered within a few iterations, its
+    own time is better known from the plan.
     """
     expected = {PLAN: (STOCK, 1.0), ANSWERED: (PLAN, script.slowdown), RECOVERED: (STOCK, 1.0)}
     found = problems(measurements.phases, expected)
@@ -158,7 +158,7 @@ async def _play(
     cluster.degrade(script.straggler, script.slowdown)
     first = observer.next_whole_iteration
     await observer.until(
-        "the straggler found, and its answer in force",
+        "the straggler detected, and its answer in force",
         lambda: (
             observer.stragglers == {script.straggler}
             and observer.is_in_force()
@@ -216,7 +216,7 @@ def _draw(
     }
 
     def power_w(entry: job_pb2.TimelineEntry) -> float:
-        # Stock is the highest clock. One that a stage could not be measured at is shown as the nearest.
+        # Stock is the highest clock. For a clock at which a stage was not measured, use the nearest.
         by_clock_w = powers_w[entry.stage, entry.computation.kind]
         clock_mhz = entry.clock_mhz or max(by_clock_w)
         return by_clock_w[min(by_clock_w, key=lambda known_mhz: abs(known_mhz - clock_mhz))]

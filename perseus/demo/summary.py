@@ -1,4 +1,4 @@
-"""What the demo measured, phase by phase, and whether that is good enough. Pure."""
+"""The demo's measurements, phase by phase, and whether they are good enough. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Mean figures of one phase; the percentages are against the phase named in `compared_with`."""
+    """Mean figures of one phase; percentages are relative to the phase named in `compared_with`."""
 
     name: str
     iteration_count: int
@@ -34,7 +34,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Evaluations:
-    """How long evaluations took in the mean, before there was any clock but stock's and since; 0 for none."""
+    """Mean durations of evaluations, before and after the first clock other than stock; 0 for none."""
 
     stock_count: int
     stock_time_s: float
@@ -44,7 +44,7 @@ class Evaluations:
 
     @classmethod
     def of(cls, found: Iterable[tuple[int, float]], stock_iterations: int) -> "Evaluations":
-        """From (after which iteration, how long), where so many iterations were at stock."""
+        """Make them from (iteration before it, duration) pairs; the first `stock_iterations` ran at stock."""
         stock_s: list[float] = []
         later_s: list[float] = []
         for iteration, time_s in found:
@@ -59,32 +59,32 @@ class Evaluations:
 
 
 class Measurements:
-    """The job's iterations as they come in, and the phases made of them."""
+    """The job's iterations as they arrive, and the phases made of them."""
 
     def __init__(self, pipeline_count: int) -> None:
         self._pipeline_count = pipeline_count
         self._iterations: dict[int, dict[int, Iteration]] = {}
         self.phases: list[Phase] = []
         self.stock_iterations = 0
-        """So many came first, before any clock but stock's was in force."""
+        """Number of iterations before any clock other than stock was in force."""
         self.evaluations: Evaluations | None = None
 
     def add(self, iteration: Iteration) -> None:
-        """Take note of one pipeline's iteration."""
+        """Record one pipeline's iteration."""
         self._iterations.setdefault(iteration.number, {})[iteration.pipeline] = iteration
 
     @property
     def latest(self) -> int:
-        """The highest iteration that any pipeline has finished; -1 before the first."""
+        """The latest iteration that any pipeline has finished; -1 before the first."""
         return max(self._iterations, default=-1)
 
     def latest_of(self, pipeline: int) -> Iteration | None:
-        """The newest iteration of a pipeline."""
+        """Return the latest iteration of a pipeline."""
         numbers = [number for number, row in self._iterations.items() if pipeline in row]
         return self._iterations[max(numbers)][pipeline] if numbers else None
 
     def at_stock(self) -> list[int]:
-        """Iterations that ran before any plan, without the first: its ranks were still starting."""
+        """Return the iterations before any plan, without the first: its ranks were still starting."""
         return [
             number
             for number, row in sorted(self._iterations.items())
@@ -92,7 +92,7 @@ class Measurements:
         ]
 
     def under(self, plan_version: int) -> list[int]:
-        """Iterations of which every pipeline ran under the clocks of a version, without the first of them."""
+        """Return the iterations that every pipeline ran under the clocks of a version, without the first."""
         numbers = [
             number
             for number, row in sorted(self._iterations.items())
@@ -105,14 +105,14 @@ class Measurements:
         return all(len(self._iterations.get(number, {})) == self._pipeline_count for number in numbers)
 
     def whole(self, numbers: Iterable[int]) -> list[Mapping[int, Iteration]]:
-        """Those of the iterations that all pipelines reported, each by pipeline."""
+        """Return those of the iterations that all pipelines reported, each by pipeline."""
         return [self._iterations[number] for number in numbers if self.are_complete([number])]
 
     def close_phase(self, name: str, numbers: Iterable[int], compared_with: str | None = None) -> Phase:
-        """Make a phase of those of the iterations that all pipelines reported.
+        """Make a phase of the iterations that all pipelines reported.
 
         Time is that of the slowest pipeline, energy the sum over all. `compared_with` names an earlier phase;
-        without one, the phase is its own measure.
+        without it, the phase is compared with itself.
 
         Raises:
             ValueError: none of the iterations was reported by all pipelines.
@@ -139,31 +139,31 @@ class Measurements:
         return phase
 
     def phase(self, name: str) -> Phase:
-        """A closed phase by its name."""
+        """Return a closed phase by its name."""
         return next(phase for phase in self.phases if phase.name == name)
 
 
 def as_json(phases: Sequence[Phase], evaluations: Evaluations | None = None) -> Mapping[str, object]:
-    """The contents of summary.json."""
+    """Return the contents of summary.json."""
     document = {"evaluations": asdict(evaluations)} if evaluations is not None else {}
     return {"phases": [asdict(phase) for phase in phases], **document}
 
 
 def evaluation_problems(evaluations: Evaluations, expected_time_s: float) -> list[str]:
-    """What is wrong with evaluations that take this long at stock; empty if plans have cost them no time."""
+    """Return the problems of evaluations that take this long at stock; empty if plans cost them no time."""
     limit_s = expected_time_s * (1 + SLOWDOWN_LIMIT_PERCENT / 100)
     if evaluations.later_time_s <= limit_s:
         return []
     return [
-        f"evaluations: expected at most {limit_s:.3f} s in the mean "
+        f"evaluations: expected at most {limit_s:.3f} s on average "
         f"({expected_time_s:g} s + {SLOWDOWN_LIMIT_PERCENT} %), found {evaluations.later_time_s:.3f} s"
     ]
 
 
 def problems(phases: Sequence[Phase], expected: Mapping[str, tuple[str, float]]) -> list[str]:
-    """What is wrong with the phases that `paces` names; empty if all kept the pace and saved energy.
+    """Return the problems of the phases in `expected`; empty if all were fast enough and saved energy.
 
-    A pace is an earlier phase and by what factor its mean iteration time may be exceeded.
+    An expectation is an earlier phase and the factor by which its mean iteration time may be exceeded.
     """
     found = []
     times_s = {phase.name: phase.iteration_time_s for phase in phases}

@@ -1,4 +1,4 @@
-"""What the ranks of an emulated training job have to do: the order of 1F1B, and each stage's work."""
+"""Tasks of the ranks of an emulated training job: the order of 1F1B, and each stage's work."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from perseus.demo.workload import Workload
 def rank_tasks(
     workload: Workload, run_dir: Path, socket: Callable[[int], Path], gpu_file: Callable[[int, int], Path]
 ) -> Iterator[RankTask]:
-    """What the ranks of a workload have to do; `socket` and `gpu_file` say where a pipeline, a rank runs."""
+    """Yield the ranks' tasks; `socket` returns a pipeline's agent socket, `gpu_file` a rank's GPU."""
     orders = solver.one_forward_one_backward(workload.stage_count, workload.microbatch_count).orders
     kinds = {solver.Kind.FORWARD: Kind.FORWARD, solver.Kind.BACKWARD: Kind.BACKWARD}
     for pipeline, stage in workload.ranks:

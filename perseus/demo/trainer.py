@@ -1,11 +1,11 @@
 """One rank of the emulated training job: `python -m perseus.demo.trainer TASK`, a `RankTask` as JSON.
 
-It stands in for a framework's training process and knows of Perseus only the probe: it follows its schedule,
-waits for its neighbours' activations and gradients, and its computations progress at the pace of the emulated
-GPU's clock. It trains until the run's folder holds a file named `stop`.
+It replaces a framework's training process and uses only the probe of Perseus: it follows its schedule, waits
+for its neighbours' activations and gradients, and its computations progress with the emulated GPU's clock. It
+trains until the run's folder holds a file named `stop`.
 
-Between iterations it evaluates from time to time, on every rank by itself, and writes down how long that
-took. Nothing of it is marked, so Perseus knows no more of it than that there is a gap.
+Between iterations it evaluates from time to time, on every rank by itself, and records the duration.
+Evaluations are not marked, so Perseus sees only a gap.
 """
 
 import json
@@ -27,7 +27,7 @@ STOP_FILE = "stop"
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What one rank has to do."""
+    """The task of one rank."""
 
     run_dir: str
     agent_socket: str
@@ -45,17 +45,17 @@ class RankTask:
     backward: tuple[float, float, float]
     optimizer_s: float
     evaluation_s: float = 0.0
-    """How long an evaluation takes at the highest clock."""
+    """Duration of an evaluation at the highest clock."""
     evaluation_interval: int = 0
-    """Iterations from one to the next; 0 for none."""
+    """Iterations between evaluations; 0 for none."""
 
     def to_json(self) -> str:
-        """For the command line."""
+        """Return the task as text for the command line."""
         return json.dumps(asdict(self))
 
 
 def train(task: RankTask) -> None:
-    """Train until told to stop."""
+    """Train until the stop file appears."""
     works = {Kind.FORWARD: Work(*task.forward), Kind.BACKWARD: Work(*task.backward)}
     gpu = EmulatedGpu(Path(task.gpu_file))
     probe = Probe.connect(
@@ -93,7 +93,7 @@ def train(task: RankTask) -> None:
             goes_on = exchange.synchronise(lambda: not stop_file.exists())
             time.sleep(task.optimizer_s)
         if evaluations.iteration_ended(gpu):
-            exchange.synchronise(lambda: True)  # all ranks' results are put together
+            exchange.synchronise(lambda: True)  # all ranks' results are combined
     probe.finish()
     probe.close()
     exchange.close()
@@ -101,7 +101,7 @@ def train(task: RankTask) -> None:
 
 
 class Evaluations:
-    """A rank's, as long as its training; the file of `evaluations_file` has them all."""
+    """A rank's evaluations during its training; `evaluations_file` records them all."""
 
     def __init__(self, task: RankTask, forward: Work) -> None:
         self._task = task
@@ -111,12 +111,12 @@ class Evaluations:
         self._forward = forward
 
     def iteration_ended(self, gpu: EmulatedGpu) -> bool:
-        """Evaluate, if it is time for that; whether it was."""
+        """Evaluate if it is due; return whether it was."""
         self._iteration += 1
         interval = self._task.evaluation_interval
         if not interval or (self._iteration + 1) % interval:
             return False
-        # As compute-bound as the forwards that it consists of.
+        # As compute-bound as the forward computations that it consists of.
         forward = self._forward
         count = self._task.evaluation_s / (forward.compute_s + forward.memory_s)
         begun_s = time.monotonic()
@@ -129,7 +129,7 @@ class Evaluations:
 
 
 def evaluations_file(run_dir: Path, pipeline: int, stage: int) -> Path:
-    """Where a rank writes down its evaluations: after which iteration, and how long they took in seconds."""
+    """Return the file where a rank records its evaluations: iteration before it, and duration in seconds."""
     return run_dir / f"evaluations-{pipeline}-{stage}.json"
 
 

@@ -10,7 +10,7 @@ from perseus.emulation.physics import A100_SXM, GpuModel, Work
 class Workload:
     """A pipeline-parallel training job on emulated GPUs, one GPU a stage.
 
-    `stage_weights`: how heavy each stage is against the heaviest; their number is that of the stages.
+    `stage_weights`: weight of each stage relative to the heaviest; one for each stage.
     `forward` and `backward`: the heaviest stage's work on one microbatch.
     `optimizer_s`: optimizer step and the rest of an iteration outside of the pipeline. Every
     `evaluation_interval` iterations each rank evaluates for `evaluation_s`, at the highest clock.
@@ -29,7 +29,7 @@ class Workload:
 
     @property
     def stage_count(self) -> int:
-        """Stages of each pipeline."""
+        """Number of stages in each pipeline."""
         return len(self.stage_weights)
 
     @property
@@ -50,7 +50,7 @@ class Workload:
 
 
 # The last stage holds the language-model head and is the heaviest, the first holds the embedding; the others
-# can't be cut evenly either. About 0.8 s an iteration at the highest clock.
+# can't be split evenly either. An iteration takes about 0.8 s at the highest clock.
 DEMO = Workload(
     job_id="demo",
     pipeline_count=2,

@@ -1,1 +1,1 @@
-"""`perseus doctor`: looks for what is wrong with a set-up, and says what to do. Changes nothing."""
+"""`perseus doctor`: find what is wrong with a set-up, and say how to fix it. Changes nothing."""

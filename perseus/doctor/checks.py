@@ -1,4 +1,4 @@
-"""What was looked at, found, and is to be done about it; and the rules that need nothing but figures."""
+"""Checks with their findings and advice, and the rules that need only figures."""
 
 import enum
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from perseus.tls.files import EXPIRY_WARNING_S
 
 MAX_SKEW_S = 1.0
-"""Between two clocks that are kept by NTP, whatever the network adds being known."""
+"""Largest skew between two clocks that NTP keeps; the network's share is known."""
 
 BAD_SKEW_S = 60.0
-"""Certificates and budgets begin and end at other times then."""
+"""Skew beyond which certificates and budgets begin and end at noticeably different times."""
 
 
 class Verdict(enum.Enum):
-    """What a check comes to."""
+    """The verdict of a check."""
 
     GOOD = "good"
     WARNING = "warning"
@@ -24,13 +24,13 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """One check.
 
     Attributes:
-        subject: what, in few words.
-        verdict: what it comes to.
-        found: what was found, in one sentence.
-        advice: what to do; empty where nothing is.
+        subject: what was checked, in few words.
+        verdict: the result.
+        found: the finding, in one sentence.
+        advice: what to do; empty if there is nothing to do.
     """
 
     subject: str
@@ -40,9 +40,9 @@ class Check:
 
 
 def clock_check(sent_s: float, reported_s: float, received_s: float) -> Check:
-    """Compare this machine's clock with a coordinator's: when it was asked, what it told, when that came."""
+    """Compare this machine's clock, at the request and the response, with the coordinator's reported one."""
     late_s = reported_s - (sent_s + received_s) / 2
-    skew_s = max(0.0, abs(late_s) - (received_s - sent_s) / 2)  # what the way may have taken is no skew
+    skew_s = max(0.0, abs(late_s) - (received_s - sent_s) / 2)  # transit time is no skew
     subject = "clocks"
     if skew_s <= MAX_SKEW_S:
         return Check(subject, Verdict.GOOD, "this machine and the coordinator agree on the time")
@@ -52,7 +52,7 @@ def clock_check(sent_s: float, reported_s: float, received_s: float) -> Check:
 
 
 def version_check(ours: str, theirs: str) -> Check:
-    """Compare this release with a coordinator's: neighbouring ones understand each other, as is promised."""
+    """Compare this release with a coordinator's: neighbouring releases are guaranteed to work together."""
     subject = "versions"
     if ours == theirs:
         return Check(subject, Verdict.GOOD, f"both sides are perseus {ours}")
@@ -65,7 +65,7 @@ def version_check(ours: str, theirs: str) -> Check:
 
 
 def expiry_checks(expiries_s: Mapping[str, float], now_s: float) -> list[Check]:
-    """Look at how long certificates still last; `expiries_s` by file, Unix times."""
+    """Check how long certificates still last; `expiries_s` by file, Unix times."""
     checks = []
     for file, expiry_s in sorted(expiries_s.items()):
         left_d = (expiry_s - now_s) / 86400
@@ -79,4 +79,4 @@ def expiry_checks(expiries_s: Mapping[str, float], now_s: float) -> list[Check]:
     return checks
 
 
-_RENEW = "renew it in place: running processes take the new one (perseus certificates server or client)"
+_RENEW = "renew it in place: running processes pick it up (perseus certificates server or client)"

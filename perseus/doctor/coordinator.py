@@ -1,4 +1,4 @@
-"""The way to a coordinator, and what it says: certificates, reach, credential, release, clock."""
+"""Checks on the way to a coordinator: certificates, reachability, credential, release, clock."""
 
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -15,20 +15,18 @@ from perseus.v1 import info_service_pb2, info_service_pb2_grpc, token_service_pb
 _TIMEOUT_S = 5.0
 _CREDENTIAL = "credential"
 _TOKEN = (
-    "name a token of this coordinator's (token_file): whoever has an operator's makes more with "
-    "perseus tokens create, and the file of the first is in the coordinator's log"
+    "give a token of this coordinator (token_file): an operator's token makes more of them with "
+    "perseus tokens create, and the coordinator's log names the file of the first"
 )
-_REACH = (
-    "is it started there (perseus coordinator, its settings listen), and may this machine reach its port?"
-)
-_TLS = "compare certificates and CA files on both sides: docs/security.md, what goes wrong and what is said"
+_REACH = "does it run there (perseus coordinator, setting listen), and can this machine reach its port?"
+_TLS = "compare certificates and CA files on both sides: docs/security.md, TLS error messages"
 _DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
 
 def coordinator_checks(
     channels: Channels, scopes: Collection[str] = (), clock: Callable[[], float] = time.time
 ) -> Iterator[Check]:
-    """Look at a coordinator from here.
+    """Check a coordinator from this machine.
 
     Args:
         channels: the way to it.
@@ -53,12 +51,12 @@ def coordinator_checks(
 
 
 def unusable_credential(error: TokenFileError) -> Check:
-    """Tell of a token that was named and can't be used."""
+    """Report a given token that can't be used."""
     return Check(_CREDENTIAL, Verdict.BAD, str(error), _TOKEN)
 
 
 def unusable_certificate(error: TlsError) -> Check:
-    """Tell of a certificate, key or CA that was named and can't be used."""
+    """Report a given certificate, key or CA that can't be used."""
     return Check("certificate", Verdict.BAD, str(error), _TLS)
 
 
@@ -88,7 +86,7 @@ def _failures(error: grpc.RpcError, subject: str, channels: Channels) -> Iterato
         yield _reached(subject, channels)
         yield Check(_CREDENTIAL, Verdict.BAD, details, _TOKEN)
     elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        yield Check(subject, Verdict.WARNING, "it is of an earlier release", "bring it to this release")
+        yield Check(subject, Verdict.WARNING, "it runs an earlier release", "upgrade it to this release")
     else:
-        reason = channels.diagnosis_blocking()  # of TLS: somebody has answered
+        reason = channels.diagnosis_blocking()  # a TLS error: something has answered
         yield Check(subject, Verdict.BAD, reason or details, _TLS if reason else _REACH)

@@ -1,6 +1,6 @@
 """One node, as its agent's settings describe it: GPUs, privileges, clocks left changed, socket, agent.
 
-Nothing is changed: a record of a GPU that a dead agent left is told, not acted upon.
+Nothing is changed: a GPU's record left by a dead agent is reported, not acted upon.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _START = "start it: systemctl start perseus-agent, or perseus agent; its log say
 
 
 def node_checks(settings: AgentSettings) -> Iterator[Check]:
-    """Look at this node."""
+    """Check this node."""
     yield _gpus(settings)
     yield _privileges(settings)
     yield _clocks_left(settings.restore_folder)
@@ -37,21 +37,21 @@ def node_checks(settings: AgentSettings) -> Iterator[Check]:
 def _gpus(settings: AgentSettings) -> Check:
     subject = "GPUs"
     try:
-        # A driver that hangs is a finding, not to be waited for.
+        # A driver that hangs is a finding; don't wait for it.
         listed = asyncio.run(GpuExecutor().run(ALL_GPUS, backend(settings).listed))
     except GpuError as error:
-        advice = "install NVIDIA's driver, and look whether nvidia-smi lists the GPUs"
+        advice = "install NVIDIA's driver, and check that nvidia-smi lists the GPUs"
         return Check(subject, Verdict.BAD, str(error), advice)
     except OSError as error:
         return Check(
-            subject, Verdict.BAD, str(error), "emulated_gpus has to hold emulated GPUs and nothing else"
+            subject, Verdict.BAD, str(error), "emulated_gpus must contain emulated GPUs and nothing else"
         )
     lost = [str(each) for each in listed if isinstance(each, GpuError)]
     if lost:
         return Check(subject, Verdict.BAD, "; ".join(lost), "nvidia-smi and the kernel's log (Xid) say more")
     if not listed:
-        found = "there is none, or none that may be seen here"
-        return Check(subject, Verdict.BAD, found, "look at nvidia-smi and at CUDA_VISIBLE_DEVICES")
+        found = "there is none, or none visible here"
+        return Check(subject, Verdict.BAD, found, "check nvidia-smi and CUDA_VISIBLE_DEVICES")
     return Check(subject, Verdict.GOOD, f"{len(listed)} can be read; perseus agent --self-test says more")
 
 
@@ -68,13 +68,13 @@ def _privileges(settings: AgentSettings) -> Check:
     return Check(
         subject,
         Verdict.UNKNOWN,
-        "this user may not set clocks, whatever the agent's may",
-        "ask again as the agent's user; it needs root or CAP_SYS_ADMIN, or --observe",
+        "this user may not set clocks; the agent's user may differ",
+        "run it as the agent's user, who needs root or CAP_SYS_ADMIN, or --observe",
     )
 
 
 def _clocks_left(path: Path) -> Check:
-    """Look for records of GPUs whose agent has died: those that an agent holds are its own."""
+    """Look for records of GPUs whose agent has died; a living agent holds its own."""
     subject = "clocks left changed"
     folder = RecordFolder(path)
     left, served = [], 0
@@ -89,11 +89,11 @@ def _clocks_left(path: Path) -> Check:
                 record.release()
                 left.append(uuid)
     except RecordError as error:
-        return Check(subject, Verdict.UNKNOWN, str(error), "ask again as the agent's user")
+        return Check(subject, Verdict.UNKNOWN, str(error), "run it as the agent's user")
     if left:
-        found = f"an agent that has died left {', '.join(left)}"
+        found = f"a dead agent left {', '.join(left)}"
         return Check(subject, Verdict.BAD, found, "perseus agent --restore, with the agent's settings")
-    return Check(subject, Verdict.GOOD, f"none; {served} GPUs are an agent's to bring back")
+    return Check(subject, Verdict.GOOD, f"none; a running agent holds {served} GPUs")
 
 
 def _socket(path: Path) -> Check:
@@ -101,12 +101,12 @@ def _socket(path: Path) -> Check:
     try:
         found = path.stat()
     except FileNotFoundError:
-        return Check(subject, Verdict.BAD, "there is none: no agent runs with these settings", _START)
+        return Check(subject, Verdict.BAD, "it does not exist: no agent runs with these settings", _START)
     except OSError as error:
-        advice = "let the folders above it be searched by whoever trains (o+x)"
-        return Check(subject, Verdict.BAD, f"can't be looked at: {error.strerror}", advice)
+        advice = "make the folders above it searchable for trainers (o+x)"
+        return Check(subject, Verdict.BAD, f"can't be read: {error.strerror}", advice)
     if not stat.S_ISSOCK(found.st_mode):
-        return Check(subject, Verdict.BAD, "what is there is no socket", "remove it, and start the agent")
+        return Check(subject, Verdict.BAD, "the path is not a socket", "remove it, and start the agent")
     permissions = f"{stat.filemode(found.st_mode)}, user {found.st_uid}, group {found.st_gid}"
     if not os.access(path, os.W_OK):
         advice = "add the user to the socket's group (usermod -aG), or set socket_group and socket_mode"
@@ -119,11 +119,11 @@ def _agent(path: Path) -> Check:
     try:
         answer = ask_health(path, _TIMEOUT_S)
     except TimeoutError:
-        return Check(subject, Verdict.BAD, f"no answer within {_TIMEOUT_S:g} s", "its log says what holds it")
+        return Check(subject, Verdict.BAD, f"no answer within {_TIMEOUT_S:g} s", "its log shows the cause")
     except ConnectionRefusedError:
         return Check(subject, Verdict.BAD, "nobody listens: the agent that made the socket is gone", _START)
     except (OSError, MalformedPacket) as error:
-        return Check(subject, Verdict.BAD, f"can't be asked: {error}", "look at its log")
+        return Check(subject, Verdict.BAD, f"it can't be queried: {error}", "check its log")
     if not answer.ok:
         return Check(subject, Verdict.BAD, answer.message, "see above, and the agent's log")
     return Check(subject, Verdict.GOOD, answer.message)

@@ -76,9 +76,9 @@ def test_how_a_job_runs_by_its_signal_is_said_and_how_far_it_is() -> None:
     assert f"signal no slowdown now, at 412.6 g per kWh; {done}" in lines(job_facts(job))
     job.signal_target.ClearField("value_per_kwh")
     for state, text in [
-        (job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, "nothing is known of it: no slowdown"),
+        (job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, "no value is known: no slowdown"),
         (job_pb2.SIGNAL_TARGET_STATE_LATE, "no slowdown: the work can't be done in time"),
-        (job_pb2.SIGNAL_TARGET_STATE_DONE, "no slowdown: the work is done, or its time is over"),
+        (job_pb2.SIGNAL_TARGET_STATE_DONE, "no slowdown: the work is done, or its deadline has passed"),
     ]:
         job.signal_target.state = state
         assert f"signal {text}; {done}" in lines(job_facts(job))
@@ -161,8 +161,7 @@ def test_what_setting_clocks_takes_is_said_with_the_job_and_below_the_report() -
         for number, percent in enumerate((0.0, 0.618, -0.1))
     ]
     assert (
-        "what the time to set clocks adds to the energy, by prediction: +0.62 % in period 1; "
-        "-0.10 % in period 2"
+        "predicted extra energy from the time to set clocks: +0.62 % in period 1; -0.10 % in period 2"
     ) in " ".join(lines(report_table(periods)))
 
 
@@ -214,7 +213,7 @@ def test_what_lies_between_iterations_is_one_line() -> None:
         gap_slowed_time_s=0.0042,
     )
     line = (
-        "between iterations, in period 3: 0.632 s and 55 J a time in the mean, "
+        "between iterations, in period 3: 0.632 s and 55 J each on average, "
         "of which clocks cost 4.2 ms at most"
     )
     assert line in lines(report_table([job_pb2.ReportPeriod(), period]))
@@ -227,8 +226,8 @@ def test_irregular_iterations_are_said_below_the_table() -> None:
         for number, count in enumerate((0, 7, 2))
     ]
     assert (
-        "irregular iterations, not counted above: 7 in period 1, 1.500 s in the mean; 2 in period 2, "
-        "1.500 s in the mean"
+        "irregular iterations, not counted above: 7 in period 1, 1.500 s on average; 2 in period 2, "
+        "1.500 s on average"
     ) in " ".join(lines(report_table(periods)))
 
 
@@ -248,4 +247,4 @@ def test_a_gap_is_said_plainly() -> None:
     gap = job_service_pb2.WatchGap
     deleted = gap_text(gap(first_missed_sequence=3, last_missed_sequence=9))
     assert deleted == "events 3 to 9 are no longer stored"
-    assert gap_text(gap(missed_iteration_count=12)) == "12 iterations are left out: this reader was slow"
+    assert gap_text(gap(missed_iteration_count=12)) == "12 iterations were dropped: this reader was too slow"

@@ -225,7 +225,7 @@ def test_watch_ends_with_its_job(coordinator: Coordinator) -> None:
     watched = run(coordinator, "watch", "short")
     assert watched.exit_code == 0
     assert "registered" in watched.output
-    assert "what follows is new" in watched.output
+    assert "new events follow" in watched.output
 
 
 def test_events_are_listed_by_type_and_time(coordinator: Coordinator) -> None:

@@ -83,7 +83,7 @@ def test_a_table_has_a_line_for_each_run_the_total_and_what_is_assumed(environme
     assert any(line.startswith("total 27.500 6.000 ± ") for line in lines)
     text = " ".join(lines)
     assert "of it for profiling: 3.500 kWh, +0.167 kWh against stock" in text
-    assert "0.500 kWh could not be held against a baseline" in text
+    assert "0.500 kWh could not be compared with a baseline" in text
     assert "assumed: 0.254545 per kWh" in text
 
 
@@ -152,11 +152,11 @@ def test_a_report_ends_with_what_the_run_has_used(environment: dict[str, str]) -
     assert "cost 4.500, saved 1.000 ± 0.0252" in shown
     found = json.loads(perseus(environment, "jobs", "report", "gpt3", "--format", "json").stdout)
     assert found["ledger"]["energy_kwh"] == pytest.approx(18.0)
-    assert "saved is not known" in perseus(environment, "jobs", "report", "bare").stdout
+    assert "saving unknown" in perseus(environment, "jobs", "report", "bare").stdout
 
 
 def test_words_say_what_is_not_known_and_hide_no_small_figure() -> None:
     lines = account_lines(LedgerAccount(energy_kwh=0.0004, unmeasured_iteration_count=2))
-    assert lines[0] == "used 0.0004 kWh; saved is not known"
+    assert lines[0] == "used 0.0004 kWh; saving unknown"
     assert "2 iterations were not measured on all GPUs" in lines
     assert lines[-1] == "assumed: no price and no carbon intensity (none is set)"

@@ -229,7 +229,7 @@ def test_a_member_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path.write_text('{"problem": {"stageCount": 1, "stageCount": 2}}')
     result = run("plan", path, "--no-slowdown")
     assert result.exit_code == 2
-    assert "expected a frontier as JSON, found: member 'stageCount' twice in an object" in text(result)
+    assert "expected a frontier as JSON, found: member 'stageCount' twice in one object" in text(result)
 
 
 def test_numbers_may_lose_their_point_on_the_way(frontier: Path, tmp_path: Path) -> None:

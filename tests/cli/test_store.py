@@ -34,7 +34,7 @@ def database(tmp_path: Path) -> Path:
 def test_the_check_says_what_is_wrong_by_its_exit_code(database: Path, command: list[str]) -> None:
     call = [*command, "--database", str(database)]
     done = RUNNER.invoke(app, call)
-    assert (done.exit_code, done.stdout) == (0, "the store is whole\n")
+    assert (done.exit_code, done.stdout) == (0, "the store is consistent\n")
     with sqlite3.connect(database) as connection:
         connection.execute("UPDATE runs SET spec = ''")
     connection.close()
@@ -92,7 +92,7 @@ def test_what_is_not_there_is_said_in_one_line_and_not_made(
 @pytest.mark.parametrize(
     ("command", "exit_code", "message"),
     [
-        (["check"], 0, "the store is whole"),
+        (["check"], 0, "the store is consistent"),
         (["export", "{folder}/jobs.jsonl"], 1, "it is locked: is another coordinator running on it?"),
         (["import", "{folder}/empty.jsonl"], 1, "it is locked: is another coordinator running on it?"),
     ],

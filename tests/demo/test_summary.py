@@ -88,7 +88,7 @@ def test_evaluations_may_take_no_longer_than_at_stock() -> None:
     assert found.longest_later_time_s == 5.1
     assert evaluation_problems(found, 5.0) == []
     assert evaluation_problems(found, 4.9) == [
-        "evaluations: expected at most 4.998 s in the mean (4.9 s + 2.0 %), found 5.050 s"
+        "evaluations: expected at most 4.998 s on average (4.9 s + 2.0 %), found 5.050 s"
     ]
     assert as_json([], found)["evaluations"]["later_count"] == 2  # type: ignore[index]
     assert evaluation_problems(Evaluations.of([], 8), 5.0) == []

@@ -76,10 +76,10 @@ async def test_nobody_there_and_tls_that_is_not_spoken_are_told(address: str, tm
     check = (await checked(Channels("127.0.0.1:1")))["coordinator"]
     assert check.verdict is BAD
     assert "Connection refused" in check.found
-    assert "is it started" in check.advice
+    assert "does it run there" in check.advice
     check = (await checked(Channels(address)))["coordinator"]
-    assert check.found == "the coordinator speaks TLS, and was spoken to in plaintext: expected tls_ca"
-    assert "is it started" not in check.advice
+    assert check.found == "the coordinator speaks TLS, but the connection was plaintext: expected tls_ca"
+    assert "does it run there" not in check.advice
 
 
 async def test_plaintext_on_this_machine_is_well_and_without_a_token_one_is_anybody(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_without_an_agent_the_socket_is_missing_and_nobody_is_asked(settings: Ag
     assert verdicts(checks)["socket"] is BAD
     assert "agent" not in checks
     settings.socket.write_text("")
-    assert checked(settings)["socket"].found == "what is there is no socket"
+    assert checked(settings)["socket"].found == "the path is not a socket"
 
 
 async def test_a_socket_that_nobody_listens_at_is_told(settings: AgentSettings, tmp_path: Path) -> None:
@@ -80,11 +80,11 @@ def test_gpus_that_a_dead_agent_left_are_named_and_not_touched(settings: AgentSe
     folder = RecordFolder(settings.restore_folder)
     held = folder.write(Record("GPU-0", None))
     check = checked(settings)["clocks left changed"]
-    assert (check.verdict, check.found) == (GOOD, "none; 1 GPUs are an agent's to bring back")
+    assert (check.verdict, check.found) == (GOOD, "none; a running agent holds 1 GPUs")
     held.release()  # as the kernel does when the holder dies
     for _ in range(2):
         check = checked(settings)["clocks left changed"]
-        assert (check.verdict, check.found) == (BAD, "an agent that has died left GPU-0")
+        assert (check.verdict, check.found) == (BAD, "a dead agent left GPU-0")
         assert "--restore" in check.advice
     assert folder.gpu_uuids() == ["GPU-0"]
 
@@ -96,7 +96,7 @@ def test_what_is_no_emulated_gpu_and_a_node_without_any_are_told(
     assert verdicts(checked(settings))["GPUs"] is BAD
     (tmp_path / "none").mkdir()
     none = settings.model_copy(update={"emulated_gpus": tmp_path / "none"})
-    assert checked(none)["GPUs"].found == "there is none, or none that may be seen here"
+    assert checked(none)["GPUs"].found == "there is none, or none visible here"
 
 
 def test_a_driver_that_hangs_is_told_and_not_waited_for(

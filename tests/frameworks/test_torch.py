@@ -199,7 +199,7 @@ async def answer_to_straggler(run: RealRun, plan: Figures) -> Answer:
     run.cluster.degrade(STRAGGLER, SLOWDOWN)
     first = observer.next_whole_iteration
     await observer.until(
-        "the straggler found, and its answer in force",
+        "the straggler detected, and its answer in force",
         lambda: (
             observer.stragglers == {STRAGGLER}
             and observer.is_in_force()

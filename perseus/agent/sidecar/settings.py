@@ -16,7 +16,7 @@ from perseus.tls.files import TlsFiles
 
 
 def default_restore_folder() -> Path:
-    """Root's is /var/lib/perseus/restore; others have theirs under $XDG_STATE_HOME (~/.local/state)."""
+    """Return root's /var/lib/perseus/restore, or a folder under $XDG_STATE_HOME (~/.local/state)."""
     if os.geteuid() == 0:
         return Path("/var/lib/perseus/restore")
     state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -24,7 +24,7 @@ def default_restore_folder() -> Path:
 
 
 class AgentSettings(BaseSettings):
-    """What an agent must know before it starts."""
+    """Settings of an agent."""
 
     model_config = SettingsConfigDict(env_prefix="PERSEUS_AGENT_", extra="forbid", frozen=True)
 
@@ -32,7 +32,7 @@ class AgentSettings(BaseSettings):
         None, description="PEM file with the CAs that may sign the coordinator's certificate; makes it TLS."
     )
     tls_certificate: Annotated[Path | None, needs("tls_ca")] = Field(
-        None, description="PEM file with the agent's own certificate, for mutual TLS."
+        None, description="PEM file with the agent's certificate, for mutual TLS."
     )
     tls_key: Annotated[Path | None, goes_with("tls_certificate")] = Field(
         None, validate_default=True, description="PEM file with that certificate's private key."
@@ -41,12 +41,12 @@ class AgentSettings(BaseSettings):
         False, description="Speak plaintext even to a coordinator on another machine."
     )
     token: SecretStr | None = Field(
-        None, description="The agent's token; better in a file, and for the environment only."
+        None, description="The agent's token; only for the environment. A file is better."
     )
     token_file: Path | None = Field(
         None,
-        description="File with the agent's token, read again when it changes; by default the one that a "
-        "coordinator of this user on this machine has written.",
+        description="File with the agent's token, reloaded when it changes; by default the token written by "
+        "this user's coordinator on this machine.",
     )
     coordinator: Annotated[str, Field(min_length=1), keeps_plaintext_here("tls_ca")] = Field(
         "127.0.0.1:50051", description="Coordinator's address, host:port."
@@ -54,15 +54,15 @@ class AgentSettings(BaseSettings):
     socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
     socket_group: str | None = Field(
         None,
-        description="Group whose members may connect to the socket; by default perseus, where the node has "
-        "it and the agent may give files to it, else nobody but the agent's user.",
+        description="Group whose members may connect to the socket; by default perseus, if the node has it "
+        "and the agent may give files to it, else only the agent's user.",
     )
     socket_mode: str = Field("0660", description="Permissions of the socket, octal.")
     grants: Path = Field(
-        Path("/etc/perseus/grants"), description="Folder of files that say which user may claim which GPU."
+        Path("/etc/perseus/grants"), description="Folder of files with the users' permissions to claim GPUs."
     )
     gpu_backend: Literal["nvml", "emulated"] = Field(
-        "nvml", description="Where this node's GPUs come from: nvml or emulated."
+        "nvml", description="Source of this node's GPUs: nvml or emulated."
     )
     emulated_gpus: Path | None = Field(
         None, validate_default=True, description="Folder with one state file per emulated GPU."
@@ -79,13 +79,13 @@ class AgentSettings(BaseSettings):
         None, description="MIN,MAX in MHz: lock GPUs to this range when done, instead of unlocking them."
     )
     metrics_tls_certificate: Path | None = Field(
-        None, description="PEM file with the certificate that scrapers of the metrics see; makes them HTTPS."
+        None, description="PEM file with the certificate for scrapers of the metrics; makes them HTTPS."
     )
     metrics_tls_key: Annotated[Path | None, goes_with("metrics_tls_certificate")] = Field(
         None, validate_default=True, description="PEM file with that certificate's private key."
     )
     metrics_token_file: Path | None = Field(
-        None, description="File with the token that scrapers of the metrics have to show."
+        None, description="File with the token that scrapers of the metrics must present."
     )
     metrics_listen: str | None = Field(
         None,
@@ -94,11 +94,11 @@ class AgentSettings(BaseSettings):
     )
     job_mapping_folder: Path | None = Field(
         None,
-        description="Folder with a file for each GPU that a job runs on, for dcgm-exporter's "
+        description="Folder with a file for each GPU that runs a job, for dcgm-exporter's "
         "--hpc-job-mapping-dir.",
     )
-    log_level: LogLevel = Field("info", description="Least severe log lines that are shown.")
-    log_format: LogFormat = Field("console", description="How log lines look: console or json.")
+    log_level: LogLevel = Field("info", description="Lowest level of log lines.")
+    log_format: LogFormat = Field("console", description="Format of log lines: console or json.")
 
     @field_validator("metrics_listen")
     @classmethod
@@ -112,7 +112,7 @@ class AgentSettings(BaseSettings):
         needed = (info.data.get("metrics_tls_certificate"), info.data.get("metrics_token_file"))
         if not is_local(address) and None in needed:
             raise ValueError(
-                "expected metrics_tls_certificate and metrics_token_file for what other machines can reach"
+                "expected metrics_tls_certificate and metrics_token_file for an address beyond loopback"
             )
         return address
 
@@ -129,9 +129,7 @@ class AgentSettings(BaseSettings):
         if len(text) > 4 or not text.isascii() or not text.isdecimal() or "8" in text or "9" in text:
             raise ValueError("expected permissions as octal digits, such as 0660")
         if int(text, 8) & ~0o777 or int(text, 8) & 0o600 != 0o600:
-            raise ValueError(
-                "expected permissions from 0600 to 0777 that include the owner's to read and write"
-            )
+            raise ValueError("expected permissions from 0600 to 0777 that let the owner read and write")
         return text
 
     @field_validator("restore_clocks")
@@ -143,19 +141,19 @@ class AgentSettings(BaseSettings):
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """Where the certificates are for the way to the coordinator; None for plaintext."""
+        """TLS files for the connection to the coordinator; None for plaintext."""
         if self.tls_ca is None:
             return None
         return TlsFiles(self.tls_certificate, self.tls_key, self.tls_ca)
 
     @property
     def metrics_tls_files(self) -> TlsFiles | None:
-        """Where the certificates are that scrapers of the metrics see; None for plaintext."""
+        """TLS files of the metrics endpoint; None for plaintext."""
         if self.metrics_tls_certificate is None:
             return None
         return TlsFiles(self.metrics_tls_certificate, self.metrics_tls_key)
 
     @property
     def stock(self) -> ClockRange | None:
-        """What GPUs go back to: a range that they are locked to, or their own clocks (None)."""
+        """The clocks to restore: a range to lock the GPUs to, or their own clocks (None)."""
         return ClockRange.parse(self.restore_clocks) if self.restore_clocks is not None else None

@@ -1,12 +1,11 @@
 """A stand-in for libnvidia-ml.so.1: NVML over emulated GPUs, for machines without an NVIDIA GPU.
 
-It lies with the demo, which runs the main job through it (`perseus demo --nvml stub`); the tests use it from
-here. The library is one C file, compiled with the system's compiler; `nvml_stub.c` says what it does and how
-it is steered. The loader finds it by its name through LD_LIBRARY_PATH, so that the agent and pynvml run on it
-unmodified.
+The demo (`perseus demo --nvml stub`) and the tests use it. The library is one C file, compiled with the
+system's compiler; `nvml_stub.c` describes its behaviour and its controls. The loader finds it by its name
+through LD_LIBRARY_PATH, so the agent and pynvml run on it unmodified.
 
     Exception
-     └─ StubError     no compiler, or it fails
+     └─ StubError     no compiler, or the compiler fails
 """
 
 import os
@@ -30,17 +29,17 @@ class StubError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Locks:
-    """The locks that a GPU is under, as asked of NVML: (lowest, highest) clock in MHz, (0, 0) for none."""
+    """A GPU's locks as requested through NVML: (lowest, highest) clock in MHz, (0, 0) for none."""
 
     graphics_mhz: tuple[int, int]
     memory_mhz: tuple[int, int]
 
     @classmethod
     def read(cls, gpu_file: Path) -> Self:
-        """Those of the emulated GPU in a file; none if the library was never used on it."""
+        """Return the locks of a file's emulated GPU; none if the library was never used on it."""
         path = gpu_file.with_name(f".{gpu_file.name}.locks")
         content = path.read_bytes() if path.exists() else b""
-        if len(content) != _LOCKS.size:  # made, but not yet filled
+        if len(content) != _LOCKS.size:  # created, but not yet filled
             return cls((0, 0), (0, 0))
         lowest_mhz, highest_mhz, memory_lowest_mhz, memory_highest_mhz = _LOCKS.unpack(content)
         return cls((lowest_mhz, highest_mhz), (memory_lowest_mhz, memory_highest_mhz))
@@ -50,12 +49,12 @@ NO_LOCKS = Locks((0, 0), (0, 0))
 
 
 def compiler() -> str | None:
-    """The system's C compiler; None where there is none."""
+    """Return the system's C compiler; None if there is none."""
     return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into `folder`, for `environment`; its path. StubError if that can't be done."""
+    """Compile the library into `folder`, for `environment`; return its path. StubError if that fails."""
     command = compiler()
     if command is None:
         raise StubError("expected a C compiler (cc, gcc or clang, or its name in CC), found none")
@@ -73,7 +72,7 @@ def build(folder: Path) -> Path:
 
 
 def environment(library: Path, gpu_folder: Path) -> dict[str, str]:
-    """What a process needs in its environment to see the emulated GPUs of a folder through NVML."""
+    """Return the environment in which a process sees a folder's emulated GPUs through NVML."""
     inherited = os.environ.get("LD_LIBRARY_PATH", "")
     folders = [str(library.parent), *([inherited] if inherited else [])]
     return {
@@ -84,7 +83,7 @@ def environment(library: Path, gpu_folder: Path) -> dict[str, str]:
 
 
 def _device_nodes(gpu_folder: Path) -> Path:
-    """A folder in which nvidia0, nvidia1 … lead to the emulated GPUs' files, whose permissions so count."""
+    """Make a folder of links nvidia0, nvidia1 … to the emulated GPUs' files, whose permissions apply."""
     nodes = gpu_folder / ".dev"
     if not gpu_folder.exists():
         return nodes
@@ -97,10 +96,10 @@ def _device_nodes(gpu_folder: Path) -> Path:
 
 
 def instruct(gpu_folder: Path, instructions: Iterable[str]) -> None:
-    """Steer the library from now on, in every process that uses it on these GPUs."""
+    """Give the library new instructions, in every process that uses it on these GPUs."""
     draft = gpu_folder / ".nvml-draft"
     draft.write_text("".join(f"{instruction}\n" for instruction in instructions))
-    # The library knows a new text by its time, and the kernel's own is the same for some milliseconds.
+    # The library detects a new text by its modification time, which the kernel advances only every few ms.
     now_ns = time.time_ns()
     os.utime(draft, ns=(now_ns, now_ns))
     draft.replace(gpu_folder / ".nvml")

@@ -1,16 +1,16 @@
-/* A stand-in for libnvidia-ml.so.1 that shows emulated GPUs (perseus.emulation.gpu) to whoever uses NVML.
+/* A stand-in for libnvidia-ml.so.1 that shows emulated GPUs (perseus.emulation.gpu) to users of NVML.
  *
  * PERSEUS_NVML_STUB names a folder. Every emulated GPU's file in it is a device, in the order of the files'
  * names. Device state lives in that file and nowhere else: the trainer that executes work on the emulated GPU
- * and the process that sets its clocks through this library look at the same GPU. Every access takes the file's
- * lock and moves the state on to now; `advance` is perseus.emulation.dynamics.GpuState.advance once more, and a
- * test holds the two against each other.
+ * and the process that sets its clocks through this library see the same GPU. Every access takes the file's
+ * lock and advances the state to now; `advance` repeats perseus.emulation.dynamics.GpuState.advance, and a
+ * test compares the two.
  *
- * What NVML knows and an emulated GPU does not, the locks themselves, lies beside it in `.NAME.locks`. Like a
- * real GPU in persistence mode, it keeps its locks when their setter dies. The processes that compute on it are
- * those that the emulated GPU notes in `.NAME.processes`, as far as they still run.
+ * The locks themselves, which NVML knows and an emulated GPU does not, are beside it in `.NAME.locks`. Like a
+ * real GPU in persistence mode, it keeps its locks when their setter dies. Its compute processes are
+ * those that the emulated GPU lists in `.NAME.processes`, if they still run.
  *
- * The file `.nvml` in the folder, if there is one, steers the library while it runs; one instruction a line:
+ * The file `.nvml` in the folder, if it exists, controls the library while it runs; one instruction a line:
  *
  *     error FUNCTION CODE AFTER TIMES    FUNCTION fails with CODE from its call AFTER + 1 on, TIMES times
  *                                        (0: for good); each process counts since the file last changed
@@ -18,7 +18,7 @@
  *     property NAME VALUE                architecture, mig_mode, persistence_mode, second_memory_clock_mhz,
  *                                        workload_power_profiles (0: the GPU knows none)
  *
- * Devices are looked for by the first nvmlInit, and again by the first after the last nvmlShutdown. The latency
+ * The first nvmlInit looks for devices, and so does the first after the last nvmlShutdown. The latency
  * of a clock set and the period of the energy counter are those of the emulated GPU.
  */
 #define _GNU_SOURCE
@@ -82,7 +82,7 @@ typedef struct {
     double set_latency_s, counter_period_s;
 } model_t;
 
-/* As perseus.emulation.gpu writes GpuState: eight bytes a field. */
+/* GpuState as perseus.emulation.gpu writes it: eight bytes a field. */
 typedef struct {
     double at_s, counter_origin_s;
     int64_t clock_mhz;
@@ -94,7 +94,7 @@ typedef struct {
     int64_t power_profiles_mask;
 } state_t;
 
-/* The locks as asked for; 0 for none. */
+/* The locks as requested; 0 for none. */
 typedef struct {
     int32_t graphics_min_mhz, graphics_max_mhz, memory_min_mhz, memory_max_mhz;
 } locks_t;
@@ -151,7 +151,7 @@ static void accrue(const model_t *model, state_t *state, double until_s)
     }
 }
 
-/* The quotient alone may be rounded below the tick that now_s is. */
+/* The quotient alone may be rounded below the tick at now_s. */
 static double last_tick_s(const model_t *model, const state_t *state, double now_s)
 {
     double ticks = floor((now_s - state->counter_origin_s) / model->counter_period_s) + 1;
@@ -170,7 +170,7 @@ static void advance(const model_t *model, state_t *state, double now_s)
     accrue(model, state, now_s);
 }
 
-/* The identity is JSON as Python's json.dumps writes it, every key once; that is all that is read here. */
+/* The identity is JSON as Python's json.dumps writes it, with every key once; this reads nothing else. */
 static const char *value_of(const char *json, const char *key)
 {
     char quoted[MAX_TEXT];
@@ -207,7 +207,7 @@ static void read_model(const char *json, model_t *model)
     model->counter_period_s = number_of(json, "counter_period_s");
 }
 
-/* Not of NVML: for the test that compares this physics with the original. */
+/* Not part of NVML: for the test that compares this physics with the original. */
 void perseus_stub_advance(const char *identity_json, state_t *state, double now_s)
 {
     model_t model;
@@ -227,10 +227,10 @@ typedef struct {
     model_t model;
 } device_t;
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* our own threads; flock keeps out others */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* excludes our own threads; flock excludes other processes */
 static device_t devices[MAX_DEVICES];
 static unsigned device_count;
-static int user_count; /* of nvmlInit without nvmlShutdown */
+static int user_count; /* calls of nvmlInit without nvmlShutdown */
 
 static double monotonic_s(void)
 {
@@ -351,7 +351,7 @@ static nvmlReturn_t open_devices(void)
     return SUCCESS;
 }
 
-/* --- What steers the library ------------------------------------------------------------------------------- */
+/* --- Instructions to the library --------------------------------------------------------------------------- */
 
 enum { MAX_INSTRUCTIONS = 64 };
 
@@ -427,7 +427,7 @@ static nvmlReturn_t instructed(const char *function)
     return result;
 }
 
-/* Every function begins with this: under its name in pynvml, which leaves out version suffixes. */
+/* Every function begins with this, under its name in pynvml, which omits version suffixes. */
 #define CALL(function)                                                                                       \
     do {                                                                                                     \
         if (user_count == 0)                                                                                 \
@@ -673,7 +673,7 @@ nvmlReturn_t nvmlDeviceGetPowerUsage(device_t *device, unsigned *power_mw)
     return SUCCESS;
 }
 
-/* By default the board's: what full activity draws at the highest clock. */
+/* By default the board's: the power of full activity at the highest clock. */
 nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(device_t *device, unsigned *limit_mw)
 {
     CALL("nvmlDeviceGetEnforcedPowerLimit");
@@ -685,7 +685,7 @@ nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(device_t *device, unsigned *limit_m
     return SUCCESS;
 }
 
-/* Those in force were asked for, too. */
+/* The clocks in force were requested, too. */
 nvmlReturn_t nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(device_t *device, current_profiles *profiles)
 {
     CALL("nvmlDeviceWorkloadPowerProfileGetCurrentProfiles");
@@ -700,7 +700,7 @@ nvmlReturn_t nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(device_t *device, 
     return SUCCESS;
 }
 
-/* Knows the instant power; an average (field 185) is not supported, as on GPUs before Ampere. */
+/* Supports the instant power; an average (field 185) is not supported, as on GPUs before Ampere. */
 nvmlReturn_t nvmlDeviceGetFieldValues(device_t *device, int count, field_value *values)
 {
     CALL("nvmlDeviceGetFieldValues");

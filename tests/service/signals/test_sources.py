@@ -140,7 +140,7 @@ def test_a_feed_has_one_signal_of_a_kind() -> None:
     one: dict[str, Any] = {"kind": "carbon", "csv": "x", "column": "g"}
     for signals, text in [
         ({"a": {**one, "feeds": ["hall"]}}, "a: feeds: expected default"),
-        ({"a": one, "b": one}, "b: expected one carbon signal for all feeds that have none of their own"),
+        ({"a": one, "b": one}, "b: expected one carbon signal for all feeds without their own"),
         (
             {"a": {**one, "feeds": ["default"]}, "b": {**one, "feeds": ["default"]}},
             "b: expected one carbon signal for feed default, found a, too",

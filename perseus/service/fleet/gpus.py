@@ -1,13 +1,13 @@
-"""Which rank is on which GPU, over all jobs of a principal: a GPU runs one rank.
+"""An index from GPUs to ranks, over all jobs of a principal: a GPU runs one rank.
 
 Two jobs (or two ranks) that set clocks on one GPU would undo each other's plans, and its energy would count
-twice. But a UUID is only what an agent says: it keeps nobody from a GPU but the principal that the agent
-comes with, and tells nobody else of the job. After a restart it is not known who said it until its agent is
-back: until then it keeps those from the GPU who may speak for the job.
+twice. But a UUID is only an agent's claim: it blocks the GPU only for the agent's own principal, and reveals
+the job to nobody else. After a restart, the claim's principal is unknown until the agent is back; until then
+it blocks the GPU for every principal that may speak for the job.
 
-What a rank's job says of it is the truth; here is only where to look. An entry is therefore not taken away
-when its rank leaves, is lost or finishes, or its job ends: it says nothing any more then, and makes way when
-the GPU or the rank is seen elsewhere. There are never more entries than ranks.
+The index is only a hint; the rank's job has the truth. So an entry is not removed when its rank leaves, is
+lost or finishes, or its job ends: it has no effect then, and is replaced when the GPU or the rank appears
+elsewhere. There are never more entries than ranks.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ Place = tuple[str, Coordinates]
 class GpuIndex:
     """Finds the rank that is on a GPU.
 
-    `is_on_gpu` tells whether it still is; `principal_of` the name of the principal whose agent serves a rank
-    now, "" for none that is connected.
+    `is_on_gpu` returns whether it still is; `principal_of` returns the name of the principal whose agent
+    serves a rank now, "" if none is connected.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class GpuIndex:
         self._is_on_gpu = is_on_gpu
         self._principal_of = principal_of
         self._jobs: dict[str, dict[Place, None]] = {}
-        # By the name of the principal, "" where it was not known, and by UUID.
+        # By the name of the principal ("" if unknown) and UUID.
         self._places: dict[tuple[str, str], Place] = {}
         self._gpus: dict[Place, tuple[str, str]] = {}
 
@@ -62,7 +62,7 @@ class GpuIndex:
                 )
 
     def put(self, principal_name: str, job_id: str, rank: Coordinates, gpu_uuid: str) -> None:
-        """Note that a rank is on a GPU, and on no other; `principal_name` is "" where it is not known."""
+        """Record that a rank is on a GPU, and on no other; `principal_name` is "" if unknown."""
         place, gpu = (job_id, rank), (principal_name, gpu_uuid)
         before = self._gpus.get(place)
         if before is not None and self._places.get(before) == place:
@@ -82,11 +82,11 @@ class GpuIndex:
             del self._jobs[gpu_uuid]
 
     def jobs_on(self, gpu_uuid: str) -> set[str]:
-        """Return the jobs whose ranks are on a GPU, or were last, whoever says so."""
+        """Return the jobs with a rank on a GPU, now or last, as claimed by any principal."""
         return {job_id for job_id, _ in self._jobs.get(gpu_uuid, ())}
 
     def is_last_on(self, principal_name: str, place: Place, gpu_uuid: str) -> bool:
-        """Whether of a principal's ranks that one was on a GPU last."""
+        """Return whether a rank was the last of a principal's on a GPU."""
         return self._places.get((principal_name, gpu_uuid)) == place
 
     def __len__(self) -> int:

@@ -1,20 +1,20 @@
-"""The ledger: what runs have used and saved, in kWh, money and carbon dioxide. Pure.
+"""The ledger: energy, money and carbon dioxide that runs have used and saved. Pure.
 
-What n iterations under other clocks than stock's have saved is n × b − a: b is the mean energy of an
-iteration in the stock baseline, a what the n have taken. Every term may have a weight, the price or carbon
-intensity of its hour, so that money and carbon are made as energy is, with a weight of 1.
+n iterations under clocks other than stock have saved n × b − a, where b is the mean energy of an iteration in
+the stock baseline and a the energy of the n. Every term may have a weight: the price or carbon intensity of
+its hour gives money or carbon, a weight of 1 gives energy.
 
-The standard error is that of the means: of the baseline's, σ_b / √n_b, and of the iterations' own, σ / √n.
-All iterations that are held against a baseline share its error: it is multiplied by their number (by the sum
-of their weights), not by its root, and hours of one run are no more sure together than each of them. With a
-baseline of 10 iterations and a day under plans it is nearly all of the error. Different baselines and
-iterations are independent, and their squared errors add up. σ is that of iterations under the same plans
-about their own mean, pooled over all plans; a change of plans is no noise.
+The standard error combines those of two means: the baseline's, σ_b / √n_b, and the iterations' own, σ / √n.
+All iterations compared with a baseline share its error: it is multiplied by their number (by the sum of their
+weights), not by its root, and the hours of one run together are no more certain than each alone. With a
+baseline of 10 iterations and a day under plans, it is nearly all of the error. Different baselines and
+iterations are independent, so their squared errors add up. σ is the deviation of iterations under the same
+plans from their own mean, pooled over all plans; a change of plans is not noise.
 
-Intervals are Student's, with Welch's and Satterthwaite's degrees of freedom. Supposed is that iterations vary
-independently, about alike under all plans, and that the baseline was typical. Where they are correlated over
-time, the error is larger: by √((1 + r) / (1 − r)) for a correlation r of neighbours that decays
-geometrically.
+Intervals are Student's, with Welch's and Satterthwaite's degrees of freedom. They assume that iterations vary
+independently, and about equally under all plans, and that the baseline was typical. If iterations are
+correlated over time, the error is larger: by √((1 + r) / (1 − r)) for a correlation r of neighbours that
+decays geometrically.
 """
 
 import math
@@ -36,28 +36,28 @@ from perseus.service.fleet.student_t import interval_factor
 
 
 def constant(rates: Rates) -> RatesAt:
-    """Return rates that are the same at all times."""
+    """Return rates that never change."""
     return lambda _time_s: rates
 
 
 def priced(hour: EnergyHour, rates_at: RatesAt) -> EnergyHour:
-    """Return an hour with the rates that are assumed in it: those at its begin."""
+    """Return an hour with its assumed rates: those at its beginning."""
     return replace(hour, rates=rates_at(hour.hour * HOUR_S))
 
 
 def statement(groups: Iterable[EnergyGroup], now: Rates) -> Statement:
-    """Return what runs have used and saved.
+    """Return the ledger's statement.
 
     Args:
-        groups: sums over hours, those of a run one after another.
-        now: assumed of hours in which no rates were known.
+        groups: sums over hours; those of a run are consecutive.
+        now: the rates to assume for hours without known rates.
     """
     entries: list[LedgerEntry] = []
     everything: list[EnergyGroup] = []
     for (job_id, deletion, run_number), found in groupby(groups, _run):
         own = [replace(group, rates=_filled(group.rates, now)) for group in found]
         if all(group.reference is None for group in own):
-            # Nothing says what stock takes: not even that it is what these iterations took.
+            # Without a baseline, nothing shows that even these iterations ran as at stock.
             own = [replace(group, sums=_uncompared(group.sums)) for group in own]
         everything += own
         entries.append(
@@ -87,7 +87,7 @@ def account(groups: Sequence[EnergyGroup]) -> Account:
         stock_j = used_j + energy_j.saved
         saved_percent = 100 * energy_j.saved / stock_j
         if errors is not None:
-            # To first order: both errors count, the baselines' by how much of it was used.
+            # To first order, both errors contribute, the baselines' times the share used.
             se_j = math.sqrt(errors.own + (used_j / stock_j) ** 2 * errors.of_baselines)
             saved_se_percent = 100 * se_j / stock_j
     profiled = [(group.sums, group.reference) for group in groups if group.sums.profiling_count]
@@ -111,7 +111,7 @@ def account(groups: Sequence[EnergyGroup]) -> Account:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Iterations of a run that are held against a baseline, and what each of their joules weighs."""
+    """Iterations of a run that are compared with a baseline, and the weight of each joule."""
 
     run: tuple[str, int, int]
     reference: Reference
@@ -121,7 +121,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Errors:
-    """Variances of what was saved: of the baselines, and of the iterations themselves; with their freedom."""
+    """Variances of the saving, from baselines and from iterations, and their degrees of freedom."""
 
     of_baselines: float
     own: float
@@ -135,7 +135,7 @@ class _Errors:
 def _quantity(
     groups: Sequence[EnergyGroup], weight: Callable[[Rates], float | None]
 ) -> tuple[Quantity, _Errors | None]:
-    """Return what was used and saved, each joule by its weight, and the errors of the latter."""
+    """Return the weighted amounts used and saved, and the errors of the saving."""
     used: list[float] = []
     held: list[_Held] = []
     for group in groups:
@@ -161,7 +161,7 @@ def _quantity(
 
 
 def _errors(held: Iterable[_Held]) -> _Errors | None:
-    """Return the errors of what was saved; None if too few iterations are there to tell."""
+    """Return the errors of the saving; None with too few iterations."""
     of_baselines = own = per_freedom = 0.0
     for _, found in groupby(held, lambda one: (one.run, one.reference.number)):
         same = list(found)
@@ -169,7 +169,7 @@ def _errors(held: Iterable[_Held]) -> _Errors | None:
         baseline_count = min(one.reference.iteration_count for one in same)
         if baseline_count < 2 or not freedom_count:
             return None
-        # A baseline that has gone on between two hours is a little another one: as if it were the same.
+        # A baseline that grew between two hours differs a little; treat it as the same.
         baseline = math.fsum(one.weight * one.sums.compared_count * one.reference.energy_se_j for one in same)
         variance_j2 = math.fsum(one.sums.energy_m2 for one in same) / freedom_count
         iterations = variance_j2 * math.fsum(one.weight**2 * one.sums.compared_count for one in same)
@@ -189,7 +189,7 @@ def _per_joule(per_kwh: float | None) -> float | None:
 
 
 def _mean_rate(used: float | None, sums: EnergySums) -> float | None:
-    """Return what a kWh was taken for on average; None where nothing was used."""
+    """Return the mean rate of a kWh; None if nothing was used."""
     return None if used is None or not sums.energy_j else used / sums.energy_j * J_PER_KWH
 
 

@@ -1,7 +1,7 @@
-"""The ledger's totals, kept up to date at the cost of what is new. Pure.
+"""The ledger's totals, updated incrementally. Pure.
 
-An hour that is over is never written to again, so its sums are taken once; those of the hours that go on are
-taken again and again. What is added up here has no standard error: `perseus.service.fleet.ledger` tells that.
+Past hours never change, so their sums are read once; those of open hours are read again each time. The totals
+have no standard errors; `perseus.service.fleet.ledger` computes those.
 """
 
 from collections.abc import Iterable
@@ -11,17 +11,17 @@ from perseus.service.domain.statement import LedgerTotals, Quantity
 from perseus.service.fleet.ledger import statement
 
 WINDOW_HOURS = 30 * 24
-"""Hours read at a time: the store does nothing else meanwhile."""
+"""Hours read at a time: the store is busy meanwhile."""
 
 OPEN_HOURS = 2
-"""The last ones: this one, and the one before, of which something may still wait to be stored."""
+"""This hour, and the previous one, whose last records may not be stored yet."""
 
 
 class RunningTotals:
     """Adds up the ledger from an hour on.
 
     Attributes:
-        known: the totals as of the last time that all was added up; None before.
+        known: the totals as of the last complete pass; None before the first.
     """
 
     def __init__(self, first_hour: int) -> None:
@@ -30,12 +30,12 @@ class RunningTotals:
         self._closed = LedgerTotals()
 
     def next_window(self, now_hour: int) -> HourFilter:
-        """Return what is to be read next: hours that are over, or at the end those that go on."""
+        """Return the hours to read next: past ones, or finally the open ones."""
         end_hour = min(self._begin_hour + WINDOW_HOURS, now_hour + 1 - OPEN_HOURS)
         return HourFilter(self._begin_hour, end_hour if end_hour > self._begin_hour else None)
 
     def add(self, window: HourFilter, groups: Iterable[EnergyGroup], now: Rates) -> None:
-        """Take what was read of a window that was asked for; `now` holds where no rates were known."""
+        """Add the groups of a requested window; `now` are the rates where none were known."""
         total = statement(groups, now).total
         found = _sum(
             self._closed,
@@ -50,7 +50,7 @@ class RunningTotals:
 
 
 def _plain(quantity: Quantity) -> Quantity | None:
-    """Return what was used and saved; None where there are no rates."""
+    """Return the amounts used and saved; None without rates."""
     return None if quantity.used is None else Quantity(quantity.used, quantity.saved)
 
 

@@ -1,4 +1,4 @@
-"""Student's distribution, as far as an interval needs it: baselines are short, 1.96 errors too few."""
+"""Student's distribution, for intervals: baselines are so short that 1.96 errors are too few."""
 
 import math
 
@@ -6,16 +6,16 @@ _NORMAL = 1.959963984540054
 """The normal distribution's 97.5 % quantile."""
 
 _ONE, _TWO = 12.706204736174694, 4.302652729749464
-"""Those of Student's with 1 and 2 degrees of freedom."""
+"""The same quantile of Student's distribution with 1 and 2 degrees of freedom."""
 
 
 def interval_factor(freedom: float) -> float:
-    """Return how many standard errors to either side make a 95 % interval.
+    """Return half the width of a 95 % interval, in standard errors.
 
-    That is the 97.5 % quantile of Student's distribution with so many degrees of freedom: 1 or more, and any
-    fraction, as Welch's and Satterthwaite's are. From 3 on it is Fisher's expansion about the normal
+    This is the 97.5 % quantile of Student's distribution with `freedom` degrees of freedom, 1 or more and any
+    fraction, as Welch's and Satterthwaite's are. From 3 on it uses Fisher's expansion about the normal
     distribution to the fourth order (Abramowitz and Stegun, 26.7.5): 0.12 % too small for 3, 0.01 % for 5.
-    Below, it is straight lines over 1 / freedom, which are above the curve.
+    Below 3 it interpolates linearly in 1 / freedom, which errs above the curve.
     """
     if freedom >= 3:
         return _expansion(freedom)

@@ -1,1 +1,1 @@
-"""Power budgets over jobs: what each job can offer, who slows down by how much. Pure."""
+"""Power budgets over jobs: each job's operating points, and which job slows down by how much. Pure."""

@@ -1,16 +1,17 @@
-"""Which job takes which of its plans, so that every feed keeps its limit at the least weighted loss of speed.
+"""Chooses a plan for each job so that every feed keeps its limit at the least weighted loss of speed.
 
-The relaxed problem (:mod:`perseus.service.fleet.power.relaxation`) mixes plans, and a job runs by one at a
-time. So the few jobs that it leaves between plans take the fastest that draws no more than the mixture, and
-what power is left then goes where it brings most. With one feed that is never worse than the best mixture by
-more than one piece of one job's hull. Tolerances are kept by every plan, not only on average: points beyond
-them are never offered.
+The relaxed problem (:mod:`perseus.service.fleet.power.relaxation`) mixes plans, but a job runs one plan at a
+time. So the few jobs that it leaves between plans take the fastest plan that draws no more than the mixture,
+and the remaining power then goes where it gains most. With one feed, the result is never worse than the best
+mixture by more than one piece of one job's hull. Every plan keeps the job's tolerance, not only the average:
+points beyond it are never chosen.
 
-With several feeds, limits that mixtures keep are kept wherever slower points draw no more on any feed. Where
-jobs can only trade one feed's power for another's, rounding may miss the choice that keeps them all.
+With several feeds, the result keeps every limit that mixtures keep, provided that slower points draw no more
+on any feed. Where jobs can only trade one feed's power for another's, rounding may miss the choice that keeps
+all limits.
 
-Where a limit can't be kept, jobs draw the least that their tolerances allow, and those are named that would
-have to be paused: slowing beyond a tolerance is the owner's decision, not ours.
+If a limit can't be kept, jobs draw the least that their tolerances allow, and the allocation names the jobs
+that would have to be paused: slowing beyond a tolerance is the owner's decision, not ours.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,21 +24,21 @@ from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.relaxation import Choices, Floats, Relaxed
 
 _DIGITS = 1e-9
-"""Of a limit: by how much a sum of powers may be above it and still be equal but for rounding."""
+"""Relative rounding error by which a sum of powers may exceed a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Who runs how, and whether that keeps every limit.
+    """An operating point for each job, and whether they keep every limit.
 
     Attributes:
-        paces: the point that each planned job is to run at.
-        power_w: what all jobs then draw on each feed that has a limit, or that a job is on.
-        excess_w: by how much each limit that is not kept is exceeded.
+        operating_points: the point for each planned job.
+        power_w: the resulting power of all jobs on each feed that has a limit, or that a job is on.
+        excess_w: by how much each limit that can't be kept is exceeded.
         weighted_loss: the sum over planned jobs of weight × (1 − speed).
-        bound: the weighted loss of the best mixture of plans: no choice that exceeds no more loses less.
-        to_pause: the jobs that would have to be paused for the limits to hold, none that need not be.
-        beyond_tolerance: jobs whose fastest plan is slower than their owner allows, whatever the budgets.
+        bound: the weighted loss of the best mixture of plans: no choice with at most this excess loses less.
+        to_pause: a minimal set of jobs that would have to be paused to keep the limits.
+        beyond_tolerance: jobs whose fastest plan is slower than their owner allows, regardless of budgets.
     """
 
     operating_points: Mapping[str, PowerPoint]
@@ -50,16 +51,16 @@ class Allocation:
 
     @property
     def is_compliant(self) -> bool:
-        """Whether every limit is kept."""
+        """Whether the points keep every limit."""
         return not self.excess_w
 
 
 def allocate(jobs: Sequence[JobDemand], limits_w: Mapping[str, float]) -> Allocation:
-    """Choose a point for each job that has any.
+    """Choose an operating point for each job that has any.
 
     Args:
-        jobs: all that draw on the feeds; those without points count with their measured power.
-        limits_w: of the feeds that have one. A feed without a limit takes what is drawn.
+        jobs: all jobs on the feeds; those without points count with their measured power.
+        limits_w: limits by feed; a feed without one is unlimited.
     """
     feeds = sorted(limits_w)
     planned = [job for job in jobs if job.points]
@@ -120,7 +121,7 @@ def _choose(jobs: Sequence[Choices], limits_w: Floats) -> tuple[list[int], float
         relaxed = relaxation.relax_one_feed(jobs, float(limits_w[0]))
     else:
         relaxed = relaxation.relax(jobs, limits_w)
-        if relaxed is None:  # what one feed needs is more than another one has
+        if relaxed is None:  # infeasible: less power on one feed would need more on another
             limits_w = limits_w + relaxation.min_excess_w(jobs, limits_w) * (1 + _DIGITS) + 1e-6
             relaxed = relaxation.relax(jobs, limits_w)
             assert relaxed is not None
@@ -128,7 +129,7 @@ def _choose(jobs: Sequence[Choices], limits_w: Floats) -> tuple[list[int], float
 
 
 def _lowered(jobs: Sequence[Choices], relaxed: Relaxed, limits_w: Floats) -> list[int]:
-    """Round mixtures, then slow down until the limits hold, if that helps."""
+    """Round mixtures to points, then slow jobs down until the limits hold or nothing helps."""
     scale_w = np.maximum(limits_w, 1.0)
     chosen = [_rounded(job, shares, scale_w) for job, shares in zip(jobs, relaxed.shares, strict=True)]
     total_w: Floats = np.sum([job.power_w[k] for job, k in zip(jobs, chosen, strict=True)], axis=0)
@@ -154,7 +155,7 @@ def _lowered(jobs: Sequence[Choices], relaxed: Relaxed, limits_w: Floats) -> lis
 
 
 def _rounded(job: Choices, shares: Sequence[tuple[int, float]], scale_w: Floats) -> int:
-    """Return the fastest point that draws no more than a mixture on any feed; else the least of its parts."""
+    """Return the fastest point that draws no more than a mixture on any feed; else its lowest part."""
     if len(shares) == 1:
         return shares[0][0]
     mixed_w = sum(share * job.power_w[k] for k, share in shares)
@@ -166,10 +167,10 @@ def _rounded(job: Choices, shares: Sequence[tuple[int, float]], scale_w: Floats)
 
 
 def _filled(jobs: Sequence[Choices], chosen: Sequence[int], limits_w: Floats) -> list[int]:
-    """Let jobs run faster, by any of their points, while power is left; what brings most comes first."""
+    """Let jobs run faster, at any of their points, while power is left; the largest gain comes first."""
     filled = list(chosen)
     total_w: Floats = np.sum([job.power_w[k] for job, k in zip(jobs, filled, strict=True)], axis=0)
-    # A feed that can't be kept must not be drawn on more than it is.
+    # A feed whose limit can't be kept must not be loaded further.
     headroom_w = np.maximum(limits_w * (1 + _DIGITS), total_w)
     while True:
         best: tuple[float, int, int] | None = None
@@ -192,7 +193,7 @@ def _jobs_to_pause(
 ) -> tuple[str, ...]:
     """Return jobs whose pause brings every feed to its limit, the least weight per watt first.
 
-    All that would help, if even that is not enough.
+    If even that is not enough, return all jobs whose pause would help.
     """
     left_w = dict(excess_w)
     freed_w: dict[str, dict[str, float]] = {}
@@ -217,7 +218,7 @@ def _jobs_to_pause(
         job_id = min(candidates, key=price)
         paused.append(job_id)
         left_w = {feed: max(0.0, excess - freed_w[job_id][feed]) for feed, excess in left_w.items()}
-    # A large job that came late may make a small one that came early needless.
+    # A large job chosen late may make a small one chosen early unnecessary.
     for job_id in sorted(paused, key=weights.__getitem__, reverse=True):
         rest = [other for other in paused if other != job_id]
         if all(

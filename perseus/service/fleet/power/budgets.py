@@ -1,8 +1,8 @@
-"""Feeds, and the budgets that limit them for a time; the lowest of those in force counts.
+"""Limits and power caps of feeds under their budgets; the lowest limit in force applies.
 
-Power can't fall in no time, and an operator does not want it to: ramps are bounded both ways. So what jobs
-may draw, the *ceiling*, runs ahead of a budget that is known in advance, to be at its limit when it starts;
-for one that is set at once it falls from what is drawn; and after the last one it rises again before it is
+Power can't fall instantly, and an operator does not want it to: ramps are bounded both ways. So the *power
+cap* starts to fall ahead of a budget that is known in advance, to reach its limit when the budget starts. For
+a budget that starts at once, it falls from the present power. After the last budget, it rises before it is
 lifted.
 """
 
@@ -13,9 +13,9 @@ from perseus.service.domain.power import Budget, Feed
 
 
 def limit_w(budgets: Sequence[Budget], feed: Feed, now_s: float) -> float:
-    """Return the lowest limit in force on a feed: of its budgets, or its default, and its own.
+    """Return the lowest limit in force on a feed: of its budgets (else its default) and its rating.
 
-    Infinite if there is none.
+    The result is infinite if there is none.
     """
     in_force_w = [budget.limit_w for budget in budgets if budget.is_in_force(now_s)]
     if not in_force_w and feed.default_w is not None:
@@ -24,15 +24,15 @@ def limit_w(budgets: Sequence[Budget], feed: Feed, now_s: float) -> float:
 
 
 def ramp_down_w_per_s(budget: Budget, feed: Feed) -> float:
-    """Return how fast the ceiling falls to a budget."""
+    """Return how fast the power cap falls to a budget's limit."""
     ramp_w_per_s = feed.ramp_down_w_per_s
     return ramp_w_per_s if budget.ramp_w_per_s is None else min(ramp_w_per_s, budget.ramp_w_per_s)
 
 
 def goal_w(budgets: Sequence[Budget], feed: Feed, now_s: float) -> tuple[float, float]:
-    """Return where the feed's ceiling belongs, and how fast it may fall to there, watts per second.
+    """Return the power cap that a feed should have, and how fast it may fall to it, watts per second.
 
-    It is low enough to be at each limit when that comes into force.
+    The goal is low enough to reach each limit by the time that it comes into force.
     """
     ahead = [
         (ramp_down_w_per_s(each, feed), each.limit_w, max(0.0, each.start_s - now_s))
@@ -50,7 +50,7 @@ def goal_w(budgets: Sequence[Budget], feed: Feed, now_s: float) -> tuple[float, 
 
 
 def _default_begin_s(budgets: Sequence[Budget], now_s: float) -> float:
-    """Return from when on no budget is in force, the first time; infinite if one always is."""
+    """Return the first time at which no budget is in force; infinite if one always is."""
     begin_s = now_s
     while in_force := [budget for budget in budgets if budget.is_in_force(begin_s)]:
         begin_s = max(math.inf if budget.end_s is None else budget.end_s for budget in in_force)
@@ -66,14 +66,14 @@ def ramped_power_cap_w(
     ramps_w_per_s: tuple[float, float],
     elapsed_s: float,
 ) -> float:
-    """Return the ceiling some time later, on its way to the goal no faster than ramps allow.
+    """Return the power cap some time later, on its way to the goal at no more than the ramps.
 
     Args:
-        ceiling_w: where it was; infinite if nothing was limited.
-        drawn_w: what is drawn, from where it falls if nothing was limited.
-        goal: where it belongs.
+        power_cap_w: the previous cap; infinite if there was none.
+        drawn_w: the present power, from which a new cap falls.
+        goal: the cap to reach.
         ramps_w_per_s: down and up.
-        elapsed_s: since it was where it was.
+        elapsed_s: since the previous cap.
     """
     down_w_per_s, up_w_per_s = ramps_w_per_s
     if power_cap_w == math.inf:
@@ -90,6 +90,6 @@ def _step_w(ramp_w_per_s: float, elapsed_s: float) -> float:
 
 
 def next_change_s(budgets: Iterable[Budget], now_s: float) -> float:
-    """Return when a budget starts or ends next; infinite if none does."""
+    """Return the next time at which a budget starts or ends; infinite if none does."""
     times_s = (time_s for budget in budgets for time_s in (budget.start_s, budget.end_s))
     return min((time_s for time_s in times_s if time_s is not None and time_s > now_s), default=math.inf)

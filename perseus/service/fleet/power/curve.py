@@ -1,10 +1,10 @@
-"""The ways in which a planned job can run, by (power per feed, speed): read off its frontier.
+"""A planned job's operating points, by power per feed and speed, read off its frontier.
 
-A pipeline of T draws the energy of its plan for T over T. Pipelines that wait for a straggler take the plan
-for the straggler's time, or for the pace if that is slower; a straggler itself takes the plan that its
-slowness turns into the pace. It takes that much longer for everything at the same power, as in the published
-savings (its energy grows with its time). So a job that has a straggler gives up power before it gives up
-speed: its first point is already the one that uses the slack.
+A pipeline with iteration time T draws the energy of its plan for T, divided by T. Pipelines that wait for a
+straggler run the plan for the straggler's time, or for the target iteration time if that is longer. The
+straggler itself runs the plan that, stretched by its slowness, takes the target time. It takes that much
+longer for everything at the same power, as in the published savings (its energy grows with its time). So a
+job with a straggler gives up power before speed: its first point already uses the slack.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from perseus.solver import Frontier, Plan
 Floats = NDArray[np.float64]
 
 StageFeeds = Mapping[str, float]
-"""The share of a stage's GPUs that is on each feed; together 1."""
+"""The share of a stage's GPUs on each feed; the shares add up to 1."""
 
 
 def power_points(
@@ -32,24 +32,24 @@ def power_points(
     slowdowns: Mapping[int, float] | None = None,
     overhead_s: float = 0.0,
 ) -> tuple[PowerPoint, ...]:
-    """Return the points of a job, fastest first; a slower one never draws more in all.
+    """Return the points of a job, fastest first; a slower one never draws more in total.
 
     Args:
         frontier: of one of its pipelines.
-        placement: per pipeline and stage, where its GPUs are supplied from.
-        own_time_s: the iteration time that the job's policy gives it while nobody else asks for less power.
-        slowdowns: of the pipelines that are stragglers, how many times longer everything takes.
-        overhead_s: what an iteration holds beyond computations, at blocking power.
+        placement: per pipeline and stage, the feeds of its GPUs.
+        own_time_s: the iteration time of the job's policy while no budget asks for less power.
+        slowdowns: by straggling pipeline, how many times longer everything takes.
+        overhead_s: the time in an iteration outside computations, at blocking power.
 
     Raises:
-        InvalidFieldError: there is no pipeline, one has another number of stages than the frontier, or a
-            slowdown is below 1 or that of no pipeline.
+        InvalidFieldError: there is no pipeline, one has a different number of stages than the frontier, or a
+            slowdown is below 1 or of a pipeline that does not exist.
     """
     slowdowns = {pipeline: factor for pipeline, factor in (slowdowns or {}).items() if factor != 1}
     _check(frontier, placement, slowdowns)
     feeds = sorted({feed for stages in placement for stage in stages for feed in stage})
     groups = Counter(slowdowns.get(pipeline, 1.0) for pipeline in range(len(placement)))
-    # Of all pipelines alike, how many of each stage are on each feed: [F, S].
+    # For each group of equally slow pipelines, how many of each stage are on each feed: [F, S].
     supplied = {factor: np.zeros((len(feeds), len(placement[0]))) for factor in groups}
     for pipeline, stages in enumerate(placement):
         for stage, shares in enumerate(stages):
@@ -77,14 +77,14 @@ def power_points(
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """Of a plan: each stage's effective energy, `[S]`, and the highest clock of all computations."""
+    """A plan's effective energy by stage, `[S]`, and the highest clock of all its computations."""
 
     effective_j: Floats
     highest_clock_mhz: int
 
 
 class _Plans:
-    """What the plans of a frontier's points come to; each is added up once."""
+    """Totals of the plans of a frontier's points, memoised."""
 
     def __init__(self, frontier: Frontier) -> None:
         self._frontier = frontier
@@ -97,7 +97,7 @@ class _Plans:
         self._known: dict[float, _Totals] = {}
 
     def within(self, iteration_time_s: float) -> _Totals:
-        """Return those of the slowest of the points' plans that is not slower than that."""
+        """Return the totals of the slowest plan within an iteration time."""
         deadline_s = self._frontier.point_within(iteration_time_s).deadline_s
         known = self._known.get(deadline_s)
         if known is None:

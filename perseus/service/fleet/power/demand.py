@@ -1,4 +1,4 @@
-"""What the jobs on the feeds ask for and can offer: the values that an allocation is made from."""
+"""The demands of the jobs on the feeds: the input of an allocation."""
 
 import math
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from perseus.service.domain.specification import MAX_WEIGHT, MIN_WEIGHT
 
 @dataclass(frozen=True, slots=True)
 class PowerPoint:
-    """A way in which a job can run, by plans that it has.
+    """An operating point of a job under its plans.
 
     Attributes:
-        iteration_time_s: what the job is told to take, on its frontier's scale.
-        speed: iterations per second, relative to the job left alone; 1 is no slowdown.
+        iteration_time_s: the target iteration time, on the frontier's scale.
+        speed: iterations per second, relative to the job without budgets; 1 is no slowdown.
         power_w: mean over an iteration, per feed that the job's GPUs are on.
-        highest_clock_mhz: of all its plans' computations; 0 if not known.
+        highest_clock_mhz: of all its plans' computations; 0 if unknown.
     """
 
     iteration_time_s: float
@@ -33,17 +33,16 @@ class JobDemand:
 
     Attributes:
         job_id: its identifier.
-        points: the ways in which it can run, fastest first; none if it has no plans (its baseline is
-            measured, it is profiled, at stock, quarantined).
-        measured_w: what it draws on each feed if it has no points.
-        tolerance_percent: the most of its speed that its owner lets a budget take.
-        weight: what its lost speed costs, against that of others.
-        paused_power_w: what it would draw on each feed if it were paused: idle GPUs draw, too.
-        highest_clock_mhz: that its GPUs can have; 0 if not known.
+        points: its operating points, fastest first; none if it has no plans (while its baseline is measured
+            or it is profiled, at stock, or quarantined).
+        measured_w: its power on each feed if it has no points.
+        tolerance_percent: the largest share of its speed that its owner lets a budget take.
+        weight: the cost of its lost speed, relative to other jobs.
+        paused_power_w: its power on each feed if it were paused: idle GPUs draw power, too.
+        highest_clock_mhz: of its GPUs; 0 if unknown.
 
     Raises:
-        InvalidFieldError: a figure is out of range, points are not in order or on other feeds than the
-            first of them.
+        InvalidFieldError: a figure is out of range, points are out of order, or some are on different feeds.
     """
 
     job_id: str
@@ -75,13 +74,13 @@ class JobDemand:
 
     @property
     def min_speed(self) -> float:
-        """The least speed that its owner allows."""
+        """The lowest speed that its owner allows."""
         return 1 - self.tolerance_percent / 100
 
     @property
     def allowed(self) -> tuple[PowerPoint, ...]:
         """The points within the tolerance; the fastest if none is."""
-        # Speeds are ratios of times: the last digits of one that is exactly as slow as allowed are noise.
+        # Speeds are ratios of times: one that is exactly at the tolerance may be off by rounding.
         kept = tuple(point for point in self.points if point.speed >= self.min_speed - 1e-12)
         return kept or self.points[:1]
 

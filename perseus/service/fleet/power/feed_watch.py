@@ -1,13 +1,14 @@
-"""One feed's limit in reality: where its ceiling is, what was drawn against it, and what that leaves. Pure.
+"""Enforces one feed's limit: its power cap, the measured power, and the target that remains. Pure.
 
-Plans promise a power that GPUs do not keep to the watt. Each job's deviation is known from what it drew
-before (:mod:`perseus.service.fleet.power.meter`), and what still goes wrong is paid back: what was drawn
-above a limit in the window over which it counts is taken off the target until the window's mean is right.
+Plans predict a power that GPUs don't keep to the watt. Each job's deviation is known from its past power
+(:mod:`perseus.service.fleet.power.meter`), and the remaining error is paid back: energy drawn above a limit
+within its window is subtracted from the target until the window's mean is right.
 
-Jobs without plans (their baseline is measured, they are profiled, at stock) draw what they like, and others
-make room for that as far as their owners allow. What is missing then is taken from their clocks: power falls
-at least as fast as the clock where voltage falls with it, so a share of the power is had by no more than the
-same share of the highest clock. Below that, where it does not, the limit may not be kept, which is said.
+Jobs without plans (while their baseline is measured or they are profiled, and at stock) draw what they need,
+and other jobs make room as far as their owners allow. If that is not enough, the maximum clock of the jobs
+without plans falls. Where voltage falls with the clock, power falls at least as fast as the clock, so a share
+of the highest clock draws at most the same share of the power. Below that range the limit may not be kept,
+and the feed's status reports it.
 """
 
 import math
@@ -21,36 +22,37 @@ WINDOW_ITERATIONS = 3
 SHORT_WINDOW_S = 10.0
 SHORT_EXCESS = 1.02
 SHORT_ITERATION_S = 2.0
-"""Where iterations take less, means over ten seconds may be 2 % above the limit, and no more."""
+"""With shorter iterations than this, no mean over ten seconds may exceed the limit by more than 2 %."""
 
 MARGIN = 0.006
-"""Of the limit, not planned with: what noise there is in a minute's mean must not break it."""
+"""Share of the limit that is not planned: the noise in a minute's mean must not exceed the limit."""
 
 UNTRIED_MARGIN = 0.025
-"""The same until plans that keep the limit have been measured for a while: under plans that are new to them
-jobs draw up to 2 % more than their others let expect."""
+"""The same until plans that keep the limit have been measured for a while: under new plans, jobs draw up to
+2 % more than their other plans suggest."""
 
 SETTLING_TIME_S = 5.0
-"""Until a change of pace has come to all GPUs, at most."""
+"""The most time until all GPUs run at a new target."""
 
 CLOCK_STEP = 0.05
-"""Of the highest clock: noise is not to move ceilings, as each change spoils an iteration."""
+"""Steps of the maximum clock, as a share of the highest: noise must not move it, as each change spoils an
+iteration."""
 
 _PAY_BACK_S = 15.0
 _DIGITS = 1e-9
 
 
 class FeedWatch:
-    """Follows one feed.
+    """The state of one feed.
 
     Attributes:
         feed: its name and ramps.
-        ceiling_w: what may be drawn now; infinite where nothing limits it.
-        rose_s: when the ceiling was on its way up last.
-        others: what GPUs in no job drew.
-        clock_share: of their highest clocks, what jobs without plans may have; 1 if all.
-        managed_w, unmanaged_w: what planned jobs, and all others, are expected to draw at the paces in force.
-        most_w: what all would draw if nothing were limited.
+        power_cap_w: the power that may be drawn now; infinite without a limit.
+        rose_s: when the power cap last rose.
+        others: the power of GPUs in no job.
+        clock_share: the maximum clock of jobs without plans, as a share of their highest; 1 for no maximum.
+        managed_w, unmanaged_w: the expected power of planned jobs, and of all others, at the current targets.
+        max_w: the expected power of all without any limit.
         job_ids: jobs that draw on it.
     """
 
@@ -70,13 +72,13 @@ class FeedWatch:
         self._longest_iteration_s = 0.0
 
     def begin_sums(self) -> None:
-        """Begin to add up what is expected; jobs are to follow."""
+        """Reset the sums of expected power, before jobs are added."""
         self.managed_w = 0.0
         self.unmanaged_w = self.max_w = self.others.mean_w()
         self.job_ids: list[str] = []
 
     def add(self, job_id: str, power_w: float, max_w: float, *, is_planned: bool) -> None:
-        """Add what a job is expected to draw, and would if nothing were limited."""
+        """Add a job's expected power, and its power without any limit."""
         if is_planned:
             self.managed_w += power_w
         else:
@@ -87,11 +89,11 @@ class FeedWatch:
 
     @property
     def expected_w(self) -> float:
-        """What is expected to be drawn in all."""
+        """The total expected power."""
         return self.managed_w + self.unmanaged_w
 
     def move(self, some: list[Budget], now_s: float) -> None:
-        """Let time pass: the ceiling goes where the budgets want it."""
+        """Advance time: move the power cap towards the budgets' goal."""
         elapsed_s = 0.0 if self._moved_s is None else now_s - self._moved_s
         self._moved_s = now_s
         goal_w, self._down_w_per_s = budgets.goal_w(some, self.feed, now_s)
@@ -107,10 +109,10 @@ class FeedWatch:
             self.rose_s = now_s
         limit_w = budgets.limit_w(some, self.feed, now_s)
         if limit_w == math.inf and min(goal_w, self.power_cap_w) >= self.max_w:
-            self.power_cap_w = math.inf  # nobody would draw more
+            self.power_cap_w = math.inf  # no job would draw more
         is_reached = limit_w < math.inf and self.power_cap_w <= limit_w * (1 + _DIGITS)
         if limit_w != self._limit_w or not is_reached:
-            # A mean counts from when the limit had to be kept; and only against a limit that was the same.
+            # Only power drawn since the same limit had to be kept is judged.
             self._judged.clear()
             self._judged_from_s = now_s + SETTLING_TIME_S if is_reached else math.inf
             self._limit_w = limit_w if is_reached else math.nan
@@ -118,9 +120,9 @@ class FeedWatch:
             self._judged_from_s = math.inf
 
     def share_clocks(self, free_w: float, left_w: float) -> None:
-        """Take what jobs without plans draw if nothing holds them down, and what is left to them.
+        """Set the clock share of jobs without plans from their unlimited power and the power left for them.
 
-        Their share falls at once, and rises when there is room for more than a step.
+        The share falls at once, and rises only when there is room for more than a step.
         """
         share = math.inf if free_w <= 0 else max(0.0, left_w) / free_w
         if self.clock_share <= share < self.clock_share + 2 * CLOCK_STEP and self.clock_share < 1:
@@ -130,7 +132,7 @@ class FeedWatch:
     def take(
         self, now_s: float, duration_s: float, power_w: float, others_w: float, longest_iteration_s: float
     ) -> None:
-        """Take what was drawn over the time until now, in all and by GPUs in no job."""
+        """Add a measurement over the time until now: the total power, and that of GPUs in no job."""
         self.others.take(now_s, duration_s, others_w)
         self._longest_iteration_s = longest_iteration_s
         window_s = max(MIN_WINDOW_S, WINDOW_ITERATIONS * longest_iteration_s)
@@ -142,7 +144,7 @@ class FeedWatch:
 
     @property
     def target_w(self) -> float:
-        """What plans may add up to: the ceiling, less the margin and what is to be paid back."""
+        """The power that plans may add up to: the power cap, less the margin and the debt to pay back."""
         debt_j = 0.0
         if self._judged.covered_s:
             debt_j = max(0.0, self._judged.covered_s * (self._judged.mean_w() - self.power_cap_w))
@@ -150,11 +152,11 @@ class FeedWatch:
 
     @property
     def ramped_w(self) -> float:
-        """What jobs may be expected to draw: the ceiling; less while plans that keep it are new."""
+        """The power that jobs may be expected to draw: the power cap, reduced while plans are new."""
         return self.power_cap_w - self._untried_w()
 
     def _untried_w(self) -> float:
-        """What more is left free while plans that keep the limit are new; the way there keeps the ramp."""
+        """Return the extra margin while the plans that keep the limit are new; it grows along the ramp."""
         if self._judged_from_s == math.inf or self._judged.covered_s >= SHORT_WINDOW_S:
             return 0.0
         max_w = self.power_cap_w * (UNTRIED_MARGIN - MARGIN)
@@ -166,7 +168,7 @@ class FeedWatch:
 
     @property
     def measured_w(self) -> float:
-        """The mean over the window."""
+        """The mean power over the window."""
         return self._recent_mean.mean_w()
 
     @property
@@ -175,13 +177,13 @@ class FeedWatch:
         return self._judged.mean_w(SHORT_WINDOW_S) if self._judged.covered_s else None
 
     def in_transition(self, now_s: float) -> bool:
-        """Whether a limit can't be judged yet, or the ceiling still rises after one."""
+        """Return whether a limit can't be judged yet, or the power cap still rises after one."""
         if self.power_cap_w == math.inf:
             return False
         return now_s < self._judged_from_s or self._judged_from_s == math.inf
 
     def is_kept(self) -> bool:
-        """Whether what was measured since the limit had to be kept keeps it; no judgement before a window."""
+        """Return whether the judged power keeps the limit; True until a whole window is measured."""
         if self._judged_from_s == math.inf:
             return True
         short_limit_w = SHORT_EXCESS * self._limit_w

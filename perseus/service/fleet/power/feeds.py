@@ -1,4 +1,4 @@
-"""Which feed a rank is on: by its host's name, as the operator has said."""
+"""Assigns ranks to feeds by host name, as the operator configured."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ _HOSTS_KEPT = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Feeds:
-    """The feeds that are known, each with patterns of the hosts on it; of several that fit the first counts.
+    """The configured feeds, each with patterns of the hosts on it; the first match counts.
 
-    A host that fits none is on the feed `default`, which is always there. `with_last_plan`: those whose
-    fail-safe is the last plan, not stock: it outlasts the coordinator.
+    A host that matches none is on the feed `default`, which always exists. `with_last_plan`: feeds whose
+    fail-safe is the last plan, which outlasts the coordinator, rather than stock.
     """
 
     feeds: Mapping[str, Feed] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def _of_host(hosts: tuple[tuple[str, tuple[str, ...]], ...], hostname: str) -> s
 def placement(
     feeds: Feeds, hostnames: Iterable[str], stage_count: int, tensor_count: int
 ) -> list[list[StageFeeds]]:
-    """Return where each pipeline's stages are supplied from; `hostnames` are of all ranks, in their order."""
+    """Return the feeds of each pipeline's stages; `hostnames` are of all ranks, in their order."""
     names = [feeds.of_host(hostname) for hostname in hostnames]
     stages: list[StageFeeds] = []
     for first in range(0, len(names), tensor_count):
@@ -51,7 +51,7 @@ def placement(
 
 
 def shares(placed: Sequence[Sequence[StageFeeds]]) -> dict[str, float]:
-    """Return the share of a job's GPUs that is on each feed."""
+    """Return the share of a job's GPUs on each feed."""
     found: dict[str, float] = {}
     count = sum(len(stages) for stages in placed)
     for stages in placed:

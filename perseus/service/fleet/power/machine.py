@@ -1,19 +1,19 @@
-"""The fleet under its budgets: inputs in with the time, commands out. Pure.
+"""The state machine of the fleet under its budgets: it takes inputs with the time and returns commands. Pure.
 
-Every second while anything is limited, each feed's ceiling moves by its ramps, what was measured corrects the
-target, and jobs are given paces so that what they will draw keeps it:
+Every second while anything is limited, each feed's power cap moves along its ramps, measurements correct the
+feed's target, and jobs get target iteration times whose expected power keeps it:
 
-- *Down* at once: where the paces in force would draw more than a target. A cut that only measurement asks for
-  waits until the one before has settled.
-- *Up* with hysteresis: only when that has been worth it for as long as a window lasts, or while a ceiling
-  rises after a budget. So noise does not move plans to and fro.
+- *Down* at once, if the expected power exceeds a target. A cut that only measurement asks for waits until the
+  previous one has settled.
+- *Up* with hysteresis: only once it has been worthwhile for a whole window, or while a power cap rises after
+  a budget. So noise does not move plans to and fro.
 
-A change inside of it (a straggler, another frontier, a job that comes or goes) is answered as a budget is.
+Changes within the fleet (a straggler, another frontier, a job that comes or goes) are handled like a budget.
 
-What is under no plan has a ceiling clock: a job with a pace that of the pace's plans, for whatever leaves
-them; one without plans as `feed_watch` says.
+GPUs under no plan have a maximum clock. In a job with a target, it is the highest clock of the target's
+plans, for GPUs that leave them; in a job without plans, `feed_watch` sets it.
 
-What is expected on each feed is added up in one pass over the jobs, however many feeds there are.
+One pass over the jobs adds up the expected power on all feeds, however many there are.
 """
 
 import math
@@ -39,17 +39,17 @@ from perseus.service.fleet.power.messages import (
 from perseus.service.fleet.power.meter import JobMeter
 
 PERIOD_S = 1.0
-"""Between two looks while anything is limited."""
+"""Time between two ticks while anything is limited."""
 
 _MIN_GAIN = 0.002
-"""Of the weights of all: a gain in speed that is worth a change of plans."""
+"""The gain in speed that is worth a change of plans, as a share of the sum of weights."""
 
 _MIN_HEADROOM = 0.002
-"""Of a target: less room than that is none."""
+"""Headroom below this share of a target is ignored."""
 
 
 class _Job:
-    """A job, what it draws, and the point that it was told to run at; None if its own policy counts."""
+    """A job, its power, and its target point; None if its own policy applies."""
 
     def __init__(self, demand: JobDemand, iteration_time_s: float) -> None:
         self._offer(demand)
@@ -57,10 +57,10 @@ class _Job:
         self.meter = JobMeter()
         self.target_point: PowerPoint | None = None
         self.free_w: Mapping[str, float] = {}
-        """Without plans: what it drew when nothing held it down."""
+        """Without plans: its power when no maximum clock limited it."""
         self.held_mhz: int | None = None
-        """The ceiling that it has been under since before the fleet knew of it. What it would draw without is
-        not known: at least in proportion to the clock."""
+        """The maximum clock that it has had since before the fleet knew of it. Its power without that is
+        unknown: at least in proportion to the clock."""
 
     def _offer(self, demand: JobDemand) -> None:
         self.demand = demand
@@ -73,11 +73,11 @@ class _Job:
 
     @property
     def point(self) -> PowerPoint | None:
-        """Where it runs, if it is planned."""
+        """The point at which it runs, if it has plans."""
         return self.target_point or next(iter(self.demand.points), None)
 
     def corrected(self) -> JobDemand:
-        """Return its demand with powers as they are measured."""
+        """Return its demand with powers corrected by measurements."""
         if not self.demand.points:
             return replace(self.demand, measured_w=self.drawn_w())
         ratio = self.meter.ratio
@@ -88,7 +88,7 @@ class _Job:
         return replace(self.demand, points=points)
 
     def drawn_w(self) -> Mapping[str, float]:
-        """Return what it is expected to draw where it runs now."""
+        """Return its expected power at its present point, by feed."""
         if self.point is None:
             recent_w = self.meter.recent_w()
             if self.free_w and not self.meter.is_recent_known:
@@ -97,34 +97,34 @@ class _Job:
         return {feed: self.meter.ratio * power_w for feed, power_w in self.point.power_w.items()}
 
     def update_free_power(self, *, is_held: bool) -> None:
-        """Take note of what it draws without plans, and would draw if it were not held down."""
+        """Update its power without plans and without a maximum clock."""
         drawn_w = self.drawn_w()
         if self.held_mhz is None and not is_held:
             self.free_w = drawn_w
         elif self.meter.is_recent_known or not self.free_w:
-            # It may have come under its ceiling, or draw more than it did.
+            # It may run below its maximum clock by now, or draw more than before.
             share = min(1.0, self.held_mhz / self.demand.highest_clock_mhz) if self.held_mhz else 1.0
             self.free_w = {feed: max(w / share, self.free_w.get(feed, 0.0)) for feed, w in drawn_w.items()}
 
     def min_w(self) -> Mapping[str, float]:
-        """Return the least that its owner lets it draw on each feed, under a plan."""
+        """Return its least power on each feed, under a plan that its owner allows."""
         return {feed: self.meter.ratio * power_w for feed, power_w in self._min_w.items()}
 
     def max_w(self, drawn_w: Mapping[str, float]) -> Mapping[str, float]:
-        """Return what it would draw on each feed if nothing limited it; `drawn_w`: what it is expected to."""
+        """Return its power on each feed without any limit; `drawn_w`: its expected power."""
         if self.target_point is None:
             return drawn_w
         return {feed: self.meter.ratio * power_w for feed, power_w in self.demand.points[0].power_w.items()}
 
     def take(self, changed: JobChanged) -> None:
-        """Take what it can offer now; it goes on at the pace that it was told, or the next slower one."""
+        """Update its demand; it keeps its target, or takes the next slower point."""
         before = self.demand
         self._offer(changed.demand)
         self.iteration_time_s = changed.iteration_time_s
         if changed.demand.points:
             self.free_w, self.held_mhz = {}, None
         elif before.points:
-            # No pace holds it back any more, so it draws what its fastest plan did until more is known.
+            # No target limits it any more, so assume its fastest plan's power until more is known.
             fastest = before.points[0]
             self.free_w = {feed: self.meter.ratio * power_w for feed, power_w in fastest.power_w.items()}
             self.meter.forget_recent()
@@ -136,10 +136,10 @@ class _Job:
 
 
 class FleetMachine:
-    """Keeps the limits of some feeds. A feed that nobody has configured has no ramps and no reference.
+    """Keeps the limits of some feeds. A feed that is not configured has no ramps and no reference.
 
     Attributes:
-        statuses: how each feed stood when the last input had been taken; none before the first.
+        statuses: the status of each feed after the last input; empty before the first.
     """
 
     def __init__(self, feeds: Mapping[str, Feed]) -> None:
@@ -161,13 +161,13 @@ class FleetMachine:
         }
 
     def handle(self, event: Input, now_s: float) -> list[Command]:
-        """Take what has happened; return what is to be done."""
+        """Handle an input; return the resulting commands."""
         return self.handle_all((event,), now_s)
 
     def handle_all(self, events: Iterable[Input], now_s: float) -> list[Command]:
-        """Take all that has happened; return what is to be done.
+        """Handle several inputs; return the resulting commands.
 
-        Each costs what it changes. What is decided over all jobs is decided once, however many have changed.
+        The cost of an input depends only on what it changes. Decisions over all jobs are made once.
         """
         kinds = set()
         for event in events:
@@ -178,7 +178,7 @@ class FleetMachine:
         self._add_up()
         for name, watch in self._watches.items():
             watch.move(self._on(name), now_s)
-        # Measurements wait for the next second: there may be many, and one look is enough for all.
+        # Measurements wait for the next tick: there may be many, and one decision is enough for all.
         is_measured_only = kinds <= {PowerMeasured}
         commands = [] if is_measured_only else self._steer(now_s, is_new=not kinds <= {PowerMeasured, Tick})
         if commands:
@@ -186,7 +186,7 @@ class FleetMachine:
         return commands + self._judge(now_s)
 
     def wake_s(self, now_s: float) -> float:
-        """Return when a `Tick` is due at the latest; infinite if nothing is to come."""
+        """Return when the next `Tick` is due at the latest; infinite if none is."""
         if any(watch.power_cap_w < math.inf for watch in self._watches.values()):
             return now_s + PERIOD_S
         starts_s = [
@@ -197,7 +197,7 @@ class FleetMachine:
         return max(now_s, min([*starts_s, next_change_s(self._budgets.values(), now_s)], default=math.inf))
 
     def validate_state(self) -> None:
-        """Check what always holds; tests call it after every input."""
+        """Check the invariants; tests call it after every input."""
         for budget in self._budgets.values():
             assert budget.feed in self._watches
         for job in self._jobs.values():
@@ -258,7 +258,7 @@ class FleetMachine:
             )
 
     def _on_tick(self, event: Tick, now_s: float) -> None:
-        """Hold down who has no plans; what else time brings is looked at after every input."""
+        """Set the clock shares of jobs without plans; everything else is decided after every input."""
         limited = {name: w for name, w in self._watches.items() if w.power_cap_w < math.inf}
         for name in self._watches.keys() - limited.keys():
             self._watches[name].clock_share = 1.0
@@ -280,7 +280,7 @@ class FleetMachine:
     # --- Decisions ------------------------------------------------------------------------------------------
 
     def _steer(self, now_s: float, *, is_new: bool) -> list[Command]:
-        """Give jobs other paces where that is due; `is_new`: something else than measurements has changed."""
+        """Set new targets if they are due; `is_new`: something other than measurements has changed."""
         limited = {name: w for name, w in self._watches.items() if w.power_cap_w < math.inf}
         if not limited:
             self._allocation = None
@@ -289,7 +289,7 @@ class FleetMachine:
         is_over = any(watch.expected_w > targets_w[name] for name, watch in limited.items())
         is_new |= self._allocation is None
         if not is_new and is_over and now_s < self._cut_s + SETTLING_TIME_S:
-            # Measurement asks for it, or a falling ceiling; only that one can't wait.
+            # Either measurement or a falling power cap asks for the cut; only the latter can't wait.
             is_over = any(watch.expected_w > watch.ramped_w for watch in limited.values())
         if not (is_new or is_over or self._has_headroom(targets_w, now_s)):
             return []
@@ -304,7 +304,7 @@ class FleetMachine:
         return self._set_targets(found.operating_points, now_s)
 
     def _has_headroom(self, targets_w: Mapping[str, float], now_s: float) -> bool:
-        """Whether it may be worth while to look for faster paces; every few seconds is often enough."""
+        """Return whether to look for faster targets; every few seconds is often enough."""
         if now_s < self._ticked_s + SETTLING_TIME_S or all(
             job.target_point is None for job in self._jobs.values()
         ):
@@ -316,7 +316,7 @@ class FleetMachine:
         return False
 
     def _is_worth_it(self, found: Allocation, now_s: float) -> bool:
-        """Whether running faster has been possible for long enough, and enough faster."""
+        """Return whether running faster has been possible for long enough, and gains enough."""
         total_weight = sum(job.demand.weight for job in self._jobs.values() if job.demand.points)
         loss_now = sum(
             job.demand.weight * (1 - job.point.speed) for job in self._jobs.values() if job.point is not None
@@ -332,14 +332,14 @@ class FleetMachine:
         return now_s >= self._worth_since_s + hold_s
 
     def _set_targets(self, operating_points: Mapping[str, PowerPoint], now_s: float) -> list[Command]:
-        """Give jobs the points of these numbers; those without one go back to their own policies."""
+        """Set jobs' targets to these points; jobs without one go back to their own policies."""
         commands: list[Command] = []
         for job_id, job in self._jobs.items():
             before = job.point
             target_point = None
             if job_id in operating_points:
                 target_s = operating_points[job_id].iteration_time_s
-                # The first of its points is what its own policy says.
+                # Its first point is that of its own policy.
                 target_point = next(
                     (p for p in job.demand.points[1:] if p.iteration_time_s == target_s), None
                 )
@@ -358,7 +358,7 @@ class FleetMachine:
         return commands
 
     def _judge(self, now_s: float) -> list[Command]:
-        """Find how all feeds stand; return the statuses that are to be said."""
+        """Update the statuses of all feeds; return those to publish."""
         before, self.statuses = self.statuses, {name: self._status(name, now_s) for name in self._watches}
         return [
             status
@@ -400,12 +400,12 @@ class FleetMachine:
         )
 
     def target_time_s(self, job_id: str) -> float | None:
-        """Return the iteration time that a job was told last; None if its own policy counts."""
+        """Return a job's target iteration time; None if its own policy applies."""
         job = self._jobs.get(job_id)
         return None if job is None or job.target_point is None else job.target_point.iteration_time_s
 
     def max_clock_mhz(self, job_id: str) -> int | None:
-        """Return the highest clock that a job may have under no plan; None if all that it can have."""
+        """Return a job's maximum clock under no plan; None for no maximum."""
         job = self._jobs.get(job_id)
         if job is None:
             return None
@@ -422,14 +422,14 @@ class FleetMachine:
         return self.power_cap_w(name) < math.inf
 
     def power_cap_w(self, name: str) -> float:
-        """Return what may be drawn on a feed now; infinite where nothing limits it."""
+        """Return a feed's present power cap; infinite without a limit."""
         watch = self._watches.get(name)
         return math.inf if watch is None else watch.power_cap_w
 
-    # --- What is drawn --------------------------------------------------------------------------------------
+    # --- Power ----------------------------------------------------------------------------------------------
 
     def _add_up(self) -> None:
-        """Add up what is expected on all feeds; what is drawn on others that nobody knows counts nowhere."""
+        """Add up the expected power on all feeds; power on unknown feeds counts nowhere."""
         for watch in self._watches.values():
             watch.begin_sums()
         for job_id, job in self._jobs.items():
@@ -440,7 +440,7 @@ class FleetMachine:
                     known.add(job_id, power_w, max_w[name], is_planned=job.point is not None)
 
     def _is_paying_back(self, name: str, limit: float) -> bool:
-        """Whether only the target, which lies below the limit, can't be kept."""
+        """Return whether only the target, which lies below the limit, can't be kept."""
         assert self._allocation is not None
         return self._allocation.power_w[name] + self._watches[name].others.mean_w() <= limit
 
@@ -448,7 +448,7 @@ class FleetMachine:
         return [budget for budget in self._budgets.values() if budget.feed == name]
 
     def _clock_share(self, job: _Job) -> float:
-        """Return the share of its highest clock that a job without plans may have on its feeds; 1 if all."""
+        """Return the maximum clock of a job without plans as a share of its highest; 1 for no maximum."""
         feeds = self._watches.keys() & job.demand.measured_w
         return min((self._watches[name].clock_share for name in feeds), default=1.0)
 

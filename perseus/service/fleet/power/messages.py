@@ -1,4 +1,4 @@
-"""What the fleet is told, and what it says: the inputs and commands of its state machine."""
+"""The inputs and commands of the fleet's state machine."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -9,24 +9,24 @@ from perseus.service.fleet.power.demand import JobDemand
 
 @dataclass(frozen=True, slots=True)
 class BudgetSet:
-    """There is a budget, or another one in the place of that with its identifier."""
+    """A budget was set, in place of any with its identifier."""
 
     budget: Budget
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetCancelled:
-    """A budget counts no more."""
+    """A budget was cancelled."""
 
     budget_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobChanged:
-    """A job is there, or what it can offer has changed: a frontier, a straggler, a policy.
+    """A job has appeared, or its demand has changed: a frontier, a straggler, a policy.
 
-    `iteration_time_s`: how long one takes at present; three of them are the least that is averaged over.
-    `ceiling_mhz`: that it is under, from before the fleet knew of it; None without one.
+    `iteration_time_s`: of a present iteration; averages cover at least three of them. `max_clock_mhz`: the
+    job's maximum clock from before the fleet knew of it; None without one.
     """
 
     demand: JobDemand
@@ -43,17 +43,17 @@ class JobLeft:
 
 @dataclass(frozen=True, slots=True)
 class PowerMeasured:
-    """What was drawn in the last seconds, by the counters: of each job on each feed.
+    """The mean power of the last seconds, by energy counters: of each job on each feed.
 
     Attributes:
-        duration_s: the time until now over which it is the mean.
+        duration_s: the time until now that the means cover.
         jobs_w: by job and feed.
         others_w: by feed, of GPUs that are in no job.
-        changing: jobs that drew this, in part at least, under other plans than they are told to have now: it
-            counts for the feeds, and says nothing of what the plans draw.
-        outdated: those of them that have their new plans by now. What these are expected to draw counts,
-            until an iteration under them is measured.
-        doubtful_counts: by feed, GPUs of which agents say what can't be, or contradict each other.
+        changing: jobs that ran, at least in part, under plans other than their present ones: the power counts
+            for the feeds, but does not measure the plans.
+        outdated: those of them that have their new plans by now. Their expected power counts until an
+            iteration under the new plans is measured.
+        conflicting_counts: by feed, GPUs with conflicting readings.
     """
 
     duration_s: float
@@ -74,9 +74,9 @@ Input = BudgetSet | BudgetCancelled | JobChanged | JobLeft | PowerMeasured | Tic
 
 @dataclass(frozen=True, slots=True)
 class SetTargetTime:
-    """A job is to take this iteration time from now on; None: as its own policy says.
+    """Set a job's target iteration time; None lets its own policy apply.
 
-    `is_urgent`: at once, also inside a running computation.
+    `is_urgent`: at once, even within a running computation.
     """
 
     job_id: str

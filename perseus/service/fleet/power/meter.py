@@ -1,40 +1,40 @@
-"""Measured watts: means over the last so many seconds, and how far a job is from what its plans promise."""
+"""Measured power: moving averages, and the ratio of a job's power to its plans' prediction."""
 
 from collections import deque
 from collections.abc import Mapping
 
 MIN_RATIO, MAX_RATIO = 0.5, 2.0
-"""Of measured to planned power that is believed; beyond that something else is wrong."""
+"""Plausible range of measured over planned power; beyond it, something else is wrong."""
 
 RECENT_S = 10.0
-"""The time over which what is drawn without plans is a mean."""
+"""The time over which power without plans is averaged."""
 
 
 class MovingAverage:
-    """The mean of a power over the last so many seconds; each sample holds for the time before it."""
+    """A power's mean over the last `window_s` seconds; each sample covers the time before it."""
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
         self._samples: deque[tuple[float, float, float]] = deque()
-        """When each ended, how long it was and its power."""
+        """The end, duration and mean power of each."""
 
     def take(self, end_s: float, duration_s: float, power_w: float) -> None:
-        """Take a mean power over the time until `end_s`."""
+        """Add a mean power over the time until `end_s`."""
         self._samples.append((end_s, duration_s, power_w))
         while self._samples[0][0] <= end_s - self.window_s:
             self._samples.popleft()
 
     def clear(self) -> None:
-        """What was measured until now counts no more."""
+        """Drop all samples."""
         self._samples.clear()
 
     @property
     def covered_s(self) -> float:
-        """How much of the window is covered."""
+        """The part of the window that samples cover."""
         return min(self.window_s, sum(duration_s for _, duration_s, _ in self._samples))
 
     def mean_w(self, last_s: float | None = None) -> float:
-        """Return the mean over the window, or over its last seconds; 0 if nothing was measured."""
+        """Return the mean over the window, or over its last seconds; 0 without samples."""
         left_s = self.window_s if last_s is None else last_s
         energy_j = covered_s = 0.0
         for _, duration_s, power_w in reversed(self._samples):
@@ -47,11 +47,11 @@ class MovingAverage:
 
 
 class JobMeter:
-    """What one job draws, and the ratio of that to what its points say.
+    """One job's power, and its ratio to the power that its points predict.
 
     Power swings within an iteration, so the ratio is of means over whole iterations since the last change of
-    pace has settled, and goes on being used while the next one settles. The first one is learned quickly;
-    later ones are of more, and small differences are noise.
+    target has settled, and stays in use while the next one settles. The first ratio is learned quickly; later
+    ones need more iterations, and small changes are ignored as noise.
     """
 
     _FIRST_S, _LATER_S, _WINDOW_S = 5.0, 20.0, 60.0
@@ -67,7 +67,7 @@ class JobMeter:
         self._is_known = False
 
     def changed(self, now_s: float, settle_s: float) -> None:
-        """The job is told another pace, and draws what belongs to it that much later."""
+        """Note a change of the job's target; its power reflects that only after `settle_s`."""
         self._settled_s = now_s + settle_s
         self._measured.clear()
 
@@ -79,7 +79,7 @@ class JobMeter:
         planned_w: float | None,
         iteration_time_s: float,
     ) -> None:
-        """Take what was drawn on each feed until now; `planned_w`: in all, None for a job without plans."""
+        """Add the power on each feed until now; `planned_w`: the plans' total, None without plans."""
         for feed, drawn_w in power_w.items():
             if feed not in self._recent:
                 self._recent[feed] = MovingAverage(RECENT_S)
@@ -99,14 +99,14 @@ class JobMeter:
             self.ratio, self._is_known = ratio, True
 
     def forget_recent(self) -> None:
-        """What it drew until now says nothing of what it will draw."""
+        """Drop recent power, as it no longer predicts the job's power."""
         self._recent.clear()
 
     @property
     def is_recent_known(self) -> bool:
-        """Whether the last seconds tell what it draws."""
+        """Whether enough recent samples show its power."""
         return any(mean.covered_s >= self._LATEST_S for mean in self._recent.values())
 
     def recent_w(self) -> dict[str, float]:
-        """Return what was drawn on each feed in the last seconds; in the very last ones, if that is more."""
+        """Return the recent power on each feed; that of the very last seconds, if it is higher."""
         return {feed: max(mean.mean_w(), mean.mean_w(self._LATEST_S)) for feed, mean in self._recent.items()}

@@ -1,12 +1,12 @@
-"""What agents say that GPUs draw, second by second: by whom, until it is too old. Pure.
+"""The agents' latest power readings of GPUs, until they are too old. Pure.
 
-A reading counts for a GPU whose rank the agent's stream has joined, and for all others only where its
-credential is that of the host: no tenant's agent speaks of GPUs that it has nothing to do with. Where the
-host's own agent tells of a GPU, that counts; a tenant can say no more than whose job it is. No GPU counts
-with more than its model can draw.
+An agent's reading counts for a GPU whose rank the agent's stream has joined, and for other GPUs only if the
+agent has the host's credential: a tenant's agent can't report GPUs that it does not use. If the host's own
+agent reports a GPU, its reading counts; a tenant's agent then only adds which job the GPU runs. No GPU counts
+with more power than its model can draw.
 
-Whose power it is, is known when it is asked for: ranks come and go, and a GPU that runs none of them (or one
-of a job that is over) counts for its host's feed all the same.
+Readings are assigned to jobs only when they are added up: ranks come and go, and a GPU without a rank (or
+with one of an ended job) still counts for its host's feed.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,30 +15,30 @@ from dataclasses import dataclass, field
 from perseus.service.domain.power_reading import PowerReading, max_power_w
 
 INTERVAL_S = 1.0
-"""How often agents are asked to tell."""
+"""How often agents are asked for readings."""
 KEPT_S = 3.5
-"""For how long a reading counts: two may get lost, or be late."""
+"""How long a reading counts: two may get lost or be late."""
 
 CONFLICT_W, CONFLICT_SHARE = 50.0, 0.25
-"""What two agents may tell apart of one GPU, on average: their seconds are not the same."""
+"""How far two agents' readings of one GPU may differ on average: they don't cover the same seconds."""
 
 _LATEST_WEIGHT = 0.1
-"""Of the latest look, in that average."""
+"""Weight of the latest difference in that average."""
 
 _MIN_PART = 1e-6
-"""Of a GPU: counts are made from shares."""
+"""Smallest part of a GPU that counts: GPU counts are derived from shares."""
 
 
 @dataclass(slots=True)
 class PowerTotals:
-    """What is drawn now, as far as it was told.
+    """The present power, as far as agents reported it.
 
     Attributes:
         jobs_w: by job and feed.
-        gpu_counts: of the jobs' GPUs in it, by job and feed.
+        gpu_counts: the jobs' GPUs included, by job and feed.
         others_w: by feed, of GPUs that run no rank.
-        doubtful_counts: by feed, GPUs that are said to draw more than they can, to run ranks of several jobs,
-            to be on several feeds, or to draw this and that.
+        conflicting_counts: by feed, GPUs that are reported to draw more than they can, to run ranks of
+            several jobs, to be on several feeds, or to draw contradictory powers.
     """
 
     jobs_w: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What an agent says of one GPU. `job_id`: whose rank it runs there; None for none that counts."""
+    """An agent's claim about one GPU. `job_id`: the job of its rank there; None if no counted job."""
 
     feed: str
     is_of_host: bool
@@ -79,21 +79,21 @@ class _Claim:
 
 
 class PowerReadings:
-    """The latest reading of each agent. Times are of one clock that never goes back."""
+    """The latest reading of each agent. Times are of one monotonic clock."""
 
     def __init__(self) -> None:
         self._latest: dict[str, _Reading] = {}
-        # Of GPUs that several agents tell of: how much more the first tells than the last, on average.
+        # Of GPUs that several agents report: the mean difference between the first and the last reading.
         self._differences_w: dict[str, float] = {}
 
     def take(
         self, instance_id: str, feed: str, reading: PowerReading, now_s: float, *, is_of_host: bool
     ) -> None:
-        """Take what an agent says, whose host is on a feed; `is_of_host`: its credential is that host's."""
+        """Add a reading of an agent on a feed; `is_of_host`: the agent has its host's credential."""
         self._latest[instance_id] = _Reading(now_s, feed, is_of_host, reading)
 
     def forget(self, instance_id: str) -> None:
-        """Let what an agent told count no more: its stream has ended."""
+        """Drop an agent's reading, as its stream has ended."""
         self._latest.pop(instance_id, None)
 
     def totals(
@@ -103,11 +103,11 @@ class PowerReadings:
         jobs_on: Callable[[str], Collection[str]],
         counted: Collection[str],
     ) -> PowerTotals:
-        """Add up what is drawn.
+        """Add up the present power.
 
-        `gpus_of` tells the GPUs, by UUID, whose ranks an agent's stream has joined, and none has since;
-        `jobs_on` the jobs whose ranks are on a GPU, or were last, whoever says so. One of a job that is not
-        `counted` is any other. A GPU that several agents see counts once.
+        `gpus_of` returns the GPUs, by UUID, whose ranks an agent's stream has joined and no other stream
+        since; `jobs_on` returns the jobs with a rank on a GPU, now or last, as claimed by any principal. GPUs
+        of jobs that are not `counted` count as running no rank. A GPU that several agents report counts once.
         """
         self._latest = {key: latest for key, latest in self._latest.items() if latest.at_s > now_s - KEPT_S}
         claims: dict[str, list[_Claim]] = {}
@@ -144,7 +144,7 @@ def _is_conflicting(claims: list[_Claim], difference_w: float) -> bool:
 
 
 def _count(claims: list[_Claim], jobs_on_it: Collection[str], found: PowerTotals) -> None:
-    """Count one GPU, of which there is at least one claim."""
+    """Count one GPU, which has at least one claim."""
     of_host = [claim for claim in claims if claim.is_of_host]
     if of_host:
         claim = max(of_host, key=lambda each: each.counted_w)
@@ -153,7 +153,7 @@ def _count(claims: list[_Claim], jobs_on_it: Collection[str], found: PowerTotals
             _add(claim, jobs.pop(), found)
         elif not jobs:
             found.others_w[claim.feed] = found.others_w.get(claim.feed, 0.0) + claim.counted_w
-        # Of several each counts with its iterations' share: whose the reading is, nobody knows.
+        # With several jobs, nobody knows whose power it is: each counts with its iterations' share instead.
         return
     for job_id, claim in {each.job_id: each for each in claims}.items():
         if job_id is not None:
@@ -176,10 +176,10 @@ def completed_w(
     iteration_w: Mapping[str, float],
     gpus: Mapping[str, float],
 ) -> tuple[dict[str, float], bool]:
-    """Return what a job draws on each feed, and whether agents tell of all its GPUs.
+    """Return a job's power on each feed, and whether agents report all its GPUs.
 
-    Those that none tells of count with their share of what the latest iteration drew. `gpus`: how many of
-    its GPUs are on each feed.
+    GPUs without a reading count with their share of the latest iteration's power. `gpus`: how many of the
+    job's GPUs are on each feed.
     """
     powers_w, is_whole = dict(reported_w), True
     for feed, count in gpus.items():

@@ -1,10 +1,10 @@
-"""Who slows down by how much if plans could be mixed: the relaxed problem that an allocation is rounded from.
+"""The relaxed problem that allows mixtures of plans; an allocation rounds its solution.
 
-A job that runs by one plan for a share of the time and by another for the rest has, on average, the shares of
-both powers and of both speeds. So mixing is linear, and what mixtures can reach is the convex hull of a job's
-points. With one feed the best mixture takes the hulls' pieces by falling slope (weighted speed per watt) as
-long as there is power: greedy is exact, and at most one job is left between two plans. With several feeds it
-is a linear program, solved by HiGHS; at a vertex no more jobs are between plans than there are feeds.
+A job that runs one plan for a share of the time and another for the rest has, on average, the weighted means
+of both powers and both speeds. So mixing is linear, and mixtures fill the convex hull of a job's points. With
+one feed, the best mixture takes the hulls' pieces by falling slope (weighted speed per watt) as long as there
+is power: greedy is exact, and at most one job is left between two plans. With several feeds it is a linear
+program, solved by HiGHS; at a vertex, no more jobs are between plans than there are feeds.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What one job can choose from, in arrays.
+    """A job's points as arrays.
 
     Attributes:
         loss: `[K]`, weighted loss of speed of each point.
-        power_w: `[K, F]`, its power on each feed.
+        power_w: `[K, F]`, power of each point on each feed.
     """
 
     loss: Floats
@@ -36,8 +36,8 @@ class Relaxed:
     """The best mixture.
 
     Attributes:
-        shares: per job, the points that it mixes, with the share of time of each.
-        loss: the weighted loss of all: no choice of one point each that keeps the limits loses less.
+        shares: per job, the points that it mixes, each with its share of time.
+        loss: the total weighted loss: no choice of one point per job that keeps the limits loses less.
     """
 
     shares: tuple[tuple[tuple[int, float], ...], ...]
@@ -47,7 +47,7 @@ class Relaxed:
 def lower_hull(power_w: Floats, loss: Floats) -> list[int]:
     """Return the points of the lower hull of loss over power, by rising power and falling loss.
 
-    It begins with the least power of all and ends with the least loss of all.
+    It begins with the point of least power and ends with the point of least loss.
     """
     kept: list[int] = []
     for index in np.lexsort((loss, power_w)).tolist():
@@ -60,13 +60,13 @@ def lower_hull(power_w: Floats, loss: Floats) -> list[int]:
 
 
 def _is_above(first: int, middle: int, last: int, power_w: Floats, loss: Floats) -> bool:
-    """Whether the middle point is not below the line between the others."""
+    """Return whether the middle point is on or above the line between the others."""
     rise = (loss[middle] - loss[first]) * (power_w[last] - power_w[first])
     return bool(rise >= (loss[last] - loss[first]) * (power_w[middle] - power_w[first]))
 
 
 def relax_one_feed(jobs: Sequence[Choices], limit_w: float) -> Relaxed:
-    """Return the best mixture under one limit, which every job at its least power together must keep."""
+    """Return the best mixture under one limit, which all jobs at their least power must be able to keep."""
     hulls = [lower_hull(job.power_w[:, 0], job.loss) for job in jobs]
     left_w = limit_w - sum(job.power_w[hull[0], 0] for job, hull in zip(jobs, hulls, strict=True))
     pieces = sorted(
@@ -106,9 +106,9 @@ def relax(jobs: Sequence[Choices], limits_w: Floats) -> Relaxed | None:
 
 
 def min_excess_w(jobs: Sequence[Choices], limits_w: Floats) -> Floats:
-    """Return by how much each limit `[F]` is exceeded at least, the sum over the feeds being the least."""
+    """Return the excess over each limit `[F]` that minimises the sum over the feeds."""
     values = _Model(jobs, limits_w, with_excess=True).minimise(None)
-    assert values is not None  # any choice keeps the limits with enough of an excess
+    assert values is not None  # a large enough excess makes any choice feasible
     excess_w: Floats = np.maximum(0.0, values[-len(limits_w) :]) * _scale_w(limits_w)
     return excess_w
 
@@ -118,12 +118,12 @@ def _loss(jobs: Sequence[Choices], shares: Sequence[Sequence[tuple[int, float]]]
 
 
 def _scale_w(limits_w: Floats) -> Floats:
-    """Watts that count as 1: the program's tolerances are absolute."""
+    """Return the watts that count as 1 in the program, whose tolerances are absolute."""
     return np.maximum(limits_w, 1.0)
 
 
 class _Model:
-    """The program: a column for each job's point, a row for each job (shares add up to 1) and each feed."""
+    """The linear program: a column per job's point, a row per job (shares add up to 1) and per feed."""
 
     def __init__(self, jobs: Sequence[Choices], limits_w: Floats, *, with_excess: bool = False) -> None:
         self._sizes = [len(job.loss) for job in jobs]
@@ -145,12 +145,12 @@ class _Model:
         self._row_upper = np.concatenate([np.ones(len(jobs)), limits_w / _scale_w(limits_w)])
 
     def by_job(self, values: Floats) -> list[Floats]:
-        """Return the columns' values of each job."""
+        """Return the values of each job's columns."""
         return np.split(values[: sum(self._sizes)], np.cumsum(self._sizes)[:-1])
 
     def minimise(self, loss: Floats | None) -> Floats | None:
-        """Return the columns' values of least loss, or least excess; None if there are none."""
-        import highspy  # takes a tenth of a second, and most coordinators have one feed at most
+        """Return the columns' values of least loss, or least excess; None if infeasible."""
+        import highspy  # importing takes a tenth of a second, and most coordinators have at most one feed
 
         starts, rows, values = self._columns
         column_count = len(starts) - 1

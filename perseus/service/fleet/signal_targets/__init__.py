@@ -1,1 +1,1 @@
-"""When a job spends its extra time: slower while energy is dirty or dear, faster while it is not. Pure."""
+"""Signal targets: slower while energy is dirty or expensive, faster while it is not. Pure."""

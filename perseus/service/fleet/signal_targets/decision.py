@@ -1,4 +1,4 @@
-"""What a job that follows a signal is to be told now: its window, and its pace in the present hour. Pure."""
+"""The current decision for a job that follows a signal: its window and its target iteration time. Pure."""
 
 from dataclasses import dataclass
 
@@ -11,28 +11,28 @@ from perseus.service.fleet.signals.history import SignalForecast
 
 MIN_INTERVAL_S = 1.0
 _REPLANS_PER_HOUR = 4
-"""Progress is measured against the plan so often while one of the signal's hours lasts."""
+"""How often targets are replanned with measured progress within one of the signal's hours."""
 
 _LATE = 1.01
-"""Times what can be done in time: less is noise, where all extra time is spent."""
+"""A job is late with more than this times the feasible work left: less is noise without extra time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a job is to be told, and when to look again if nothing happens."""
+    """A job's target, and when to decide again if nothing happens before."""
 
     order: SignalTargetSet
     next_s: float
 
 
 def decide(job: JobSignal, curve: SpeedCurve, now_s: float, forecast: SignalForecast | None) -> Decision:
-    """Return how a job is to run now.
+    """Decide a job's target now.
 
     Args:
-        job: the job, which is planned.
-        curve: its paces.
+        job: the job, which has plans.
+        curve: its speed curve.
         now_s: since 1970.
-        outlook: on its signal; None if nothing is known of that.
+        forecast: of its signal; None if the signal is unknown.
     """
     window, done_count = _window(job, curve, now_s)
     value = None
@@ -54,7 +54,7 @@ def decide(job: JobSignal, curve: SpeedCurve, now_s: float, forecast: SignalFore
 
 
 def _window(job: JobSignal, curve: SpeedCurve, now_s: float) -> tuple[WorkWindow, int]:
-    """Return the window that counts now, and what is done in it: a horizon that is over begins anew."""
+    """Return the current window and the progress in it; a new horizon follows one that is over."""
     rule, signal_target = job.rule, job.signal_target
     if signal_target is not None and not (
         rule.extra_time is not None and now_s >= signal_target.window.end_s
@@ -67,7 +67,7 @@ def _new_window(rule: SignalRule, curve: SpeedCurve, now_s: float) -> WorkWindow
     if rule.extra_time is not None:
         return WorkWindow.within_extra_time(now_s, rule.extra_time, curve.fastest_per_s)
     assert rule.work_until is not None
-    # A deadline that was over when it could have begun leaves no time: as late as can be.
+    # A deadline that had passed before the job could begin leaves the shortest window.
     end_s = max(rule.work_until.end_s, now_s + MIN_INTERVAL_S)
     return WorkWindow(now_s, end_s, rule.work_until.iteration_count)
 

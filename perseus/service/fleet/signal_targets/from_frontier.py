@@ -1,13 +1,13 @@
-"""The paces of a job, read off its frontier: what it takes and draws at each."""
+"""A job's speed curve, read off its frontier: iteration time and power of each point."""
 
 from perseus.service.domain.job_signal import SpeedCurveBasis
 from perseus.service.fleet.signal_targets.speed_curve import SpeedCurve, SpeedPoint
 
 
 def speed_curve(basis: SpeedCurveBasis) -> SpeedCurve:
-    """Return the paces of a job that is not slower than stock at its fastest; one pipeline's power.
+    """Return a job's speed curve, from no slowdown on; powers are one pipeline's.
 
-    What an iteration holds beyond computations is spent at blocking power.
+    The time in an iteration outside computations is spent at blocking power.
     """
     frontier, full_s = basis.frontier, basis.full_time_s
     rows = [(full_s, frontier.plan_within(full_s).energy_until_j(full_s))]

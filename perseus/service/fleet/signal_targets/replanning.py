@@ -1,13 +1,13 @@
-"""A job that runs by a signal: how fast now, replanned as forecasts change and measured progress comes.
+"""The speed of a job that follows a signal, replanned as forecasts change and measured progress arrives.
 
-The extra time is spent over a horizon, or until a deadline: by its end so many iterations are to be done. At
-every look the rest of them is planned over the rest of the time, with what the signal may be; only the pace
-of the present hour is used. A pace is one of the job's, never a mixture, and never slower than the plan: what
-rounding gains is slack for the next look. Where nothing is known of the signal, there is no slowdown; then
-the time that is left is spent as soon as something is known again.
+The job spends its extra time over a horizon, or until a deadline, and must finish a number of iterations by
+its end. Each replanning spreads the remaining iterations over the remaining time with the forecast signal,
+but only the speed of the present hour is used. That speed is one of the job's points, never a mixture, and
+never slower than planned; the next replanning uses the slack that rounding gains. While the signal is
+unknown, there is no slowdown; the job spends the time that is left once the signal is known again.
 
-A power budget always wins: it asks for a slower pace than this one, never for a faster one, and what it costs
-is made up for afterwards as far as the job can.
+A power budget always wins: it may ask for a longer iteration time than this one, never for a shorter one. The
+job makes up for the loss afterwards as far as it can.
 """
 
 import math
@@ -21,11 +21,11 @@ from perseus.service.fleet.signal_targets.speed_curve import Floats, SpeedCurve,
 
 @dataclass(frozen=True, slots=True)
 class SpeedChoice:
-    """What a look at the signal found.
+    """The result of a replanning.
 
     Attributes:
-        pace: to run at now.
-        is_blind: nothing is known of the signal, so there is no slowdown.
+        point: to run at now.
+        has_no_signal: the signal is unknown, so there is no slowdown.
         is_late: the work can't be done in time any more.
     """
 
@@ -35,10 +35,10 @@ class SpeedChoice:
 
 
 def hours_ahead(now_s: float, end_s: float, signal: Floats, hour_s: float = HOUR_S) -> tuple[Floats, Floats]:
-    """Return how long each value of a signal counts from now to the end, and the values; `[N + 1]` both.
+    """Return how long each value of a signal applies from now to the end, and the values; both `[N + 1]`.
 
-    The first is the rest of the present clock hour. After it, each value is there once, with all its hours: a
-    signal that is too short repeats, and however long the time, there are no more of them.
+    The first entry is the rest of the present clock hour. After it, each value appears once, with the time of
+    all its hours: a signal that is too short repeats, so that the size doesn't grow with the time.
     """
     first_s = min(end_s, hour_s * (math.floor(now_s / hour_s) + 1)) - now_s
     count = len(signal)
@@ -58,16 +58,16 @@ def replan(
     signal: Floats | None,
     hour_s: float = HOUR_S,
 ) -> SpeedChoice:
-    """Return how to run now.
+    """Return the point to run at now.
 
     Args:
         window: the work, and the time for it.
-        curve: the job's.
+        curve: the job's speed curve.
         now_s: since 1970; from the window's end on, and once the work is done, there is no slowdown.
-        done_count: iterations since the window's begin, as measured.
-        signal: the present hour of the clock and those after it, as known and forecast; where the window
-            lasts longer, they repeat. None or empty if nothing is known.
-        hour_s: how long such an hour lasts.
+        done_count: measured iterations since the window began.
+        signal: known and forecast values from the present clock hour on; they repeat if the window lasts
+            longer. None or empty if the signal is unknown.
+        hour_s: the duration of each value.
     """
     left = window.iteration_count - done_count
     fastest = curve.points[0]

@@ -1,10 +1,10 @@
-"""How fast to run in each hour, so that the work is done in time at the least signal × energy.
+"""The speed in each hour that finishes the work in time at the least signal × energy.
 
-A job's power over its speed is a convex curve of straight pieces (plans mixed over an hour lie on them), so
-each hour offers its pieces one after the other: so many more iterations, for so many joules each. Weighted
-with the hour's signal, those are prices; the cheapest that do the work are taken. The price of the last one
-is the multiplier of the constraint that the work be done: every hour runs where its marginal joules cost
-that.
+A job's power over its speed is a convex, piecewise linear curve (plans mixed over an hour lie on it). So each
+hour offers its pieces in order, each with a number of further iterations and their joules. Weighted with the
+hour's signal, joules become prices; the cheapest pieces that suffice for the work are chosen. The price of
+the last one is the multiplier of the constraint on the work: every hour runs where its marginal joules have
+that price.
 """
 
 import math
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SpeedPoint:
-    """A way to run: the iteration time, what an iteration really takes, and what one draws."""
+    """An operating point: the iteration time on the frontier's scale, the actual speed, and the power."""
 
     iteration_time_s: float
     speed_per_s: float
@@ -30,22 +30,22 @@ class SpeedPoint:
 
     @property
     def energy_j(self) -> float:
-        """Of an iteration."""
+        """Energy of an iteration."""
         return self.power_w / self.speed_per_s
 
 
 class SpeedCurve:
-    """The paces of a job, and their lower hull of power over speed.
+    """A job's speed points, and their lower hull of power over speed.
 
-    Paces that need more energy for an iteration than a faster one are left out: a job that has that much time
-    is done earlier.
+    Points that need more energy per iteration than a faster one are left out: a job with that much time is
+    better off finishing earlier.
 
     Attributes:
-        paces: fastest first.
+        points: fastest first.
     """
 
     def __init__(self, points: Sequence[SpeedPoint]) -> None:
-        """Take the paces of a job, at least one.
+        """Keep the efficient points of a job, which has at least one.
 
         Raises:
             InvalidFieldError: there is none.
@@ -69,7 +69,7 @@ class SpeedCurve:
 
     @property
     def slowest_per_s(self) -> float:
-        """The least speed that pays."""
+        """The lowest speed that saves energy."""
         return self._hull[0].speed_per_s
 
     @property
@@ -78,12 +78,12 @@ class SpeedCurve:
         return self._hull[-1].speed_per_s
 
     def power_w(self, speed_per_s: float) -> float:
-        """Return the least mean power of a speed, plans being mixed."""
+        """Return the least mean power at a speed, mixing plans."""
         speeds = [point.speed_per_s for point in self._hull]
         return float(np.interp(speed_per_s, speeds, [point.power_w for point in self._hull]))
 
     def at_least(self, speed_per_s: float) -> SpeedPoint:
-        """Return the slowest pace that is at least that fast; the fastest if none is."""
+        """Return the slowest point that is at least that fast; the fastest if none is."""
         enough = [point for point in self.points if point.speed_per_s >= speed_per_s * (1 - 1e-12)]
         return enough[-1] if enough else self.points[0]
 
@@ -92,14 +92,14 @@ class SpeedCurve:
 
         Args:
             durations_s: of each hour `[N]`; the first one may have begun already.
-            signal: in each hour `[N]`; where it is 0 or less, energy is no reason to be slow.
-            iteration_count: to be done in all of them.
+            signal: in each hour `[N]`; where it is 0 or less, there is no reason to save energy.
+            iteration_count: to be done in all of them together.
 
         Returns:
-            Iterations per second `[N]`; the fastest in all hours if the work can't be done in them, the
-            slowest that pays if even that does it.
+            Iterations per second `[N]`: the fastest in all hours if the work can't be done in time, the
+            slowest that saves energy if even that suffices.
         """
-        # A signal below 0 pays for power; above a tiny one slower hours are as cheap as can be.
+        # A negative signal pays for power, so those hours run at the fastest speed.
         priced = np.maximum(signal, 0.0)
         prices = priced[:, None] * self._slopes_j
         gained = durations_s[:, None] * self._steps_per_s
@@ -118,5 +118,5 @@ class SpeedCurve:
 
 
 def _slope_j(slower: SpeedPoint, faster: SpeedPoint) -> float:
-    """Return the energy of each further iteration between two paces."""
+    """Return the marginal energy of an iteration between two points."""
     return (faster.power_w - slower.power_w) / (faster.speed_per_s - slower.speed_per_s)

@@ -1,1 +1,1 @@
-"""Signals: carbon intensity and price over time, how long what is known counts, and what may come. Pure."""
+"""Signals: carbon intensity and price over time, how long values stay valid, and forecasts. Pure."""

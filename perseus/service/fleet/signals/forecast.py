@@ -1,11 +1,11 @@
-"""What a signal may be in the next hours, from the past ones.
+"""Forecasts of a signal's next hours from past ones.
 
-Three ways, and each is what the next one has to beat. *Persistence*: as now. *Seasonal naive*: as at the same
-hour of the last day that is known. *Regression*: for every number of hours ahead, how far the value will be
-from the seasonal naive one, as a linear function of the last hours, of the same hour of earlier days and the
-last week, of the last day's mean, and of the hour of the day and whether it is a weekend (in UTC), fitted by
-ridge regression to the weeks before. It is fitted to what was known then; less than `LEAST_HISTORY_H` is not
-enough, and then the seasonal naive stands in for it.
+There are three methods, and each is the baseline of the next. *Persistence*: as now. *Seasonal naive*: as at
+the same hour of the last known day. *Regression*: for every number of hours ahead, it predicts the deviation
+from the seasonal naive value as a linear function of the last hours, of the same hour of earlier days and the
+last week, of the last day's mean, and of the hour of the day and whether it is a weekend (in UTC). Ridge
+regression fits it to past weeks, with only the values known at each time. With less than `MIN_HISTORY_H` of
+history, the seasonal naive forecast is used instead.
 
 Hours count from 1970: hour 0 of a day is midnight UTC, and 1970 began on a Thursday.
 """
@@ -20,13 +20,13 @@ DAY_H = 24
 WEEK_H = 7 * DAY_H
 
 MIN_HISTORY_H = 2 * WEEK_H + DAY_H
-"""For a regression: two weeks of examples, beyond the day that each looks back at least."""
+"""Required for a regression: two weeks of examples, after the day that each looks back at least."""
 
 MAX_HISTORY_H = 26 * WEEK_H
-"""That a regression is fitted to: a season, and what fitting costs stays bounded."""
+"""History that a regression is fitted to: a season, at a bounded cost."""
 
 REFIT_H = WEEK_H
-"""A fit is used for so long."""
+"""How long a fit is used."""
 
 _RIDGE = 1.0
 _THURSDAY = 3
@@ -38,7 +38,7 @@ def persistence(history: Floats, hour_count: int) -> Floats:
 
 
 def seasonal_naive(history: Floats, hour_count: int) -> Floats:
-    """Return the value at the same hour of the last day that is known; with less than a day, the last one."""
+    """Return the values at the same hours of the last known day; with less than a day, the last value."""
     if len(history) < DAY_H:
         return persistence(history, hour_count)
     return np.resize(history[-DAY_H:], hour_count)
@@ -49,14 +49,14 @@ class RegressionForecast:
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[int, Floats]] = {}
-        """By hours ahead: the hour until which it was fitted, and the features' weights."""
+        """By hours ahead: the end of the history that was fitted, and the features' weights."""
 
     def forecast(self, first_hour: int, history: Floats, hour_count: int) -> Floats:
         """Return the next hours' values.
 
         Args:
             first_hour: of the history, hours since 1970.
-            history: hourly values `[N]`, the last of them of the hour that has just ended; at least one.
+            history: hourly values `[N]`, at least one; the last is of the hour that has just ended.
             hour_count: how many hours to look ahead.
         """
         naive = seasonal_naive(history, hour_count)
@@ -67,7 +67,7 @@ class RegressionForecast:
         weights = np.stack([self._fitted(first_hour, history, means, each) for each in ahead.tolist()])
         now = np.full(hour_count, len(history) - 1)
         made = (_features(first_hour, history, means, now, ahead) * weights).sum(axis=1)
-        # A signal does not leave the range that it was seen in by much; what is fitted may.
+        # A signal hardly leaves its past range, but a fit may.
         forecast: Floats = np.clip(naive + made, history.min(), history.max())
         return forecast
 
@@ -77,7 +77,7 @@ class RegressionForecast:
         if known is not None and 0 <= end_hour - known[0] < REFIT_H:
             return known[1]
         origins = np.arange(max(WEEK_H, len(history) - MAX_HISTORY_H), len(history) - ahead)
-        if len(origins) < WEEK_H:  # nothing has been seen that far ahead yet, or hardly
+        if len(origins) < WEEK_H:  # too few examples that far ahead
             weights: Floats = np.zeros(_FEATURE_COUNT)
         else:
             features = _features(first_hour, history, means, origins, ahead)
@@ -92,12 +92,12 @@ _FEATURE_COUNT = 9 + DAY_H + 1
 
 
 def _same_hour(origins: Ints, ahead: Ints | int) -> Ints:
-    """Return where the same hour as that many ahead was, on the last day that is known."""
+    """Return the index of the same hour as that many ahead, on the last known day."""
     return origins + ahead - DAY_H * -(-ahead // DAY_H)
 
 
 def _day_means(history: Floats) -> Floats:
-    """Return the mean of the day that ends with each hour; meaningless on the first."""
+    """Return the mean of the day that ends with each hour; meaningless on the first day."""
     sums = np.concatenate([np.zeros(1), np.cumsum(history)])
     ends = np.arange(1, len(history) + 1)
     means: Floats = (sums[ends] - sums[np.maximum(0, ends - DAY_H)]) / DAY_H
@@ -105,7 +105,7 @@ def _day_means(history: Floats) -> Floats:
 
 
 def _features(first_hour: int, history: Floats, means: Floats, origins: Ints, ahead: Ints | int) -> Floats:
-    """Return `[len(origins), _FEATURE_COUNT]`; each origin is the last hour known, `ahead` hours before."""
+    """Return `[len(origins), _FEATURE_COUNT]`; each origin is the last known hour, `ahead` hours before."""
     target = first_hour + origins + ahead
     same = _same_hour(origins, ahead)
     scale = max(1e-9, float(np.abs(history).mean()))

@@ -1,6 +1,6 @@
-"""What a signal is, and may be in the next hours: what its source says of them, else our own forecast.
+"""A signal's history and its forecast, from its source if it has one, otherwise our own.
 
-An hour of a signal is one of the clock, or shorter where its values are finer.
+An hour of a signal is a clock hour, or shorter if its values are finer.
 """
 
 import math
@@ -14,22 +14,22 @@ from perseus.service.fleet.signals.series import Floats, Signal
 
 FORECAST_H = 3 * DAY_H
 MAX_HOURS = 10_000
-"""That are looked ahead, however short they are: more than a year of whole ones."""
+"""The longest forecast, in hours of the signal: more than a year of clock hours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SignalForecast:
-    """The present hour of a signal and those after it `[N]`, at least that one; and how long they last."""
+    """A signal's values from the present hour on `[N]`, at least one, and the duration of each."""
 
     hour_s: float
     values: Floats
 
 
 class SignalHistory:
-    """All that is known of one signal; another thread may make the outlook, one at a time.
+    """The history of one signal. Another thread may make the forecast, one at a time.
 
     Attributes:
-        version: rises whenever more is known.
+        version: rises with every update.
     """
 
     def __init__(self) -> None:
@@ -40,18 +40,18 @@ class SignalHistory:
         self._hourly_means: dict[int, float | None] = {}
 
     def take(self, signal: Signal, now_s: float) -> None:
-        """Take what the source says now, of what was and maybe of what will be."""
+        """Add the source's latest values, which may include its forecast."""
         since_s = now_s - MAX_HISTORY_H * HOUR_S
         self._signal = signal.after(self._signal, since_s)
         self.version += 1
         self._hourly_means.clear()
 
     def value_at(self, now_s: float) -> float | None:
-        """Return what counts at a time, if anything does."""
+        """Return the value at a time, if there is a valid one."""
         return None if self._signal is None else self._signal.value_at(now_s)
 
     def mean_in_hour(self, hour: int) -> float | None:
-        """Return the mean over an hour since 1970, as far as anything counts in it."""
+        """Return the mean of the valid values in an hour, counted since 1970."""
         if self._signal is None:
             return None
         if hour not in self._hourly_means:
@@ -62,8 +62,8 @@ class SignalHistory:
         return self._hourly_means[hour]
 
     def forecast_at(self, now_s: float) -> SignalForecast | None:
-        """Return what the signal is now and may be; None if nothing counts any more."""
-        version, signal = self.version, self._signal  # more may become known while this is made
+        """Return the signal's present value and forecast; None if no value is valid now."""
+        version, signal = self.version, self._signal  # an update may arrive meanwhile
         if signal is None or signal.value_at(now_s) is None:
             return None
         hour_s = min(HOUR_S, signal.valid_s)
@@ -78,19 +78,19 @@ class SignalHistory:
         count = min(MAX_HOURS, math.ceil(ahead_s / hour_s))
         edges_s = hour_s * np.arange(hour, hour + count + 1, dtype=np.float64)
         values = signal.means(edges_s)
-        # What only goes on to count, for lack of better, is no forecast.
+        # A stale value that stays valid for lack of a newer one is not a forecast.
         is_known = ~np.isnan(values) & (edges_s[:-1] < signal.known_end_s)
         own = self._own_forecast(signal, now_s)
         if own is None:
             known_count = int(np.argmin(is_known)) if not is_known.all() else count
-            values = values[: max(1, known_count)]  # after that, it repeats
+            values = values[: max(1, known_count)]  # replanning repeats it after that
         else:
             clock_hours = (edges_s[:-1] // HOUR_S).astype(int) - int(now_s // HOUR_S)
             values = np.where(is_known, values, own[np.minimum(clock_hours, len(own) - 1)])
         return SignalForecast(hour_s, values)
 
     def _own_forecast(self, signal: Signal, now_s: float) -> Floats | None:
-        """Return our own forecast from the present hour of the clock on; None if there is no history."""
+        """Return our own forecast from the present clock hour on; None without history."""
         hour = int(now_s // HOUR_S)
         first_s, history = signal.hourly(hour * HOUR_S)
         if not len(history):

@@ -1,7 +1,7 @@
-"""A signal: a time series of carbon intensity or price, of which each value counts until the next one.
+"""A signal: a time series of carbon intensity or price, where each value is valid until the next one.
 
-Sources fail. A value that has not been followed goes on to count for a while (what the grid emits does not
-jump), and then nothing is known: whoever runs by the signal then runs as if there were none.
+Sources fail. A value without a successor stays valid for a while (the grid's emissions don't jump). After
+that the signal is unknown, and jobs that follow it run as if there were none.
 """
 
 import math
@@ -19,19 +19,19 @@ from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
 Floats = NDArray[np.float64]
 
 MAX_VALUE = 1e6
-"""Of any signal, either way: prices are negative at times."""
+"""Bound on any signal's magnitude: prices are negative at times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What is known of a signal.
+    """The known values of a signal.
 
     Attributes:
-        kind: what it tells.
-        times_s: since 1970, rising: from when each value counts.
+        kind: what it measures.
+        times_s: when each value becomes valid, since 1970, rising.
         values: per kWh, one for each time: gCO2, or the operator's currency.
-        valid_s: for how long the last value is meant: the time between two values, usually.
-        stale_s: for how long beyond that it still counts.
+        valid_s: how long the last value is meant to apply: usually the time between two values.
+        stale_s: how long it stays valid beyond that.
 
     Raises:
         InvalidFieldError: there is no value, one is out of range, or times do not rise.
@@ -61,16 +61,16 @@ class Signal:
         check_range("stale_s", self.stale_s, 0, MAX_SIGNAL_TIME_S)
 
     def value_at(self, now_s: float) -> float | None:
-        """Return what counts at a time; None before the first value, and where the one before is too old."""
+        """Return the value valid at a time; None before the first, or if the previous one is too old."""
         index = bisect_right(self.times_s, now_s) - 1
         if index < 0 or now_s >= self.times_s[index] + self.valid_s + self.stale_s:
             return None
         return self.values[index]
 
     def until(self, now_s: float) -> "Signal | None":
-        """Return what was known at a time: the values whose hour was over; None if there was none.
+        """Return the values known at a time; None if there were none.
 
-        A mean over an hour is known when the hour is over.
+        Each value is a mean over its hour, and so is known only when that is over.
         """
         count = bisect_right(self.times_s, now_s - self.valid_s)
         if not count:
@@ -78,9 +78,9 @@ class Signal:
         return Signal(self.kind, self.times_s[:count], self.values[:count], self.valid_s, self.stale_s)
 
     def hourly(self, end_s: float) -> tuple[float, Floats]:
-        """Return the values on whole hours up to a time, for a forecast: the first one's time, and `[N]`.
+        """Return the signal resampled to whole hours up to a time: the first hour's time, and values `[N]`.
 
-        An hour has the mean of what counts in it; where nothing does, what lies between its neighbours.
+        An hour has the mean of the values valid in it; hours without any are interpolated.
         """
         first_s = HOUR_S * math.ceil(self.times_s[0] / HOUR_S)
         last_s = min(end_s, self.known_end_s)
@@ -94,14 +94,14 @@ class Signal:
 
     @property
     def known_end_s(self) -> float:
-        """Until when the last value is meant."""
+        """When the last value stops applying, staleness aside."""
         return self.times_s[-1] + self.valid_s
 
     def means(self, edges_s: Floats) -> Floats:
-        """Return the mean of what counts between each two times `[N + 1]`; NaN where nothing does `[N]`."""
+        """Return the mean value `[N]` between each two edges `[N + 1]`; NaN where no value is valid."""
         begins_s, values = np.asarray(self.times_s, float), np.asarray(self.values, float)
         ends_s = np.minimum(np.append(begins_s[1:], np.inf), begins_s + self.valid_s + self.stale_s)
-        # What has been counted until each time, and for how long anything has: both rise piece by piece.
+        # The integrals of value and of validity up to each time are piecewise linear.
         knots_s = np.stack([begins_s, ends_s], axis=1).ravel()
         lengths_s = ends_s - begins_s
         sums = np.repeat(np.cumsum(values * lengths_s), 2)
@@ -115,9 +115,9 @@ class Signal:
         return means
 
     def after(self, before: "Signal | None", since_s: float) -> "Signal":
-        """Return this one with what an earlier one has of the time before it, back to a time.
+        """Prepend an earlier signal's values from before this one's first, back to a time.
 
-        What was forecast for a time that this one tells of counts no more.
+        Earlier forecasts for the times that this signal covers are dropped.
         """
         if before is None:
             return self

@@ -88,7 +88,7 @@ async def figures_agree(page: Page, client: Client) -> None:
     while True:
         shown = [
             await figure(page, name).inner_text()
-            for name in ("iteration time", "energy an iteration", "power")
+            for name in ("iteration time", "energy per iteration", "power")
         ]
         figures = (await client.job("seen")).figures
         reported = [

@@ -62,4 +62,4 @@ async def test_a_hundred_jobs_are_sorted_and_filtered(tmp_path: Path) -> None:
         await page.get_by_label("Filter jobs").fill("job-04")
         await expect(links).to_have_count(10)
         await page.get_by_label("Filter jobs").fill("nobody")
-        await expect(page.get_by_text("No job has that in its name or state.")).to_be_visible()
+        await expect(page.get_by_text("No job matches by name or state.")).to_be_visible()

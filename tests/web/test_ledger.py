@@ -188,7 +188,7 @@ async def test_an_empty_ledger_is_said(tmp_path: Path) -> None:
         await expect(page.get_by_role("table")).to_have_count(0)
         await site.client.register()
         await page.goto(f"{site.url}/#/jobs/job")
-        await expect(panel(page, "Ledger")).to_contain_text("Nothing was counted yet.")
+        await expect(panel(page, "Ledger")).to_contain_text("Nothing has been counted yet.")
 
 
 async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Pa
         ledger = panel(page, "Ledger")
         for name in ("saved against stock", "saved, percent", "cost", "cost saved", "CO₂", "CO₂ saved"):
             await expect(table_row(page, name).get_by_role("cell")).to_have_text("unknown")
-        row = table_row(page, "assumed: price of a kWh").get_by_role("cell")
-        await expect(row).to_have_text("unknown: none is set")
+        row = table_row(page, "assumed: price per kWh").get_by_role("cell")
+        await expect(row).to_have_text("unknown: not set")
         await expect(ledger).to_contain_text("no stock baseline was measured")
         # All of it is uncompared: what was used says so, too.
         used_kwh = await table_row(page, "used").get_by_role("cell").inner_text()
@@ -223,11 +223,11 @@ async def test_a_job_is_told_of_this_run_and_of_all(site: Site) -> None:
         profiling_kwh, extra_kwh = run_account.profiling_energy_kwh, run_account.profiling_extra_energy_kwh
         profiling = table_row(page, "used for profiling").get_by_role("cell")
         await expect(profiling.first).to_have_text(display.kwh(profiling_kwh))
-        extra = table_row(page, "of it beyond stock").get_by_role("cell")
+        extra = table_row(page, "profiling beyond stock").get_by_role("cell")
         await expect(extra.first).to_have_text(f"+{display.kwh(extra_kwh)}")
-        assumed = table_row(page, "assumed: price of a kWh").get_by_role("cell")
+        assumed = table_row(page, "assumed: price per kWh").get_by_role("cell")
         await expect(assumed).to_have_text(["0.25", "0.25"])
-        assumed = table_row(page, "assumed: CO₂ of a kWh").get_by_role("cell")
+        assumed = table_row(page, "assumed: CO₂ per kWh").get_by_role("cell")
         await expect(assumed).to_have_text(["400 g", "400 g"])
         await expect(ledger).to_contain_text(
             f"{display.kwh(reported.total.straggler_energy_kwh)} with a straggler"

@@ -59,11 +59,11 @@ async def test_one_logs_in_and_out(tmp_path: Path) -> None:
         assert await inaccessible(page) == []
         await log_in(page, "perseus_wrong")
         await expect(page.get_by_role("alert")).to_have_text(
-            "This token is not known, or is no longer valid."
+            "This token is unknown or no longer valid."
         )
         await log_in(page, await site.make_token("agents", token_service_pb2.SCOPE_AGENT))
         await expect(page.get_by_role("alert")).not_to_have_text(
-            "This token is not known, or is no longer valid."
+            "This token is unknown or no longer valid."
         )
         await expect(page.get_by_role("alert")).not_to_be_empty()
 

@@ -177,7 +177,7 @@ async def test_a_policy_by_a_signal_is_said_in_words(page: Page) -> None:
             {"least_cost": {"work_until": work}},
             {**following, "state": "SIGNAL_TARGET_STATE_NO_SIGNAL"},
             "least cost for 40 iterations until 2027-01-15T08:00:00Z",
-            "nothing is known of the signal: no slowdown; 1200 of 82",
+            "the signal is unknown: no slowdown; 1200 of 82",
         ),
         ({"least_cost": {"work_until": work}}, following, "least cost for 40", "no slowdown now; 1200 of 82"),
         ({}, None, "no slowdown", ""),

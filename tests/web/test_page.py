@@ -133,7 +133,7 @@ async def test_the_numbers_are_those_of_grpc(site: Site) -> None:
         await expect(figure(page, "iteration time")).to_have_text(
             display.seconds(job.figures.iteration_time_s)
         )
-        await expect(figure(page, "energy an iteration")).to_have_text(display.joules(job.figures.energy_j))
+        await expect(figure(page, "energy per iteration")).to_have_text(display.joules(job.figures.energy_j))
         await expect(figure(page, "power")).to_have_text(display.watts(job.figures.power_w))
         await expect(figure(page, "energy saved")).to_contain_text(
             display.percent(saving.energy_percent).removesuffix(" %")

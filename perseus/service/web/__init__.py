@@ -1,20 +1,21 @@
-"""What the coordinator serves over HTTP, on the event loop that gRPC has: its metrics, and the live page.
+"""The coordinator's HTTP server, on the same event loop as gRPC: its metrics, and the live page.
 
 app         the routes, put together
-errors      what is answered where something is wrong
-access      who asks, and whether they may
-sessions    who has logged in
-origin      whether it is our own page that asks
-listening   the address, plaintext or TLS with certificates that are renewed
+errors      refusals and failures as HTTP statuses and JSON
+access      authentication of requests
+sessions    logins of browsers
+origin      protection against requests from other sites' pages
+listening   the address, plaintext or TLS with certificates that can be renewed
+http_port   the connections, and their limits
 
-scrape      one answer for all who ask at once
+scrape      one response for all simultaneous scrapes
 collector   the coordinator's state, as readings
 
 page_files  the page's files
-page_api    what the page asks
+page_api    the page's requests
 json_text   messages as JSON
-shared      answers that are made once for all
+single_flight_cache   expensive responses, made once for all readers
 rank_grid   all ranks of a job in columns
 event_stream   streams of server-sent events, each made once for all its readers
-event_sources  what they are made of: the list of jobs, one job
+event_sources  the sources of these streams: the list of jobs, one job
 """

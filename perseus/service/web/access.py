@@ -1,4 +1,4 @@
-"""Who asks over HTTP: by a bearer token, a session's cookie, or a certificate that stands for a grant."""
+"""Authentication over HTTP: by a bearer token, a session's cookie, or a certificate with a grant."""
 
 from collections.abc import Collection, Mapping
 
@@ -12,7 +12,7 @@ from perseus.service.web.sessions import LIFETIME_S, Sessions
 
 
 class HttpAuthenticator:
-    """Finds out who asks. `certificates`: what their identities (common or alternative names) stand for."""
+    """Authenticates requests. `certificates`: the grants of identities (common or alternative names)."""
 
     def __init__(self, tokens: Tokens, certificates: Mapping[str, Grant]) -> None:
         self.sessions = Sessions(tokens)
@@ -20,24 +20,24 @@ class HttpAuthenticator:
         self._certificates = certificates
 
     def check(self, request: web.Request, wanted: Collection[Scope]) -> Principal:
-        """Return who asks, if one of these scopes is theirs.
+        """Return the principal of a request if it has one of these scopes.
 
         Raises:
-            AuthenticationError: nobody knows who it is.
-            ScopeTooNarrowError: they may not.
+            AuthenticationError: the request has no valid credential.
+            ScopeTooNarrowError: the principal has none of the scopes.
         """
         principal = self.identify(request)
         check_one_of(wanted, f"{request.method} {request.path}", principal)
         return principal
 
     def identify(self, request: web.Request) -> Principal:
-        """Return who asks.
+        """Return the principal of a request.
 
         Raises:
-            AuthenticationError: nobody knows who it is.
+            AuthenticationError: the request has no valid credential.
         """
         shown = request.headers.get("Authorization")
-        if shown is not None:  # whoever shows a wrong token is refused, whatever else they show
+        if shown is not None:  # a wrong token is refused, whatever other credentials the request has
             scheme, _, secret = shown.partition(" ")
             if scheme.lower() != "bearer":
                 raise CredentialMissingError
@@ -53,12 +53,12 @@ class HttpAuthenticator:
 
 
 def cookie_name(request: web.Request) -> str:
-    """Return the cookie's name; over TLS one that browsers take from this very host only, and over TLS."""
+    """Return the cookie's name; over TLS, one that browsers accept only over TLS and from this very host."""
     return "__Host-perseus" if request.secure else "perseus"
 
 
 def set_cookie(request: web.Request, response: web.Response, session_id: str) -> None:
-    """Let a browser keep a session: no script sees it, and no other site's request carries it."""
+    """Set a session's cookie: no script can read it, and other sites' requests don't carry it."""
     response.set_cookie(
         cookie_name(request),
         session_id,
@@ -71,7 +71,7 @@ def set_cookie(request: web.Request, response: web.Response, session_id: str) ->
 
 
 def drop_cookie(request: web.Request, response: web.Response) -> None:
-    """Let a browser forget a session."""
+    """Delete a session's cookie."""
     response.del_cookie(
         cookie_name(request), path="/", httponly=True, samesite="Strict", secure=request.secure
     )

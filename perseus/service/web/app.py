@@ -1,4 +1,4 @@
-"""The application that is served over HTTP, put together: metrics, the page, and what the page asks."""
+"""The HTTP application, put together: metrics, the page's files, and the page's requests."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from perseus.service.web.scrape import Scrape
 _MAX_REQUEST_BYTES = 65_536
 
 _HEADERS = {
-    # Nothing but our own files, and nobody's frame around them.
+    # The page loads only our own files, and may not be framed.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -37,11 +37,11 @@ def make_app(
     """Return the application.
 
     Args:
-        scrape: what answers scrapes.
-        access: who may scrape; None where nobody is asked who they are.
-        page_api: what the page asks, if it is served.
+        scrape: answers scrapes.
+        access: authenticates scrapes; None without authentication.
+        page_api: answers the page's requests, if the page is served.
         files: the page's files, by their paths.
-        hosts: by which names the coordinator may be asked; None for any.
+        hosts: the accepted host names of the coordinator; None for any.
     """
 
     async def metrics(request: web.Request) -> web.Response:

@@ -1,8 +1,9 @@
-"""The coordinator's state, as readings. Reads what is there: nothing waits, and nothing is counted here.
+"""The coordinator's state, as readings. It only reads: it waits for nothing and counts nothing.
 
-A scrape costs what there are jobs, whatever their size; their ranks are looked at only where the operator
-asks for that. Many jobs are read in turns, between which the loop does what else there is. A job that the
-coordinator fails at here is put aside, as anywhere.
+The cost of a scrape grows with the number of jobs, not with their size; ranks are read only where the
+operator
+asks for them. Jobs are read in batches, between which the loop does other work. A job that makes the
+coordinator fail here is quarantined, as anywhere else.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from perseus.service.shell.live_run import LiveRun
 from perseus.v1 import event_pb2, job_pb2
 
 MAX_JOBS = 1_000
-"""Jobs with series of their own."""
+"""How many jobs have their own series."""
 
 _TURN_JOBS = 32
 """Jobs read at a time: some milliseconds."""
@@ -36,9 +37,9 @@ class CoordinatorCollector:
     """Reads a coordinator.
 
     Args:
-        has_ranks: tell of every rank, too.
-        late_limit_s: from how much lateness on the coordinator does not serve.
-        expiries_s: by file of certificates, the Unix time when it is of no use.
+        has_ranks: publish every rank, too.
+        late_limit_s: lateness above which the coordinator does not serve.
+        expiries_s: returns the Unix time of expiry, by file of certificates.
         refusal_counts: refusals so far, by reason.
     """
 

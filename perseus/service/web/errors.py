@@ -1,4 +1,4 @@
-"""What is answered where something is refused or fails: the status of gRPC's callers, as HTTP and JSON."""
+"""Responses to requests that are refused or fail: the status that gRPC's callers see, as HTTP and JSON."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -31,12 +31,12 @@ _CODES = {404: "NOT_FOUND", 405: "UNIMPLEMENTED", 413: "RESOURCE_EXHAUSTED"}
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer what is refused with its reason, and what nobody thought of with no more than that it was."""
+    """Answer a refusal with its reason, and an unexpected error without any details."""
     try:
         return await handler(request)
     except CallRefusedError as error:
         return _answer(error.refusal)
-    except web.HTTPException as error:  # no such route, no such method, too much at once
+    except web.HTTPException as error:  # an unknown route or method, or too large a request
         refusal = Refusal(_CODES.get(error.status, "INVALID_ARGUMENT"), f"HTTP_{error.status}", error.reason)
         allow = error.headers.get(hdrs.ALLOW)
         return _answer(refusal, error.status, {hdrs.ALLOW: allow} if allow is not None else {})

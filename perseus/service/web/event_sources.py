@@ -1,9 +1,9 @@
-"""What the page's event streams are made of: the list of jobs, and one job's latest run.
+"""The sources of the page's event streams: the list of jobs, and one job's latest run.
 
-The list has one text a second for all jobs that have changed, and looks at no others. A job is watched as
-`WatchJob` does it, and what is new is gathered for a while and sent as one text. Whoever comes later first
-gets the job as it is and the events so far, up to the last one that was sent: what is sent from then on
-follows without a gap, and nothing comes twice.
+The list sends one text a second for all changed jobs, and reads no others. A job is watched as `WatchJob`
+does
+it; its news is gathered for a while and sent as one text. A new reader first gets the job as it is, and the
+events up to the last one that was sent: later chunks follow without a gap, and nothing comes twice.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from perseus.v1 import job_service_pb2 as pb
 LIST_PERIOD_S = 1.0
 
 GATHER_S = 0.5
-"""What is new of one job in this time is sent together."""
+"""News of one job within this time is sent together."""
 
 FIGURES_S = 1.0
-"""A job whose iterations go on is shown anew after this."""
+"""How often a job is sent again while its iterations continue."""
 
 FIRST_EVENTS = 500
-"""The latest events, sent to a reader who does not say where to begin."""
+"""How many of the latest events a reader gets who does not say where to begin."""
 
 _TURN_JOBS = 32
 """Jobs translated at a time: some milliseconds."""
@@ -40,7 +40,7 @@ _KEPT_EVENTS = 1_024
 
 
 class JobList:
-    """All jobs as they change."""
+    """The source of the list of jobs."""
 
     def __init__(self, live: LiveRuns) -> None:
         self._live = live
@@ -48,7 +48,7 @@ class JobList:
         self._whole = b""
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """See EventSource."""
+        """Yield the changed jobs, once a period."""
         with self._live.changes() as changed:
             changed.update(self._live.job_ids)
             while True:
@@ -61,12 +61,12 @@ class JobList:
                 await asyncio.sleep(LIST_PERIOD_S)
 
     async def opening(self, after: tuple[int, int] | None) -> AsyncIterator[bytes]:
-        """See EventSource."""
+        """Yield the whole list."""
         self._whole = self._whole or _jobs_event(self._texts.values(), (), is_whole=True)
         yield self._whole
 
     async def _take(self, changed: set[str]) -> tuple[list[str], list[str]]:
-        """Look at the jobs that have changed; return what is new of them, and those that are gone."""
+        """Read the changed jobs; return the texts of those that look different, and the removed ones."""
         job_ids = sorted(changed)
         changed.clear()
         texts: list[str] = []
@@ -87,27 +87,27 @@ class JobList:
 
 
 class JobUpdates:
-    """One job's latest run, until it has ended."""
+    """The source of one job's latest run, until it has ended."""
 
     def __init__(self, jobs: Jobs, job_id: str) -> None:
         self._jobs = jobs
         self._job_id = job_id
         self._run_number = 0
-        self._sequence = 0  # of the last event that was gathered
+        self._sequence = 0  # of the last gathered event
         self._sent_sequence = 0
         self._job_text = ""
         self._shown_s = float("-inf")
-        self._has_moved = False  # iterations have come since it was shown
+        self._has_moved = False  # iterations have come since the job was last shown
         self._gathered: list[str] = []
         self._event_texts: dict[int, str] = {}
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """See EventSource."""
+        """Yield what is new of the run, gathered for `GATHER_S`."""
         job = await self._jobs.job(self._job_id, LATEST, is_full=False)
         self._run_number = job.run_number
         self._sequence = self._sent_sequence = job.last_event_sequence
         self._show(job)
-        self._gathered.clear()  # every opening has it
+        self._gathered.clear()  # every opening contains it
         yield b""
         watching = asyncio.create_task(self._watch())
         try:
@@ -126,7 +126,7 @@ class JobUpdates:
             await asyncio.gather(watching, return_exceptions=True)
 
     def opening(self, after: tuple[int, int] | None) -> AsyncIterator[bytes]:
-        """See EventSource."""
+        """Return the job and its events, from the reader's position or the latest ones."""
         through = self._sent_sequence
         run_number, begin = after or (-1, 0)
         if run_number not in (0, self._run_number):
@@ -134,13 +134,13 @@ class JobUpdates:
         return self._opening(begin, through)
 
     async def _opening(self, begin: int, through: int) -> AsyncIterator[bytes]:
-        """Yield the job, the events after one up to another, and that this was all."""
+        """Yield the job, the events after `begin` up to `through`, and CaughtUp."""
         first = [self._job_text]
         while begin < through:
             page = await self._jobs.events(self._job_id, self._run_number, ALL_EVENTS, begin + 1, _PAGE)
             page = [each for each in page if each.sequence <= through]
             following = page[0].sequence if page else through + 1
-            if following > begin + 1:  # those in between were forgotten
+            if following > begin + 1:  # the events in between were deleted
                 gap = pb.WatchGap(first_missed_sequence=begin + 1, last_missed_sequence=following - 1)
                 first.append(_gap_text(gap))
             begin = page[-1].sequence if page else through

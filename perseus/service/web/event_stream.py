@@ -13,13 +13,14 @@ from perseus.service.domain.errors import LimitReachedError
 from perseus.service.web.json_text import as_json
 
 HEARTBEAT_S = 15.0
-"""After so long without news a comment is sent: proxies keep the connection, and what is gone is noticed."""
+"""After this long without news a comment is sent: it keeps proxies' connections open and reveals dead
+ones."""
 
 CHECK_S = 1.0
-"""How often it is looked whether a quiet reader may still read."""
+"""How often a quiet reader's permission is checked."""
 
 MAX_WAITING_BYTES = 4 * 2**20
-"""For one reader. The bytes themselves are the same for all readers of the same stream."""
+"""Bound for one reader. The bytes themselves are shared by all readers of the same stream."""
 
 MAX_STREAMS = 512
 MAX_STREAMS_OF_ONE = 64
@@ -28,7 +29,7 @@ _HEARTBEAT = b": \n\n"
 _HEADERS = {
     hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
     hdrs.CACHE_CONTROL: "no-store",
-    "X-Accel-Buffering": "no",  # proxies of that kind would hold it back
+    "X-Accel-Buffering": "no",  # nginx and its like would buffer the stream
 }
 
 
@@ -39,7 +40,7 @@ def event(name: str, data: str, event_id: str = "") -> bytes:
 
 
 class Reader:
-    """One reader's end of a stream: the events that wait for it."""
+    """One reader's end of a stream: the chunks that wait for it."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
@@ -49,7 +50,7 @@ class Reader:
         self._cut_off: Callable[[], None] | None = None
 
     def send(self, chunk: bytes) -> None:
-        """Queue a chunk, unless the reader has ended; a reader that does not keep up is cut off."""
+        """Queue a chunk, unless the reader has ended; cut off a reader that does not keep up."""
         if self._end_reason:
             return
         if self._waiting_bytes + len(chunk) > MAX_WAITING_BYTES:
@@ -57,27 +58,27 @@ class Reader:
             self._waiting_bytes = 0
             self.end("READER_TOO_SLOW")
             if self._cut_off is not None:
-                self._cut_off()  # it does not read: it would not get the event `end` either
+                self._cut_off()  # it does not read, so it would not get the event `end` either
             return
         self._waiting.append(chunk)
         self._waiting_bytes += len(chunk)
         self._wake.set()
 
     def end(self, reason: str) -> None:
-        """End the stream for this reader, once it has read what waits."""
+        """End the stream for this reader, after the waiting chunks."""
         self._end_reason = self._end_reason or reason
         self._wake.set()
 
     async def serve(
         self, request: web.Request, check: Callable[[], object], opening: AsyncIterator[bytes]
     ) -> web.StreamResponse:
-        """Write the opening, and then what is queued, until either side ends the stream.
+        """Write the opening, and then the queue, until either side ends the stream.
 
-        `check` raises AuthenticationError once the reader may read no more: called before every write, and
-        while nothing is written.
+        `check` is called before every write, and regularly while nothing is written; it raises
+        AuthenticationError once the reader may read no more.
         """
         response = web.StreamResponse(headers=_HEADERS)
-        with suppress(ConnectionResetError, ClientConnectionError):  # it is gone, maybe before the first word
+        with suppress(ConnectionResetError, ClientConnectionError):  # the reader has gone
             await response.prepare(request)
             transport = request.transport
             if transport is not None:
@@ -99,7 +100,7 @@ class Reader:
         return response
 
     async def _next(self, check: Callable[[], object]) -> bytes | None:
-        """Return what comes next, a heartbeat where nothing comes for long, None at the end."""
+        """Return the next chunk, a heartbeat after a long silence, or None at the end."""
         quiet_s = 0.0
         while True:
             if self._waiting:
@@ -120,16 +121,16 @@ class Reader:
 
 
 class EventSource(Protocol):
-    """What a stream is made of."""
+    """The source of a stream."""
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """Yield what is new, as events; b"" where nothing is. Openings can be had from the first one on."""
+        """Yield chunks of news, b"" where there is none. Openings are available after the first one."""
 
     def opening(self, after: tuple[int, int] | None) -> AsyncIterator[bytes]:
-        """Return what a new reader gets first, up to the last chunk yielded so far.
+        """Return the chunks that a new reader gets first, up to the last chunk yielded so far.
 
-        `after`: the run and the event after which the reader wants to begin, if it says so; run 0 is the
-        latest one.
+        `after`: the run and the event after which the reader wants to begin, if it asks for that; run 0 is
+        the latest one.
         """
 
 
@@ -190,7 +191,7 @@ class EventStream:
 
 
 class EventStreams:
-    """The streams that somebody reads, by their names."""
+    """The streams that have readers, by their names."""
 
     def __init__(self) -> None:
         self._streams: dict[str, EventStream] = {}
@@ -200,11 +201,13 @@ class EventStreams:
     async def reading(
         self, principal: str, name: str, open_source: Callable[[], EventSource], after: tuple[int, int] | None
     ) -> AsyncIterator[tuple[Reader, AsyncIterator[bytes]]]:
-        """For the length of a block: a reader of a stream and its opening; the first reader opens the source.
+        """Yield, for the length of a block, a reader of a stream and its opening.
+
+        The first reader opens the source.
 
         Raises:
-            LimitReachedError: the principal, or all together, would read too many.
-            CoordinatorError: the source failed, as for a job that does not exist.
+            LimitReachedError: the principal, or all together, would have too many readers.
+            CoordinatorError: the source failed, for example because the job does not exist.
         """
         own, total = self._counts.get(principal, 0) + 1, sum(self._counts.values()) + 1
         for who, count, limit in ((principal, own, MAX_STREAMS_OF_ONE), ("everybody", total, MAX_STREAMS)):

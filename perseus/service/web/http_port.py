@@ -1,9 +1,9 @@
-"""The connections of the HTTP port, taken one by one, so that nobody's keep others out.
+"""The connections of the HTTP port, accepted one by one, so that no client can keep others out.
 
-There are at most so many, of one address and in all: agents need file descriptors, too. One that has no
-request under way is closed after a while: it is idle, sends its head slowly, or not at all. What is refused
-is told of now and then, and so is a TLS handshake that fails, of which asyncio's servers say nothing. A
-renewed certificate is what the next connection is shown; those that are open keep theirs.
+Their number is bounded, for one address and in all: agents need file descriptors, too. A connection without a
+request under way is closed after a while, whether it is idle, sends its head slowly, or sends nothing.
+Refusals are logged at a limited rate, and so are failed TLS handshakes, which asyncio's servers don't report.
+New connections get a renewed certificate; open ones keep theirs.
 """
 
 import asyncio
@@ -29,29 +29,29 @@ _log = structlog.get_logger(__name__)
 
 MAX_CONNECTIONS = 1024
 MAX_CONNECTIONS_OF_ONE = 256
-"""Of one address: a proxy's, say, before all who look at the page."""
+"""For one address: that may be a proxy before all readers of the page."""
 
 QUIET_S = 30.0
-"""So long a connection may be without a request under way."""
+"""How long a connection may have no request under way."""
 
 _HANDSHAKE_S = 30.0
 _SHUTDOWN_S = 1.0
-"""Browsers do not answer when they are told of the end; the file descriptor is kept so long."""
+"""Browsers do not answer the end of TLS; the file descriptor is kept this long."""
 
 _SWEEP_S = 5.0
 _PAUSE_S = 1.0
-"""Before the next connection is taken, where there is no file descriptor for it."""
+"""Pause before the next connection is accepted, when no file descriptor is left."""
 
 _WORDS = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the client, found none",
-    "HTTP_REQUEST": "expected TLS, found plain HTTP: its URL begins with https",
+    "HTTP_REQUEST": "expected TLS, found plain HTTP: use a URL that begins with https",
     "WRONG_VERSION_NUMBER": "expected TLS, found something else",
 }
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One that was taken; `transport`: None until it is secure. `request_count`: of those under way."""
+    """An accepted connection; `transport` is None until it is secure. `request_count`: requests under way."""
 
     address: str
     quiet_since_s: float
@@ -60,18 +60,18 @@ class _Connection:
 
 
 class Connections:
-    """The connections that are open, and which of them have requests under way."""
+    """The open connections, and their requests under way."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._open: list[_Connection] = []
-        # Also those that are closing: over TLS that takes two.
+        # Including those that are closing: over TLS that takes two steps.
         self._transports: WeakSet[asyncio.BaseTransport] = WeakSet()
-        # A quarter of the file descriptors, if that is less: the others are for agents and the store.
+        # A quarter of the file descriptors, if that is less: the rest is for agents and the store.
         self._limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
     def begin(self, address: str) -> _Connection | None:
-        """Note a connection from an address; None if there are too many."""
+        """Register a connection from an address; return None if there are too many."""
         if len(self._open) >= self._limit or self._count_of(address) >= MAX_CONNECTIONS_OF_ONE:
             self.sweep()
         if len(self._open) >= self._limit or self._count_of(address) >= MAX_CONNECTIONS_OF_ONE:
@@ -81,23 +81,23 @@ class Connections:
         return connection
 
     def secured(self, connection: _Connection, transport: asyncio.BaseTransport) -> None:
-        """It may say something from now on."""
+        """Note that a connection is secure, with its transport."""
         connection.transport = transport
         self._transports.add(transport)
 
     async def abort(self) -> None:
-        """Close all at once, whatever is under way: nobody would do it once the loop has ended."""
+        """Close all connections at once, with their requests: after the loop's end nobody would."""
         for transport in self._transports:
             if isinstance(transport, asyncio.WriteTransport):
                 transport.abort()
         await asyncio.sleep(0)  # their sockets are closed in the loop's next turn
 
     def end(self, connection: _Connection) -> None:
-        """It came to nothing."""
+        """Drop a connection that failed before it was secure."""
         self._open.remove(connection)
 
     def sweep(self) -> None:
-        """Close those that are quiet for long, and forget those that have ended."""
+        """Close connections that have been quiet for long, and drop those that have ended."""
         now_s = self._monotonic()
         for each in self._open:
             is_quiet = not each.request_count and now_s >= each.quiet_since_s + QUIET_S
@@ -112,7 +112,7 @@ class Connections:
 
     @property
     def note_requests(self) -> Middleware:
-        """A middleware, for all requests of the port."""
+        """A middleware that counts the requests under way."""
 
         @web.middleware
         async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -130,7 +130,7 @@ class Connections:
 
 
 class HttpPort:
-    """Takes the connections of a socket that listens, and hands them to a server once they are secure.
+    """Accepts the connections of a listening socket, and hands them to a server once they are secure.
 
     `tls`: None for plain HTTP.
     """
@@ -148,7 +148,7 @@ class HttpPort:
         self._beginning: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Take connections until cancelled; those whose handshakes go on then are closed."""
+        """Accept connections until cancelled; then close those that are still in their handshake."""
         loop = asyncio.get_running_loop()
         self._bound.setblocking(False)
         sweeping = asyncio.create_task(self._sweep())
@@ -160,7 +160,7 @@ class HttpPort:
                     continue
                 except OSError as error:
                     self._refusal_log.record(
-                        "all", "no connection can be taken for a while", str(error.strerror)
+                        "all", "no connection can be accepted for a while", str(error.strerror)
                     )
                     await asyncio.sleep(_PAUSE_S)
                     continue
@@ -198,7 +198,7 @@ class HttpPort:
             self._connections.secured(noted, transport)
         except ssl.SSLError as error:
             self._refusal_log.record(peer, "TLS handshake refused", _words(error))
-        except OSError as error:  # gone, or silent, as whoever looks whether a port is open
+        except OSError as error:  # gone or silent, as a port scan is
             _log.debug("no TLS handshake", peer=peer, reason=str(error))
         finally:
             if noted.transport is None:
@@ -209,6 +209,6 @@ def _words(error: ssl.SSLError) -> str:
     reason = error.reason or type(error).__name__
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the client's certificate is not accepted: {error.verify_message}"
-    if "ALERT" in reason:  # what the client said of us
+    if "ALERT" in reason:  # the client's complaint about us
         return f"the client ends the handshake: {reason.rpartition('ALERT_')[2].lower().replace('_', ' ')}"
     return _WORDS.get(reason, reason.lower().replace("_", " "))

@@ -1,4 +1,4 @@
-"""Messages as JSON and back: protobuf's own, with the fields' names, and what is at its default told."""
+"""Messages as JSON and back: protobuf's mapping, with the fields' own names, and default values included."""
 
 import asyncio
 import json
@@ -14,14 +14,14 @@ from perseus.service.domain.errors import MalformedMessageError
 Asked = TypeVar("Asked", bound=Message)
 
 _MAX_DEPTH = 24
-"""Of messages in messages; the contract's deepest has 8."""
+"""Bound on nested messages; the contract's deepest has 8 levels."""
 
 _LARGE_BYTES = 16_384
-"""A message larger than this takes milliseconds: in a thread, which takes turns with the loop."""
+"""A larger message takes milliseconds, so it is made in a thread that takes turns with the loop."""
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-# One large message at a time: with more threads, the loop's turns would come late.
+# One large message at a time: more threads would delay the loop's turns.
 _maker = ThreadPoolExecutor(1, "json")
 
 
@@ -36,7 +36,7 @@ def to_json(message: Message) -> str:
 
 
 async def large_to_json(message: Message) -> str:
-    """Return a message of any size as JSON; the loop goes on meanwhile."""
+    """Return a message of any size as JSON, without blocking the loop."""
     if message.ByteSize() <= _LARGE_BYTES:
         return to_json(message)
     loop = asyncio.get_running_loop()
@@ -44,16 +44,16 @@ async def large_to_json(message: Message) -> str:
 
 
 def from_json(text: bytes, kind: type[Asked]) -> Asked:
-    """Return the message that a text is.
+    """Parse a message from JSON.
 
     Raises:
-        MalformedMessageError: it is none.
+        MalformedMessageError: the text is not such a message.
     """
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
             raise json_format.ParseError(f"expected an object, found {type(found).__name__}")
-        _encode(found).encode()  # Half a surrogate pair is no text, and raises SystemErrors in protobuf.
+        _encode(found).encode()  # Half a surrogate pair is invalid, and raises SystemErrors in protobuf.
         return json_format.ParseDict(found, kind(), max_recursion_depth=_MAX_DEPTH)
     except (json_format.ParseError, ValueError, RecursionError) as error:
         raise MalformedMessageError(cause=error) from None
@@ -66,7 +66,7 @@ def _plain(message: Message) -> Any:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """Yield JSON in pieces that are soon made: Python's encoder lets nobody else run while it is at one."""
+    """Yield JSON in small pieces: Python's encoder holds the interpreter while it works on one."""
     if isinstance(value, dict) and any(isinstance(inner, dict | list) for inner in value.values()):
         for number, (key, inner) in enumerate(value.items()):
             yield f"{',' if number else '{'}{_encode(key)}:"

@@ -1,4 +1,4 @@
-"""Where the HTTP server listens: plaintext, or TLS with the certificates that gRPC has."""
+"""The HTTP server's address: plaintext, or TLS with gRPC's certificates."""
 
 import asyncio
 import contextlib
@@ -19,17 +19,17 @@ _log = structlog.get_logger(__name__)
 
 _BACKLOG = 128
 _LINGERING_S = 2.0
-"""So long the rest of a request is read that was refused before its end."""
+"""How long the rest of a request is read that was refused before its end."""
 
 
 class _Log(logging.Handler):
-    """Has aiohttp's errors told as all others are; what is no HTTP is its sender's mistake, and no error."""
+    """Logs aiohttp's errors as ours; a malformed request is its sender's fault, and no error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
+        """Log a record of aiohttp."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            _log.debug("no HTTP, or none that is understood", request=record.getMessage())
+            _log.debug("malformed HTTP request", request=record.getMessage())
         else:
             _log.error("HTTP", message=record.getMessage(), exc_info=error)
 
@@ -45,7 +45,7 @@ async def listening(
     """Serve for the length of the block, which gets the bound URL.
 
     Raises:
-        AddressUnavailableError: the address is taken, or none.
+        AddressUnavailableError: the address is taken, or invalid.
     """
     connections = Connections()
     app.middlewares.insert(0, connections.note_requests)

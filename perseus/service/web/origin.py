@@ -1,12 +1,13 @@
-"""Whether a request was made by our own page, or by nobody's.
+"""Protection against requests that another site's page makes in the name of its reader.
 
-Two ways in which another site's page could ask in the name of whoever looks at it:
+There are two ways to make such requests:
 
-- *Across sites*: it sends a request to us, and the browser adds cookies and certificates by itself. It also
-  adds the page's `Origin`, which scripts can't choose. (The cookie is SameSite=Strict besides.)
-- *By a lent name* (DNS rebinding): the site's own name is made to lead to us, so that to the browser we are
-  that site. But the browser then sends that name as `Host`. An address can't be lent, nor can `localhost`;
-  over TLS no name can, as the certificate is for ours.
+- *Across sites*: the page sends a request to us, and the browser adds cookies and certificates by itself. It
+  also adds the page's `Origin`, which scripts can't choose. (The cookie is SameSite=Strict besides.)
+- *DNS rebinding*: the site's own name is resolved to our address, so that the browser takes us for that site.
+  But the browser then sends that name as `Host`. Addresses and `localhost` can't be rebound this way; over
+  TLS
+  no name can, as the certificate is for ours.
 """
 
 import ipaddress
@@ -23,21 +24,21 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """By which names the coordinator may be asked in plaintext, beside localhost and addresses.
+    """The accepted host names of the coordinator in plaintext, beside localhost and addresses.
 
     Attributes:
         names: in lower case.
-        are_metrics_free: whether metrics may be asked for by any: where other machines reach them anyway.
+        are_metrics_free: whether metrics are served under any name: where other machines reach them anyway.
     """
 
     names: Collection[str] = ()
     are_metrics_free: bool = False
 
     def check(self, request: web.Request) -> None:
-        """Refuse a request by another name.
+        """Refuse a request with an unknown host name.
 
         Raises:
-            HostUnknownError: it is another's.
+            HostUnknownError: the name is unknown.
         """
         if not (request.secure or (self.are_metrics_free and request.path == "/metrics")):
             _check_host(request, self.names)
@@ -52,9 +53,9 @@ def _check_host(request: web.Request, names: Collection[str]) -> None:
 
 
 def check_origin(request: web.Request, *, is_needed: bool) -> None:
-    """Refuse what is no GET and comes from another origin; where it is needed, also what comes from none.
+    """Refuse a request other than GET from another origin, and where `is_needed`, one without an origin.
 
-    A bearer's token is no browser's to add by itself: with one, it is not needed.
+    A browser never adds a bearer token by itself: with one, no origin is needed.
 
     Raises:
         OriginMismatchError: says what was expected.

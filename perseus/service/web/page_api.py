@@ -1,4 +1,4 @@
-"""What the live page asks: who it is for, the services' calls, the ranks in columns, and what is new.
+"""The live page's requests: sessions, the services' calls, the ranks in columns, and event streams.
 
 docs/protocol.md lists the requests.
 """
@@ -36,11 +36,11 @@ _CACHED_CALLS = frozenset(
     f"/{_PACKAGE}.{name}"
     for name in ("JobService/GetTimeline", "FrontierService/GetFrontier", "LedgerService/ListLedgerEntries")
 )
-"""Calls whose answers take long, and are wanted time and again: one serves all readers for a while."""
+"""Calls with slow answers that are requested again and again: one answer serves all readers for a while."""
 
 _MAX_ANSWERS = 64
 _BODY_S = 30.0
-"""So long a request's body may take."""
+"""How long a request's body may take."""
 
 
 _EVENT_ID = re.compile(r"(\d{1,9}):(\d{1,18})")
@@ -48,12 +48,12 @@ _NUMBER = re.compile(r"\d{1,18}")
 
 
 class PageApi:
-    """The page's requests, as handlers.
+    """The handlers of the page's requests.
 
     Args:
-        coordinator: what is asked about.
+        coordinator: serves the requests.
         calls: the services' calls that may be made.
-        access: who may; None where nobody is asked who they are.
+        access: authenticates requests; None without authentication.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PageApi:
         app.router.add_get("/api/ranks/{job_id}", self._ranks, allow_head=False)
         app.on_shutdown.append(self._end_streams)
 
-    # ------------------------------------------------------------------ who asks
+    # ------------------------------------------------------------------ sessions
 
     async def _show_session(self, request: web.Request) -> web.Response:
         try:
@@ -128,7 +128,7 @@ class PageApi:
         async def make() -> str:
             return await large_to_json(await call.answer(principal, asked))
 
-        if call.rpc in _CACHED_CALLS:  # every reader may see the same
+        if call.rpc in _CACHED_CALLS:  # every reader may see the same answer
             key = call.rpc, asked.SerializeToString(deterministic=True)
             return _json_answer(await self._answers.get(key, make))
         return _json_answer(await make())
@@ -141,7 +141,7 @@ class PageApi:
             return web.Response(body=packed, headers={**headers, hdrs.CONTENT_ENCODING: "gzip"})
         return web.Response(body=body, headers=headers)
 
-    # ------------------------------------------------------------------ what is new
+    # ------------------------------------------------------------------ event streams
 
     async def _watch_jobs(self, request: web.Request) -> web.StreamResponse:
         return await self._stream(request, lambda: JobList(self._coordinator.live))
@@ -182,10 +182,10 @@ def _json_answer(text: str) -> web.Response:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Return the body, which is said to be JSON: no form of another site can say that.
+    """Return the body. Its type must be JSON: no form of another site can claim that.
 
     Raises:
-        InvalidFieldError: it is said to be something else.
+        InvalidFieldError: it has another type.
     """
     if request.content_type != _JSON:
         raise InvalidFieldError(field="Content-Type", expected=_JSON, found=repr(request.content_type))
@@ -208,7 +208,7 @@ def _token_in(body: bytes) -> str:
 
 
 def _after(request: web.Request) -> tuple[int, int] | None:
-    """Return the run and the event after which a reader wants to begin; None where it does not say."""
+    """Return the run and the event after which a reader wants to begin; None if it does not ask."""
     if (again := _EVENT_ID.fullmatch(request.headers.get("Last-Event-ID", ""))) is not None:
         return int(again[1]), int(again[2])
     asked = {}

@@ -1,4 +1,4 @@
-"""The page's files: read once from the package, and served from memory, packed where that helps."""
+"""The page's files: read once from the package, and served from memory, compressed where that helps."""
 
 import gzip
 import hashlib
@@ -34,7 +34,7 @@ class PageFile:
 
     @classmethod
     def of(cls, name: str, body: bytes) -> "PageFile":
-        """Return a file of that name."""
+        """Return a file with that name and content."""
         packed = gzip.compress(body, 9, mtime=0)
         return cls(
             body,
@@ -44,9 +44,9 @@ class PageFile:
         )
 
     def answer(self, request: web.Request) -> web.Response:
-        """Return it, or that it is what the browser has."""
-        # Asked for at every load, answered with nothing if it is the same: no release's file is ever
-        # mixed with another's.
+        """Return the file, or 304 if the browser has it already."""
+        # Browsers ask at every load and get 304 if nothing changed: files of different releases are never
+        # mixed.
         headers = {hdrs.ETAG: f'"{self.etag}"', hdrs.CACHE_CONTROL: "no-cache", hdrs.VARY: "Accept-Encoding"}
         if any(each.value == self.etag for each in request.if_none_match or ()):
             return web.Response(status=304, headers=headers)

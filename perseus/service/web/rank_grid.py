@@ -1,4 +1,4 @@
-"""All ranks of a job in columns, for the grid: made in turns, the same for all who ask."""
+"""All ranks of a job in columns, for the grid: made in batches, the same for all readers."""
 
 import asyncio
 import gzip
@@ -14,7 +14,7 @@ _TURN_RANKS = 1_024
 """Ranks read at a time: some milliseconds."""
 
 _MAX_JOBS = 32
-"""Jobs whose answers are kept."""
+"""Number of jobs whose answers are kept."""
 
 _STATES = tuple(RankState)
 _STATE_NUMBERS = {state: number for number, state in enumerate(_STATES)}
@@ -22,14 +22,14 @@ _COLUMNS = ("state", "iteration", "clock_mhz", "slowness", "power_w")
 
 
 class RankGrid:
-    """Answers for the ranks of jobs."""
+    """Answers requests for the ranks of jobs."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
         self._cache: SingleFlightCache[tuple[bytes, bytes]] = SingleFlightCache(_MAX_JOBS)
 
     async def answer(self, job_id: str) -> tuple[bytes, bytes]:
-        """Return the JSON of a job's ranks, as it is and packed with gzip.
+        """Return the JSON of a job's ranks, plain and compressed with gzip.
 
         Raises:
             CoordinatorError: there is no such job.

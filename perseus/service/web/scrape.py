@@ -1,7 +1,8 @@
-"""One answer for all who scrape at once: what is read and written for one serves the others.
+"""One response for all simultaneous scrapes: readings and text made for one serve the others.
 
-The readings are taken on the event loop, in turns; written they are in a thread, as that takes as long as
-there are series, and the loop has agents to hear.
+The readings are taken on the event loop, in batches; they are written in a thread, as that time grows with
+the
+number of series, and the loop must serve agents.
 """
 
 import asyncio
@@ -12,14 +13,14 @@ from perseus.metrics.exposition import render
 from perseus.metrics.readings import Readings
 
 FRESH_S = 1.0
-"""How long an answer serves: nobody scrapes more often, and whoever does costs nothing."""
+"""How long a response serves: more frequent scrapes get the same one, at no cost."""
 
 _MAX_FORMATS = 8
-"""Of an answer that are kept; a scraper chooses by its header."""
+"""How many formats of a response are kept; a scraper chooses one by its header."""
 
 
 class Scrape:
-    """Answers scrapes from what `collect` reads."""
+    """Answers scrapes with the readings of `collect`."""
 
     def __init__(
         self, collect: Callable[[], Awaitable[Readings]], monotonic: Callable[[], float] = time.monotonic

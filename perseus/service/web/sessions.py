@@ -1,7 +1,8 @@
-"""Logins of browsers: a token is shown once, and from then on a random name stands for it.
+"""Logins of browsers: a token is presented once, and from then on a random session ID replaces it.
 
-What is kept of that name is its SHA-256, as of tokens. A session is as good as its token: that is looked up
-at every use, so a session ends with it.
+Only the SHA-256 of the ID is kept, as of tokens. The session's token is looked up at every use, so the
+session
+ends with its token.
 """
 
 import secrets
@@ -17,13 +18,13 @@ from perseus.service.shell.tokens import Tokens
 LIFETIME_S = 12 * 3600.0
 
 MAX_SESSIONS_PER_TOKEN = 64
-"""Sessions at once; the oldest makes way."""
+"""Simultaneous sessions of one token; a new one replaces the oldest."""
 
 MAX_SESSIONS = 4_096
-"""Of all tokens; the oldest makes way."""
+"""Simultaneous sessions of all tokens; a new one replaces the oldest."""
 
 MAX_ATTEMPTS = 10
-"""In a row, from one address; then one in so many seconds."""
+"""Attempts in a row from one address; after that, one every `ATTEMPT_S`."""
 
 ATTEMPT_S = 2.0
 
@@ -50,11 +51,11 @@ class Sessions:
         return len(self._by_digest)
 
     def begin(self, secret: str) -> tuple[str, Principal]:
-        """Begin a session of whoever shows a token; return its name, and who that is.
+        """Begin a session with a token; return its ID and the principal.
 
         Raises:
-            AuthenticationError: it is not valid.
-            ScopeTooNarrowError: whose it is may see nothing.
+            AuthenticationError: the token is not valid.
+            ScopeTooNarrowError: its scope doesn't allow reading.
         """
         principal = self._tokens.authenticate(secret)
         check_one_of(READERS, "POST /session", principal)
@@ -70,10 +71,10 @@ class Sessions:
         return session_id, principal
 
     def find(self, session_id: str) -> Principal:
-        """Return whose session it is.
+        """Return the principal of a session.
 
         Raises:
-            CredentialMissingError: there is none, or no more.
+            CredentialMissingError: there is no such session, or it has ended.
             TokenUnknownError, TokenRevokedError, TokenExpiredError: its token has ended.
         """
         session = self._by_digest.get(digest_of(session_id))
@@ -91,15 +92,15 @@ class Sessions:
 
 
 class LoginRateLimiter:
-    """How often somebody may try to log in, by the address that they come from."""
+    """Limits the rate of login attempts by address."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        # By address, the one heard last at the end: how many are left, and since when.
+        # By address, the latest at the end: how many attempts are left, and since when.
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, address: str) -> None:
-        """Note an attempt.
+        """Count an attempt.
 
         Raises:
             LimitReachedError: it is one too many.

@@ -1,4 +1,5 @@
-"""Answers that take long to make: made once for all who ask, and kept for the longer the longer that took."""
+"""A cache of answers that take long to make: each is made once for all, and kept in proportion to its
+cost."""
 
 import asyncio
 import time
@@ -13,7 +14,7 @@ MIN_FRESH_S = 1.0
 """How long an answer serves at least."""
 
 MAX_FRESH_S = 10.0
-"""And at most; in between for so many times as long as it took: a hundredth of a core goes there."""
+"""And at most. In between it serves a hundred times as long as it took: that costs a hundredth of a core."""
 
 _FRESH_PER_WORK = 100.0
 
@@ -26,19 +27,19 @@ class _Entry(Generic[Value]):
 
 
 class SingleFlightCache(Generic[Value]):
-    """The answers made last, by what they are about."""
+    """The latest answers, by their keys."""
 
     def __init__(self, limit: int, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """Keep `limit` of them."""
+        """Keep `limit` answers."""
         self._limit = limit
         self._monotonic = monotonic
         self._kept: OrderedDict[Hashable, _Entry[Value]] = OrderedDict()
 
     async def get(self, key: Hashable, make: Callable[[], Awaitable[Value]]) -> Value:
-        """Return an answer that is fresh; those who ask meanwhile wait for the same.
+        """Return a fresh answer; concurrent callers with the same key wait for the same one.
 
         Raises:
-            Exception: it could not be made. Nobody else's fails by that.
+            Exception: it could not be made. Other callers try again.
         """
         kept = self._kept.setdefault(key, _Entry())
         self._kept.move_to_end(key)

@@ -132,7 +132,7 @@ async def test_a_handshake_that_is_refused_is_told_once_for_each_kind_without_a_
         "the client's certificate is not accepted: unable to get local issuer certificate",
         "the client's certificate is not accepted: certificate has expired",
         "the client ends the handshake: unknown ca",
-        "expected TLS, found plain HTTP: its URL begins with https",
+        "expected TLS, found plain HTTP: use a URL that begins with https",
         "expected TLS, found something else",
     ]
     assert [record for record in caplog.records if record.levelno >= logging.INFO] == []

@@ -1,6 +1,6 @@
-/** Calls to the coordinator, as gRPC has them, and what is said where one of them fails. */
+/** Calls to the coordinator, the same as gRPC's, and the errors of those that fail. */
 
-/** A call that was refused, or that nobody answered. `code` is gRPC's; "OFFLINE" where nobody did. */
+/** A call that was refused or not answered. `code` is gRPC's, or "OFFLINE" without an answer. */
 export class CallError extends Error {
   constructor(code, reason, message) {
     super(message);
@@ -10,7 +10,7 @@ export class CallError extends Error {
   }
 }
 
-/** The page's session: who asks, and whether they may control. */
+/** The page's session: its user, and whether they may control jobs. */
 export const session = {
   show: () => send("GET", "session"),
   login: (token) => send("POST", "session", { token }),
@@ -27,7 +27,7 @@ export function ranks(jobId) {
   return send("GET", `api/ranks/${encodeURIComponent(jobId)}`);
 }
 
-/** All pages of a listing, `field` of each joined, up to so many pages. */
+/** All pages of a listing with the `field` of each joined, up to so many pages. */
 export async function pages(service, method, request, field, mostPages = 10) {
   const found = [];
   let last = {};

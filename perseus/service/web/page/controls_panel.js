@@ -1,4 +1,4 @@
-/** What those who may control a job can do to it: the same calls as gRPC's. */
+/** The controls of a job, for users who may control it: the same calls as gRPC's. */
 
 import { CallError, call } from "./api.js";
 import { el, put, setText } from "./dom.js";
@@ -10,7 +10,7 @@ const DAY_MS = 24 * 3600 * 1000;
 
 const ITERATIONS = { name: "iterations", unit: "iterations", value: 1000, min: 1, step: 1 };
 
-/** The time that there is for least carbon, or cost: some more over a horizon, or until a time. */
+/** The time available for least carbon or cost: an extra share over a horizon, or until a time. */
 const EXTRA_TIME = {
   fields: [
     { name: "extra time", unit: "% more time", value: 5, min: 0, max: 1000 },
@@ -53,7 +53,7 @@ const POLICIES = {
 };
 
 export class ControlsPanel {
-  /** @param {(job: object) => void} onJob told the job, FULL, that an answer brought */
+  /** @param {(job: object) => void} onJob called with the job, FULL, that an answer contains */
   constructor(jobId, onJob) {
     this._jobId = jobId;
     this._onJob = onJob;
@@ -62,7 +62,7 @@ export class ControlsPanel {
     this._current = el("p", { class: "note" });
     this._stragglers = el("ul", { class: "stragglers" });
     this._baseline = button("Measure baseline again", () => this._measureBaseline());
-    this._resume = button("Resume", () => this._send("ResumeJob", {}, "The job goes on, beginning at the baseline."));
+    this._resume = button("Resume", () => this._send("ResumeJob", {}, "The job resumes from the baseline."));
     this._finish = button("Finish job…", () => this._askToFinish(), "danger");
     this._dialog = this._makeDialog();
     this.element = panel(
@@ -84,7 +84,7 @@ export class ControlsPanel {
     );
   }
 
-  /** Take note of the job; `full` is it with its stragglers. */
+  /** Show the job; `full` is the job with its stragglers. */
   update(job, full) {
     const state = job.state;
     const hasEnded = state === "JOB_STATE_FINISHED";
@@ -107,7 +107,7 @@ export class ControlsPanel {
         const text = `Pipeline ${pipeline}, ${is_detected ? "detected" : "reported"}${time}`;
         const clear = button("Clear", () => this._clear(pipeline));
         clear.setAttribute("aria-label", `Clear straggler, pipeline ${pipeline}`);
-        // What was detected ends by itself; only a report is somebody's to clear.
+        // A detected straggler ends by itself; only reports can be cleared.
         return el("li", {}, el("span", {}, text), is_detected ? null : clear);
       }),
     );
@@ -209,7 +209,7 @@ export class ControlsPanel {
       "dialog",
       { "aria-labelledby": "finish-title" },
       el("h3", { id: "finish-title" }, "Finish this job?"),
-      el("p", {}, "Every GPU of ", el("strong", {}, this._jobId), " goes back to stock, and Perseus leaves the job alone. Training itself goes on. A run that has ended can't be resumed."),
+      el("p", {}, "Every GPU of ", el("strong", {}, this._jobId), " goes back to stock, and Perseus leaves the job alone. Training itself continues. A run that has ended can't be resumed."),
       el("div", { class: "row end" }, cancel, confirm),
     );
   }
@@ -223,7 +223,7 @@ export class ControlsPanel {
   }
 
   _measureBaseline() {
-    // Random numbers and no UUID: that one is to be had over HTTPS only.
+    // Random numbers instead of a UUID, which browsers make over HTTPS only.
     const words = crypto.getRandomValues(new Uint32Array(4));
     const request_id = `page-${[...words].map((word) => word.toString(16).padStart(8, "0")).join("")}`;
     this._send("MeasureBaseline", { request_id }, "All ranks go to stock for a few iterations.");
@@ -245,12 +245,12 @@ export class ControlsPanel {
   }
 }
 
-/** A policy that follows a signal, in a time that there is. */
+/** A policy that follows a signal within an available time. */
 function leastSignal(rule, { fields, time }) {
   return { fields, rule: (values) => ({ [rule]: time(values) }) };
 }
 
-/** A time in UTC as fields of forms have it, without its seconds. */
+/** A time in UTC in the format of form fields, without seconds. */
 function minute(time_ms) {
   return new Date(time_ms).toISOString().slice(0, 16);
 }

@@ -1,8 +1,7 @@
 /**
  * Elements made without markup.
  *
- * Whatever is given as a child is an element or becomes text: names, hosts and messages of others can hold no
- * markup, and nothing here takes any.
+ * Every child is an element or becomes text: names, hosts and messages from others are never parsed as markup.
  */
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -17,12 +16,12 @@ export function svg(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
 }
 
-/** Put other children in the place of those that are there. */
+/** Replace an element's children. */
 export function put(parent, ...children) {
   parent.replaceChildren(...flat(children));
 }
 
-/** Set a text, and touch the document only where it is another. */
+/** Set a text; touch the document only if it differs. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,9 +1,9 @@
 /**
  * A stream of server-sent events that is opened again whenever it ends.
  *
- * The browser's own reconnecting gives up for good at the first answer that is no stream (a proxy's 502, a
- * coordinator that starts); this one goes on, after growing waits with some chance in them, so that not all pages
- * come back to a restarted coordinator at once.
+ * The browser's own reconnecting gives up for good at the first answer that is not a stream (a proxy's 502, a
+ * starting coordinator). This one keeps trying after growing, random waits, so that not all pages come back to a
+ * restarted coordinator at once.
  */
 
 const MIN_WAIT_MS = 500;
@@ -11,11 +11,11 @@ const MAX_WAIT_MS = 8_000;
 
 export class EventStream {
   /**
-   * @param {() => string} address where the stream is, asked anew for each connection
+   * @param {() => string} address returns the stream's address, for each connection
    * @param {string[]} names of the events wanted
    * @param {(name: string, data: object) => void} onEvent
    * @param {(state: {isLive: boolean, hasEnded: boolean, heardAt: number|null}) => void} onState
-   * @param {() => Promise<boolean>} mayGoOn asked before a stream is opened again: false if the session has ended
+   * @param {() => Promise<boolean>} mayGoOn called before a stream is opened again: false if the session has ended
    */
   constructor(address, names, onEvent, onState, mayGoOn) {
     this._address = address;
@@ -28,7 +28,7 @@ export class EventStream {
     this._source = null;
     this._timer = 0;
     this._isClosed = false;
-    // A laptop that wakes up, or a network that is back, need not wait.
+    // When a laptop wakes up or the network is back, reconnect at once.
     this._hurry = () => {
       if (!this._source && !this._isClosed && document.visibilityState === "visible") this._reopen();
     };
@@ -64,7 +64,7 @@ export class EventStream {
     }
   }
 
-  /** The coordinator ends the stream: for good when all is told, else the stream is opened again. */
+  /** The coordinator ends the stream: for good after the run's end, otherwise the stream is opened again. */
   _end(reason) {
     if (reason !== "RUN_ENDED") {
       this._wait();

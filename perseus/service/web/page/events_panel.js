@@ -1,4 +1,4 @@
-/** What happened to a job, newest first, each event in its sentence and with its evidence on request. */
+/** The events of a job, newest first: each with its message, and its details on request. */
 
 import { el, put, setText } from "./dom.js";
 import * as n from "./numbers.js";
@@ -74,10 +74,10 @@ function item(event) {
   const kind = el("span", { class: "kind" }, type.toLowerCase().replaceAll("_", " "));
   if (facts.length === 0) return el("li", { class: `event ${group}` }, el("p", { class: "head" }, head, kind));
   const list = el("dl", { class: "facts" });
-  const details = el("details", {}, el("summary", { class: "head" }, head, kind), list);
-  details.addEventListener("toggle", () => {
-    if (!details.open || list.childElementCount) return;
+  const disclosure = el("details", {}, el("summary", { class: "head" }, head, kind), list);
+  disclosure.addEventListener("toggle", () => {
+    if (!disclosure.open || list.childElementCount) return;
     put(list, el("div", {}, el("dt", {}, "event"), el("dd", {}, `no. ${event.sequence}`)), facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   });
-  return el("li", { class: `event ${group}` }, details);
+  return el("li", { class: `event ${group}` }, disclosure);
 }

@@ -1,4 +1,4 @@
-/** The feeds that are limited: how much may be drawn from each, what is, and whom that holds back. */
+/** The feeds with a limit: the power cap and the power drawn of each, and the jobs that it slows down. */
 
 import { CallError, call } from "./api.js";
 import { el, put } from "./dom.js";
@@ -6,7 +6,7 @@ import * as n from "./numbers.js";
 import { cardTable, numberCell } from "./panel.js";
 
 const ASK_EVERY_MS = 2_000;
-const COLUMNS = ["feed", "limit", "may be drawn", "drawn", "under plans", "others", "limit kept", "held back"];
+const COLUMNS = ["feed", "limit", "power cap", "drawn", "under plans", "others", "limit kept", "slowed jobs"];
 
 export class Feeds {
   constructor() {
@@ -23,7 +23,7 @@ export class Feeds {
     clearTimeout(this._timer);
   }
 
-  /** Ask, and again after a while; nothing is shown while nobody answers, as that would be out of date. */
+  /** Ask, and again after a while; without an answer, hide the table rather than show old values. */
   async _ask() {
     let feeds = [];
     try {
@@ -41,15 +41,15 @@ export class Feeds {
 
 function row(feed) {
   const paused = feed.job_ids_to_pause ?? [];
-  const toPause = paused.length ? ` To be kept, these would have to be paused: ${paused.join(", ")}.` : "";
-  const conflicts = feed.conflicting_gpu_count ? ` Agents contradict each other, or the possible, about ${feed.conflicting_gpu_count} GPUs.` : "";
+  const toPause = paused.length ? ` Keeping it would require pausing ${paused.join(", ")}.` : "";
+  const conflicts = feed.conflicting_gpu_count ? ` Conflicting readings of ${n.count(feed.conflicting_gpu_count, "GPU")}.` : "";
   const [name, tone, meaning] = complianceState(feed);
   return el(
     "tr",
     { role: "row" },
     el("th", { scope: "row", role: "rowheader" }, feed.feed),
     numberCell("limit", n.watts(feed.limit_w)),
-    numberCell("may be drawn", feed.power_cap_w === undefined ? "–" : n.watts(feed.power_cap_w)),
+    numberCell("power cap", feed.power_cap_w === undefined ? "–" : n.watts(feed.power_cap_w)),
     numberCell("drawn", n.watts(feed.measured_w), { kind: "strong", title: "mean over the longer of a minute and three iterations" }),
     numberCell("under plans", n.watts(feed.managed_w)),
     numberCell("others", n.watts(feed.unmanaged_w)),
@@ -59,7 +59,7 @@ function row(feed) {
 }
 
 function complianceState(feed) {
-  if (!feed.is_compliant) return ["not kept", "trouble", "More is drawn than the limit, or will be."];
-  if (feed.is_in_transition) return ["on its way", "busy", "What may be drawn is on its way to the limit, or came there a few seconds ago."];
-  return ["kept", "run", "Plans and what is measured keep it."];
+  if (!feed.is_compliant) return ["not kept", "trouble", "The power exceeds the limit, or will."];
+  if (feed.is_in_transition) return ["on its way", "busy", "The power cap is on its way to the limit, or reached it a few seconds ago."];
+  return ["kept", "run", "Plans and measurements keep the limit."];
 }

@@ -1,5 +1,5 @@
 /**
- * The iteration time–energy frontier of one pipeline, with what a job's place on it is judged by.
+ * The iteration time–energy frontier of one pipeline, with the points that matter for the job.
  *
  * Drawn as SVG: a hundred points at most, and every mark is also a row of the table beneath.
  */
@@ -20,7 +20,7 @@ export class FrontierPanel {
     this._frontier = null;
     this._key = "";
     this._job = null;
-    this._svg = svg("svg", { class: "frontier", role: "img", "aria-label": "Iteration time and energy of a pipeline; the table says the same" });
+    this._svg = svg("svg", { class: "frontier", role: "img", "aria-label": "Iteration time and energy of a pipeline; the table shows the same" });
     this._rows = el("tbody", {});
     this._caption = el("p", { class: "note" });
     this._body = el("div", {}, waiting("There is no frontier yet."));
@@ -48,7 +48,7 @@ export class FrontierPanel {
     new ResizeObserver(() => this._draw()).observe(this.element);
   }
 
-  /** Take note of the job; `full` is it with its stragglers and each pipeline's planned time. */
+  /** Show the job; `full` is the job with its stragglers and each pipeline's planned time. */
   async update(job, full) {
     this._job = full;
     const key = `${job.run_number}/${job.t_min_s}/${job.t_star_s}/${job.t_slow_s}`;
@@ -63,7 +63,7 @@ export class FrontierPanel {
       try {
         this._frontier = (await call("FrontierService", "GetFrontier", { job_id: this._jobId })).frontier;
       } catch (error) {
-        this._key = ""; // asked again at the next update
+        this._key = ""; // the next update asks again
         if (!(error instanceof CallError)) throw error;
         if (!this._frontier) put(this._body, waiting(error.message));
         return;
@@ -82,7 +82,7 @@ export class FrontierPanel {
     const scale = scaleOf(this._frontier, places, width);
     this._svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     put(this._svg, axes(scale, width), curve(this._frontier, scale), marks(places, scale, width));
-    setText(this._caption, "As predicted for one pipeline, blocking power included. Changes against all computations at their highest clocks.");
+    setText(this._caption, "Predicted for one pipeline, including blocking power. Changes are relative to all computations at their highest clocks.");
   }
 
   _fillTable(places) {
@@ -106,9 +106,9 @@ export class FrontierPanel {
 
 function emptyReason(job) {
   const reasons = {
-    JOB_STATE_WAITING: "There is no frontier before all ranks have joined and were measured.",
+    JOB_STATE_WAITING: "The frontier needs measurements of all ranks, and some have not joined yet.",
     JOB_STATE_BASELINE: "The stock baseline is measured first; then clocks are tried, and the frontier follows from them.",
-    JOB_STATE_PROFILING: "Clocks are being tried while training goes on; the frontier follows from what they take.",
+    JOB_STATE_PROFILING: "Clocks are tried while training continues; the frontier follows from their times and energies.",
     JOB_STATE_SOLVING: "The frontier is being solved.",
   };
   return reasons[job.state] ?? "This run has no frontier.";
@@ -120,7 +120,7 @@ function pointAt(frontier, time_s) {
   return within.at(-1) ?? frontier.points[0];
 }
 
-/** What is marked on the frontier, fastest first. */
+/** The points marked on the frontier, fastest first. */
 function placesOf(frontier, job) {
   const at = (time_s) => pointAt(frontier, time_s).energy_j;
   const { baseline } = frontier;
@@ -149,7 +149,7 @@ function placesOf(frontier, job) {
 
 function scaleOf(frontier, places, width) {
   const { points, baseline, t_min_s, t_slow_s } = frontier;
-  // A straggler far out would leave no room for the frontier: it is shown at the edge then.
+  // A far-out straggler would leave no room for the frontier, so it is shown at the edge.
   const farthest = t_slow_s + (t_slow_s - t_min_s) * (MAX_BEYOND - 1) + 1e-9;
   const wanted = Math.max(...places.map(({ time_s }) => time_s));
   const high_s = Math.max(t_slow_s, Math.min(wanted, farthest * MAX_BEYOND));
@@ -202,7 +202,7 @@ function curve({ points }, scale) {
   ];
 }
 
-/** Upright lines with their names above, in as many rows as it takes for none to cover another. */
+/** Vertical lines with their names above, in as many rows as they need not to overlap. */
 function marks(places, scale, width) {
   const bottom = HEIGHT - MARGIN.bottom;
   const rowEnds = [];
@@ -222,11 +222,11 @@ function marks(places, scale, width) {
       text: svg("text", { class: tone, x: middle, y: top, "text-anchor": "middle" }, lowered(text)),
     };
   });
-  // What is to be read lies above all lines.
+  // Text lies above all lines.
   return svg("g", { class: "marks" }, ["line", "dot", "text"].map((part) => drawn.map((each) => each[part])));
 }
 
-/** "T_min" with its index lowered. */
+/** "T_min" with its index as a subscript. */
 function lowered(text) {
   const [symbol, index] = text.split("_");
   return index ? [symbol, svg("tspan", { class: "index", dy: 3 }, index)] : symbol;

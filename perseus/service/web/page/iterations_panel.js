@@ -1,4 +1,4 @@
-/** Iteration time and energy as they come, one above the other, with what changed marked on both. */
+/** Iteration time and energy, one chart above the other, with changes marked on both. */
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { el, put, setText } from "./dom.js";
@@ -31,7 +31,7 @@ export class IterationsPanel {
       el("span", { class: "key key-plan" }, "plan in force"),
       el("span", { class: "key key-straggler" }, "straggler found"),
     );
-    this._body = el("div", {}, waiting("No iteration was measured yet."));
+    this._body = el("div", {}, waiting("No iteration has been measured yet."));
     this._content = el("div", {}, this._grounds, this._readout, this._keys);
     this._isRecent = true;
     const reach = [
@@ -47,7 +47,7 @@ export class IterationsPanel {
     onThemeChange(() => this._make());
   }
 
-  /** Take what is known; `report` has the means of the periods before the page was opened. */
+  /** Show the model; `report` has the means of periods before the page was opened. */
   update(model, report) {
     this._iterations = model.iterations();
     this._periods = report?.periods ?? [];
@@ -78,7 +78,7 @@ export class IterationsPanel {
     }
   }
 
-  /** One row for each iteration that was seen, and two for each period, at its ends. */
+  /** One row for each observed iteration, and two for each period, at its ends. */
   _data() {
     const rows = new Map();
     const row = (number) => {
@@ -222,7 +222,7 @@ function marksOf(model) {
       iteration,
       colour: "--warn",
       isFaint: !isSlow,
-      words: isSlow ? `Pipeline ${pipeline} is found to be slow` : `Pipeline ${pipeline} is itself again`,
+      words: isSlow ? `Pipeline ${pipeline} is found to be slow` : `Pipeline ${pipeline} is no longer slow`,
     });
   return [...marks.values()];
 }

@@ -1,5 +1,5 @@
 /**
- * What is known of a job that is watched: its snapshot, its events, its iterations. Pure: updates in, values out.
+ * The state of a watched job: its snapshot, its events, its iterations. Pure: updates in, values out.
  */
 
 const MAX_EVENTS = 5_000;
@@ -32,7 +32,7 @@ export class JobModel {
     }
   }
 
-  /** Sequence of the last event that is known; where a watch goes on after it was cut. */
+  /** Sequence of the last known event; a reconnected watch continues after it. */
   get lastSequence() {
     return this._lastSequence;
   }
@@ -44,8 +44,8 @@ export class JobModel {
   /**
    * Iterations of the whole job, in order: `time_s` of the slowest pipeline, `energy_j` over all of them.
    *
-   * An iteration counts once all pipelines have told it, or others have gone on by two: then some were left out
-   * for a slow reader, and the energy is that of as many pipelines as there are.
+   * An iteration counts once all pipelines have reported it, or others are ahead by two: then some reports were left
+   * out for a slow reader, and the energy is scaled up to all pipelines.
    */
   iterations() {
     let newest = -1;
@@ -68,7 +68,7 @@ export class JobModel {
     return time_s > 0 ? last.reduce((sum, each) => sum + each.energy_j, 0) / time_s : NaN;
   }
 
-  /** Where other clocks came into force: `kind` is "plan", "hold" or "stock"; pipelines that changed together. */
+  /** Where clocks came into force, by pipeline: `kind` is "plan", "hold" or "stock". */
   switches() {
     return this._changes("JOB_EVENT_TYPE_PLAN_IN_FORCE", (event) => {
       const clocks = event.pipeline_clocks;
@@ -82,7 +82,7 @@ export class JobModel {
     });
   }
 
-  /** Where a straggler was found in the telemetry, or found to be none any more. */
+  /** Where telemetry revealed a straggler, or the end of one. */
   findings() {
     const found = (type, isSlow) =>
       this._changes(type, (event) => ({
@@ -122,7 +122,7 @@ export class JobModel {
     const number = Number(summary.iteration);
     const pipeline = summary.pipeline;
     let found = this._iterations.get(number);
-    // Trainers that went back to a checkpoint tell the same numbers again.
+    // Trainers that went back to a checkpoint report the same numbers again.
     if (found?.reported.has(pipeline)) {
       this._iterations.delete(number);
       found = undefined;

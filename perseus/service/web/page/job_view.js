@@ -1,4 +1,4 @@
-/** One job, as it runs. */
+/** The view of one job. */
 
 import { CallError, call, pages } from "./api.js";
 import { ControlsPanel } from "./controls_panel.js";
@@ -86,7 +86,7 @@ export class JobView {
     this._progress = el("progress", { max: 1, value: 0, "aria-label": "Profiling" });
     this._progressText = el("span", {});
     this._profiling = el("p", { class: "profiling", hidden: true }, this._progress, this._progressText);
-    const names = ["iteration time", "energy an iteration", "power", "energy saved", "stragglers", "ranks", "policy"];
+    const names = ["iteration time", "energy per iteration", "power", "energy saved", "stragglers", "ranks", "policy"];
     this._figures = Object.fromEntries(names.map((name) => [name, figure(name)]));
     this._head = el(
       "div",
@@ -105,7 +105,7 @@ export class JobView {
     return `api/watch/jobs/${encodeURIComponent(this._jobId)}${from}`;
   }
 
-  /** Whether there is such a job; says so if not. A stream alone does not tell why it can't be opened. */
+  /** Whether the job exists; shows a message if not, because a stream can't say why it fails to open. */
   async _isThere() {
     try {
       this._takeFull((await call("JobService", "GetJob", { job_id: this._jobId })).job);
@@ -131,7 +131,7 @@ export class JobView {
     const isOtherRun = job.run_number !== known?.run_number;
     if (isOtherRun || Number(job.last_event_sequence) >= Number(known.last_event_sequence)) this._model.take({ job });
     this._full = job;
-    // The stream of a run ends with it; the next one has its own.
+    // A run's stream ends with the run; the next run has its own.
     if (isOtherRun && this._hasEnded) this._watchAgain();
     this._scheduleShow();
   }
@@ -145,7 +145,7 @@ export class JobView {
     }, SHOW_EVERY_MS);
   }
 
-  /** Ask for what the stream does not tell, when what it tells has changed. */
+  /** Ask for what the stream does not contain, when the job has changed, or after a while. */
   async _ask() {
     const { job } = this._model;
     if (!job || this._isAsking || document.visibilityState !== "visible") return;
@@ -193,7 +193,7 @@ export class JobView {
       `${layout(job.parallelism)} pipelines × stages × tensor`,
       `registered ${n.clock(job.create_time)}`,
       job.finish_time ? `finished ${n.clock(job.finish_time)}` : "",
-      job.set_latency_s ? `a clock takes ${n.milliseconds(job.set_latency_s)} to set` : "",
+      job.set_latency_s ? `setting a clock takes ${n.milliseconds(job.set_latency_s)}` : "",
       Number(job.profiling_cost.iteration_count) ? `profiling took ${profilingCost(job.profiling_cost)}` : "",
       ...(job.labels ?? []).map(({ key, value }) => `${key}=${value}`),
     ];
@@ -219,7 +219,7 @@ export class JobView {
     const predicted = figures.predicted_iteration_time_s;
     const stock_s = isBaseline ? `stock ${n.seconds(baseline.iteration_time_s)}` : "no baseline yet";
     set("iteration time", n.seconds(figures.iteration_time_s), predicted === undefined ? stock_s : `predicted ${n.seconds(predicted)}, ${stock_s}`);
-    set("energy an iteration", n.joules(figures.energy_j), baseline?.energy_j ? `stock ${n.joules(baseline.energy_j)}` : "");
+    set("energy per iteration", n.joules(figures.energy_j), baseline?.energy_j ? `stock ${n.joules(baseline.energy_j)}` : "");
     set("power", n.watts(figures.power_w), baseline?.energy_j ? `stock ${n.watts(baseline.energy_j / baseline.iteration_time_s)}` : "");
     const { saving } = figures;
     set(
@@ -243,7 +243,7 @@ export class JobView {
     );
     const rule = policy(job.policy);
     const limit_s = job.no_slowdown_time?.iteration_time_s;
-    const note = signalTarget(job.signal_target) || (limit_s ? `not slower than stock up to ${n.seconds(limit_s)}` : "");
+    const note = signalTarget(job.signal_target) || (limit_s ? `no slowdown up to ${n.seconds(limit_s)}` : "");
     set("policy", rule.charAt(0).toUpperCase() + rule.slice(1), note);
   }
 }

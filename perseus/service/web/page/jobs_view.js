@@ -1,4 +1,4 @@
-/** All jobs: what state they are in, and what they save. */
+/** All jobs: their state, and their savings. */
 
 import { el, put, setText } from "./dom.js";
 import { EventStream } from "./event_stream.js";
@@ -15,7 +15,7 @@ const COLUMNS = [
   { name: "power", key: (job) => job.figures?.power_w ?? -1, isNumber: true },
   { name: "energy saved", key: (job) => job.figures?.saving?.energy_percent ?? -Infinity, isNumber: true },
   { name: "slowdown", key: (job) => job.figures?.saving?.slowdown_percent ?? -Infinity, isNumber: true },
-  { name: "what goes on", key: (job) => job.state_reason },
+  { name: "status", key: (job) => job.state_reason },
 ];
 
 export class JobsView {
@@ -92,8 +92,8 @@ export class JobsView {
     setText(
       this._empty,
       all.length
-        ? "No job has that in its name or state."
-        : "There is no job yet. Training registers one by itself, through the hook in the training script and the agent on its node.",
+        ? "No job matches by name or state."
+        : "No jobs yet. Training registers a job automatically, through the hook in the training script and the agent on its node.",
     );
     this._sum(all);
   }
@@ -109,9 +109,9 @@ export class JobsView {
     const measured = running.filter((job) => job.figures?.power_w !== undefined);
     const power_w = measured.reduce((sum, job) => sum + job.figures.power_w, 0);
     set("jobs", n.fixed(all.length), running.length === all.length ? "" : `${n.fixed(all.length - running.length)} finished`);
-    set("under a plan", n.fixed(planned.length), inTrouble.length ? `${n.fixed(inTrouble.length)} put back to stock` : "");
+    set("under a plan", n.fixed(planned.length), inTrouble.length ? `${n.fixed(inTrouble.length)} returned to stock` : "");
     set("power now", measured.length ? n.watts(power_w) : "–", measured.length ? `of ${n.count(measured.length, "job")}` : "not measured yet");
-    // Weighted by what each job would draw at stock, so that large jobs count as large.
+    // Weighted by each job's power at stock, so that large jobs count more.
     const saving = measured.filter((job) => job.figures.saving?.energy_percent !== undefined);
     const stock_w = (job) => job.figures.power_w / (1 - job.figures.saving.energy_percent / 100);
     const total_w = saving.reduce((sum, job) => sum + stock_w(job), 0);
@@ -126,7 +126,7 @@ function row(job) {
   const counts = job.rank_counts;
   const progress = job.profiling_progress;
   const straggling = job.straggler_count ? n.count(job.straggler_count, "straggler") : "";
-  const held = job.budget_target_iteration_time_s === undefined ? "" : `held back by a power budget, to ${n.seconds(job.budget_target_iteration_time_s)}`;
+  const held = job.budget_target_iteration_time_s === undefined ? "" : `slowed to ${n.seconds(job.budget_target_iteration_time_s)} by a power budget`;
   const goesOn = [progress ? profiling(progress) : job.state_reason, straggling, held].filter(Boolean).join("; ");
   const isAttention = state.tone === "trouble" || job.straggler_count > 0;
   return el(

@@ -1,10 +1,10 @@
-/** What was used and saved, in words: accounts of the ledger and periods of time. Pure. */
+/** Energy used and saved, in words: accounts of the ledger and periods of time. Pure. */
 
 import * as n from "./numbers.js";
 
 export const UNKNOWN = "unknown";
 
-/** Periods that may be chosen. The ledger is kept by hours of UTC, so days and months are UTC's, too. */
+/** The periods to choose from. The ledger counts by hours of UTC, so days and months are UTC's, too. */
 export const PERIODS = [
   ["today", "today"],
   ["week", "7 days"],
@@ -14,7 +14,7 @@ export const PERIODS = [
 
 const HOUR_MS = 3_600_000;
 
-/** Begin and end of a period at a time: milliseconds since 1970; `end_ms` is null where it goes on. */
+/** Begin and end of a period, seen from a time: milliseconds since 1970; `end_ms` is null while it lasts. */
 export function period(name, now_ms) {
   const now = new Date(now_ms);
   const [year, month, day] = [now.getUTCFullYear(), now.getUTCMonth(), now.getUTCDate()];
@@ -48,8 +48,8 @@ export function byJob(entries) {
 }
 
 /**
- * Some runs' accounts as one: what can be added up. The interval of what several have saved can't, and is absent;
- * so is what is not known of some of them, but for savings, which are those of the runs that have a baseline.
+ * The account of some runs together. The interval of their joint savings can't be added up, and is absent. So is
+ * each value that is unknown for some of them, except savings, which cover the runs that have a baseline.
  */
 export function together(accounts) {
   if (accounts.length === 1) return accounts[0];
@@ -82,32 +82,32 @@ export function together(accounts) {
   };
 }
 
-/** A figure in words, where it is known. */
+/** A value in words, or "unknown". */
 export const known = (value, words) => (value === undefined ? UNKNOWN : words(value));
 
-/** What was saved, with half its 95 % interval where that is known. */
+/** The energy saved, with half its 95 % interval where that is known. */
 export function savedEnergy({ saved_energy_kwh: saved, saved_energy_margin_kwh: margin }) {
   if (saved === undefined) return UNKNOWN;
   return margin === undefined ? n.kilowattHours(saved) : n.kilowattHoursWithin(saved, margin);
 }
 
-/** What figures have to be read with: what they leave out, and what they understate. */
+/** Caveats of the figures: what they leave out, and what they understate. */
 export function caveats(account) {
   const notes = [];
-  if (account.saved_energy_kwh === undefined) notes.push("What was saved is not known: no stock baseline was measured.");
-  else if (account.saved_energy_margin_kwh === undefined) notes.push("How sure that is, is not known here.");
+  if (account.saved_energy_kwh === undefined) notes.push("Savings are unknown: no stock baseline was measured.");
+  else if (account.saved_energy_margin_kwh === undefined) notes.push("The uncertainty of the savings is unknown.");
   if (account.straggler_energy_kwh > 0)
-    notes.push(`${n.kilowattHours(account.straggler_energy_kwh)} with a straggler: what that saved is understated.`);
+    notes.push(`${n.kilowattHours(account.straggler_energy_kwh)} with a straggler: its savings are understated.`);
   const unmeasured = Number(account.unmeasured_iteration_count);
-  if (unmeasured > 0) notes.push(`${n.count(unmeasured, "iteration")} not measured on all GPUs.`);
+  if (unmeasured > 0) notes.push(`${n.count(unmeasured, "iteration")} without measurements of all GPUs.`);
   return notes;
 }
 
-/** What money and carbon dioxide were reckoned with, or why they were not: the whole of a setting, unrounded. */
+/** The prices and intensities behind cost and carbon, or why there are none: settings in full, unrounded. */
 export function assumptions({ price_per_kwh: price, intensity_g_per_kwh: intensity }) {
-  const format = (value, unit) => (value === undefined ? `${UNKNOWN}: none is set` : `${Number(value.toPrecision(6))}${unit}`);
+  const format = (value, unit) => (value === undefined ? `${UNKNOWN}: not set` : `${Number(value.toPrecision(6))}${unit}`);
   return [
-    ["price of a kWh", format(price, "")],
-    ["CO₂ of a kWh", format(intensity, " g")],
+    ["price per kWh", format(price, "")],
+    ["CO₂ per kWh", format(intensity, " g")],
   ];
 }

@@ -1,4 +1,4 @@
-/** What this run and the job have used and saved, for those who pay for it. */
+/** Energy used and saved by this run and by the job, for those who pay for it. */
 
 import { el, put } from "./dom.js";
 import { assumptions, byJob, caveats, known, savedEnergy } from "./ledger.js";
@@ -8,11 +8,11 @@ import { panel, waiting } from "./panel.js";
 export class LedgerPanel {
   constructor() {
     this._key = null;
-    this._body = el("div", {}, waiting("Nothing was counted yet."));
+    this._body = el("div", {}, waiting("Nothing has been counted yet."));
     this.element = panel("Ledger", this._body, el("a", { class: "legend", href: "#/ledger" }, "all jobs"));
   }
 
-  /** Take what the ledger has of the job; nothing happens if it is what is shown. */
+  /** Show the ledger's entries of the job, if they have changed. */
   update(job, statement) {
     if (!statement) return;
     const own = statement.entries.filter((entry) => !entry.is_deleted);
@@ -21,10 +21,10 @@ export class LedgerPanel {
     this._key = key;
     const [whole] = byJob(own);
     if (!whole) {
-      put(this._body, waiting("Nothing was counted yet."));
+      put(this._body, waiting("Nothing has been counted yet."));
       return;
     }
-    // Only the coordinator knows the interval of several runs; it counts those of deleted jobs of that name, too.
+    // Only the coordinator knows the interval of several runs, but it also counts deleted jobs of the same name.
     const account = own.length === statement.entries.length ? statement.total : whole.account;
     const run = own.find((entry) => entry.run_number === job.run_number)?.account;
     const isOnly = run && own.length === 1;
@@ -34,7 +34,7 @@ export class LedgerPanel {
       this._body,
       el(
         "div",
-        { class: "scroll", tabindex: 0, role: "group", "aria-label": "What was used and saved" },
+        { class: "scroll", tabindex: 0, role: "group", "aria-label": "Energy used and saved" },
         el(
           "table",
           { class: "figures" },
@@ -42,7 +42,7 @@ export class LedgerPanel {
           el("tbody", {}, rows(columns)),
         ),
       ),
-      el("p", { class: "note" }, ["GPUs only, gaps and profiling and all. ± is half a 95 % interval.", ...caveats(account)].join(" ")),
+      el("p", { class: "note" }, ["GPUs only, including gaps and profiling. ± is half a 95 % interval.", ...caveats(account)].join(" ")),
     );
   }
 }
@@ -56,20 +56,20 @@ const ROWS = [
   ["CO₂", (account) => known(account.carbon_g, n.grams)],
   ["CO₂ saved", (account) => known(account.saved_carbon_g, n.grams)],
   ["used for profiling", (account) => n.kilowattHours(account.profiling_energy_kwh)],
-  ["of it beyond stock", beyondStock],
+  ["profiling beyond stock", beyondStock],
   ["uncompared", (account) => n.kilowattHours(account.uncompared_energy_kwh)],
   ["iterations", (account) => n.fixed(Number(account.iteration_count))],
-  ["assumed: price of a kWh", (account) => assumptions(account)[0][1]],
-  ["assumed: CO₂ of a kWh", (account) => assumptions(account)[1][1]],
+  ["assumed: price per kWh", (account) => assumptions(account)[0][1]],
+  ["assumed: CO₂ per kWh", (account) => assumptions(account)[1][1]],
 ];
 
-/** What profiling took more than as many iterations at stock; where there was none, that is known to be nothing. */
+/** The energy of profiling beyond as many iterations at stock; zero where there was no profiling. */
 function beyondStock({ profiling_energy_kwh: used, profiling_extra_energy_kwh: extra }) {
   return used === 0 ? n.kilowattHours(0) : known(extra, n.signedKilowattHours);
 }
 
 const EXPLAINED = {
-  uncompared: "energy of which the saving is not known: there was no baseline to hold it against, or not all GPUs were measured",
+  uncompared: "energy with unknown savings: there was no baseline to compare it with, or not all GPUs were measured",
 };
 
 function rows(accounts) {

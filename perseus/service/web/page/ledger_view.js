@@ -1,4 +1,4 @@
-/** What all jobs have used and saved in a period, for those who pay for it. */
+/** Energy used and saved by all jobs in a period, for those who pay for it. */
 
 import { CallError, pages } from "./api.js";
 import { el, put, setText } from "./dom.js";
@@ -21,7 +21,7 @@ export class LedgerView {
     this._figures = Object.fromEntries(["used", "saved", "cost", "CO₂", "profiling"].map((name) => [name, figure(name)]));
     this._rows = el("tbody", { role: "rowgroup" });
     const headers = COLUMNS.map((name, at) => el("th", { scope: "col", role: "columnheader", class: at ? "number" : false }, name));
-    this._table = cardTable("What jobs have used and saved", headers, this._rows);
+    this._table = cardTable("Energy used and saved by jobs", headers, this._rows);
     this._when = el("p", { class: "note", role: "status" });
     this._empty = waiting("Waiting for the coordinator…");
     this._notes = el("p", { class: "note" });
@@ -56,7 +56,7 @@ export class LedgerView {
     this._asked = -1;
   }
 
-  /** Ask, and again after a while; what was asked before is of no use any more. */
+  /** Ask, and again after a while; drop answers to earlier requests. */
   async _ask() {
     clearTimeout(this._timer);
     const asked = (this._asked += 1);
@@ -81,7 +81,7 @@ export class LedgerView {
     const isEmpty = entries.length === 0;
     this._empty.hidden = !isEmpty;
     this._content.hidden = isEmpty;
-    setText(this._empty, "No job has used anything in this time, as far as the ledger goes back.");
+    setText(this._empty, "The ledger has no energy in this period.");
     if (isEmpty) return;
     const jobs = byJob(entries);
     const focused = this._rows.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
@@ -90,8 +90,8 @@ export class LedgerView {
     if (focused) [...this._rows.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
     this._sum(total);
     const notes = [
-      more ? `Listed are the first ${n.fixed(entries.length)} runs; the total is that of all.` : "",
-      "GPUs only, gaps and profiling and all, against each run's stock baseline. ± is half a 95 % interval; that of several runs is told of the total only.",
+      more ? `Only the first ${n.fixed(entries.length)} runs are listed; the total covers all.` : "",
+      "GPUs only, including gaps and profiling, against each run's stock baseline. ± is half a 95 % interval; for several runs, only the total has one.",
       ...caveats(total),
       `Assumed: ${assumptions(total).map((each) => each.join(" ")).join("; ")}.`,
     ];
@@ -105,7 +105,7 @@ export class LedgerView {
     };
     const saved = (value, words) => (value === undefined ? `saved: ${UNKNOWN}` : `${words(value)} saved`);
     const uncompared = total.uncompared_energy_kwh;
-    set("used", n.kilowattHours(total.energy_kwh), uncompared > 0 ? `of it uncompared: ${n.kilowattHours(uncompared)}` : "all of it compared");
+    set("used", n.kilowattHours(total.energy_kwh), uncompared > 0 ? `uncompared: ${n.kilowattHours(uncompared)}` : "all of it compared");
     set("saved", savedEnergy(total), total.saved_percent === undefined ? "against stock" : `${n.percent(total.saved_percent)} of stock`);
     set("cost", known(total.cost, n.money), total.cost === undefined ? "no price is set" : saved(total.saved_cost, n.money));
     set("CO₂", known(total.carbon_g, n.grams), total.carbon_g === undefined ? "no carbon intensity is set" : saved(total.saved_carbon_g, n.grams));
@@ -119,7 +119,7 @@ function request({ start_ms, end_ms }) {
   return end_ms === null ? asked : { ...asked, end_time: new Date(end_ms).toISOString() };
 }
 
-/** A job's row, and below it those of its runs where there are several. */
+/** A job's row, followed by those of its runs if there are several. */
 function jobRows({ jobId, isDeleted, entries, account }) {
   const link = isDeleted ? jobId : el("a", { href: `#/jobs/${encodeURIComponent(jobId)}` }, jobId);
   const name = isDeleted ? [jobId, " ", el("span", { class: "state done" }, "deleted")] : link;

@@ -1,4 +1,7 @@
-/** Where a token is given for a session. The page keeps neither: the token is sent once, the cookie is HttpOnly. */
+/**
+ * The form that exchanges a token for a session. The page keeps neither: the token is sent once, the cookie is
+ * HttpOnly.
+ */
 
 import { CallError, session } from "./api.js";
 import { el, setText } from "./dom.js";
@@ -42,7 +45,7 @@ export class LoginView {
       el(
         "form",
         { onsubmit },
-        // Password managers want to know whose it is.
+        // Password managers need a user name.
         el("input", { type: "text", name: "username", autocomplete: "username", value: "perseus", hidden: true }),
         el("label", { for: "token" }, "Token"),
         field,
@@ -57,6 +60,6 @@ export class LoginView {
 }
 
 function messageOf(error) {
-  if (error.code === "UNAUTHENTICATED") return "This token is not known, or is no longer valid.";
+  if (error.code === "UNAUTHENTICATED") return "This token is unknown or no longer valid.";
   return error.message.charAt(0).toUpperCase() + error.message.slice(1);
 }

@@ -1,4 +1,4 @@
-/** The page: who asks, which view is shown, and whether what it shows is live. */
+/** The page: its session, the view shown, and whether that view is live. */
 
 import { CallError, session } from "./api.js";
 import { el, put, setText } from "./dom.js";
@@ -15,9 +15,9 @@ const streamState = document.getElementById("stream-state");
 
 const app = {
   session: null,
-  /** Told by a view's stream. */
+  /** Called by a view's stream. */
   onStream: (state) => showStream(state),
-  /** Asked by a stream before it is opened again: a session that has ended leads to the login. */
+  /** Called by a stream before it is opened again: an ended session leads to the login. */
   mayGoOn: async () => {
     const found = await session.show();
     if (isLoggedIn(found)) return true;
@@ -31,7 +31,7 @@ let view = null;
 let stream = null;
 let retrying = 0;
 
-document.addEventListener("session-ended", () => app.mayGoOn().catch(() => {})); // nobody answers: the stream says so
+document.addEventListener("session-ended", () => app.mayGoOn().catch(() => {})); // the stream shows a missing answer
 window.addEventListener("hashchange", () => route(true));
 setInterval(() => stream && showStream(stream), 1_000);
 start();
@@ -59,7 +59,7 @@ function enter(found, why = "") {
     return;
   }
   const leave = el("button", { type: "button", class: "quiet", onclick: logout }, "Log out");
-  const name = el("span", { title: found.may_control ? "may control jobs" : "may look, and control nothing" }, `${found.name} (${found.scope})`);
+  const name = el("span", { title: found.may_control ? "may control jobs" : "may only read" }, `${found.name} (${found.scope})`);
   put(who, found.requires_login ? [name, leave] : el("span", { class: "unlocked" }, "no login required"));
   route(false);
 }
@@ -86,7 +86,7 @@ function route(isMoved) {
     link("#/ledger", "Ledger", isLedger),
   );
   show(jobId ? new JobView(app, jobId) : isLedger ? new LedgerView(app) : new JobsView(app));
-  // Whoever goes by keyboard or screen reader is led to what is new.
+  // Moves the focus for keyboards and screen readers.
   if (isMoved) {
     content.focus();
     window.scrollTo(0, 0);

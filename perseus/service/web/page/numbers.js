@@ -1,10 +1,10 @@
-/** Numbers for people: with their unit, as precise as they are read, always as wide as their neighbours. */
+/** Numbers for people: with units, in readable precision, and as wide as their neighbours. */
 
 const MINUS = "−";
 const NARROW = "\u202f";
 const UNKNOWN = "–";
 
-/** A number with so many decimals; thousands set apart, a true minus, never "−0". */
+/** A number with so many decimals, grouped thousands, a true minus, and never "−0". */
 export function fixed(value, digits = 0) {
   if (!Number.isFinite(value)) return UNKNOWN;
   const text = Math.abs(value).toFixed(digits);
@@ -14,7 +14,7 @@ export function fixed(value, digits = 0) {
   return (isNegative ? MINUS : "") + grouped + (part === undefined ? "" : `.${part}`);
 }
 
-/** As `fixed`, with a sign wherever it is not zero. */
+/** As `fixed`, with a sign unless it is zero. */
 export function signed(value, digits = 0) {
   const text = fixed(value, digits);
   return value > 0 && Number(value.toFixed(digits)) !== 0 ? `+${text}` : text;
@@ -41,7 +41,7 @@ export const joules = (value) => scaled(value, "J", 4);
 /** Power: 1,234 W is "1.23 kW". */
 export const watts = (value) => scaled(value, "W", 3);
 
-/** Amounts that are added up and compared down a column: so many decimals, more where that would hide all of it. */
+/** Decimals of amounts that are compared down a column: so many, and more where those would show only zeros. */
 const decimalsOf = (value, decimals) => {
   const size = Math.abs(value);
   if (size === 0 || !Number.isFinite(size)) return 0;
@@ -54,14 +54,14 @@ export const kilowattHours = (value) => `${fixed(value, decimalsOf(value, 3))} k
 
 export const signedKilowattHours = (value) => `${signed(value, decimalsOf(value, 3))} kWh`;
 
-/** Energy with half its interval, as precise as both of them want. */
+/** Energy with half its interval, both in the precision that the finer one needs. */
 export function kilowattHoursWithin(value, margin) {
   const digits = margin > 0 ? Math.min(12, 1 - Math.floor(Math.log10(margin))) : 0;
   const decimals = Math.max(decimalsOf(value, 3), digits);
   return `${fixed(value, decimals)} ± ${fixed(margin, decimals)} kWh`;
 }
 
-/** Money, in whatever currency. */
+/** Money, in any currency. */
 export const money = (value) => fixed(value, value === 0 ? 0 : Math.abs(value) >= 1 ? 2 : decimalsOf(value, 2));
 
 /** Carbon dioxide: grams, kilograms, tonnes. */
@@ -94,11 +94,11 @@ export function span(value_s) {
   return `${days} d ${hours % 24} h`;
 }
 
-/** Percent, signed where it says a change. */
+/** Percent; `change` has a sign. */
 export const percent = (value, digits = 1) => `${fixed(value, digits)} %`;
 export const change = (value, digits = 1) => `${signed(value, digits)} %`;
 
-/** A mean with its standard error, where there is one. */
+/** A mean in percent with its standard error, where there is one. */
 export function withError(mean, error, digits = 1) {
   const shown = fixed(mean, digits);
   return error === undefined || error === null ? `${shown} %` : `${shown} ± ${fixed(error, digits)} %`;
@@ -120,7 +120,7 @@ export function ranges(numbers) {
   return parts.map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`)).join(", ");
 }
 
-/** The reader's own time of day; the day, too, where it is not today. */
+/** A time of day in the reader's time zone, with the date unless it is today. */
 export function clock(timestamp) {
   const at = new Date(timestamp);
   if (Number.isNaN(at.getTime())) return UNKNOWN;
@@ -129,7 +129,7 @@ export function clock(timestamp) {
   return isToday ? time : `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${time}`;
 }
 
-/** Steps of an axis: 1, 2 or 5 times a power of ten, about so many between two values. */
+/** Ticks of an axis between two values: about `wanted` of them, at steps of 1, 2 or 5 times a power of ten. */
 export function ticks(low, high, wanted) {
   const raw = (high - low) / Math.max(1, wanted);
   if (!(raw > 0)) return [low];

@@ -1,8 +1,8 @@
-/** The frames that everything on the page stands in. */
+/** The frames of everything on the page. */
 
 import { el } from "./dom.js";
 
-/** A panel with its heading, and what belongs beside the heading. */
+/** A panel with its heading, and tools beside the heading. */
 export function panel(title, body, ...tools) {
   const id = `panel-${title.toLowerCase().replaceAll(" ", "-")}`;
   return el(
@@ -13,12 +13,12 @@ export function panel(title, body, ...tools) {
   );
 }
 
-/** What stands where there is nothing yet: in a sentence, why. */
+/** A sentence in place of content that is not there yet. */
 export function waiting(text) {
   return el("p", { class: "waiting" }, text);
 }
 
-/** One of a few, side by side; radio buttons, so that the arrow keys choose. */
+/** A choice of one of a few options, side by side; radio buttons, so that arrow keys work. */
 export function choice(name, label, options, chosen, onChoose) {
   return el(
     "fieldset",
@@ -35,7 +35,7 @@ export function choice(name, label, options, chosen, onChoose) {
   );
 }
 
-/** A figure with its name and what there is to say of it. */
+/** A figure with its name and a note. */
 export function figure(name) {
   const value = el("dd", { class: "value" }, "–");
   const note = el("dd", { class: "aside" });
@@ -43,14 +43,14 @@ export function figure(name) {
 }
 
 /**
- * A number's cell in a table whose rows are laid out as no table's are on a narrow screen: there its name stands
- * before it, and "–" is left out. Roles are said for that reason.
+ * A number's cell in a table whose rows become cards on a narrow screen: there its name precedes it, and "–" is left
+ * out. Roles are explicit because the cards' layout would lose them.
  */
 export function numberCell(name, text, { kind = "", title = false } = {}) {
   return el("td", { role: "cell", class: `number ${kind} ${text === "–" ? "unknown" : ""}`, "data-name": name, title }, text);
 }
 
-/** Such a table, in a frame that scrolls; `headers` and `rows` have their roles already. */
+/** Such a table, in a frame that scrolls; `headers` and `rows` must have their roles already. */
 export function cardTable(label, headers, rows) {
   return el(
     "div",

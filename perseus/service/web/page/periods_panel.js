@@ -1,27 +1,27 @@
-/** What was measured, period by period: the evidence for what is said to be saved. */
+/** The measured periods: the evidence for the savings. */
 
 import { el, put } from "./dom.js";
 import * as n from "./numbers.js";
 import { panel, waiting } from "./panel.js";
 import { jobState } from "./words.js";
 
-// What counts comes first: on a narrow screen the rest is scrolled to.
+// The most important columns come first: on a narrow screen the rest needs scrolling.
 const COLUMNS = ["period", "saved", "slowdown", "iteration time", "energy", "iterations", "plan"];
 
 export class PeriodsPanel {
   constructor() {
     this._report = null;
     this._rows = el("tbody", {});
-    this._body = el("div", {}, waiting("Nothing was measured yet."));
+    this._body = el("div", {}, waiting("Nothing has been measured yet."));
     this._content = el(
       "div",
       { class: "scroll tall", tabindex: 0, role: "group", "aria-label": "Measured periods" },
       el("table", { class: "figures" }, el("thead", {}, el("tr", {}, COLUMNS.map((name) => el("th", { scope: "col" }, name)))), this._rows),
     );
-    this.element = panel("Measured", this._body, el("span", { class: "legend" }, "mean ± standard error, against the latest stock baseline before"));
+    this.element = panel("Measured", this._body, el("span", { class: "legend" }, "mean ± standard error, against the preceding stock baseline"));
   }
 
-  /** Take a report; nothing happens if it is the one that is shown. */
+  /** Show a report, if it has changed. */
   update(report) {
     if (!report || report === this._report || report.periods.length === 0) return;
     this._report = report;

@@ -1,9 +1,9 @@
 /**
- * A canvas that many cells are drawn on, and that can be read without seeing it.
+ * A canvas of many cells that can also be read without seeing it.
  *
- * It is as sharp as the screen, is drawn again when its width or the theme changes, and has one cell selected at a
- * time: by the pointer, or with the arrow keys once it has the focus. What the selected cell says stands beside it
- * as a tip; selected by key, it is spoken too.
+ * It is as sharp as the screen, is drawn again when its width or the theme changes, and has one selected cell at a
+ * time: selected by the pointer, or with the arrow keys while it has the focus. A tip beside the cell describes it;
+ * if it was selected by key, the text is also spoken.
  */
 
 import { el, put } from "./dom.js";
@@ -11,12 +11,12 @@ import { onThemeChange } from "./scales.js";
 
 export class Picture {
   /**
-   * @param {string} label what the picture shows, for those who don't see it
+   * @param {string} label describes the picture for those who don't see it
    * @param {object} content
    *   `height(width)` in CSS pixels; `draw(context, width, height, selected)`;
    *   `at(x, y)` the cell at a point, or null; `box(cell)` its {x, y, width, height};
-   *   `next(cell, key)` the cell that an arrow key, Home or End leads to; `lines(cell)` what it says, a title first;
-   *   `choose(cell)` (if given) it was clicked, or Enter was pressed on it.
+   *   `next(cell, key)` the cell that an arrow key, Home or End leads to; `lines(cell)` its description, a title first;
+   *   `choose(cell)` (optional) called when the cell is clicked, or Enter is pressed on it.
    */
   constructor(label, content) {
     this._content = content;
@@ -25,12 +25,12 @@ export class Picture {
       tabindex: 0,
       role: "application",
       "aria-roledescription": "picture",
-      "aria-label": `${label} Arrow keys go from cell to cell.`,
+      "aria-label": `${label} Arrow keys move between cells.`,
     });
     this._tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" });
     this._spoken = el("span", { class: "unseen", "aria-live": "polite" });
     this._ground = el("div", { class: "ground" }, this.canvas);
-    // The tip stands outside of what scrolls, where nothing cuts it off.
+    // The tip is outside of the scrolling element, where nothing cuts it off.
     this._scroller = el("div", { class: "scroll" }, this._ground);
     this._scroller.addEventListener("scroll", () => this._selected && this._showTip());
     this.element = el("div", { class: "picture" }, this._scroller, this._tip, this._spoken);
@@ -39,7 +39,7 @@ export class Picture {
     onThemeChange(() => this.draw());
   }
 
-  /** Draw all of it again; the selected cell stays selected, if it is still there. */
+  /** Draw everything again; the selected cell stays selected if it still exists. */
   draw() {
     const width = this._ground.clientWidth;
     if (width === 0) return;
@@ -123,7 +123,7 @@ export class Picture {
   }
 }
 
-/** A strip of a ramp's colours between its ends' values. */
+/** A legend: a strip of a ramp's colours between the values at its ends. */
 export function legend(colour, low, high, format) {
   const steps = Array.from({ length: 9 }, (_, at) => colour(low + ((high - low) * at) / 8));
   const strip = el("span", { class: "strip" });

@@ -1,4 +1,4 @@
-/** Where the ranks of a job are drawn: stages down, pipelines across, in bands that are as wide as there is room. */
+/** The layout of a job's ranks: stages down, pipelines across, in bands as wide as the space allows. */
 
 const LABEL_WIDTH = 54;
 const BAND_LABEL = 18;
@@ -15,7 +15,7 @@ export class RanksGrid {
     this._cells = new Map();
   }
 
-  /** Take the width that there is, CSS pixels. */
+  /** Fit the grid into a width, CSS pixels; return its height. */
   fit(width) {
     const room = Math.max(1, width - LABEL_WIDTH);
     const min = Math.max(CELL_LIMITS[0], 5 * this.across + 2);
@@ -60,7 +60,7 @@ export class RanksGrid {
     return this.cell(pipeline, row, Math.min(this.tensors - 1, tensorRow * this.across + tensorColumn));
   }
 
-  /** Left and right go from tensor rank to tensor rank and on to the next pipeline, up and down along the stages. */
+  /** Left and right move along the tensor ranks and on to the next pipeline, up and down along the stages. */
   next(cell, key) {
     if (!cell) return this.cell(0, 0, 0);
     const { pipeline, stage, tensor } = cell;

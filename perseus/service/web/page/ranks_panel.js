@@ -1,4 +1,4 @@
-/** The ranks of a job as a grid, and one stage's ranks in full. */
+/** The ranks of a job as a grid, and one stage's ranks in detail. */
 
 import { CallError, call, ranks } from "./api.js";
 import { el, put, setText } from "./dom.js";
@@ -32,7 +32,7 @@ export class RanksPanel {
     this._colour = "state";
     this._columns = null;
     this._grid = new RanksGrid([0, 1, 1]);
-    // Above the picture, not beside the choices: its width changes, and what is clicked must not move.
+    // Above the picture, not beside the choices: its width changes, and buttons must not move.
     this._legend = el("div", { class: "legends" });
     this._picture = new Picture("All ranks: stages down, pipelines across.", {
       height: (width) => this._grid.fit(width),
@@ -48,7 +48,7 @@ export class RanksPanel {
     for (const field of [this._pipelineField, this._stageField])
       field.addEventListener("change", () => this._choose(Number(this._pipelineField.value), Number(this._stageField.value)));
     this._rows = el("tbody", {});
-    this._body = el("div", {}, waiting("The ranks are not known yet."));
+    this._body = el("div", {}, waiting("No ranks are known yet."));
     this._summary = el("p", { class: "note" });
     this._content = el("div", {}, this._legend, this._picture.element, this._summary, this._details());
     this.element = panel(
@@ -79,7 +79,7 @@ export class RanksPanel {
     try {
       this._columns = await ranks(this._jobId);
     } catch (error) {
-      if (error instanceof CallError) return; // asked again soon; the stream says that nobody answers
+      if (error instanceof CallError) return; // the next refresh asks again; the stream shows that nobody answers
       throw error;
     }
     const [pipelines, stages, tensors] = this._columns.shape;
@@ -98,7 +98,7 @@ export class RanksPanel {
       const known = this._columns[this._colour].filter((value) => value !== null && (value > 0 || this._colour !== "clock_mhz"));
       let [low, high] = [Infinity, -Infinity];
       for (const value of known) [low, high] = [Math.min(low, value), Math.max(high, value)];
-      // From 1 on: what is as fast as its peers has no colour to speak of.
+      // From 1 on: a rank as fast as its peers has the palest colour.
       if (this._colour === "slowness") [low, high] = [1, Math.max(1 + MIN_SLOWNESS_RANGE, high)];
       this._colourOf = ramp(figure.ramp, low, high);
       put(
@@ -137,7 +137,7 @@ export class RanksPanel {
     if (slowest < 0 || this._columns.slowness[slowest] <= 1) return `${states}.`;
     const perPipeline = this._grid.stages * this._grid.tensors;
     const at = `pipeline ${Math.floor(slowest / perPipeline)}, stage ${Math.floor(slowest / this._grid.tensors) % this._grid.stages}`;
-    return `${states}. Slowest: ${at}, ${FIGURES.slowness.format(this._columns.slowness[slowest])} the time expected of it.`;
+    return `${states}. Slowest: ${at}, ${FIGURES.slowness.format(this._columns.slowness[slowest])} the expected time.`;
   }
 
   _look() {
@@ -183,11 +183,11 @@ export class RanksPanel {
   }
 
   _details() {
-    const columns = ["tensor", "state", "host", "GPU", "iteration", "offered", "in force", "on its clock", "limits"];
+    const columns = ["tensor", "state", "host", "GPU", "iteration", "offered", "in force", "on clock", "limits"];
     return el(
       "details",
       { ontoggle: (event) => event.target.open && this._fill() },
-      el("summary", {}, "The ranks of a stage, in full"),
+      el("summary", {}, "The ranks of a stage in detail"),
       el(
         "div",
         { class: "row" },
@@ -262,7 +262,7 @@ function paintState(context, { fill, stroke, mark }, box) {
   if (!stroke) return;
   outline(context, stroke, box);
   if (!mark || box.width < 6) return;
-  // A shape beside the colour: the two kinds of trouble are told apart without it.
+    // A shape in addition to the colour: the two kinds of trouble differ without it, too.
   context.beginPath();
   context.moveTo(box.x + 2, box.y + box.height - 2);
   context.lineTo(box.x + box.width - 2, box.y + 2);

@@ -2,7 +2,7 @@
  * Colours for values.
  *
  * Both ramps rise evenly in lightness (stops chosen in OKLCH), so that they keep their order in greyscale and for
- * every kind of colour vision: more is darker on light ground, and brighter on dark ground.
+ * every kind of colour vision: higher is darker on a light background, and brighter on a dark one.
  */
 
 const RAMPS = {
@@ -20,7 +20,7 @@ const darkness = window.matchMedia("(prefers-color-scheme: dark)");
 
 export const isDark = () => darkness.matches;
 
-/** Call back when the reader goes from light to dark or back. */
+/** Call back when the theme changes between light and dark. */
 export const onThemeChange = (listener) => darkness.addEventListener("change", listener);
 
 /** A colour of the style sheet, by its variable. */
@@ -28,7 +28,7 @@ export function themeColour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** A function from a value to its colour, values out of range taking the end's; `low` to `high` span the ramp. */
+/** A function from values to colours; `low` to `high` span the ramp, and values outside take its end colours. */
 export function ramp(name, low, high) {
   const stops = RAMPS[name][isDark() ? "dark" : "light"].map(rgb);
   const width = high - low;
@@ -42,7 +42,7 @@ export function ramp(name, low, high) {
   };
 }
 
-/** Black or white, whichever reads better on a colour. */
+/** Black or white, whichever is more legible on a colour. */
 export function inkOn(colour) {
   const [red, green, blue] = colour.match(/\d+/g).map(Number);
   return 0.299 * red + 0.587 * green + 0.114 * blue > 150 ? "#14181c" : "#ffffff";

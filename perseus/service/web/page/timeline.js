@@ -1,4 +1,4 @@
-/** Where the computations of measured iterations are drawn: stage below stage, iteration below iteration. */
+/** The layout of measured iterations' computations: stage below stage, iteration below iteration. */
 
 import { ticks } from "./numbers.js";
 
@@ -10,7 +10,7 @@ const LANE_GAP = 10;
 const ROW_LIMITS = [7, 24];
 const ROWS_HEIGHT = 300;
 
-/** A computation's place among those of its stage. */
+/** Where each computation of some iterations is drawn. */
 export class TimelineLayout {
   /**
    * @param {{title: string, entries: object[], iteration_time_s: number}[]} lanes
@@ -63,7 +63,7 @@ export class TimelineLayout {
     return null;
   }
 
-  /** Left and right along a stage; up and down to what runs at the same time on the next stage or iteration. */
+  /** Left and right move along a stage; up and down to the concurrent computation of the next stage or iteration. */
   next(cell, key) {
     if (!cell) return this.lanes[0]?.stages[0]?.length ? this.cell(0, 0, 0) : null;
     const row = this.lanes[cell.lane].stages[cell.stage];

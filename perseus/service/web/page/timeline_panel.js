@@ -1,4 +1,4 @@
-/** The last iteration of a pipeline as it was measured, under its clocks now and, above it, at stock. */
+/** The last measured iteration of a pipeline, under its present clocks and, above it, at stock. */
 
 import { CallError, call } from "./api.js";
 import { el, put, setText } from "./dom.js";
@@ -11,7 +11,7 @@ import { kind } from "./words.js";
 
 const REFRESH_MS = 4_000;
 const NO_STOCK =
-  "An iteration of the stock baseline is kept until the coordinator restarts; measuring the baseline again brings one.";
+  "The coordinator has lost its iteration of the stock baseline in a restart; measure the baseline again to get one.";
 const COLOURS = {
   power: { words: "power", ramp: "heat", value: (entry) => entry.power_w ?? 0, format: n.watts },
   clock: { words: "clock", ramp: "cool", value: (entry) => entry.clock_mhz, format: (mhz) => `${n.fixed(mhz)} MHz` },
@@ -27,9 +27,9 @@ export class TimelinePanel {
     this._stockKey = "";
     this._stock = null;
     this._layout = new TimelineLayout([]);
-    // Above the picture, not beside the choices: its width changes, and what is clicked must not move.
+    // Above the picture, not beside the choices: its width changes, and buttons must not move.
     this._legend = el("div", { class: "legends" });
-    this._picture = new Picture("Computations of the last iteration, stage by stage, before and under the plan.", {
+    this._picture = new Picture("Computations of the last iteration, stage by stage, at stock and now.", {
       height: () => this._layout.height,
       draw: (context, width, height, selected) => {
         this._layout.draw(context, width, height, this._look(), selected);
@@ -89,7 +89,7 @@ export class TimelinePanel {
     clearInterval(this._timer);
   }
 
-  /** Take note of the job. */
+  /** Show the job. */
   update(model) {
     const last = Math.max(0, model.pipelineCount - 1);
     this._pipelineField.max = String(last);
@@ -105,7 +105,7 @@ export class TimelinePanel {
   }
 
   async _refresh() {
-    // Before the first iteration there is none to ask for.
+    // Before the first iteration there is nothing to ask for.
     if (!this._job?.figures?.iteration_time_s || this._held.checked || document.visibilityState !== "visible") return;
     const pipeline = this._pipeline;
     const [before, now] = await Promise.all([this._stockTimeline(), this._timeline({ pipeline })]);
@@ -114,7 +114,7 @@ export class TimelinePanel {
     this._show();
   }
 
-  /** The baseline's: asked for once, if there is one, and again when there is another or its power has become known. */
+  /** The baseline's timeline: requested once, and again when the baseline changes or its power becomes known. */
   async _stockTimeline() {
     const { run_number, baseline, t_min_s } = this._job;
     const key = baseline?.has_timeline ? `${run_number}/${baseline.iteration_time_s}/${t_min_s}` : "";
@@ -130,7 +130,7 @@ export class TimelinePanel {
       const found = await call("JobService", "GetTimeline", { job_id: this._jobId, ...request });
       return found.entries?.length ? found : null;
     } catch (error) {
-      if (error instanceof CallError) return null; // none yet, or the stream says that nobody answers
+      if (error instanceof CallError) return null; // there is none yet, or the stream shows that nobody answers
       throw error;
     }
   }
@@ -148,7 +148,7 @@ export class TimelinePanel {
     const isWaitingColoured = blocking.length > 0 ? " Between its computations a stage draws its blocking power." : "";
     const { baseline } = this._job;
     const isStockLost = baseline && !baseline.has_timeline ? ` ${NO_STOCK}` : "";
-    setText(this._note, `Every stage counts from its own start of the iteration.${isWaitingColoured}${isStockLost}`);
+    setText(this._note, `Each stage's times count from its own start of the iteration.${isWaitingColoured}${isStockLost}`);
     if (!this._content.isConnected) put(this._body, this._content);
     this._picture.draw();
     this._fillTable();

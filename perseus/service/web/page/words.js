@@ -1,29 +1,29 @@
-/** What the coordinator's messages say, in words. Fields that protobuf leaves out are zero or empty. */
+/** The coordinator's messages in words. Fields that protobuf leaves out are zero or empty. */
 
 import * as n from "./numbers.js";
 
-/** States of a job: its name, what it means, and how it is shown ("run", "busy", "idle", "trouble" or "done"). */
+/** States of a job: name, meaning, and tone ("run", "busy", "idle", "trouble" or "done"). */
 export const JOB_STATES = {
   JOB_STATE_WAITING: { name: "waiting", tone: "idle", meaning: "Some ranks have not joined yet." },
   JOB_STATE_BASELINE: { name: "baseline", tone: "busy", meaning: "All ranks run at stock; the iteration is measured." },
   JOB_STATE_PROFILING: {
     name: "profiling",
     tone: "busy",
-    meaning: "Ranks hold one clock after another while training goes on; every computation is measured.",
+    meaning: "Ranks hold one clock after another while training continues; every computation is measured.",
   },
   JOB_STATE_SOLVING: { name: "solving", tone: "busy", meaning: "The frontier is being solved; ranks run at stock." },
   JOB_STATE_PLANNED: { name: "planned", tone: "run", meaning: "Plans are in force, or offered." },
-  JOB_STATE_STOCK: { name: "stock", tone: "trouble", meaning: "The job was put back to stock." },
+  JOB_STATE_STOCK: { name: "stock", tone: "trouble", meaning: "The job was returned to stock." },
   JOB_STATE_FINISHED: { name: "finished", tone: "done", meaning: "The job has ended." },
 };
 
-/** A job's state; a newer coordinator may know more of them. */
+/** A job's state; a newer coordinator may have more of them. */
 export function jobState(job) {
   const known = JOB_STATES[job.state];
   return known ?? { name: bare(job.state, "JOB_STATE_"), tone: "idle", meaning: "" };
 }
 
-/** States of a rank, in the order in which they are listed. */
+/** States of a rank, in the order of listings. */
 export const RANK_STATES = {
   RANK_STATE_EXPECTED: "expected",
   RANK_STATE_CONNECTED: "connected",
@@ -58,7 +58,7 @@ export function rankCount({ pipeline_count = 0, stage_count = 0, tensor_count = 
   return pipeline_count * stage_count * tensor_count;
 }
 
-/** Where on the frontier the job is to run. */
+/** A job's operating policy. */
 export function policy(rule = {}) {
   if (rule.max_slowdown_percent !== undefined) return `at most ${rule.max_slowdown_percent} % slower than stock`;
   if (rule.deadline)
@@ -69,17 +69,17 @@ export function policy(rule = {}) {
   return "no slowdown";
 }
 
-/** The time that there is for least carbon or cost. */
+/** The time available for least carbon or cost. */
 function timeFor({ extra_time: extra, work_until: work }) {
   if (extra) return `within ${extra.percent ?? 0} % more time over ${n.span(extra.horizon_s)}`;
   return work ? `for ${n.count(Number(work.iteration_count), "iteration")} until ${work.end_time}` : "";
 }
 
-/** How a job runs by its signal now, and how far it is; "" where it follows none. */
+/** A job's target from its signal, and its progress; "" without a signal. */
 export function signalTarget(target) {
   if (!target) return "";
   const why = {
-    SIGNAL_TARGET_STATE_NO_SIGNAL: "nothing is known of the signal: no slowdown",
+    SIGNAL_TARGET_STATE_NO_SIGNAL: "the signal is unknown: no slowdown",
     SIGNAL_TARGET_STATE_LATE: "the work can't be done in time: no slowdown",
     SIGNAL_TARGET_STATE_DONE: "the work is done, or its time is over: no slowdown",
   }[target.state];
@@ -88,16 +88,16 @@ export function signalTarget(target) {
   return `${why ?? time}; ${done}`;
 }
 
-/** Which version of a plan: "stock" where there is none. */
+/** A plan's version; "stock" for 0. */
 export const version = (value) => (Number(value) === 0 ? "stock" : `plan ${value}`);
 
-/** How far profiling is, and when it is done at the latest. */
+/** The progress of profiling, and its longest remaining time. */
 export function profiling(progress) {
   const tried = `${progress.tried_clock_count} of at most ${n.count(progress.max_clock_count, "clock")} tried`;
   return progress.remaining_s === undefined ? tried : `${tried}, done within ${n.span(progress.remaining_s)}`;
 }
 
-/** What profiling has cost against as many iterations at stock. */
+/** The cost of profiling against as many iterations at stock. */
 export function profilingCost(cost) {
   const time = n.signed(cost.extra_time_s, 1);
   return (
@@ -106,7 +106,7 @@ export function profilingCost(cost) {
   );
 }
 
-/** Groups of events that one looks for together; an event belongs to the first that has its type. */
+/** Groups of events for the filter; an event belongs to the first that contains its type. */
 export const EVENT_GROUPS = [
   {
     name: "trouble",
@@ -134,7 +134,7 @@ export function eventType(event) {
 
 const OWN = new Set(["sequence", "create_time", "type", "message"]);
 
-/** An event's details as pairs of name and value, whatever kind of event it is. */
+/** An event's details as pairs of name and value, for any type of event. */
 export function details(event) {
   const details = Object.entries(event).find(([key]) => !OWN.has(key))?.[1];
   return details ? facts(details) : [];
@@ -148,7 +148,7 @@ const REASONS = [
   [0x80, "power brake"],
 ];
 
-/** Why a GPU was held below its clock, by NVML's bits. */
+/** The reasons why a GPU was below its clock, from NVML's bits. */
 export function clockReasons(bits) {
   return REASONS.filter(([bit]) => (bits & bit) !== 0).map(([, name]) => name).join(", ");
 }
@@ -162,7 +162,7 @@ const UNITS = [
   ["_count", (value) => n.fixed(value)],
 ];
 
-/** A message's fields, those of its parts after a comma; the field's name tells the unit. */
+/** A message's fields, with nested ones after a comma; the suffix of a name gives the unit. */
 export function facts(message, prefix = "") {
   return Object.entries(message).flatMap(([key, value]) => {
     if (value === "" || (Array.isArray(value) && value.length === 0)) return [];
@@ -190,12 +190,12 @@ function one(key, value, unit) {
   return spoken ? value.replace(/^.*?_(STATE|REASON|KIND|LIMIT|PART)_/, "").toLowerCase().replaceAll("_", " ") : String(value);
 }
 
-/** Where a rank is in its job. */
+/** A rank's place in its job. */
 export function place({ pipeline = 0, stage = 0, tensor = 0 } = {}) {
   return `pipeline ${pipeline}, stage ${stage}, tensor ${tensor}`;
 }
 
-/** A value of an enumeration without its type's name, as words. */
+/** A value of an enumeration in words, without its type's name. */
 function bare(name, prefix) {
   return name.replace(prefix, "").toLowerCase().replaceAll("_", " ");
 }

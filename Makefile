@@ -75,8 +75,8 @@ test-frameworks-long: $(FRAMEWORKS_STAMP)
 framework-versions: $(FRAMEWORKS_STAMP)
 	WRITE_VERSIONS=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks
 
-# All that can be checked on a real NVIDIA GPU without changing its settings; the table goes to benchmarks/results/gpus.md. PYTHON
-# is one that has PyTorch with CUDA, numpy and grpcio. What else is needed comes from gpu-wheels, if that is there.
+# Check a real NVIDIA GPU without changing its settings; append the table to benchmarks/results/gpus.md. PYTHON has
+# PyTorch with CUDA, numpy and grpcio. Other dependencies come from gpu-wheels, if it is there.
 GPU_SITE := gpu-wheels/site
 test-gpu: $(if $(wildcard gpu-wheels/*.whl),$(GPU_SITE)/.installed)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON) -m tests.gpu.check benchmarks/results/gpus.md

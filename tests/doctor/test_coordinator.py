@@ -94,4 +94,4 @@ async def test_a_wrong_authority_is_told_by_name(address: str, security: Securit
     files = TlsFiles(security.client_certificate, security.client_key, other.ca)
     check = (await checked(Channels(address, files)))["coordinator"]
     assert check.verdict is BAD
-    assert "is no CA in tls_ca" in check.found
+    assert "is not a CA in tls_ca" in check.found

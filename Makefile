@@ -1,4 +1,4 @@
-# Every chore is one command. Each makes its own virtual environment first.
+# Every chore is one command. Each first makes its own virtual environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,28 +6,28 @@ STAMP := $(VENV)/.installed
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 FRAMEWORKS_RESULTS := $(CURDIR)/tests/frameworks/results
-# Tested beside the versions in tests/frameworks/requirements.txt. The last one is released for Python 3.12 and later
-# only; what of it is tested runs under 3.11, too.
+# Tested in addition to the versions in tests/frameworks/requirements.txt. The last one is released only for Python 3.12
+# and later; the tested parts of it also run under 3.11.
 MEGATRON_CORES := 0.12.3 0.13.1 0.14.0 0.15.3
 NEWEST_MEGATRON_CORE := 0.19.2
 NEWEST_TORCH := 2.15.0
 NEWEST_TORCHTITAN := 0.3.0
 PROTOS := $(wildcard protos/perseus/v1/*.proto)
 SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
-# The contract that is promised: what it has may be added to, and nothing in it may change.
+# The stable contract: it may grow, but nothing in it may change.
 CONTRACT := protos/contract.binpb
-# Where `make protos` writes; a test regenerates elsewhere and compares.
+# Output folder of `make protos`; a test regenerates elsewhere and compares.
 OUT ?= .
 
-# `make demo NVML=stub` runs the main job through NVML, on a stand-in for its library; `make demo SCENARIO=grid` runs
-# three jobs under a power budget.
+# `make demo NVML=stub` runs the main job on a stand-in for the NVML library; `make demo SCENARIO=grid` runs three jobs
+# under a power budget.
 NVML ?=
 SCENARIO ?=
 
-# Tests of these are in a folder with a script that installs what they need beside Python.
+# The tests of these are in folders with a script that installs their dependencies other than Python packages.
 PARTS := grid languages prometheus slurm web
 
-# Every module of benchmarks/ that can be run is a benchmark.
+# Every runnable module of benchmarks/ is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-all test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions \
@@ -37,41 +37,41 @@ BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML)) $(if $(SCENARIO),--scenario=$(SCENARIO))
 
-# Tests start many Python processes: compiled modules are kept, whatever the environment says.
+# Tests start many Python processes: keep compiled modules, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-# On all cores, up to eight. The seed makes a failure everybody's; `pytest` alone searches further at every run.
+# On all cores, up to eight. The fixed seed makes failures reproducible; plain `pytest` tries new examples at every run.
 PYTEST := $(BIN)/pytest --hypothesis-seed=0 --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-# What answers in minutes, before every commit: all but what is marked slow (tests/tiers.py).
+# The tests before every commit, in minutes: all but those marked slow (tests/tiers.py).
 test: check
 	$(PYTEST) -m "smoke or not slow"
 
-# Everything, as CI runs it, also where a part fails.
+# Everything, as in CI; it continues after a failing part.
 test-all:
 	$(MAKE) --keep-going test test-slow test-serial test-frameworks
 
-# What `make test` leaves out of the tests of Perseus itself, and property tests with more examples. Installs what is
-# missing, if root runs it.
+# The tests of Perseus itself that `make test` leaves out, and property tests with more examples. Run as root, it
+# installs missing dependencies.
 test-slow: $(PARTS:%=needs-%) needs-postgresql needs-kubernetes dist
 	$(PYTEST) --timeout=600 --hypothesis-profile=ci -m "(slow or hypothesis) and not serial"
 
-# Trainings whose times and energies are measured: nothing else may need the processors meanwhile.
+# Trainings whose times and energies are measured: nothing else may use the processors meanwhile.
 test-serial: $(STAMP)
 	$(BIN)/pytest -m serial
 
-# Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own; leaves
-# its figures in docs/frameworks.md. One at a time, as nearly all are measured.
+# Real training through every framework's hook, on CPUs, with the frameworks in their own environment; writes its
+# figures to docs/frameworks.md. One at a time, as nearly all are measured.
 test-frameworks: $(FRAMEWORKS_STAMP)
 	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
 	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
 
-# What takes longer than that: half an hour and more.
+# Longer tests of the same kind: half an hour and more.
 test-frameworks-long: $(FRAMEWORKS_STAMP)
 	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks_long
 	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
 
-# The table of versions, in the hooks and in docs/frameworks.md, as this run of the tests finds them.
+# The table of versions, in the hooks and in docs/frameworks.md, from this run of the tests.
 framework-versions: $(FRAMEWORKS_STAMP)
 	WRITE_VERSIONS=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks
 
@@ -86,7 +86,7 @@ $(GPU_SITE)/.installed: $(wildcard gpu-wheels/*.whl)
 	$(PYTHON) -m pip install -qq --no-index --no-deps --target $(GPU_SITE) gpu-wheels/*.whl
 	touch $@
 
-# To be run where there is a network, for the Python of the machine with the GPU.
+# Run it with a network, for the Python of the machine with the GPU.
 GPU_PYTHON ?= 3.12
 gpu-wheels: $(STAMP)
 	rm -rf gpu-wheels
@@ -109,7 +109,7 @@ test-postgresql: needs-postgresql
 needs-postgresql: $(STAMP)
 	tests/service/storage/install
 
-# The Helm chart for several values: linted, rendered, held against Kubernetes' schemas, and its commands run.
+# The Helm chart for several values: lint it, render it, validate it against Kubernetes' schemas, and run its commands.
 test-kubernetes: needs-kubernetes
 	$(PYTEST) tests/kubernetes
 
@@ -117,8 +117,8 @@ needs-kubernetes: $(STAMP)
 	$(BIN)/pip install -qq --requirement tests/kubernetes/requirements.txt
 	test -x $(BIN)/helm || $(BIN)/python -m tests.kubernetes.get_helm $(BIN)/helm
 
-# The wheel, and a bundle to install it from where there is no index: all wheels that it needs, for this Python and this
-# kind of machine, with deploy/ and its install script. Neither holds anything but what is in the checkout.
+# The wheel, and a bundle for installation without an index: all wheels that it needs, for this Python and this kind of
+# machine, with deploy/ and its install script. Both contain only files of the checkout.
 DIST_EXTRAS := coordinator,postgresql,certificates
 dist: $(STAMP)
 	rm -rf dist build
@@ -126,7 +126,7 @@ dist: $(STAMP)
 	$(BIN)/pip wheel -qq --wheel-dir dist/wheels "$$(echo dist/perseus_energy-*.whl)[$(DIST_EXTRAS)]"
 	$(BIN)/python deploy/bundle.py dist
 
-# The bundle, installed as an operator does, without a network.
+# Install the bundle as an operator does, without a network.
 test-dist: dist
 	$(PYTEST) tests/bundle
 
@@ -135,7 +135,7 @@ pictures: $(STAMP)
 	tests/web/install
 	$(BIN)/python -m tests.web.pictures docs/images
 
-# The kill tests of `make test`, many more times, and an attack by another user at full strength (as root). Writes
+# The kill tests of `make test`, many more times, and a full attack by another user (as root). Writes
 # benchmarks/results/torture.md and other-users.md.
 KILLS ?= 50
 CONNECTIONS ?= 10000
@@ -144,7 +144,7 @@ torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) benchmarks/results/torture.md
 	$(BIN)/python -m tests.nvml.torture_other_users $(CONNECTIONS) $(PACKETS) benchmarks/results/other-users.md
 
-# Kill a coordinator many times under load, send one malformed messages, and attack one as hostile tenants. Writes
+# Kill a coordinator many times under load, send it malformed messages, and attack it as hostile tenants. Writes
 # benchmarks/results/torture-coordinator.md.
 COORDINATOR_KILLS ?= 100
 MALFORMED ?= 100000
@@ -152,7 +152,7 @@ torture-coordinator: needs-grid
 	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) benchmarks/results/torture-coordinator.md \
 	  --malformed $(MALFORMED)
 
-# The documentation site, in build/docs; a warning is an error, and a link that leads nowhere is a warning.
+# The documentation site, in build/docs; warnings are errors, and broken links are warnings.
 docs: $(STAMP)
 	$(BIN)/sphinx-build --fail-on-warning --fresh-env --quiet -b html docs build/docs
 
@@ -177,7 +177,7 @@ protos: $(STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
 	  --grpc_python_out=$(OUT) --mypy_grpc_out=quiet:$(OUT) $(SERVICES:protos/%=%)
 
-# The page about the metrics, after a change of their names; a test compares.
+# The page of metrics, after a change of their names; a test compares.
 metrics: $(STAMP)
 	$(BIN)/python -m perseus.metrics.document > docs/metrics.md
 
@@ -185,7 +185,7 @@ metrics: $(STAMP)
 settings: $(STAMP)
 	$(BIN)/python docs/settings_page.py > docs/settings.md
 
-# To be run, and looked at, when a change of the contract is meant: it is promised from then on.
+# Run it, and review the result, after an intended change of the contract: from then on it is stable.
 contract: $(STAMP)
 	$(BIN)/buf build --exclude-source-info --output $(CONTRACT)
 
@@ -195,8 +195,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install -qq --editable '.[dev]'
 	touch $@
 
-# Several gigabytes: uv fetches them side by side, unpacks them on all cores and compiles nothing beforehand. It has
-# its wheels and certificates from where pip has them. DS_BUILD_OPS=0: DeepSpeed compiles nothing, either.
+# Several gigabytes: uv downloads in parallel, unpacks on all cores and compiles nothing beforehand. It takes wheels and
+# certificates from pip's sources. DS_BUILD_OPS=0: DeepSpeed compiles nothing, either.
 UV_INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" DS_BUILD_OPS=0 $(FRAMEWORKS_VENV)/bin/uv pip install --quiet \
   --python $(FRAMEWORKS_VENV)
 $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt

@@ -1,1 +1,1 @@
-"""What is timed or measured at length: one module per benchmark, run with ``python -m benchmarks.<name>``."""
+"""Benchmarks, one per module: run one with ``python -m benchmarks.<name>``."""

@@ -1,6 +1,6 @@
-"""What each step of realisation is worth: plans made without it, beside those of all steps.
+"""The gain from each step of realisation: plans without it, compared with plans from all steps.
 
-A step that brings less than a tenth of a percent is not worth its code: profiles are noisier. All times are
+A step that gains less than a tenth of a percent is not worth its code: profiles are noisier. All times are
 CPU times of one thread, from the same run.
 """
 
@@ -55,14 +55,14 @@ def run() -> Sequence[Table]:
                 ),
             ),
             tuple(rows),
-            "Per point against the relaxed optimum at the plan's own time. CPU time: the whole solve, sweep "
-            "included, best of two.",
+            "Per point, relative to the relaxed optimum at the plan's own time. CPU time: the whole "
+            "solve with the sweep, best of two.",
         )
     ]
 
 
 def _figures(gpu: str, microbatch_count: int) -> tuple[float, float, float, float]:
-    """Return a frontier's gaps at T_min, in the median and at worst, and the CPU time that it took."""
+    """Return a frontier's gap at T_min, its median and worst gaps, and its CPU time."""
     pipeline = published_pipeline(gpu, microbatch_count)
     times_s = []
     for _ in range(_ROUNDS):

@@ -1,8 +1,9 @@
-"""What a framework's hook costs the trainer for each computation, with and without an agent.
+"""The cost of a framework's hook for each of the trainer's computations, with and without an agent.
 
-A stage object of `torch.distributed.pipelining` whose forward does nothing: its call is timed as it is, with
-the hook around it, and after `detach`. The hooks into Megatron-Core and DeepSpeed are timed on stand-ins for
-the functions that they hook. `make test-frameworks` makes the environment that has torch:
+A stage object of `torch.distributed.pipelining` has an empty forward. Its call is timed without the hook,
+with it, and after `detach`. The hooks into Megatron-Core and DeepSpeed are timed on stand-ins for the
+functions
+that they hook. `make test-frameworks` makes the environment with torch:
 
     .venv-frameworks/bin/python -m benchmarks.adapters
 """
@@ -48,13 +49,11 @@ def run() -> list[Table]:
         rows.append((condition, median(costs_us), quantiles(costs_us, n=100)[98]))
     columns = (Column("condition"), Column("median, µs", ".2f"), Column("99 %, µs", ".2f"))
     note = (
-        "Begin and end together. The empty forward itself and the clock that times it are in every row. "
-        "At the device's time a helper thread sends the marks; its events are stand-ins: CUDA is not in it."
+        "Begin and end together. Every row includes the empty forward itself and the clock that times it. "
+        "At the device's time a helper thread sends the marks; its events are stand-ins without CUDA."
     )
     return [
-        Table(
-            "One computation of a stage of torch's pipelining, computing nothing", columns, tuple(rows), note
-        ),
+        Table("One empty computation of a stage of torch's pipelining", columns, tuple(rows), note),
         _others(),
     ]
 
@@ -85,7 +84,7 @@ def _measure(condition: str) -> list[float]:
             schedule.step(return_outputs=False)  # the first iteration registers
         if condition == "detached again":
             attachment.detach()
-        # Only the calls are timed, so the iterations are those of a schedule that does little else.
+        # Only the calls are timed, so the schedule of the iterations does little else.
         costs_us: list[float] = []
         schedule._step_microbatches = lambda *_, **__: _time_calls(stage.forward_one_chunk, costs_us)
         while len(costs_us) < COMPUTATIONS:
@@ -97,7 +96,7 @@ def _measure(condition: str) -> list[float]:
 
 
 def _schedule() -> tuple[Any, Any]:
-    """A pipeline of one stage, and the stage, whose forward and backward do nothing."""
+    """A pipeline of one stage, and the stage, with empty forward and backward."""
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -151,7 +150,7 @@ def _time_calls(forward: Callable[[int], object], costs_us: list[float]) -> None
         compute(COMPUTATION_TIME_S)
 
 
-# Something to hook: what puts the marks around it, what runs a body as an iteration, and a forward.
+# Something to hook: a function that adds the marks, one that runs a body as an iteration, and a forward.
 _StandIn = tuple[Callable[[Attachment], None], Callable[[Callable[[], None]], None], Callable[[int], object]]
 
 

@@ -1,7 +1,7 @@
-"""What one batch of telemetry costs a job's state machine, by state: in a job of 4,096 ranks and in one of 8.
+"""Cost of one batch of telemetry in a job's state machine, by state, for jobs of 4,096 and of 8 ranks.
 
-Every rank reports every iteration once, so what is done once for an iteration of the whole job is shared by
-as many batches as the job has ranks. Sockets, store and translation are in `benchmarks.coordinator_load`.
+Every rank reports every iteration once, so work per iteration of the whole job is shared by as many batches
+as the job has ranks. `benchmarks.coordinator_load` includes sockets, store and translation.
 """
 
 import time
@@ -22,14 +22,14 @@ SMALL, LARGE = 8, 4096
 """Ranks."""
 
 _ITERATIONS = 4
-"""Measured in each state that a job stays in."""
+"""Iterations measured in each state that lasts."""
 
 _SMALL_JOBS = 32
-"""Jobs of 8 ranks: one alone sends too few batches to tell what one costs."""
+"""Jobs of 8 ranks: one alone sends too few batches for a measurement."""
 
 
 class TimedCluster(Cluster):
-    """Times how long the machine takes for each batch of telemetry, and checks nothing meanwhile."""
+    """Times the machine for each batch of telemetry, without any checks."""
 
     def __init__(self, rank_count: int, job_id: str = "job") -> None:
         spec = make_spec(job_id, rank_count // STAGES, STAGES, microbatches=MICROBATCHES)
@@ -56,7 +56,7 @@ class TimedCluster(Cluster):
 
 
 def _states(rank_count: int) -> dict[JobState, float]:
-    """The mean seconds of a batch in each state."""
+    """Return the mean seconds of a batch in each state."""
     cluster = TimedCluster(rank_count)
     first, *others = cluster.ranks.values()
     for rank in others:
@@ -82,14 +82,14 @@ def _states(rank_count: int) -> dict[JobState, float]:
     failing.is_solving_allowed = False
     failing.join_all()
     failing.iterate_until(JobState.SOLVING)
-    failing.send(SolveFailed("the benchmark wants it so"))
+    failing.send(SolveFailed("requested by the benchmark"))
     failing.iterate(_ITERATIONS)
     seconds = {**cluster.seconds, JobState.STOCK: failing.seconds[JobState.STOCK]}
     return {state: _mean_of_iterations(some, rank_count) for state, some in seconds.items()}
 
 
 def _mean_of_iterations(seconds: list[float], rank_count: int) -> float:
-    """The median over iterations of the mean over ranks."""
+    """Return the median over iterations of the mean over ranks."""
     iterations = [seconds[i : i + rank_count] for i in range(0, len(seconds), rank_count)]
     return median(sum(some) / len(some) for some in iterations)
 

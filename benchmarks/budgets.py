@@ -1,9 +1,9 @@
-"""Two hundred random budgets, simulated: whether limits hold, and whether what does not hold is said.
+"""Two hundred random budgets, simulated: whether limits hold, and whether violations are reported.
 
-Ten runs of eight hours with twenty budgets each, on the six jobs of the mix on one feed, drawing up to 5 %
-more or less than their plans say, with noise of 2 % a second. Budgets overlap, shrink, end early, come with
-and without notice; one in ten asks for less than tolerances allow. `python -m benchmarks.budgets` draws
-`docs/images/budgets.png` too.
+Ten runs of eight hours with twenty budgets each, on the six jobs of the mix on one feed. Jobs draw up to 5 %
+more or less than planned, with noise of 2 % a second. Budgets overlap, shrink, end early, and come with and
+without notice; one in ten asks for less than tolerances allow. `python -m benchmarks.budgets` also draws
+`docs/images/budgets.png`.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _NOISE = 0.02
 
 @dataclass
 class _Counters:
-    """What a run's budgets came to."""
+    """The results of a run's budgets."""
 
     windows: int = 0
     above: int = 0
@@ -61,18 +61,18 @@ def run() -> Sequence[Table]:
             (
                 Column("budgets"),
                 Column("means of a window", "d"),
-                Column("above a limit that can be kept", "d"),
-                Column("of these not said", "d"),
+                Column("above a feasible limit", "d"),
+                Column("of these not reported", "d"),
                 Column("worst, % of the limit", ".3f"),
-                Column("limits that can't be kept", "d"),
+                Column("infeasible limits", "d"),
                 Column("said", "d"),
                 Column("plan changes, per job and hour", ".1f"),
                 Column("simulated in, CPU s", ".1f"),
             ),
             tuple(rows),
-            "A mean is over the longer of a minute and three iterations, every second from 5 s after the "
-            "ceiling has come to a limit until the limit changes. A limit can be kept if tolerances allow "
-            "it with what the jobs really draw. GPUs are those of the simulation: no power was measured.",
+            "A mean covers the longer of a minute and three iterations, every second from 5 s after the "
+            "power cap reaches a limit until the limit changes. A limit is feasible if tolerances allow it "
+            "with the jobs' real draw. GPUs are simulated: no power was measured.",
         )
     ]
 
@@ -126,7 +126,7 @@ def _fleet(run_number: int) -> Fleet:
 
 
 def _judge(fleet: Fleet, done: Replay) -> _Counters:
-    """Hold every mean under one limit against it, second by second."""
+    """Compare every mean under one limit with it, second by second."""
     counters = _Counters(changes=sum(int(np.count_nonzero(np.diff(s))) for s in done.speeds.values()))
     seconds = np.arange(1, int(fleet.end_s) + 1)
     index = np.searchsorted(done.times_s, seconds - 1e-6)
@@ -179,7 +179,7 @@ def draw(fleet: Fleet, done: Replay, path: Path) -> None:
     hours = done.times_s / 3600
     above.plot(hours, done.feeds_w[DEFAULT_FEED] / 1000, lw=0.7, label="drawn")
     above.plot(
-        hours, done.power_caps_w[DEFAULT_FEED] / 1000, "--", lw=0.8, color="tab:orange", label="ceiling"
+        hours, done.power_caps_w[DEFAULT_FEED] / 1000, "--", lw=0.8, color="tab:orange", label="power cap"
     )
     above.plot(hours, done.limits_w[DEFAULT_FEED] / 1000, lw=1.2, color="tab:red", label="limit")
     above.set_ylabel("kW")

@@ -1,6 +1,6 @@
-"""Running by a carbon signal: what is saved on a published year, and how wrong forecasts of it are.
+"""Running by a carbon signal: the savings on a published year, and the errors of forecasts.
 
-`python -m benchmarks.carbon`. Draws `docs/images/carbon.png` as well.
+`python -m benchmarks.carbon` also draws `docs/images/carbon.png`.
 """
 
 from collections.abc import Sequence
@@ -50,22 +50,22 @@ def run() -> Sequence[Table]:
                 Column("foreseen: less, %", ".2f"),
                 Column("gain by forecast, points", ".2f"),
                 Column("foreseen, points", ".2f"),
-                Column("of what foresight gains, %", ".0f"),
+                Column("share of foresight's gain, %", ".0f"),
                 Column("latest, % of the time", ".3f"),
             ),
             tuple(rows),
-            "Against stock, for the same iterations: as many as a week at stock has, in so much more time. "
-            "One pipeline, every week of the year but the first, planned anew every hour by its paces; it "
-            "knows the hours that are over. Evenly and foreseen: plans mixed as if that could be done, all "
-            "hours of the week known. Gains are points of stock's carbon over spending the same time evenly; "
-            "latest: how long after the end the work was done, in the worst week.",
+            "Against stock, for the iterations of a week at stock in the extended time. One pipeline, every "
+            "week of the year but the first, replanned every hour with its own plans; it knows the past "
+            "hours. Evenly and foreseen: ideal mixtures of plans, with all hours of the week known. Gains "
+            "are points of stock's carbon over spending the same time evenly; latest: delay of the end of "
+            "the work in the worst week.",
         ),
         _errors(first_hour, hours, forecasts),
     ]
 
 
 def _hours_left(now_s: float, end_s: float) -> Floats:
-    """Return how long each clock hour from now to the end lasts, the last one cut; now is a whole hour."""
+    """Return the length of each clock hour from now, a whole hour, to the end; the last may be shorter."""
     return np.diff([*np.arange(now_s, end_s, HOUR_S), end_s])
 
 
@@ -94,7 +94,7 @@ class _Weeks:
         )  # fmt: skip
 
     def week(self, begin: int, extra_percent: float) -> tuple[tuple[float, ...], Floats]:
-        """Return grams at stock, at T_min, evenly, by forecast and foreseen, and how late; and our speeds."""
+        """Return the grams at stock, at T_min, evenly, by forecast and foreseen; the delay; our speeds."""
         end_s = HOUR_S * (begin + WEEK_H * (1 + extra_percent / 100))
         policy = WorkWindow(HOUR_S * begin, end_s, WEEK_H * HOUR_S / self._stock_s)
         durations_s = _hours_left(policy.begin_s, end_s)
@@ -113,7 +113,7 @@ class _Weeks:
         for hour, duration_s in enumerate(durations_s.tolist()):
             point = replan(policy, self.curve, now_s, done, self._forecasts[begin + hour]).point
             left = policy.iteration_count - done
-            worked_s = min(duration_s, left / point.speed_per_s)  # it stops when it is done
+            worked_s = min(duration_s, left / point.speed_per_s)  # it stops when the work is done
             done += worked_s * point.speed_per_s
             ours_g += point.power_w * worked_s * signal[hour] / _J_PER_KWH
             now_s += duration_s
@@ -124,7 +124,7 @@ class _Weeks:
         return (stock_g, planned_g, even_g, ours_g, foreseen_g, late), np.array(speeds)
 
     def signal(self, begin: int, count: int) -> Floats:
-        """Return some hours of it."""
+        """Return some hours of the signal."""
         return self._hours[begin : begin + count]
 
 
@@ -154,14 +154,14 @@ def _errors(first_hour: int, hours: Floats, forecasts: dict[int, Floats]) -> Tab
             Column("over seasonal naive", ".2f"),
         ),
         tuple(rows),
-        "From every hour but the first week's, fitted to what was over by then, once a week; before there "
-        "are two weeks of examples the regression is the seasonal naive one. The year's mean is "
+        "From every hour after the first week, fitted once a week to the past hours; with less than two "
+        "weeks of examples the regression is the seasonal naive one. The year's mean is "
         f"{hours.mean():.0f} gCO2/kWh. 24 hours ahead, persistence and seasonal naive are the same.",
     )
 
 
 def draw(weeks: _Weeks, path: Path) -> None:
-    """Draw a week in June: the signal, and the speed that it is answered with."""
+    """Draw a week in June: the signal and the resulting speed."""
     begin = 23 * WEEK_H
     figure = Figure(figsize=(9, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)

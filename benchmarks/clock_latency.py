@@ -1,7 +1,7 @@
-"""What setting clocks late costs: the agent's sessions on emulated GPUs, with and without latency and dwell.
+"""The cost of set latency: the agent's sessions on emulated GPUs, with and without latency and dwell.
 
-Four stages, 1F1B, plans at T_min. Every figure is against the same plan on the same iterations with clocks
-that change at once.
+Four stages, 1F1B, plans at T_min. Every figure is relative to the same plan on the same iterations with
+clocks that change at once.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from perseus.emulation.physics import A100_SXM, GpuModel, Work
 _KINDS = {solver.Kind.FORWARD: Kind.FORWARD, solver.Kind.BACKWARD: Kind.BACKWARD}
 STAGE_WEIGHTS = (0.84, 0.90, 0.87, 1.0)
 SETTLING_ITERATIONS = 5
-"""The first iterations under a plan, in which nothing can be predicted yet, are left out."""
+"""Iterations left out at the start of a plan, in which nothing can be predicted yet."""
 _ITERATIONS = 20
 
 
@@ -38,7 +38,7 @@ def job(forward_s: float, *, microbatch_count: int, clock_count: int = 24) -> Jo
 
 
 def pipeline(job: Job) -> solver.Pipeline:
-    """The job as a perfect profile tells it."""
+    """Return the job's pipeline from a perfect profile."""
     model = job.model
     lowest_mhz = model.clocks_mhz[-1]
     return solver.Pipeline(
@@ -68,7 +68,7 @@ def stage_clocks(plan: solver.Plan) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A plan with latency against the same plan with clocks that change at once, as shares."""
+    """A plan with latency relative to the same plan with instant clock changes, as shares."""
 
     slowdown: float
     extra_energy: float
@@ -82,7 +82,7 @@ def compare(
     seeds: Sequence[int],
     machine: Machine = Machine(),  # noqa: B008 - frozen
 ) -> Comparison:
-    """Train with both, and compare what follows the first iterations."""
+    """Train with both, and compare them after the first iterations."""
     late, at_once, settling = (
         [
             train(job, clocks_mhz, latency_s=each_s, iteration_count=count, seed=seed, machine=machine)

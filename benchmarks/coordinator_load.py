@@ -1,9 +1,10 @@
-"""How many agents one coordinator serves, and what a batch costs it beyond what gRPC costs.
+"""The number of agents that one coordinator can serve, and its cost per batch beyond that of gRPC.
 
-A coordinator in one process, on a core of its own where there are two; agents by the thousand in another
-(`benchmarks.load.generator`), each with its own connection and one batch of 20 computations per rank and
-second; a third asks for its health 50 times a second. As many agents load a server that only echoes, in the
-same run. For one configuration alone, or for the largest that holds:
+The coordinator runs in one process, on its own core if there are two. Another process
+(`benchmarks.load.generator`) runs thousands of agents, each with its own connection and one batch of 20
+computations per rank and second. A third process checks the coordinator's health 50 times a second. In the
+same
+run, as many agents load a server that only echoes. For one configuration, or for the largest that holds:
 
     python -m benchmarks.coordinator_load --pipelines 256 --ranks-per-agent 1
     python -m benchmarks.coordinator_load --search
@@ -34,7 +35,7 @@ STAGES = 4
 _SETTLE_S = 3.0
 _CATCH_UP_LIMIT_S = 90.0
 _CAUGHT_UP_SHARE = 0.25
-"""Of a second's batches: no more than these wait for an acknowledgement."""
+"""Largest share of a second's batches that may wait for an acknowledgement."""
 _QUIET_S = 3.0
 _PLAN_LIMIT_S = 120.0
 _REST_LIMIT_S = 120.0
@@ -45,7 +46,7 @@ _SEARCH_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Jobs of so many pipelines of 4 stages; `straggler_count`: reports of one that are timed."""
+    """Size of the jobs, with 4 stages a pipeline; `straggler_count`: straggler reports to time."""
 
     pipeline_count: int
     ranks_per_agent: int = 1
@@ -64,10 +65,9 @@ CONFIGURATIONS = (
 
 @dataclass(slots=True)
 class Outcome:
-    """What a configuration came to. `figures` is None if its jobs were never planned.
+    """The result of a configuration. `figures` is None if its jobs were never planned.
 
-    `behind_s`: how long after the plans were made there were acknowledgements to catch up with; None if that
-    did not end.
+    `behind_s`: time after planning until acknowledgements had caught up; None if they never did.
     """
 
     figures: dict[str, Any] | None = None
@@ -80,7 +80,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether all was answered in time."""
+        """Whether everything was answered in time."""
         figures = self.figures
         return (
             figures is not None
@@ -91,7 +91,7 @@ class Outcome:
 
 
 def measure(wanted: Configuration, *, has_echo: bool = True) -> Outcome:
-    """Load a coordinator, and the echo."""
+    """Load a coordinator and the echo server."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="perseus-load-") as name:
         folder = Path(name)
@@ -141,7 +141,7 @@ def _load(
 
 
 def catch_up(agents: Agents, job_ids: list[str]) -> float | None:
-    """Wait until batches are acknowledged as they come; return how long that took, if it happened."""
+    """Wait until batches are acknowledged as they come; return the time, or None if they never are."""
     begun_s = time.monotonic()
     while (took_s := time.monotonic() - begun_s) < _CATCH_UP_LIMIT_S:
         counts = [agents.ask("counts", job_id=job_id) for job_id in job_ids]
@@ -154,10 +154,10 @@ def catch_up(agents: Agents, job_ids: list[str]) -> float | None:
 
 
 def problems(agents: Agents, restart_counts: Mapping[str, int]) -> list[str]:
-    """What resting agents hold against the coordinator: anything lost, doubled or taken back.
+    """Return the coordinator's errors according to paused agents: anything lost, duplicated or retracted.
 
     Args:
-        restart_counts: of each job, how many restarts it has seen.
+        restart_counts: number of restarts of each job.
     """
     found: list[str] = list(agents.ask("findings")["messages"])
     for job_id, restart_count in restart_counts.items():
@@ -166,10 +166,10 @@ def problems(agents: Agents, restart_counts: Mapping[str, int]) -> list[str]:
 
 
 def report_problems(agents: Agents, job_id: str, restart_count: int) -> list[str]:
-    """How the report of a resting job differs from what was sent.
+    """Return the differences between a paused job's report and the messages sent.
 
-    So many iterations as it has seen restarts may be missing: the report leaves out the first one under its
-    plans, and if a restart follows, the next one too.
+    One iteration per restart may be missing: the report leaves out the first one under its plans, and after a
+    restart the next one too.
     """
     found: list[str] = []
     counts = agents.ask("counts", job_id=job_id)
@@ -197,7 +197,7 @@ def _add(wanted: Configuration, agents: Agents, *, is_echo: bool) -> list[str]:
 
 
 def search() -> Table:
-    """Find the largest job, a connection per rank, that is answered in time, by doubling and bisection."""
+    """Find the largest job, a connection per rank, that gets answers in time, by doubling and bisection."""
     rows: list[tuple[Cell, ...]] = []
 
     def holds(pipeline_count: int) -> bool:
@@ -250,18 +250,19 @@ def run(configurations: tuple[Configuration, ...] = CONFIGURATIONS) -> list[Tabl
                 Column("p99 [ms]", ".1f"),
                 Column("echo p99 [ms]", ".1f"),
                 Column("CPU per batch [µs]", ".0f"),
-                Column("beyond echo [µs]", ".0f"),
+                Column("more than echo [µs]", ".0f"),
                 Column("of a core [%]", ".0f"),
                 Column("health check p99 [ms]", ".0f"),
                 Column("slowest [ms]", ".0f"),
                 Column("straggler to offers p99 [ms]", ".0f"),
-                Column("pipelines not offered anything", ".0f"),
+                Column("pipelines without an offer", ".0f"),
                 Column("generator late p99 [ms]", ".1f"),
                 Column("lost, doubled"),
             ),
             tuple(rows),
             "Each agent has its own connection; every rank sends one batch of 20 computations a second. "
-            "Health checks every 20 ms, from a process of its own, tell how long the loop lets callers wait.",
+            "Health checks every 20 ms, from a separate process, measure how long the loop makes callers "
+            "wait.",
         )
     ]
 

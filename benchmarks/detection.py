@@ -1,12 +1,11 @@
-"""Detecting stragglers amid jitter: false detections, the time that answers cost, and how long it takes.
+"""Detecting stragglers amid jitter: false detections, the cost of answers, and the delay.
 
-Pipelines are simulated at the detector's door: each iteration gives every pipeline a span, which is what its
-plan promises, times what the straggler is slower, times its jitter. An answer comes into force with the
-iteration after next, and slows all others to what is surely waited for. An iteration takes as long as its
-slowest pipeline.
+The simulation produces the detector's input: in each iteration, a pipeline's span is its planned time, times
+the straggler's slowness, times its jitter. An answer comes into force with the iteration after next, and
+slows all other pipelines as far as they certainly wait. An iteration takes as long as its slowest pipeline.
 
-`python -m benchmarks.detection` takes some minutes of one core, `--quick` a fifth of that. It draws
-`docs/images/detection.png` as well.
+`python -m benchmarks.detection` takes some minutes of one core, `--quick` a fifth of that. It also draws
+`docs/images/detection.png`.
 """
 
 import functools
@@ -54,7 +53,7 @@ def heavy_tailed(rng: np.random.Generator, count: int) -> Array:
 
 
 def correlated(rng: np.random.Generator, count: int, correlation: float = 0.5) -> Array:
-    """Each iteration remembers half of the one before."""
+    """Each iteration keeps half of the previous one."""
     values = normal(rng, count)
     for row in range(1, count):
         values[row] = correlation * values[row - 1] + math.sqrt(1 - correlation**2) * values[row]
@@ -84,7 +83,7 @@ JITTERS = {
 
 @dataclass(slots=True)
 class Run:
-    """What came of a run: iterations that found a straggler in a healthy pipeline, or the one there is.
+    """The result of a run: iterations that detected a straggler in a healthy pipeline, or the real one.
 
     `time_s` and `unanswered_s` are those of each iteration, with and without answers.
     """
@@ -97,7 +96,7 @@ class Run:
 
 
 def simulate(jitter: Array, factor: float = 1.0, begin: int = 0, *, stop_when_found: bool = False) -> Run:
-    """Let the detector follow a job whose first pipeline is slower by a factor from an iteration on."""
+    """Run the detector on a job whose first pipeline is slower by a factor from an iteration on."""
     iterations, pipelines = jitter.shape
     log_spans = jitter.copy()
     log_spans[begin:, 0] += math.log(factor)
@@ -137,10 +136,10 @@ def simulate(jitter: Array, factor: float = 1.0, begin: int = 0, *, stop_when_fo
 
 
 def ideal_delay(values: Array, factor: float, false_rate: float) -> float:
-    """Return after how many iterations an ideal test finds what has this factor from the first value on.
+    """Return after how many iterations an ideal test detects this factor, present from the first value.
 
-    Page's cumulative sum for normal values, which knows the noise and the factor. Its threshold is the one
-    that jitter reaches at the rate that is given (of one pipeline, by Siegmund's approximation).
+    The test is Page's cumulative sum for normal values, which knows the noise and the factor. Jitter reaches
+    its threshold at the given rate (for one pipeline, by Siegmund's approximation).
     """
     size = math.log(factor) / JITTER
     threshold = _threshold(size, false_rate)
@@ -198,11 +197,11 @@ def _healthy_table(seeds: int) -> tuple[Table, dict[str, float]]:
     )
     note = (
         f"{PIPELINES} pipelines, {ITERATIONS} iterations each. In a typical iteration the slowest takes "
-        f"1.35 × the median. What is stated: at most "
+        f"1.35 × the median. Specified: at most "
         f"{1000 / FALSE_FREE_ITERATIONS:g} per 1,000 of independent jitter."
     )
     return Table(
-        "No straggler: false detections, and what their answers cost", columns, tuple(rows), note
+        "No straggler: false detections, and the cost of their answers", columns, tuple(rows), note
     ), rates
 
 
@@ -232,10 +231,10 @@ def _delay_table(seeds: int, rates: dict[str, float]) -> Table:
     )
     note = (
         f"{seeds} runs each; the straggler begins after {LEARNED} iterations. The ideal test is a "
-        "cumulative sum that knows noise and factor, at the rate of false detections that was measured "
-        "above; it is ideal for independent normal jitter. inf: not found in 1,000 iterations."
+        "cumulative sum that knows noise and factor, at the rate of false detections measured above; it "
+        "is ideal for independent normal jitter. inf: not detected in 1,000 iterations."
     )
-    return Table("A straggler in that jitter: iterations until it is found", columns, tuple(rows), note)
+    return Table("A straggler in that jitter: iterations until it is detected", columns, tuple(rows), note)
 
 
 def _quiet_table() -> Table:
@@ -257,10 +256,10 @@ def _quiet_table() -> Table:
         *(Column(f"it begins after {learned}", ".0f") for learned in (1, 2, 4, 8, 16, 64)),
     )
     note = (
-        "Residuals of up to 0.1 %, 20 runs each: the delay that 95 % keep. Until the noise is learned it is "
-        "taken to be much; the first iteration says nothing."
+        "Residuals of up to 0.1 %, 20 runs each: the delay that 95 % keep. Until the noise is learned, the "
+        "detector assumes much of it; the first iteration carries no information."
     )
-    return Table("Without jitter: iterations until a straggler is found", columns, tuple(rows), note)
+    return Table("Without jitter: iterations until a straggler is detected", columns, tuple(rows), note)
 
 
 def _cost_table(seeds: int) -> Table:
@@ -282,16 +281,16 @@ def _cost_table(seeds: int) -> Table:
     columns = (
         Column("jitter"),
         Column("straggler, ×", ".2f"),
-        Column("time lost while it is there, %", ".3f"),
+        Column("time lost during it, %", ".3f"),
         Column("answers withdrawn because they cost time, per run", ".2f"),
     )
     return Table(
-        "What answers to a straggler cost", columns, tuple(rows), f"{seeds} runs of 400 iterations each."
+        "Cost of answers to a straggler", columns, tuple(rows), f"{seeds} runs of 400 iterations each."
     )
 
 
 def _lost_percent(runs: Sequence[Run], part: slice) -> float:
-    """Return the mean over iterations: heavy tails have no mean time that a share could be taken of."""
+    """Return the mean over iterations of each one's share: heavy tails have no mean time for a ratio."""
     return 100 * float(np.mean([each.time_s[part] / each.unanswered_s[part] - 1 for each in runs]))
 
 

@@ -1,13 +1,13 @@
-"""A lower bound that knows that clocks are discrete, where plans are far above the relaxed one.
+"""A lower bound for discrete clocks, for plans that are far above the relaxed bound.
 
 The iteration is cut into windows of a few microbatches each. The dependencies from one window to another are
-priced instead of kept (Lagrangian relaxation, at the prices of the relaxed optimum, HiGHS's dual solution):
-then every window is an integer program of its own, and what HiGHS proves of each adds up to a bound for all
+priced instead of kept (Lagrangian relaxation, at the prices of the relaxed optimum, HiGHS's dual solution).
+Every window is then its own integer program, and HiGHS's bounds of all windows add up to a bound for all
 plans of measured clocks. With windows of single computations it would be the relaxed bound. Every start also
 stays between its earliest and its latest time for the deadline.
 
-The price of the deadline is a slope, with which a bound holds for shorter deadlines, too: what is proved at
-a few of them covers the points between.
+The price of the deadline is a slope, with which a bound also holds for shorter deadlines: bounds proved at a
+few deadlines cover the points between.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ _INF = highspy.kHighsInf
 _PS_PER_MS = 1e9
 
 _WINDOW = 6
-"""How many microbatches make one."""
+"""Microbatches per window."""
 
 _LIMIT_S = 20.0
-"""Of one window's program; what is proved by then is the bound."""
+"""Time limit of one window's program; the bound proved by then counts."""
 
 _PROVED_AT = (1.002, 1.005, 1.01, 1.022, 1.05)
 """Deadlines, as factors of T_min."""
@@ -64,7 +64,7 @@ class DiscreteBound:
     """One iteration, its starts, durations and arcs in milliseconds, which HiGHS's tolerances suit."""
 
     def __init__(self, graph: EventGraph) -> None:
-        """Lay it out."""
+        """Lay out the iteration."""
         self._microbatches = [computation.microbatch for computation in graph.computations]
         self._options = [
             [(option.time_ps / _PS_PER_MS, option.effective_energy_j) for option in graph.options[p]]
@@ -75,7 +75,7 @@ class DiscreteBound:
         self._last = [i for i in range(len(self._options)) if i not in awaited]
 
     def prove(self, deadline_s: float, window: int, limit_s: float) -> Proof:
-        """Return what is proved for that deadline and shorter ones, in windows of so many microbatches."""
+        """Return a proof for that deadline and shorter ones, with windows of that many microbatches."""
         deadline_ms = 1000 * deadline_s
         relaxed = self._relax(deadline_ms)
         window_of = [microbatch // window for microbatch in self._microbatches]
@@ -118,7 +118,7 @@ class DiscreteBound:
     def _window_j(
         self, deadline_ms: float, relaxed: _Relaxed, window_of: list[int], window: int, limit_s: float
     ) -> float:
-        """Return what is proved of one window: its energy, and what it pays and is paid for its starts.
+        """Return the proved bound of one window: energy, and the prices it pays and gets for its starts.
 
         Starts are counted from the relaxed ones, so that the objective is small where these are good.
         """
@@ -157,11 +157,11 @@ class DiscreteBound:
         return bound_j
 
     def _times_ms(self, deadline_ms: float) -> tuple[list[float], list[float]]:
-        """Return between which times each computation starts in any plan of the deadline."""
+        """Return the earliest and latest start of each computation in any plan of the deadline."""
         count = len(self._options)
         fastest_ms = [some[0][0] for some in self._options]
         earliest_ms, latest_ms = [0.0] * count, [deadline_ms - one_ms for one_ms in fastest_ms]
-        for i, j, lag_ms in self._arcs:  # sorted: all that lead to i come before those that lead from it
+        for i, j, lag_ms in self._arcs:  # sorted: all arcs to i come before those from it
             earliest_ms[j] = max(earliest_ms[j], earliest_ms[i] + fastest_ms[i] + lag_ms)
         for i, j, lag_ms in reversed(self._arcs):
             latest_ms[i] = min(latest_ms[i], latest_ms[j] - lag_ms - fastest_ms[i])
@@ -169,7 +169,7 @@ class DiscreteBound:
 
 
 class _Model:
-    """A program for HiGHS, put together row by row."""
+    """A program for HiGHS, built row by row."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -187,7 +187,7 @@ class _Model:
     def solve(
         self, integers: list[int] | None, limit_s: float = _INF
     ) -> tuple[list[float], list[float], float]:
-        """Return values, rows' duals, and what is proved of the objective."""
+        """Return the values, the rows' duals, and the proved bound of the objective."""
         highs = highspy.Highs()  # type: ignore[no-untyped-call]
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", 1)
@@ -248,11 +248,11 @@ def run() -> Sequence[Table]:
                 Column("microbatches", "d"),
                 Column("× T_min", ".3f"),
                 Column("plan above the relaxed bound, %", ".3f"),
-                Column("proved: no plan is nearer it than, %", ".3f"),
-                Column("plan above what is proved, %", ".3f"),
+                Column("proved minimum distance from it, %", ".3f"),
+                Column("plan above the proved bound, %", ".3f"),
             ),
             tuple(rows),
-            f"Plans asked for at that time. Windows of {_WINDOW} microbatches, each given {_LIMIT_S:.0f} s; "
+            f"Plans requested at that time. Windows of {_WINDOW} microbatches, each given {_LIMIT_S:.0f} s; "
             "HiGHS's default tolerances.",
         ),
         Table(
@@ -265,7 +265,7 @@ def run() -> Sequence[Table]:
                 Column("worst, %", ".2f"),
             ),
             tuple(grid),
-            "What is proved at the times of the table above, and for the points before each.",
+            "Bounds proved at the times of the table above, which also hold for the points before each.",
         ),
     ]
 

@@ -1,7 +1,7 @@
-"""Realised plans of many stages with profiles of their own, against the sweep alone; a process a case.
+"""Realised plans of many stages with distinct profiles, against the sweep alone; a process per case.
 
-How long the sweep takes is read off the progress of the same call, in CPU seconds of one thread. Beyond 4,096
-computations the solver chooses a hull tolerance, and tells what it costs the bounds at most.
+The sweep's duration comes from the progress of the same call, in CPU seconds of one thread. Beyond 4,096
+computations the solver chooses a hull tolerance, and returns the most that it can lower the bounds.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ from perseus.solver import (
 _SEED = 0
 _CASES = ((16, 32), (16, 64), (16, 128), (16, 256), (32, 256), (64, 512))
 _SWEPT = 0.6
-"""The progress at which the sweep is done."""
+"""Progress at the end of the sweep."""
 
 
 def run() -> Sequence[Table]:
@@ -41,7 +41,7 @@ def run() -> Sequence[Table]:
 
 
 def solved_table(title: str, cases: Sequence[tuple[int, int]], chunk_count: int = 1) -> Table:
-    """Solve cases of (stages, microbatches), a process each."""
+    """Solve cases of (stages, microbatches), each in its own process."""
     rows: list[tuple[Cell, ...]] = []
     for case in cases:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -62,8 +62,8 @@ def solved_table(title: str, cases: Sequence[tuple[int, int]], chunk_count: int 
             Column("peak of the process, MB", ".0f"),
         ),
         tuple(rows),
-        "Made up of the A100's profile: each stage's times and energies are those of one of its stages, each "
-        "kind's scaled by its own factor between 0.94 and 1.06.",
+        "Derived from the A100's profile: each stage takes the times and energies of one of its stages, with "
+        "each kind scaled by its own factor between 0.94 and 1.06.",
     )
 
 
@@ -95,9 +95,9 @@ def _row(stage_count: int, microbatch_count: int, chunk_count: int) -> tuple[Cel
 
 
 def distinct_stages(stage_count: int, microbatch_count: int, chunk_count: int) -> Pipeline:
-    """Stages that all have profiles of their own, from the A100's and seeded dice.
+    """Return a pipeline whose stages all have distinct profiles, from the A100's and a seed.
 
-    With several chunks, among which a stage's times and energies are divided, the schedule is interleaved.
+    With several chunks, which divide a stage's times and energies, the schedule is interleaved.
     """
     published = published_pipeline("a100-sxm", 8)
     random = np.random.default_rng(_SEED)

@@ -1,8 +1,8 @@
-"""What GPUs that take a while to set a clock cost, once plans keep their clocks for it.
+"""The cost of set latency for plans that hold their clocks accordingly.
 
-The frontier of GPT-3 175B on the A100, as a coordinator solves it for a job: with latencies from none to
-50 ms, at the published file's times (50 to 280 ms a computation; the real ones are ten times as long, the
-easier case). All figures are of the plans that a job gets, against those whose clocks change at once.
+The frontier of GPT-3 175B on the A100, as a coordinator solves it for a job, with latencies from 0 to 50 ms,
+at the published file's times (50 to 280 ms a computation; the real ones are ten times as long, the easier
+case). All figures compare the job's plans with those whose clocks change at once.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,10 @@ def run() -> Sequence[Table]:
             ratio = watch.seconds / instant_watch.seconds
             rows.append((microbatch_count, latency_ms, len(kept.points), ratio, *_figures(instant, kept)))
     note = (
-        "Slower, energy: with the latency in it, against the plan for the same time whose clocks change at "
+        "Slower, energy: with the latency, against the plan for the same time whose clocks change at "
         "once. "
-        "Instant plan: that one on GPUs with the latency. Saving: against the highest clock throughout. "
-        "Plans: how many are realised. Solving: processor time against solving without latency."
+        "Instant plan: that plan on GPUs with the latency. Saving: against the highest clock throughout. "
+        "Plans: number of realised plans. Solving: CPU time relative to solving without latency."
     )
     return [Table(f"Minimum dwell on the {GPUS['a100-sxm']}", _COLUMNS, tuple(rows), note)]
 
@@ -71,7 +71,7 @@ def _figures(instant: Frontier, kept: Frontier) -> tuple[Cell, ...]:
 
 
 def _more_percent(figure: float, reference: float) -> float:
-    """Return how much more a figure is, percent; without the last digits of sums, which may be below 0."""
+    """Return a figure's excess in percent, rounded so that summation errors don't make it negative."""
     return round(100 * (figure / reference - 1), 9) + 0.0
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator keeps of runs that have ended: its memory, and the time that its start takes."""
+"""The cost of ended runs for the coordinator: memory, and time to start."""
 
 import asyncio
 import logging
@@ -46,12 +46,12 @@ def run() -> Sequence[Table]:
             "Runs of 1,024 ranks that have ended",
             (
                 Column("runs"),
-                Column("memory that they leave [MiB]", ".0f"),
-                Column("memory of a start [MiB]", ".0f"),
+                Column("memory still used [MiB]", ".0f"),
+                Column("memory after a start [MiB]", ".0f"),
                 Column("start [s]", ".2f"),
             ),
             tuple(rows),
-            "No iteration was reported, no frontier solved. Memory is what the process has more than before.",
+            "Without iterations and frontiers. Memory is the growth of the process.",
         )
     ]
 
@@ -73,7 +73,7 @@ async def _opened(path: Path) -> Coordinator:
 
 
 def _train(path: Path, count: int) -> tuple[float]:
-    """Let runs begin and end, all their ranks one after the other; return what they leave in memory."""
+    """Let runs begin and end, all their ranks one after the other; return the memory still used."""
 
     async def train() -> tuple[float]:
         coordinator = await _opened(path)

@@ -1,8 +1,8 @@
-"""What 64 power feeds with 500 jobs keep the event loop from, second by second.
+"""The event loop's load from 64 power feeds with 500 jobs, second by second.
 
-The coordinator's power task itself runs, in real seconds, on made-up jobs and agents: every second each job
-ends an iteration, and each agent reports what its GPUs draw. What adding up the agents' readings costs is
-measured by `benchmarks.power_readings`. Figures are CPU time, so other processes don't count.
+The coordinator's real power task runs, in real time, on fake jobs and agents: every second each job ends an
+iteration, and each agent reports its GPUs' power. `benchmarks.power_readings` measures the cost of adding up
+the agents' readings. Figures are CPU time, so other processes don't count.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _NOISE = 0.01
 
 @dataclass(eq=False)
 class _Job:
-    """A planned job of 64 GPUs that runs as it is told: what the power task asks of a run and its machine."""
+    """A planned job of 64 GPUs that follows orders: the part of run and machine that the power task uses."""
 
     job_id: str
     basis: PowerCurveBasis
@@ -121,7 +121,7 @@ class _Fleet:
             run.max_clock = order.to_max_clock()
 
     def ask_for_power(self) -> None:
-        """They report without being asked."""
+        """Agents report without a request."""
 
     def drawn(self, job_ids: object) -> PowerTotals:
         found = PowerTotals()
@@ -142,7 +142,7 @@ def _feeds() -> Feeds:
 
 
 def _jobs(frontier: Frontier, feeds: Feeds) -> list[_Job]:
-    """Every other job is on two feeds, half of its stages on each."""
+    """Return the jobs; every other one is on two feeds, with half of its stages on each."""
     own_s = frontier.points[0].iteration_time_s
     jobs = []
     for number in range(JOB_COUNT):
@@ -158,7 +158,7 @@ def _jobs(frontier: Frontier, feeds: Feeds) -> list[_Job]:
 
 
 def run() -> Sequence[Table]:
-    """Measure every case in a loop of its own."""
+    """Measure every case in its own loop."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     frontier = solve(published_pipeline("a100-sxm", _MICROBATCHES))
     feeds = _feeds()
@@ -177,10 +177,10 @@ def run() -> Sequence[Table]:
                 Column("readers of WatchFeeds", "d"),
                 Column("on the loop [CPU ms]", ".1f"),
                 Column("in threads [CPU ms]", ".1f"),
-                Column("longest turn of the loop [CPU ms]", ".1f"),
+                Column("longest iteration of the loop [CPU ms]", ".1f"),
             ),
             tuple(rows),
-            f"Every other job is on two feeds. Limits are {LIMIT_PERCENT} % of what feeds draw without them. "
+            f"Every other job is on two feeds. Limits are {LIMIT_PERCENT} % of the feeds' draw without them. "
             f"Power varies by {100 * _NOISE:.0f} % from second to second; every job changes every second.",
         )
     ]
@@ -189,7 +189,7 @@ def run() -> Sequence[Table]:
 async def _measure(
     feeds: Feeds, jobs: Sequence[_Job], reader_count: int, *, is_limited: bool
 ) -> tuple[float, float, float]:
-    """Return the CPU per second on the loop and in threads, and the longest turn, in milliseconds."""
+    """Return the CPU per second on the loop and in threads, and its longest iteration, in milliseconds."""
     fleet = cast(Any, _Fleet(jobs))
     power = Power(fleet, fleet, fleet, fleet, fleet, feeds, Retention())
     await power.load()

@@ -1,4 +1,4 @@
-"""Jobs that power budgets are tried on: the published profiles, several sizes, one with a straggler."""
+"""Jobs for the power benchmarks: the published profiles, several sizes, one with a straggler."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -45,12 +45,12 @@ class Job:
         return {0: STRAGGLER} if self.has_straggler else {}
 
     def stock_power_w(self) -> float:
-        """With everything at its highest clock, waiting for the straggler."""
+        """Power with everything at its highest clock, waiting for the straggler."""
         plan = frontier(self.gpu).baseline
         return self._power_w(plan, plan)
 
     def points(self) -> tuple[PowerPoint, ...]:
-        """What its frontier offers a budget."""
+        """Return the points of its frontier for a budget."""
         stage = {DEFAULT_FEED: 1.0}
         return power_points(
             frontier(self.gpu),
@@ -60,7 +60,7 @@ class Job:
         )
 
     def one_clock_points(self) -> tuple[PowerPoint, ...]:
-        """What one lower clock for all its GPUs would offer instead, straggler or not."""
+        """Return the points of one lower clock for all its GPUs instead, straggler or not."""
         slowest = max(self.slowdowns.values(), default=1.0)
         plans = one_clock(self.gpu)
         found: list[PowerPoint] = []
@@ -92,4 +92,4 @@ MIX = (
     Job("a40-strict", "a40", 4, 5.0, 1.0),
     Job("a40-easy", "a40", 8, 15.0, 0.5),
 )
-"""2,176 GPUs that stand for what a site has: what must not be slowed, what may be, and what may be more."""
+"""2,176 GPUs of a typical site: jobs that must not be slowed, that may be, and that may be slowed more."""

@@ -1,4 +1,4 @@
-"""Realised plans above their lower bound, and what they save at T_min beside the published savings."""
+"""Realised plans above their lower bound, and their savings at T_min beside the published ones."""
 
 import csv
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ def run() -> Sequence[Table]:
                 Column("CPU s per plan", ".1f"),
             ),
             tuple(gaps),
-            "The bound is the relaxed optimum at the same deadline, waiting until then included: no plan of "
-            "measured clocks can go below it.",
+            "The bound is the relaxed optimum at the same deadline, including waiting until then: no plan of "
+            "measured clocks can be below it.",
         ),
         Table(
             "Intrinsic saving at T_min against all-max, %, GPT-3 175B",
@@ -71,8 +71,8 @@ def run() -> Sequence[Table]:
                 Column("EnvPipe, published", ".2f"),
             ),
             tuple(savings),
-            "Ours are energies of measured points. The published ones are those of a fitted curve, against a "
-            "baseline that is their own shortest planned time.",
+            "Our energies are of measured points. The published ones are of a fitted curve, against a "
+            "baseline at their own shortest planned time.",
         ),
     ]
 

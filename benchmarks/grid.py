@@ -1,4 +1,4 @@
-"""The realised plans kept for stragglers: how near the bound they are, and how soon one is at hand."""
+"""The realised plans kept for stragglers: their distance from the bound, and the look-up time."""
 
 import time
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ def run() -> Sequence[Table]:
                 Column("slowest look-up, ms", ".2f"),
             ),
             tuple(rows),
-            "Per point against the relaxed optimum at the plan's own time; T_min, and plans asked for at a "
-            "time of their own, are refined, as in the table above. Look-up: the slowest of all points, each "
-            "the best of five.",
+            "Per point against the relaxed optimum at the plan's own time; T_min, and plans requested for a "
+            "specific time, are refined, as in the table above. Look-up: the slowest of all points, each the "
+            "best of five.",
         )
     ]
 

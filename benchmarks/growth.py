@@ -1,4 +1,4 @@
-"""How time and memory of the complete frontier grow, each case in a process of its own."""
+"""Growth of the complete frontier's time and memory; each case runs in its own process."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def run() -> Sequence[Table]:
             tuple(rows),
             "With 16 stages, stage s has the profile of stage s // 2, its times and energies scaled by 1.03 "
             "for even s and by 0.97 for odd s. The hull tolerance is a share of each computation's energy; "
-            "what it costs is a looser bound, given as a share of the iteration's energy.",
+            "its cost is a looser bound, given as a share of the iteration's energy.",
         )
     ]
 

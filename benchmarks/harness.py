@@ -1,4 +1,4 @@
-"""What all benchmarks share: result files, the machine that they ran on, and the published data.
+"""The common part of all benchmarks: result files, machine data, and the published data.
 
 A benchmark is a module with a ``run`` that returns its tables; under ``if __name__ == "__main__":`` it calls
 ``main("<name>", run)``. Its figures go to ``benchmarks/results/<name>.json``; :mod:`benchmarks.report`
@@ -27,12 +27,12 @@ _PACKAGES = ("numpy", "igraph", "highspy", "lowtime", "torch")
 
 GPUS = {"a100-sxm": "A100 SXM", "a40": "A40"}
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
-"""Per GPU, as published."""
+"""Blocking power per GPU, as published."""
 
 GPUS_PER_STAGE = 8
 
 Cell = str | int | float | None
-"""None is rendered as a dash: not measured, or not published."""
+"""A cell of a table; None is rendered as a dash: not measured, or not published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Figures with a title, and what a reader must know to judge them."""
+    """Figures with a title, and a note on how to read them."""
 
     title: str
     columns: tuple[Column, ...]
@@ -54,7 +54,7 @@ class Table:
 
 
 def main(name: str, run: Callable[[], Sequence[Table]]) -> None:
-    """Run a benchmark and write its result file; skip it, with the reason, where the data is absent."""
+    """Run a benchmark and write its result file; skip it, with the reason, if the data is absent."""
     if not DATA.exists():
         print(f"{name}: skipped, the published data is not at ../shared/data", file=sys.stderr)
         return
@@ -106,8 +106,8 @@ class Stopwatch:
 def timed() -> Iterator[Stopwatch]:
     """Time a block: ``with timed() as watch: ...``, then ``watch.seconds``.
 
-    CPU time of this process: all that is timed here runs in one thread, and a machine that others use as well
-    tells little in seconds of the wall clock.
+    It is CPU time of this process: all timed code runs in one thread, and wall-clock time says little on a
+    shared machine.
     """
     watch = Stopwatch()
     started_s = time.process_time()
@@ -118,7 +118,7 @@ def timed() -> Iterator[Stopwatch]:
 
 
 def peak_memory_mb() -> float:
-    """Return the most memory that this process has ever held, MB."""
+    """Return the peak memory of this process, MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 

@@ -1,10 +1,10 @@
-"""What 10 and 20 ms of clock-set latency cost, with and without minimum dwell.
+"""The cost of 10 and 20 ms of set latency, with and without minimum dwell.
 
-The plans are those at T_min and 1.1 × of GPT-3 175B. The published file's times are a tenth of the real ones
-(the publication multiplies times and energies by 10), so at its own times, 50 to 280 ms a computation,
-latency weighs ten times as much as it would: the harder case. The second table has the real times.
+The plans are those at T_min and 1.1 × T_min of GPT-3 175B. The published file's times are a tenth of the real
+ones (the publication multiplies times and energies by 10). At the file's times, 50 to 280 ms a computation,
+latency weighs ten times as much as in reality: the harder case. The second table has the real times.
 
-Energies are until the planned iteration time: a pipeline that is faster than planned waits for the others.
+Energies run until the planned iteration time: a pipeline that is faster than planned waits for the others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,8 +49,8 @@ def run() -> Sequence[Table]:
                     real_plan = replay(real, plan.clocks_mhz)
                     real_rows += [(*where, *cells) for cells in _compare(real, real_plan)]
     note = (
-        "Slower, energy: against the plan's own time and energy. On clock: share of computation time at the "
-        "planned clock. Sets: per iteration, all stages."
+        "Slower, energy: relative to the plan's own time and energy. On clock: share of computation time "
+        "at the planned clock. Sets: per iteration, all stages."
     )
     return [
         Table("Clock-set latency at the profile's times", _COLUMNS, tuple(file_rows), note),

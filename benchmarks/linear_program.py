@@ -1,7 +1,7 @@
-"""The relaxed problem as a linear program for HiGHS, written down anew from the measurements.
+"""The relaxed problem as a linear program for HiGHS, built independently from the measurements.
 
-Nothing of the solver's is used but its problem statement, so that it can judge the solver, and race it: each
-computation has one variable per piece of its hull, which is the leanest program that we know for this.
+It shares only the problem statement with the solver, so that it can check the solver and compete with it.
+Each computation has one variable per piece of its hull, the leanest formulation that we know.
 """
 
 from itertools import pairwise
@@ -17,7 +17,7 @@ _INF = highspy.kHighsInf
 class LinearProgram:
     """Minimise effective energy for a deadline that can be changed; HiGHS starts from its last basis.
 
-    ``tolerance`` is HiGHS's, of primal and dual feasibility; None leaves it at its default.
+    ``tolerance`` is HiGHS's primal and dual feasibility tolerance; None for its default.
     """
 
     def __init__(self, pipeline: Pipeline, tolerance: float | None = None) -> None:

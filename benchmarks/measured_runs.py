@@ -1,6 +1,6 @@
-"""Emulated against measured iteration times, lags and one fixed time fitted on a third of each run's plans.
+"""Emulated against measured iteration times; lags and a fixed time are fitted on a third of the plans.
 
-Each third in turn is fitted on, and the other two are judged.
+Each third in turn is used for fitting, and the other two for evaluation.
 """
 
 import csv
@@ -16,7 +16,7 @@ from perseus.solver.study import FittedTimes, MeasuredIteration, emulated_iterat
 
 _FOLDS = 3
 _FIXED = Computation(0, Kind.FIXED, 0)
-"""Data loading, optimizer and all else that an iteration takes once, before stage 0's first forward."""
+"""Data loading, optimizer and all other work once per iteration, before stage 0's first forward."""
 
 
 def run() -> Sequence[Table]:
@@ -62,9 +62,9 @@ def run() -> Sequence[Table]:
                 Column("lags of all boundaries one way, ms", ".1f"),
             ),
             tuple(rows),
-            "Errors are of plans that were not fitted on, over all three choices of the third. An "
-            "iteration's critical path crosses each boundary as often one way as the other, so the two "
-            "directions' lags can't be told apart: they come out equal.",
+            "Errors are on plans outside the fitted third, over all three choices of it. An iteration's "
+            "critical path crosses each boundary equally often in both directions, so the two directions' "
+            "lags can't be distinguished: they come out equal.",
         )
     ]
 

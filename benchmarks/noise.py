@@ -1,8 +1,8 @@
-"""What noisy profiles do to plans: whether promises are kept, and what is given away for that.
+"""The effect of noisy profiles on plans: whether predictions hold, and the energy given away for that.
 
-Published profiles are taken for the truth. Every time and every energy is measured with an error of its own;
-a plan is made on that raw, shrunk, or shrunk and with a margin, and replayed on the truth. Seeded. Draws
-`docs/images/noise.png` as well.
+Published profiles serve as the truth. Every time and energy is measured with an independent error; a plan is
+made from the raw measurements, from shrunk ones, or from shrunk ones with a margin, and replayed on the
+truth. Seeded. Also draws `docs/images/noise.png`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from perseus.solver.sweep import sweep_frontier
 MICROBATCHES = 12
 NOISES = (0.005, 0.01, 0.02)
 FACTORS = (1.0, 1.05)
-"""Deadlines, over the iteration with all at their highest clocks as it is known to who plans."""
+"""Deadlines, relative to the planner's estimate of the iteration at the highest clocks."""
 SEED_COUNT = 40
 CONFIDENCE = 0.95
 METHODS = ("raw", "shrunk", "with margin")
@@ -32,7 +32,7 @@ PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "noise.pn
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A plan's deadline, what it promised, and what came of it, s and J; energies until the deadline."""
+    """A plan's deadline, prediction and outcome, s and J; energies until the deadline."""
 
     deadline_s: float
     predicted_s: float
@@ -57,7 +57,7 @@ def run() -> Sequence[Table]:
             Column("noise, %", ".1f"),
             Column("planned on"),
             Column("deadline, × all-max", ".2f"),
-            Column("true time over promise: median, %", "+.2f"),
+            Column("true time over prediction: median, %", "+.2f"),
             Column("95 % below, %", "+.2f"),
             Column("true time over the truth's deadline: median, %", "+.2f"),
             Column("energy given away: median, %", "+.2f"),
@@ -65,16 +65,16 @@ def run() -> Sequence[Table]:
         ),
         tuple(rows),
         f"{SEED_COUNT} draws each; times and energies of each of the published clocks err independently, by "
-        "a standard deviation that is told. Energy given away: of the plan, replayed on the truth until the "
-        "later of its end and the truth's deadline, over the one that was made on the truth; below 0 where a "
-        "plan is later than that. Margin: added to the all-max iteration, for 95 % of promises to be kept.",
+        "a known standard deviation. Energy given away: of the plan, replayed on the truth until the "
+        "later of its end and the truth's deadline, over the plan made from the truth; below 0 if a plan "
+        "is later than that. Margin: added to the all-max iteration, so that 95 % of predictions hold.",
     )
     draw(table, PICTURE)
     return [table]
 
 
 def _predictions(truth: Pipeline, noise: float) -> Mapping[str, list[tuple[list[Prediction], float]]]:
-    """Return for each way and draw the promises, one per factor, and the margin."""
+    """Return the predictions, one per factor, and the margin, for each method and draw."""
     found: dict[str, list[tuple[list[Prediction], float]]] = {method: [] for method in METHODS}
     for seed in range(SEED_COUNT if noise else 1):
         raw = _measured(truth, noise, np.random.default_rng(seed))
@@ -98,7 +98,7 @@ def _measured(truth: Pipeline, noise: float, random: np.random.Generator) -> Pip
 
 
 def _plan(truth: Pipeline, known: Pipeline) -> list[Prediction]:
-    """Plan on what is known, and see on the truth what comes of it."""
+    """Plan from the known profiles, and replay the plans on the truth."""
     graph = build_event_graph(known)
     sweep, realiser = sweep_frontier(graph), Realiser(graph)
     all_max_s, true_all_max_s = (fastest_clock_plan(each).iteration_time_s for each in (known, truth))
@@ -137,7 +137,7 @@ def _figures(
 
 
 def draw(table: Table, path: Path) -> None:
-    """Draw medians and 95 % points of true time over promise, and the energy given away."""
+    """Draw medians and 95 % points of true time over prediction, and the energy given away."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots(2, len(GPUS), sharex=True, sharey="row", squeeze=False)
     for column, gpu in enumerate(GPUS.values()):
@@ -155,7 +155,7 @@ def draw(table: Table, path: Path) -> None:
         for row in axes:
             row[column].axhline(0, color="gray", linewidth=0.5)
             row[column].grid(alpha=0.3)
-    axes[0][0].set_ylabel("true time over promise,\n95 % of draws are below, %")
+    axes[0][0].set_ylabel("true time over prediction,\n95 % of draws are below, %")
     axes[1][0].set_ylabel("energy given away, median, %")
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)

@@ -1,7 +1,7 @@
-"""What setting clocks late costs in real processes, through NVML's stand-in and the unmodified agent.
+"""The cost of set latency in real processes, through a stand-in for NVML and the unmodified agent.
 
-Four trainers on emulated GPUs, one agent, and a coordinator that does nothing but offer one plan. Every
-figure is against the same plan on GPUs whose clocks change within a millisecond of the call.
+Four trainers on emulated GPUs, one agent, and a coordinator that only offers one plan. Every figure is
+relative to the same plan on GPUs whose clocks change within a millisecond of the call.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _MICROBATCHES = 8
 _AT_ONCE_S = 0.001
 _FIRST_ITERATION = 3
 _SETTLING_ITERATIONS = 5
-"""The first iterations under a plan, in which nothing can be predicted yet, are left out."""
+"""Iterations left out at the start of a plan, in which nothing can be predicted yet."""
 _ITERATIONS = 25
 _TIMEOUT_S = 300.0
 _KINDS = {
@@ -45,7 +45,7 @@ class _Outcome:
 
 
 class _PlanOfferer(agent_service_pb2_grpc.AgentServiceServicer):
-    """Accepts every rank, offers it its share of one plan and listens until it has run long enough."""
+    """Accepts every rank, offers it its share of one plan, and collects telemetry for long enough."""
 
     def __init__(self, plan: solver.Plan) -> None:
         self.has_enough = asyncio.Event()
@@ -77,7 +77,7 @@ class _PlanOfferer(agent_service_pb2_grpc.AgentServiceServicer):
                     yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
 
     def outcome(self) -> _Outcome:
-        """What was heard once the agents had settled."""
+        """Return the telemetry after the agents had settled."""
 
         def spent(field: str) -> float:
             differences: list[float] = [
@@ -181,7 +181,7 @@ def _workload(forward_s: float) -> Workload:
 
 
 def run() -> Sequence[Table]:
-    """Train with every plan, at once and late."""
+    """Train with every plan, without and with latency."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         library = nvml_stub.build(Path(folder))
@@ -219,7 +219,7 @@ def run() -> Sequence[Table]:
         f"Medians over {_ITERATIONS} iterations. A backward takes twice a forward; four stages, 1F1B, "
         f"{_MICROBATCHES} microbatches, plans at T_min."
     )
-    return [Table("The agent on NVML's stand-in, in real time", columns, tuple(rows), note)]
+    return [Table("The agent on a stand-in for NVML, in real time", columns, tuple(rows), note)]
 
 
 if __name__ == "__main__":

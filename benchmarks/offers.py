@@ -1,6 +1,6 @@
-"""What pipelines that wait for a straggler are offered, at once and in the end, by a job's planner.
+"""The offers of a job's planner to pipelines that wait for a straggler, at once and in the end.
 
-Against the plan that is made for exactly T' from nothing, and against what was published.
+They are compared with a plan made from scratch for exactly T', and with published savings.
 """
 
 import csv
@@ -35,7 +35,7 @@ def run() -> Sequence[Table]:
                 Column("T', × T_min", ".2f"),
                 Column("offered at once, %", ".2f"),
                 Column("offered in the end, %", ".2f"),
-                Column("plan made for T' from nothing, %", ".2f"),
+                Column("plan made from scratch for T', %", ".2f"),
                 Column("bound, %", ".2f"),
                 Column("published, %", ".2f"),
             ),

@@ -1,10 +1,10 @@
-"""What 20 open pages and a scraper cost a coordinator with a job of 1,024 ranks that reports every second.
+"""The cost of 20 open pages and a scraper for a coordinator with a job of 1,024 ranks.
 
-The job is planned, as a machine that was brought there beforehand; the coordinator around it is real, stores
-what it is told, and serves HTTP in this process, where the ranks' telemetry is handed in, too. Another
-process is the pages: ten look at the list of jobs and ten at the job, and ask what the page asks, as often;
-and a scraper. They come and go in turns, and the processor time of a turn with them is held against the mean
-of the turns before and after without.
+The job's machine was brought into its planned state beforehand. The coordinator around it is real: it stores
+all reports and serves HTTP in this process, which also passes in the ranks' telemetry. Another process runs
+the pages and a scraper: ten pages show the list of jobs and ten the job, with the live page's requests at its
+rate. Turns with and without them alternate; the CPU time of a turn with them is compared with the mean of the
+turns before and after it.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ RANKS = 1024
 LIST_PAGES = 10
 JOB_PAGES = 10
 PERIOD_S = 1.0
-"""Of the job's iterations."""
+"""Period of the job's iterations."""
 
 _TURN_S = 20.0
 _SETTLE_S = 3.0
@@ -54,7 +54,7 @@ _PAIRS = 6
 
 
 class LiveCluster(TimedCluster):
-    """Ranks whose telemetry goes to a coordinator, once their job is planned."""
+    """Ranks that send their telemetry to a coordinator once their job is planned."""
 
     coordinator: Coordinator | None = None
 
@@ -65,14 +65,14 @@ class LiveCluster(TimedCluster):
         return []
 
     async def run(self) -> None:
-        """Let all ranks report an iteration every second, some at a time."""
+        """Let all ranks report an iteration every second, in groups."""
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         for iteration in count():
             next_s += PERIOD_S
             for number, rank in enumerate(self.ranks.values()):
                 rank.begin()
-                # No two iterations take the same: what is shown of the job is another every time.
+                # No two iterations take the same time: the shown job changes every time.
                 self.send(rank.end(0.8 + 1e-4 * (iteration % 7)))
                 if number % 16 == 15:
                     await asyncio.sleep(0)
@@ -80,7 +80,7 @@ class LiveCluster(TimedCluster):
 
 
 async def _turn(seconds: float) -> float:
-    """Return the share of a core that this process takes for so long."""
+    """Return the share of a core that this process uses over some seconds."""
     began_s, cpu_s = time.monotonic(), time.process_time()
     await asyncio.sleep(seconds)
     return (time.process_time() - cpu_s) / (time.monotonic() - began_s)
@@ -88,7 +88,7 @@ async def _turn(seconds: float) -> float:
 
 @asynccontextmanager
 async def _serving(cluster: LiveCluster) -> AsyncIterator[str]:
-    """Serve the page of a coordinator with this job, which goes on; yields its URL."""
+    """Serve the page of a coordinator with this running job; yield its URL."""
     with TemporaryDirectory(prefix="perseus-pages-") as folder:
         store = await SqlStore.open(Path(folder) / "jobs.db")
         job_solver, request_solver = WorkerPool(JOBS, 1, 60.0), WorkerPool(REQUESTS, 1, 60.0)
@@ -125,9 +125,9 @@ async def _serving(cluster: LiveCluster) -> AsyncIterator[str]:
 
 
 async def measure() -> tuple[list[float], list[float], dict[str, float]]:
-    """Return the shares of a core without and with pages, and what one page was told in a second."""
+    """Return the shares of a core without and with pages, and the data sent to one page in a second."""
     cluster = LiveCluster(RANKS)
-    cluster.now_s = time.monotonic()  # the coordinator's time: leases go on
+    cluster.now_s = time.monotonic()  # the coordinator's time: leases continue
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(8)
@@ -184,16 +184,16 @@ def run() -> list[Table]:
                 Column("on the job"),
                 Column("without [% of a core]", ".1f"),
                 Column("with [% of a core]", ".1f"),
-                Column("they cost [% of a core]", ".2f"),
+                Column("difference [% of a core]", ".2f"),
                 Column("least", ".2f"),
                 Column("most", ".2f"),
-                Column("a list is told [KiB/s]", ".1f"),
-                Column("a job is told [KiB/s]", ".1f"),
+                Column("sent per list page [KiB/s]", ".1f"),
+                Column("sent per job page [KiB/s]", ".1f"),
                 Column("slowest answer [ms]", ".0f"),
             ),
             (row,),
             f"A job of {RANKS:,} ranks in {RANKS // STAGES} pipelines, which reports every {PERIOD_S:g} s; "
-            "its pages also ask for ranks, timelines, the job, its report and frontier, and somebody scrapes "
+            "its pages also request ranks, timelines, the job, its report and frontier, and a scraper reads "
             f"every {SCRAPE_S:g} s. Medians over {_PAIRS} pairs of turns of {_TURN_S:g} s.",
         )
     ]

@@ -1,8 +1,8 @@
-"""What less power costs: one job under a limit, and six jobs under one.
+"""The cost of less power: one job under a limit, and six jobs under a common one.
 
-Ours are the plans that the job has anyway (100 points of its frontier); a limit takes the fastest of them
-that keeps it. One clock takes the highest clock that keeps it. Power caps are those of a published
-measurement on 256 GPUs of another kind of workload, between its measured caps by straight lines.
+Ours are the plans that the job has anyway (100 points of its frontier): a limit selects the fastest that
+keeps it. One clock is the highest clock that keeps it. Power caps are from a published measurement on 256
+GPUs with another kind of workload, interpolated linearly between its measured caps.
 """
 
 import csv
@@ -20,7 +20,7 @@ from perseus.solver import Plan
 
 _CUTS_PERCENT = (10, 20, 25, 30)
 _CAPPED = {"pt_mpt_7b_fast": "MPT-7B", "pt_mpt_13b_sm": "MPT-13B"}
-"""Pre-training, as ours is."""
+"""Pre-training, like our workload."""
 _MIX_CUT_PERCENT = 25
 
 
@@ -49,8 +49,9 @@ def _one_job() -> Table:
             *(Column(f"power caps, measured, {name}", ".1f") for name in _CAPPED.values()),
         ),
         tuple(rows),
-        "Against all at the highest clock, power and speed. Speed lost is 1 − the time of an iteration at "
-        "stock over that under the limit. Perseus' plans draw less than stock where they lose nothing.",
+        "Power and speed are relative to all at the highest clock. Speed lost is 1 − the time of an "
+        "iteration at stock over that under the limit. Perseus' plans draw less than stock without "
+        "losing speed.",
     )
 
 
@@ -113,20 +114,20 @@ def _mix() -> Table:
     return Table(
         f"Six jobs under {_MIX_CUT_PERCENT} % less power for three hours: speed lost, %",
         (
-            Column("who slows down"),
+            Column("slowed by"),
             Column("plans"),
             Column("less power, %", ".1f"),
             Column("weighted mean", ".2f"),
             Column("ours over it", ".2f"),
-            Column("tolerances broken", "d"),
+            Column("tolerances exceeded", "d"),
             *(Column(_heading(job), ".2f") for job in MIX),
         ),
         tuple(rows),
-        "Nothing changes within the three hours. Equal share: every GPU may draw the same, and what a job "
-        "does not need is shared among the others. Proportional: every job the same percentage less than at "
-        "stock. Both choose among the same plans as ours, or among clocks for all of a job's GPUs; neither "
-        "knows tolerances. One pipeline in eight of the job with a straggler takes 1.1 × as long; its speed "
-        "is against that.",
+        "Nothing changes within the three hours. Equal share: every GPU may draw the same, and the "
+        "others share any power that a job does not need. Proportional: every job gets the same "
+        "percentage less than at stock. Both choose among the same plans as ours, or among clocks for "
+        "all of a job's GPUs; neither knows tolerances. One pipeline in eight of the job with a "
+        "straggler takes 1.1 × as long; the job's speed is relative to that.",
     )
 
 
@@ -152,8 +153,9 @@ def _cost() -> Table:
             Column("weighted loss above the best mixture, %", ".3f"),
         ),
         tuple(rows),
-        "Made-up jobs of 100 points each, with random sizes, weights and tolerances, under 15 % less power "
-        "on every feed. With several feeds a job is on half of them, and most of the time is rounding.",
+        "Artificial jobs of 100 points each, with random sizes, weights and tolerances, under 15 % less "
+        "power on every feed. With several feeds a job is on half of them, and most of the time goes "
+        "into rounding.",
     )
 
 

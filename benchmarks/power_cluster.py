@@ -1,8 +1,8 @@
 """Power budgets on an emulated cluster in real processes: 4 jobs × 8 ranks, 8 agents, one coordinator.
 
-First a target of 30 % less, as a grid would send it, and its end. Then five budgets in a row: one that
-shrinks, another beside it, the first one cancelled, the coordinator killed and brought back meanwhile, and
-one that can't be kept. Power is that of the emulated GPUs' own counters, read here once a second.
+First a target of 30 % less, as a grid operator would send it, and its end. Then five budgets in a row: one
+that shrinks, another beside it, the first one cancelled, the coordinator killed and restarted meanwhile, and
+one that can't be kept. Power comes from the emulated GPUs' own counters, read here once a second.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ LOGS = Path("demo-out") / "power-cluster"
 CUT = 0.3
 FREE_S, TARGET_S, BACK_S = 15.0, 80.0, 20.0
 RAMP_TIME_S = 12.0
-"""In which the target's ramp falls by the cut."""
+"""Time in which the target's ramp falls by the cut."""
 PHASE_S, AWAY_S = 20.0, 10.0
 SETTLING_TIME_S = 5.0
 WINDOW_S = 60.0
@@ -48,18 +48,18 @@ JOBS = (
 
 
 class TargetSource(Protocol):
-    """Where the load target comes from: an operator's call, or a grid's message."""
+    """Source of the load target: an operator's call, or a grid operator's message."""
 
     async def begin(self, limit_w: float, ramp_w_per_s: float) -> None:
-        """Ask for less power from now on."""
+        """Limit the power from now on."""
 
     async def end(self) -> None:
-        """Ask for it no more."""
+        """End the limit."""
 
 
 @dataclass
 class CallSource:
-    """Over gRPC, as `perseus power set` does it."""
+    """Calls over gRPC, like `perseus power set`."""
 
     watch: SiteWatch
 
@@ -80,7 +80,7 @@ class _Phase:
 
 
 def run(source_of: Callable[[SiteWatch], TargetSource] = CallSource) -> Sequence[Table]:
-    """Run both; `source_of` makes what sends the target of the first."""
+    """Run both parts; `source_of` makes the source of the first one's target."""
     return asyncio.run(_run(source_of))
 
 
@@ -138,7 +138,7 @@ async def _target(watch: SiteWatch, source: TargetSource) -> Table:
         ),
         f"Means are from {SETTLING_TIME_S:.0f} s after the ramp to the end, "
         f"{TARGET_S:.0f} s after the message. "
-        "Every GPU is emulated: no power was measured on real ones.",
+        "All GPUs are emulated: no power was measured on real ones.",
     )
 
 
@@ -171,30 +171,30 @@ async def _in_a_row(site: Site, watch: SiteWatch) -> Table:
     await watch.set_budget("b", 0.8 * free_w)
     await pass_time("b beside it: 20 % less")
     await watch.cancel_budget("a")
-    await pass_time("a is cancelled")
+    await pass_time("a cancelled")
     await asyncio.to_thread(site.kill_coordinator)
-    await pass_time("the coordinator is killed", AWAY_S)
+    await pass_time("coordinator killed", AWAY_S)
     await asyncio.to_thread(site.restart_coordinator)
-    await pass_time("it is back")
+    await pass_time("coordinator restarted")
     await watch.set_budget("c", 0.72 * free_w)
     await pass_time("c: 28 % less")
     await watch.set_budget("d", 0.4 * free_w)
     await pass_time("d: 60 % less, which can't be kept")
     for budget_id in "bcd":
         await watch.cancel_budget(budget_id)
-    await pass_time("all are cancelled")
+    await pass_time("all cancelled")
     return Table(
         "Budgets in a row, in real processes",
         (
-            Column("what happens"),
-            Column("limit, % of what was drawn before", ".0f"),
+            Column("step"),
+            Column("limit, % of the previous draw", ".0f"),
             Column("mean, % of the limit", ".1f"),
             Column("worst 10 s, % of it", ".1f"),
-            Column("said to be not compliant [s of s]"),
+            Column("reported as not compliant [s of s]"),
         ),
         tuple(_row(watch.log, phase, free_w) for phase in phases),
-        f"From {SETTLING_TIME_S:.0f} s after each change on; while the coordinator is away, nobody is asked. "
-        "A mean of 10 s may be 2 % above a limit, as iterations take under 2 s.",
+        f"From {SETTLING_TIME_S:.0f} s after each change on; nothing is queried while the coordinator is "
+        "away. A mean of 10 s may be 2 % above a limit, as iterations take under 2 s.",
     )
 
 

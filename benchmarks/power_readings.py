@@ -1,6 +1,6 @@
-"""What it costs a coordinator that agents tell what their GPUs draw, once a second: 4,096 ranks, 8 per agent.
+"""The cost of agents' power readings for a coordinator, once a second: 4,096 ranks, 8 per agent.
 
-One message of 8 GPUs per agent and second, beside nothing at all and beside a server that only echoes.
+One message of 8 GPUs per agent and second, compared with no messages and with a server that only echoes.
 """
 
 import tempfile
@@ -40,8 +40,8 @@ def run() -> Sequence[Table]:
                 Column("CPU per message [µs]", ".0f"),
             ),
             tuple(rows),
-            "The agents' ranks have joined a job, and report no iterations meanwhile. The echo answers each "
-            "message; readings are not answered. The coordinator's include adding them up once a second.",
+            "The agents' ranks have joined a job, and report no iterations. The echo answers each message; "
+            "readings get no answer. The coordinator's cost includes adding them up once a second.",
         )
     ]
 

@@ -1,8 +1,8 @@
-"""What the probe costs the trainer: both edges of a computation, with a real agent in every condition.
+"""The probe's cost for the trainer: both edges of a computation, with a real agent in every condition.
 
-The agent runs beside it on an emulated GPU, without a coordinator. Stopped, it reads nothing until the socket
-is full, and then marks are dropped; killed, the probe finds the line closed. Trainer and agent have a core
-each, as on any node that trains.
+The agent runs beside it on an emulated GPU, without a coordinator. A stopped agent reads nothing, so marks
+are dropped once the socket is full; after a kill, the probe finds the connection closed. Trainer and agent
+have a core each, as on any training node.
 """
 
 import os
@@ -26,7 +26,7 @@ from perseus.emulation.physics import A100_SXM
 UUID = "GPU-benchmark"
 COMPUTATIONS = 4000
 COMPUTATION_TIME_S = 0.0005
-"""Between computations: an agent that is not stopped keeps up."""
+"""Time between computations: a running agent keeps up."""
 _START_TIMEOUT_S = 30.0
 _CORES = os.sched_getaffinity(0)
 TRAINER_CORE = min(_CORES)
@@ -80,7 +80,7 @@ def _measure(condition: str) -> tuple[list[float], int]:
 
 
 def _bare_sends_us() -> list[float]:
-    """What the system itself takes for two packets of a mark's size to a process that waits for them."""
+    """Return the system's own time for two packets of a mark's size to a process that waits for them."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = f"import socket; s = socket.socket(fileno={theirs.fileno()})\nwhile s.recv(64): pass"
     reader = subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()])
@@ -100,7 +100,7 @@ def _bare_sends_us() -> list[float]:
 
 
 def compute(duration_s: float) -> None:
-    """Keep the core busy, as a trainer does; a sleep would let it go to sleep, too."""
+    """Keep the core busy, as a trainer does; a sleep would let the core sleep, too."""
     until_s = time.perf_counter() + duration_s
     while time.perf_counter() < until_s:
         pass
@@ -108,7 +108,7 @@ def compute(duration_s: float) -> None:
 
 @contextmanager
 def running_agent(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """An agent with an emulated GPU, on the other cores; its socket is `agent.sock` in the folder."""
+    """Run an agent with an emulated GPU on the other cores; its socket is `agent.sock` in the folder."""
     (folder / "gpus").mkdir()
     EmulatedGpu.create(folder / "gpus" / "gpu", A100_SXM, UUID).close()
     settings = {
@@ -118,7 +118,7 @@ def running_agent(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         "EMULATED_GPUS": str(folder / "gpus"),
         "RESTORE_FOLDER": str(folder / "records"),
     }
-    # Without its supervisor, so that what is stopped or killed here is the agent.
+    # Without its supervisor, so that the agent itself is stopped or killed here.
     agent = subprocess.Popen(
         [
             sys.executable,

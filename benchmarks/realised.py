@@ -1,8 +1,8 @@
-"""The whole `perseus solve`, realised plans and all, against HiGHS.
+"""The whole `perseus solve`, with realised plans, against HiGHS.
 
-All times of a row are CPU times of one thread, from the same run. The command is run with what it imports
-already loaded: reading the profile, solving and showing the table. HiGHS solves the relaxed problem for 200
-deadlines, each from the basis of the one before, and realises nothing.
+All times of a row are CPU times of one thread, from the same run. The command reads the profile, solves and
+shows the table, with its imports already loaded. HiGHS solves the relaxed problem for 200 deadlines, each
+from the previous basis, and realises nothing.
 """
 
 import io
@@ -90,7 +90,7 @@ def _command_s(gpu: str, microbatch_count: int) -> float:
 
 
 def _relaxed_s(pipeline: Pipeline) -> tuple[float, float]:
-    """Return what the sweep takes, and what the linear program does."""
+    """Return the times of the sweep and of the linear program."""
     with timed() as sweeping:
         sweep = sweep_frontier(build_event_graph(pipeline))
     # A nanosecond above T_min: there the program may be a rounding error short of feasible.
@@ -103,7 +103,7 @@ def _relaxed_s(pipeline: Pipeline) -> tuple[float, float]:
 
 
 def gaps_percent(frontier: Frontier) -> list[float]:
-    """Return how far each point is above the relaxed optimum at its own time."""
+    """Return each point's distance above the relaxed optimum at its own time."""
     return [100 * (point.energy_j / point.bound_energy_j - 1) for point in frontier.points]
 
 

@@ -1,7 +1,8 @@
-"""How long the event loop stands still while the largest permitted job is registered.
+"""The longest pause of the event loop while the largest permitted job is registered.
 
-On the loop, as if it were small, and in a thread beside it, as it is done; and a small job, for the share of
-the store and the answer. Pauses are seconds of the process's CPU, so that other processes don't count.
+It is registered on the loop, as if it were small, and in a thread beside it, as in production; a small job
+shows the share of the store and the answer. Pauses are CPU seconds of the process, so that other processes
+don't count.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ def _spec(job_id: str, microbatches: int) -> JobSpec:
 
 
 async def _longest_pause_s(done: asyncio.Task[object]) -> float:
-    """How long the loop does not come back at most, until a task is done."""
+    """Return the longest pause of the loop until a task is done."""
     longest_s, last_s = 0.0, time.process_time()
     while not done.done():
         await asyncio.sleep(0)
@@ -46,7 +47,7 @@ async def _longest_pause_s(done: asyncio.Task[object]) -> float:
 
 
 async def _measure(large_size: int, microbatches: int) -> tuple[float, float]:
-    """Return the longest pause and the time of a registration, the least of some, in seconds."""
+    """Return the longest pause and the time of a registration, the minimum over repeats, in seconds."""
     live_runs._LARGE_SIZE = large_size
     found: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -96,7 +97,7 @@ def run() -> Sequence[Table]:
             ),
             tuple(rows),
             note=f"Beside the loop, its longest pause is {beside / on_loop:.3f} of that on it. "
-            f"The least of {_REPEATS} registrations.",
+            f"Minimum of {_REPEATS} registrations.",
         )
     ]
 

@@ -1,6 +1,6 @@
-"""Renders the result files into ``benchmarks/README.md``, each between its own pair of markers.
+"""Render the result files into ``benchmarks/README.md``, each between its own pair of markers.
 
-``python -m benchmarks.report``. The prose around the markers is written by hand and stays as it is.
+Run ``python -m benchmarks.report``. The prose around the markers is written by hand and does not change.
 """
 
 import json

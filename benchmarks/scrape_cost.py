@@ -1,9 +1,9 @@
-"""What scraping costs a coordinator: with a job of 1,024 ranks, with every rank told, with many jobs.
+"""The cost of scraping a coordinator: with a job of 1,024 ranks, with metrics of every rank, with many jobs.
 
-The jobs are planned, as machines that were brought there beforehand; the coordinator around them is real, at
-rest, which serves HTTP in this process. Another process scrapes it, once a second or so: an answer serves
-that long, and so each scrape reads anew. The processor time of a moment with a scrape is held against that of
-the moment after; in the median, and scraped every five seconds, that is the share of a core.
+The jobs' machines were brought into their planned state beforehand; the coordinator around them is real,
+idle, and serves HTTP in this process. Another process scrapes it about once a second: an answer is cached
+that long, so each scrape reads anew. The CPU time of an interval with a scrape is compared with that of the
+next interval; its median, for a scrape every five seconds, gives the share of a core.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from perseus.service.web.listening import listening
 from perseus.service.web.scrape import FRESH_S, Scrape
 
 EVERY_S = 5.0
-"""How often a Prometheus is meant to scrape."""
+"""Recommended scrape interval of a Prometheus."""
 
 _SCRAPES = 30
 _MOMENT_S = 0.55 * FRESH_S
@@ -40,7 +40,7 @@ _MOMENT_S = 0.55 * FRESH_S
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """So many jobs of so many ranks."""
+    """A number of jobs with a number of ranks."""
 
     job_count: int
     rank_count: int
@@ -57,7 +57,7 @@ CONFIGURATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one configuration: seconds of the processor and of waiting, of each scrape."""
+    """CPU seconds and waiting time of each scrape, for one configuration."""
 
     series_count: int
     size_bytes: int
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def _planned(job_id: str, rank_count: int) -> JobMachine:
-    """A job with a plan in force."""
+    """Return a job with a plan in force."""
     cluster = TimedCluster(rank_count, job_id)
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
@@ -76,7 +76,7 @@ def _planned(job_id: str, rank_count: int) -> JobMachine:
 
 @asynccontextmanager
 async def _serving(machines: Iterable[JobMachine], *, has_ranks: bool) -> AsyncIterator[str]:
-    """Serve the metrics of a coordinator with these jobs; yields their URL."""
+    """Serve the metrics of a coordinator with these jobs; yield their URL."""
     with tempfile.TemporaryDirectory(prefix="perseus-scrape-") as folder:
         store = await SqlStore.open(Path(folder) / "jobs.db")
         job_solver, request_solver = WorkerPool(JOBS, 1, 60.0), WorkerPool(REQUESTS, 1, 60.0)
@@ -100,7 +100,7 @@ async def _serving(machines: Iterable[JobMachine], *, has_ranks: bool) -> AsyncI
 
 
 async def measure(wanted: Configuration) -> Outcome:
-    """Scrape a coordinator at rest."""
+    """Scrape an idle coordinator."""
     machines = [_planned(f"job-{number}", wanted.rank_count) for number in range(wanted.job_count)]
     cpu_s: list[float] = []
     took_s: list[float] = []
@@ -123,7 +123,7 @@ async def measure(wanted: Configuration) -> Outcome:
             await asyncio.sleep(max(0.0, began_s + _MOMENT_S - time.monotonic()))
             scraped_s = time.process_time()
             await asyncio.sleep(_MOMENT_S)
-            if number:  # the first one loads what the others find loaded
+            if number:  # the first one also loads modules
                 cpu_s.append((scraped_s - before_s) - (time.process_time() - scraped_s))
                 took_s.append(one_took_s)
         scraper.stdin.close()
@@ -156,7 +156,7 @@ def run() -> list[Table]:
             (
                 Column("jobs"),
                 Column("ranks"),
-                Column("every rank told"),
+                Column("every rank included"),
                 Column("series"),
                 Column("answer [KiB]", ".0f"),
                 Column("CPU per scrape [ms]", ".2f"),
@@ -164,8 +164,8 @@ def run() -> list[Table]:
                 Column("answered after [ms]", ".1f"),
             ),
             tuple(rows),
-            f"Medians of {_SCRAPES} scrapes. All jobs are planned, and have not ended. These ranks tell no "
-            "statistics of their clocks, and so two of the four series.",
+            f"Medians of {_SCRAPES} scrapes. All jobs are planned, and have not ended. These ranks report no "
+            "statistics of their clocks, and so have two of the four series.",
         )
     ]
 

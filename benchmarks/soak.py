@@ -1,7 +1,8 @@
-"""Whether a coordinator stays as it is: memory, files, threads and database under jobs that come and go.
+"""Whether a coordinator's memory, files, threads and database stay constant while jobs come and go.
 
-One job stays, and small ones begin and end beside it all the time. What the process holds is sampled every
-few seconds, and a line is fitted to what comes after the warm-up:
+One job stays, and small ones begin and end beside it all the time. The process is sampled every few seconds,
+and a
+line is fitted to the samples after the warm-up:
 
     python -m benchmarks.soak --minutes 20 --ranks 1024
 """
@@ -22,7 +23,7 @@ MINUTES = 20.0
 RANKS = 1024
 
 _FLAGS = (*LOAD_FLAGS, "--keep-finished-count", "100")
-"""Jobs that have ended are kept: so many gather within the warm-up."""
+"""Number of ended jobs that are kept: it is reached within the warm-up."""
 
 _SMALL_PIPELINES = 4
 _STAYING_SHARE = 0.5
@@ -33,7 +34,7 @@ _REST_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the process holds at a time."""
+    """The process's resources at one time."""
 
     time_s: float
     resident_mb: float
@@ -44,7 +45,7 @@ class Sample:
 
 
 def sample(pid: int, database: Path) -> Sample:
-    """Look at a process and its database."""
+    """Sample a process and its database."""
     status = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
     )
@@ -60,7 +61,7 @@ def sample(pid: int, database: Path) -> Sample:
 
 
 def soak(minutes: float, rank_count: int) -> tuple[list[Sample], int, list[str]]:
-    """Load a coordinator so long. Returns the samples, how many jobs have ended, and what was wrong."""
+    """Load a coordinator for some minutes. Return the samples, the number of ended jobs, and any errors."""
     staying = max(1, round(_STAYING_SHARE * rank_count / STAGES))
     small_count = max(1, round((1 - _STAYING_SHARE) * rank_count / STAGES / _SMALL_PIPELINES))
     samples: list[Sample] = []
@@ -91,12 +92,12 @@ def soak(minutes: float, rank_count: int) -> tuple[list[Sample], int, list[str]]
 
 
 def slope_per_hour(times_s: list[float], values: list[float]) -> float:
-    """Return how much a line through the values rises in an hour."""
+    """Return the slope per hour of a line through the values."""
     return float(3600 * np.polyfit(times_s, values, 1)[0])
 
 
 def run(minutes: float = MINUTES, rank_count: int = RANKS) -> list[Table]:
-    """One soak."""
+    """Run one soak."""
     raise_file_limit()
     samples, ended_count, found = soak(minutes, rank_count)
     after = samples[round(_WARM_UP_SHARE * len(samples)) :]
@@ -128,14 +129,15 @@ def run(minutes: float = MINUTES, rank_count: int = RANKS) -> list[Table]:
                 Column("held"),
                 Column("after warm-up", ".1f"),
                 Column("at the end", ".1f"),
-                Column("at most", ".1f"),
+                Column("maximum", ".1f"),
                 Column("second half above the first", ".2f"),
                 Column("rise per hour", ".1f"),
             ),
             tuple(rows),
-            f"Half of the ranks in a job that stays, the others in jobs of {_SMALL_PIPELINES * STAGES} that "
-            f"begin and end; a connection each, 1 Hz. The first {100 * _WARM_UP_SHARE:.0f} % is warm-up. "
-            f"Lost, taken back or refused: {'; '.join(found) or 'nothing'}.",
+            "Half of the ranks are in a job that stays, the others in jobs of "
+            f"{_SMALL_PIPELINES * STAGES} that begin and end; a connection each, 1 Hz. The first "
+            f"{100 * _WARM_UP_SHARE:.0f} % is warm-up. Lost, retracted or refused: "
+            f"{'; '.join(found) or 'nothing'}.",
         )
     ]
 

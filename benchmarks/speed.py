@@ -2,9 +2,8 @@
 
 All times of a row are CPU times of the same process, one after the other; none uses a second thread. Solving
 means from the problem statement to the complete relaxed frontier: our graph and sweep; HiGHS's model and its
-200 warm-started solutions, slowest first; the reference solver's whole descent at its 1 ms time unit, of
-which it is given at most 60 seconds. What is missing of its descent is extrapolated at the pace of what it
-did.
+200 warm-started solutions, slowest first; the reference solver's whole descent at its 1 ms time unit, limited
+to 60 seconds. The rest of its descent is extrapolated from its speed until then.
 """
 
 import time
@@ -61,7 +60,7 @@ def run() -> Sequence[Table]:
                 Column("HiGHS × 200, CPU s", ".2f"),
                 Column("ratio to HiGHS", ".2f"),
                 Column("lowtime, CPU s", ".0f"),
-                Column("of which run, %", ".0f"),
+                Column("share that ran, %", ".0f"),
                 Column("times faster than lowtime", ".0f"),
             ),
             tuple(rows),
@@ -88,7 +87,7 @@ def _time_program(pipeline: Pipeline, sweep: Sweep) -> float:
 
 
 def _time_reference(pipeline: Pipeline, sweep: Sweep) -> tuple[float, float]:
-    """Return the seconds that the whole descent takes or would take, and the share of it that was run."""
+    """Return the seconds that the whole descent takes or would take, and the share of it that ran."""
     started_s = time.process_time()
     descent = PhillipsDessouky(_reference_graph(pipeline)).run()
     first = next(descent)

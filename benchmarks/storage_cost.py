@@ -1,10 +1,10 @@
-"""What a group commit costs: through SQLAlchemy as the store does it, against statements written by hand.
+"""The cost of a group commit: through SQLAlchemy, as in the store, against statements written by hand.
 
 Both write the same entries into SQLite files beside each other, with the same durability, group by group in
-turn, so that whatever else the machine does slows both. The reference writes one statement for each entry,
-into tables of the same columns; plans it writes for each pipeline, as there is nothing else that shares them.
+turn, so that other load on the machine slows both. The reference writes one statement for each entry, into
+tables of the same columns; it writes plans for each pipeline, as it has no way to share them.
 
-CPU seconds are those of the writing thread; seconds of the wall clock have the disk's flushes in them.
+CPU seconds are those of the writing thread; wall-clock seconds include the disk's flushes.
 """
 
 import json
@@ -42,7 +42,7 @@ from tests.service.service_fakes import make_gpu, make_spec
 
 PIPELINES, STAGES, MICROBATCHES = 128, 8, 10
 BATCHES = 100
-"""Of telemetry in a group: what 1,000 ranks send in a tenth of a second."""
+"""Batches of telemetry in a group: those of 1,000 ranks in a tenth of a second."""
 FEW = 4
 
 _GROUPS = 60
@@ -50,7 +50,7 @@ _PLAN_GROUPS = 8
 
 
 def _telemetry(number: int, batch_count: int = BATCHES) -> list[Entry]:
-    """Batches of as many ranks, each of one iteration, and the report's period that they extend."""
+    """Return one iteration's batch of each of some ranks, and the report period that they extend."""
     entries: list[Entry] = []
     for batch in range(batch_count):
         rank = Coordinates(batch // STAGES, batch % STAGES, 0)
@@ -70,7 +70,7 @@ def _telemetry(number: int, batch_count: int = BATCHES) -> list[Entry]:
 
 
 def _plan_change(number: int) -> list[Entry]:
-    """Another plan for all pipelines, the ranks that are sent it, and the events that tell of it."""
+    """Return another plan for all pipelines, the ranks that get it, and its events."""
     plan = Plan(
         1.0 + number, 2.0, 3.0,
         tuple(
@@ -95,7 +95,7 @@ def _plan_change(number: int) -> list[Entry]:
 
 
 def _events(number: int) -> list[Entry]:
-    """As many events as batches."""
+    """Return as many events as batches."""
     return [_offered(10**6 + number * BATCHES + n, 1, 7) for n in range(BATCHES)]
 
 
@@ -208,7 +208,7 @@ class ByHand:
 
 
 class ByTheStore:
-    """What the store does in its thread."""
+    """The work of the store's thread."""
 
     def __init__(self, database: Path | str) -> None:
         opened = connect(database)
@@ -265,7 +265,7 @@ def run() -> list[Table]:
                 Column("ratio of time", ".2f"),
             ),
             tuple(rows),
-            "Medians; the time has the flush to the disk in it.",
+            "Medians; the time includes the flush to the disk.",
         )
     ]
 

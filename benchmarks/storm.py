@@ -1,7 +1,8 @@
-"""What becomes of a coordinator that is killed and started again: all its agents come within a second.
+"""Restart of a killed coordinator: all its agents return within a second.
 
-SIGKILL under load, a start on the same database and port. Every agent tries to connect after random waits of
-at most a second, joins, and sends again what was not acknowledged. `--pipelines 1024` for one size alone.
+SIGKILL under load, then a start on the same database and port. Every agent tries to connect after random
+delays of at most a second, joins, and resends every unacknowledged batch. `--pipelines 1024` for one size
+alone.
 """
 
 import argparse
@@ -27,11 +28,11 @@ _BACK_LIMIT_S = 180.0
 _REST_LIMIT_S = 120.0
 _FIRST_S = 1.0
 _WATCHED_S = 10.0
-"""How long the lag is watched after all are back."""
+"""How long the lag is measured after all are back."""
 
 
 def storm(pipeline_count: int) -> tuple[Cell, ...]:
-    """One kill and restart with so many pipelines of 4 stages; a row of the table."""
+    """Kill and restart once with a number of pipelines of 4 stages; return a row of the table."""
     try:
         return _storm(pipeline_count)
     except GeneratorError as error:
@@ -73,7 +74,7 @@ def _storm(pipeline_count: int) -> tuple[Cell, ...]:
 
 
 def run(pipeline_counts: tuple[int, ...] = PIPELINES) -> list[Table]:
-    """One storm of each size."""
+    """Run one storm of each size."""
     raise_file_limit()
     return [
         Table(
@@ -84,13 +85,13 @@ def run(pipeline_counts: tuple[int, ...] = PIPELINES) -> list[Table]:
                 Column("then all connected [s]", ".1f"),
                 Column("welcomed [s]", ".1f"),
                 Column("joined [s]", ".1f"),
-                Column("sent again, acknowledged [s]", ".1f"),
+                Column("resent, acknowledged [s]", ".1f"),
                 Column("slowest health check, first second [ms]", ".0f"),
                 Column("after it [ms]", ".0f"),
                 Column("lost, doubled"),
             ),
             tuple(storm(count) for count in pipeline_counts),
-            "One rank and connection each, 1 Hz, one job under its plan; seconds from listening on.",
+            "One rank and connection each, 1 Hz, one job under its plan; seconds count from listening.",
         )
     ]
 

@@ -1,7 +1,7 @@
 """Savings with a straggler, beside the published ones, in the published accounting.
 
 One of many pipelines takes 1.05 to 1.5 × as long. It stays at its plan for T_min, its energy grows with its
-time, and the others wait for it at blocking power; all is compared with every pipeline at its highest clocks.
+time, and the others wait for it at blocking power. The reference has every pipeline at its highest clocks.
 Ours are measured points; the published energies are those of a fitted curve.
 """
 
@@ -27,7 +27,7 @@ class _Cluster:
     slowdown: float
 
     def saved_percent(self, waiting: Plan, straggling: Plan) -> tuple[float, float]:
-        """Return the saving of the pipelines that wait, and of all."""
+        """Return the saving of the waiting pipelines, and of all."""
         before, after = self._emulate(self.baseline, self.baseline), self._emulate(waiting, straggling)
         others = 100 * (1 - after.pipelines[0].energy_j / before.pipelines[0].energy_j)
         return others, 100 * (1 - after.energy_j / before.energy_j)
@@ -97,7 +97,7 @@ def run() -> Sequence[Table]:
             ),
             tuple(perseus_rows),
             "Others: the pipelines that wait for the straggler. Ours run at min(T_slow, T'), the published "
-            "ones at min(T*, T'); the column *at most T\\** is ours with their policy.",
+            "ones at min(T*, T'); the column *at most T\\** shows ours with their policy.",
         ),
         Table(
             "Baselines: saving with a straggler, %",
@@ -115,8 +115,8 @@ def run() -> Sequence[Table]:
             tuple(baseline_rows),
             "Zeus takes the plan of least energy on its own frontier that is not slower than the straggler, "
             "whose own pipeline stays at the highest clocks. The published *all* charges a straggler its "
-            "energy times its slowdown, as here, but under EnvPipe twice the blocking power over the "
-            "delay on top.",
+            "energy times its slowdown, as here, but with EnvPipe it adds twice the blocking power over the "
+            "delay.",
         ),
     ]
 

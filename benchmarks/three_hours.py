@@ -1,9 +1,9 @@
-"""Three hours of 25 % less power on the six jobs, replayed: what it costs, beside throttling them all alike.
+"""Three hours of 25 % less power for the six jobs, replayed: the cost, compared with uniform throttling.
 
-The jobs of the mix draw up to 3 % more or less than their plans say, and 2 % to and fro from second to
-second. Ours are held by the fleet's own machine, in the simulation of `perseus simulate`: it learns what they
-draw, keeps a margin and its ramps. The others know to the watt what each point draws, have neither margin nor
-ramps, and no tolerances.
+The jobs of the mix draw up to 3 % more or less than planned, and vary by 2 % from second to second. Ours are
+controlled by the fleet's own state machine, in the simulation of `perseus simulate`: it learns their draw,
+and keeps a margin and its ramps. The others know the exact power of each point, and have no margin, ramps or
+tolerances.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _WINDOW_S = 60
 
 
 def run() -> Sequence[Table]:
-    """Replay the cut, and put the others beside it."""
+    """Replay the cut, and compare it with the others."""
     random = np.random.default_rng(SEED)
     errors = {job.job_id: float(random.uniform(-ERROR, ERROR)) for job in MIX}
     stock_w = {job.job_id: job.stock_power_w() * (1 + errors[job.job_id]) for job in MIX}
@@ -59,17 +59,17 @@ def run() -> Sequence[Table]:
         Table(
             f"Six jobs under {100 * CUT:.0f} % less power for three hours, replayed: speed lost, %",
             (
-                Column("who slows down"),
+                Column("slowed by"),
                 Column("plans"),
                 Column("weighted mean", ".2f"),
                 Column("ours over it", ".2f"),
-                Column("tolerances broken", "d"),
+                Column("tolerances exceeded", "d"),
                 Column("worst minute's mean, % of the limit", ".2f"),
                 *(Column(_heading(job)) for job in MIX),
             ),
             tuple(rows),
-            "Against the job left alone, over the three hours; what the ramp before them costs is not in it. "
-            f"The most: at any second. Five hours were replayed in {watch.seconds:.1f} s of CPU.",
+            "Relative to the unlimited job, over the three hours, without the ramp before them. "
+            f"Maximum: at any second. Five hours were replayed in {watch.seconds:.1f} s of CPU.",
         )
     ]
 
@@ -97,7 +97,7 @@ def _fleet(errors: Mapping[str, float], limit_w: float, stock_w: float) -> Fleet
 
 
 def _lost(job: Job, done: Replay) -> list[tuple[float, float]]:
-    """Of each step within the three hours: the speed lost (%) against the job left alone, and its time."""
+    """Return (speed lost against the unlimited job in %, time) of each step within the three hours."""
     points = job.points()
     times_s = np.array([point.iteration_time_s for point in points])
     stock_s = frontier(job.gpu).baseline.iteration_time_s
@@ -112,7 +112,7 @@ def _lost(job: Job, done: Replay) -> list[tuple[float, float]]:
 
 
 def _worst_mean(done: Replay, limit_w: float) -> float:
-    """The highest mean of a minute within the three hours, in percent of the limit."""
+    """Return the highest mean of a minute within the three hours, in percent of the limit."""
     seconds = np.arange(_BEGIN_S + 1, _BEGIN_S + _CUT_S + 1)
     drawn_w = done.feeds_w[DEFAULT_FEED][np.searchsorted(done.times_s, seconds - 1e-6)]
     means_w = np.convolve(drawn_w, np.full(_WINDOW_S, 1 / _WINDOW_S), "valid")
@@ -127,7 +127,7 @@ def _as_drawn(points: Sequence[PowerPoint], error: float) -> tuple[PowerPoint, .
 
 
 def _heading(job: Job) -> str:
-    return f"{job.job_id}: mean (most), may lose {job.tolerance_percent:g}, weight {job.weight:g}"
+    return f"{job.job_id}: mean (maximum), may lose {job.tolerance_percent:g}, weight {job.weight:g}"
 
 
 def _weighted(lost: Mapping[str, float]) -> float:

@@ -1,8 +1,8 @@
-"""One pipeline training on emulated GPUs under the agent's real sessions, in simulated time.
+"""One pipeline trains on emulated GPUs under the agent's real sessions, in simulated time.
 
-Nothing sleeps: each stage's trainer, GPU (`perseus.emulation.dynamics`), session and clock worker are moved
-on from event to event. What is simulated is what a machine adds: durations that vary, marks that arrive a
-little late, threads that wake up a little late, sets whose latency varies. Every draw comes from one seed.
+Nothing sleeps: each stage's trainer, GPU (`perseus.emulation.dynamics`), session and clock worker advance
+from event to event. The simulation adds a real machine's imperfections: durations vary, marks arrive a little
+late, threads wake up a little late, and the latency of sets varies. Every draw comes from one seed.
 """
 
 import heapq
@@ -33,12 +33,12 @@ from perseus.emulation.physics import GpuModel, Work
 _LEASE_S = 1e9
 
 _DesiredClock = tuple[int | None, float]
-"""A clock (None for stock), and since when it is wanted."""
+"""A clock (None for stock), and the time of its request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How far from ideal things are: standard deviations and means of what varies."""
+    """Imperfections of a machine: means and standard deviations."""
 
     duration_noise: float = 0.01
     mark_delay_s: float = 0.0002
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was simulated, iteration by iteration; the clock statistics of each stage at the end."""
+    """The simulated iterations, and the final clock statistics of each stage."""
 
     iteration_times_s: tuple[float, ...]
     energies_j: tuple[float, ...]
@@ -77,15 +77,15 @@ def train(
 ) -> Outcome:
     """Train for some iterations; the plan (each stage's clocks, in order) is in force from the first.
 
-    Without a latency no session sets clocks: each is in force when its computation begins. `slowdowns`: of
-    all GPUs, by iteration, where they are not at their best.
+    Without latency, no session sets clocks: each clock is in force when its computation begins. `slowdowns`:
+    of all GPUs, by iteration, if they are below full speed.
     """
     return _Simulation(job, clocks_mhz, latency_s, iteration_count, seed, machine, slowdowns).run()
 
 
 @dataclass(slots=True)
 class _Worker:
-    """As `perseus.agent.sidecar.clock_worker.ClockWorker`: one set at a time, the newest wish."""
+    """Like `perseus.agent.sidecar.clock_worker.ClockWorker`: one set at a time, the latest request."""
 
     wanted: _DesiredClock | None = None
     scheduled: _DesiredClock | None = None
@@ -124,7 +124,7 @@ class _Simulation:
         self._slowdowns = slowdowns
         self._iteration_count = iteration_count
         self._random = np.random.default_rng(seed)
-        # What is computed is the same whatever the latency: a seed's iterations can be compared.
+        # The computations are the same for every latency, so iterations of one seed can be compared.
         self._work_random = np.random.default_rng([seed, 1])
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
@@ -184,7 +184,7 @@ class _Simulation:
             self._go_on(stage)
 
     def _go_on(self, stage: _Stage) -> None:
-        """Begin the stage's next computation if what it needs is there."""
+        """Begin the stage's next computation if its inputs have arrived."""
         order = self._job.orders[stage.index]
         if stage.is_computing or stage.position == len(order):
             return
@@ -212,9 +212,9 @@ class _Simulation:
 
     def _finish(self, stage: _Stage, number: int) -> None:
         if number != stage.finish_number:
-            return  # the clock has changed since
+            return  # the clock has changed in the meantime
         stage.gpu.advance(self._job.model, self._now_s)
-        stage.gpu.remaining = 0.0  # but for rounding
+        stage.gpu.remaining = 0.0  # up to rounding
         stage.is_computing = False
         order = self._job.orders[stage.index]
         computation = order[stage.position]
@@ -249,7 +249,7 @@ class _Simulation:
     # --- Agent ----------------------------------------------------------------------------------------------
 
     def _mark(self, stage: _Stage, mark: IterationMark | ComputationMark) -> None:
-        """Marks arrive late, but in order."""
+        """Deliver a mark late, but in order."""
         arrives_s = max(self._now_s + self._delay_s(self._machine.mark_delay_s), stage.ended_s)
         stage.ended_s = arrives_s
         self._at(arrives_s, lambda: self._report(stage, mark))
@@ -272,7 +272,7 @@ class _Simulation:
         self._work(stage)
 
     def _work(self, stage: _Stage) -> None:
-        """The clock worker's thread, awake."""
+        """Run the clock worker's thread, which is awake."""
         worker = stage.worker
         if worker.is_busy:
             return

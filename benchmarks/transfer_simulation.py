@@ -1,25 +1,25 @@
-"""Iterations of which much is transfers, simulated event by event: what a fit of transfers is held against.
+"""Event-driven simulation of iterations with many transfers, as a reference for the fit of transfers.
 
-It is a simulation of what stages and links do, not of longest paths, and shares nothing with the fit:
+It simulates stages and links, not longest paths, and shares nothing with the fit:
 
-- A computation takes its work at the clock that its plan gives it, a little different every time (lognormal).
-- A boundary between two stages is a link with a bandwidth of its own each way. A transfer takes a latency,
-  then its bytes, a little different every time. Of one direction one transfer travels at a time, in order.
+- A computation takes the time of its work at its planned clock, with lognormal noise.
+- A boundary between two stages is a link with its own bandwidth in each direction. A transfer takes a
+  latency, then the time of its bytes, with noise. In each direction transfers travel one at a time, in order.
 - *shared links*: while both directions have bytes on their way, each gets half of the bandwidth.
-- *blocking*: after each computation a stage posts the sends of what it made and the receives of what its next
-  computation needs, and waits until all of them are done (a batched exchange, as frameworks do it). A
-  transfer begins when both ends have posted it (rendezvous), so that a late receiver holds its sender up.
-  Otherwise a transfer begins when it can, and both stages compute meanwhile.
+- *blocking*: after each computation a stage posts the sends of its outputs and the receives of the next
+  computation's inputs, and waits until all of them are done (a batched exchange, as in frameworks). A
+  transfer begins when both ends have posted it (rendezvous), so a late receiver delays its sender. Otherwise
+  a transfer begins as soon as possible, and both stages compute meanwhile.
 - *contention*: while bytes go in or out of a stage, its computation runs slower, by a share for each
-  transfer. Measured times of computations have that in them, more or less of it from plan to plan.
-- *fixed costs*: data is loaded before stage 0's first forward, a little different every time; at the end all
-  stages wait for each other and each takes a step of its own.
+  transfer. Measured times of computations include this, to a degree that varies from plan to plan.
+- *fixed costs*: data is loaded before stage 0's first forward, with noise; at the end all stages wait for
+  each other, and each takes its own optimizer step.
 
-As of real runs, what is known of a plan is the mean over some steps: of each computation's time from its
-start to its end, and of the iteration's. The share of transfers is one minus the busiest stage's computing,
-of the iteration with every computation at its highest clock.
+As with real runs, a plan's data are means over some steps: of each computation's time from start to end, and
+of the iteration's time. The share of transfers is one minus the busiest stage's share of computing, in the
+iteration with every computation at its highest clock.
 
-Plans are drawn like those along a frontier: from fast to slow, with stages stretched each by its own amount
+Plans are drawn like those along a frontier: from fast to slow, with each stage stretched by its own amount
 and neighbouring clocks mixed within a stage.
 """
 
@@ -41,14 +41,14 @@ _Link = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Mechanisms:
-    """What happens to transfers, and by what measurements vary.
+    """The mechanisms of transfers, and the noise of measurements.
 
     Attributes:
         is_blocking, has_shared_links: see above.
         has_uneven_links: boundaries and directions differ in bandwidth, by up to 1 : 4.
-        contention: by what share of its time a computation takes longer per transfer of its stage.
+        contention: share of its time by which each transfer of its stage prolongs a computation.
         has_fixed_costs: data loading and steps of 2 to 6 % of the iteration; otherwise there are none.
-        noise: of a computation's time, from step to step; transfers vary by three times as much.
+        noise: of a computation's time, from step to step; that of transfers is three times as large.
     """
 
     is_blocking: bool = False
@@ -61,7 +61,7 @@ class Mechanisms:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPlan:
-    """The clocks of one plan, and what was measured under it."""
+    """The clocks of one plan, and the measurement under it."""
 
     clocks_mhz: Mapping[Computation, int]
     measured: MeasuredIteration
@@ -85,7 +85,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job's amounts, without noise.
+    """A job's quantities, without noise.
 
     ``work_s`` is at the highest clock, ``clocked`` the share of it that clocks stretch.
     """
@@ -112,7 +112,7 @@ def simulate_run(
     plan_count: int = 36,
     step_count: int = 6,
 ) -> SimulatedRun:
-    """Simulate the plans of one job, drawn from the seed; its transfers have the share, or a little more."""
+    """Simulate the plans of one job, drawn from the seed; transfers have that share, or a little more."""
     random = np.random.default_rng(seed)
     job = _scaled(_draw_job(random, mechanisms, stage_count, microbatch_count), mechanisms, transfer_share)
     fastest = dict.fromkeys(job.schedule.computations, CLOCKS_MHZ[0])
@@ -159,7 +159,7 @@ def _draw_job(
 
 
 def _scaled(job: _Job, mechanisms: Mechanisms, transfer_share: float) -> _Job:
-    """Return the job with its transfers as long as gives them the share."""
+    """Return the job with its transfers scaled to the share."""
     fastest = dict.fromkeys(job.schedule.computations, CLOCKS_MHZ[0])
 
     def longer(factor: float) -> _Job:
@@ -211,18 +211,18 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Stage:
-    """What a stage is at: it computes while ``work_s`` is left, and otherwise waits."""
+    """A stage's state: it computes while ``work_s`` is left, and otherwise waits."""
 
     order: Sequence[Computation]
     position: int = 0
     work_s: float | None = None
     started_s: float = 0.0
     awaits: set[Computation] = field(default_factory=set)
-    """Transfers, by the computation that they come from, without which it does not go on."""
+    """Transfers that the stage waits for, by the computation that they come from."""
 
 
 class _Iteration:
-    """An iteration underway. Rates are constant between events, so time goes from event to event."""
+    """An iteration under way. Rates are constant between events, so time advances from event to event."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class _Iteration:
         self._job, self._mechanisms, self._clocks_mhz, self._random = job, mechanisms, clocks_mhz, random
         self._stages = [_Stage(order) for order in job.schedule.orders]
         self._transfers: dict[Computation, list[_Transfer]] = {}
-        """By either end."""
+        """Posted by either end."""
         for source, target in job.schedule.dependencies:
             length_s = job.transfers_s[source.stage, target.stage] * self._noise(3 * mechanisms.noise)
             transfer = _Transfer(source, target, job.latency_s, length_s)
@@ -257,7 +257,7 @@ class _Iteration:
         return 1.0 if self._random is None else float(np.exp(self._random.normal(0.0, amount)))
 
     def _go_on(self, stage: _Stage) -> None:
-        """Post what comes between two computations; compute once nothing is awaited."""
+        """Post the transfers between two computations; compute once none is awaited."""
         before = stage.order[stage.position - 1] if stage.position else None
         after = stage.order[stage.position] if stage.position < len(stage.order) else None
         stage.awaits = set()
@@ -283,12 +283,12 @@ class _Iteration:
             stage.started_s = self._now_s
 
     def _rate(self, link: _Link) -> float:
-        """The share of its bandwidth that a link's first transfer has."""
+        """Return the share of a link's bandwidth that its first transfer gets."""
         other = self._queues[link[::-1]]
         return 0.5 if self._mechanisms.has_shared_links and other and other[0].latency_s <= 0 else 1.0
 
     def _advance(self) -> None:
-        """Go to the next event: the end of a computation, of a latency, of a transfer's bytes."""
+        """Advance to the next event: the end of a computation, of a latency, of a transfer's bytes."""
         active = {link: queue[0] for link, queue in self._queues.items() if queue}
         rates = {link: self._rate(link) for link in active}
         loads = [0] * len(self._stages)

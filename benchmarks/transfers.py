@@ -1,8 +1,8 @@
-"""Emulated against simulated iteration times where 40 % and more of an iteration is transfers.
+"""Emulated against simulated iteration times, for iterations with 40 % and more of transfers.
 
-Simulated runs of :mod:`benchmarks.transfer_simulation`, fitted on a third of the plans and judged on the
-others, for each third in turn: with the times that computations took under each plan, as in `measured_runs`,
-and with those of a profile, which is all that is known of a plan that was never run.
+Simulated runs of :mod:`benchmarks.transfer_simulation` are fitted on a third of the plans and evaluated on
+the others, for each third in turn: with the computations' times measured under each plan, as in
+`measured_runs`, and with those of a profile, the only data for a plan that never ran.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def run() -> Sequence[Table]:
         ]
     return [
         Table(
-            "Emulated against simulated iteration times, much of which is transfers",
+            "Emulated against simulated iteration times with many transfers",
             (
                 Column("mechanism"),
                 Column("transfers, %", ".0f"),
@@ -56,7 +56,7 @@ def run() -> Sequence[Table]:
             ),
             tuple(rows),
             f"4 stages, 24 microbatches, 36 plans of 6 steps, {len(_SEEDS)} seeds, {_FOLDS} fits each. "
-            "Errors are of plans that were not fitted on.",
+            "Errors are on plans outside the fitted third.",
         )
     ]
 

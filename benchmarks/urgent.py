@@ -1,8 +1,9 @@
-"""How long the coordinator and its agents compute until an urgent offer is in force on 4,096 ranks.
+"""CPU time of the coordinator and its agents until an urgent offer is in force on 4,096 ranks.
 
-A job's state machine is told a pace by a power budget; every offer that it makes goes through both sides'
-translation and the wire's bytes, and ranks answer, accept and have it in force, which the machine is told. No
-processes, sockets or store (`tests/test_urgent_end_to_end.py` has all of it, with 32 ranks).
+A job's state machine gets a target iteration time from a power budget. Each of its offers goes through both
+sides' translation and the wire's bytes; ranks answer, accept it and bring it into force, and the machine
+handles their messages. There are no processes, sockets or store (`tests/test_urgent_end_to_end.py` has them,
+with 32 ranks).
 """
 
 import time
@@ -30,14 +31,14 @@ _CLOCK_MHZ = 1200
 
 
 class QuietCluster(Cluster):
-    """Checks nothing on the way: that would be most of the time."""
+    """A cluster without checks, which would take most of the time."""
 
     def handle(self, event: Input) -> list[Command]:
         return list(self.machine.handle(event, self.now_s, self.now_s))
 
 
 def run() -> Sequence[Table]:
-    """Cut a job's power, and let it go, some times for each size."""
+    """Cut a job's power and release it, several times for each size."""
     rows: list[tuple[Cell, ...]] = []
     for rank_count in RANKS:
         made = _measure(rank_count)
@@ -49,13 +50,13 @@ def run() -> Sequence[Table]:
                 Column("ranks", "d"),
                 Column("decided [ms]", ".1f"),
                 Column("translated and serialised [ms]", ".1f"),
-                Column("read by the agents, all together [ms]", ".1f"),
-                Column("answered and in force, taken by the machine [ms]", ".1f"),
-                Column("in all [ms]", ".1f"),
+                Column("read by all agents [ms]", ".1f"),
+                Column("answers handled by the machine [ms]", ".1f"),
+                Column("total [ms]", ".1f"),
             ),
             tuple(rows),
-            f"{STAGES} stages, {MICROBATCHES} microbatches; medians of {_TIMES} cuts, each with its ceiling. "
-            "Agents share that work among their nodes; here it is done one after the other.",
+            f"{STAGES} stages, {MICROBATCHES} microbatches; medians of {_TIMES} cuts, each with its "
+            "maximum clock. Agents share that work among their nodes; here it runs sequentially.",
         )
     ]
 

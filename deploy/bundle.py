@@ -1,8 +1,8 @@
-"""Packs the offline bundle: `python deploy/bundle.py DIST`, called by `make dist`.
+"""Pack the offline bundle: `python deploy/bundle.py DIST`, called by `make dist`.
 
-DIST has the wheel of Perseus, and in `wheels` all that it needs. What comes out is beside it:
-`perseus-energy-VERSION-PYTHON-PLATFORM.tar.gz`, a folder of that name with the wheels, `install` and what
-else is in deploy/. The same wheels make the same file: entries are sorted, owned by root and of no date.
+DIST contains the wheel of Perseus, and its dependencies in `wheels`. The output is beside it:
+`perseus-energy-VERSION-PYTHON-PLATFORM.tar.gz`, a folder of that name with the wheels, `install` and the rest
+of deploy/. The same wheels make the same file: entries are sorted, owned by root and undated.
 """
 
 import gzip
@@ -16,7 +16,7 @@ _NOT_SHIPPED = {"bundle.py", "__pycache__"}
 
 
 def pack(dist: Path) -> Path:
-    """Pack the bundle; its path. ValueError if DIST does not hold one wheel of Perseus."""
+    """Pack the bundle, and return its path. ValueError unless DIST contains exactly one wheel of Perseus."""
     found = [*dist.glob("perseus_energy-*.whl")]
     if len(found) != 1:
         raise ValueError(f"{dist}: expected one wheel of Perseus, found {len(found)}")

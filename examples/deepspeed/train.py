@@ -1,14 +1,14 @@
-"""A tiny transformer in a DeepSpeed pipeline of four, under Perseus: one line, that with `attach`.
+"""A tiny transformer in a DeepSpeed pipeline of four stages; the line with `attach` puts it under Perseus.
 
     deepspeed --num_gpus 4 examples/deepspeed/train.py
 
-trains on a node's GPUs, under the agent that listens at $PERSEUS_AGENT_SOCKET; without one it trains all the
-same. Without a GPU,
+trains on a node's GPUs, under the agent at $PERSEUS_AGENT_SOCKET; without an agent it trains normally.
+Without a GPU,
 
     perseus demo --script examples/deepspeed/train.py
 
-trains with this file on CPUs, each computation taking as long as an emulated A100 says, and tells what the
-plan saved. Training leaves no files behind; the demo leaves its processes' logs in demo-out/ (or --output).
+trains with this file on CPUs, where each computation takes as long as on an emulated A100, and prints the
+plan's savings. Training leaves no files; the demo leaves its processes' logs in demo-out/ (or --output).
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ VOCABULARY, WIDTH, LENGTH, MICROBATCH = 64, 32, 16, 2
 
 
 def main() -> None:
-    """Train one stage, as a rank of DeepSpeed's launcher or torchrun's."""
+    """Train one stage, as a rank of DeepSpeed's launcher or torchrun."""
     deepspeed.init_distributed()
     blocks = [
         nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True) for _ in range(STAGES)
@@ -60,7 +60,7 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def batches() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Random tokens and the next of each, microbatch by microbatch, the same on all stages."""
+    """Yield random tokens and the next of each, microbatch by microbatch, the same on all stages."""
     seeded = torch.Generator().manual_seed(0)
     for _ in range(ITERATIONS):
         tokens = torch.randint(0, VOCABULARY, (MICROBATCHES, MICROBATCH, LENGTH + 1), generator=seeded)

@@ -1,14 +1,14 @@
-"""A tiny GPT of Megatron-Core in a pipeline of four, under Perseus: one line, that with `attach`.
+"""A tiny GPT of Megatron-Core in a pipeline of four stages; the line with `attach` puts it under Perseus.
 
     torchrun --nproc-per-node 4 examples/megatron/train.py
 
-trains on a node's GPUs, under the agent that listens at $PERSEUS_AGENT_SOCKET; without one it trains all the
-same. Without a GPU,
+trains on a node's GPUs, under the agent at $PERSEUS_AGENT_SOCKET; without an agent it trains normally.
+Without a GPU,
 
     perseus demo --script examples/megatron/train.py
 
-trains with this file on CPUs, each computation taking as long as an emulated A100 says, and tells what the
-plan saved. Training leaves no files behind; the demo leaves its processes' logs in demo-out/ (or --output).
+trains with this file on CPUs, where each computation takes as long as on an emulated A100, and prints the
+plan's savings. Training leaves no files; the demo leaves its processes' logs in demo-out/ (or --output).
 """
 
 import os
@@ -31,7 +31,7 @@ VOCABULARY, WIDTH, LENGTH, MICROBATCH = 64, 32, 16, 2
 
 
 def main() -> None:
-    """Train one stage, as a rank of torchrun's."""
+    """Train one stage, as a rank of torchrun."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
@@ -82,13 +82,13 @@ def forward_step(microbatches: Iterator[torch.Tensor], model: Any) -> tuple[torc
 
 
 def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean over all tokens."""
+    """Return the mean loss over all tokens."""
     mean = output.mean()
     return mean, {"loss": mean.detach()}
 
 
 def batches() -> Iterator[torch.Tensor]:
-    """Random tokens, microbatch by microbatch, the same on all stages."""
+    """Yield random tokens, microbatch by microbatch, the same on all stages."""
     seeded = torch.Generator().manual_seed(0)
     for _ in range(ITERATIONS):
         yield torch.randint(0, VOCABULARY, (MICROBATCHES, MICROBATCH, LENGTH + 1), generator=seeded)

@@ -1,4 +1,4 @@
-// The agent: one stream to the coordinator, kept open, and what its ranks have to say on it.
+// The agent: one stream to the coordinator, kept open, with its ranks' messages.
 
 import { randomUUID } from 'node:crypto';
 import { hostname } from 'node:os';
@@ -10,9 +10,9 @@ const FIRST_DELAY_S = 0.25;
 const LONGEST_DELAY_S = 15;
 const JOIN_AGAIN_S = 1;
 const TICK_S = 0.25;
-// To connect again would not help: the agent has a mistake, or another stream has taken over.
+// Reconnecting would not help: the agent has a bug, or another stream has taken over.
 const PERMANENT = new Set(['HELLO_EXPECTED', 'HELLO_REPEATED', 'INVALID_FIELD', 'STREAM_REPLACED']);
-// Time alone, or a registration, may change these.
+// Time, or a registration, may resolve these.
 const JOIN_AGAIN = new Set(['JOB_NOT_FOUND', 'RANK_ALREADY_SERVED', 'GPU_ALREADY_SERVED', 'SPEC_MISMATCH']);
 const KEPT_BATCHES = 4096;
 const WINDOW = 64; // batches under way, not yet acknowledged
@@ -25,7 +25,7 @@ export class Agent {
   #openedAtS = 0;
   #heardAtS = 0;
   #saidAtS = 0;
-  #leaseS = 30; // until the coordinator says its own
+  #leaseS = 30; // until the coordinator sends its own
   #telemetry = new TelemetryRing();
   #isClosing = false;
 
@@ -60,13 +60,13 @@ export class Agent {
     this.#send({ rankJoined: rank.joined() });
   }
 
-  /** A rank's training process is done with an iteration. */
+  /** A rank's training process has finished an iteration. */
   report(batch) {
     this.#telemetry.append(batch);
     this.#pump();
   }
 
-  /** A rank has something in force that it had not before. */
+  /** A rank's clocks in force have changed. */
   tellInForce(planInForce) {
     if (planInForce) this.#send({ planInForce });
   }
@@ -75,7 +75,7 @@ export class Agent {
     return [...this.#ranks.values()].every((rank) => rank.isAccepted);
   }
 
-  /** Once everything is acknowledged, every rank leaves and the stream ends. */
+  /** Once everything is acknowledged, let every rank leave and end the stream. */
   async close() {
     while (this.#telemetry.isWaiting) await sleep(10);
     this.#isClosing = true;
@@ -97,7 +97,7 @@ export class Agent {
         if (response.message === 'welcome') this.#welcome(call, response.welcome);
         else this.#receive(response);
       });
-      call.on('error', () => {}); // 'status' tells of every end
+      call.on('error', () => {}); // 'status' reports every end
       call.on('status', (status) => {
         const wasWelcome = this.#stream !== null;
         this.#call = this.#stream = null;
@@ -118,7 +118,7 @@ export class Agent {
     this.#pump();
   }
 
-  /** What the coordinator says. Its rules are those of docs/protocol.md. */
+  /** Handle the coordinator's messages, by the rules of docs/protocol.md. */
   #receive(response) {
     const body = response[response.message];
     const rank = body?.rank && this.#ranks.get(keyOf(body.jobId, body.rank));
@@ -149,7 +149,7 @@ export class Agent {
       case 'heartbeat':
         break;
       default: // a message of a newer protocol
-        this.log('a message that is not known here was refused');
+        this.log('refused an unknown message');
         this.#send({ messageRefused: { reason: 'UNKNOWN_MESSAGE', expected: 'a known message' } });
     }
   }
@@ -160,7 +160,7 @@ export class Agent {
     return answer;
   }
 
-  /** A rank that is refused has no plan; it may be taken later. */
+  /** A refused rank has no plan; it may be accepted later. */
   #onRankRefused(rank, { jobId, reason, message }) {
     this.log(`rank refused: ${reason}: ${message}`);
     if (!rank) return;
@@ -170,7 +170,7 @@ export class Agent {
     setTimeout(() => this.#send({ rankJoined: rank.joined() }), 1000 * JOIN_AGAIN_S).unref();
   }
 
-  /** A sign of life every third of the lease; and without one from the other side for all of it, stock. */
+  /** Send a heartbeat every third of the lease; after a whole lease without one from the coordinator, go to stock. */
   #tick() {
     const now = nowS();
     if (now - this.#saidAtS > this.#leaseS / 3) {
@@ -188,13 +188,13 @@ export class Agent {
     for (const telemetry of this.#telemetry.sendable()) this.#send({ telemetry });
   }
 
-  /** What can't be said now need not be: a new stream begins with how things stand. */
+  /** Drop messages without a stream: a new stream begins with the current state. */
   #send(request) {
     this.#stream?.write(request);
   }
 }
 
-/** Batches of telemetry until they are acknowledged: numbered from 1, sent in order, sent again if need be. */
+/** Unacknowledged batches of telemetry: numbered from 1, sent in order, resent if necessary. */
 class TelemetryRing {
   sequence = 0;
   #batches = [];

@@ -1,4 +1,4 @@
-// The coordinator's services, as the contract has them, and its errors.
+// The coordinator's services, from the contract, and its errors.
 
 import { readFileSync } from 'node:fs';
 import { fileURLToPath } from 'node:url';
@@ -10,7 +10,7 @@ import protobuf from 'protobufjs';
 const PROTOS = process.env.PERSEUS_PROTOS ?? fileURLToPath(new URL('../../protos', import.meta.url));
 const DEADLINE_S = 5;
 const RETRY_S = 0.5;
-// Nothing is known of what the call would have answered: the coordinator is absent, restarting or busy.
+// The call's result is unknown: the coordinator is absent, restarting or busy.
 const RETRIED = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED]);
 
 const { perseus } = grpc.loadPackageDefinition(
@@ -23,7 +23,7 @@ const { perseus } = grpc.loadPackageDefinition(
   }),
 );
 
-/** TLS with the files that the environment names (your own two for mutual TLS); plaintext if it names no CA. */
+/** TLS with the environment's files (a certificate and key of your own for mutual TLS); plaintext without a CA. */
 export function credentials(environment = process.env) {
   const { PERSEUS_TLS_CA: ca, PERSEUS_TLS_KEY: key, PERSEUS_TLS_CERTIFICATE: certificate } = environment;
   if (!ca) return grpc.credentials.createInsecure();
@@ -38,7 +38,7 @@ export class Coordinator {
     this.jobs = new perseus.v1.JobService(target, credentials());
   }
 
-  /** Answer of one of JobService's methods. Every one of them may be called again: no answer is no harm. */
+  /** Call a method of JobService. All of them may be retried, so a lost answer does no harm. */
   async call(method, request, attempts = 20) {
     for (let attempt = 1; ; attempt += 1) {
       try {
@@ -63,7 +63,7 @@ export class Coordinator {
   }
 }
 
-// The part of google.rpc that the status details need: field numbers and types are those of the standard.
+// The part of google.rpc for status details: field numbers and types are those of the standard.
 const rpc = protobuf.parse(`
   syntax = "proto3";
   message Any { string type_url = 1; bytes value = 2; }

@@ -28,7 +28,7 @@ log(`serving: ${await serving(target, 'perseus.v1.AgentService')}`);
 log(`services: ${(await services(target)).join(' ')}`);
 
 const registration = {
-  requestId: randomUUID(), // one for each training that is started, the same in every retry
+  requestId: randomUUID(), // one for each started training, the same in every retry
   spec: {
     jobId,
     parallelism: { pipelineCount: PIPELINES.length, stageCount: STAGES.length, tensorCount: 1 },
@@ -54,12 +54,12 @@ const training = new Training();
 let isTraining = true;
 const trained = train();
 
-// Baseline, profiling and solving happen by themselves. Then every pipeline has a plan in force.
+// Baseline, profiling and solving happen automatically. Then every pipeline has a plan in force.
 const planned = await Promise.all(PIPELINES.map((pipeline) => inForce(pipeline, (plan) => plan)));
 const fastestS = Math.max(...planned.map(({ pipelineClocks }) => pipelineClocks.plan.iterationTimeS));
 log(`planned: ${fastestS.toFixed(4)} s`);
 
-// A pipeline gets slow, and the operator's own monitoring knows it first: the other may be as slow, and cheaper.
+// A pipeline gets slow, and the operator's own monitoring sees it first: the other can be as slow, and save energy.
 let since = watch.lastSequence;
 training.slow(SLOW, SLOWDOWN);
 await coordinator.call('reportStraggler', { jobId, pipeline: SLOW, slowdownFactor: SLOWDOWN });
@@ -93,7 +93,7 @@ function emulatedRank(pipeline, stage) {
   return new Rank(jobId, { pipeline, stage, tensor: 0 }, gpu);
 }
 
-/** Iteration after iteration, all ranks together. */
+/** Run iterations, all ranks together. */
 async function train() {
   for (let iteration = 0; isTraining; iteration += 1) {
     for (const rank of ranks.flat()) agent.tellInForce(rank.begin(iteration));
@@ -105,13 +105,13 @@ async function train() {
   }
 }
 
-/** So many more iterations. */
+/** Wait for a number of iterations. */
 async function iterations(count) {
   const last = ranks[0][0].iteration + count;
   while (ranks[0][0].iteration < last) await sleep(10);
 }
 
-/** The event that a plan (one that a condition holds for) is in force on all ranks of a pipeline. */
+/** Wait for the event that a plan that meets a condition is in force on all ranks of a pipeline. */
 function inForce(pipeline, condition, afterSequence = 0) {
   return watch.until(({ type, pipelineClocks }) => {
     if (type !== 'JOB_EVENT_TYPE_PLAN_IN_FORCE' || pipelineClocks.pipeline !== pipeline) return false;

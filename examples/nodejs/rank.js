@@ -1,10 +1,10 @@
-// One rank as its agent sees it: what is in force, what is pending, what was measured. No network, no clock.
+// One rank in its agent: clocks in force, pending offer, measurements. No network, no clock.
 //
 // docs/protocol.md has the rules; the numbers in the comments are those of its section "Offers".
 
 const STOCK_MHZ = 0;
 
-/** The plan before there is one. A plan is known by its epoch and version. */
+/** The state before the first plan. Epoch and version identify a plan. */
 const NO_PLAN = { epoch: '', version: 0, clocks: { stock: {} } };
 
 export class Rank {
@@ -27,7 +27,7 @@ export class Rank {
     this.iteration = -1; // the highest that has begun
   }
 
-  /** What the coordinator is told on every new stream. */
+  /** The rank's state for every new stream. */
   joined() {
     const { epoch, version } = this.#inForce;
     return this.#message({
@@ -39,7 +39,7 @@ export class Rank {
     });
   }
 
-  /** The coordinator takes the rank; `order` is what it computes in every iteration. */
+  /** The coordinator has accepted the rank; `order`: its computations in every iteration. */
   accept(order) {
     if (this.#order && JSON.stringify(order) !== JSON.stringify(this.#order)) this.dropPlans();
     this.#order = order;
@@ -55,7 +55,7 @@ export class Rank {
   consider(offer) {
     const refusal = this.#refusal(offer);
     if (!refusal) {
-      this.#pending = isSame(offer, this.#inForce) ? null : offer; // rule 2: the newest counts
+      this.#pending = isSame(offer, this.#inForce) ? null : offer; // rule 2: the latest offer counts
     }
     return this.#message({
       epoch: offer.epoch,
@@ -89,7 +89,7 @@ export class Rank {
     return null;
   }
 
-  /** An iteration begins; returns the PlanInForce to send if that brings the pending plan into force (rule 3). */
+  /** Begin an iteration; return the PlanInForce to send if it brings the pending plan into force (rule 3). */
   begin(iteration) {
     this.iteration = iteration;
     if (!this.#pending || iteration < this.#pending.startIteration) return null;
@@ -97,7 +97,7 @@ export class Rank {
     return this.#inForceMessage(iteration);
   }
 
-  /** Stock at once: the lease has run out, or the rank was refused. Returns a PlanInForce if that is news. */
+  /** Go to stock at once: the lease has expired, or the rank was refused. Return a PlanInForce if that is a change. */
   dropPlans() {
     this.#pending = null;
     if (this.#inForce === NO_PLAN) return null;
@@ -111,7 +111,7 @@ export class Rank {
     this.#measured = new Measured();
   }
 
-  /** What the rank computes in an iteration, and the clock of each computation, MHz; 0 for stock. */
+  /** The rank's computations in an iteration, and the clock of each, MHz; 0 for stock. */
   get work() {
     return { order: this.#order, clocksMhz: clocksOf(this.#inForce, this.#order) };
   }
@@ -149,7 +149,7 @@ export class Rank {
         planVersion: this.#inForce.version,
         iterationCount: this.#measured.iterationCount,
         samples: this.#measured.samples(),
-        blockingPowerW, // left out where it is undefined: not determined, never 0
+        blockingPowerW, // omitted if undefined: unknown, never 0
       },
     });
   }
@@ -167,8 +167,8 @@ export class Rank {
 /**
  * Time and energy of each kind of computation at each clock, since a plan came into force.
  *
- * A real agent can't read a computation's energy off the counter, which moves every 20 to 100 ms only: it
- * regresses the counter's windows, and sends standard errors. Emulated GPUs just tell.
+ * A real agent can't read a computation's energy from the counter, which is updated only every 20 to 100 ms: it
+ * runs a regression over the counter's windows, and sends standard errors. Emulated GPUs return it directly.
  */
 class Measured {
   iterationCount = 0;
@@ -202,7 +202,7 @@ function clocksOf({ stagePlan, hold }, order) {
   if (hold) return order.map(() => hold.clockMhz);
   if (!stagePlan) return order.map(() => STOCK_MHZ);
   const planned = stagePlan.computations.map((computation) => computation.clockMhz);
-  // One of 0 does not depend on the clock (FIXED): it has that of the next one, which is thus set in time.
+  // A clock of 0 means independent of the clock (FIXED): use the next computation's, so that it is set in time.
   return planned.map((_, i) => [...planned.slice(i), ...planned].find((mhz) => mhz > 0) ?? STOCK_MHZ);
 }
 

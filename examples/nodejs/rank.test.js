@@ -21,7 +21,7 @@ function offer(version, startIteration, clocks) {
 
 const hold = (clockMhz) => ({ hold: { clockMhz } });
 
-test('a pending plan comes into force at its start, and is told of only then', () => {
+test('a pending plan comes into force at its start, and is reported only then', () => {
   const rank = acceptedRank();
   assert.equal(rank.consider(offer(1, 3, hold(1200))).accepted, true);
   assert.equal(rank.begin(2), null);
@@ -72,13 +72,13 @@ test('a computation that no clock changes has the clock of the next one', () => 
   assert.deepEqual(rank.work.clocksMhz, [1400, 1400, 1000, 1400]);
 });
 
-test('other computations than those of the order are refused', () => {
+test('computations that differ from the order are refused', () => {
   const computations = [{ ...BACKWARD, clockMhz: 1000 }];
   const answer = acceptedRank().consider(offer(1, 0, { stagePlan: { computations } }));
   assert.equal(answer.refusalReason, 'PLAN_REFUSAL_REASON_ORDER_MISMATCH');
 });
 
-test('without a word for the lease there is no plan', () => {
+test('without a message for a whole lease there is no plan', () => {
   const rank = acceptedRank();
   rank.consider(offer(1, 0, hold(1200)));
   rank.begin(0);

@@ -1,21 +1,21 @@
-// What takes the place of GPUs and a training framework here: pipelines that compute, wait and draw power.
+// A replacement for GPUs and a training framework: pipelines that compute, wait and draw power.
 
 export const CLOCKS_MHZ = [1410, 1350, 1290, 1230, 1170, 1110, 1050, 990, 930, 870, 810, 750];
 
-const STOCK_MHZ = CLOCKS_MHZ[0]; // where an A100 runs that nothing holds back
+const STOCK_MHZ = CLOCKS_MHZ[0]; // where an unlimited A100 runs
 const BLOCKING_POWER_W = 85;
 const JITTER = 0.001; // no two computations take quite the same time
 
-// Seconds at the highest clock. A part of it, moving data, does not get slower with the clock.
+// Seconds at the highest clock. A part of it, data movement, does not depend on the clock.
 const FORWARD = { computeS: 0.02, memoryS: 0.004 };
 const BACKWARD = { computeS: 0.042, memoryS: 0.008 };
 const STAGE_WEIGHTS = [0.7, 1]; // stages are never perfectly balanced
 
-/** One training iteration after another; data-parallel pipelines wait for each other at its end. */
+/** Training iterations; data-parallel pipelines wait for each other at the end of each. */
 export class Training {
   #slowdown = new Map();
 
-  /** From now on a pipeline takes `factor` times its time: a GPU is too hot, say. */
+  /** Make a pipeline slower by `factor` from now on, as a hot GPU would. */
   slow(pipeline, factor) {
     this.#slowdown.set(pipeline, factor);
   }
@@ -55,8 +55,8 @@ export class Training {
 }
 
 /**
- * When each computation begins: after the one before on its stage, and after what it needs: a forward the same
- * microbatch's forward on the stage before, a backward its backward on the stage after.
+ * When each computation begins: after the previous one on its stage, and after its input: for a forward, the same
+ * microbatch's forward on the previous stage; for a backward, its backward on the next stage.
  */
 function timetable(stages) {
   const endS = new Map();

@@ -1,4 +1,4 @@
-// Follows a job: the events so far, what comes, and what can be waited for.
+// Follows a job: past events, new ones, and waiting for some of them.
 
 import { setTimeout as sleep } from 'node:timers/promises';
 
@@ -8,7 +8,7 @@ export class Watch {
   #events = [];
   #waiting = new Set();
   #call = null;
-  job = null; // as the coordinator told it last
+  job = null; // the coordinator's latest state of it
 
   constructor(coordinator, jobId, onEvent) {
     this.coordinator = coordinator;
@@ -16,7 +16,7 @@ export class Watch {
     this.onEvent = onEvent;
   }
 
-  /** Follow the job until its run has ended. A watch that breaks goes on after the last event seen. */
+  /** Follow the job until its run ends. After a lost connection, continue after the last event. */
   async run() {
     while (this.job?.state !== 'JOB_STATE_FINISHED') {
       const afterSequence = this.#events.at(-1)?.sequence ?? 0;
@@ -29,7 +29,7 @@ export class Watch {
     return new Promise((resolve) => {
       this.#call = this.coordinator.jobs.watchJob(request);
       this.#call.on('data', (response) => this.#take(response));
-      this.#call.on('error', () => {}); // 'status' tells of every end
+      this.#call.on('error', () => {}); // 'status' reports every end
       this.#call.on('status', resolve);
     });
   }
@@ -43,7 +43,7 @@ export class Watch {
     }
   }
 
-  /** The first event, after the one of `afterSequence`, that a condition holds for. */
+  /** Wait for the first event after `afterSequence` that meets a condition. */
   until(condition, afterSequence = 0) {
     return new Promise((resolve) => {
       const check = (event) => {

@@ -1,14 +1,14 @@
-"""A tiny transformer in a pipeline of four, under Perseus: one line, that with `attach`.
+"""A tiny transformer in a pipeline of four stages; the line with `attach` puts it under Perseus.
 
     torchrun --nproc-per-node 4 examples/torch_pipeline/train.py
 
-trains on a node's GPUs, under the agent that listens at $PERSEUS_AGENT_SOCKET; without one it trains all the
-same. Without a GPU,
+trains on a node's GPUs, under the agent at $PERSEUS_AGENT_SOCKET; without an agent it trains normally.
+Without a GPU,
 
     perseus demo --script examples/torch_pipeline/train.py
 
-trains with this file on CPUs, each computation taking as long as an emulated A100 says, and tells what the
-plan saved. Training leaves no files behind; the demo leaves its processes' logs in demo-out/ (or --output).
+trains with this file on CPUs, where each computation takes as long as on an emulated A100, and prints the
+plan's savings. Training leaves no files; the demo leaves its processes' logs in demo-out/ (or --output).
 """
 
 import os
@@ -26,7 +26,7 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 64, 32, 16, 16
 
 
 def main() -> None:
-    """Train one stage, as a rank of torchrun's."""
+    """Train one stage, as a rank of torchrun."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
     distributed.init_process_group()
@@ -57,7 +57,7 @@ class Part(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY) if stage == STAGES - 1 else nn.Identity()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Tokens or activations in, activations or logits out."""
+        """Map tokens or activations to activations or logits."""
         return self.head(self.block(self.embedding(hidden)))
 
 
@@ -67,7 +67,7 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def batches() -> Iterator[torch.Tensor]:
-    """Random tokens, the same on all stages."""
+    """Yield random tokens, the same on all stages."""
     seeded = torch.Generator().manual_seed(0)
     for _ in range(ITERATIONS):
         yield torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=seeded)

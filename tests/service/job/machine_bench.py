@@ -1,4 +1,4 @@
-"""A cluster whose job is planned, and what a job's commands say, for exact comparison."""
+"""A cluster with a planned job, and helpers to compare its commands exactly."""
 
 from perseus.service.domain.commands import Announce, Command, SendOffer
 from perseus.service.domain.model import JobState, Offer
@@ -11,7 +11,7 @@ THIRD, FOURTH = Coordinates(1, 0, 0), Coordinates(1, 1, 0)
 
 
 def actions(commands: list[Command]) -> list[Command]:
-    """Commands without the events."""
+    """Return the commands without the events."""
     return [command for command in commands if not isinstance(command, Announce)]
 
 

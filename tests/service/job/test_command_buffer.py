@@ -1,4 +1,4 @@
-"""Events as the journal makes them: every type with the details that go with it, and all fields of these."""
+"""Events as the command buffer creates them: every type with its details, and all their fields."""
 
 import ast
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def test_an_event_has_its_number_its_time_and_the_details_of_its_type(
         (event_pb2.JOB_EVENT_TYPE_STALLED, event_pb2.Solved()),
     ],
 )
-def test_a_type_goes_with_no_other_details(
+def test_a_type_accepts_no_other_details(
     kind: event_pb2.JobEventType.ValueType, details: Message | None
 ) -> None:
     with pytest.raises(AssertionError):
@@ -84,7 +84,7 @@ def test_an_event_shows_the_wall_clocks_time_of_its_input() -> None:
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every place where the coordinator makes details, by the name of the message."""
+    """Yield every place where the coordinator creates details, with the name of the message."""
     names = {message_name(field) for field in FIELDS}
     for path in Path(perseus.service.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -101,7 +101,7 @@ def test_no_field_of_any_details_is_forgotten() -> None:
         given = {keyword.arg for keyword in call.keywords}
         if given == {
             None
-        }:  # `**`: a solver error names the fields, and lacks none (`test_promises_on_cluster`)
+        }:  # `**`: a solver error has the fields, and lacks none (`test_predictions_on_cluster`)
             continue
         descriptor = event_pb2.DESCRIPTOR.message_types_by_name[name]
         choices = [oneof for oneof in descriptor.oneofs if not oneof.name.startswith("_")]  # not `optional`

@@ -1,4 +1,4 @@
-"""Agents can't fill the store with events: what is too much is dropped, counted and said once."""
+"""Agents can't fill the store with events: excess events are dropped, counted and announced once."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -20,12 +20,12 @@ def count_of(cluster: Cluster, kind: event_pb2.JobEventType.ValueType) -> int:
     return sum(event.type == kind for event in cluster.events())
 
 
-def test_a_bucket_is_emptied_keeps_a_reserve_and_fills_again() -> None:
+def test_a_bucket_empties_keeps_a_reserve_and_refills() -> None:
     budget = EventRateLimit(rank_count=0)
     budget.fill(0.0)
     reported = sum(budget.take(event_pb2.JOB_EVENT_TYPE_RANK_CHANGED) for _ in range(2 * _MIN_CAPACITY))
     assert reported == 3 * _MIN_CAPACITY // 4
-    assert budget.take(event_pb2.JOB_EVENT_TYPE_STALLED), "what is said of the whole job has a reserve"
+    assert budget.take(event_pb2.JOB_EVENT_TYPE_STALLED), "events of the whole job have a reserve"
     assert budget.take(event_pb2.JOB_EVENT_TYPE_POLICY_SET)
     assert budget.fill(60.0) == 0, "the flood is over once the bucket is half full"
     assert budget.fill(3600.0) == 2 * _MIN_CAPACITY - reported
@@ -37,7 +37,7 @@ def test_a_bucket_is_emptied_keeps_a_reserve_and_fills_again() -> None:
     )
 
 
-def test_a_job_whose_gpus_fail_without_end_says_so_twice_and_drops_the_rest() -> None:
+def test_a_job_whose_gpus_keep_failing_announces_the_flood_twice_and_drops_the_rest() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     error = GpuErrorReported(FIRST, "GPU-0-0-0", GpuErrorReason.DRIVER_FAILED, "")
@@ -55,10 +55,10 @@ def test_a_job_whose_gpus_fail_without_end_says_so_twice_and_drops_the_rest() ->
         event_pb2.EventsDropped(dropped_count=count - reported, is_over=True)
     ]
     sequences = [event.sequence for event in cluster.events()]
-    assert sequences == list(range(1, len(sequences) + 1)), "what was dropped has no number"
+    assert sequences == list(range(1, len(sequences) + 1)), "dropped events have no number"
 
 
-def test_an_agent_that_comes_and_goes_leaves_the_jobs_end_to_be_told() -> None:
+def test_an_agent_that_keeps_reconnecting_does_not_suppress_the_jobs_end() -> None:
     cluster = Cluster(make_spec())
     for _ in range(600):
         cluster.join_all()

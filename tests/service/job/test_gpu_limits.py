@@ -1,4 +1,4 @@
-"""Power limits and workload power profiles that others change while a job runs."""
+"""Power limits and workload power profiles that change from outside while a job runs."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LIMIT = GpuLimits(300.0)
 
 
 def planned() -> TruthfulCluster:
-    """A job under plans, whose GPUs are all known by their limit."""
+    """Return a planned job whose GPUs all have a known power limit."""
     cluster = TruthfulCluster()
     set_limits(cluster, LIMIT)
     cluster.plan()
@@ -50,7 +50,7 @@ def test_another_limit_or_profile_is_measured_anew_and_violates_no_prediction(li
     }
     assert {tuple(each.workload_power_profiles) for each in changed} == {limits.power_profiles}
     cluster.run_until(JobState.PLANNED)
-    assert asked_keys(cluster)[-1] != keys, "it is not taken for the same work on the same GPUs"
+    assert asked_keys(cluster)[-1] != keys, "it does not count as the same work on the same GPUs"
     cluster.run(20)
     assert cluster.announced(event_pb2.PredictionViolated) == []
     (_, rank), *_ = cluster.machine.run.ranks.select(RankFilter(), 0)
@@ -58,7 +58,7 @@ def test_another_limit_or_profile_is_measured_anew_and_violates_no_prediction(li
     assert (rank.gpu.power_limit_w, rank.gpu.power_profiles) == limits
 
 
-def test_a_limit_that_comes_back_is_known_by_the_key_that_it_had() -> None:
+def test_a_limit_that_returns_has_its_earlier_key() -> None:
     cluster = planned()
     keys = asked_keys(cluster)[-1]
     set_limits(cluster, GpuLimits(250.0))
@@ -94,12 +94,12 @@ def test_a_change_while_the_agent_was_away_is_seen_when_it_is_back() -> None:
     for rank in cluster.ranks.values():
         rank.limits = GpuLimits(200.0)
         joined = rank.joined()
-        cluster.send(joined)  # as before: its agent tells the limit of then
+        cluster.send(joined)  # as before: its agent reports the earlier limit
     cluster.run(1)
     cluster.expect(JobState.BASELINE)
 
 
-def test_a_job_at_stock_stays_there_but_goes_on_from_nothing_old() -> None:
+def test_a_job_at_stock_stays_there_but_discards_old_measurements() -> None:
     cluster = planned()
     for _ in range(3):
         cluster.machine._lifecycle.fall_back("the test wants it so")

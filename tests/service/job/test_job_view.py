@@ -1,4 +1,4 @@
-"""What a job shows of itself: the summary that costs the same for every job, its details, its ranks."""
+"""The public view of a job: a summary whose cost does not depend on its size, its details, its ranks."""
 
 from itertools import product
 
@@ -42,7 +42,7 @@ def planned(pipelines: int = 3) -> Cluster:
     return cluster
 
 
-def test_a_new_job_says_what_it_waits_for() -> None:
+def test_a_new_job_states_what_it_waits_for() -> None:
     job = Cluster(make_spec()).job(is_full=True)
     assert job.state == job_pb2.JOB_STATE_WAITING
     assert job.state_reason.startswith("some ranks have not joined yet; all 4 ranks are missing, since ")
@@ -83,7 +83,7 @@ def test_a_planned_job_shows_its_baseline_its_frontier_and_its_plans() -> None:
     assert views.without_details(view) == cluster.job()
 
 
-def test_a_baseline_that_is_measured_again_is_not_shown_before_it_is_there() -> None:
+def test_a_baseline_that_is_measured_again_is_not_shown_before_it_is_complete() -> None:
     cluster = planned()
     cluster.send(BaselineRequested("request"))
     assert cluster.machine.record.baseline is None
@@ -108,7 +108,7 @@ def test_ranks_are_counted_in_each_state() -> None:
     assert {state: count for state, count in cluster.machine.run.ranks.counts.items() if count} == counts
 
 
-def test_what_is_shown_outlives_the_coordinator() -> None:
+def test_the_view_outlives_the_coordinator() -> None:
     cluster = planned()
     cluster.iterate(3)
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
@@ -117,7 +117,7 @@ def test_what_is_shown_outlives_the_coordinator() -> None:
     cluster.join_all()
     after = cluster.job(is_full=True)
     assert after.last_event_sequence > before.last_event_sequence
-    # What was measured last is measured anew; no iteration of the baseline is kept to be looked at.
+    # The latest iterations are measured anew; no iteration of the baseline is kept.
     assert (before.baseline.has_timeline, after.baseline.has_timeline) == (True, False)
     assert after.figures.predicted_iteration_time_s == before.figures.predicted_iteration_time_s
     for job in (before, after):
@@ -156,7 +156,7 @@ def test_neither_a_summary_nor_a_page_of_ranks_goes_over_the_whole_job(
 
 
 def largest(job: job_pb2.Job) -> job_pb2.Job:
-    """A planned job's summary as large as one of 4,096 ranks can be, but for its state's reason."""
+    """Return a planned job's summary, as large as it gets with 4,096 ranks, apart from the state's reason."""
     job.job_id, job.epoch = "j" * 63, "e" * 32
     job.parallelism.CopyFrom(job_pb2.Parallelism(pipeline_count=64, stage_count=8, tensor_count=8))
     for field in job.rank_counts.DESCRIPTOR.fields:
@@ -167,12 +167,12 @@ def largest(job: job_pb2.Job) -> job_pb2.Job:
     return job
 
 
-def test_a_summary_has_a_few_hundred_bytes_however_large_the_job_is() -> None:
+def test_a_summary_takes_a_few_hundred_bytes_for_any_size_of_job() -> None:
     small = planned().job().ByteSize()
     large = largest(planned(8).job()).ByteSize()
     assert small < 400
     assert large < 600
-    # So that a page of 1,000 is whole, and half of what a message may have by default.
+    # A page of 1,000 then takes half of a message's default limit.
     assert 1000 * (large + 500) < PAGE_BYTES
 
 
@@ -223,12 +223,12 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
         (RankFilter(stage=-1), InvalidFieldError),
     ],
 )
-def test_a_place_that_the_job_does_not_have_is_refused(wanted: RankFilter, error: type[Exception]) -> None:
+def test_a_place_outside_the_job_is_refused(wanted: RankFilter, error: type[Exception]) -> None:
     with pytest.raises(error):
         Run(make_spec(), 1, Rules(), EPOCH, 0.0, 0.0).ranks.select(wanted)
 
 
-def test_a_baseline_that_every_rank_tells_of_at_once_can_be_looked_at() -> None:
+def test_a_baseline_that_every_rank_reports_at_once_is_kept() -> None:
     cluster = Cluster(make_spec(pipelines=1))
     cluster.join_all()
     for rank in cluster.ranks.values():

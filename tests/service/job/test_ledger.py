@@ -1,4 +1,4 @@
-"""What a whole job leaves in the ledger: every iteration once, in the right place, whatever happens to it."""
+"""A job's entries in the ledger: every iteration once, in the right place, through all events."""
 
 from dataclasses import astuple
 
@@ -11,7 +11,7 @@ from tests.service.service_fakes import Cluster, make_spec
 
 RANK_COUNT = 4
 ENERGY_J = 100.0 * 0.8 * RANK_COUNT
-"""Of an iteration of all ranks, as the fakes tell it."""
+"""The energy of an iteration of all ranks, as the fakes report it."""
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def cluster() -> Cluster:
 
 
 def hours(cluster: Cluster) -> dict[tuple[int, int], EnergyHour]:
-    """All hours, as a store would have them now."""
+    """Return all hours, as a store would have them now."""
     records = [command.record for command in cluster.history if isinstance(command, Store)]
     return {
         (record.hour, record.baseline_number): record for record in records if isinstance(record, EnergyHour)
@@ -38,7 +38,7 @@ def iteration_count(cluster: Cluster) -> int:
     return next(iter(cluster.ranks.values())).iteration + 1
 
 
-def test_every_iteration_of_a_jobs_life_counts_once(cluster: Cluster) -> None:
+def test_every_iteration_of_a_job_counts_once(cluster: Cluster) -> None:
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(10)
     found = total(cluster)
@@ -51,7 +51,7 @@ def test_every_iteration_of_a_jobs_life_counts_once(cluster: Cluster) -> None:
     assert found.compared_count >= found.profiling_count + 8
 
 
-def test_a_baseline_is_at_stock_and_is_what_others_are_held_against(cluster: Cluster) -> None:
+def test_a_baseline_is_at_stock_and_others_are_compared_with_it(cluster: Cluster) -> None:
     cluster.iterate_until(JobState.PROFILING)
     found = total(cluster)
     assert (found.compared_count, found.energy_j) == (0, found.stock_energy_j)
@@ -62,7 +62,7 @@ def test_a_baseline_is_at_stock_and_is_what_others_are_held_against(cluster: Clu
     assert [reference.number for reference in references if reference] == [period.number]
 
 
-def test_an_irregular_iteration_counts_as_it_was(cluster: Cluster) -> None:
+def test_an_irregular_iteration_counts_like_one_at_stock(cluster: Cluster) -> None:
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(5)
     before = total(cluster)

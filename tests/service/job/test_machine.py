@@ -1,4 +1,4 @@
-"""The job's state machine by its exact commands, on a clock of the tests' own: ranks come and go, it ends."""
+"""The job's state machine by its exact commands, with the tests' own clock: ranks, leases and the end."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ def test_a_rank_with_a_plan_of_another_epoch_is_put_back_to_stock() -> None:
     assert actions(commands) == [AcceptRank(SECOND, "agent-0")]
 
 
-def test_a_version_above_all_that_are_known_was_lost_and_is_never_used_again() -> None:
+def test_a_version_above_all_known_ones_was_lost_and_is_never_reused() -> None:
     cluster = Cluster(make_spec())
     rank = cluster.ranks[FIRST]
     rank.in_force, rank.iteration = Offer(41, 0, STOCK), 10
@@ -95,7 +95,7 @@ def test_a_version_above_all_that_are_known_was_lost_and_is_never_used_again() -
     ]
 
 
-def test_a_version_that_can_not_have_been_offered_is_put_back_and_costs_no_versions() -> None:
+def test_an_impossible_version_is_put_back_and_costs_no_versions() -> None:
     cluster = Cluster(make_spec())
     rank = cluster.ranks[FIRST]
     rank.in_force, rank.iteration = Offer(2**53, 0, STOCK), 10
@@ -205,7 +205,7 @@ def test_a_silent_agent_is_lost_and_its_stream_ended() -> None:
     assert cluster.rank_states() == [RankState.LOST] * 2 + [RankState.CONNECTED] * 2
 
 
-def test_what_a_replaced_agent_still_says_is_ignored_and_its_telemetry_refused() -> None:
+def test_messages_of_a_replaced_agent_are_ignored_and_its_telemetry_is_refused() -> None:
     cluster = planned()
     cluster.send(AgentLeft("agent-0"))
     with pytest.raises(RankNotServedError, match="expected a rank of job 'job' that this agent has joined"):
@@ -214,7 +214,7 @@ def test_what_a_replaced_agent_still_says_is_ignored_and_its_telemetry_refused()
     assert cluster.handle(RankLeft(FIRST, "agent-0", RankLeftReason.FINISHED)) == []
 
 
-def test_telemetry_of_an_earlier_trainer_says_nothing_of_the_one_that_came_after() -> None:
+def test_telemetry_of_an_earlier_trainer_does_not_count_for_the_next_one() -> None:
     cluster = planned()
     late = cluster.ranks[FIRST].end(0.8)
     late = replace(late, batch=batch(late.batch.sequence, [500], 1, 0.8))
@@ -238,10 +238,10 @@ def test_the_job_ends_when_all_ranks_are_done() -> None:
     assert events(commands) == [
         event_pb2.JOB_EVENT_TYPE_RANK_CHANGED,
         event_pb2.JOB_EVENT_TYPE_STATE_CHANGED,
-    ], "nobody is left to tell"
+    ], "no rank is left to send it to"
 
 
-def test_ending_a_job_puts_every_rank_to_stock_and_refuses_what_comes_after() -> None:
+def test_ending_a_job_puts_every_rank_to_stock_and_refuses_later_inputs() -> None:
     cluster = planned()
     version = cluster.machine.record.version
     commands = cluster.handle(FinishRequested())
@@ -258,7 +258,7 @@ def test_ending_a_job_puts_every_rank_to_stock_and_refuses_what_comes_after() ->
             cluster.handle(event)
 
 
-def test_a_rank_that_is_not_in_the_job_is_refused() -> None:
+def test_a_rank_outside_the_job_is_refused() -> None:
     cluster = Cluster(make_spec())
     event = replace(cluster.ranks[FIRST].joined(), rank=Coordinates(0, 2, 0))
     with pytest.raises(RankOutOfRangeError):

@@ -88,7 +88,7 @@ def test_no_pipeline_is_planned_slower_than_t_slow() -> None:
 def test_seconds_are_put_on_the_frontiers_scale() -> None:
     cluster = planned()
     frontier = views.solved_frontier(cluster.machine.run)
-    # The measured stock iteration takes 0.8 s, the all-max prediction less: the rest is overhead.
+    # The measured stock iteration takes 0.8 s, the all-max prediction less: the difference is overhead.
     overhead_s = 0.8 - frontier.baseline.iteration_time_s
     assert overhead_s > 0
     cluster.send(StragglerReported(Straggler(0, iteration_time_s=0.9)))
@@ -127,7 +127,7 @@ def test_an_impossible_straggler_is_refused_and_changes_nothing(straggler: Strag
     assert cluster.machine.run.planner.straggler_times_s() == {}
 
 
-def test_a_pipeline_that_is_not_there_is_refused() -> None:
+def test_an_unknown_pipeline_is_refused() -> None:
     cluster = planned()
     for event in (StragglerReported(Straggler(2, slowdown_factor=1.5)), StragglerCleared(-1)):
         with pytest.raises(PipelineOutOfRangeError):
@@ -146,14 +146,14 @@ def test_an_offer_that_came_too_late_is_offered_anew_under_the_same_version() ->
     assert events(commands) == [event_pb2.JOB_EVENT_TYPE_PLAN_REFUSED]
     again = Offer(late.version, late.start_iteration + 4, late.clocks)
     assert actions(commands) == [SendOffer(THIRD, "agent-1", again), SendOffer(FOURTH, "agent-1", again)]
-    # The other rank's answer to the first offer is older than the new one: nothing more happens.
+    # The other rank's answer to the first offer is older than the new one, and changes nothing.
     assert cluster.handle(cluster.ranks[FOURTH].answer(late)) == []
     cluster.carry_out(commands)
     cluster.iterate(6)
     assert {cluster.ranks[place].in_force.version for place in (THIRD, FOURTH)} == {late.version}
 
 
-def test_a_refusal_of_stock_is_told_and_not_repeated() -> None:
+def test_a_refusal_of_stock_is_announced_and_the_offer_not_repeated() -> None:
     cluster = planned()
     stock = offers(cluster.handle(SolveFailed("made up")))[FIRST]
     commands = cluster.handle(
@@ -171,8 +171,8 @@ def test_answers_to_older_versions_and_other_epochs_are_ignored() -> None:
         assert cluster.handle(answer) == []
 
 
-def test_a_rank_that_gave_an_accepted_offer_back_is_offered_it_again() -> None:
-    """Its clocks were to come at an iteration that it never began with them; nobody waits for that."""
+def test_a_rank_that_dropped_an_accepted_offer_is_offered_it_again() -> None:
+    """Its clocks were due at an iteration that it never began with them; no rank waits for that."""
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.PROFILING)

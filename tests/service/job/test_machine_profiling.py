@@ -90,7 +90,7 @@ def test_gpus_without_a_common_clock_stay_at_stock() -> None:
     assert cluster.offered_versions == []
 
 
-def test_a_clock_is_measured_when_every_rank_has_every_computation_often_enough() -> None:
+def test_a_clock_is_measured_once_every_rank_has_enough_of_every_computation() -> None:
     cluster = Cluster(make_spec(pipelines=1), Rules(baseline_iterations=1, profile_iterations=3))
     cluster.join_all()
     cluster.iterate(4)
@@ -141,7 +141,7 @@ def test_the_profile_is_the_slowest_time_and_summed_energy_of_tensor_ranks() -> 
     assert profile.blocking_power_w == 120.0
 
 
-def test_solving_runs_at_stock_and_asks_once() -> None:
+def test_solving_runs_at_stock_with_one_request() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.PROFILING)

@@ -1,8 +1,8 @@
-"""Random lives of a job: joins, losses, reconnects, offers late and refused, stragglers, restarts.
+"""Random runs of a job: joins, losses, reconnects, late and refused offers, stragglers, restarts.
 
 After every input the machine validates itself; no version goes backwards. When things calm down, every rank
-has its share of its pipeline's plan in force, and plans ask for nothing that a rank can't do: a stage that
-may not set clocks is at stock; where no stage may, the job.
+has its share of its pipeline's plan in force, and plans request nothing that a rank can't do: a stage that
+may not set clocks is at stock; if no stage may, the whole job is.
 """
 
 from collections import deque
@@ -71,12 +71,12 @@ class RandomRun(RuleBasedStateMachine):
         self.incarnations = 0
         self.may_be_at_stock = False
 
-    # What the agents of the cluster do with the machine's commands: offers may wait, in order.
+    # The agents of the cluster carry out the machine's commands: offers may wait, in order.
 
     def take(self, commands: Iterable[Command]) -> None:
         for command in commands:
             if isinstance(command, SendOffer):
-                assert command.rank in self.joined, "an offer to a rank that nobody serves"
+                assert command.rank in self.joined, "an offer to a rank that no agent serves"
                 version = command.offer.version
                 assert version >= self.sent_versions.get(command.rank, 0), "a version went backwards"
                 self.sent_versions[command.rank] = version
@@ -112,7 +112,7 @@ class RandomRun(RuleBasedStateMachine):
             self.take_telemetry(self.reported)
 
     def take_telemetry(self, reported: TelemetryArrived) -> None:
-        """It is refused, and changes nothing, of a rank that the machine has lost."""
+        """Send telemetry; it is refused and changes nothing if the machine has lost the rank."""
         before = self.cluster.job(is_full=True)
         try:
             self.take(self.cluster.handle(reported))
@@ -124,7 +124,7 @@ class RandomRun(RuleBasedStateMachine):
         self.waiting = deque(command for command in self.waiting if command.rank != place)
         self.rank(place).pending = None
         self.take(self.cluster.handle(self.rank(place).joined()))
-        # What was offered to the trainer before is answered only now, on the same stream.
+        # Offers to the previous trainer are answered only now, on the same stream.
         late = [answer for answer in self.unknown if answer.rank == place]
         self.unknown = [answer for answer in self.unknown if answer.rank != place]
         for answer in late:
@@ -143,7 +143,7 @@ class RandomRun(RuleBasedStateMachine):
         self.take(self.cluster.handle(left))
 
     def calm_down(self) -> None:
-        """Trainers are in step, all ranks join, offers arrive, problems are solved, iterations go by."""
+        """Trainers are in step, all ranks join, offers arrive, problems are solved, iterations pass."""
         self.set_max_clock(None)
         if len({rank.iteration for rank in self.cluster.ranks.values()}) > 1:
             for place in PLACES:
@@ -168,7 +168,7 @@ class RandomRun(RuleBasedStateMachine):
             for place, rank in self.cluster.ranks.items()
         )
 
-    # What may happen.
+    # The random events.
 
     @initialize(is_planned=st.booleans())
     def begin(self, is_planned: bool) -> None:
@@ -201,7 +201,7 @@ class RandomRun(RuleBasedStateMachine):
 
     @rule(pipeline=st.integers(0, 1))
     def end_agent(self, pipeline: int) -> None:
-        """The next one may do what this one could not."""
+        """End an agent; the next one may be able to set clocks that this one could not."""
         instance_id = self.instance_of(pipeline)
         self.break_stream(instance_id)
         self.incarnations += 1
@@ -244,7 +244,7 @@ class RandomRun(RuleBasedStateMachine):
     @precondition(lambda self: len(self.waiting) > 1)
     @rule()
     def deliver_out_of_order(self) -> None:
-        """Offers to different ranks travel on streams of their own: the last may be the first there."""
+        """Offers to different ranks have streams of their own, so the last may arrive first."""
         last = self.waiting[-1]
         if all(other.rank != last.rank for other in list(self.waiting)[:-1]):
             self.waiting.rotate(1)
@@ -260,14 +260,14 @@ class RandomRun(RuleBasedStateMachine):
 
     @rule(place=st.sampled_from(PLACES), clock_mhz=st.sampled_from(CLOCKS_MHZ), luck=st.integers(0, 1))
     def lose_clock(self, place: Coordinates, clock_mhz: int, luck: int) -> None:
-        """What is in force stays; from now on offers with this clock are refused."""
+        """The clocks in force stay; from now on offers with this clock are refused."""
         if not luck:
             self.rank(place).missing_mhz |= {clock_mhz}
 
     @precondition(lambda self: self.reported is not None)
     @rule()
     def repeat_telemetry(self) -> None:
-        """What was told before changes nothing."""
+        """Repeated telemetry changes nothing."""
         assert self.reported is not None
         if self.reported.rank in self.joined:
             self.take_telemetry(self.reported)
@@ -275,7 +275,7 @@ class RandomRun(RuleBasedStateMachine):
     @precondition(lambda self: self.joined)
     @rule(data=st.data())
     def repeat_an_answer(self, data: st.DataObject) -> None:
-        """An answer to what is long over, and one to a plan of another epoch, change nothing."""
+        """An answer to an old offer, and one to a plan of another epoch, change nothing."""
         rank = self.rank(data.draw(st.sampled_from(sorted(self.joined))))
         epoch = data.draw(st.sampled_from([EPOCH, "of a coordinator that forgot"]))
         old = OfferAnswered(
@@ -329,7 +329,7 @@ class RandomRun(RuleBasedStateMachine):
         self.cluster.restart_with(self.take)
 
     def cannot_be_clocked(self, stage: int) -> bool:
-        """One of its ranks is not permitted, or too few clocks are left that all have."""
+        """Whether one of its ranks has no permission, or too few common clocks are left."""
         ranks = [rank for rank in self.cluster.ranks.values() if rank.place.stage == stage]
         missing_mhz = frozenset().union(*(rank.missing_mhz for rank in ranks))
         return len(missing_mhz) > len(CLOCKS_MHZ) - 2 or not all(rank.is_permitted for rank in ranks)
@@ -365,6 +365,6 @@ pytestmark = pytest.mark.slow("a life has fifty steps, each of some iterations o
 
 TestRandomRun = RandomRun.TestCase
 TestRandomRun.settings = settings(
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking a life takes minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking a run takes minutes.
     suppress_health_check=[HealthCheck.filter_too_much],
 )

@@ -7,7 +7,7 @@ from tests.service.job.machine_bench import measured_clocks_mhz, planned
 from tests.service.service_fakes import Cluster, make_spec
 
 
-def test_a_restarted_coordinator_goes_on_with_the_same_versions_and_offers_nothing() -> None:
+def test_a_restarted_coordinator_continues_with_the_same_versions_and_offers_nothing() -> None:
     cluster = planned()
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     cluster.iterate(3)
@@ -22,7 +22,7 @@ def test_a_restarted_coordinator_goes_on_with_the_same_versions_and_offers_nothi
     assert cluster.offered_versions[-1] > max(sent)
 
 
-def test_a_coordinator_restarted_while_profiling_keeps_what_was_measured() -> None:
+def test_a_coordinator_restarted_while_profiling_keeps_its_measurements() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate(12)
@@ -37,7 +37,7 @@ def test_a_coordinator_restarted_while_profiling_keeps_what_was_measured() -> No
 
 
 def reported_in_force(cluster: Cluster) -> list[int]:
-    """The versions of which was said that they are in force on a pipeline."""
+    """Return the versions announced as in force on a pipeline."""
     return [
         event.pipeline_clocks.version
         for event in cluster.events()
@@ -45,7 +45,7 @@ def reported_in_force(cluster: Cluster) -> list[int]:
     ]
 
 
-def test_clocks_offered_before_a_restart_and_in_force_after_it_are_told_of_once() -> None:
+def test_clocks_offered_before_a_restart_and_in_force_after_it_are_announced_once() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)

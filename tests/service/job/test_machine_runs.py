@@ -1,4 +1,4 @@
-"""A run from its registration to its end: who may join, what it begins with, and the way out of stock."""
+"""A run from its registration to its end: joining, its initial state, and the way out of stock."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -37,7 +37,7 @@ def joined_as(cluster: Cluster, rank: FakeRank, spec_fingerprint: str) -> None:
 
 
 def states(cluster: Cluster) -> list[str]:
-    """The states that were entered, in order."""
+    """Return the states that were entered, in order."""
     changes = cluster.announced(event_pb2.StateChanged)
     return [job_pb2.JobState.Name(change.after).removeprefix("JOB_STATE_") for change in changes]
 
@@ -51,12 +51,12 @@ def test_ranks_of_another_specification_are_refused_and_nothing_changes() -> Non
         joined_as(cluster, second, "other")
     assert caught.value.metadata["spec_fingerprint"] == "other"
     assert cluster.job(is_full=True) == before
-    joined_as(cluster, second, "")  # whoever says nothing is not checked
+    joined_as(cluster, second, "")  # without a fingerprint it is not checked
     cluster.send(RegisteredAgain(Registration("another request", "other")))
     joined_as(cluster, second, "other")
 
 
-def test_who_registered_a_run_is_known_after_a_restart_as_far_back_as_the_limit() -> None:
+def test_registrations_survive_a_restart_up_to_the_limit() -> None:
     cluster = Cluster(make_spec())
     for number in range(MAX_REQUEST_IDS):
         cluster.send(RegisteredAgain(Registration(f"request {number}", f"fingerprint {number}")))
@@ -85,13 +85,13 @@ def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
     second = Cluster(make_spec())
     second.machine = JobMachine(Run(second.spec, 2, second.rules, EPOCH, create_time_s=1.0, created_s=0.0))
     second.history = second.machine.register(REGISTRATION, first.machine.record.version)
-    second.restart()  # also of a run in which nothing has happened yet
+    second.restart()  # also for a run without any event yet
     second.join_all()
     second.iterate_until(JobState.PROFILING)
     assert min(second.offered_versions) > max(first.offered_versions)
 
 
-def test_an_abandoned_run_has_ended_and_says_why() -> None:
+def test_an_abandoned_run_has_ended_with_the_reason() -> None:
     cluster = Cluster(make_spec())
     cluster.send(Abandoned("its schedule differs"))
     cluster.expect(JobState.FINISHED)
@@ -146,10 +146,10 @@ def test_a_restart_does_not_lead_back_to_stock() -> None:
     cluster.iterate_until(JobState.PLANNED)
 
 
-def test_the_count_of_violated_predictions_begins_anew() -> None:
+def test_resuming_resets_the_count_of_violated_predictions() -> None:
     cluster = TruthfulCluster(lag_s=0.006).plan()
     cluster.run(BLOCK)
-    for lag_s in (0.010, 0.013):  # transfers take longer and longer
+    for lag_s in (0.010, 0.013):  # transfer times rise
         cluster.lag_s = lag_s
         cluster.run(BLOCK)
     cluster.expect(JobState.STOCK)
@@ -165,7 +165,7 @@ def test_the_count_of_violated_predictions_begins_anew() -> None:
     cluster.expect(JobState.PLANNED)
 
 
-def test_violated_predictions_survive_a_restart_and_are_made_up_for_by_kept_ones(
+def test_violated_predictions_survive_a_restart_and_kept_ones_cancel_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan_watch, "FORGIVING_ITERATIONS", 2 * BLOCK)
@@ -188,7 +188,7 @@ def test_violated_predictions_survive_a_restart_and_are_made_up_for_by_kept_ones
     assert cluster.machine.record.prediction_violation_count == violation_count, "a restart forgives nothing"
 
 
-def test_what_was_given_up_is_tried_again() -> None:
+def test_clocks_that_were_given_up_are_tried_again() -> None:
     cluster = Cluster(make_spec(), Rules(lease_s=30.0, baseline_iterations=1, profile_iterations=1))
     cluster.join_all()
     for rank in cluster.ranks.values():
@@ -200,7 +200,7 @@ def test_what_was_given_up_is_tried_again() -> None:
     cluster.iterate_until(JobState.PLANNED)
 
 
-def test_a_job_that_lacks_ranks_waits_for_them_before_it_goes_on() -> None:
+def test_a_resumed_job_waits_for_its_missing_ranks() -> None:
     cluster = UnluckyCluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.STOCK)
@@ -230,7 +230,7 @@ def test_a_job_in_another_state_stays_as_it_is(state: JobState) -> None:
 
 
 class UnluckyCluster(Cluster):
-    """No problem can be solved until it `has_luck`."""
+    """A cluster whose problems can't be solved until it `has_luck`."""
 
     has_luck = False
 
@@ -245,7 +245,7 @@ class UnluckyCluster(Cluster):
 # ---------------------------------------------------------------------- profiles for others
 
 
-def test_what_is_profiled_is_kept_for_others_and_asked_for_by_the_same_keys() -> None:
+def test_profiles_are_kept_for_other_runs_and_requested_by_the_same_keys() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.PROFILING)
@@ -255,7 +255,7 @@ def test_what_is_profiled_is_kept_for_others_and_asked_for_by_the_same_keys() ->
     assert profiled(cluster) == [ProfiledWork(stage, key) for stage, key in enumerate(asked.keys)]
 
 
-def test_a_restart_asks_again_as_long_as_an_answer_is_of_use() -> None:
+def test_a_restart_repeats_the_request_as_long_as_an_answer_is_of_use() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.PROFILING)
@@ -301,7 +301,7 @@ def test_work_without_a_fingerprint_is_known_by_its_place_in_the_schedule(
     assert (keys(gpu, **changes)[0] == first) is is_same
 
 
-def test_work_with_a_fingerprint_is_known_wherever_it_stands() -> None:
+def test_work_with_a_fingerprint_is_known_at_any_place() -> None:
     def keys(*stage_work: str, microbatches: int = 3) -> tuple[str, ...]:
         spec = replace(make_spec(microbatches=microbatches, stages=len(stage_work)), stage_work=stage_work)
         return work_keys(spec, spec.check(), [[GPU]] * len(stage_work))

@@ -1,4 +1,4 @@
-"""A power budget's ceiling in a job's life: what is told to whom, what waits for its end, and what counts."""
+"""A power budget's maximum clock over a job's run: its messages, postponed work, and valid measurements."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def joined() -> Cluster:
 
 
 def profiling() -> Cluster:
-    """All ranks hold the first clocks to be measured."""
+    """Return a cluster in which all ranks hold the first clocks to be measured."""
     cluster = joined()
     cluster.iterate_until(JobState.PROFILING)
     while not isinstance(cluster.ranks[FIRST].in_force.clocks, HoldClocks):
@@ -49,7 +49,7 @@ def max_clocks(commands: list[Command]) -> dict[object, MaxClock | None]:
     return {command.rank: command.max_clock for command in commands if isinstance(command, SendMaxClock)}
 
 
-def test_all_ranks_are_told_before_they_are_offered_stock_up_to_it_at_once() -> None:
+def test_all_ranks_get_the_max_clock_before_stock_is_offered_as_urgent() -> None:
     cluster = joined()
     commands = actions(cluster.handle(MaxClockSet(1000)))
 
@@ -64,7 +64,7 @@ def test_the_same_max_clock_again_changes_nothing() -> None:
     assert cluster.handle(MaxClockSet(1000)) == []
 
 
-def test_another_way_for_the_lease_to_end_is_told_and_nothing_is_offered() -> None:
+def test_another_end_of_the_lease_is_sent_and_nothing_is_offered() -> None:
     cluster = joined()
     cluster.send(MaxClockSet(1000))
     commands = cluster.handle(MaxClockSet(1000, outlasts_lease=True))
@@ -73,12 +73,12 @@ def test_another_way_for_the_lease_to_end_is_told_and_nothing_is_offered() -> No
 
 
 @pytest.mark.parametrize("clock_mhz", [0, -900])
-def test_a_max_clock_that_is_no_clock_is_refused(clock_mhz: int) -> None:
+def test_an_invalid_max_clock_is_refused(clock_mhz: int) -> None:
     with pytest.raises(InvalidFieldError, match="max_clock_mhz"):
         joined().handle(MaxClockSet(clock_mhz))
 
 
-def test_the_baseline_waits_and_is_measured_without_it_only() -> None:
+def test_the_baseline_is_only_measured_without_a_max_clock() -> None:
     cluster = joined()
     cluster.send(MaxClockSet(1000))
     cluster.iterate(20, duration_s=1.1)
@@ -101,7 +101,7 @@ def test_iterations_under_a_max_clock_are_no_baseline_in_the_report() -> None:
     assert [period.state for period in periods] == [JobState.STOCK]
 
 
-def test_a_round_above_it_waits_and_is_held_again_when_it_has_ended() -> None:
+def test_a_round_above_it_waits_and_is_held_once_it_is_lifted() -> None:
     cluster = profiling()
     held = cluster.ranks[FIRST].in_force.clocks
     assert isinstance(held, HoldClocks)
@@ -120,7 +120,7 @@ def test_a_round_above_it_waits_and_is_held_again_when_it_has_ended() -> None:
     cluster.iterate_until(JobState.PLANNED)
 
 
-def test_a_round_that_is_not_above_it_goes_on() -> None:
+def test_a_round_below_it_continues() -> None:
     cluster = profiling()
     held = cluster.ranks[FIRST].in_force.clocks
     assert isinstance(held, HoldClocks)
@@ -160,7 +160,7 @@ def test_a_planned_job_that_measures_its_baseline_again_waits() -> None:
     cluster.iterate_until(JobState.PLANNED)
 
 
-def test_a_job_that_was_finished_keeps_it() -> None:
+def test_a_finished_job_keeps_it() -> None:
     cluster = planned()
     cluster.send(MaxClockSet(1000))
     cluster.send(FinishRequested())
@@ -170,7 +170,7 @@ def test_a_job_that_was_finished_keeps_it() -> None:
     assert all(rank.in_force.clocks == STOCK for rank in cluster.ranks.values())
 
 
-def test_a_rank_that_joins_is_told() -> None:
+def test_a_rank_that_joins_gets_it() -> None:
     cluster = Cluster(make_spec())
     cluster.send(MaxClockSet(1000))
     accepted, *_ = actions(cluster.handle(cluster.ranks[FIRST].joined()))
@@ -186,7 +186,7 @@ def test_it_survives_the_coordinator() -> None:
     assert accepted == AcceptRank(FIRST, "agent-0", MaxClock(1000, outlasts_lease=True))
 
 
-def test_a_job_that_was_quarantined_has_it_too() -> None:
+def test_a_quarantined_job_has_it_too() -> None:
     cluster = planned()
     cluster.send(MaxClockSet(1000))
     fault = Fault(FaultyPart.MACHINE, "a test")
@@ -200,7 +200,7 @@ def test_a_job_that_was_quarantined_has_it_too() -> None:
     assert snapshot.record.max_clock is None
 
 
-def test_touched_iterations_are_told_apart_and_count_for_no_stall_and_no_prediction() -> None:
+def test_touched_iterations_are_marked_and_count_for_no_stall_and_no_prediction() -> None:
     cluster = planned()
     before = [
         period.iteration_count + period.irregular_count for period, _ in cluster.machine.run.log.report(0)

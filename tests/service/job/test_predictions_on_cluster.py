@@ -1,4 +1,4 @@
-"""Promises, drift, baselines and profiles from before, on an emulated cluster whose plans may be wrong."""
+"""Predictions, drift, baselines and earlier profiles, on an emulated cluster whose plans may be wrong."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -64,14 +64,14 @@ def test_a_plan_that_violates_its_prediction_is_withdrawn_within_six_iterations(
     assert violation.median_time_s > 1.01 * violation.predicted_time_s
     (correction,) = cluster.announced(event_pb2.ProfileCorrected)
     assert correction.stage == 1
-    assert correction.ratio == pytest.approx(1.3, rel=0.002)  # of the time planned, margin included
+    assert correction.ratio == pytest.approx(1.3, rel=0.002)  # of the planned time, margin included
     cluster.run_until(JobState.PLANNED)
     cluster.run(BLOCK)
     cluster.expect(JobState.PLANNED)
     assert len(cluster.announced(event_pb2.PredictionViolated)) <= 2
 
 
-def test_a_prediction_that_is_violated_for_no_reason_that_computations_show_ends_at_stock() -> None:
+def test_a_violation_that_computations_do_not_explain_ends_at_stock() -> None:
     cluster = TruthfulCluster().plan()
     cluster.iterate(8, duration_s=5.0)
     cluster.expect(JobState.STOCK)
@@ -81,7 +81,7 @@ def test_a_prediction_that_is_violated_for_no_reason_that_computations_show_ends
     unset = {field.name for field in found.DESCRIPTOR.fields} - {
         field.name for field, _ in found.ListFields()
     }
-    assert unset <= {"transfer_lag_s"}, "which is 0 where the model has none"
+    assert unset <= {"transfer_lag_s"}, "which is 0 if the model has none"
 
 
 def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_iterations_agree() -> None:
@@ -96,7 +96,7 @@ def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_itera
     assert cluster.job().state_reason == "stage 1 takes 2.00 × its planned time: it is profiled again"
     assert cluster.machine.run.profiler.profiles == ()
     cluster.restart()
-    assert cluster.machine.run.profiler.profiles == (), "what was forgotten is not stored, either"
+    assert cluster.machine.run.profiler.profiles == (), "the store has forgotten it, too"
     cluster.join_all()
     cluster.run_until(JobState.PLANNED)
     assert cluster.job().t_min_s > 1.2 * first_s
@@ -106,7 +106,7 @@ def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_itera
 
 
 @pytest.mark.parametrize("state", [JobState.PROFILING, JobState.PLANNED])
-def test_other_gpus_are_measured_anew(state: JobState) -> None:
+def test_new_gpus_are_measured_anew(state: JobState) -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(state)
@@ -140,7 +140,7 @@ def test_drift_is_followed_without_going_back_to_stock() -> None:
     cluster.expect(JobState.PLANNED)
     assert cluster.announced(event_pb2.ProfileCorrected)
     assert cluster.announced(event_pb2.PredictionViolated) == []
-    # All clocks are as much faster: the same ones are right, so no rank is told; but more is promised.
+    # All clocks are equally faster: they stay, so no rank gets an offer, but the prediction is shorter.
     assert cluster.machine.record.version == version
     assert cluster.planned_times_s() == pytest.approx([0.9 * before_s] * 2, rel=0.01)
 
@@ -198,7 +198,7 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     assert cluster.machine.run.profiler.profiles == before
 
 
-def test_a_profile_of_the_very_same_work_is_held_against_the_baseline_and_no_clock_is_profiled() -> None:
+def test_a_profile_of_identical_work_is_compared_with_the_baseline_and_no_clock_is_profiled() -> None:
     before = TruthfulCluster().plan().machine.run.profiler.profiles
     # Another order: 12 microbatches instead of 8.
     cluster = Cluster(replace(make_spec(microbatches=12), stage_work=("12 layers", "9 layers")))
@@ -257,7 +257,7 @@ def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:
 
 
 def known(profiles: Iterable[StageProfile], *stages: int) -> tuple[KnownProfile, ...]:
-    """What a run before has measured of some stages."""
+    """Return the profiles that an earlier run has measured of some stages."""
     return tuple(
         KnownProfile(stage, tuple(profile for profile in profiles if profile.stage == stage), "before", 3)
         for stage in stages
@@ -278,12 +278,12 @@ def test_profiling_keeps_its_budget(rules: Rules) -> None:
     assert 2 <= cluster.machine.run.profiler.clock_count < len(CLOCKS_MHZ)
 
 
-def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the_job_stays_at_stock() -> None:
+def test_a_stage_that_is_never_measured_is_given_up_and_without_two_clocks_the_job_stays_at_stock() -> None:
     cluster = Cluster(make_spec(), Rules(lease_s=30.0, baseline_iterations=1, profile_iterations=1))
     cluster.join_all()
     for rank in cluster.ranks.values():
         if rank.place.stage == 1:
-            rank.reports_energy = False  # Its agent never determines anything.
+            rank.reports_energy = False  # Its agent sends no estimates.
     cluster.iterate_until(JobState.STOCK, limit=2 * (HOLD_LIMIT + 4) + 4)
     given_up = cluster.announced(event_pb2.ClockGivenUp)
     assert {found.stage for found in given_up} == {1}
@@ -299,11 +299,11 @@ def test_a_straggler_does_not_count_in_a_round() -> None:
     cluster.iterate_until(JobState.PROFILING)
     slow = [rank for rank in cluster.ranks.values() if rank.place.pipeline == 0]
     for rank in slow:
-        rank.reports_energy = False  # Nothing that it says is needed.
+        rank.reports_energy = False  # Its estimates are not needed.
     cluster.iterate_until(JobState.PLANNED)
 
 
-def test_where_nobody_tells_what_waiting_draws_the_job_is_planned_but_its_own_target_stays() -> None:
+def test_without_a_reported_blocking_power_the_job_is_planned_but_its_own_target_stays() -> None:
     cluster = Cluster(make_spec(policy=OperatingPolicy(50.0)))
     for rank in cluster.ranks.values():
         rank.reports_power = False

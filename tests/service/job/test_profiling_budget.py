@@ -1,7 +1,7 @@
-"""Profiling keeps its budget and says why it does not get on, whatever the agents report.
+"""Profiling keeps its budget and states why it makes no progress, whatever the agents report.
 
-Iterations last as long as the clocks that are really in force make them. What they cost beyond stock is added
-up here, not taken from what is reported.
+Iterations take the time of the clocks that are really in force. Their cost beyond stock is added up here, not
+taken from reports.
 """
 
 import enum
@@ -26,7 +26,7 @@ PLACES = list(make_spec().parallelism.all_coordinates())
 
 
 def iteration_time_s(clock_mhz: int) -> float:
-    """At the lowest clock five times as long as at the highest, which is that of stock."""
+    """At the lowest clock five times as long as at the highest, which is also that of stock."""
     below = (CLOCKS_MHZ[0] - (clock_mhz or CLOCKS_MHZ[0])) / (CLOCKS_MHZ[0] - CLOCKS_MHZ[-1])
     return STOCK_S * (1 + 4 * below)
 
@@ -34,11 +34,11 @@ def iteration_time_s(clock_mhz: int) -> float:
 SLOWEST_S = iteration_time_s(CLOCKS_MHZ[-1])
 ROUND_S = HOLD_LIMIT * ITERATIONS * (SLOWEST_S - STOCK_S)
 NO_PROGRESS_S = 2 * max(NO_PROGRESS_TIMEOUT_S, (NO_PROGRESS_ITERATIONS + ITERATIONS) * SLOWEST_S)
-"""After so long without a step a job has to say why; a reason may need its patience twice."""
+"""After this time without a step a job needs a reason; a reason may take its timeout twice."""
 
 
 class Conduct(enum.Enum):
-    """What a rank does with its telemetry."""
+    """How a rank treats its telemetry."""
 
     HONEST = "tells all"
     NO_ESTIMATE = "sends no estimates"
@@ -50,7 +50,7 @@ class Conduct(enum.Enum):
 
 
 class Misbehaving(Cluster):
-    """A cluster whose ranks may tell anything, and obey offers all the same."""
+    """A cluster whose ranks may report anything, but follow offers."""
 
     def __init__(self) -> None:
         rules = Rules(baseline_iterations=2, profile_iterations=ITERATIONS, profile_budget_extra_s=BUDGET_S)
@@ -61,7 +61,7 @@ class Misbehaving(Cluster):
         self.mark: object = None
 
     def run(self) -> None:
-        """An iteration; what of it ran under held clocks while profiling has its price."""
+        """Run an iteration, and add up its cost under held clocks while profiling."""
         for rank in self.ranks.values():
             in_force = rank.begin()
             if in_force is not None:
@@ -108,7 +108,7 @@ class Misbehaving(Cluster):
             self.send(TelemetryArrived(rank.place, rank.instance_id, reported))
 
     def check_stall(self, duration_s: float) -> None:
-        """A state that should lead on, and does not, has its reason; that it gets on again is a step."""
+        """Check that a state without progress has a reason; renewed progress counts as a step."""
         machine = self.machine
         is_stalled = machine.run.progress.stall is not None
         mark = machine.record.state, machine.run.profiler.profiles, machine.record.given_up_clocks, is_stalled
@@ -116,7 +116,7 @@ class Misbehaving(Cluster):
         self.stuck_s = self.stuck_s + duration_s if mark == self.mark and has_use else 0.0
         self.mark = mark
         if self.stuck_s > NO_PROGRESS_S:
-            assert is_stalled, f"nothing is said after {self.stuck_s} s in {machine.record.state}"
+            assert is_stalled, f"no stall is announced after {self.stuck_s} s in {machine.record.state}"
 
 
 conducts = st.lists(
@@ -131,7 +131,7 @@ conducts = st.lists(
 
 @pytest.mark.slow("each of hundreds of emulated iterations is handled second by second")
 @given(phases=conducts, honest_at_first=st.booleans())
-def test_the_extra_time_keeps_its_budget_whatever_is_reported(
+def test_the_extra_time_stays_within_its_budget_for_any_reports(
     phases: list[tuple[dict[Coordinates, Conduct], int]], honest_at_first: bool
 ) -> None:
     cluster = Misbehaving()
@@ -147,7 +147,7 @@ def test_the_extra_time_keeps_its_budget_whatever_is_reported(
     assert cost.extra_time_s <= BUDGET_S + ROUND_S
 
 
-def test_iterations_that_were_not_reported_count_as_well() -> None:
+def test_unreported_iterations_count_as_well() -> None:
     cluster = Misbehaving()
     cluster.join_all()
     while not cluster.machine.run.profiler.profiles:

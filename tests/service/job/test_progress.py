@@ -1,4 +1,4 @@
-"""Why a job does not get on: every reason is found, told once, ended and told again."""
+"""Why a job makes no progress: every reason is detected, announced once, and its end announced."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ E = TypeVar("E")
 
 
 class Troubled(Cluster):
-    """A cluster of which some ranks are silent, or spoil what they report."""
+    """A cluster with some ranks that are silent, or spoil their reports."""
 
     def __init__(self, rules: Rules | None = None) -> None:
         super().__init__(
@@ -72,7 +72,7 @@ class Troubled(Cluster):
         raise AssertionError(self.machine.record.state)
 
     def pass_time(self, seconds: float) -> None:
-        """Time passes, with a tick every second as in a coordinator."""
+        """Let time pass, with a tick every second as in a coordinator."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 1.0)
@@ -81,7 +81,7 @@ class Troubled(Cluster):
                 self.send(Tick())
 
     def reported(self) -> list[tuple[event_pb2.JobEventType.ValueType, event_pb2.Stall]]:
-        """Stalls that began and ended."""
+        """Return the stalls that began and ended."""
         return [(event.type, event.stall) for event in self.events() if event.HasField("stall")]
 
     def reasons(self) -> list[tuple[str, str]]:
@@ -132,7 +132,7 @@ def without_energy(batch: TelemetryBatch) -> TelemetryBatch:
 # ---------------------------------------------------------------------- missing ranks
 
 
-def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
+def test_missing_ranks_are_announced_once_and_shown_as_they_join() -> None:
     cluster = Troubled()
     cluster.send(cluster.ranks[FIRST].joined())
     assert cluster.reported() == []
@@ -160,7 +160,7 @@ def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
     assert cluster.machine.run.progress.stall is None
 
 
-def test_ranks_that_join_within_seconds_are_no_event() -> None:
+def test_ranks_that_join_within_seconds_cause_no_event() -> None:
     cluster = Troubled()
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S - 1)
     cluster.join_all()
@@ -169,7 +169,7 @@ def test_ranks_that_join_within_seconds_are_no_event() -> None:
     assert cluster.reported() == []
 
 
-def test_a_lost_rank_is_missing_since_it_was_lost() -> None:
+def test_a_lost_rank_is_missing_from_its_loss_on() -> None:
     cluster = joined()
     cluster.run_until(JobState.PLANNED)
     lost_s = cluster.now_s
@@ -199,7 +199,7 @@ def test_a_disconnected_rank_is_missing_while_its_lease_runs() -> None:
 # ---------------------------------------------------------------------- iterations
 
 
-def test_ranks_without_iterations_are_told_and_so_is_that_they_begin() -> None:
+def test_ranks_without_iterations_are_announced_and_so_is_their_first_one() -> None:
     cluster = joined()
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
     ((_, stalled),) = cluster.reported()
@@ -239,7 +239,7 @@ def test_the_timeout_grows_with_the_iteration_time(state: JobState) -> None:
     assert cluster.reasons()[before:] == [("STALLED", "NO_ITERATIONS")]
 
 
-def test_irregular_iterations_are_told_with_the_rank() -> None:
+def test_irregular_iterations_are_announced_with_the_rank() -> None:
     cluster = joined()
     cluster.spoiling[SECOND] = irregular
     cluster.run(20)
@@ -258,7 +258,7 @@ def test_irregular_iterations_are_told_with_the_rank() -> None:
     assert cluster.reported()[-1][1].rank_count == 4
 
 
-def test_a_few_irregular_iterations_are_nothing_to_tell() -> None:
+def test_a_few_irregular_iterations_are_not_announced() -> None:
     cluster = joined()
     cluster.run_until(JobState.PLANNED)
     for _ in range(10):
@@ -269,7 +269,7 @@ def test_a_few_irregular_iterations_are_nothing_to_tell() -> None:
     assert cluster.reported() == []
 
 
-def test_iterations_under_other_clocks_are_told_with_the_rank() -> None:
+def test_iterations_under_other_clocks_are_announced_with_the_rank() -> None:
     cluster = joined()
     cluster.run_until(JobState.PROFILING)
     cluster.spoiling[LAST] = of_another_version
@@ -281,7 +281,7 @@ def test_iterations_under_other_clocks_are_told_with_the_rank() -> None:
     assert cluster.reasons() == [("STALLED", "OTHER_CLOCKS"), ("STALL_ENDED", "OTHER_CLOCKS")]
 
 
-def test_offers_that_never_come_in_time_are_told() -> None:
+def test_offers_that_are_always_late_are_announced() -> None:
     cluster = joined()
     late = cluster.ranks[LAST]
 
@@ -300,7 +300,7 @@ def test_offers_that_never_come_in_time_are_told() -> None:
     assert cluster.reasons() == [("STALLED", "OTHER_CLOCKS")]
 
 
-def test_repeated_iteration_numbers_are_told_until_the_rank_joins_again() -> None:
+def test_repeated_iteration_numbers_are_announced_until_the_rank_joins_again() -> None:
     cluster = joined()
     cluster.run(2)
     cluster.spoiling[LAST] = of_iteration_0
@@ -346,7 +346,9 @@ def test_a_job_that_ends_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("spoil", [without_estimate, without_energy])
-def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_why(spoil: Spoil) -> None:
+def test_a_rank_without_energy_estimates_is_named_and_the_given_up_clocks_have_the_reason(
+    spoil: Spoil,
+) -> None:
     cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3))
     cluster.spoiling[SECOND] = spoil
     cluster.run_until(JobState.STOCK)
@@ -369,7 +371,7 @@ def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_wh
     assert cluster.machine.run.progress.stall is None
 
 
-def test_estimates_that_come_at_last_end_the_stall() -> None:
+def test_late_estimates_end_the_stall() -> None:
     cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3))
     cluster.spoiling[FIRST] = without_estimate
     cluster.run(22)
@@ -379,7 +381,7 @@ def test_estimates_that_come_at_last_end_the_stall() -> None:
     assert cluster.reasons()[1:] == [("STALL_ENDED", "NO_ENERGY_ESTIMATES")]
 
 
-def test_clocks_are_released_while_nobody_tells_what_they_cost() -> None:
+def test_clocks_are_released_while_their_cost_is_unknown() -> None:
     cluster = joined()
     cluster.run_until(JobState.PROFILING)
     cluster.run(3)
@@ -398,7 +400,7 @@ def test_clocks_are_released_while_nobody_tells_what_they_cost() -> None:
     assert cluster.reasons() == [("STALLED", "NO_ITERATIONS"), ("STALL_ENDED", "NO_ITERATIONS")]
 
 
-def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> None:
+def test_the_budget_ends_a_round_and_the_reason_names_the_awaited_rank() -> None:
     rules = Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=3, profile_budget_iterations=5)
     cluster = joined(rules)
     cluster.spoiling[LAST] = without_estimate
@@ -414,7 +416,7 @@ def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> Non
 # ---------------------------------------------------------------------- restarts of the coordinator
 
 
-def test_what_profiling_cost_and_gave_up_survives_a_restart() -> None:
+def test_profiling_cost_and_given_up_clocks_survive_a_restart() -> None:
     cluster = joined(Rules(lease_s=1000.0, baseline_iterations=2, profile_iterations=2))
     cluster.spoiling[FIRST] = without_estimate
     while not cluster.machine.record.given_up_clocks:
@@ -430,7 +432,7 @@ def test_what_profiling_cost_and_gave_up_survives_a_restart() -> None:
     assert [clock.clock_mhz for clock in cluster.announced(event_pb2.ClockGivenUp)] == [1400, 1300]
 
 
-def test_a_stall_that_ends_after_a_restart_is_told_to_have_ended() -> None:
+def test_the_end_of_a_stall_is_announced_after_a_restart() -> None:
     cluster = joined()
     cluster.pass_time(NO_PROGRESS_TIMEOUT_S)
     cluster.restart()
@@ -441,8 +443,8 @@ def test_a_stall_that_ends_after_a_restart_is_told_to_have_ended() -> None:
     assert cluster.reasons() == [("STALLED", "NO_ITERATIONS"), ("STALL_ENDED", "NO_ITERATIONS")]
 
 
-def test_telemetry_that_is_refused_says_nothing() -> None:
-    """What a rank is not served for does not count as a word from it."""
+def test_refused_telemetry_does_not_end_a_stall() -> None:
+    """Telemetry for a rank that an agent does not serve does not count as a message from the rank."""
     cluster = joined()
     stale = cluster.ranks[FIRST].end(ITERATION_S)
     with pytest.raises(RankNotServedError):

@@ -1,4 +1,4 @@
-"""What stands in for a state machine that failed: a job at stock that can be shown, finished and resumed."""
+"""The replacement of a failed state machine: a job at stock that can be shown, finished and resumed."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def quarantine_unstorable(cluster: Cluster) -> tuple[RunSnapshot, list[Command]]
     return quarantine(cluster.stored(), FAULT, cluster.rules, EPOCH, START_S)
 
 
-def test_a_run_is_put_at_stock_and_its_ranks_are_told() -> None:
+def test_a_run_is_put_at_stock_and_its_ranks_are_refused() -> None:
     cluster = planned()
     known = cluster.stored()
     snapshot, commands = quarantine_unstorable(cluster)
@@ -99,7 +99,7 @@ def test_it_is_registered_again_and_ends_once() -> None:
     assert quarantine_unstorable(cluster)[1], "the job itself goes on"
 
 
-def test_what_is_stored_of_it_brings_no_plan_back_and_resumes_from_its_profile() -> None:
+def test_its_stored_state_restores_no_plan_and_resumes_from_its_profile() -> None:
     cluster = planned()
     version = cluster.machine.record.version
     cluster.history += quarantine_unstorable(cluster)[1]
@@ -129,7 +129,7 @@ def test_a_finished_run_stays_finished() -> None:
         handle(snapshot, cluster.ranks[FIRST].joined(), 0.0, START_S)
 
 
-def test_what_is_left_of_a_run_that_has_ended_shows_what_its_machine_showed() -> None:
+def test_the_snapshot_of_an_ended_run_shows_the_same_as_its_machine() -> None:
     cluster = planned()
     for rank in cluster.ranks.values():
         cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.FINISHED))

@@ -1,4 +1,4 @@
-"""Every recorded life goes as it went: the same offers, refusals, events, reports and views at every step."""
+"""Every recorded run repeats: the same offers, refusals, events, reports and views at every step."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -11,13 +11,13 @@ from tests.differences import differences
 from tests.service.job.recorded.runs import FILES, RecordedRun, load
 
 _EXPLAINED = ".look.power."
-"""Of a run that has ended: budgets don't ask any more what it draws, and no machine is kept to answer."""
+"""Not compared for an ended run: budgets no longer request its power, and no machine is kept to answer."""
 
 NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in FILES.glob("*.jsonl.gz"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_recorded_run_goes_as_it_went(name: str, tmp_path: Path) -> None:
+async def test_a_recorded_run_repeats(name: str, tmp_path: Path) -> None:
     steps, expected = load(name)
     store = await SqlStore.open(tmp_path / "store.db")
     try:
@@ -37,5 +37,5 @@ def _unexplained(recorded_run: RecordedRun, expected: list[object], found: list[
             yield difference
 
 
-def test_there_are_thirty_of_all_kinds() -> None:
+def test_there_are_thirty_runs_of_all_kinds() -> None:
     assert len(NAMES) >= 30

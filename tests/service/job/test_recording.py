@@ -1,4 +1,4 @@
-"""A run's inputs are kept so that it can be lived again, to the same fault; within bounds."""
+"""A run's inputs are kept within bounds, so that it can be replayed up to the same fault."""
 
 import base64
 import json
@@ -59,7 +59,7 @@ def test_a_run_is_replayed_with_the_same_commands(is_restored: bool) -> None:
     assert list(machine.run.log.report(0)) == list(cluster.machine.run.log.report(0))
 
 
-def test_the_same_fault_comes_at_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_fault_recurs_at_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = planned()
     reconcile, last_version = OfferBoard.reconcile, cluster.machine.record.version + 2
 
@@ -73,7 +73,7 @@ def test_the_same_fault_comes_at_the_same_input(monkeypatch: pytest.MonkeyPatch)
         report_a_straggler_that_gets_slower(cluster)
     recording = copied(recording_of(cluster.machine))
     replayed = replay(recording, solve)
-    for _ in recording.inputs:  # and how it began, but not the last
+    for _ in recording.inputs:  # and its beginning, but not the last input
         next(replayed)
     with pytest.raises(ZeroDivisionError, match="a version too many"):
         next(replayed)
@@ -81,7 +81,7 @@ def test_the_same_fault_comes_at_the_same_input(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(last, StragglerReported)
 
 
-def test_it_is_dropped_when_it_has_grown_too_large_and_when_the_run_ends(
+def test_a_recording_is_dropped_when_it_is_too_large_and_when_the_run_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = Cluster(make_spec())
@@ -100,7 +100,7 @@ def test_it_is_dropped_when_it_has_grown_too_large_and_when_the_run_ends(
     assert recording.beginning is None
 
 
-def test_of_settings_only_the_rules_are_kept() -> None:
+def test_only_the_rules_among_the_settings_are_kept() -> None:
     class Settings(Rules):
         database: str
 
@@ -110,7 +110,7 @@ def test_of_settings_only_the_rules_are_kept() -> None:
     assert beginning.rules == Rules(lease_s=12.0)
 
 
-def test_what_a_restored_run_begins_with_counts_and_is_not_kept_of_one_that_has_ended() -> None:
+def test_the_beginning_of_a_restored_run_counts_and_is_dropped_for_an_ended_one() -> None:
     cluster = planned()
     cluster.restart()
     assert recording_of(cluster.machine).size_bytes > 1000 * len(cluster.ranks)
@@ -121,7 +121,7 @@ def test_what_a_restored_run_begins_with_counts_and_is_not_kept_of_one_that_has_
     assert recording_of(cluster.machine).beginning is None
 
 
-def test_rows_of_telemetry_count() -> None:
+def test_telemetry_rows_count_for_the_size() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     recording = recording_of(cluster.machine)
@@ -139,7 +139,7 @@ def document_of(content: bytes) -> str:
 
 
 @given(st.text(max_size=64) | st.binary(max_size=64).map(document_of) | st.just(document_of(b"[1]")))
-def test_what_is_no_recording_is_refused_in_one_line(document: str) -> None:
+def test_an_invalid_recording_is_refused_in_one_line(document: str) -> None:
     with pytest.raises(RecordingUnreadableError) as caught:
         Recording.load(document)
     assert "\n" not in str(caught.value)
@@ -153,7 +153,7 @@ def test_what_is_no_recording_is_refused_in_one_line(document: str) -> None:
         ({"inputs": [{"type": "NeverSeen"}]}, "NeverSeen"),
     ],
 )
-def test_one_of_another_version_is_refused_by_name(change: dict[str, object], text: str) -> None:
+def test_a_recording_of_another_version_is_refused_by_name(change: dict[str, object], text: str) -> None:
     cluster = planned()
     document = json.loads(zlib.decompress(base64.b64decode(recording_of(cluster.machine).dump())))
     with pytest.raises(RecordingUnreadableError, match=text):

@@ -1,4 +1,4 @@
-"""Where a registration leads: every case that there is."""
+"""The run that a registration leads to: every possible case."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from perseus.service.job.runs import Begin, Continue, Decision, LatestRun, Refus
 
 # (finished, live rank, difference, run that knows the request) of a job whose latest run is the third.
 CASES: dict[tuple[bool, bool, str | None, int | None], Decision] = {
-    # Whoever began or joined an earlier run is told of that one, whatever has become of the job since.
+    # A request that began or joined an earlier run leads to that one, whatever the job's state now.
     **{
         (has_finished, is_live, difference, 2): Repeat(2)
         for has_finished, is_live, difference in product((False, True), (False, True), (None, "schedule"))
@@ -23,7 +23,7 @@ CASES: dict[tuple[bool, bool, str | None, int | None], Decision] = {
     (False, True, "schedule", 3): Refuse("schedule"),
     (False, False, "schedule", None): Begin(4, abandons="schedule"),
     (False, False, "schedule", 3): Begin(4, abandons="schedule"),
-    # After the end. Ranks may still be live then: the job was ended from outside.
+    # After the end. Ranks may still be live: the job was ended from outside.
     (True, False, None, None): Begin(4),
     (True, True, None, None): Begin(4),
     (True, False, "schedule", None): Begin(4),
@@ -41,7 +41,7 @@ def test_the_table_has_every_case() -> None:
 
 
 @pytest.mark.parametrize(("case", "expected"), CASES.items())
-def test_a_registration_leads_where_the_table_says(
+def test_a_registration_leads_to_the_run_in_the_table(
     case: tuple[bool, bool, str | None, int | None], expected: Decision
 ) -> None:
     has_finished, is_live, difference, known_to = case

@@ -1,4 +1,4 @@
-"""The table of a job's transitions, and that entering a state checks it."""
+"""The table of a job's transitions; entering a state checks it."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_a_state_that_needs_all_ranks_can_be_left_when_one_is_lost() -> None:
     assert all(JobState.WAITING in TRANSITIONS[state] for state in NEEDS_ALL_RANKS)
 
 
-def test_what_the_table_does_not_have_is_refused_with_what_was_expected() -> None:
+def test_a_transition_outside_the_table_is_refused_with_the_expected_states() -> None:
     with pytest.raises(
         TransitionError, match="from STOCK: expected BASELINE, FINISHED, WAITING, found PLANNED"
     ):

@@ -1,4 +1,4 @@
-"""Urgent offers in a planned job's life: who gets them, and what they touch counts for nothing."""
+"""Urgent offers to a planned job: which ranks get them; the iterations that they touch do not count."""
 
 from perseus.service.domain.inputs import Tick
 from perseus.service.domain.model import JobState
@@ -9,7 +9,7 @@ from tests.service.service_fakes import Cluster
 
 
 def hurry(cluster: Cluster) -> None:
-    """Slower plans, at once, while all ranks are in the midst of an iteration."""
+    """Set slower plans, as urgent, while all ranks are in the middle of an iteration."""
     for rank in cluster.ranks.values():
         rank.begin()
     cluster.machine.record.policy = OperatingPolicy(max_slowdown_percent=20.0)
@@ -26,7 +26,7 @@ def test_plans_are_in_force_before_the_iteration_has_ended() -> None:
     assert min(cluster.planned_times_s()) > max(before_s), "and on all ranks of a stage"
 
 
-def test_the_iteration_that_they_touch_is_no_evidence_however_long_it_takes() -> None:
+def test_a_touched_iteration_is_no_evidence_however_long_it_takes() -> None:
     cluster = planned()
     report = list(cluster.machine.run.log.report(0))
     before = len(cluster.history)
@@ -58,7 +58,7 @@ def test_one_touched_rank_is_enough() -> None:
     assert latest.has_clock_change
 
 
-def test_the_ledger_has_what_they_touch() -> None:
+def test_touched_iterations_are_in_the_ledger() -> None:
     cluster = planned()
     before = cluster.machine.run.log.totals
     hurry(cluster)

@@ -1,4 +1,4 @@
-"""An emulated cluster whose iterations last as long as its computations, and whose plans may be wrong."""
+"""An emulated cluster whose iterations take as long as its computations, and whose plans may be wrong."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -25,10 +25,10 @@ def never(_stage: int, _clock_mhz: int) -> float:
 
 
 class TruthfulCluster(Cluster):
-    """Iterations last as long as their computations and transfers; agents go on estimating under plans.
+    """Iterations take as long as their computations and transfers; agents keep estimating under plans.
 
-    `work`: by stage, how much more there is to compute than in the beginning, at every clock. `caps_mhz`: by
-    rank, the highest clock that its GPU reaches, whatever is set.
+    `work`: by stage, the factor by which the work has grown since the beginning, at every clock. `caps_mhz`:
+    by rank, the highest clock that its GPU reaches, whatever is set.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TruthfulCluster(Cluster):
         return self
 
     def _is_above_cap(self, rank: FakeRank) -> bool:
-        """Whether a rank holds a clock that it does not reach."""
+        """Tell whether a rank holds a clock that it does not reach."""
         clocks = rank.in_force.clocks
         return isinstance(clocks, HoldClocks) and 0 < rank.capped_mhz < clocks.clocks_mhz[rank.place.stage]
 
@@ -130,7 +130,7 @@ class TruthfulCluster(Cluster):
         return replay(pipeline, {c: clock_mhz(c) for c in self.schedule.computations}).iteration_time_s
 
     def _timeline(self, rank: FakeRank, rows: ComputationColumns) -> ComputationColumns:
-        """What each computation took, and at which clock, under plans."""
+        """Return each computation's time and clock under plans."""
         if not isinstance(rank.in_force.clocks, PlannedClocks):
             return rows
         stage = rank.place.stage

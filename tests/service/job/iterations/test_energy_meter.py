@@ -1,4 +1,4 @@
-"""What a run uses, hour by hour."""
+"""The energy of a run, hour by hour."""
 
 import statistics
 from dataclasses import astuple
@@ -36,7 +36,7 @@ def sums(*iterations: JobIteration, baseline: Period | None = BASELINE) -> Energ
     return EnergyMeter().take(iterations, baseline, NOW_S).sums
 
 
-def test_an_iteration_under_other_clocks_is_held_against_the_baseline() -> None:
+def test_an_iteration_under_other_clocks_is_compared_with_the_baseline() -> None:
     hour = EnergyMeter().take([iteration(80.0), iteration(82.0)], BASELINE, NOW_S + 10)
     assert (hour.hour, hour.reference) == (500_000, REFERENCE)
     found = hour.sums
@@ -45,7 +45,7 @@ def test_an_iteration_under_other_clocks_is_held_against_the_baseline() -> None:
 
 
 @pytest.mark.parametrize("change", [{"is_at_stock": True}, {"is_regular": False}])
-def test_what_ran_at_stock_or_was_no_training_iteration_is_its_own_measure(change: dict[str, bool]) -> None:
+def test_iterations_at_stock_or_irregular_ones_save_nothing(change: dict[str, bool]) -> None:
     found = sums(iteration(80.0, **change))
     assert (found.stock_energy_j, found.compared_count, found.uncompared_energy_j) == (80.0, 0, 0.0)
 
@@ -60,23 +60,23 @@ def test_without_a_baseline_nothing_is_compared() -> None:
         assert (found.sums.uncompared_energy_j, found.sums.compared_count) == (80.0, 0)
 
 
-def test_a_lost_counter_makes_no_saving() -> None:
+def test_a_lost_energy_counter_yields_no_saving() -> None:
     found = sums(iteration(40.0, unmeasured_rank_count=1), iteration(80.0))
     assert (found.iteration_count, found.unmeasured_count) == (2, 1)
     assert (found.uncompared_energy_j, found.compared_energy_j, found.compared_count) == (40.0, 80.0, 1)
 
 
-def test_iterations_that_a_rank_never_reported_are_told_of() -> None:
+def test_unreported_iterations_count_as_unmeasured() -> None:
     found = sums(iteration(skipped_count=3))
     assert (found.iteration_count, found.unmeasured_count) == (1, 3)
 
 
-def test_gaps_count_as_they_were() -> None:
+def test_gaps_count_with_their_time_and_energy() -> None:
     found = sums(iteration(80.0, gap_time_s=2.0, gap_energy_j=30.0))
     assert (found.time_s, found.stock_energy_j, found.energy_j) == (3.0, 30.0, 110.0)
 
 
-def test_profiling_and_stragglers_are_told_apart() -> None:
+def test_profiling_and_stragglers_are_counted_separately() -> None:
     found = sums(
         iteration(70.0, state=JobState.PROFILING),
         iteration(90.0, state=JobState.PROFILING, is_at_stock=True),
@@ -85,7 +85,7 @@ def test_profiling_and_stragglers_are_told_apart() -> None:
     assert (found.profiling_count, found.profiling_energy_j, found.straggler_energy_j) == (1, 70.0, 60.0)
 
 
-def test_an_hour_goes_on_until_it_ends_and_another_begins_at_0() -> None:
+def test_an_hour_adds_up_until_it_ends_and_the_next_begins_at_0() -> None:
     meter = EnergyMeter()
     meter.take([iteration(80.0)], BASELINE, NOW_S)
     assert meter.take([iteration(80.0)], BASELINE, NOW_S + HOUR_S - 1).sums.compared_count == 2
@@ -108,7 +108,7 @@ def test_a_clock_that_is_set_back_overwrites_no_hour() -> None:
     assert (found.hour, found.sums.compared_count) == (500_002, 2)
 
 
-def test_the_latest_hour_goes_on_after_a_restart() -> None:
+def test_the_latest_hour_continues_after_a_restart() -> None:
     before = EnergyMeter().take([iteration()], BASELINE, NOW_S)
     meter = EnergyMeter()
     meter.restore(before)
@@ -119,7 +119,7 @@ def test_the_latest_hour_goes_on_after_a_restart() -> None:
 
 @given(st.lists(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=8), min_size=1, max_size=5))
 def test_deviations_are_from_the_mean_under_the_same_plans(energies_j: list[list[float]]) -> None:
-    """The first iteration under its plans is left out of them."""
+    """The first iteration under new plans does not count."""
     meter = EnergyMeter()
     m2, freedom_count = 0.0, 0
     for version, of_plan in enumerate(energies_j):
@@ -151,6 +151,6 @@ def test_hours_and_batches_add_up_to_the_same(energies_j: list[float], data: st.
     )
 
 
-def test_iterations_of_several_plans_at_once_tell_nothing_of_the_deviation() -> None:
+def test_iterations_of_several_plans_at_once_do_not_count_for_the_deviation() -> None:
     found = sums(*(iteration(energy_j, versions=None) for energy_j in (70.0, 90.0, 80.0)))
     assert (found.compared_count, found.freedom_count, found.energy_m2) == (3, 0, 0.0)

@@ -1,4 +1,4 @@
-"""Iterations put together from their ranks, and the report's periods."""
+"""Iterations assembled from their ranks, and the report's periods."""
 
 import math
 import statistics
@@ -70,7 +70,7 @@ def test_gaps_are_their_ranks_longest_and_all_their_energy() -> None:
 
 
 def restored(log: IterationLog) -> IterationLog:
-    """As a coordinator that was started again goes on with it."""
+    """Return the log as a restarted coordinator continues it."""
     found = IterationLog(RANKS)
     found.restore(log.periods)
     return found
@@ -161,7 +161,7 @@ def test_irregular_iterations_count_with_their_time_and_change_no_mean() -> None
     log.label(1, PipelineOffer((1,), 6, STOCK), JobState.PLANNED)
     for iteration in (6, 7, 8):
         add_all(log, iteration, version=1, is_regular=iteration != 6)
-    assert [each.irregular_count for each in log.periods] == [3, 1], "it counts where it was"
+    assert [each.irregular_count for each in log.periods] == [3, 1], "it counts in its own period"
 
 
 def test_iterations_that_never_become_complete_do_not_pile_up() -> None:

@@ -1,4 +1,4 @@
-"""What a period saved against the stock baseline, and how well that is known."""
+"""The saving of a period against the stock baseline, and its uncertainty."""
 
 import math
 
@@ -35,10 +35,10 @@ def test_a_saving_is_in_percent_of_the_baseline() -> None:
     ("counts", "spreads"),
     [((40, 5), (0.01, 0.01)), ((5, 40), (0.02, 0.001)), ((8, 8), (0.001, 0.03)), ((100, 10), (0.05, 0.05))],
 )
-def test_the_standard_error_is_what_repetition_shows(
+def test_the_standard_error_is_the_spread_of_repeated_trainings(
     counts: tuple[int, int], spreads: tuple[float, float]
 ) -> None:
-    """Many trainings of the same kind: their savings spread by what each says of its own on average."""
+    """The savings of many trainings of the same kind spread by the mean of their reported errors."""
     rng = np.random.default_rng(7)
     savings = []
     for _ in range(1000):
@@ -59,20 +59,20 @@ def test_the_standard_error_is_what_repetition_shows(
 
 
 @pytest.mark.parametrize(("first", "second"), [([1.0], [1.0, 1.1]), ([1.0, 1.1], [1.0])])
-def test_the_error_of_a_single_iteration_is_not_known(first: list[float], second: list[float]) -> None:
+def test_the_error_of_a_single_iteration_is_unknown(first: list[float], second: list[float]) -> None:
     found = saving(period(1, first, first), period(0, second, second))
     assert (found.energy_se_percent, found.slowdown_se_percent) == (None, None)
     assert found.energy_percent is not None
 
 
 @pytest.mark.parametrize(("energy_j", "stock_j"), [(0.0, 5.0), (5.0, 0.0), (0.0, 0.0)])
-def test_where_no_energy_was_measured_none_is_said_to_be_saved(energy_j: float, stock_j: float) -> None:
+def test_without_measured_energy_there_is_no_saving(energy_j: float, stock_j: float) -> None:
     found = saving(period(1, [1.1] * 2, [energy_j] * 2), period(0, [1.0] * 2, [stock_j] * 2))
     assert (found.energy_percent, found.energy_se_percent) == (None, None)
     assert found.slowdown_percent == pytest.approx(10.0)
 
 
-def test_the_report_compares_with_the_latest_baseline_from_wherever_it_is_read() -> None:
+def test_the_report_compares_with_the_latest_baseline_from_any_start() -> None:
     (rank,) = Parallelism(1, 1, 1).all_coordinates()
     log = IterationLog([rank])
     states = {0: JobState.BASELINE, 1: JobState.PROFILING, 2: JobState.PLANNED, 3: JobState.BASELINE}

@@ -1,4 +1,4 @@
-"""Timelines: what is kept of a job's latest iterations, and how little memory it takes."""
+"""Timelines: the iterations kept of a job, and how little memory they take."""
 
 import sys
 from array import array
@@ -31,7 +31,7 @@ def summary(iteration: int) -> IterationSummary:
     )
 
 
-def test_the_latest_iteration_that_all_stages_have_told_of_is_found() -> None:
+def test_the_latest_iteration_that_all_stages_reported_is_found() -> None:
     memory = TimelineMemory(Parallelism(1, 2, 1))
     for iteration in range(6):
         memory.add(Coordinates(0, 0, 0), columns(iteration))
@@ -48,7 +48,7 @@ def test_the_latest_iteration_that_all_stages_have_told_of_is_found() -> None:
     assert [len(stage) for stage in memory._stages[0]] == [1, 1]
 
 
-def test_a_job_that_ends_without_a_whole_iteration_keeps_none() -> None:
+def test_a_job_that_ends_without_a_complete_iteration_keeps_none() -> None:
     memory = TimelineMemory(Parallelism(1, 2, 1))
     memory.add(Coordinates(0, 0, 0), columns(0))
     memory.end()
@@ -56,7 +56,7 @@ def test_a_job_that_ends_without_a_whole_iteration_keeps_none() -> None:
     assert [len(stage) for stage in memory._stages[0]] == [0, 0]
 
 
-def test_a_regular_iteration_is_kept_compact_and_as_it_was() -> None:
+def test_a_regular_iteration_is_kept_compact_and_unchanged() -> None:
     order = Order(ORDER)
     first, second = (order.compact(columns(iteration)) for iteration in (1, 2))
     assert first.kind is second.kind
@@ -83,7 +83,7 @@ def test_an_iteration_of_the_baseline_outlives_those_under_plans_and_the_jobs_en
     memory.keep_baseline()
     assert memory.baseline is not None
     pipeline, timeline = memory.baseline
-    assert (pipeline, timeline.iteration) == (1, 3), "the first pipeline that has a whole one"
+    assert (pipeline, timeline.iteration) == (1, 3), "the first pipeline with a complete one"
 
     for iteration in range(4, 12):
         for stage in range(2):
@@ -100,10 +100,10 @@ def test_an_iteration_of_the_baseline_outlives_those_under_plans_and_the_jobs_en
     assert latest.iteration == 11
 
     memory.keep_baseline()
-    assert memory.baseline is None, "what ran at other clocks is no baseline"
+    assert memory.baseline is None, "iterations at other clocks are no baseline"
 
 
-def test_the_mean_clock_is_by_time() -> None:
+def test_the_mean_clock_is_weighted_by_time() -> None:
     memory = TimelineMemory(Parallelism(1, 2, 1))
     memory.add(Coordinates(0, 0, 0), at(3, [1200, 1000]))
     assert memory.mean_clock_mhz(0, 0) == 1050

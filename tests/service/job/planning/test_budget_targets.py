@@ -1,4 +1,4 @@
-"""A power budget's pace is honoured as a policy is: it wins, uses slack, and outlives a restart."""
+"""A power budget's target overrides the policy, uses slack, and outlives a restart."""
 
 import math
 
@@ -22,12 +22,12 @@ def planned() -> Cluster:
 
 
 def middle_s(cluster: Cluster) -> float:
-    """A pace in the middle of the frontier."""
+    """Return a target in the middle of the frontier."""
     points = views.solved_frontier(cluster.machine.run).points
     return points[len(points) // 2].iteration_time_s
 
 
-def test_a_target_is_run_at_until_it_is_lifted() -> None:
+def test_a_target_holds_until_it_is_lifted() -> None:
     cluster = planned()
     before_s = cluster.planned_times_s()
     target_time_s = middle_s(cluster)
@@ -36,7 +36,7 @@ def test_a_target_is_run_at_until_it_is_lifted() -> None:
     for own_s, was_s in zip(cluster.planned_times_s(), before_s, strict=True):
         assert was_s < own_s <= target_time_s
     assert cluster.machine.record.budget_target_time_s == target_time_s
-    cluster.send(BudgetTargetSet(target_time_s, is_urgent=True))  # no news
+    cluster.send(BudgetTargetSet(target_time_s, is_urgent=True))  # unchanged
     cluster.send(BudgetTargetSet(None, is_urgent=False))
     cluster.iterate(4)
     assert cluster.planned_times_s() == before_s
@@ -57,7 +57,7 @@ def test_a_target_makes_nothing_faster_than_the_policy() -> None:
     assert cluster.planned_times_s() == own_s
 
 
-def test_a_straggler_is_given_what_its_slowness_turns_into_the_target() -> None:
+def test_a_straggler_gets_the_plan_that_its_slowness_stretches_to_the_target() -> None:
     cluster = planned()
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.05)))
     basis = views.power(cluster.machine.run).basis
@@ -89,11 +89,11 @@ def test_a_target_waits_for_plans_and_survives_a_restart() -> None:
         cluster.send(rank.joined())
     cluster.iterate(4)
     assert cluster.planned_times_s() == times_s
-    assert len(cluster.offered_versions) == offered_count, "nothing is offered anew for nothing"
+    assert len(cluster.offered_versions) == offered_count, "no offer is repeated needlessly"
 
 
 @pytest.mark.parametrize("is_urgent", [True, False])
-def test_what_a_job_draws_is_that_of_its_latest_iteration(is_urgent: bool) -> None:
+def test_a_jobs_power_is_that_of_its_latest_iteration(is_urgent: bool) -> None:
     cluster = planned()
     power = views.power(cluster.machine.run)
     assert power.power_w == pytest.approx(4 * 100.0)
@@ -106,13 +106,15 @@ def test_what_a_job_draws_is_that_of_its_latest_iteration(is_urgent: bool) -> No
     assert (power.is_changing, power.is_in_force) == (True, is_urgent)
     for rank in cluster.ranks.values():
         cluster.send(rank.end(0.8))
-    assert views.power(cluster.machine.run).is_changing, "one in which clocks changed is not of the new plans"
+    assert views.power(cluster.machine.run).is_changing, (
+        "an iteration with a clock change does not belong to the new plans"
+    )
     cluster.iterate(4)
     power = views.power(cluster.machine.run)
     assert (power.is_changing, power.is_in_force) == (False, True)
 
 
-def test_terms_stay_with_a_policy_that_does_not_say_any() -> None:
+def test_a_policy_without_budget_terms_keeps_the_previous_ones() -> None:
     cluster = planned()
     assert views.power(cluster.machine.run).terms == BudgetTerms(100.0, 1.0)
     terms = BudgetTerms(tolerance_percent=5.0, weight=2.0)
@@ -125,7 +127,7 @@ def test_terms_stay_with_a_policy_that_does_not_say_any() -> None:
 
 
 @pytest.mark.parametrize("target_time_s", [math.nan, 0.0, -1.0, math.inf])
-def test_what_is_no_time_is_refused(target_time_s: float) -> None:
+def test_invalid_target_times_are_refused(target_time_s: float) -> None:
     with pytest.raises(InvalidFieldError, match="target_time_s"):
         planned().send(BudgetTargetSet(target_time_s, is_urgent=True))
 

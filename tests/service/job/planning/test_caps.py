@@ -1,4 +1,4 @@
-"""Clocks that GPUs do not reach: found where they cost time, done without, and tried again."""
+"""Clocks that GPUs do not reach: detected when they cost time, excluded, and tried again."""
 
 from dataclasses import replace
 
@@ -33,33 +33,33 @@ def rows(*clocks_mhz: int, reasons: int = 0x4) -> IterationColumns:
 
 
 def planned(clock_mhz: int) -> list[PlannedClocks]:
-    """A pipeline's plan with one clock for all."""
+    """A pipeline's plan with one clock for all computations."""
     plan = FRONTIER.baseline
     stages = tuple(tuple(each._replace(clock_mhz=clock_mhz) for each in stage) for stage in plan.stages)
     return [PlannedClocks(replace(plan, stages=stages))]
 
 
-def test_a_rank_that_was_held_in_all_of_its_latest_iterations_explains_what_is_slow() -> None:
+def test_a_rank_that_was_capped_in_all_its_latest_iterations_explains_slowness() -> None:
     caps = CapWatch(5)
     caps.take(RANK, rows(1250, 1200, 1230, 1210))
     assert caps.explain(planned(1400), USABLE_MHZ, ()) == ()
     caps.take(RANK, rows(1240, reasons=0x44))
     assert caps.explain(planned(1400), USABLE_MHZ, ()) == (Cap(RANK, 1200, 1400, 0x44),)
-    assert caps.explain(planned(1200), USABLE_MHZ, ()) == (), "no more is asked of it"
+    assert caps.explain(planned(1200), USABLE_MHZ, ()) == (), "its plan needs no more"
     assert caps.explain(planned(1400), USABLE_MHZ, {0}) != ()
     assert caps.explain([*planned(1400), *planned(1400)], USABLE_MHZ, {1}) == (), "another pipeline is slow"
     caps.take(RANK, rows(0))
     assert caps.explain(planned(1400), USABLE_MHZ, ()) == ()
 
 
-def test_reasons_that_hold_nothing_and_agents_that_tell_no_clock_explain_nothing() -> None:
+def test_harmless_reasons_and_agents_without_a_reported_clock_explain_nothing() -> None:
     caps = CapWatch(5)
     caps.take(RANK, rows(*[1200] * 8, reasons=0x1))
     caps.take(Coordinates(0, 0, 0), rows(*[1200] * 8)._replace(capped_clock_mhz=()))
     assert caps.explain(planned(1400), USABLE_MHZ, ()) == ()
 
 
-def test_the_two_lowest_clocks_are_never_done_without() -> None:
+def test_the_two_lowest_clocks_are_never_excluded() -> None:
     caps = CapWatch(5)
     caps.take(RANK, rows(*[500] * 5))
     assert caps.explain(planned(CLOCKS_MHZ[-2]), USABLE_MHZ, ()) == ()
@@ -85,7 +85,7 @@ def test_clocks_are_tried_again_after_twice_as_long_every_time() -> None:
 
 
 def solved_clocks_mhz(cluster: TruthfulCluster, stage: int) -> set[int]:
-    """What the latest problem was solved with."""
+    """Return the clocks that the latest problem was solved with."""
     problem = [command.problem for command in cluster.history if isinstance(command, Solve)][-1]
     return {m.clock_mhz for (at, _, _), some in problem.profiles.items() if at == stage for m in some}
 
@@ -105,7 +105,7 @@ def test_a_cap_on_all_pipelines_is_planned_around_instead_of_violating_a_predict
     cap_stage(cluster, 0, 1100)
     while cluster.machine.record.state is JobState.PLANNED:
         cluster.run(1)
-        assert cluster.ranks[Coordinates(0, 0, 0)].iteration < 200, "it is never found"
+        assert cluster.ranks[Coordinates(0, 0, 0)].iteration < 200, "no violation is found"
     cluster.expect(JobState.BASELINE)
     capped = cluster.announced(event_pb2.ClockCapped)
     assert {
@@ -116,7 +116,7 @@ def test_a_cap_on_all_pipelines_is_planned_around_instead_of_violating_a_predict
     assert solved_clocks_mhz(cluster, 0) == {1100, 1000, 900}
     assert max(solved_clocks_mhz(cluster, 1)) == 1400
     after = cluster.job()
-    assert after.t_min_s > 1.1 * before.t_min_s, "what the GPUs can really do"
+    assert after.t_min_s > 1.1 * before.t_min_s, "the clocks that the GPUs reach"
     assert after.baseline.iteration_time_s > 1.1 * before.baseline.iteration_time_s, "stock is no faster"
     cluster.run(100)
     cluster.expect(JobState.PLANNED)

@@ -1,4 +1,4 @@
-"""Drift: what tells that a stage's work itself has become another one."""
+"""Drift that shows that a stage's work itself has changed."""
 
 import pytest
 
@@ -22,7 +22,7 @@ PROBLEM = Pipeline(
 
 
 def timeline(*ratios: float) -> Timeline:
-    """An iteration at the highest clock whose stages take so much longer than planned."""
+    """Return an iteration at the highest clock whose stages take so much longer than planned."""
     stages = tuple(
         ComputationColumns(
             iteration=[7] * len(order),
@@ -38,7 +38,7 @@ def timeline(*ratios: float) -> Timeline:
     return Timeline(7, 1.0, stages)
 
 
-def test_what_every_pipeline_shows_is_other_work() -> None:
+def test_slowness_of_every_pipeline_is_changed_work() -> None:
     found = changed_work(PROBLEM, [timeline(1.0, 2.0), timeline(1.0, 1.9)])
     assert found is not None
     stage, ratio = found
@@ -47,10 +47,10 @@ def test_what_every_pipeline_shows_is_other_work() -> None:
 
 
 @pytest.mark.parametrize("pipeline_count", [2, 3, 8])
-def test_what_one_pipeline_shows_is_a_straggler(pipeline_count: int) -> None:
+def test_slowness_of_one_pipeline_is_a_straggler(pipeline_count: int) -> None:
     others = [timeline(1.0, 1.0)] * (pipeline_count - 1)
     assert changed_work(PROBLEM, [timeline(1.2, 1.5), *others]) is None
 
 
-def test_without_timelines_nothing_is_known() -> None:
+def test_without_timelines_no_change_is_found() -> None:
     assert changed_work(PROBLEM, []) is None

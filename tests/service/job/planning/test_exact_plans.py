@@ -1,4 +1,4 @@
-"""The plan of exactly the wanted iteration time: offered when it is there, once, if it pays, and kept."""
+"""The plan for exactly the target iteration time: offered once it is made, if it pays, and kept."""
 
 from dataclasses import replace
 
@@ -34,13 +34,13 @@ def wanted(commands: list[Command]) -> list[Refinement]:
 
 
 def cheaper(iteration_time_s: float, by_share: float) -> Plan:
-    """The point's plan, as if it took so much less energy."""
+    """Return the point's plan with so much less energy."""
     plan = FRONTIER.plan_within(iteration_time_s)
     saved_j = by_share * plan.energy_until_j(iteration_time_s)
     return replace(plan, effective_energy_j=plan.effective_energy_j - saved_j)
 
 
-def test_the_point_answers_until_the_plan_is_there() -> None:
+def test_the_point_is_offered_until_the_plan_is_made() -> None:
     plans, buffer = exact_plans()
     point = FRONTIER.plan_within(MIDDLE_S)
     plans.want(FRONTIER, [MIDDLE_S])
@@ -55,7 +55,7 @@ def test_the_point_answers_until_the_plan_is_there() -> None:
     assert not buffer.take()
 
 
-def test_a_plan_that_does_not_pay_changes_nothing_and_is_not_made_again() -> None:
+def test_a_plan_that_saves_too_little_changes_nothing_and_is_not_made_again() -> None:
     plans, buffer = exact_plans()
     plans.want(FRONTIER, [MIDDLE_S])
     (refinement,) = wanted(buffer.take())
@@ -65,7 +65,7 @@ def test_a_plan_that_does_not_pay_changes_nothing_and_is_not_made_again() -> Non
     assert not buffer.take()
 
 
-def test_what_is_no_longer_wanted_makes_way_and_its_answer_is_ignored() -> None:
+def test_an_unwanted_plan_makes_way_and_its_answer_is_ignored() -> None:
     plans, buffer = exact_plans()
     plans.want(FRONTIER, [MIDDLE_S])
     (older,) = wanted(buffer.take())
@@ -97,7 +97,7 @@ def test_a_bounded_number_is_kept() -> None:
 
 
 class UnhurriedCluster(Cluster):
-    """Plans wait to be made."""
+    """A cluster whose exact plans wait until the test makes them."""
 
     def __init__(self) -> None:
         super().__init__(make_spec())
@@ -145,7 +145,7 @@ def test_a_straggler_is_answered_at_once_and_once_more(cluster: UnhurriedCluster
         assert offered(commands) == set()
     cluster.carry_out(commands)
     cluster.iterate(3)
-    # The next time the plan is there at once.
+    # The next time, the plan is available at once.
     cluster.send(StragglerCleared(0))
     at_once_j = planned_j(cluster, 1)
     cluster.iterate(3)
@@ -185,7 +185,7 @@ def test_a_plan_that_comes_while_the_baseline_is_measured_waits_for_its_end(
 
 
 def test_one_problem_at_a_time(cluster: UnhurriedCluster) -> None:
-    """A drift that asks for another frontier drops the plan that is being made."""
+    """Drift that requests another frontier drops the plan that is being made."""
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
     assert len(cluster.waiting) == 1
     cluster.machine.run.planner.solve()

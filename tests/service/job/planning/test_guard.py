@@ -1,4 +1,4 @@
-"""The guard and the watch for drift, alone."""
+"""The guard and the drift watch by themselves."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -38,7 +38,7 @@ def iteration(number: int, seconds: float, version: int = 1, is_regular: bool = 
 
 
 def knowing(noise: float, seed: int = 0) -> Guard:
-    """A guard that has learned from iterations at stock how much they jump."""
+    """Return a guard that has learned the noise of iteration times at stock."""
     guard = Guard(Rules())
     for jump in noise * np.random.default_rng(seed).standard_normal(60):
         guard.learn(iteration(0, 0.9 * float(np.exp(jump)), version=0))
@@ -56,8 +56,8 @@ def violated_at(times_s: Iterable[float], guard: Guard | None = None) -> list[in
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.03, 0.145])
-def test_jumps_alone_violate_no_prediction(noise: float) -> None:
-    """Each median of five exceeds 1 % often, where iterations jump by 3 %."""
+def test_noise_alone_violates_no_prediction(noise: float) -> None:
+    """The median of five often exceeds 1 % if iterations have a noise of 3 %."""
     rng = np.random.default_rng(1)
     times_s = np.exp(noise * rng.standard_normal(3000)).tolist()
     exceeding = sum(median(times_s[at : at + 5]) > 1.01 for at in range(len(times_s) - 5))
@@ -66,18 +66,18 @@ def test_jumps_alone_violate_no_prediction(noise: float) -> None:
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.02])
-def test_amid_jumps_a_prediction_is_violated_once_it_is_sure(noise: float) -> None:
+def test_amid_noise_a_violation_is_reported_once_it_is_certain(noise: float) -> None:
     rng = np.random.default_rng(2)
     found = violated_at((1.08 * np.exp(noise * rng.standard_normal(60))).tolist(), knowing(noise))
     assert found[0] < 20
 
 
-def test_before_it_is_known_how_iterations_jump_a_prediction_is_not_violated_by_a_few() -> None:
+def test_before_the_noise_is_known_a_few_slow_iterations_violate_no_prediction() -> None:
     assert violated_at([1.02] * 5, Guard(Rules())) == []
     assert violated_at([1.02] * 20, Guard(Rules()))[0] < 15
 
 
-def test_the_baseline_is_no_more_exact_than_its_iterations() -> None:
+def test_the_tolerance_covers_the_error_of_the_baseline() -> None:
     assert knowing(0.0).tolerance == 0.01
     assert 0.03 < knowing(0.05).tolerance < 0.09
 
@@ -91,7 +91,7 @@ def test_a_prediction_is_violated_by_the_median_of_five() -> None:
 
 
 def violated_by_gaps(gaps: list[tuple[float, float]], baseline_gap_time_s: float | None = 0.2) -> list[int]:
-    """Gaps as (time, what low clocks can have added to it), between iterations that keep their promise."""
+    """Take gaps as (time, part explained by low clocks), between iterations within their prediction."""
     guard = knowing(0.0)
     return [
         number
@@ -111,12 +111,12 @@ def test_an_evaluation_at_stock_violates_no_prediction() -> None:
     assert violated_by_gaps([(5.0, 0.0)] * 20) == []
 
 
-def test_what_low_clocks_add_to_the_gaps_is_not_unseen() -> None:
+def test_time_that_low_clocks_add_to_gaps_counts() -> None:
     assert violated_by_gaps([(0.23, 0.05)] * 5) == [4]
     assert violated_by_gaps([(0.5, 0.02)] * 5) == [4]
-    assert violated_by_gaps([(0.23, 0.005)] * 20) == [], "so much of it at most"
-    assert violated_by_gaps([(0.205, 0.05)] * 20) == [], "and so much altogether"
-    assert violated_by_gaps([(0.5, 0.05)] * 20, None) == [], "what is usual at stock is not known"
+    assert violated_by_gaps([(0.23, 0.005)] * 20) == [], "low clocks explain at most this part"
+    assert violated_by_gaps([(0.205, 0.05)] * 20) == [], "the gap exceeds the usual one by this in total"
+    assert violated_by_gaps([(0.5, 0.05)] * 20, None) == [], "the usual gap at stock is unknown"
 
 
 def test_the_details_name_the_times() -> None:
@@ -140,7 +140,7 @@ def test_other_plans_and_irregular_iterations_do_not_count() -> None:
 
 
 def watch(scales: dict[tuple[int, int], float], count: int = 16) -> DriftWatch:
-    """Every rank is at 1200 MHz, its times scaled by (pipeline, stage)."""
+    """Return a watch with every rank at 1200 MHz, its times scaled by (pipeline, stage)."""
     found = DriftWatch(SHAPE)
     for place in SHAPE.all_coordinates():
         reported = estimate(SCHEDULE.orders[place.stage], 1, 3, 1200)
@@ -157,7 +157,7 @@ def check(found: DriftWatch) -> Drift | None:
     return found.check(PROBLEM, MEASURED, ignored=())
 
 
-def test_what_all_pipelines_show_is_drift_and_what_one_shows_is_not() -> None:
+def test_a_difference_on_all_pipelines_is_drift_and_on_one_is_not() -> None:
     assert check(watch({})) is None
     assert check(watch({(0, 1): 1.3})) is None
     drift = check(watch({(pipeline, 1): 1.05 for pipeline in range(3)}))
@@ -167,17 +167,17 @@ def test_what_all_pipelines_show_is_drift_and_what_one_shows_is_not() -> None:
     assert len(drift.times_s) == 4
 
 
-def test_a_clock_that_was_not_measured_is_held_to_more() -> None:
+def test_an_interpolated_clock_has_a_tighter_tolerance() -> None:
     slightly = {(pipeline, 1): 1.015 for pipeline in range(3)}
     assert check(watch(slightly)) is None
     assert watch(slightly).check(PROBLEM, MEASURED - {(1, 1200)}, ignored=()) is not None
 
 
-def test_a_few_computations_say_nothing() -> None:
+def test_too_few_computations_do_not_count() -> None:
     assert check(watch({(pipeline, 1): 2.0 for pipeline in range(3)}, count=4)) is None
 
 
-def test_a_look_is_due_after_every_block_under_the_same_plans() -> None:
+def test_a_check_is_due_after_every_block_under_the_same_plans() -> None:
     found = DriftWatch(SHAPE)
     due = [n for n in range(2 * BLOCK) if found.is_due((1, 1))]
     assert due == [BLOCK - 1, 2 * BLOCK - 1]

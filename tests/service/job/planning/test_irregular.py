@@ -1,4 +1,4 @@
-"""Iterations that are not as registered: when plans have to go because of them."""
+"""Irregular iterations, and when plans are withdrawn because of them."""
 
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import JobState
@@ -15,7 +15,7 @@ def iteration(number: int, time_s: float, version: int = 1, *, is_regular: bool 
 
 
 def judged(watch: IrregularWatch, times_s: list[float], regular_every: int = 0) -> list[int]:
-    """The iterations at which the plans have to go."""
+    """Return the iterations at which the plans are withdrawn."""
     return [
         number
         for number, time_s in enumerate(times_s)
@@ -27,10 +27,10 @@ def judged(watch: IrregularWatch, times_s: list[float], regular_every: int = 0) 
     ]
 
 
-def test_plans_go_where_most_of_the_latest_iterations_are_irregular_and_slow() -> None:
+def test_plans_are_withdrawn_if_most_of_the_latest_iterations_are_irregular_and_slow() -> None:
     assert judged(IrregularWatch(Rules()), [1.02] * 5) == [4]
     assert judged(IrregularWatch(Rules()), [1.005] * 20) == []
-    assert judged(IrregularWatch(Rules()), [0.5] * 20) == [], "shorter ones harm nobody"
+    assert judged(IrregularWatch(Rules()), [0.5] * 20) == [], "shorter ones do no harm"
     assert judged(IrregularWatch(Rules()), [5.0] * 20, regular_every=2)[:1] == [5]
     watch = IrregularWatch(Rules())
     assert [watch.judge(iteration(n, 5.0, is_regular=n % 3 > 0), PREDICTED_S) for n in range(20)] == [
@@ -38,7 +38,7 @@ def test_plans_go_where_most_of_the_latest_iterations_are_irregular_and_slow() -
     ] * 20
 
 
-def test_what_takes_as_long_at_stock_is_not_the_plans_doing() -> None:
+def test_iterations_that_take_as_long_at_stock_keep_the_plans() -> None:
     watch = IrregularWatch(Rules())
     for number in range(6):
         watch.take_stock(iteration(number, 1.5, version=0))
@@ -54,7 +54,7 @@ def test_iterations_under_other_plans_do_not_count() -> None:
 
 
 class OtherCluster(TruthfulCluster):
-    """Every rank's iterations are irregular while `differs`, and take longer."""
+    """A cluster whose iterations are irregular and longer while `differs`."""
 
     differs = False
 
@@ -66,7 +66,7 @@ class OtherCluster(TruthfulCluster):
                 super().run(1)
 
 
-def test_a_job_whose_iterations_differ_is_at_stock_until_they_fit_and_has_its_plans_back_then() -> None:
+def test_a_job_with_irregular_iterations_is_at_stock_until_they_are_regular_again() -> None:
     cluster = OtherCluster()
     cluster.plan()
     t_min_s = cluster.job().t_min_s
@@ -85,7 +85,7 @@ def test_a_job_whose_iterations_differ_is_at_stock_until_they_fit_and_has_its_pl
     cluster.run(3)
     cluster.differs = True
     cluster.run(20)
-    cluster.expect(JobState.PLANNED)  # it is known by now that they take as long at stock
+    cluster.expect(JobState.PLANNED)  # by now they are known to take as long at stock
     (*_, baseline, last) = [period for period, _ in cluster.machine.run.log.report(0)]
     assert (baseline.state, last.state) == (JobState.BASELINE, JobState.PLANNED)
     assert last.irregular_count == 20

@@ -1,4 +1,4 @@
-"""Offers by their exact commands: who is told of new clocks, under which version, from when."""
+"""Offers by their exact commands: which ranks get new clocks, under which version, from which iteration."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ ALL = (FIRST, SECOND, THIRD, FOURTH)
 
 
 def plan(first_mhz: int, second_mhz: int, time_s: float = 1.0) -> PlannedClocks:
-    """A forward on each of two stages."""
+    """Return a plan with a forward on each of two stages."""
     stages = tuple(
         (PlannedComputation(Computation(stage, Kind.FORWARD, 0), mhz, 0.0, time_s),)
         for stage, mhz in enumerate((first_mhz, second_mhz))
@@ -38,7 +38,7 @@ def plan(first_mhz: int, second_mhz: int, time_s: float = 1.0) -> PlannedClocks:
 
 
 class Bench:
-    """A board and the ranks that it speaks to; `settle` returns what was sent and the types of events."""
+    """A board and its ranks; `reconcile` returns the sent offers and the types of events."""
 
     def __init__(self) -> None:
         spec = make_spec()
@@ -54,7 +54,7 @@ class Bench:
         self.board.forget_sent(place)
 
     def follow(self, *places: Coordinates) -> None:
-        """What was offered is in force there."""
+        """Put the offered clocks in force."""
         for place in places:
             version = self.board.of_rank(place).version
             self.ranks.change(replace(self.ranks[place], in_force_version=version))
@@ -68,7 +68,7 @@ class Bench:
 
 
 def under(clocks: PlannedClocks) -> Bench:
-    """All ranks have their share of a plan in force, as version 1."""
+    """Return a bench in which all ranks have their share of a plan in force, as version 1."""
     bench = Bench()
     for place in ALL:
         bench.join(place)
@@ -79,7 +79,7 @@ def under(clocks: PlannedClocks) -> Bench:
     return bench
 
 
-def test_a_stage_with_the_same_share_of_a_new_plan_is_told_nothing() -> None:
+def test_a_stage_with_the_same_share_of_a_new_plan_gets_no_offer() -> None:
     bench = under(plan(1400, 1000))
     newer = plan(1200, 1000, time_s=1.1)
     bench.board.set_desired([0], newer)
@@ -93,7 +93,7 @@ def test_a_stage_with_the_same_share_of_a_new_plan_is_told_nothing() -> None:
     assert bench.events == [event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE]
 
 
-def test_the_same_clocks_with_other_times_are_offered_to_nobody() -> None:
+def test_the_same_clocks_with_other_times_are_not_offered() -> None:
     bench = under(plan(1400, 1000))
     newer = plan(1400, 1000, time_s=1.1)
     bench.board.set_desired([0, 1], newer)
@@ -102,7 +102,7 @@ def test_the_same_clocks_with_other_times_are_offered_to_nobody() -> None:
     assert bench.record.version == 1
 
 
-def test_a_rank_that_lost_what_its_stage_kept_gets_it_back_under_its_own_version() -> None:
+def test_a_rank_that_lost_its_unchanged_share_gets_it_back_under_the_stages_version() -> None:
     bench = under(plan(1400, 1000))
     newer = plan(1200, 1000)
     bench.board.set_desired([0], newer)
@@ -125,7 +125,7 @@ def test_stages_that_change_one_after_the_other_start_together() -> None:
     ]
 
 
-def test_an_offer_that_comes_too_late_is_postponed_for_those_that_wait_for_it() -> None:
+def test_a_late_offer_is_postponed_for_the_ranks_without_it() -> None:
     bench = under(plan(1400, 1000))
     newer = plan(1200, 900)
     bench.board.set_desired([0], newer)
@@ -135,7 +135,7 @@ def test_an_offer_that_comes_too_late_is_postponed_for_those_that_wait_for_it() 
     assert bench.reconcile() == [SendOffer(SECOND, "agent", Offer(2, 11, newer))]
 
 
-def test_a_stage_that_stays_at_stock_is_told_so_only_if_something_else_is_in_force() -> None:
+def test_a_stage_that_stays_at_stock_gets_an_offer_only_if_other_clocks_are_in_force() -> None:
     bench = Bench()
     for place in ALL:
         bench.join(place)
@@ -147,7 +147,7 @@ def test_a_stage_that_stays_at_stock_is_told_so_only_if_something_else_is_in_for
     assert bench.reconcile() == [SendOffer(SECOND, "agent", Offer(2, 9, held))]
 
 
-def test_what_nobody_is_offered_is_not_announced() -> None:
+def test_offers_that_are_not_sent_are_not_announced() -> None:
     bench = Bench()
     bench.board.set_desired([0, 1], plan(1400, 1000))
     assert bench.reconcile() == []
@@ -157,13 +157,13 @@ def test_what_nobody_is_offered_is_not_announced() -> None:
     assert bench.events.count(event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED) == 1
 
 
-def test_shares_of_the_same_clocks_are_the_same() -> None:
+def test_shares_of_the_same_clocks_are_equal() -> None:
     assert stage_clocks(plan(1400, 1000), 1) == stage_clocks(plan(900, 1000, time_s=2.0), 1)
     assert stage_clocks(plan(1400, 1000), 1) != stage_clocks(plan(1400, 900), 1)
     assert stage_clocks(plan(1400, 0), 1) == stage_clocks(STOCK, 0) == stage_clocks(HoldClocks((900, 0)), 1)
 
 
-def test_an_urgent_offer_says_so_to_all_ranks_of_the_stages_that_change() -> None:
+def test_an_urgent_offer_is_marked_for_all_ranks_of_the_stages_that_change() -> None:
     bench = under(plan(1400, 1000))
     slower = plan(900, 1000, 2.0)
     bench.board.set_desired([0], slower, is_urgent=True)
@@ -175,7 +175,7 @@ def test_an_urgent_offer_says_so_to_all_ranks_of_the_stages_that_change() -> Non
     assert not bench.board.is_urgent
 
 
-def test_what_takes_the_place_of_an_urgent_offer_that_is_not_in_force_is_urgent() -> None:
+def test_the_replacement_of_an_urgent_offer_not_in_force_is_urgent() -> None:
     bench = under(plan(1400, 1000))
     bench.board.set_desired([0], plan(900, 1000, 2.0), is_urgent=True)
     bench.reconcile()
@@ -191,7 +191,7 @@ def test_what_takes_the_place_of_an_urgent_offer_that_is_not_in_force_is_urgent(
     assert not sent.offer.is_urgent
 
 
-def test_what_was_offered_for_later_is_hurried() -> None:
+def test_an_offer_for_later_becomes_urgent() -> None:
     bench = under(plan(1400, 1000))
     slower = plan(900, 1000, 2.0)
     bench.board.set_desired([0], slower)
@@ -201,7 +201,7 @@ def test_what_was_offered_for_later_is_hurried() -> None:
     assert bench.reconcile() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
 
 
-def test_what_is_in_force_is_not_hurried() -> None:
+def test_clocks_in_force_are_not_offered_as_urgent() -> None:
     bench = under(plan(1400, 1000))
     bench.board.set_desired(range(2), plan(1400, 1000), is_urgent=True)
 
@@ -209,7 +209,7 @@ def test_what_is_in_force_is_not_hurried() -> None:
     assert not bench.board.is_urgent
 
 
-def test_stock_under_a_max_clock_is_other_clocks_than_stock() -> None:
+def test_stock_under_a_max_clock_differs_from_stock() -> None:
     bench = under(plan(1400, 1000))
     bench.board.set_desired([0], STOCK)
     bench.reconcile()

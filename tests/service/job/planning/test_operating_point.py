@@ -1,4 +1,4 @@
-"""Target times, and plans with the computations that have no clock."""
+"""Target times, and plans with computations without a clock."""
 
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ def test_a_plan_has_the_fixed_computations_in_their_places_without_a_clock() -> 
     percent=st.floats(0, 100),
     stragglers=st.dictionaries(st.integers(0, 4), st.floats(1, 10), max_size=5),
 )
-def test_targets_keep_the_policy_and_wait_for_the_slowest(
+def test_targets_follow_the_policy_and_the_slowest_straggler(
     percent: float, stragglers: dict[int, float]
 ) -> None:
     times_s = {
@@ -75,7 +75,7 @@ def test_a_deadline_sets_the_target_of_whole_iterations() -> None:
 
 
 @given(st.floats(1, 1000))
-def test_a_power_cap_is_kept_at_the_shortest_iteration_time_that_does(cap_w: float) -> None:
+def test_a_power_limit_gives_the_shortest_iteration_time_that_keeps_it(cap_w: float) -> None:
     planned_s = own_time_s(OperatingPolicy(max_average_power_w=cap_w))
     powers_w = {point.iteration_time_s: point.energy_j / point.iteration_time_s for point in FRONTIER.points}
     keeping_s = [time_s for time_s, power_w in powers_w.items() if power_w <= cap_w]
@@ -84,7 +84,7 @@ def test_a_power_cap_is_kept_at_the_shortest_iteration_time_that_does(cap_w: flo
 
 @pytest.fixture(scope="module")
 def slow_at_the_top() -> Frontier:
-    """Stage 1 is the heavier, and a little slower at its highest clock than at the next."""
+    """Return a frontier whose stage 1 is heavier, and slightly slower at its highest clock."""
     profiles = {
         (stage, 0, kind): tuple(
             Measurement(mhz, time_s * weight * work, energy_j * weight * work)
@@ -101,7 +101,7 @@ def slow_at_the_top() -> Frontier:
     return solve(Pipeline(one_forward_one_backward(2, 6), profiles, (50.0, 50.0)), point_count=12)
 
 
-def test_no_slowdown_is_measured_against_stock_not_against_t_min(slow_at_the_top: Frontier) -> None:
+def test_no_slowdown_is_relative_to_stock_not_to_t_min(slow_at_the_top: Frontier) -> None:
     stock_s = slow_at_the_top.baseline.iteration_time_s
     assert stock_s == pytest.approx(1.005 * slow_at_the_top.t_min_s)
     assert no_slowdown(slow_at_the_top, 0.0) == NoSlowdown(stock_s, NoSlowdownBasis.ALL_MAX)
@@ -111,7 +111,7 @@ def test_no_slowdown_is_measured_against_stock_not_against_t_min(slow_at_the_top
     assert slow_at_the_top.plan_within(own_s).energy_j < saved_j
 
 
-def test_a_measured_baseline_lowers_what_is_no_slowdown_and_never_raises_it(
+def test_a_measured_baseline_only_lowers_the_time_without_slowdown(
     slow_at_the_top: Frontier,
 ) -> None:
     stock_s, t_min_s = slow_at_the_top.baseline.iteration_time_s, slow_at_the_top.t_min_s

@@ -1,4 +1,4 @@
-"""Lasting refusals: the job settles on plans that all ranks can follow, by its exact commands."""
+"""Lasting refusals: the job ends up with plans that all ranks can follow, by its exact commands."""
 
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
     assert messages(commands)[1] == (
         f"planned → solving: {FOURTH} and its stage stay at stock: {reason.value}"
     )
-    # Until there is a plan for what is left, everything is at stock.
+    # Until there is a plan for the remaining stages, everything is at stock.
     assert {(some.version, some.clocks) for some in offers(commands).values()} == {(offer.version + 1, STOCK)}
     assert offers(commands).keys() == {FIRST, SECOND, THIRD, FOURTH}
     (problem,) = problems(commands)
@@ -80,7 +80,7 @@ def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_plann
     cluster.expect_in_force()
     assert planned_mhz(cluster, stage=1) == {STOCK_MHZ}
     assert STOCK_MHZ not in planned_mhz(cluster, stage=0)
-    # From now on the stage at stock is told nothing: nothing changes for it.
+    # From now on the stage at stock gets no offers, as nothing changes for it.
     commands = cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.4)))
     assert offers(commands).keys() == {THIRD}
     assert cluster.machine.run.offers[1].stage_versions[1] == offer.version + 1
@@ -114,7 +114,7 @@ def test_a_clock_that_is_not_available_is_left_out_of_its_stages_plans() -> None
         assert (gone_mhz in {m.clock_mhz for m in some}) == (stage == 1)
 
 
-def test_a_refused_clock_without_a_name_costs_the_whole_offer() -> None:
+def test_a_refusal_that_names_no_clock_excludes_all_clocks_of_the_offer() -> None:
     cluster = planned()
     offer = offers(cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
     assert isinstance(offer.clocks, PlannedClocks)
@@ -144,7 +144,7 @@ def test_a_clock_refused_while_profiling_is_not_held_again() -> None:
     assert not {(1, 1400), (1, 900)} & measured
 
 
-def test_a_refusal_while_profiling_leaves_the_other_stages_what_they_hold() -> None:
+def test_a_refusal_while_profiling_leaves_the_clocks_of_the_other_stages() -> None:
     cluster = profiling()
     cluster.ranks[FOURTH].is_permitted = False
     for rank in cluster.ranks.values():
@@ -153,7 +153,7 @@ def test_a_refusal_while_profiling_leaves_the_other_stages_what_they_hold() -> N
     first = offers(commands)
     assert first[FOURTH].clocks == HoldClocks((1400, 1400))
     commands = cluster.handle(cluster.ranks[FOURTH].answer(first[FOURTH]))
-    # The ranks of its stage are told at once: none of them shall begin what the others can not.
+    # The ranks of its stage get new offers at once: none may begin clocks that the others can't set.
     assert offers(commands) == {
         place: Offer(first[FOURTH].version + 1, 3, HoldClocks((1400, STOCK_MHZ)))
         for place in (SECOND, FOURTH)
@@ -172,7 +172,7 @@ def test_a_stage_without_permission_from_the_start_is_measured_and_planned_at_st
     assert len(planned_mhz(cluster, stage=0)) > 1
 
 
-def test_where_no_stage_can_be_clocked_the_job_stays_at_stock_and_says_why() -> None:
+def test_if_no_stage_can_be_clocked_the_job_stays_at_stock_with_the_reason() -> None:
     cluster = planned()
     cluster.send(cluster.ranks[FIRST].lose_permission())
     cluster.iterate_until(JobState.PLANNED)
@@ -195,7 +195,7 @@ def test_an_agent_that_does_not_know_the_rank_yet_changes_nothing() -> None:
     cluster.expect(JobState.PLANNED)
 
 
-def test_a_frontier_that_was_solved_for_what_is_no_longer_there_is_not_used() -> None:
+def test_a_frontier_for_clocks_that_are_gone_is_not_used() -> None:
     cluster = planned()
     commands = cluster.handle(cluster.ranks[FIRST].lose_permission())
     commands = cluster.handle(cluster.ranks[FIRST].answer(offers(commands)[FIRST]))
@@ -208,7 +208,7 @@ def test_a_frontier_that_was_solved_for_what_is_no_longer_there_is_not_used() ->
     assert event_pb2.JOB_EVENT_TYPE_SOLVED not in events(commands)
 
 
-def test_what_was_refused_survives_a_restart_of_the_coordinator_but_not_of_the_agent() -> None:
+def test_refusals_survive_a_restart_of_the_coordinator_but_not_of_the_agent() -> None:
     cluster = planned()
     cluster.send(cluster.ranks[FOURTH].lose_permission())
     cluster.iterate_until(JobState.PLANNED)
@@ -230,7 +230,7 @@ def test_what_was_refused_survives_a_restart_of_the_coordinator_but_not_of_the_a
     assert STOCK_MHZ not in planned_mhz(cluster, stage=1)
 
 
-def test_lower_answers_of_an_offer_that_was_overtaken_change_nothing() -> None:
+def test_late_answers_to_a_replaced_offer_change_nothing() -> None:
     cluster = planned()
     old = offers(cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
     cluster.handle(StragglerReported(Straggler(0, slowdown_factor=1.4)))

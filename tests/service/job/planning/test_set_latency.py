@@ -1,4 +1,4 @@
-"""The set latency that plans are made with: which one counts, and when another one does."""
+"""The set latency that plans are made with: which one counts, and when it changes."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def reported(*latencies_s: float, planned_s: float = 0.0) -> SetLatency:
     return latency
 
 
-def test_the_largest_counts_as_soon_as_all_have_told() -> None:
+def test_the_largest_counts_as_soon_as_all_have_reported() -> None:
     latency = reported(0.010, 0.018, 0.012)
     latency.follow(0.0)
     assert latency.planned_s == 0.0, "one is missing"
@@ -33,7 +33,7 @@ def test_the_largest_counts_as_soon_as_all_have_told() -> None:
     assert latency.planned_s == 0.018
 
 
-def test_where_some_never_tell_the_others_count_after_a_while_or_when_plans_are_made() -> None:
+def test_if_some_never_report_the_others_count_after_a_while_or_for_the_first_plans() -> None:
     latency = reported(0.010, 0.018)
     latency.follow(0.0)
     latency.follow(SETTLING_TIME_S)
@@ -43,7 +43,7 @@ def test_where_some_never_tell_the_others_count_after_a_while_or_when_plans_are_
     assert latency.planned_s == 0.010
 
 
-def test_a_latency_of_a_few_sets_is_none() -> None:
+def test_a_latency_of_too_few_sets_does_not_count() -> None:
     latency = SetLatency(JobRecord(OperatingPolicy()), 1)
     latency.take(RANKS[0], clock_statistics(1, 0.020, MIN_SETS - 1))
     latency.adopt_changes()
@@ -72,11 +72,11 @@ def test_a_larger_latency_of_one_rank_counts_once_it_lasts() -> None:
     assert latency.planned_s == 0.030
 
 
-def test_a_smaller_latency_counts_only_if_all_have_told() -> None:
+def test_a_smaller_latency_counts_only_if_all_have_reported() -> None:
     latency = reported(0.010, 0.010, 0.010, planned_s=0.020)
     latency.follow(0.0)
     latency.follow(10 * SETTLING_TIME_S)
-    assert latency.planned_s == 0.020, "the fourth may be the one that is slow"
+    assert latency.planned_s == 0.020, "the fourth may be the slow one"
     latency.take(RANKS[3], clock_statistics(1, 0.010))
     latency.follow(11 * SETTLING_TIME_S)
     latency.follow(12 * SETTLING_TIME_S)
@@ -111,7 +111,7 @@ def test_the_largest_is_that_of_the_ranks_that_are_there(
 
 
 def solves(cluster: TruthfulCluster) -> list[float]:
-    """The latencies that problems were solved with."""
+    """Return the latencies that problems were solved with."""
     return [command.set_latency_s for command in cluster.history if isinstance(command, Solve)]
 
 
@@ -126,7 +126,7 @@ def run_for(cluster: TruthfulCluster, time_s: float) -> None:
         cluster.run(1)
 
 
-def test_plans_are_made_with_what_profiling_has_shown() -> None:
+def test_plans_are_made_with_the_latency_found_while_profiling() -> None:
     cluster = TruthfulCluster()
     let_all_report(cluster, 0.060)
     cluster.plan()
@@ -142,7 +142,7 @@ def test_plans_are_made_with_what_profiling_has_shown() -> None:
 
 
 @pytest.mark.slow("solves three times, and minutes pass between")
-def test_what_is_told_only_under_plans_makes_them_anew_and_only_a_lasting_change_does_so_again() -> None:
+def test_a_first_latency_under_plans_renews_them_and_later_only_a_lasting_change() -> None:
     cluster = TruthfulCluster().plan()
     cluster.run(2)
     let_all_report(cluster, 0.050)

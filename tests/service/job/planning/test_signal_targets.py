@@ -1,4 +1,4 @@
-"""A pace by a signal is a policy's: the slower of it and a budget's counts, and it outlives a restart."""
+"""Targets from a signal: the slower of a signal's and a budget's counts, and it outlives a restart."""
 
 import math
 from dataclasses import replace
@@ -50,7 +50,7 @@ def point_s(cluster: Cluster, share: float) -> float:
     return until_t_star[int(share * (len(until_t_star) - 1))]
 
 
-def test_a_job_runs_at_the_signals_target_and_says_why() -> None:
+def test_a_job_runs_at_the_signals_target_and_gives_the_reason() -> None:
     cluster = following()
     signal_target = views.signal_target(cluster.machine.run)
     assert signal_target is not None
@@ -62,7 +62,7 @@ def test_a_job_runs_at_the_signals_target_and_says_why() -> None:
     assert all(
         was_s < own_s <= slow_s for own_s, was_s in zip(cluster.planned_times_s(), before_s, strict=True)
     )
-    cluster.send(target(slow_s, value=390.0))  # another value of the same consequence is no event
+    cluster.send(target(slow_s, value=390.0))  # another value with the same result is no event
     cluster.send(target(None, SignalTargetState.NO_SIGNAL, None))
     cluster.iterate(4)
     assert cluster.planned_times_s() == before_s
@@ -111,13 +111,13 @@ def test_the_slower_of_a_budgets_and_a_signals_target_counts(
     assert all(faster_s < own_s <= slower_s for own_s in cluster.planned_times_s())
     basis = views.power(cluster.machine.run).basis
     assert basis is not None
-    assert basis.own_time_s == signal_s, "what a budget takes is against the job left alone, by its policy"
+    assert basis.own_time_s == signal_s, "a budget's slowdown is relative to the job's own policy"
     cluster.send(target(None))
     cluster.iterate(6)
     assert all(own_s <= budget_s for own_s in cluster.planned_times_s())
 
 
-def test_another_rule_begins_anew_and_other_terms_do_not() -> None:
+def test_a_new_rule_resets_the_target_and_new_terms_do_not() -> None:
     cluster = following()
     cluster.send(target(point_s(cluster, 0.5)))
     cluster.iterate(2)
@@ -126,14 +126,14 @@ def test_another_rule_begins_anew_and_other_terms_do_not() -> None:
     by_price = OperatingPolicy(signal=replace(RULE, kind=SignalKind.PRICE))
     cluster.send(PolicySet(by_price))
     assert cluster.machine.record.signal_target is None
-    cluster.send(target(point_s(cluster, 0.9)))  # it was meant for the rule before
+    cluster.send(target(point_s(cluster, 0.9)))  # it was meant for the previous rule
     assert cluster.machine.record.signal_target is None
     cluster.send(PolicySet(OperatingPolicy()))
     assert views.signal_target(cluster.machine.run) is None
 
 
 @pytest.mark.parametrize("target_time_s", [math.nan, 0.0, math.inf])
-def test_what_is_no_time_is_refused(target_time_s: float) -> None:
+def test_invalid_target_times_are_refused(target_time_s: float) -> None:
     with pytest.raises(InvalidFieldError, match="target_time_s"):
         following().send(target(target_time_s))
 
@@ -148,12 +148,12 @@ def test_what_is_no_time_is_refused(target_time_s: float) -> None:
         (SignalRule(SignalKind.PRICE, work_until=WorkUntil(1, math.inf)), "end_time: expected 0 to"),
     ],
 )
-def test_rules_that_cannot_be_are_refused(rule: SignalRule, text: str) -> None:
+def test_impossible_rules_are_refused(rule: SignalRule, text: str) -> None:
     with pytest.raises(InvalidFieldError, match=text):
         OperatingPolicy(signal=rule).check()
 
 
-def test_a_rule_says_what_it_wants() -> None:
+def test_a_rule_describes_itself() -> None:
     assert str(POLICY) == "least carbon within 10 % more time over 86400 s"
     rule = SignalRule(SignalKind.PRICE, work_until=WorkUntil(1000, 1_800_000_000.0))
     assert str(rule) == "least cost: 1000 iterations until 2027-01-15T08:00:00Z"

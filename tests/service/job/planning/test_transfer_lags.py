@@ -1,4 +1,4 @@
-"""Transfers between stages that make a plan slower than promised: found, planned for, and remembered."""
+"""Transfers between stages that make a plan slower than predicted: found, planned for, and remembered."""
 
 from collections.abc import Iterable
 
@@ -27,7 +27,7 @@ LAG_S = 0.006
 
 
 class WaitingCluster(TruthfulCluster):
-    """Problems wait to be solved from the first plan on."""
+    """A cluster whose problems wait to be solved from the first plan on."""
 
     def __init__(self, lag_s: float = LAG_S) -> None:
         super().__init__(lag_s=lag_s)
@@ -42,7 +42,7 @@ class WaitingCluster(TruthfulCluster):
         super().carry_out(rest)
 
     def violate_prediction(self) -> list[Command]:
-        """Go on until the first plan has broken its promise; return what the machine wants at that."""
+        """Iterate until the first plan has violated its prediction; return the resulting commands."""
         self.plan()
         self.first_plans = [offer.clocks for offer in self.machine.run.offers]
         self.problems = []
@@ -60,7 +60,7 @@ def _is(command: Command, kind: event_pb2.JobEventType.ValueType) -> bool:
 
 
 def kinds(commands: Iterable[Command]) -> list[type | event_pb2.JobEventType.ValueType]:
-    """What the commands are about, records and iterations aside."""
+    """Return the kinds of the commands, without records and iterations."""
     return [
         command.event.type if isinstance(command, Announce) else type(command)
         for command in commands
@@ -68,7 +68,7 @@ def kinds(commands: Iterable[Command]) -> list[type | event_pb2.JobEventType.Val
     ]
 
 
-def test_where_the_profile_agrees_the_plan_is_withdrawn_and_the_next_is_to_explain_it() -> None:
+def test_if_the_profile_is_right_the_plan_is_withdrawn_and_the_next_has_to_explain_it() -> None:
     cluster = WaitingCluster()
     commands = cluster.violate_prediction()
     cluster.expect(JobState.SOLVING)
@@ -87,7 +87,7 @@ def test_where_the_profile_agrees_the_plan_is_withdrawn_and_the_next_is_to_expla
     assert {c.offer.clocks for c in commands if isinstance(c, SendOffer)} == {STOCK}
 
 
-def test_the_plan_that_leaves_transfers_their_time_keeps_its_prediction_and_saves() -> None:
+def test_a_plan_with_time_for_transfers_keeps_its_prediction_and_saves() -> None:
     cluster = TruthfulCluster(lag_s=LAG_S).plan()
     cluster.run(BLOCK)
     (violation,) = cluster.announced(event_pb2.PredictionViolated)
@@ -119,7 +119,7 @@ UNEXPLAINED = event_pb2.MeasurementsUnexplained(
 )
 
 
-def test_what_no_lag_explains_is_told_and_ends_at_stock() -> None:
+def test_a_slow_plan_that_no_lag_explains_is_announced_and_ends_at_stock() -> None:
     cluster = WaitingCluster()
     cluster.violate_prediction()
     commands = cluster.handle(LagNotFound(UNEXPLAINED))
@@ -137,7 +137,7 @@ def test_what_no_lag_explains_is_told_and_ends_at_stock() -> None:
     cluster.expect(JobState.STOCK)
 
 
-def test_an_unexplained_plan_that_is_of_no_use_any_more_is_not_told() -> None:
+def test_an_unexplained_plan_that_is_obsolete_is_not_announced() -> None:
     cluster = WaitingCluster()
     cluster.violate_prediction()
     cluster.send(FinishRequested())
@@ -145,7 +145,7 @@ def test_an_unexplained_plan_that_is_of_no_use_any_more_is_not_told() -> None:
     cluster.expect(JobState.FINISHED)
 
 
-def test_where_solving_fails_the_job_ends_at_stock() -> None:
+def test_if_solving_fails_the_job_ends_at_stock() -> None:
     cluster = WaitingCluster()
     cluster.violate_prediction()
     commands = cluster.handle(SolveFailed("it takes longer than 1 s"))
@@ -183,7 +183,7 @@ def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> Non
     assert cluster.offered_versions == versions
 
 
-def test_a_frontier_that_was_asked_for_to_explain_a_slow_plan_is_planned_on() -> None:
+def test_a_frontier_that_explains_a_slow_plan_is_used() -> None:
     cluster = WaitingCluster()
     cluster.violate_prediction()
     assert cluster.problems is not None

@@ -1,4 +1,4 @@
-"""The choice of clocks, on curves measured on real GPUs and on made-up ones."""
+"""The choice of clocks, on curves measured on real GPUs and on artificial ones."""
 
 import math
 from collections import Counter
@@ -38,7 +38,7 @@ Truth = Mapping[ProfileKey, Mapping[int, Measurement]]
 
 
 def fastest_plan(pipeline: Pipeline) -> Plan:
-    """The plan at T_min."""
+    """Return the plan at T_min."""
     fastest = {key: min(some, key=lambda m: m.time_s).clock_mhz for key, some in pipeline.profiles.items()}
     clocks_mhz = {c: fastest[c.stage, c.chunk, c.kind] for c in pipeline.schedule.computations}
     return plan_at(pipeline, replay(pipeline, clocks_mhz).iteration_time_s)
@@ -46,7 +46,7 @@ def fastest_plan(pipeline: Pipeline) -> Plan:
 
 @cache
 def reference(name: str) -> tuple[Truth, Pipeline, Plan]:
-    """The true curves, and the plan that a complete and noiseless profile leads to."""
+    """Return the true curves, and the plan from a complete and noiseless profile."""
     path = PUBLISHED_DATA / "profiles" / f"{name}.csv"
     if not path.exists():
         pytest.skip(f"{path} is not there")
@@ -85,7 +85,7 @@ class NoisyCluster:
         )
 
     def run(self, plan: Plan) -> dict[tuple[int, int, tuple[int, Kind]], float]:
-        """Mean times under a plan, as `corrected` wants them."""
+        """Return mean times under a plan, as `corrected` takes them."""
         used = Counter((c.stage, c.chunk, c.kind, mhz) for c, mhz in plan.clocks_mhz.items())
         return {
             (stage, mhz, (chunk, kind)): self.sample(
@@ -96,7 +96,7 @@ class NoisyCluster:
 
 
 def profile(cluster: NoisyCluster, schedule: Schedule, clocks_mhz: list[int]) -> list[StageProfile]:
-    """Measure what is chosen until that is enough; never more than MOST_CLOCKS at a stage."""
+    """Measure the chosen clocks until they are enough; never more than MOST_CLOCKS at a stage."""
     profiles: list[StageProfile] = []
     for _ in range(MAX_CLOCKS):
         choice = choose_clocks(profiles, schedule, [clocks_mhz] * schedule.stage_count, barred=())
@@ -138,7 +138,7 @@ def test_few_noisy_clocks_lead_to_nearly_the_plan_of_all(name: str, seed: int) -
 
 
 def chosen(measured_mhz: list[int], barred_mhz: list[int]) -> int:
-    """What a single stage with ten clocks has to measure next; 0 for nothing."""
+    """Return the clock that a single stage with ten clocks measures next; 0 for none."""
     schedule = one_forward_one_backward(1, 1)
     profiles = [
         StageProfile(

@@ -34,7 +34,7 @@ class Bench:
         self.number = 0
 
     def iterate(self, disturbed: set[int], measured: set[int]) -> None:
-        """An iteration, with estimates from these pipelines; one that is disturbed is three times as slow."""
+        """Run an iteration, with estimates from these pipelines; a disturbed one is three times as slow."""
         self.number += 1
         for place in SHAPE.all_coordinates():
             if place.pipeline in measured:
@@ -72,7 +72,7 @@ def test_a_pipeline_that_was_slow_in_a_round_does_not_count_in_it() -> None:
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
 
 
-def test_it_says_how_far_it_is() -> None:
+def test_progress_is_reported() -> None:
     bench = Bench()
     assert bench.profiler.progress == ProfilingProgress(0, min(12, len(CLOCKS_MHZ)), None)
     bench.iterate(disturbed=set(), measured={0, 1})
@@ -83,7 +83,7 @@ def test_it_says_how_far_it_is() -> None:
     assert progress.remaining_s == pytest.approx((progress.max_clock_count - 1) * 2 * 0.8)
 
 
-def test_where_all_pipelines_are_slow_all_of_them_count() -> None:
+def test_if_all_pipelines_are_slow_all_of_them_count() -> None:
     bench = Bench()
     bench.iterate(disturbed={0}, measured={0, 1})
     bench.iterate(disturbed={0, 1}, measured={0, 1})
@@ -100,7 +100,7 @@ def test_a_slow_pipeline_need_not_be_measured() -> None:
     assert bench.measured_s() == pytest.approx({stage: true_s(stage) for stage in range(2)})
 
 
-def test_who_was_slow_is_forgotten_with_the_round() -> None:
+def test_slow_pipelines_are_forgotten_with_the_round() -> None:
     bench = Bench()
     bench.iterate(disturbed={0}, measured={0, 1})
     assert bench.profiler.next_round(None, USABLE_MHZ) == bench.held
@@ -109,7 +109,7 @@ def test_who_was_slow_is_forgotten_with_the_round() -> None:
     assert bench.goes_on(), "pipeline 1 counts again, and is not measured"
 
 
-def test_a_clock_that_does_not_get_measured_is_given_up() -> None:
+def test_a_clock_that_is_not_measured_is_given_up() -> None:
     bench = Bench()
     for _ in range(HOLD_LIMIT * ITERATIONS - 1):
         bench.iterate(disturbed=set(), measured={0})
@@ -120,8 +120,8 @@ def test_a_clock_that_does_not_get_measured_is_given_up() -> None:
     assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP] * 2
 
 
-def test_what_was_estimated_at_stock_counts_for_a_stage_that_stays_there() -> None:
-    """The longer a plan is in force, the rarer are its estimates: the next may be far away."""
+def test_estimates_at_stock_count_for_a_stage_that_stays_there() -> None:
+    """Estimates become rarer the longer a plan is in force, so the next one may be far away."""
     buffer = CommandBuffer()
     profiler = Profiler(
         JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, Rules(profile_iterations=ITERATIONS), buffer
@@ -131,7 +131,7 @@ def test_what_was_estimated_at_stock_counts_for_a_stage_that_stays_there() -> No
     usable_mhz = [CLOCKS_MHZ, CLOCKS_MHZ[:1]]
     held = profiler.next_round(None, usable_mhz)
     assert held == HoldClocks((1400, STOCK_MHZ))
-    assert profiler.next_round(held, usable_mhz) is held, "stage 0 holds a clock of which nothing is known"
+    assert profiler.next_round(held, usable_mhz) is held, "stage 0 holds a clock that is not measured"
     for place in SHAPE.all_coordinates():
         if place.stage == 0:
             profiler.take_estimate(place, estimate(SCHEDULE.orders[0], 1, ITERATIONS, 1400))

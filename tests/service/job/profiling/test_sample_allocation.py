@@ -1,4 +1,4 @@
-"""How iterations are spread over clocks, on made-up noise that a profiler has to find out by itself."""
+"""The allocation of iterations to clocks, on artificial noise that a profiler has to discover."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ KINDS = Kind.FORWARD, Kind.BACKWARD
 
 
 class NoisyJob:
-    """A job of one stage whose computations' energies jump, at each clock by a share of its own."""
+    """A job of one stage whose energies have their own relative noise at each clock."""
 
     def __init__(self, noise: Mapping[int, float], seed: int, rules: Rules = RULES) -> None:
         self.record = JobRecord(OperatingPolicy())
@@ -39,7 +39,7 @@ class NoisyJob:
         self.reported_unmeasured: set[Coordinates] = set()
 
     def hold(self, clock_mhz: int, iteration_count: int) -> list[EnergyEstimate]:
-        """What the rank says of a clock after each of so many iterations."""
+        """Yield the rank's estimate for a clock after each of so many iterations."""
         shape = (len(KINDS), iteration_count * MICROBATCHES)
         drawn = 1 + self._noise[clock_mhz] * self._random.normal(size=shape)
         return [self._estimate(clock_mhz, drawn[:, : (n + 1) * MICROBATCHES]) for n in range(iteration_count)]
@@ -74,7 +74,7 @@ class NoisyJob:
             held = following
 
     def error(self, clocks_mhz: list[int], counts: Mapping[int, float]) -> float:
-        """The root of the clocks' squared errors added up, in joules, if held for so many iterations."""
+        """Return the root of the clocks' summed squared errors, in joules, if held for so many iterations."""
         errors_j = [
             energy_j(0, kind, mhz) * self._noise[mhz] / math.sqrt(counts[mhz])
             for kind in KINDS
@@ -84,7 +84,7 @@ class NoisyJob:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_some_clocks_are_noisier_errors_are_smaller_for_the_same_effort(seed: int) -> None:
+def test_with_noisier_clocks_errors_are_smaller_for_the_same_iterations(seed: int) -> None:
     noise = {mhz: 0.05 if n % 3 == 1 else 0.01 for n, mhz in enumerate(CLOCKS_MHZ)}
     job = NoisyJob(noise, seed)
     job.profile()
@@ -96,7 +96,7 @@ def test_where_some_clocks_are_noisier_errors_are_smaller_for_the_same_effort(se
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_all_clocks_are_as_noisy_they_get_what_was_asked_for(seed: int) -> None:
+def test_equally_noisy_clocks_get_the_configured_iterations(seed: int) -> None:
     job = NoisyJob(dict.fromkeys(CLOCKS_MHZ, 0.02), seed)
     job.profile()
     counts = job.iteration_counts.values()
@@ -104,22 +104,22 @@ def test_where_all_clocks_are_as_noisy_they_get_what_was_asked_for(seed: int) ->
     assert max(counts) <= 2 * ITERATIONS
 
 
-def test_what_is_sure_enough_is_left_as_soon_as_its_errors_can_be_believed() -> None:
+def test_an_accurate_clock_is_left_as_soon_as_its_errors_can_be_believed() -> None:
     job = NoisyJob(dict.fromkeys(CLOCKS_MHZ, 1e-4), 0, Rules(profile_iterations=ITERATIONS))
     job.profile()
     assert set(job.iteration_counts.values()) == {2}
 
 
-def test_noise_holds_no_clock_for_ever_nor_gives_it_up() -> None:
+def test_noise_neither_holds_a_clock_for_ever_nor_gives_it_up() -> None:
     noise = {mhz: 0.001 if mhz == CLOCKS_MHZ[0] else 0.5 for mhz in CLOCKS_MHZ}
     job = NoisyJob(noise, 0)
     job.profile()
     assert max(job.iteration_counts.values()) == MAX_HOLD_FACTOR * ITERATIONS
     assert job.record.given_up_clocks == ()
-    assert job.reported_unmeasured == set(), "what is to be surer is measured all the same"
+    assert job.reported_unmeasured == set(), "a higher accuracy is measured all the same"
 
 
-def test_noise_does_not_go_beyond_the_budget() -> None:
+def test_noise_does_not_exceed_the_budget() -> None:
     noise = {mhz: 0.001 if mhz == CLOCKS_MHZ[0] else 0.05 for mhz in CLOCKS_MHZ}
     job = NoisyJob(
         noise,
@@ -132,7 +132,7 @@ def test_noise_does_not_go_beyond_the_budget() -> None:
     )
     job.profile()
     assert sum(job.iteration_counts.values()) == 3 * ITERATIONS
-    assert job.profiler.clock_count == 2, "what the budget cut short counts, as it was asked for"
+    assert job.profiler.clock_count == 2, "a round cut short by the budget counts"
 
 
 def _profile(clock_mhz: int, figures: tuple[float, float], error: float) -> StageProfile:
@@ -141,7 +141,7 @@ def _profile(clock_mhz: int, figures: tuple[float, float], error: float) -> Stag
     return StageProfile(0, clock_mhz, {(0, kind): one for kind in KINDS}, 10.0, 0.0)
 
 
-def test_what_surely_is_in_no_plan_may_be_as_noisy_as_it_is() -> None:
+def test_noise_of_a_surely_useless_clock_does_not_count() -> None:
     schedule = one_forward_one_backward(1, 1)
     measured = [_profile(1400, (1.0, 200.0), 1.0), _profile(1000, (1.4, 150.0), 1.0)]
     near, dear = _profile(1200, (1.2, 178.0), 3.0), _profile(1200, (1.2, 250.0), 3.0)
@@ -149,10 +149,10 @@ def test_what_surely_is_in_no_plan_may_be_as_noisy_as_it_is() -> None:
     assert round_error([near], measured, schedule).error_j == pytest.approx(both)
     assert round_error([near], measured, schedule).energy_j == pytest.approx(356.0)
     assert round_error([dear], measured, schedule).error_j == 0.0
-    assert round_error([dear], measured[:1], schedule).error_j == 0.0, "both slower and dearer than one"
-    assert round_error([dear], [], schedule).error_j == pytest.approx(both), "nothing to hold it against"
+    assert round_error([dear], measured[:1], schedule).error_j == 0.0, "both slower and costlier than another"
+    assert round_error([dear], [], schedule).error_j == pytest.approx(both), "nothing to compare it with"
 
 
-def test_an_error_that_was_not_told_is_not_taken_for_none() -> None:
+def test_an_unreported_error_does_not_count_as_zero() -> None:
     schedule = one_forward_one_backward(1, 1)
     assert round_error([_profile(1200, (1.2, 178.0), 0.0)], [], schedule).error_j is None

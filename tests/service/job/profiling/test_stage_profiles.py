@@ -49,7 +49,7 @@ def test_time_is_that_of_the_slowest_tensor_rank_and_energy_their_sum_averaged_o
     assert healthy.measurements[0, Kind.BACKWARD].time_s == pytest.approx(time_s(1, Kind.BACKWARD, 1200))
 
 
-def test_blocking_power_is_the_mean_of_the_ranks_that_tell_it() -> None:
+def test_blocking_power_is_the_mean_of_the_ranks_that_report_it() -> None:
     found = estimates(1200)
     for place in (Coordinates(0, 0, 0), Coordinates(1, 0, 0)):
         found[place] = replace(found[place], blocking_power_w=None, blocking_power_se_w=0.0)
@@ -79,7 +79,7 @@ def test_a_tiny_standard_error_outweighs_others_only_so_far() -> None:
     assert blocking_power_w(profiles, 1) == pytest.approx((105.0,))
 
 
-def test_power_that_nobody_told_is_assumed_never_0() -> None:
+def test_unreported_power_is_assumed_and_never_0() -> None:
     found = estimates(1200)
     unreported = {place: replace(one, blocking_power_w=None) for place, one in found.items()}
     profiles = [merge(stage, 1200, unreported, SHAPE, range(2), 1200) for stage in range(2)]
@@ -97,7 +97,7 @@ def test_power_that_nobody_told_is_assumed_never_0() -> None:
 def test_the_assumed_power_slows_less_than_the_measured_one_and_more_than_none(
     gpu: str, waiting_w: float
 ) -> None:
-    """On the published profiles: what is assumed is on the safe side, and better than 0 W."""
+    """On the published profiles, the assumption is on the safe side, and better than 0 W."""
     path = PUBLISHED_DATA / "profiles" / f"gpt3-175b-{gpu}.csv"
     if not path.exists():
         pytest.skip(f"the published profiles are not at {PUBLISHED_DATA}")
@@ -144,7 +144,7 @@ def at(clock_mhz: int, time_s: float, energy_j: float) -> Measurement:
     return Measurement(clock_mhz, time_s, energy_j)
 
 
-def test_between_clocks_time_follows_the_time_of_a_cycle() -> None:
+def test_between_clocks_time_is_linear_in_the_cycle_time() -> None:
     measured = [at(1000, 0.3, 30.0), at(2000, 0.2, 40.0)]
     between = interpolate(measured, 1500)
     # A fixed 0.1 s, and 0.2 s at 1000 MHz that shrinks with the clock.
@@ -162,7 +162,7 @@ def test_the_problem_holds_interpolated_clocks_between_the_measured_ones_only() 
     assert {m.clock_mhz for m in problem.profiles[1, 0, Kind.FORWARD]} == {1400, 1200, 1000}
 
 
-def test_a_correction_replaces_what_was_seen_and_scales_the_rest() -> None:
+def test_a_correction_replaces_updated_clocks_and_scales_the_rest() -> None:
     key = (0, Kind.FORWARD)
     profiles = [StageProfile(0, mhz, {key: at(mhz, 100 / mhz, 10.0)}, 5.0, 0.0) for mhz in (1000, 2000)]
     newer = corrected(profiles, {(0, 1500, key): 0.08})

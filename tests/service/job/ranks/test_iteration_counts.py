@@ -1,4 +1,4 @@
-"""The highest iteration, against the ranks one by one."""
+"""The highest iteration, compared with a search over the ranks."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from perseus.service.job.ranks.iteration_counts import IterationCounts
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.one_of(st.none(), st.integers(-1, 6))), max_size=60))
-def test_the_highest_is_that_of_the_ranks_that_are_there(moves: list[tuple[int, int | None]]) -> None:
+def test_the_highest_is_that_of_the_present_ranks(moves: list[tuple[int, int | None]]) -> None:
     counts, at = IterationCounts(), dict[int, int]()
     for rank, iteration in moves:
         if rank in at:

@@ -1,4 +1,4 @@
-"""Leases against a plain list of them, and that renewing them costs no memory."""
+"""Leases compared with a plain list of them; renewing them costs no memory."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,11 +35,11 @@ def test_leases_run_out_as_a_plain_list_of_them_would(some: list[tuple[str, str,
         assert len(leases) == len(heard_s)
 
 
-def test_what_comes_and_goes_leaves_nothing_behind() -> None:
+def test_ended_leases_leave_nothing_behind() -> None:
     leases = Leases(LEASE_S)
     for turn in range(1000):
         leases.hear("again and again", float(turn))
         leases.end("again and again")
         leases.hear("always there", float(turn))
         leases.next_deadline_s()
-    assert len(leases._heap) <= 12  # those of one lease's time at most
+    assert len(leases._heap) <= 12  # at most those of one lease's time

@@ -1,4 +1,4 @@
-"""The missing ranks against a plain dictionary of them."""
+"""The missing ranks compared with a plain dictionary of them."""
 
 from hypothesis import given
 from hypothesis import strategies as st

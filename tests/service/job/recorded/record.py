@@ -1,7 +1,7 @@
-"""Records the lives of runs anew: `python -m tests.service.job.recorded.record [NAME…]`.
+"""Records the runs anew: `python -m tests.service.job.recorded.record [NAME…]`.
 
-To be run where the inputs of state machines change, or where they are meant to answer otherwise: then the
-commit's message says what differs.
+To be run when the inputs of state machines change, or when machines are meant to answer differently: the
+commit's message then states the difference.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.service.job.recorded.runs import FIELDS, RecordedRun, Restart, Step, 
 
 @contextmanager
 def recording() -> Iterator[list[Step]]:
-    """For the length of a block: all that happens to the one run in it, in order."""
+    """Record, during a block, everything that happens to the one run in it, in order."""
     steps: list[Step] = []
 
     class Recorded(Recording):
@@ -47,7 +47,7 @@ def recording() -> Iterator[list[Step]]:
 
 
 async def recorded(steps: list[Step]) -> list[list[object]]:
-    """Return what goes out after each step, and at last."""
+    """Return the output after each step, and the final state."""
     with tempfile.TemporaryDirectory() as folder:
         store = await SqlStore.open(Path(folder) / "store.db")
         try:
@@ -58,7 +58,7 @@ async def recorded(steps: list[Step]) -> list[list[object]]:
 
 
 def main(names: list[str]) -> None:
-    """Record the scenarios of these names, or all, and with all the fields that a job has now."""
+    """Record the scenarios of these names, or all, and with all the current fields of a job."""
     if not names:
         FIELDS.write_text(json.dumps(sorted(fields_of(job_pb2.Job.DESCRIPTOR)), indent=1) + "\n")
     for name, scenario in inspect.getmembers(scenarios, inspect.isfunction):

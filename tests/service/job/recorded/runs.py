@@ -1,9 +1,9 @@
-"""Recorded lives of runs: what came in, at which times, and what went out, as agents and clients see it.
+"""Recorded runs: their inputs with times, and their outputs as agents and clients see them.
 
-A life is a list of steps; each is how a run begins, an input, a restart of the coordinator from its store,
-or a fault that quarantines the run. `Life` takes the steps one after another, with a real store between
-restarts, and says what goes out of each in the contract's messages. The files beside hold both: steps as
-`perseus.service.job.recording` writes values, and what went out when they were recorded.
+A run is a list of steps: its beginning, an input, a restart of the coordinator from its store, or a fault
+that quarantines it. `RecordedRun` takes the steps one after another, with a real store between restarts, and
+returns the output of each in the contract's messages. The files beside hold both: steps as
+`perseus.service.job.recording` writes values, and the outputs at the time of recording.
 """
 
 import dataclasses
@@ -64,12 +64,12 @@ FIELDS = FILES / "job_fields.json"
 
 @dataclass(frozen=True)
 class Restart:
-    """The coordinator is killed, and goes on from its store: with the same clocks."""
+    """The coordinator is killed, and continues from its store with the same clocks."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The coordinator fails at the run."""
+    """The coordinator fails for the run."""
 
     part: str
     error: str
@@ -103,7 +103,7 @@ class RecordedRun:
         self.has_ended = False
 
     async def take(self, step: Step) -> list[Any]:
-        """Let a step happen; return what goes out."""
+        """Perform a step; return its output."""
         match step.what:
             case Begun() as begun:
                 shown = await self._view() if self._run is not None else []
@@ -143,7 +143,7 @@ class RecordedRun:
                 return self._give(self._answer() if isinstance(event, SolverAnswered) else event, step)
 
     async def end(self) -> list[Any]:
-        """Return how the run stands at last, also in the store."""
+        """Return the final state of the run, including its store."""
         return await self._view()
 
     @property
@@ -225,7 +225,7 @@ class RecordedRun:
             await self._store.write(entries)
 
     async def _view(self) -> list[Any]:
-        """Say what is shown of the run, and what the ledger has of it."""
+        """Return the run's public view, and its hours of the ledger."""
         run = self._run
         assert run is not None
         await self._write()
@@ -259,7 +259,7 @@ class RecordedRun:
 
 
 _POWER = ("power_w", "iteration_time_s", "is_changing", "is_in_force", "target_time_s", "placement_count")
-"""Of what power budgets know of a run."""
+"""The fields of a run's power that are compared."""
 
 
 def _figures(columns: Any) -> Iterator[Any]:
@@ -283,7 +283,7 @@ def fields_of(descriptor: Descriptor, seen: Collection[str] = ()) -> set[str]:
 
 
 _KNOWN_FIELDS = frozenset(json.loads(FIELDS.read_text())) if FIELDS.exists() else None
-"""Those of a job when the lives were recorded: what is shown besides has come since."""
+"""The fields of a job at the time of recording; newer ones are not compared."""
 
 
 def _without_new_fields(message: Message) -> Message:
@@ -302,14 +302,14 @@ def _without_new_fields(message: Message) -> Message:
 
 
 def save(name: str, steps: list[Step], out: list[list[Any]]) -> None:
-    """Write a life into its file, one line for each step and what went out."""
+    """Write a run to its file, one line for each step and its output."""
     FILES.mkdir(exist_ok=True)
     lines = [json.dumps([_step_to_json(step), went]) for step, went in zip([*steps, None], out, strict=True)]
     (FILES / f"{name}.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
 
 
 def load(name: str) -> tuple[list[Step], list[list[Any]]]:
-    """Return a life's steps, and what went out after each, and at last."""
+    """Return a run's steps, the output of each, and the final state."""
     text = gzip.decompress((FILES / f"{name}.jsonl.gz").read_bytes()).decode()
     *found, (_, last) = [json.loads(line) for line in text.splitlines()]
     return [_step_from_json(step) for step, _ in found], [*(went for _, went in found), last]

@@ -1,4 +1,4 @@
-"""What happens to the runs whose lives are recorded: each function is one life, on an emulated cluster."""
+"""The scenarios of the recorded runs: each function is one run on an emulated cluster."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -72,7 +72,7 @@ def _stage_1_is_slower(stage: int, clock_mhz: int) -> float:
 
 
 def _broken(cluster: Cluster, steps: Steps, part: FaultyPart) -> RunSnapshot:
-    """Quarantine the cluster's run, and keep what follows as its store would."""
+    """Quarantine the cluster's run, and keep the result as its store would."""
     steps.append(Step(Broken(part.value, "ValueError: odd"), cluster.now_s, START_S + cluster.now_s))
     fault, wall_time_s = Fault(part, "ValueError: odd"), START_S + cluster.now_s
     snapshot, commands = quarantine(cluster.stored(), fault, cluster.rules, EPOCH, wall_time_s)

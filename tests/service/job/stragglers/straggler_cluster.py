@@ -1,4 +1,4 @@
-"""The emulated cluster, its computations as long as clock, slowness and noise make them."""
+"""An emulated cluster whose computations take the time that clock, slowness and noise make them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ CHANGES = (event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED, event_pb2.JOB_EVENT_TYPE
 
 
 class TimedCluster(Cluster):
-    """All pipelines end an iteration together: its time is the longest of their computations'."""
+    """All pipelines end an iteration together, after the longest of their computations."""
 
     def __init__(self, spec: JobSpec, *, noise: float = 0.01, seed: int = 0) -> None:
         super().__init__(spec)
@@ -27,7 +27,7 @@ class TimedCluster(Cluster):
         self._rng = np.random.default_rng(seed)
 
     def run(self, count: int = 1, slowdowns: Mapping[int, float] | None = None) -> list[event_pb2.JobEvent]:
-        """Let iterations go by, some pipelines slower than others; return what was found of stragglers."""
+        """Run iterations with some pipelines slower than others; return the findings."""
         for pipeline, slowdown in (slowdowns or {}).items():
             self.slowdowns[pipeline] = slowdown
         before = len(self.history)
@@ -54,13 +54,13 @@ class TimedCluster(Cluster):
         raise AssertionError(f"expected {state}, found {self.machine.record.state}")
 
     def run_to_plan(self) -> None:
-        """Let the job be profiled and planned, and the plan come into force."""
+        """Run until the job is profiled and planned, and the plan is in force."""
         self.join_all()
         self.run_until(JobState.PLANNED)
         self.run(4)
 
     def run_until_offered(self, limit: int) -> tuple[int, set[int]]:
-        """Return after how many iterations an offer was made, and to which pipelines."""
+        """Return the number of iterations until an offer was made, and the pipelines that got it."""
         for count in range(1, limit + 1):
             before = len(self.history)
             self.run()

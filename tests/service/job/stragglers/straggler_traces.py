@@ -1,4 +1,4 @@
-"""The published operation traces of real jobs as arrays, with their straggler scaled down at will."""
+"""The published operation traces of real jobs as arrays, with their straggler scaled down on demand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from tests.published_data import PUBLISHED_DATA
 FOLDER = PUBLISHED_DATA / "straggler"
 
 SLOWED = (0, 0)
-"""(pipeline, stage) of AR's slowed worker, as its release's analysis has it (`blocking_decompose_by_…`)."""
+"""(pipeline, stage) of AR's slowed worker, according to the analysis in its release
+(`blocking_decompose_by_…`).
+"""
 
 Array = NDArray[np.float64]
 _KINDS = {"forward-compute": Kind.FORWARD, "backward-compute": Kind.BACKWARD}
@@ -23,10 +25,10 @@ _KINDS = {"forward-compute": Kind.FORWARD, "backward-compute": Kind.BACKWARD}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """What the ranks computed; a trace has one tensor-parallel rank of each stage.
+    """The computations of the ranks; a trace has one tensor-parallel rank of each stage.
 
-    `durations_s` and `begins_s` have the shape (steps, pipelines, computations), the computations stage by
-    stage in the order of the schedule. `steps` are the job's own numbers, which have gaps.
+    `durations_s` and `begins_s` have the shape (steps, pipelines, computations), with the computations stage
+    by stage in the order of the schedule. `steps` are the job's own numbers, which have gaps.
     """
 
     schedule: Schedule
@@ -57,8 +59,8 @@ class Trace:
     def milder(self, factor: float, *, is_uniform: bool) -> "Trace":
         """Scale AR's straggler down, until its mean span is `factor` times that of its peers.
 
-        Every duration of the slowed worker is divided by the same number, or, if not `is_uniform`, what it
-        takes longer than its peers' median for the same computation is.
+        Every duration of the slowed worker is divided by the same number; unless `is_uniform`, only its
+        excess over its peers' median for the same computation is.
         """
         pipeline, stage = SLOWED
         at_stage = np.array([computation.stage == stage for computation in self.schedule.computations])
@@ -81,7 +83,7 @@ class Trace:
 
 @cache
 def load(name: str) -> Trace:
-    """Read a trace; skips the test where it can't be had."""
+    """Read a trace; skip the test if it is not available."""
     parquet = pytest.importorskip("pyarrow.parquet")
     path = FOLDER / f"trace-{name}.parquet"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The detector on hand-made series: who is slow, since when, and who is not."""
+"""The detector on artificial series: which pipelines are slow, and since when."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +25,9 @@ VERSION = 5
 
 
 class Series:
-    """A detector, and the paces that it is fed: spans over 10 s, which are also planned or not.
+    """A detector, and the slowness ratios fed to it: spans over 10 s, planned or not.
 
-    It has learned in so many iterations that there is hardly any noise.
+    It has learned from so many iterations that there is hardly any noise.
     """
 
     def __init__(self, pipeline_count: int, *, is_planned: bool = True, learned: int = 40) -> None:
@@ -61,7 +61,7 @@ class Series:
         )
 
     def feed_first(self, slowness: Sequence[float]) -> list[tuple[int, int, Any]]:
-        """Feed a series of the first pipeline's paces, all others keep theirs; say what was found when."""
+        """Feed a series of the first pipeline's slowness, the others unchanged; return the findings."""
         return [
             (index, finding.pipeline, finding.slowdown_factor)
             for index, factor in enumerate(slowness, 1)
@@ -91,19 +91,19 @@ def test_a_slowdown_that_began_within_an_iteration_is_found_with_its_full_factor
     assert series.feed_first([1.1] + [1.0] * 4)[-1][2] == 1.0
 
 
-def test_a_single_slow_iteration_is_nothing(series: Series) -> None:
+def test_a_single_slow_iteration_is_no_straggler(series: Series) -> None:
     assert series.feed_first([1.0, 1.5, *[1.0] * 5, 3.0, *[1.0] * 5]) == []
 
 
-def test_nobody_waits_for_alternating_jitter(series: Series) -> None:
-    """That its mean is 1.1 may be found."""
+def test_no_pipeline_waits_for_alternating_jitter(series: Series) -> None:
+    """The detector may find its mean of 1.1."""
     assert len(series.feed_first([1.2, 1.0] * 20)) <= 1
     assert series.detector.factor(0) in (None, 1.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_who_may_turn_out_to_be_slow_is_suspected_until_it_is_known(seed: int) -> None:
-    """Where small differences keep on for a while, it takes some iterations."""
+def test_a_pipeline_that_may_be_slow_is_a_suspect_until_it_is_proven(seed: int) -> None:
+    """A small lasting difference takes some iterations to prove."""
     series, chance = Series(4, learned=0), np.random.default_rng(seed)
     for _ in range(4):
         kept = 1 + 0.006 * chance.standard_normal(4)
@@ -113,7 +113,7 @@ def test_who_may_turn_out_to_be_slow_is_suspected_until_it_is_known(seed: int) -
     while not series.feed([1.3, 1.0, 1.0, 1.0]):
         suspected.append(series.detector.suspects)
     assert suspected[-1] == [0]
-    assert series.detector.suspects == [], "it is known"
+    assert series.detector.suspects == [], "it is proven"
 
 
 def test_a_straggler_below_the_limit_is_none(series: Series) -> None:
@@ -127,7 +127,7 @@ def test_flapping_that_is_slower_than_the_timeout_is_given_up(series: Series) ->
 
 def test_timeouts_shrink_when_quiet(series: Series) -> None:
     series.feed_first([1.2, 1.2, 1.0, 1.0])
-    assert series.feed_first([1.2] * 3 + [1.0] * (3 + QUIET_ITERATIONS)) == [], "three to outweigh three"
+    assert series.feed_first([1.2] * 3 + [1.0] * (3 + QUIET_ITERATIONS)) == [], "three outweigh three"
     assert series.feed_first([1.2, 1.2]) == [(2, 0, pytest.approx(1.2))]
 
 
@@ -139,10 +139,10 @@ def test_a_step_of_the_whole_job_is_no_straggler(series: Series) -> None:
 def test_a_straggler_is_found_amid_a_step_of_the_whole_job(series: Series) -> None:
     found = [series.feed([1.3 * 1.2] + [1.3] * (series.count - 1)) for _ in range(2)]
     assert [finding.pipeline for finding in found[1]] == [0]
-    assert found[1][0].slowdown_factor == pytest.approx(1.2), "on the scale that the peers keep"
+    assert found[1][0].slowdown_factor == pytest.approx(1.2), "on the peers' scale"
 
 
-def test_a_pipeline_that_keeps_its_plan_is_none_however_fast_its_peer() -> None:
+def test_a_pipeline_that_keeps_its_plan_is_no_straggler_however_fast_its_peer() -> None:
     series = Series(2)
     for _ in range(5):
         assert series.feed([1.0, 0.8]) == []
@@ -161,17 +161,17 @@ def test_two_stragglers_have_factors_of_their_own() -> None:
     assert {finding.pipeline: round(finding.slowdown_factor, 3) for finding in found} == {0: 1.2, 1: 1.1}
 
 
-def test_one_iteration_is_enough_if_the_gpu_says_that_it_is_slowed(series: Series) -> None:
+def test_one_iteration_is_enough_if_the_gpu_reports_that_it_is_slowed(series: Series) -> None:
     others = [1.0] * (series.count - 1)
     reasons = [0] * (series.count - 1)
-    assert series.feed([1.2, *others], reasons=[0x4, *reasons]) == [], "a power cap is no sign"
+    assert series.feed([1.2, *others], reasons=[0x4, *reasons]) == [], "a power limit is no sign"
     assert series.feed([1.0, *others], reasons=[0x40, *reasons]) == [], "nor is heat that costs nothing"
     (finding,) = series.feed([1.2, *others], reasons=[0x40, *reasons])
     assert (finding.iteration_count, finding.clock_event_reasons) == (1, 0x40)
     assert SLOWING_REASONS & 0x40
 
 
-def test_the_first_iteration_under_other_clocks_says_nothing(series: Series) -> None:
+def test_the_first_iteration_under_other_clocks_does_not_count(series: Series) -> None:
     slow = [1.2] + [1.0] * (series.count - 1)
     for version in range(10, 20):
         assert series.feed(slow, version) == []
@@ -179,7 +179,7 @@ def test_the_first_iteration_under_other_clocks_says_nothing(series: Series) -> 
     assert len(series.feed(slow, 19)) == 1
 
 
-def test_iterations_that_are_not_known_neither_count_nor_interrupt(series: Series) -> None:
+def test_unknown_iterations_neither_count_nor_interrupt(series: Series) -> None:
     assert series.feed_first([1.2, np.nan, 1.2]) == [(3, 0, pytest.approx(1.2))]
     assert series.feed_first([1.0, np.nan, np.nan, 1.0]) == [(4, 0, 1.0)]
 
@@ -192,7 +192,7 @@ def test_the_factor_follows_the_straggler(series: Series) -> None:
     assert series.feed_first([1.1 * (1 + ENTER / 2), 1.1] * 5) == [], "within the limits it stays"
 
 
-def test_others_wait_for_no_more_than_the_fast_iterations_of_a_jumpy_straggler(series: Series) -> None:
+def test_others_only_wait_for_the_fast_iterations_of_a_noisy_straggler(series: Series) -> None:
     found = series.feed_first([1.3, 1.15] * 10)
     assert len(found) <= 3
     factor = series.detector.factor(0)
@@ -225,18 +225,18 @@ def test_details_are_complete() -> None:
     assert 1.24 < finding.waited_factor < 1.25
 
 
-def test_somebody_may_know_better(series: Series) -> None:
+def test_a_report_overrides_the_detector(series: Series) -> None:
     series.feed_first([1.2] * 2)
     series.detector.forget(0)
     assert series.detector.factor(0) is None
     assert series.feed_first([1.2] * 2) == [(2, 0, pytest.approx(1.2))]
 
 
-def test_a_restart_keeps_stragglers_and_drops_what_is_under_way(series: Series) -> None:
+def test_a_restart_keeps_stragglers_and_drops_unfinished_evidence(series: Series) -> None:
     series.detector.restore(0, 1.2)
     series.feed_first([1.0])
     series.detector.restart()
-    assert series.feed_first([1.0, 1.0]) == [], "the first iteration says nothing"
+    assert series.feed_first([1.0, 1.0]) == [], "the first iteration does not count"
     assert series.feed_first([1.0]) == [(1, 0, 1.0)]
 
 
@@ -255,7 +255,7 @@ LEVELS = st.floats(-0.99, 0.99)
 
 @given(jitter=st.lists(LEVELS, min_size=20, max_size=60), count=st.integers(2, 5), planned=st.booleans())
 def test_jitter_about_the_limit_is_found_at_most_once(jitter: list[float], count: int, planned: bool) -> None:
-    """As a straggler, that is; its factor may follow it."""
+    """It becomes a straggler once at most; its factor may follow it."""
     series = Series(count, is_planned=planned)
     found = series.feed_first([1 + ENTER * (1 + each / 2) for each in jitter])
     assert sum(factor == 1 for _, _, factor in found) == 0
@@ -273,7 +273,7 @@ def test_alternation_about_the_limit_changes_at_most_once(
 
 @given(slow=st.integers(1, 8), fast=st.integers(1, 8), high=st.floats(1.05, 1.5), count=st.integers(2, 5))
 def test_no_rhythm_flaps(slow: int, fast: int, high: float, count: int) -> None:
-    """After some attempts it is left alone: in the long run hardly anything changes."""
+    """After some attempts the pipeline is left alone: in the long run hardly anything changes."""
     series = Series(count)
     found = series.feed_first(([high] * slow + [1.0] * fast) * 12)
     assert sum(factor == 1 for _, _, factor in found) <= 3
@@ -317,7 +317,7 @@ def test_pipelines_are_judged_alike(slowness: list[list[float]], order: list[int
 
 
 def jumps(seed: int, count: int, pipelines: int = 32) -> NDArray[np.float64]:
-    """Paces that jump from iteration to iteration: the slowest of 32 typically takes 1.35 × the median."""
+    """Return noisy slowness ratios: the slowest of 32 typically takes 1.35 × the median."""
     slowness: NDArray[np.float64] = np.exp(
         0.145 * np.random.default_rng(seed).standard_normal((count, pipelines))
     )
@@ -333,7 +333,7 @@ def test_wild_jitter_from_the_first_iteration_on_is_no_straggler(is_planned: boo
     assert found <= 1, "stated: one in 1,000 iterations"
 
 
-def test_in_wild_jitter_a_straggler_is_found_and_waited_for_as_far_as_is_sure() -> None:
+def test_in_wild_jitter_a_straggler_is_found_and_others_take_only_the_certain_part() -> None:
     series = Series(32, learned=0)
     for slowness in jumps(0, 100):
         series.feed(slowness)
@@ -350,8 +350,8 @@ def test_before_the_noise_is_known_a_few_iterations_are_no_evidence() -> None:
     assert series.feed_first([1.1] * 4) == []
 
 
-def test_an_answer_that_costs_time_is_withdrawn_and_not_repeated_soon() -> None:
-    """The straggler jumps: others that wait for it are often slower than it."""
+def test_a_response_that_costs_time_is_withdrawn_and_not_repeated_soon() -> None:
+    """The straggler is noisy: others that wait for it are often slower than it."""
     series = Series(4)
     detector, count = series.detector, 4
     detector.restore(0, 1.2)
@@ -375,7 +375,7 @@ def test_an_answer_that_costs_time_is_withdrawn_and_not_repeated_soon() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_amid_jitter_a_straggler_that_recovers_is_itself_again_within_a_few_iterations(seed: int) -> None:
+def test_amid_jitter_a_recovered_straggler_is_cleared_within_a_few_iterations(seed: int) -> None:
     series, rng = Series(2), np.random.default_rng(seed)
     jitter = np.exp(0.01 * rng.standard_normal((100, 2)))
     for slowness in jitter[:40]:
@@ -388,8 +388,8 @@ def test_amid_jitter_a_straggler_that_recovers_is_itself_again_within_a_few_iter
     assert series.detector.factor(1) is None
 
 
-def test_more_work_that_the_trainer_tells_is_no_slowness() -> None:
-    """Sequences of varying length: spans jump by 30 %, and the work that is told explains all of it."""
+def test_more_work_that_the_trainer_reports_is_no_slowness() -> None:
+    """With sequences of varying length, spans vary by 30 %, and the reported work explains all of it."""
     random = np.random.default_rng(3)
     series = Series(8, learned=0)
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""Compute spans: the compiled replay against a plain one, and what telemetry makes of it."""
+"""Compute spans: the compiled replay compared with a plain one, and spans from telemetry."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ INTERLEAVED = Schedule(
 
 
 def plain_span_s(schedule: Schedule, durations_s: dict[Computation, float]) -> float:
-    """The definition: everything starts when all that it waits for has ended."""
+    """Return the span by definition: every computation starts when all its dependencies have ended."""
     ends_s: dict[Computation, float] = {}
 
     def end_s(computation: Computation) -> float:
@@ -48,7 +48,7 @@ def plain_span_s(schedule: Schedule, durations_s: dict[Computation, float]) -> f
     ),
     data=st.data(),
 )
-def test_the_compiled_replay_is_the_plain_one(schedule: Schedule, data: st.DataObject) -> None:
+def test_the_compiled_replay_equals_the_plain_one(schedule: Schedule, data: st.DataObject) -> None:
     graph = SpanGraph(schedule)
     count = len(graph.columns)
     times_s = st.lists(st.floats(0, 10), min_size=count, max_size=count)
@@ -124,7 +124,7 @@ def with_work(reported: TelemetryBatch, relative_work: list[float]) -> Telemetry
     return reported._replace(iterations=reported.iterations._replace(relative_work=relative_work))
 
 
-def test_a_pipelines_work_is_the_most_that_its_ranks_tell_and_1_where_none_does() -> None:
+def test_a_pipelines_work_is_the_largest_report_of_its_ranks_and_1_without_one() -> None:
     some = collector(pipelines=3)
     fill(some, pipelines=3)
     some.add(Coordinates(0, 0, 0), with_work(batch([]), [0.8]))
@@ -138,7 +138,7 @@ def test_a_pipelines_work_is_the_most_that_its_ranks_tell_and_1_where_none_does(
     assert spans.spans_s.tolist() == [UNIFORM_S] * 3, "spans stay as measured"
 
 
-def test_work_belongs_to_the_iteration_that_it_was_told_of() -> None:
+def test_work_belongs_to_the_iteration_that_it_was_reported_for() -> None:
     some = collector()
     for iteration, work in enumerate((2.0, 0.0)):
         fill(some, iteration)
@@ -150,7 +150,7 @@ def test_work_belongs_to_the_iteration_that_it_was_told_of() -> None:
         assert spans.relative_work.tolist() == [work, 1.0]
 
 
-def test_the_backward_that_holds_the_reduction_counts_with_the_median_of_its_likes() -> None:
+def test_the_backward_with_the_reduction_counts_with_the_median_of_its_peers() -> None:
     some = collector()
     fill(some)
     last = [c for c in SCHEDULE.orders[0] if c.kind is B][-1]
@@ -160,7 +160,7 @@ def test_the_backward_that_holds_the_reduction_counts_with_the_median_of_its_lik
     assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S]
 
 
-def test_most_of_the_likes_say_how_long_a_computation_takes() -> None:
+def test_the_median_of_its_peers_decides_how_long_a_computation_takes() -> None:
     some = collector()
     fill(some)
     forwards = [c for c in SCHEDULE.orders[1] if c.kind is F]
@@ -172,7 +172,7 @@ def test_most_of_the_likes_say_how_long_a_computation_takes() -> None:
     assert spans.spans_s.tolist() == [UNIFORM_S, plain_span_s(SCHEDULE, slow_s)]
 
 
-def test_under_a_plan_likes_share_their_slowness_not_their_time() -> None:
+def test_under_a_plan_peers_share_their_slowness_not_their_time() -> None:
     some = collector(pipelines=1)
     planned_s = {c: 1.0 + 0.1 * c.microbatch for c in SCHEDULE.computations}
     some.expect(7, planned_s)
@@ -205,7 +205,7 @@ def test_a_computation_that_is_missing_leaves_only_its_pipeline_unknown() -> Non
     assert np.isnan(spans.spans_s).tolist() == [True, False]
 
 
-def test_computations_that_the_order_does_not_have_are_passed_over() -> None:
+def test_computations_outside_the_order_are_ignored() -> None:
     some = collector()
     fill(some)
     strange = [Computation(0, F, 3), Computation(0, F, 0, 9), Computation(0, Kind.RECOMPUTATION, 0)]
@@ -226,7 +226,7 @@ def test_a_plan_is_compared_by_the_version_that_the_iteration_ran_under() -> Non
     assert np.isnan(spans.planned_s[1])
 
 
-def test_plans_of_long_ago_are_forgotten() -> None:
+def test_old_plans_are_forgotten() -> None:
     some = collector()
     for version in range(1, 100):
         some.expect(version, dict.fromkeys(SCHEDULE.computations, 1.0))

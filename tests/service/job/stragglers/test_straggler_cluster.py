@@ -1,4 +1,4 @@
-"""Stragglers on an emulated cluster, 1 % of noise on every computation: found, answered and withdrawn."""
+"""Stragglers on an emulated cluster with 1 % of noise: detected, responded to and withdrawn."""
 
 import re
 
@@ -24,14 +24,14 @@ def planned(pipelines: int = 2, seed: int = 0, **changes: float) -> TimedCluster
 
 
 def detected(cluster: TimedCluster) -> dict[int, float]:
-    """T' over T_min of the stragglers that are known."""
+    """Return T' over T_min of the known stragglers."""
     job = cluster.job(is_full=True)
     assert all(straggler.is_detected for straggler in job.stragglers)
     return {straggler.pipeline: straggler.iteration_time_s / job.t_min_s for straggler in job.stragglers}
 
 
 def found_factor(cluster: TimedCluster) -> float:
-    """The factor of the latest finding."""
+    """Return the factor of the latest finding."""
     return cluster.announced(event_pb2.StragglerFinding)[-1].slowdown_factor
 
 
@@ -48,7 +48,9 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
     count, offered = cluster.run_until_offered(limit=3)
     assert (count <= 3, offered) == (True, others)
     assert found_factor(cluster) == pytest.approx(1.2, abs=0.02)
-    assert detected(cluster) == {slow: pytest.approx(1.18, abs=0.02)}, "and no more than is surely waited for"
+    assert detected(cluster) == {slow: pytest.approx(1.18, abs=0.02)}, (
+        "the others only take the time that they surely wait"
+    )
     assert all(change.straggler_finding.pipeline == slow for change in cluster.run(10))
     for pipeline, time_s in enumerate(cluster.planned_times_s()):
         assert time_s == t_min_s if pipeline == slow else t_min_s < time_s <= 1.22 * t_min_s
@@ -62,8 +64,8 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_found_while_all_are_well(seed: int) -> None:
-    """From the first iteration through the baseline, the profile and plans that come and go."""
+def test_there_are_no_findings_while_all_pipelines_are_normal(seed: int) -> None:
+    """From the first iteration through the baseline, the profile and changing plans."""
     cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6), seed=seed)
     cluster.run_to_plan()
     for percent in (5.0, 0.0, 20.0):
@@ -110,11 +112,11 @@ def test_a_step_of_the_whole_job_is_no_straggler() -> None:
     assert cluster.run(10, {0: 1.0, 1: 1.0}) == []
 
 
-def test_what_was_found_is_in_the_event() -> None:
+def test_the_event_has_the_finding() -> None:
     cluster = planned(noise=0.0)
     (found,) = cluster.run(3, {1: 1.2})
     assert found.type == event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED
-    # All stages are equally slow: which one is named is the plan's roundings'.
+    # All stages are equally slow: the plan's rounding decides which one is named.
     expected = r"pipeline 1 is slow: 1\.199 × its plan, stage \d the most; the others may take 1\.194 ×"
     assert re.fullmatch(expected, found.message)
     finding = found.straggler_finding
@@ -130,16 +132,16 @@ def test_what_was_found_is_in_the_event() -> None:
     )
 
 
-def test_a_gpu_that_says_it_is_hot_is_believed_at_once() -> None:
+def test_a_gpu_that_reports_heat_is_believed_at_once() -> None:
     cluster = planned(noise=0.0)
     cluster.clock_event_reasons[1] = 0x40
-    assert cluster.run(5) == [], "as long as it keeps up"
+    assert cluster.run(5) == [], "while it keeps up"
     cluster.slowdowns[1] = 1.2
     count, _ = cluster.run_until_offered(limit=1)
     assert count == 1
 
 
-def test_without_a_plan_peers_are_the_measure() -> None:
+def test_without_a_plan_pipelines_are_compared_with_their_peers() -> None:
     cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6))
     cluster.join_all()
     cluster.run(5)
@@ -150,7 +152,7 @@ def test_without_a_plan_peers_are_the_measure() -> None:
     assert cluster.machine.run.planner.straggler_times_s() == {2: 0.0}
 
 
-def test_a_report_overrides_what_is_found_until_it_is_cleared() -> None:
+def test_a_report_overrides_findings_until_it_is_cleared() -> None:
     cluster = planned()
     t_min_s = cluster.job().t_min_s
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
@@ -160,14 +162,14 @@ def test_a_report_overrides_what_is_found_until_it_is_cleared() -> None:
     assert straggler == job_pb2.Straggler(pipeline=1, iteration_time_s=1.3 * t_min_s)
 
     cluster.send(StragglerCleared(1))
-    assert detected(cluster) == {1: pytest.approx(1.18, abs=0.02)}, "what was found meanwhile counts"
+    assert detected(cluster) == {1: pytest.approx(1.18, abs=0.02)}, "the finding made meanwhile counts"
     assert [change.type for change in cluster.run(3, {1: 1.0})] == [
         event_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN
     ]
     assert detected(cluster) == {}
 
 
-def test_what_was_found_can_be_cleared_and_is_found_again() -> None:
+def test_a_finding_can_be_cleared_and_is_found_again() -> None:
     cluster = planned()
     cluster.run(3, {1: 1.2})
     cluster.send(StragglerCleared(1))
@@ -188,7 +190,7 @@ def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
     assert detected(cluster) == {1: pytest.approx(1.1, rel=0.01)}
 
 
-def test_a_restarted_coordinator_keeps_what_it_found() -> None:
+def test_a_restarted_coordinator_keeps_its_findings() -> None:
     cluster = planned(noise=0.0)
     cluster.run(6, {1: 1.2})
     before = cluster.planned_times_s()
@@ -211,8 +213,8 @@ def test_offers_for_a_straggler_reach_only_the_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_straggler_that_takes_a_while_to_be_sure_of_violates_no_prediction(seed: int) -> None:
-    """Where what is seen keeps on for a while, each further iteration of it says little."""
+def test_a_straggler_that_takes_a_while_to_prove_violates_no_prediction(seed: int) -> None:
+    """With lasting noise, each further iteration is weak evidence."""
     cluster = planned(4, seed, noise=0.001)
     chance = np.random.default_rng(seed)
     for _ in range(5):

@@ -1,9 +1,9 @@
-"""Real jobs' operation traces through the real telemetry path: who is named, and when.
+"""Real jobs' operation traces through the real telemetry path: which pipelines are named, and when.
 
-The ranks' batches go as messages over a real stream into a running coordinator, and what it finds is read
-from WatchJob. A trace has only one clock, so there is no profile and no plan: the job stays at stock, where
-pipelines are compared with their peers. Steps are renumbered without gaps. The first of them says nothing to
-the detector, as at the begin of any job.
+The ranks' batches are sent over a real stream to a running coordinator, and the findings are read from
+WatchJob. A trace has only one clock, so there is no profile and no plan: the job stays at stock, where
+pipelines are compared with their peers. Steps are renumbered without gaps. As at the start of any job, the
+first one does not count.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.service.job.stragglers.straggler_traces import Trace
 
 FACTORS = [1.10, 1.05, 1.03]
 STEPS = {1.10: 6, 1.05: 8, 1.03: 9}
-"""How many it takes, from the first on: the four pipelines' noise has to be learned meanwhile."""
+"""Steps until detection, from the first on: the four pipelines' noise has to be learned meanwhile."""
 _KINDS = {
     Kind.FORWARD: computation_pb2.COMPUTATION_KIND_FORWARD,
     Kind.BACKWARD: computation_pb2.COMPUTATION_KIND_BACKWARD,
@@ -33,7 +33,7 @@ _KINDS = {
 
 
 class TraceAgent:
-    """Serves all ranks of a job at stock, and reports what the trace says."""
+    """Serves all ranks of a job at stock, and reports the trace's values."""
 
     def __init__(self, client: Client, trace: Trace) -> None:
         self.trace = trace
@@ -102,7 +102,7 @@ class TraceAgent:
 
 
 async def replay(directory: Path, trace: Trace, step_count: int | None = None) -> list[event_pb2.JobEvent]:
-    """Return all that was found, in order."""
+    """Return all findings, in order."""
     settings = make_settings(directory, baseline_iterations=len(trace.steps) + 1)
     async with connected(settings) as client:
         spec = spec_message(
@@ -132,7 +132,7 @@ async def test_the_slowed_pipeline_is_named_within_three_steps(tmp_path: Path) -
     assert (first.pipeline, first.slowest_stage) == (pipeline, stage)
     assert first.iteration < 3
     assert first.slowdown_factor == pytest.approx(2.1, abs=0.05)
-    assert {event.straggler_finding.pipeline for event in found} == {pipeline}, "and nobody else, ever"
+    assert {event.straggler_finding.pipeline for event in found} == {pipeline}, "and no other one, ever"
     assert {event.type for event in found} == {event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED}, "and it stays"
 
 
@@ -158,8 +158,8 @@ async def test_healthy_pipelines_alone_have_no_straggler(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("is_uniform", [True, False])
 @pytest.mark.parametrize("factor", FACTORS)
-def test_it_does_not_depend_on_where_the_trace_begins(factor: float, is_uniform: bool) -> None:
-    """The detector by itself, begun at every step of the trace in turn."""
+def test_findings_do_not_depend_on_where_the_trace_begins(factor: float, is_uniform: bool) -> None:
+    """The detector by itself, started at every step of the trace in turn."""
     spans_s = straggler_traces.load("AR").milder(factor, is_uniform=is_uniform).spans_s()
     zeros = np.zeros(spans_s.shape[1], np.int64)
     for begin in range(len(spans_s) - STEPS[factor] + 1):

@@ -91,7 +91,7 @@ REGISTRATION = Registration("request", "fingerprint")
 CLOCKS_MHZ = (1400, 1300, 1200, 1100, 1000, 900)
 BLOCKING_POWER_W = 60.0
 START_S = 1_000_000.0
-"""When a cluster's own clock was 0, on the wall clock."""
+"""Wall-clock time at which a cluster's own clock is 0."""
 
 
 def make_spec(
@@ -121,7 +121,7 @@ def time_s(stage: int, kind: Kind, clock_mhz: int) -> float:
 
 
 def energy_j(stage: int, kind: Kind, clock_mhz: int) -> float:
-    """Static power and one that grows steeply with the clock: least effective energy in the middle."""
+    """Static power plus one that grows steeply with the clock; the least effective energy is in between."""
     return time_s(stage, kind, clock_mhz) * (110.0 + 150.0 * (clock_mhz / CLOCKS_MHZ[0]) ** 3)
 
 
@@ -132,7 +132,7 @@ def estimate(
     clock_mhz: int,
     slowness: float = 1.0,
 ) -> EnergyEstimate:
-    """Stock is the highest clock."""
+    """Return a rank's estimate; stock is the highest clock."""
     real_mhz = clock_mhz or CLOCKS_MHZ[0]
     keys = sorted({(c.stage, c.kind, c.chunk) for c in order})
     return EnergyEstimate(
@@ -193,7 +193,7 @@ def batch(
 
 
 def clock_statistics(version: int, set_latency_s: float, set_latency_count: int = 64) -> ClockStatistics:
-    """Clocks that follow their plan."""
+    """Return the statistics of clocks that follow their plan."""
     return ClockStatistics(version, 10, 100, 0, 0, 10.0, 9.5, set_latency_s, 0.001, 0.0001, set_latency_count)
 
 
@@ -201,16 +201,16 @@ Details = TypeVar("Details", bound=Message)
 
 
 def solved(command: Solve) -> Solved | SolveFailed | LagNotFound:
-    """What comes back of a problem."""
+    """Return the answer to a problem."""
     return _solved(pickle.dumps(command))
 
 
 def refined(refinement: Refinement) -> Refined:
-    """What comes back of a plan that is to be made with all means."""
+    """Return the answer to a request for an exact plan."""
     return Refined(refinement, _plan(pickle.dumps(refinement)))
 
 
-# Emulated jobs of many tests are alike to the last digit, and so are their problems: each is solved once.
+# Many tests emulate identical jobs with identical problems, so each is solved only once.
 @lru_cache(maxsize=256)
 def _plan(refinement: bytes) -> Plan:
     made: Refinement = pickle.loads(refinement)
@@ -230,12 +230,12 @@ def _solved(pickled: bytes) -> Solved | SolveFailed | LagNotFound:
 
 @dataclass
 class FakeRank:
-    """One rank and its agent: follows offers, and tells what it does.
+    """One rank and its agent, which follows offers and reports.
 
-    It may not be allowed to set clocks (`is_permitted`), its GPU may lack some (`missing_mhz`), its energy
-    may never be determined (`tells_energy`), or what it draws while it waits may not (`tells_power`). Its GPU
-    may take a while to set a clock (0: it does not tell), and be bounded (`limits`), or held below its clock
-    (`reasons`) at one of its own (`capped_mhz`). `begun_version`: what the iteration under way began under.
+    It may lack the permission to set clocks (`is_permitted`), its GPU may lack some (`missing_mhz`), and it
+    may report no energy (`reports_energy`) or no blocking power (`reports_power`). Its GPU may have a set
+    latency (0: not reported), limits (`limits`), or be held below its clock (`reasons`) at `capped_mhz`.
+    `begun_version` is the version under which the current iteration began.
     """
 
     place: Coordinates
@@ -273,14 +273,14 @@ class FakeRank:
         )
 
     def start_trainer(self, iteration: int = -1) -> None:
-        """A new trainer begins after this iteration, at stock."""
+        """Start a new trainer after this iteration, at stock."""
         self.iteration, self.in_force, self.pending = iteration, Offer(0, 0, STOCK), None
         self.in_force_since = iteration + 1
         self.begun_version, self.has_clock_change = None, False
         self.after_sequence = self.sequence
 
     def answer(self, offer: Offer) -> OfferAnswered:
-        """Accept an offer unless it asks for what can't be, or its start has begun. `apply` is to follow."""
+        """Accept an offer unless it is impossible or its start has begun; `apply` has to follow."""
         refusal = None
         wanted = stage_clocks(offer.clocks, self.place.stage)
         wanted_mhz = {wanted} if isinstance(wanted, int) else set(wanted)
@@ -309,7 +309,7 @@ class FakeRank:
         )
 
     def apply(self) -> PlanInForce | None:
-        """Bring an urgent offer into force, if one was accepted."""
+        """Put an urgent offer in force, if one was accepted."""
         if self.pending is None or not self.pending.is_urgent:
             return None
         changes = self.pending.version != self.in_force.version
@@ -321,14 +321,14 @@ class FakeRank:
         return PlanInForce(self.place, self.instance_id, EPOCH, self.in_force.version, self.iteration)
 
     def limit(self, max_clock: MaxClock | None) -> None:
-        """Take a ceiling, which changes the clocks of what is under way unless there is a plan."""
+        """Take a maximum clock, which changes the clocks of the current iteration unless there is a plan."""
         is_planned = isinstance(self.in_force.clocks, PlannedClocks)
         if max_clock != self.max_clock and self.begun_version is not None and not is_planned:
             self.has_clock_change = True
         self.max_clock = max_clock
 
     def lose_permission(self) -> PlanInForce:
-        """The driver lets it set no clocks any more: stock from now on."""
+        """Lose the permission to set clocks: stock from now on."""
         self.is_permitted = False
         self.in_force, self.pending = Offer(0, 0, STOCK), None
         return PlanInForce(self.place, self.instance_id, "", 0, self.iteration + 1)
@@ -388,9 +388,9 @@ class FakeRank:
 
 
 class Cluster:
-    """All ranks of a job, and the machine that they talk to, on a clock of their own.
+    """All ranks of a job and its machine, on a clock of their own.
 
-    Every input is followed by `validate`, and what the machine wants stored is kept, as a store would.
+    Every input is followed by `validate`, and the machine's records are kept, as a store would keep them.
     """
 
     def __init__(self, spec: JobSpec, rules: Rules | None = None, run_number: int = 1) -> None:
@@ -409,14 +409,14 @@ class Cluster:
         }
 
     def handle(self, event: Input) -> list[Command]:
-        """Give the machine one input, and return what it wants, records aside."""
+        """Give the machine one input; return the resulting commands without records."""
         commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         self.machine.validate()
         self.history.extend(commands)
         return [command for command in commands if not isinstance(command, Store)]
 
     def carry_out(self, commands: Iterable[Command]) -> None:
-        """Deliver offers and solve problems, in order, and tell the machine what comes of it."""
+        """Deliver offers and solve problems, in order, and return the results to the machine."""
         waiting = deque(commands)
         while waiting:
             command = waiting.popleft()
@@ -430,7 +430,7 @@ class Cluster:
                 self.ranks[command.rank].limit(command.max_clock)
             elif isinstance(command, Solve):
                 if any(isinstance(other, SendOffer) for other in waiting):
-                    waiting.append(command)  # It takes longer than an offer's way.
+                    waiting.append(command)  # Solving takes longer than delivering an offer.
                 else:
                     waiting.extend(self.handle(solved(command)))
             elif isinstance(command, Refine):
@@ -446,7 +446,7 @@ class Cluster:
             self.send(rank.joined())
 
     def iterate(self, count: int = 1, duration_s: float = 0.8, *, is_regular: bool = True) -> None:
-        """Let all ranks go through iterations in step."""
+        """Let all ranks run iterations in step."""
         for _ in range(count):
             for rank in self.ranks.values():
                 in_force = rank.begin()
@@ -454,7 +454,7 @@ class Cluster:
                     self.send(in_force)
             self.now_s += duration_s
             for rank in self.ranks.values():
-                with suppress(RankNotServedError):  # its agent is told, and goes on
+                with suppress(RankNotServedError):  # its agent gets the error, and continues
                     self.send(rank.end(duration_s, is_regular=is_regular))
 
     def iterate_until(self, state: JobState, limit: int = 100) -> None:
@@ -469,19 +469,19 @@ class Cluster:
         return [command.event for command in self.history if isinstance(command, Announce)]
 
     def announced(self, kind: type[Details]) -> list[Details]:
-        """The details of this class in all events so far."""
+        """Return the details of this class in all events so far."""
         found = [getattr(event, field) for event in self.events() if (field := event.WhichOneof("details"))]
         return [details for details in found if isinstance(details, kind)]
 
     def rank_states(self) -> list[RankState]:
-        """The states of all ranks, in their order."""
+        """Return the states of all ranks, in their order."""
         return [rank.state for _, rank in self.machine.run.ranks.select(RankFilter(), 0)]
 
     def expect(self, state: JobState) -> None:
         assert self.machine.record.state is state
 
     def planned_times_s(self) -> list[float]:
-        """Iteration time of the plan in force on each pipeline; all its ranks must have their share of it."""
+        """Return each pipeline's planned iteration time; all its ranks must have their share in force."""
         self.expect_in_force()
         times_s = []
         for offer in self.machine.run.offers:
@@ -494,7 +494,7 @@ class Cluster:
         return views.job(self.machine.run, is_full=is_full)
 
     def expect_in_force(self) -> None:
-        """Every rank has its share of what its pipeline should have."""
+        """Check that every rank has its share of its pipeline's offer in force."""
         for place, rank in self.ranks.items():
             offer = self.machine.run.offers.of_rank(place)
             assert rank.in_force.version == offer.version
@@ -502,7 +502,7 @@ class Cluster:
             assert in_force == wanted
 
     def stored(self) -> StoredJob:
-        """What a store would give back now."""
+        """Return the state that a store would return now."""
         record: JobRecord | None = None
         registrations = Registrations(())
         ranks: dict[Coordinates, Rank] = {}
@@ -545,11 +545,11 @@ class Cluster:
         )  # fmt: skip
 
     def restart(self) -> None:
-        """Kill the coordinator and start it again from what was stored."""
+        """Kill the coordinator and start it again from the stored state."""
         self.restart_with(self.carry_out)
 
     def restart_with(self, take: Callable[[list[Command]], None]) -> None:
-        """Kill the coordinator and start it again; what it wants first goes to `take`."""
+        """Kill the coordinator and start it again; its first commands go to `take`."""
         self.machine, commands = JobMachine.restore(
             self.stored(), self.rules, EPOCH, self.now_s, START_S + self.now_s
         )

@@ -394,8 +394,8 @@ class JobMachine:
         self.run.planner.watch.forgive()
         self.run.profiler.renew()
         self.run.baseline.forget()
-        everybody = self.run.ranks.are_all(RankState.CONNECTED)
-        self._lifecycle.enter(JobState.BASELINE if everybody else JobState.WAITING, "resumed on request")
+        is_complete = self.run.ranks.are_all(RankState.CONNECTED)
+        self._lifecycle.enter(JobState.BASELINE if is_complete else JobState.WAITING, "resumed on request")
 
     def _on_baseline_requested(self, event: BaselineRequested, _now_s: float) -> None:
         check_request_id(event.request_id)

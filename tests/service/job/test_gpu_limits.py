@@ -102,7 +102,7 @@ def test_a_change_while_the_agent_was_away_is_seen_when_it_is_back() -> None:
 def test_a_job_at_stock_stays_there_but_discards_old_measurements() -> None:
     cluster = planned()
     for _ in range(3):
-        cluster.machine._lifecycle.fall_back("the test wants it so")
+        cluster.machine._lifecycle.fall_back("forced by the test")
     set_limits(cluster, GpuLimits(200.0))
     cluster.run(2)
     cluster.expect(JobState.STOCK)

@@ -361,7 +361,7 @@ class RandomRun(RuleBasedStateMachine):
                 assert isinstance(clocks_mhz, tuple) or self.cannot_be_clocked(place.stage)
 
 
-pytestmark = pytest.mark.slow("a life has fifty steps, each of some iterations of a cluster")
+pytestmark = pytest.mark.slow("a run has fifty steps, each of some iterations of a cluster")
 
 TestRandomRun = RandomRun.TestCase
 TestRandomRun.settings = settings(

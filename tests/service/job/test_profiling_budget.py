@@ -40,13 +40,13 @@ NO_PROGRESS_S = 2 * max(NO_PROGRESS_TIMEOUT_S, (NO_PROGRESS_ITERATIONS + ITERATI
 class Conduct(enum.Enum):
     """How a rank treats its telemetry."""
 
-    HONEST = "tells all"
+    HONEST = "reports everything"
     NO_ESTIMATE = "sends no estimates"
-    NO_ENERGY = "says that computations cost nothing"
-    IRREGULAR = "says that iterations are irregular"
-    OTHER_VERSION = "names versions that nobody offered"
-    REPEATING = "says the same iteration again and again"
-    SILENT = "says nothing"
+    NO_ENERGY = "reports that computations cost nothing"
+    IRREGULAR = "reports irregular iterations"
+    OTHER_VERSION = "reports versions that were never offered"
+    REPEATING = "repeats the same iteration"
+    SILENT = "reports nothing"
 
 
 class Misbehaving(Cluster):

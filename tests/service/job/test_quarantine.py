@@ -96,7 +96,7 @@ def test_it_is_registered_again_and_ends_once() -> None:
     assert snapshot.job.state == job_pb2.JOB_STATE_FINISHED
     assert snapshot.job.finish_time.ToNanoseconds() == (START_S + 5) * 10**9
     assert handle(snapshot, FinishRequested(), 0.0, START_S + 6)[1] == []
-    assert quarantine_unstorable(cluster)[1], "the job itself goes on"
+    assert quarantine_unstorable(cluster)[1], "the job itself continues"
 
 
 def test_its_stored_state_restores_no_plan_and_resumes_from_its_profile() -> None:

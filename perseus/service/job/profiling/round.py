@@ -55,8 +55,8 @@ class Round:
     @property
     def pipelines(self) -> Sequence[int]:
         """The pipelines that were not slow; all of them if all were, as no better ones exist."""
-        everybody = range(self._parallelism.pipeline_count)
-        return [pipeline for pipeline in everybody if pipeline not in self.disturbed] or everybody
+        all_pipelines = range(self._parallelism.pipeline_count)
+        return [pipeline for pipeline in all_pipelines if pipeline not in self.disturbed] or all_pipelines
 
     @property
     def is_all_disturbed(self) -> bool:
@@ -96,10 +96,10 @@ class Round:
 
     def found_at_stock(self, stage: int, clock_mhz: int, iteration_count: int) -> StageProfile | None:
         """Return a stage's measurements at stock; None until all pipelines have them."""
-        everybody = range(self._parallelism.pipeline_count)
-        if self._unmeasured_of(stage, STOCK_MHZ, everybody, iteration_count):
+        all_pipelines = range(self._parallelism.pipeline_count)
+        if self._unmeasured_of(stage, STOCK_MHZ, all_pipelines, iteration_count):
             return None
-        return merge(stage, clock_mhz, self._estimates, self._parallelism, everybody, STOCK_MHZ)
+        return merge(stage, clock_mhz, self._estimates, self._parallelism, all_pipelines, STOCK_MHZ)
 
     def unmeasured(
         self, held: HoldClocks, counted_mhz: Mapping[int, int], iteration_count: int

@@ -1,7 +1,7 @@
-"""A small certificate authority of one's own: an EC key and its certificate in a folder, which signs others.
+"""A small certificate authority: an EC key and its certificate in a folder, which signs other certificates.
 
-For clusters that have none, and for the demo and the tests. The mathematics is the library cryptography's;
-here is which fields a certificate has, and files that are whole and readable by the right people only.
+For clusters without one, and for the demo and the tests. The library cryptography does the mathematics; this
+module chooses a certificate's fields, and writes files atomically and readable by the right users only.
 """
 
 import ipaddress
@@ -21,16 +21,16 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 CA_FILE = "ca.pem"
 CA_KEY_FILE = "ca.key"
 
-# Hosts' clocks differ a little.
+# Hosts' clocks differ slightly.
 _BACKDATED = timedelta(minutes=5)
 
 
 class CertificateError(Exception):
-    """The authority's folder does not hold what it should, or would be overwritten."""
+    """The authority's folder has missing or wrong files, or would be overwritten."""
 
 
 class Authority:
-    """An authority, from its folder. `CertificateError` if there is none."""
+    """An authority, loaded from its folder. Raises `CertificateError` if there is none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, name: str, valid_for: timedelta) -> "Authority":
-        """Make a folder with a new authority. `CertificateError` if it holds one already."""
+        """Create a folder with a new authority. Raises `CertificateError` if it already has one."""
         if any((folder / file).exists() for file in (CA_FILE, CA_KEY_FILE)):
             raise CertificateError(
                 f"{folder}: expected no authority there yet, found {CA_FILE} or {CA_KEY_FILE}"
@@ -75,16 +75,16 @@ class Authority:
         begins: datetime | None = None,
         ends: datetime,
     ) -> tuple[Path, Path]:
-        """Write `stem`.pem and `stem`.key, a new certificate for some host names or addresses and its key.
+        """Write `stem`.pem and `stem`.key, a new certificate for host names or addresses and its key.
 
-        The first name is the certificate's own. What was there before is replaced, each file at once: the key
-        first, so that whoever looks in between finds a pair that does not match, and waits. Who could read it
-        can read what takes its place: mode, user and group stay.
+        The first name is the certificate's subject. Existing files are replaced atomically, the key first: a
+        reader in between finds a pair that does not match, and waits. They keep mode, user and group, so the
+        same users can read them.
         """
         certificate_file, key_file = (stem.with_name(stem.name + suffix) for suffix in (".pem", ".key"))
         own = {(self.folder / name).resolve() for name in (CA_FILE, CA_KEY_FILE)}
         if own & {certificate_file.resolve(), key_file.resolve()}:
-            raise CertificateError(f"{stem}: expected another place than the authority's own files")
+            raise CertificateError(f"{stem}: expected another path than the authority's own files")
         key = ec.generate_private_key(ec.SECP256R1())
         begins = begins or datetime.now(UTC) - _BACKDATED
         usage = ExtendedKeyUsageOID.SERVER_AUTH if is_server else ExtendedKeyUsageOID.CLIENT_AUTH
@@ -165,9 +165,9 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Put a file in place at once, where links lead; nobody could read it before.
+    """Write a file atomically, following links; nobody can read a partial one.
 
-    One that is there keeps its mode, user and group; for a new one the umask holds.
+    An existing file keeps its mode, user and group; a new one follows the umask.
     """
     place = Path(os.path.realpath(path))
     draft = place.with_name(f".perseus-{secrets.token_hex(8)}")
@@ -176,7 +176,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
         with os.fdopen(descriptor, "wb") as file:
             if place.exists():
                 before = place.stat()
-                with suppress(PermissionError):  # then whoever writes it owns it, and nobody else gets it
+                with suppress(PermissionError):  # then the writer owns it, and nobody else gains access
                     os.fchown(descriptor, before.st_uid, before.st_gid)
                     os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             file.write(content)

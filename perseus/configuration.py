@@ -1,7 +1,7 @@
-"""Settings of a long-running command: flags win over environment variables, those over a TOML file.
+"""Settings of long-running commands: flags override environment variables, which override a TOML file.
 
-The coordinator and the agent each declare a `BaseSettings` model; this module is the one way to fill it, so
-that both name a mistake in the same words.
+The coordinator and the agent each declare a `BaseSettings` model; both fill it through this module, so that
+both report a mistake in the same words.
 """
 
 import tomllib
@@ -18,7 +18,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 class ConfigurationError(Exception):
-    """A setting is missing, unknown or out of range; the text names it, and where it came from."""
+    """A setting is missing, unknown or out of range; the text names the setting and its source."""
 
 
 def load(model: type[Settings], toml: Path | None, overrides: Mapping[str, object]) -> Settings:
@@ -52,10 +52,10 @@ def load(model: type[Settings], toml: Path | None, overrides: Mapping[str, objec
 
 
 def flags(model: type[BaseSettings]) -> dict[str, type]:
-    """Return the settings that a command line has flags for, with what it reads each as.
+    """Return the settings with flags on the command line, and the type of each flag.
 
-    A model's own come first, then those that it inherits. Secrets are none, as everybody sees a command line,
-    nor are tables. What is neither a number, a path nor a switch is text to the command line.
+    A model's own settings come first, then inherited ones. Secrets have no flag, since all users can see a
+    command line, nor have tables. A setting that is no number, path or switch is text on the command line.
     """
     found: dict[str, type] = {}
     for name in (name for base in model.__mro__ for name in vars(base).get("__annotations__", ())):
@@ -70,7 +70,7 @@ def flags(model: type[BaseSettings]) -> dict[str, type]:
 
 
 def describe(model: type[BaseSettings], name: str) -> str:
-    """A setting's description and default, if it has one, for the help of its flag."""
+    """Return a setting's description, and its default if it has one, for the help of its flag."""
     field = model.model_fields[name]
     default = field.get_default(call_default_factory=True, validated_data={})
     return f"{field.description}" if default is None else f"{field.description} (default {default})"
@@ -101,6 +101,6 @@ def _explain(
         where = f"{env_prefix}{name}".upper()
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown setting"
-    if problem["type"] == "missing":  # what it was missed in is everything, secrets too
+    if problem["type"] == "missing":  # the input would be all settings, including secrets
         return f"{where}: expected a value, found none"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}, found {problem['input']!r}"

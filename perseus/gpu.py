@@ -1,4 +1,4 @@
-"""What the agent asks of a GPU, and what can go wrong.
+"""The agent's interface to a GPU, and its errors.
 
 Two implementations: `perseus.agent.gpu.nvml.NvmlGpu` (a real one) and
 `perseus.emulation.gpu.EmulatedGpu` (a physical model shared between processes). Locked clocks only.
@@ -10,11 +10,11 @@ Two implementations: `perseus.agent.gpu.nvml.NvmlGpu` (a real one) and
     ├── GpuPermissionError      the caller may not set clocks
     ├── GpuLostError            the GPU fell off the bus or needs a reset
     ├── GpuUnsupportedError     this GPU or this mode of it cannot do what Perseus needs
-    ├── GpuInUseError           another client of the driver stands in the way
-    ├── RecordError             what is to be restored can't be written down, so no clock is set
-    │   └── RecordHeldError     another agent that runs has changed this GPU's clocks
+    ├── GpuInUseError           another client of the driver blocks the operation
+    ├── RecordError             the restore record can't be written, so no clock is set
+    │   └── RecordHeldError     another running agent has changed this GPU's clocks
     ├── ClockNotSupportedError  the GPU has no such clock
-    └── EmulatedGpuError        an emulated GPU's shared file is foreign or truncated, or it is misused
+    └── EmulatedGpuError        an emulated GPU's file is foreign or truncated, or the GPU is misused
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from typing import Protocol
 
 
 class GpuError(Exception):
-    """Anything that a GPU, or the way to it, refuses or fails to do."""
+    """A GPU or its driver refuses an operation or fails."""
 
 
 class GpuNotFoundError(GpuError):
@@ -30,11 +30,11 @@ class GpuNotFoundError(GpuError):
 
 
 class GpuDriverError(GpuError):
-    """The driver or its library is absent, or failed in a way that no other class names."""
+    """The driver or its library is absent, or failed in a way that no other class covers."""
 
 
 class GpuHungError(GpuDriverError):
-    """A call to the driver does not return; nobody can end it."""
+    """A call to the driver does not return, and can't be cancelled."""
 
 
 class GpuPermissionError(GpuError):
@@ -42,7 +42,7 @@ class GpuPermissionError(GpuError):
 
 
 class GpuLostError(GpuError):
-    """The GPU fell off the bus or needs a reset; nothing further can be asked of it."""
+    """The GPU fell off the bus or needs a reset; further calls are useless."""
 
 
 class GpuUnsupportedError(GpuError):
@@ -50,15 +50,15 @@ class GpuUnsupportedError(GpuError):
 
 
 class GpuInUseError(GpuError):
-    """Another client of the driver stands in the way."""
+    """Another client of the driver blocks the operation."""
 
 
 class RecordError(GpuError):
-    """What is to be restored can't be written down or read, so no clock is set."""
+    """The restore record can't be written or read, so no clock is set."""
 
 
 class RecordHeldError(RecordError):
-    """Another agent, which still runs, has changed this GPU's clocks."""
+    """Another running agent has changed this GPU's clocks."""
 
 
 class ClockNotSupportedError(GpuError):
@@ -79,7 +79,7 @@ class EmulatedGpuError(GpuError):
 
 
 class ClockEventReason:
-    """Bits of `Gpu.clock_event_reasons` (NVML's nvmlClocksEventReasons): why the GPU is off its clock."""
+    """Bits of `Gpu.clock_event_reasons` (NVML's nvmlClocksEventReasons)."""
 
     SW_POWER_CAP = 0x4
     HW_SLOWDOWN = 0x8
@@ -90,16 +90,16 @@ class ClockEventReason:
     THROTTLED = (
         SW_POWER_CAP | HW_SLOWDOWN | SW_THERMAL_SLOWDOWN | HW_THERMAL_SLOWDOWN | HW_POWER_BRAKE_SLOWDOWN
     )
-    """Any of these, and what was measured meanwhile does not belong to the locked clock."""
+    """With any of these, measurements do not belong to the locked clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """Where a GPU is on its node, and who computes on it.
+    """A GPU's place on its node, and the processes that compute on it.
 
-    `index` is its number among all GPUs of the node, as nvidia-smi shows it; `device_node` the path of the
-    file that a user must be able to open, empty if it has none; `process_ids` None where the driver does not
-    tell.
+    `index` is its number among all GPUs of the node, as nvidia-smi shows it; `device_node` is the path of the
+    file that a user must be able to open, empty if it has none; `process_ids` is None if the driver does not
+    report them.
     """
 
     index: int
@@ -108,51 +108,51 @@ class GpuUse:
 
 
 class Gpu(Protocol):
-    """One GPU. Methods may be called from different threads; every one may raise a `GpuError`."""
+    """One GPU. Methods may be called from any thread; each may raise a `GpuError`."""
 
     @property
     def uuid(self) -> str:
-        """The GPU's identity, e.g. ``GPU-8f6c…``."""
+        """The GPU's UUID, such as ``GPU-8f6c…``."""
 
     @property
     def name(self) -> str:
-        """The GPU's model, e.g. ``NVIDIA A40``."""
+        """The GPU's model, such as ``NVIDIA A40``."""
 
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """All clocks that can be locked, descending."""
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the clock; blocks for 10–20 ms. `ClockNotSupportedError` for an unsupported clock."""
+        """Lock the clock; blocks for 10–20 ms. Raises `ClockNotSupportedError` for an unsupported clock."""
 
     def reset_clock(self) -> None:
-        """Go back to stock; blocks like `set_clock_mhz`."""
+        """Return to stock; blocks like `set_clock_mhz`."""
 
     def lock_range(self, lowest_mhz: int, highest_mhz: int) -> None:
-        """Let the clock move between two clocks only, as an operator does; blocks like `set_clock_mhz`."""
+        """Limit the clock to a range, as an operator does; blocks like `set_clock_mhz`."""
 
     def total_energy_j(self) -> float:
-        """The energy counter as read: it moves in steps, every 20–100 ms on real GPUs."""
+        """Read the energy counter, joules; it updates every 20–100 ms on real GPUs."""
 
     def sm_clock_mhz(self) -> int:
-        """The SM clock in force now."""
+        """Read the current SM clock."""
 
     def power_w(self) -> float:
-        """The power drawn now."""
+        """Read the current power."""
 
     def power_limit_w(self) -> float:
-        """The power limit in force, 0 where the GPU does not tell."""
+        """Read the power limit in force; 0 if the GPU does not report it."""
 
     def power_profiles(self) -> tuple[int, ...]:
-        """NVIDIA's workload power profiles in force, by NVML's numbers, rising; none where it knows none."""
+        """Read the workload power profiles in force, by NVML's numbers, rising; none if not supported."""
 
     def clock_event_reasons(self) -> int:
-        """Bit mask of `ClockEventReason`; other NVML bits may be set too."""
+        """Read the bit mask of `ClockEventReason`; other NVML bits may be set too."""
 
     def close(self) -> None:
-        """Let go of the GPU; its clock stays as it is."""
+        """Close the GPU; its clock stays as it is."""
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same call may succeed a moment later: the driver failed, or had another client to serve."""
+    """Whether the same call may succeed a moment later: the driver failed or was busy."""
     return isinstance(error, GpuDriverError | GpuInUseError) and not isinstance(error, GpuHungError)

@@ -1,4 +1,4 @@
-"""Structured logs of the long-running commands, on standard error: one event a line, its values by name."""
+"""Structured logs of long-running commands, on standard error: one event per line, with named values."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ LogFormat = Literal["console", "json"]
 
 
 def configure(level: LogLevel, log_format: LogFormat) -> None:
-    """Send every log line of this process to standard error, from `level` up."""
+    """Send log lines of this process from `level` up to standard error."""
     renderer: structlog.types.Processor
     processors: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -37,7 +37,7 @@ def configure(level: LogLevel, log_format: LogFormat) -> None:
 
 
 def escape(_logger: object, _method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
-    """Make what a line for people says printable: it may quote others. Tracebacks keep their lines."""
+    """Escape unprintable characters in a line for people, which may quote others; keep traceback lines."""
     for name, value in event.items():
         if name in _MANY_LINES:
             event[name] = "\n".join(printable(line) for line in str(value).split("\n"))

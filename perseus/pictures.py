@@ -1,7 +1,7 @@
-"""The pictures: a time-energy frontier, a pipeline's timelines coloured by power, and a fleet over days.
+"""Plots: a time-energy frontier, a pipeline's timelines coloured by power, and a fleet over days.
 
-They take plain numbers, so that measured and predicted iterations are drawn alike. matplotlib comes with the
-extra `[plot]`; it is imported only here, and only when something is drawn.
+They take plain numbers, so measured and predicted iterations are drawn the same way. matplotlib comes with
+the extra `[plot]`; it is imported only here, and only for drawing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _DPI = 150
 
 @dataclass(frozen=True, slots=True)
 class FrontierPicture:
-    """What a frontier picture shows. Parallel sequences of seconds and joules, fastest first."""
+    """The data of a frontier plot: parallel sequences of seconds and joules, fastest first."""
 
     iteration_time_s: Sequence[float]
     energy_j: Sequence[float]
@@ -33,10 +33,10 @@ class FrontierPicture:
     baseline_time_s: float
     baseline_energy_j: float
     blocking_power_w: float
-    """Of the whole pipeline: the slope along which the baseline waits."""
+    """Of the whole pipeline: the slope of the baseline's waiting line."""
     others: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """By name, other plans' (iteration time, energy), fastest first. What is slower than all points is only
-    drawn if it is all there is."""
+    """Other plans' (iteration time, energy) by name, fastest first. Those slower than all points are drawn
+    only if there are no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One iteration of one pipeline. `blocking_power_w` has one value a stage."""
+    """One iteration of one pipeline. `blocking_power_w` has one value per stage."""
 
     title: str
     iteration_time_s: float
@@ -62,7 +62,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """A feed over time: watts. `limit_w` and `ceiling_w` are infinite where nothing is limited."""
+    """A feed's power over time, watts. `limit_w` and `power_cap_w` are infinite where there is no limit."""
 
     name: str
     power_w: Sequence[float]
@@ -72,9 +72,9 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class FleetPicture:
-    """What a fleet's picture shows. All sequences are parallel to `times`, the end of each step, in `unit`.
+    """The data of a fleet plot. All sequences are parallel to `times`, the end of each step, in `unit`.
 
-    `speeds` and `signals`: by name; NaN where there is none. A speed of 1 is that at stock.
+    `speeds` and `signals` are by name, with NaN for missing values. A speed of 1 is the speed at stock.
     """
 
     title: str
@@ -86,11 +86,11 @@ class FleetPicture:
 
 
 def image_format(path: Path) -> str:
-    """Return the image format that a path's suffix names; PNG where it has none.
+    """Return the image format of a path's suffix; PNG if it has none.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the suffix is not that of an image format.
+        ValueError: the suffix is not an image format.
     """
     known = _figure(1.0, 1.0).canvas.get_supported_filetypes()
     suffix = path.suffix.removeprefix(".").lower() or "png"
@@ -104,7 +104,7 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: it is no image format.
+        ValueError: the image format is unknown.
     """
     figure = _figure(9.0, 5.5)
     axes = figure.add_subplot()
@@ -127,7 +127,7 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
         style = "^" if len(plans) == 1 else ".:"
         axes.plot(*zip(*shown, strict=True), style, color=colour, lw=1, ms=5, label=name)
     axes.margins(0.08)
-    # Each on a side of its own: the points may be close to each other, and other plans above the first.
+    # Labels on different sides: the points may be close to each other, and other plans above the first.
     marked = [
         ("$T_{min}$", 0, (-8, -4), "right"),
         ("$T^*$", picture.t_star_index, (0, -17), "center"),
@@ -148,12 +148,12 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
 
 
 def draw_timelines(path: Path, timelines: Sequence[Timeline]) -> None:
-    """Write timelines below each other on one time axis and one power scale.
+    """Draw timelines below each other with a common time axis and power scale, into a file.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: `path` can't be written.
-        ValueError: the suffix is not that of an image format.
+        ValueError: the suffix is not an image format.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -176,7 +176,7 @@ def draw_fleet(picture: FleetPicture, image_format: str) -> bytes:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: it is no image format.
+        ValueError: the image format is unknown.
     """
     panel_count = len(picture.supplies) + 1 + len(picture.signals)
     figure = _figure(11.0, 1.0 + 2.4 * panel_count)
@@ -216,7 +216,7 @@ def _draw_supply(axes: "Axes", times: Sequence[float], supply: Supply) -> None:
 
 
 def _figure(width_in: float, height_in: float) -> "Figure":
-    # A bare Figure, not pyplot: no window system is looked for and nothing stays open.
+    # A bare Figure, not pyplot: it needs no window system and leaves nothing open.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width_in, height_in), dpi=_DPI, layout="constrained")

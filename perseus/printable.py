@@ -1,12 +1,12 @@
-"""Text of others, as it may be shown: nothing in it moves a cursor, hides, or looks like something else.
+"""Safe display of other people's text: nothing in it moves a cursor, hides, or imitates other text.
 
-What is not printable (control characters and with them terminal escapes, direction marks, what has no width)
-is shown as its escape; nothing is left out, and a line stays a line.
+Characters that are not printable (control characters and thus terminal escapes, direction marks, characters
+without width) become escapes; nothing is omitted, and a line stays one line.
 """
 
 
 def printable(text: str) -> str:
-    """Return a text with `\\x1b` or `\\u202e`, say, in place of every character that is not printable."""
+    """Return a text with every unprintable character escaped, such as `\\x1b` or `\\u202e`."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else _escaped(each) for each in text)

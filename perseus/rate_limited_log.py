@@ -1,4 +1,4 @@
-"""A log that tells the like at most once in a period, however often it happens."""
+"""A log that reports similar events at most once in a period."""
 
 import re
 import time
@@ -8,13 +8,13 @@ import structlog
 
 
 class RateLimitedLog:
-    """Logs each kind of event once in a period; the next time with how often it was `left_out` since.
+    """Logs each kind of event once in a period; the next entry counts the omitted ones (`left_out`).
 
     Args:
-        log: where it is logged.
-        period_s: between two times that the like is logged.
-        max_kinds: kinds that are remembered; the one that was logged longest ago makes room for another.
-        monotonic: the time in seconds, which never goes back.
+        log: the underlying log.
+        period_s: the time between two entries of a kind.
+        max_kinds: the most kinds remembered; the one logged longest ago is dropped first.
+        monotonic: the monotonic time in seconds.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class RateLimitedLog:
         self._logged: dict[Hashable, tuple[float, int]] = {}
 
     def warning(self, event: str, *kind: Hashable, **details: object) -> None:
-        """Warn, unless the like was logged a moment ago.
+        """Warn, unless the same kind was logged within the period.
 
-        `kind` tells the like from others, beside the event; without one the details do. Row numbers in
-        brackets do not.
+        The event and `kind` identify the kind, or without one the event and the details. Row numbers in
+        brackets are ignored.
         """
         if (more := self._due(event, kind, details)) is not None:
             self._log.warning(event, **details, **more)
@@ -45,13 +45,13 @@ class RateLimitedLog:
             self._log.error(event, **details, **more)
 
     def reset(self) -> None:
-        """Let everything be news again."""
+        """Forget all logged kinds."""
         self._logged.clear()
 
     def _due(
         self, event: str, kind: tuple[Hashable, ...], details: dict[str, object]
     ) -> dict[str, int] | None:
-        """Note one more; None if it is not due, else what belongs to it: how many were left out."""
+        """Count an event; return None if it is not due, else its extra details: the omitted count."""
         parts = kind or (repr(details),)
         key = (event, *(re.sub(r"\[\d+\]", "", part) if isinstance(part, str) else part for part in parts))
         now_s = self._monotonic()

@@ -1,4 +1,4 @@
-"""Opening what others may have put there: who opens a FIFO waits for its other end, without a limit."""
+"""Opening files that others may have replaced: opening a FIFO would block without a limit."""
 
 import os
 import stat
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading, and return its descriptor.
+    """Open a file for reading and return its descriptor.
 
     Raises:
-        OSError: it can't be read, or is no regular file.
+        OSError: it can't be read or is not a regular file.
     """
-    # A FIFO is opened at once this way, and then refused.
+    # This opens even a FIFO without blocking; it is then refused.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):

@@ -1,21 +1,21 @@
-"""One retry policy: delays that double while attempts fail, by lot where many would come at once. Pure."""
+"""The retry policy: delays that double while attempts fail, with jitter where many clients retry. Pure."""
 
 from collections.abc import Callable
 
 
 class Retry:
-    """The failures in a row of one thing that is tried again and again.
+    """Consecutive failures of one operation that is retried.
 
     Args:
-        first_s: the delay after the first failure; each further one in a row doubles it.
-        longest_s: the longest delay.
-        jitter: the share of a delay that is drawn by lot, 0 to 1 (full jitter).
-        forget_after_s: a failure that comes so long after the one before begins a new row.
-        give_up_after_s: a row of failures that lasts so long is over (`is_over`).
-        random: yields numbers in [0, 1]; by default delays are what they are at most.
+        initial_delay_s: the delay after the first failure; each further consecutive one doubles it.
+        max_delay_s: the longest delay.
+        jitter: the random share of a delay, 0 to 1 (full jitter).
+        forget_after_s: a failure this long after the previous one begins a new series.
+        give_up_after_s: a series of failures that lasts this long is over (`is_over`).
+        random: returns numbers in [0, 1]; by default delays have no jitter.
 
     Attributes:
-        failure_count: failures in a row so far.
+        failure_count: consecutive failures so far.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Retry:
         self._failed_at_s = 0.0
 
     def succeeded(self) -> None:
-        """An attempt has succeeded: what failed is forgotten."""
+        """Note a success, which ends the series of failures."""
         self.failure_count = 0
         self._delay_s = self._first_s
 
@@ -56,5 +56,5 @@ class Retry:
         return delay_s * (1 - self._jitter * (1 - self._random()))
 
     def is_over(self, now_s: float) -> bool:
-        """Whether attempts have failed in a row for so long that nothing more is to be hoped for."""
+        """Whether attempts have failed for so long that further ones are useless."""
         return self.failure_count > 0 and now_s - self._failing_since_s >= self._give_up_after_s

@@ -1,4 +1,4 @@
-"""The names of schedules, one list for command line, agents, coordinator and solver."""
+"""The names of schedules, shared by command line, agents, coordinator and solver."""
 
 import enum
 
@@ -6,7 +6,7 @@ import enum
 class ScheduleName(enum.StrEnum):
     """Schedules known by name, as operators write them; the contract's `ScheduleName` has the members' names.
 
-    :mod:`perseus.solver.named_schedules` says what they are.
+    :mod:`perseus.solver.named_schedules` defines them.
     """
 
     GPIPE = "gpipe"

@@ -72,7 +72,7 @@ async def renew_certificates(cluster: Cluster, observer: Observer, logs: Logs, a
     assert event_pb2.JOB_EVENT_TYPE_STATE_CHANGED not in kinds
     for name in AGENT_NAMES:
         message = logs.counts(name)
-        assert message["certificates renewed: going on with a new stream"] == 1
+        assert message["certificates renewed: continuing with a new stream"] == 1
         assert message["certificates reloaded"] == 1
         assert message["no coordinator"] == 0
     assert logs.counts("coordinator")["certificates reloaded"] == 1

@@ -1,6 +1,6 @@
-"""GPUs that are made up, for the demo, the tests and benchmarks: each a physical model that processes share.
+"""Emulated GPUs for the demo, the tests and benchmarks: each a physical model that processes share.
 
-physics     how long work takes, and what power it draws, at a clock
-dynamics    how a GPU's state moves through time
+physics     time and power of work at a clock
+dynamics    the evolution of a GPU's state over time
 gpu         one GPU, in a file that trainer and agent share
 """

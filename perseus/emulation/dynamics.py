@@ -1,9 +1,9 @@
-"""How an emulated GPU's state moves through time: clock changes, progress of work, energy and its counter.
+"""The evolution of an emulated GPU's state: clock changes, progress of work, energy and its counter.
 
 Pure: every method takes the time. Between two events (a pending clock coming into force, the end of the work)
 power and speed are constant, so `GpuState.advance` is exact however rarely it is called, and by whom. In
-particular the work ends at its exact moment, not when the process that waits for it wakes up, and what a
-killed process had begun runs to its end, as kernels already queued on a real GPU do.
+particular the work ends at its exact moment, not when the process that waits for it wakes up, and work of a
+killed process runs to its end, as kernels already queued on a real GPU do.
 """
 
 import math
@@ -22,11 +22,11 @@ class GpuState:
 
     at_s: float
     counter_origin_s: float
-    """The counter moves at this time plus whole counter periods."""
+    """The counter updates at this time plus whole update periods."""
     clock_mhz: int
     energy_j: float = 0.0
     counter_j: float = 0.0
-    """What the energy counter shows: `energy_j` as it was at the last counter tick."""
+    """The energy counter's value: `energy_j` at the latest counter update."""
     pending_clock_mhz: int = NO_CLOCK
     pending_at_s: float = 0.0
     compute_s: float = 0.0
@@ -37,21 +37,21 @@ class GpuState:
     slowdown: float = 1.0
     clock_event_reasons: int = 0
     cap_mhz: int = NO_CLOCK
-    """The GPU runs no faster, whatever clock is set; NO_CLOCK if nothing holds it."""
+    """Upper bound on the effective clock, whatever clock is set; NO_CLOCK if there is none."""
     cap_reasons: int = 0
-    """What it gives as its reasons while that holds it below its clock."""
+    """The reasons that it reports while the cap holds it below its clock."""
     power_limit_w: float = 0.0
     """0 for the model's own."""
     power_profiles_mask: int = 0
 
     @property
     def effective_mhz(self) -> int:
-        """The clock that it runs at."""
+        """The clock at which it runs."""
         return self._reached_mhz(self.clock_mhz)
 
     @property
     def reasons(self) -> int:
-        """Why it is off its clock, as NVML's bits."""
+        """The clock event reasons, as NVML's bits."""
         is_capped = self.effective_mhz < self.clock_mhz
         return self.clock_event_reasons | (self.cap_reasons if is_capped else 0)
 
@@ -67,22 +67,22 @@ class GpuState:
         return model.blocking_power_w(self.effective_mhz)
 
     def begin(self, work: Work) -> None:
-        """Start executing `work` at `at_s`. `EmulatedGpuError` if other work is being executed."""
+        """Start executing `work` at `at_s`. Raises `EmulatedGpuError` if other work is in progress."""
         if self.busy:
             raise EmulatedGpuError(
-                f"expected a GPU that waits, found one with {self.remaining:.0%} of its work still to do: "
+                f"expected a waiting GPU, found one with {self.remaining:.0%} of its work still to do: "
                 "an emulated GPU serves one trainer"
             )
         self.compute_s, self.memory_s, self.activity = work.compute_s, work.memory_s, work.activity
         self.remaining = 1.0
 
     def set_clock(self, model: GpuModel, clock_mhz: int) -> None:
-        """Let `clock_mhz` come into force one set latency after `at_s`, in place of any change under way."""
+        """Let `clock_mhz` come into force one set latency after `at_s`, replacing any pending change."""
         self.pending_clock_mhz = clock_mhz
         self.pending_at_s = self.at_s + model.set_latency_s
 
     def finish_s(self, model: GpuModel) -> float:
-        """When the work ends (`at_s` if there is none), given the clock change under way."""
+        """Return when the work ends (`at_s` if there is none), given the pending clock change."""
         end_s = self.at_s + self._remaining_s(model, self.effective_mhz)
         if self.pending_clock_mhz == NO_CLOCK or end_s <= self.pending_at_s:
             return end_s
@@ -90,7 +90,7 @@ class GpuState:
         return self.pending_at_s + left * self._remaining_s(model, self._reached_mhz(self.pending_clock_mhz))
 
     def advance(self, model: GpuModel, now_s: float) -> None:
-        """Move on to `now_s`; an earlier time changes nothing."""
+        """Advance the state to `now_s`; an earlier time changes nothing."""
         tick_s = self._last_tick_s(model, now_s)
         if self.at_s < tick_s:
             self._accrue(model, tick_s)
@@ -98,9 +98,9 @@ class GpuState:
         self._accrue(model, now_s)
 
     def _last_tick_s(self, model: GpuModel, now_s: float) -> float:
-        """When the counter moved last, as of `now_s`: the same moment whenever it is asked for.
+        """Return the counter's latest update as of `now_s`: the same time for every `now_s` until the next.
 
-        The quotient alone may be rounded below the tick that `now_s` is, which nobody would then see.
+        The quotient alone may be rounded below an update at `now_s` itself, which would then be missed.
         """
         ticks = math.floor((now_s - self.counter_origin_s) / model.counter_period_s) + 1
         while (tick_s := self.counter_origin_s + ticks * model.counter_period_s) > now_s:

@@ -1,13 +1,13 @@
 """An emulated GPU, shared between processes through one mmap'd file.
 
-The trainer's process executes work on it, the agent's sets its clock and reads its counter, and any third
-one may degrade it. Every access takes the file's lock, moves the state on to now (`GpuState.advance`) and
-reads or changes it; nothing runs in between. Times are CLOCK_MONOTONIC, which all processes of a node share.
+The trainer's process executes work on it, the agent's sets its clock and reads its counter, and any other
+process may degrade it. Every access locks the file, advances the state to now (`GpuState.advance`) and reads
+or changes it; nothing runs in between. Times are CLOCK_MONOTONIC, which all processes of a node share.
 
 Like a real GPU in persistence mode it keeps its locked clock when the agent dies.
 
 The file: a header (magic, version, sizes), the model and UUID as JSON, then the state as a flat record.
-Beside it, in `.NAME.processes`, are the numbers of the processes that have executed work, as a driver knows
+Beside it, `.NAME.processes` has the numbers of the processes that have executed work, as a driver reports
 them.
 """
 
@@ -43,8 +43,8 @@ _FORMATS = MappingProxyType({float: "d", int: "q"})
 _STATE = struct.Struct("<" + "".join(_FORMATS[field.type] for field in fields(GpuState)))  # type: ignore[index]
 _state_values = attrgetter(*(field.name for field in fields(GpuState)))
 
-# A clock set is visible for a whole set latency before it takes effect. Looking again after this share of it,
-# `execute` knows of every change in time, with room for a late wake-up.
+# A clock set is visible for a whole set latency before it takes effect. Polling after this share of it,
+# `execute` sees every change in time, with room for a late wake-up.
 _POLL_SHARE = 0.75
 
 # A sleep overshoots by 0.1–0.2 ms, so `execute` is awake for the last moments of its work.
@@ -52,7 +52,7 @@ _AWAKE_S = 0.0002
 
 
 class EmulatedGpu:
-    """One process's hold on an emulated GPU (implements `Gpu`); safe to use from several threads.
+    """One process's handle of an emulated GPU (implements `Gpu`); safe to use from several threads.
 
     Open it after a fork, not before: the file's lock belongs to the open file, which a forked child shares.
     `monotonic` and `sleep` are injected by tests; processes that share a GPU share CLOCK_MONOTONIC.
@@ -67,7 +67,7 @@ class EmulatedGpu:
     ) -> None:
         """Open the GPU that `create` made at `path`.
 
-        `GpuNotFoundError` if there is no such file, `EmulatedGpuError` if it is foreign or truncated.
+        Raises `GpuNotFoundError` if there is no such file, `EmulatedGpuError` if it is foreign or truncated.
         """
         self._monotonic = monotonic
         self._sleep = sleep
@@ -99,12 +99,12 @@ class EmulatedGpu:
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> "EmulatedGpu":
-        """Make a new GPU at stock with an energy of zero, and open it. FileExistsError if `path` exists."""
+        """Create and open a GPU at stock with zero energy. Raises FileExistsError if `path` exists."""
         identity = json.dumps({"uuid": uuid, "model": asdict(model)}).encode()
         now_s = monotonic()
         state = GpuState(at_s=now_s, counter_origin_s=now_s, clock_mhz=model.highest_clock_mhz)
         header = _HEADER.pack(_MAGIC, _VERSION, len(identity))
-        # Written beside and linked into place: nobody can open half a file.
+        # Written beside and linked into place: nobody can open a partial file.
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         unfinished.write_bytes(header + identity + _STATE.pack(*_state_values(state)))
         try:
@@ -131,7 +131,7 @@ class EmulatedGpu:
     def set_clock_mhz(self, clock_mhz: int) -> None:
         """Lock the clock; returns when it is in force, one set latency later, the old one holding until then.
 
-        A set that overtakes another under way replaces it.
+        A newer set replaces one in progress.
         """
         if clock_mhz not in self.model.clocks_mhz:
             raise ClockNotSupportedError(self.uuid, clock_mhz, self.model.clocks_mhz)
@@ -144,19 +144,19 @@ class EmulatedGpu:
         self.set_clock_mhz(self.model.highest_clock_mhz)
 
     def lock_range(self, lowest_mhz: int, highest_mhz: int) -> None:
-        """Lock the highest clock within the limits: the model runs at the highest that it may have."""
+        """Lock the highest clock within the limits: the model runs at its highest allowed clock."""
         within_mhz = [clock for clock in self.model.clocks_mhz if lowest_mhz <= clock <= highest_mhz]
         if not within_mhz:
             raise ClockNotSupportedError(self.uuid, highest_mhz, self.model.clocks_mhz)
         self.set_clock_mhz(within_mhz[0])
 
     def total_energy_j(self) -> float:
-        """The energy since creation as of the last counter tick."""
+        """The energy since creation as of the latest counter update."""
         with self._state() as state:
             return state.counter_j
 
     def sm_clock_mhz(self) -> int:
-        """The clock that it runs at now."""
+        """The clock at which it runs now."""
         with self._state() as state:
             return state.effective_mhz
 
@@ -166,41 +166,41 @@ class EmulatedGpu:
             return state.power_w(self.model)
 
     def power_limit_w(self) -> float:
-        """What `limit_power` said; by default the model's TDP, which is never reached."""
+        """The limit from `limit_power`; by default the model's TDP, which is never reached."""
         with self._state() as state:
             return state.power_limit_w or self.model.board_power_w
 
     def power_profiles(self) -> tuple[int, ...]:
-        """What `enforce_power_profiles` said, none by default."""
+        """The profiles from `enforce_power_profiles`; none by default."""
         with self._state() as state:
             return tuple(bit for bit in range(63) if state.power_profiles_mask >> bit & 1)
 
     def clock_event_reasons(self) -> int:
-        """What `degrade` said, and `cap` and `limit_power` while they hold the clock lower; 0 by default."""
+        """The reasons of `degrade`, and of `cap` and `limit_power` while they lower the clock; else 0."""
         with self._state() as state:
             return state.reasons
 
     def close(self) -> None:
-        """Let go of the file; the GPU lives on in it."""
+        """Close the file, in which the GPU lives on."""
         self._map.close()
         self._file.close()
 
     def execute(self, work: Work) -> None:
         """Execute `work` and return when it is done; the GPU waits, at blocking power, before and after.
 
-        Sleeps meanwhile. `EmulatedGpuError` if other work is being executed.
+        Sleeps meanwhile. Raises `EmulatedGpuError` if other work is in progress.
         """
         self.begin(work)
         self.wait()
 
     def begin(self, work: Work) -> None:
-        """Begin to execute `work`, which ends on its own. `EmulatedGpuError` if other work is under way."""
+        """Begin `work`, which ends on its own. Raises `EmulatedGpuError` if other work is in progress."""
         with self._state() as state:
             state.begin(work)
             self._note_process()
 
     def process_ids(self) -> tuple[int, ...]:
-        """The processes that have executed work, and still run."""
+        """Return the running processes that have executed work."""
         with self._state():
             return self._running_processes()
 
@@ -228,9 +228,9 @@ class EmulatedGpu:
             self._sleep(max(0.0, min(left_s - _AWAKE_S, self.model.set_latency_s * _POLL_SHARE)))
 
     def degrade(self, slowdown: float, clock_event_reasons: int = 0) -> None:
-        """From now on work takes `slowdown` times as long at the same clock and power; 1 heals.
+        """Make work take `slowdown` times as long at the same clock and power, from now on; 1 ends this.
 
-        Work under way slows too. `clock_event_reasons` is what the GPU gives as its reasons meanwhile.
+        Work in progress slows, too. The GPU reports `clock_event_reasons` meanwhile.
         """
         if not 0 < slowdown < float("inf"):
             raise EmulatedGpuError(f"GPU {self.uuid}: slowdown: expected a positive number, found {slowdown}")
@@ -239,14 +239,14 @@ class EmulatedGpu:
             state.clock_event_reasons = clock_event_reasons
 
     def cap(self, clock_mhz: int | None, clock_event_reasons: int = 0) -> None:
-        """From now on it runs no faster than a clock, as in heat, and says why; None lifts that."""
+        """Limit the effective clock, as heat does, and report the reasons; None lifts the limit."""
         with self._state() as state:
             state.cap_mhz, state.cap_reasons = clock_mhz or NO_CLOCK, clock_event_reasons
 
     def limit_power(self, limit_w: float) -> None:
-        """Set another power limit, as operators do: no clock at which full activity draws more is reached.
+        """Set another power limit, as operators do: clocks at which full activity draws more are not reached.
 
-        `EmulatedGpuError` if there is no lower one.
+        Raises `EmulatedGpuError` if even the lowest clock draws more.
         """
         within_mhz = [mhz for mhz in self.model.clocks_mhz if self.model.power_w(1.0, mhz) <= limit_w]
         if not within_mhz:
@@ -259,7 +259,7 @@ class EmulatedGpu:
             state.cap_mhz, state.cap_reasons = within_mhz[0], ClockEventReason.SW_POWER_CAP
 
     def enforce_power_profiles(self, profiles: Iterable[int]) -> None:
-        """Show these workload power profiles, numbers below 63; they change nothing else."""
+        """Report these workload power profiles, numbers below 63; they have no other effect."""
         with self._state() as state:
             state.power_profiles_mask = sum(1 << profile for profile in set(profiles))
 

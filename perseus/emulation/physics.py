@@ -1,6 +1,6 @@
-"""The physics of an emulated GPU: how long work takes and what power it draws at a clock.
+"""The physics of an emulated GPU: time and power of work at a clock.
 
-Pure functions of a model and a clock; `dynamics` adds time and `emulated` the sharing between processes.
+Pure functions of a model and a clock; `dynamics` adds time, and `gpu` the sharing between processes.
 
 Time is roofline-like: the compute-bound part of a computation stretches as the clock falls, the
 memory-bound part does not (the memory has a clock of its own):
@@ -28,7 +28,7 @@ from perseus.gpu import EmulatedGpuError
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One computation, as the GPU sees it.
+    """One computation from the GPU's view.
 
     `compute_s`: seconds bound by the cores at the GPU's highest clock; `memory_s`: seconds bound by memory,
     at any clock; `activity`: share of the GPU's dynamic power that it draws, in (0, 1].
@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """A GPU model: its clocks (descending), its power curve and the pace of its clock sets and counter."""
+    """A GPU model: clocks (descending), power curve, set latency and the counter's update period."""
 
     name: str
     clocks_mhz: tuple[int, ...]
@@ -68,7 +68,7 @@ class GpuModel:
 
     @property
     def board_power_w(self) -> float:
-        """What full activity draws at the highest clock: the board's TDP."""
+        """The power of full activity at the highest clock: the board's TDP."""
         return self.static_power_w + self.memory_power_w + self.core_power_w
 
     @property
@@ -77,11 +77,11 @@ class GpuModel:
         return self.clocks_mhz[0]
 
     def time_s(self, work: Work, clock_mhz: int) -> float:
-        """How long `work` takes at a clock."""
+        """Return the duration of `work` at a clock, in seconds."""
         return work.compute_s * self.highest_clock_mhz / clock_mhz + work.memory_s
 
     def power_w(self, activity: float, clock_mhz: int) -> float:
-        """What the GPU draws at an activity and a clock."""
+        """Return the power at an activity and a clock, in watts."""
         above_knee_mhz = max(0, clock_mhz - self.knee_clock_mhz)
         voltage_ratio = self.knee_voltage_ratio + (1 - self.knee_voltage_ratio) * above_knee_mhz / (
             self.highest_clock_mhz - self.knee_clock_mhz
@@ -90,14 +90,14 @@ class GpuModel:
         return self.static_power_w + activity * (self.memory_power_w + core_w)
 
     def blocking_power_w(self, clock_mhz: int) -> float:
-        """What the GPU draws at a clock while it waits on communication."""
+        """Return the power at a clock while the GPU waits on communication, in watts."""
         return self.power_w(self.blocking_activity, clock_mhz)
 
     def with_clocks(self, count: int) -> "GpuModel":
-        """The same GPU with `count` of its clocks, spread evenly from half the highest to the highest.
+        """Return the same GPU with `count` of its clocks, spread evenly from half the highest to the highest.
 
         Half the highest clock lies below the clock of least energy of any training computation measured.
-        `EmulatedGpuError` if there are fewer clocks.
+        Raises `EmulatedGpuError` if there are fewer clocks.
         """
         candidates_mhz = [
             clock_mhz for clock_mhz in self.clocks_mhz if 2 * clock_mhz >= self.highest_clock_mhz

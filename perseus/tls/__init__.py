@@ -1,5 +1,6 @@
-"""TLS for both ends of the wire: certificates from files, and what is wrong when nobody gets through.
+"""TLS for both ends of the wire: certificates from files, and diagnoses of failed connections.
 
-gRPC makes the connections. This room reads the files and keeps them fresh (`files`), opens channels with the
-newest (`channels`), and finds out with Python's own `ssl` what gRPC does not say (`diagnosis`).
+gRPC makes the connections. This package reads the files and reloads them (`files`), opens channels with the
+newest (`channels`), and diagnoses with Python's own `ssl` the failures that gRPC does not explain
+(`diagnosis`).
 """

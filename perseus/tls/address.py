@@ -7,12 +7,12 @@ import re
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:")
 _OTHER_SCHEMES = ("dns:", "ipv4:", "ipv6:")
 _MAX_PATH_BYTES = 107  # sockaddr_un, less the final zero
-# Letters of every script, and '_', which DNS knows though hosts' names do not; a '*' listens everywhere.
+# Letters of every script, and '_', which DNS allows although host names do not; a '*' listens everywhere.
 _HOST = re.compile(r"\*|(?=.{1,253}\.?$)[\w-]{1,63}(\.[\w-]{1,63})*\.?")
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Host (IPv6 without brackets) and port of an address; None if it is a Unix socket's, or none at all."""
+    """Return host (IPv6 without brackets) and port of an address; None for a Unix socket or no address."""
     if address.startswith(_LOCAL_SCHEMES):
         return None
     for scheme in _OTHER_SCHEMES:
@@ -26,10 +26,10 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def check_address(address: str, *, min_port: int = 1) -> str:
-    """Return an address of a coordinator, HOST:PORT or unix:PATH, or as gRPC writes others.
+    """Return a valid coordinator address: HOST:PORT, unix:PATH, or another form of gRPC.
 
     Raises:
-        ValueError: it is none; says what was expected.
+        ValueError: it is not one; the text has the expected form.
     """
     if address.startswith(_LOCAL_SCHEMES):
         path = address.partition(":")[2].removeprefix("//")
@@ -44,7 +44,7 @@ def check_address(address: str, *, min_port: int = 1) -> str:
     if port < min_port:
         raise ValueError(f"expected a port from {min_port} to 65535")
     if address.startswith(_OTHER_SCHEMES):
-        return address  # it may be several, or say whom to ask: gRPC's business
+        return address  # it may list several, or name a resolver: gRPC checks it
     is_bracketed = "[" in address or "]" in address
     try:
         is_v6 = isinstance(ipaddress.ip_address(host), ipaddress.IPv6Address)
@@ -58,7 +58,7 @@ def check_address(address: str, *, min_port: int = 1) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether what is said there stays on this machine: a Unix socket, or loopback."""
+    """Whether traffic to the address stays on this machine: a Unix socket or loopback."""
     if address.startswith(_LOCAL_SCHEMES):
         return True
     found = host_and_port(address)

@@ -1,6 +1,6 @@
 """Channels to one coordinator, for agents and commands: in plaintext, or with the newest certificates.
 
-Every channel to a coordinator is opened here, so whatever clients must show of themselves belongs here too.
+Every channel to a coordinator is opened here, so clients' credentials are added here, too.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ _TRY_AGAIN_S = 60.0
 
 
 class Channels:
-    """How to reach the coordinator at `address`; without `files` in plaintext.
+    """Opens channels to the coordinator at `address`; without `files` in plaintext.
 
-    A `token` is shown with every call, but never leaves the machine in plaintext.
-    Certificates are looked at every `poll_s` or so, and whenever a channel is opened.
+    Every call carries the `token`, which never leaves the machine in plaintext. Certificates are checked
+    about every `poll_s`, and whenever a channel is opened.
 
     Raises:
         TlsError: a file can't be used.
@@ -51,21 +51,21 @@ class Channels:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether what is said leaves the machine in plaintext."""
+        """Whether traffic leaves the machine in plaintext."""
         return self._source is None and not is_local(self.address)
 
     @property
     def generation(self) -> int:
-        """Rises whenever renewed certificates are taken."""
+        """A number that rises whenever renewed certificates are loaded."""
         return self._source.generation if self._source is not None else 0
 
     @property
     def expiries_s(self) -> Mapping[str, float]:
-        """By file of the certificates in use, the Unix time when it is of no use."""
+        """The Unix time, by file, when a certificate in use expires."""
         return self._source.material.expiries_s if self._source is not None else {}
 
     def open(self, options: _Options = ()) -> grpc.aio.Channel:
-        """A channel for the running event loop; the caller closes it."""
+        """Open a channel for the running event loop; the caller closes it."""
         if self._source is None:
             plain = grpc.aio.insecure_channel(self.address, options=options)
         else:
@@ -73,7 +73,7 @@ class Channels:
         return TokenChannel(plain, self._token) if self._token is not None else plain
 
     def open_blocking(self, options: _Options = ()) -> grpc.Channel:
-        """A channel for threads; the caller closes it."""
+        """Open a channel for threads; the caller closes it."""
         if self._source is None:
             plain = grpc.insecure_channel(self.address, options=options)
         else:
@@ -81,9 +81,10 @@ class Channels:
         return BlockingTokenChannel(plain, self._token) if self._token is not None else plain
 
     async def renewed(self, generation: int, options: _Options = ()) -> grpc.aio.Channel:
-        """Wait for certificates newer than a generation, and for a channel with them; the caller closes it.
+        """Wait for certificates newer than a generation; return a channel with them, for the caller to close.
 
-        It is connected: while the coordinator does not take the new ones, what was opened before is better.
+        The channel is connected: while the coordinator does not accept the new certificates, the old channel
+        is better.
         """
         wait_s = self._poll_s
         while True:
@@ -109,11 +110,11 @@ class Channels:
                 return channel
 
     async def diagnosis(self) -> str | None:
-        """What is wrong with the way to the coordinator, if that can be found out."""
+        """Return why the coordinator can't be reached, if that can be determined."""
         return await asyncio.to_thread(self.diagnosis_blocking)
 
     def diagnosis_blocking(self) -> str | None:
-        """The same for threads; takes some seconds at most."""
+        """Return the same, for threads; takes at most some seconds."""
         return diagnose(self.address, self._source.files if self._source is not None else None)
 
     def _credentials(self, source: TlsSource) -> grpc.ChannelCredentials:

@@ -1,11 +1,11 @@
-"""Why a coordinator can't be reached, in a sentence: gRPC says UNAVAILABLE, and often no more.
+"""Why a coordinator can't be reached, in a sentence: gRPC often reports only UNAVAILABLE.
 
-A failed connection is tried once more with Python's own `ssl`, within a time limit, on the same terms: the
-same CAs, the same certificate, the same name. What OpenSSL or the other side's alert says then becomes a
-sentence (`trouble`, `refusal`). A certificate that is not accepted is asked for again, trusting nothing but
-itself, so that the sentence can say whom it is for, who signed it and how long it lasts.
+`diagnose` repeats a failed connection once with Python's own `ssl`, within a time limit, with the same CAs,
+certificate and name. It turns the error of OpenSSL, or the other side's alert, into a sentence (`trouble`,
+`refusal`). It fetches a rejected certificate again, trusting only that one, so that the sentence can have its
+names, its issuer and its dates.
 
-It blocks: on an event loop it belongs into a thread.
+It blocks: on an event loop, call it in a thread.
 """
 
 import socket
@@ -21,7 +21,7 @@ from perseus.tls.files import TlsFiles, moment, own_facts, trust_only
 TIMEOUT_S = 3.0
 _MAX_LIST = 5
 
-# HTTP/2's connection preface and an empty SETTINGS frame: a server answers with its own, or says why not.
+# HTTP/2's connection preface and an empty SETTINGS frame: a server answers with its own, or an error.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 
 # OpenSSL's X509_V_ERR_….
@@ -31,7 +31,7 @@ _UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a coordinator's certificate says of itself; times are Unix times."""
+    """The contents of a certificate; times are Unix times."""
 
     names: tuple[str, ...] = ()
     issuer: str = ""
@@ -40,7 +40,7 @@ class Shown:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Shown":
-        """From what `ssl.SSLSocket.getpeercert` returns."""
+        """Build from the result of `ssl.SSLSocket.getpeercert`."""
         if not facts:
             return cls()
         issuer = ", ".join(value for part in facts.get("issuer", ()) for _, value in part)
@@ -50,13 +50,13 @@ class Shown:
 
 
 class _DismissedError(Exception):
-    """A coordinator hangs up after a handshake."""
+    """A coordinator closed the connection after a handshake."""
 
 
 def diagnose(address: str, files: TlsFiles | None, timeout_s: float = TIMEOUT_S) -> str | None:
-    """Return what is wrong between this machine and a coordinator, or None if that can't be found out.
+    """Return why a coordinator can't be reached, or None if that can't be determined.
 
-    `files` are what the connection used; None if it was in plaintext.
+    `files` are those of the failed connection; None if it was in plaintext.
     """
     place = host_and_port(address)
     if place is None:
@@ -77,7 +77,7 @@ def diagnose(address: str, files: TlsFiles | None, timeout_s: float = TIMEOUT_S)
     except _DismissedError:
         return dismissal(Shown.of(own_facts(files)) if files is not None else Shown(), time.time())
     except (OSError, ValueError):
-        return None  # nobody there, silent, or no name that is ever looked up: that gRPC says as well
+        return None  # no server, silence, or an unknown name: gRPC reports these, too
     return None
 
 
@@ -94,19 +94,19 @@ def trouble(code: int, message: str, host: str, shown: Shown, now_s: float) -> s
         return f"the coordinator's certificate is not for {host}: it is for {names}"
     if code in _UNKNOWN_ISSUER:
         issuer = f" by {shown.issuer}" if shown.issuer else ""
-        return f"the coordinator's certificate is signed{issuer}, which is no CA in tls_ca"
+        return f"the coordinator's certificate is signed{issuer}, which is not a CA in tls_ca"
     if code == _PURPOSE:
-        return "the coordinator's certificate is not for servers, its extended key usage says"
+        return "the coordinator's certificate is not for servers, according to its extended key usage"
     return f"the coordinator's certificate is not accepted: {message}"
 
 
 def dismissal(own: Shown, now_s: float) -> str:
-    """Return why a coordinator hangs up after a handshake, which gRPC does on clients that it doesn't know.
+    """Return why a coordinator closes the connection after a handshake, as gRPC does for unknown clients.
 
-    gRPC gives no reason; `own` is what the client's certificate says of itself, if there is one.
+    gRPC gives no reason; `own` has the contents of the client's certificate, if there is one.
     """
     if not own.ends_s:
-        return "the coordinator wants a certificate of its clients: expected tls_certificate and tls_key"
+        return "the coordinator requires a client certificate: expected tls_certificate and tls_key"
     if now_s >= own.ends_s:
         return f"the certificate in tls_certificate has expired on {moment(own.ends_s)}"
     return (
@@ -116,27 +116,27 @@ def dismissal(own: Shown, now_s: float) -> str:
 
 
 def refusal(reason: str, *, has_certificate: bool) -> str:
-    """Return why a handshake failed that no certificate of the coordinator's is to blame for.
+    """Return why a handshake failed for another reason than the coordinator's certificate.
 
-    `reason` is OpenSSL's; an alert in it is what the coordinator said.
+    `reason` is OpenSSL's; an alert in it comes from the coordinator.
     """
     if "CERTIFICATE_REQUIRED" in reason or ("HANDSHAKE_FAILURE" in reason and not has_certificate):
-        return "the coordinator wants a certificate of its clients: expected tls_certificate and tls_key"
+        return "the coordinator requires a client certificate: expected tls_certificate and tls_key"
     if "ALERT_UNKNOWN_CA" in reason:
         return "the coordinator refuses the certificate in tls_certificate: it does not trust its CA"
     if "ALERT_CERTIFICATE_EXPIRED" in reason:
-        return "the coordinator refuses the certificate in tls_certificate: it has expired, by its clock"
+        return "the coordinator refuses the certificate in tls_certificate: it has expired by its clock"
     if "ALERT" in reason and "CERTIFICATE" in reason:
         return f"the coordinator refuses the certificate in tls_certificate: {_words(reason)}"
     if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason:
         return "no common version of TLS: the coordinator's are 1.2 and 1.3"
     if "ALERT" in reason:
         return f"the coordinator ends the handshake: {_words(reason)}"
-    return "what listens there speaks no TLS, or not gRPC's"
+    return "the server there speaks no TLS, or not gRPC's"
 
 
 def _if_tls_is_spoken(place: tuple[str, int], deadline_s: float) -> str | None:
-    """What to say to who speaks plaintext, if TLS is spoken there."""
+    """Return the diagnosis of a plaintext connection, if the coordinator speaks TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -146,7 +146,7 @@ def _if_tls_is_spoken(place: tuple[str, int], deadline_s: float) -> str | None:
             return None
     except _DismissedError:
         pass
-    return "the coordinator speaks TLS, and was spoken to in plaintext: expected tls_ca"
+    return "the coordinator speaks TLS, but the connection was plaintext: expected tls_ca"
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:
@@ -161,7 +161,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _shake(context: ssl.SSLContext, place: tuple[str, int], deadline_s: float) -> None:
-    """Connect, shake hands, say hello and wait for an answer, whatever it is. Raises what went wrong."""
+    """Connect, shake hands, send HTTP/2's preface and wait for any answer. Raises any error."""
     with _connected(place, deadline_s) as plain, context.wrap_socket(plain, server_hostname=place[0]) as sock:
         sock.settimeout(_left_s(deadline_s))
         # With TLS 1.3 a client's certificate is judged after its handshake is over.
@@ -175,7 +175,7 @@ def _shake(context: ssl.SSLContext, place: tuple[str, int], deadline_s: float) -
 
 
 def _shown(place: tuple[str, int], deadline_s: float) -> Shown:
-    """What the certificate says that is shown there; nothing if it is no longer."""
+    """Return the contents of the coordinator's certificate; empty if it is no longer reachable."""
     anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
     only_it = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -209,5 +209,5 @@ def _on(unix_s: float, verb: str = "") -> str:
 
 
 def _words(reason: str) -> str:
-    """OpenSSL's name of an alert, as words."""
+    """Return OpenSSL's name of an alert as words."""
     return reason.rpartition("ALERT_")[2].lower().replace("_", " ")

@@ -1,6 +1,7 @@
-"""Settings of TLS as fields of a settings model: what each needs, or can't have, beside it.
+"""TLS settings as fields of a settings model: validators for fields that need or exclude each other.
 
-For `Annotated`. The other fields are named, and are declared before; the rules are those of `tls.rules`.
+For `Annotated`. They refer to other fields by name, which must be declared earlier; the rules are in
+`tls.rules`.
 """
 
 from collections.abc import Callable
@@ -13,24 +14,25 @@ from perseus.tls.rules import check_insecure, check_needs, check_plaintext, chec
 
 
 def goes_with(other: str) -> AfterValidator:
-    """A path that is given if and only if `other` is; a field with `validate_default`."""
+    """A path that must be given if and only if `other` is; needs `validate_default`."""
     return _beside(other, check_together)
 
 
 def needs(other: str) -> AfterValidator:
-    """A path that is only given beside `other`."""
+    """A path that may be given only with `other`."""
     return _beside(other, check_needs)
 
 
 def contradicts(tls: str) -> AfterValidator:
-    """Whether plaintext is meant, which it can't be where `tls` is given."""
+    """A switch for plaintext that may not be set together with `tls`."""
     return _beside(tls, check_insecure)
 
 
 def keeps_plaintext_here(tls: str, *, wanted: str | None = None, min_port: int = 1) -> AfterValidator:
-    """An address, if any, that others reach by TLS only, unless `insecure` says otherwise.
+    """An optional address that other machines may reach only by TLS, unless `insecure` is set.
 
-    `tls` is the field that makes it TLS; `wanted` says in an error what to give, by default that field.
+    `tls` is the field that enables TLS; `wanted` names the required settings in an error, by default that
+    field.
     """
 
     def check(address: str | None, info: ValidationInfo) -> str | None:

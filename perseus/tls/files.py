@@ -1,11 +1,11 @@
-"""Certificates, keys and CAs in PEM files: checked before they are used, read again when renewed.
+"""Certificates, keys and CAs in PEM files: checked before use, reloaded when renewed.
 
-What the files hold is checked by what will use it: OpenSSL, through Python's `ssl`. A certificate and its key
-have a handshake with themselves in memory, which trusts nothing but that certificate and leaves its dates to
-us; so everything is known of it without a parser of our own.
+OpenSSL, which will use the files, also checks them, through Python's `ssl`. A certificate and its key perform
+a handshake with themselves in memory, which trusts only that certificate and leaves its dates to this module;
+so no separate parser is needed.
 
-Renewal is somebody else's work (cert-manager, a cron job, `perseus certificates`), which may write two files
-one after the other. So a change counts once all files agree; until then what was read before stays in use.
+Other programs renew the files (cert-manager, a cron job, `perseus certificates`), and may write two files one
+after the other. So a change counts once all files agree; until then the previous contents stay in use.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class TlsError(Exception):
 
 
 class Role(enum.Enum):
-    """What a certificate is shown as."""
+    """The side for which a certificate is used."""
 
     SERVER = "server"
     CLIENT = "client"
@@ -45,20 +45,20 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: one's own certificate (with what leads to its CA) and its key, and the CAs to trust."""
+    """PEM files: the own certificate (with the chain to its CA) and its key, and the CAs to trust."""
 
     certificate: Path | None = None
     key: Path | None = None
     ca: Path | None = None
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """The contents of the three. `TlsError` names a file that can't be read."""
+        """Return the contents of the three files. Raises `TlsError`, naming an unreadable file."""
         return _read(self.certificate), _read(self.key), _read(self.ca)
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the files held when it was checked. `expiries_s`: by file, the Unix time when it is of no use."""
+    """The checked contents of the files. `expiries_s` is the Unix time, by file, when it expires."""
 
     certificate: bytes | None
     key: bytes | None
@@ -67,10 +67,10 @@ class Material:
 
 
 class TlsSource:
-    """The newest material that is sound. Any thread may ask; `now_s` is the Unix time.
+    """The newest valid material, for any thread; `now_s` returns the Unix time.
 
     Raises:
-        TlsError: at first there is none.
+        TlsError: the initial material is not valid.
     """
 
     def __init__(self, files: TlsFiles, role: Role, now_s: Callable[[], float] = time.time) -> None:
@@ -86,7 +86,7 @@ class TlsSource:
         self._warn_of_expiry()
 
     def poll(self) -> bool:
-        """Look at the files; whether there is new material now."""
+        """Check the files; return whether there is new material."""
         with self._lock:
             self._warn_of_expiry()
             try:
@@ -113,10 +113,10 @@ class TlsSource:
             return True
 
     def _keep(self, found: tuple[bytes | None, ...] | str, error: TlsError) -> None:
-        """Say, once for what was found, that it is of no use."""
+        """Log an error once for the same contents."""
         if found != self._refused:
             self._refused = found
-            _log.error("certificates not reloaded: those from before stay in use", reason=str(error))
+            _log.error("certificates not reloaded: the previous ones stay in use", reason=str(error))
 
     def _warn_of_expiry(self) -> None:
         now_s = self._now_s()
@@ -130,10 +130,10 @@ class TlsSource:
 
 
 def check(files: TlsFiles, role: Role, now_s: float) -> Material:
-    """Return what files hold that belong together.
+    """Return the contents of files that fit together.
 
     Raises:
-        TlsError: a file can't be read, holds something else, is out of date, or does not fit another.
+        TlsError: a file can't be read, has the wrong content, is out of date, or does not fit another.
     """
     for _ in range(_READ_ATTEMPTS):
         contents = files.read()
@@ -147,23 +147,23 @@ def check(files: TlsFiles, role: Role, now_s: float) -> Material:
             expiries_s[str(files.ca)] = expiry_s
         if files.read() == contents:
             return Material(certificate, key, ca, expiries_s)
-    raise TlsError(f"{files.certificate or files.ca}: expected files at rest, found them written to")
+    raise TlsError(f"{files.certificate or files.ca}: expected unchanging files, found them being written")
 
 
 def moment(unix_s: float) -> str:
-    """A Unix time for people."""
+    """Format a Unix time for people."""
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def trust_only(context: ssl.SSLContext, certificate: str | bytes) -> None:
-    """Let a context take just this certificate (PEM text or DER), whoever signed it, whatever its dates."""
+    """Let a context trust only this certificate (PEM text or DER), regardless of its issuer and dates."""
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | NO_CHECK_TIME
     context.load_verify_locations(cadata=certificate)
 
 
 def own_facts(files: TlsFiles) -> dict[str, Any]:
-    """What a client's own certificate says of itself; nothing if there is none, or it is gone."""
+    """Return the contents of a client's own certificate; empty if there is none or it can't be read."""
     if files.certificate is None or files.key is None:
         return {}
     with contextlib.suppress(OSError, TlsError):
@@ -172,10 +172,10 @@ def own_facts(files: TlsFiles) -> dict[str, Any]:
 
 
 def _facts(certificate: Path, key: Path, pem: bytes, role: Role) -> dict[str, Any]:
-    """What a certificate says of itself, as `ssl.SSLSocket.getpeercert` has it: by a handshake in memory.
+    """Return a certificate's contents as `ssl.SSLSocket.getpeercert` does, by a handshake in memory.
 
     Raises:
-        ssl.SSLError: the pair is none, or the certificate is not for the role.
+        ssl.SSLError: certificate and key do not match, or the certificate is not for the role.
     """
     own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if role is Role.SERVER else ssl.PROTOCOL_TLS_CLIENT)
     peer = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if role is Role.SERVER else ssl.PROTOCOL_TLS_SERVER)
@@ -200,7 +200,7 @@ def _facts(certificate: Path, key: Path, pem: bytes, role: Role) -> dict[str, An
 def _check_pair(
     certificate: Path, key: Path, contents: tuple[bytes | None, ...], role: Role, now_s: float
 ) -> float:
-    """The Unix time at which a certificate expires."""
+    """Check a certificate and its key; return the Unix time when the certificate expires."""
     pem, key_pem = (content or b"" for content in contents[:2])
     _check_certificates(certificate, pem)
     if b"PRIVATE KEY-----" not in key_pem:
@@ -231,11 +231,11 @@ def _check_pair(
 
 
 def _check_ca(path: Path, pem: bytes, now_s: float) -> float | None:
-    """The Unix time at which the last of some CAs expires; None if none calls itself one."""
+    """Check CAs; return the Unix time when the last of them expires, None if none is marked as a CA."""
     context = _check_certificates(path, pem)
     authorities = context.get_ca_certs()
     if not authorities:
-        return None  # a server's own certificate, trusted by itself
+        return None  # a server's own certificate, trusted directly
     periods_s = [
         tuple(ssl.cert_time_to_seconds(str(each[name])) for name in ("notBefore", "notAfter"))
         for each in authorities
@@ -246,7 +246,7 @@ def _check_ca(path: Path, pem: bytes, now_s: float) -> float | None:
 
 
 def _check_certificates(path: Path, pem: bytes) -> ssl.SSLContext:
-    """A context that trusts the certificates of a file."""
+    """Return a context that trusts the certificates of a file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if b"-----BEGIN CERTIFICATE-----" not in pem:
         raise TlsError(f"{path}: expected a certificate in PEM, found none")

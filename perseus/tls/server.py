@@ -1,4 +1,4 @@
-"""Certificates for servers that are not gRPC's: what was read and checked, for Python's `ssl`."""
+"""Certificates for servers other than gRPC's: checked material for Python's `ssl`."""
 
 import os
 import ssl
@@ -7,13 +7,13 @@ from perseus.tls.files import Material
 
 
 def server_context(material: Material) -> ssl.SSLContext:
-    """Return a context with a certificate; where there are CAs, every client must show one of theirs.
+    """Return a context with a certificate; if there are CAs, every client needs a certificate from them.
 
-    What was checked is what is used: not the files, which may have been written to since.
+    It uses the checked contents, not the files, which may have been rewritten since.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     assert material.certificate is not None and material.key is not None  # noqa: PT018 - a server has both
-    # Python reads certificates from files only; this one is nobody else's, and on no disk.
+    # Python reads certificates only from files; this file is private and in memory.
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:

@@ -1,7 +1,7 @@
-"""Channels that show a token with every call.
+"""Channels that send a token with every call.
 
-gRPC's own call credentials work over TLS only, and on loopback there may be none; its interceptors would put
-something between the callers and their streams. So this adds the token to the metadata, and nothing else.
+gRPC's own call credentials work only over TLS, which loopback may lack; its interceptors would wrap the
+callers' streams. So these channels only add the token to the metadata.
 """
 
 from types import TracebackType
@@ -13,7 +13,7 @@ from perseus.tls.tokens import TokenSource
 
 
 class _TokenCall:
-    """A method of a channel; `with_call` and `future` are those of blocking ones."""
+    """A method of a channel; `with_call` and `future` exist on blocking channels."""
 
     def __init__(self, method: Any, token: TokenSource) -> None:
         self._method = method
@@ -23,11 +23,9 @@ class _TokenCall:
         return self._method(*request, metadata=self._with_token(metadata), **options)
 
     def with_call(self, *request: Any, metadata: Any = None, **options: Any) -> Any:
-        """See `grpc.UnaryUnaryMultiCallable`."""
         return self._method.with_call(*request, metadata=self._with_token(metadata), **options)
 
     def future(self, *request: Any, metadata: Any = None, **options: Any) -> Any:
-        """See `grpc.UnaryUnaryMultiCallable`."""
         return self._method.future(*request, metadata=self._with_token(metadata), **options)
 
     def _with_token(self, metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
@@ -35,25 +33,21 @@ class _TokenCall:
 
 
 class _TokenMethods:
-    """The methods of a channel, of either kind."""
+    """The call methods of either kind of channel."""
 
     _channel: Any
     _token: TokenSource
 
     def unary_unary(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
         return _TokenCall(self._channel.unary_unary(*given, **options), self._token)
 
     def unary_stream(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
         return _TokenCall(self._channel.unary_stream(*given, **options), self._token)
 
     def stream_unary(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
         return _TokenCall(self._channel.stream_unary(*given, **options), self._token)
 
     def stream_stream(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
         return _TokenCall(self._channel.stream_stream(*given, **options), self._token)
 
 
@@ -79,19 +73,19 @@ class TokenChannel(_TokenMethods, grpc.aio.Channel):
         await self._channel.__aexit__(kind, error, traceback)
 
     async def close(self, grace: float | None = None) -> None:
-        """See `grpc.aio.Channel`."""
+        """Close the channel, as `grpc.aio.Channel.close`."""
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """See `grpc.aio.Channel`."""
+        """Return the state of the channel."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """See `grpc.aio.Channel`."""
+        """Wait until the channel leaves a state."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """See `grpc.aio.Channel`."""
+        """Wait until the channel is ready."""
         await self._channel.channel_ready()
 
 
@@ -117,13 +111,13 @@ class BlockingTokenChannel(_TokenMethods, grpc.Channel):
         self._channel.__exit__(kind, error, traceback)
 
     def close(self) -> None:
-        """See `grpc.Channel`."""
+        """Close the channel."""
         self._channel.close()
 
     def subscribe(self, *given: Any, **options: Any) -> None:
-        """See `grpc.Channel`."""
+        """Subscribe to the channel's state."""
         self._channel.subscribe(*given, **options)
 
     def unsubscribe(self, *given: Any) -> None:
-        """See `grpc.Channel`."""
+        """End a subscription."""
         self._channel.unsubscribe(*given)

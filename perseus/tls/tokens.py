@@ -1,7 +1,7 @@
-"""Bearer tokens as clients have them: in a file that is read again when it changes, or as they are.
+"""Clients' bearer tokens: from a file that is reread when it changes, or given directly.
 
-An operator's token lies where the coordinator of the same user writes it, so that commands on the same
-machine find it by themselves.
+The coordinator writes an operator's token to a default file of its user, where commands on the same machine
+find it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class TokenFileError(Exception):
 
 
 def default_token_file() -> Path:
-    """Root's is in /var/lib/perseus; others have theirs under $XDG_STATE_HOME (~/.local/state)."""
+    """Return root's file in /var/lib/perseus, or a file under $XDG_STATE_HOME (~/.local/state)."""
     if os.geteuid() == 0:
         return Path("/var/lib/perseus/operator.token")
     state_home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -32,10 +32,10 @@ def default_token_file() -> Path:
 
 
 def check_token(text: str, where: object) -> str:
-    """Return a token without the space around it.
+    """Return a token without surrounding whitespace.
 
     Raises:
-        TokenFileError: it is none.
+        TokenFileError: it is not a token.
     """
     token = text.strip()
     if not _TOKEN.fullmatch(token):
@@ -47,7 +47,7 @@ def read_token(path: Path) -> str:
     """Return the token in a file.
 
     Raises:
-        TokenFileError: there is none.
+        TokenFileError: the file can't be read or has no token.
     """
     try:
         with os.fdopen(open_regular(path), encoding="ascii") as file:
@@ -55,7 +55,7 @@ def read_token(path: Path) -> str:
             mode = os.fstat(file.fileno()).st_mode
         if mode & stat.S_IROTH:
             _log.warning(
-                "everybody on this machine can read a token", file=str(path), mode=f"{mode & 0o777:o}"
+                "every user of this machine can read a token", file=str(path), mode=f"{mode & 0o777:o}"
             )
         return token
     except OSError as error:
@@ -65,10 +65,10 @@ def read_token(path: Path) -> str:
 
 
 def own_token(path: Path, new: str) -> str:
-    """Return the token in a file that is this process's user's alone; write a new one if there is no file.
+    """Return the token in a file that belongs to this process's user alone; create it with `new` if missing.
 
     Raises:
-        TokenFileError: the file can't be made, or is not this user's alone.
+        TokenFileError: the file can't be created, or does not belong to this user alone.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def own_token(path: Path, new: str) -> str:
 
 
 def _write_unless_there(path: Path, token: str) -> None:
-    """Write it whole or not at all; what is there already stays."""
+    """Write a token atomically, unless the file exists."""
     if os.path.lexists(path):
         return
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
@@ -99,10 +99,10 @@ def _write_unless_there(path: Path, token: str) -> None:
 
 
 class TokenSource:
-    """A client's token: of a file, or given as it is.
+    """A client's token, from a file or given directly.
 
     Raises:
-        TokenFileError: the file holds none.
+        TokenFileError: the file has no token.
     """
 
     def __init__(self, *, path: Path | None = None, token: str = "") -> None:
@@ -114,13 +114,13 @@ class TokenSource:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What shows it to a coordinator; a file is read again if it has changed, and can be read."""
+        """The metadata that carries the token; rereads the file if it has changed and is readable."""
         if self._path is not None:
             try:
                 if (stamp := _stamp(self._path)) != self._stamp:
                     self._token, self._stamp = read_token(self._path), stamp
             except TokenFileError:
-                pass  # it is being written, say
+                pass  # it may be in the middle of a write
         return (("authorization", f"Bearer {self._token}"),)
 
 
@@ -133,10 +133,10 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def find_token(*, path: Path | None, token: str | None, is_local: bool) -> TokenSource | None:
-    """The token that a client was given, or else the one of an operator on the same machine, if there is one.
+    """Return the token that a client was given, or else an operator's on the same machine, if any.
 
     Raises:
-        TokenFileError: what was given is none.
+        TokenFileError: the given token or file is not valid.
     """
     if token:
         return TokenSource(token=check_token(token, "the token"))

@@ -1,4 +1,4 @@
-"""Every mistake that is foreseen: one line that says what, where, expected and found; and an exit code."""
+"""Every anticipated mistake: one line with what, where, expected and found; and an exit code."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ HUGE = "1" + 308 * "0"
 
 
 def frontier(path: Path) -> dict[str, object]:
-    """A frontier's file, and what is in it."""
+    """Return the content of a frontier's file."""
     (path.parent / "p.csv").write_text(PROFILE)
     done = run("solve", path.parent / "p.csv", "--microbatches", 2, "--points", 3, "--output", path)
     assert done.exit_code == 0, done.output
@@ -33,7 +33,7 @@ def run(*arguments: object, **environment: str) -> Result:
 
 
 def make_files(folder: Path) -> None:
-    """Everything that the commands below stumble over."""
+    """Make the files at which the commands below fail."""
     (folder / "profile.csv").write_text(PROFILE)
     (folder / "huge.csv").write_text(PROFILE.replace("0.1,30", "0.1,1e308"))
     (folder / "late.csv").write_text(PROFILE.replace("0.1,30", "1e308,30"))
@@ -165,7 +165,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "too many for the limit given": (
         [*SOLVE, "--limit-computations", "7"], 2, "--microbatches: expected at most 7 computations",
     ),
-    # Markup is what it is.
+    # Markup is plain text.
     "state in brackets": (["jobs", "list", "--state", "[/x]"], 2, "found '[/x]'"),
     "command in brackets": (["[/x]"], 2, "[/x]"),
     "a title in a setting": (["agent", "--log-level", "\x1b]0;x\x07"], 2, "--log-level: "),
@@ -239,7 +239,7 @@ def test_an_authority_is_not_written_over(
     before = (tmp_path / "ca" / "ca.key").read_bytes()
     result = run("certificates", "client", "me", "--folder", "ca", "--output", output)
     assert result.exit_code == 2
-    assert f"{output}: expected another place than the authority's own files" in result.stderr
+    assert f"{output}: expected another path than the authority's own files" in result.stderr
     assert (tmp_path / "ca" / "ca.key").read_bytes() == before
     (tmp_path / "other.pem").symlink_to("elsewhere.pem")
     assert run("certificates", "client", "me", "--folder", "ca", "--output", "other").exit_code == 0

@@ -1,4 +1,4 @@
-"""Flags of TLS: what goes together, that plaintext to others has to be meant, and that it is said."""
+"""TLS flags: valid combinations; plaintext to other machines must be explicit, and gives a warning."""
 
 import os
 import stat
@@ -160,7 +160,7 @@ def test_whoever_could_read_a_key_can_read_the_renewed_one(tmp_path: Path) -> No
     before = key.read_bytes()
     key.chmod(0o640)
     if os.geteuid() == 0:
-        os.chown(key, 0, 65534)  # as of a service's group
+        os.chown(key, 0, 65534)  # like a service's group
     place = key.stat()
     assert run(*renew).exit_code == 0
     assert key.read_bytes() != before

@@ -1,4 +1,4 @@
-"""What is said of the way to a coordinator that really runs, and of one that does not."""
+"""Checks on the way to a running coordinator, and to one that does not run."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection

@@ -105,7 +105,7 @@ def test_a_second_computation_at_once_is_refused() -> None:
     state = stock()
     state.begin(WORK)
     state.advance(A40, 50.025)
-    with pytest.raises(EmulatedGpuError, match="expected a GPU that waits, found one with 75% of its work"):
+    with pytest.raises(EmulatedGpuError, match="expected a waiting GPU, found one with 75% of its work"):
         state.begin(WORK)
 
 

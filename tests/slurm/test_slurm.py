@@ -129,7 +129,7 @@ def test_a_gpu_that_is_not_given_back_drains_its_node(slurm: SlurmCluster) -> No
     held = RecordFolder(slurm.node_folder(0) / "restore").write(Record(gpu_uuid(0, 0), None))
     slurm.run("scancel", number)
     slurm.until(lambda: "DRAIN" in slurm.node_state(0), "the node, drained")
-    assert f"GPU {gpu_uuid(0, 0)}: not back on stock: an agent holds it" in slurm.hooks_log(0)
+    assert f"GPU {gpu_uuid(0, 0)}: not back at stock: an agent holds it" in slurm.hooks_log(0)
     held.remove()
     slurm.run("scontrol", "update", "nodename=node0", "state=resume")
     until_over(slurm, number, "CANCELLED")

@@ -48,7 +48,7 @@ CASES = {
     "wrong CA": Case(
         sound,
         lambda _, theirs: TlsFiles(ca=theirs.folder / "ca.pem"),
-        "the coordinator's certificate is signed by ours, which is no CA in tls_ca",
+        "the coordinator's certificate is signed by ours, which is not a CA in tls_ca",
     ),
     "expired": Case(
         lambda ours, _: (issue(ours, ends_days=-0.5), None),
@@ -68,12 +68,12 @@ CASES = {
     "a client's certificate": Case(
         lambda ours, _: (issue(ours, is_server=False), None),
         trusting,
-        "the coordinator's certificate is not for servers, its extended key usage says",
+        "the coordinator's certificate is not for servers, according to its extended key usage",
     ),
     "no client certificate": Case(
         mutual,
         trusting,
-        "the coordinator wants a certificate of its clients: expected tls_certificate and tls_key",
+        "the coordinator requires a client certificate: expected tls_certificate and tls_key",
     ),
     "client of another CA": Case(
         mutual,
@@ -89,17 +89,17 @@ CASES = {
         r"the certificate in tls_certificate has expired on \d{4}-\d\d-\d\d \d\d:\d\d UTC",
     ),
     "TLS to plaintext": Case(
-        lambda ours, _: (None, None), trusting, "what listens there speaks no TLS, or not gRPC's"
+        lambda ours, _: (None, None), trusting, "the server there speaks no TLS, or not gRPC's"
     ),
     "plaintext to TLS": Case(
         sound,
         lambda ours, _: None,
-        "the coordinator speaks TLS, and was spoken to in plaintext: expected tls_ca",
+        "the coordinator speaks TLS, but the connection was plaintext: expected tls_ca",
     ),
     "plaintext to mutual TLS": Case(
         mutual,
         lambda ours, _: None,
-        "the coordinator speaks TLS, and was spoken to in plaintext: expected tls_ca",
+        "the coordinator speaks TLS, but the connection was plaintext: expected tls_ca",
     ),
 }
 
@@ -202,7 +202,7 @@ def test_it_takes_no_longer_than_it_may(responses: bytes, tmp_path: Path) -> Non
         begun_s = time.monotonic()
         found = diagnose(f"127.0.0.1:{server.getsockname()[1]}", files, timeout_s=0.3)
         assert time.monotonic() - begun_s < 3
-        assert found == ("what listens there speaks no TLS, or not gRPC's" if responses else None)
+        assert found == ("the server there speaks no TLS, or not gRPC's" if responses else None)
         server.shutdown(socket.SHUT_RDWR)  # which ends the thread's wait
         accepting.join()
 

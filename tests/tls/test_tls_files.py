@@ -165,7 +165,7 @@ def test_renewed_files_are_taken_and_half_written_ones_are_waited_for(tmp_path: 
         assert not source.poll()
     assert source.material is before
     assert [line["event"] for line in logs] == 3 * [
-        "certificates not reloaded: those from before stay in use"
+        "certificates not reloaded: the previous ones stay in use"
     ], "one line for each new state of the files"
     assert "expected the key of" in logs[0]["reason"]
     assert "can't be read" in logs[2]["reason"]

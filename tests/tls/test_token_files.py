@@ -18,7 +18,7 @@ def test_a_token_that_everybody_can_read_is_used_and_told_of(
     path.chmod(mode)
     with capture_logs() as logs:
         assert read_token(path) == "secret"
-    assert [line["event"] for line in logs] == warnings * ["everybody on this machine can read a token"]
+    assert [line["event"] for line in logs] == warnings * ["every user of this machine can read a token"]
 
 
 def test_nobody_waits_for_the_other_end_of_a_fifo(tmp_path: Path) -> None:

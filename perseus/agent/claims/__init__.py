@@ -1,1 +1,1 @@
-"""Agent process, pure: which user of the node may have which GPU and which job set for them."""
+"""Agent process, pure: which user of the node may have which GPU and which job."""

@@ -1,22 +1,21 @@
-"""May this user have this GPU's clocks set? Decided from what the operator granted and what the kernel shows.
+"""May this user have this GPU's clocks set? Decides from the operator's grants and the kernel's facts.
 
 The agent is root's deputy: it does for a trainer what the trainer could not do itself, so it must not be
-talked into doing it to somebody else's GPU. Asked in this order:
+tricked into doing it to another user's GPU. Rules, in this order:
 
     1  A grant of the user's covers the GPU                          yes
     2  Grants name the GPU, or the user, and no grant of theirs
-       covers it; or a grant file is not understood                  no
+       covers it; or a grant file is malformed                       no
     3  The kernel does not let the user open the GPU's device
-       (their cgroup counts), or nobody can tell                     no
+       (their cgroup counts), or that is unknown                     no
     4  A process of another user runs on it                          no
-       … that is not known, and the user is not the agent's own      no
-    5  otherwise                                                     yes, as far as can be seen
+       … this is unknown, and the user is not the agent's own        no
+    5  otherwise                                                     yes, on present evidence
 
-Device nodes are usually open to all, and CUDA opens every one: that a process holds one open proves nothing,
-and what is seen may change. So the question is asked again, at the first mark and from then on: before CUDA
-is initialised no process can be seen. Once a process of the user's was seen alone on the GPU the claim
-stands: whoever comes later does not take it away (4 is not asked again), but the operator's grants do (1 and
-2).
+Device nodes are usually open to all, and CUDA opens every one: an open device proves nothing, and the facts
+may change. So the agent judges the claim again, at the first mark and periodically: before CUDA is
+initialised no process is visible. Once a process of the user was seen alone on the GPU, the claim stands:
+later processes do not end it (rule 4 is not applied again), but the operator's grants may (1 and 2).
 """
 
 from dataclasses import dataclass
@@ -35,10 +34,10 @@ class Access(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GpuObservation:
-    """What the kernel and the driver show of a GPU, for one user.
+    """Facts about a GPU from the kernel and the driver, for one user.
 
-    `access_problem` says why an access is CLOSED or UNKNOWN. `owners` are the users of the processes that
-    compute on the GPU, None if the driver does not tell.
+    `access_problem` is the reason why an access is CLOSED or UNKNOWN. `owners` are the users of the processes
+    that compute on the GPU, None if the driver does not report them.
     """
 
     access: Access
@@ -49,9 +48,9 @@ class GpuObservation:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The claim is good: by a grant, or by sight. `is_running`: a process of the user's runs on the GPU.
+    """The claim is valid, by a grant or by observation.
 
-    `labels` are those of the grant.
+    `is_running`: a process of the user runs on the GPU. `labels` are those of the grant.
     """
 
     is_granted: bool = False
@@ -60,13 +59,13 @@ class Allowed:
 
     @property
     def is_proven(self) -> bool:
-        """Whether there is more to it than that nothing spoke against it."""
+        """Whether a grant or a running process supports it, not only the absence of objections."""
         return self.is_granted or self.is_running
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The claim is not good: a stable reason for programs, a sentence for people."""
+    """The claim is not valid: a stable reason for programs, a sentence for people."""
 
     reason: str
     message: str
@@ -78,11 +77,11 @@ NOT_OPENABLE = "GPU_NOT_OPENABLE"
 OF_ANOTHER_USER = "GPU_OF_ANOTHER_USER"
 NOT_KNOWN = "GPU_USE_NOT_KNOWN"
 
-_GRANT_IT = "a grant says who may (docs/security.md)"
+_GRANT_IT = "a grant can permit it (docs/security.md)"
 
 
 def by_grant(grants: Grants, user: User, uuid: str, index: int) -> Allowed | Refused | None:
-    """What the operator says of it; None if nothing. `is_running` is not known here."""
+    """Judge a claim by the grants; None if none applies. `is_running` is unknown here."""
     of_user = [grant for grant in grants.grants if grant.is_for(user)]
     covering = [grant for grant in of_user if grant.covers(uuid, index)]
     if covering:
@@ -93,14 +92,14 @@ def by_grant(grants: Grants, user: User, uuid: str, index: int) -> Allowed | Ref
     if grants.problems:
         return Refused(
             GRANTS_NOT_UNDERSTOOD,
-            f"GPU {uuid}: user {user} has no grant, and as long as grants are not understood nobody may do "
-            f"without: {grants.problems[0]}",
+            f"GPU {uuid}: user {user} has no grant, which is required while a grant file is malformed: "
+            f"{grants.problems[0]}",
         )
     return None
 
 
 def by_observation(user: User, uuid: str, observation: GpuObservation, *, stands: bool) -> Allowed | Refused:
-    """What the kernel and the driver show of it. `stands`: the claim was seen to be good before."""
+    """Judge a claim by observation. `stands`: a process of the user was seen alone on the GPU before."""
     is_running = observation.owners is not None and user.uid in observation.owners
     if stands:
         return Allowed(is_running=True)
@@ -115,7 +114,7 @@ def by_observation(user: User, uuid: str, observation: GpuObservation, *, stands
         if observation.is_agents_user:
             return Allowed()
         return Refused(
-            NOT_KNOWN, f"GPU {uuid}: the driver does not tell whose processes run on it; {_GRANT_IT}"
+            NOT_KNOWN, f"GPU {uuid}: the driver does not report whose processes run on it; {_GRANT_IT}"
         )
     others = sorted(observation.owners - {user.uid})
     if others:

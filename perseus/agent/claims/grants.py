@@ -1,15 +1,15 @@
-"""Grants: which user may claim which GPU, in the words of an operator or a batch system.
+"""Grants: which user may claim which GPU, as written by an operator or a batch system.
 
-A grant file has one grant a line, and comments after `#`:
+A grant file has one grant per line, and comments after `#`:
 
     alice: 0 1                        # a user's name or number, and GPUs: by index …
     1004: GPU-8f6c1a2e-…  all         # … by UUID, or all
     bob: 2 3 slurm-job=17 slurm-account=physics
 
-What has a `=` is a label, which the jobs get that are registered by this grant.
+A word with `=` is a label of the jobs that are registered under this grant.
 
-Only what is understood as a whole counts: a file with a mistake grants nothing, and as long as there is one,
-nobody claims a GPU without a grant. Nothing here reads files; the agent reads them anew for every claim.
+A file with a mistake grants nothing, and while there is one, nobody may claim a GPU without a grant. Nothing
+here reads files; the agent rereads them for every claim.
 """
 
 import re
@@ -22,7 +22,7 @@ _USER = re.compile(r"[A-Za-z0-9_.@\\+-]{1,256}\$?")
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _MAX_INDEX_DIGITS = 4
 _MAX_LABELS = 16
-# As the coordinator takes them; a value has no space or `#`, as those have a meaning here.
+# As the coordinator accepts them; a value has no space or `#`, which have a meaning here.
 _LABEL = re.compile(r"([a-z0-9][a-z0-9._-]{0,62})=([A-Za-z0-9_.,:;@/+=-]{0,256})")
 
 Labels = tuple[tuple[str, str], ...]
@@ -30,12 +30,12 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class MalformedGrantError(ValueError):
-    """A line that is no grant. The message says which, what was expected and what was found."""
+    """A malformed line; the message has its number, the expected form and the text found."""
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user as the kernel knows them: `name` is their number where the node has no name for it."""
+    """A user as the kernel knows them; `name` is their number if the node has no name for it."""
 
     uid: int
     name: str
@@ -53,28 +53,28 @@ class Grant:
     labels: Labels = ()
 
     def is_for(self, user: User) -> bool:
-        """Whether a user is meant. A number is never a name: it is compared with numbers only."""
+        """Whether the grant is for a user. A number is compared with user numbers only, never with names."""
         return self.user == str(user.uid) if self.user.isdecimal() else self.user == user.name
 
     def covers(self, uuid: str, index: int) -> bool:
-        """Whether a GPU is among those granted."""
+        """Whether a GPU is granted."""
         return bool(self.gpus & {ALL, uuid, str(index)})
 
     def names(self, uuid: str, index: int) -> bool:
-        """Whether it is about this GPU, not just about all."""
+        """Whether the grant names this GPU, not only `ALL`."""
         return bool(self.gpus & {uuid, str(index)})
 
 
 @dataclass(frozen=True, slots=True)
 class Grants:
-    """All grants of a node. `problems`: what could not be understood, one text for each file."""
+    """All grants of a node. `problems` has one text for each malformed file."""
 
     grants: tuple[Grant, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 def parse(text: str) -> tuple[Grant, ...]:
-    """The grants of one file. `MalformedGrantError`, naming the line, for the first mistake."""
+    """Return the grants of one file. Raises `MalformedGrantError`, naming the line, at the first mistake."""
     return tuple(_parse_lines(text.splitlines()))
 
 

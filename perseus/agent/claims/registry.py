@@ -1,18 +1,18 @@
-"""Who has which GPU and which job on this node, and who gives way to whom.
+"""The claims to GPUs and jobs on this node, and which of two claims yields.
 
-A claim is a trainer's, from its hello to its end. One GPU has one claim, and so has one rank; the ranks of
-one job are one user's. What can be had by coming first alone could be squatted, so between two users evidence
-counts (`Allowed.is_proven`: a grant, or a process that runs on the GPU), and what the coordinator said:
+A claim belongs to a trainer, from its hello to its end. A GPU has one claim, and so has a rank; all ranks of
+a job belong to one user. First come, first served would allow squatting, so between two users proof decides
+(`Allowed.is_proven`: a grant, or a process that runs on the GPU), and the coordinator's answer:
 
     the newcomer wants   and the holder, another user, has   then
     -------------------- ----------------------------------- -----------------------
-    its GPU, granted     no grant                            the holder gives way
-    its GPU, proven      no proof                            the holder gives way
-    its job, proven      no proof, and was never accepted    the holder gives way
-    its job, proven      been refused by the coordinator     the holder gives way
-    either, otherwise    whatever                            the newcomer is refused
+    its GPU, granted     no grant                            the holder yields
+    its GPU, proven      no proof                            the holder yields
+    its job, proven      no proof, and was never accepted    the holder yields
+    its job, proven      been refused by the coordinator     the holder yields
+    either, otherwise    anything                            the newcomer is refused
 
-A user never displaces themselves: a rank or GPU that is taken stays so until its trainer is gone.
+A user never evicts themselves: a rank or GPU stays taken until its trainer is gone.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ JOB_TAKEN = "JOB_OF_ANOTHER_USER"
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """One trainer's. `verdict` is None for a GPU that can't be used: then only the rank and job are held."""
+    """One trainer's claim. `verdict` is None for an unusable GPU: it then holds only the rank and job."""
 
     rank: Rank
     gpu_uuid: str
@@ -39,7 +39,7 @@ class Claim:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a grant or a running process speaks for it."""
+        """Whether a grant or a running process supports it."""
         return self.verdict is not None and self.verdict.is_proven
 
     @property
@@ -47,7 +47,7 @@ class Claim:
         return self.verdict is not None and self.verdict.is_granted
 
     def yields_to(self, newcomer: "Claim") -> bool:
-        """Whether it ends for another user's claim with which it can't be."""
+        """Whether it ends in favour of a conflicting claim of another user."""
         if self.gpu_uuid == newcomer.gpu_uuid and self.verdict is not None and newcomer.verdict is not None:
             yields_gpu = (newcomer._is_granted and not self._is_granted) or (
                 newcomer.is_proven and not self.is_proven
@@ -67,15 +67,15 @@ class ClaimRegistry:
         self._claims: dict[Rank, Claim] = {}
 
     def claims(self) -> list[Claim]:
-        """All of them."""
+        """Return all claims."""
         return list(self._claims.values())
 
     def get(self, rank: Rank) -> Claim | None:
-        """The claim to a rank."""
+        """Return the claim to a rank, if any."""
         return self._claims.get(rank)
 
     def conflicts(self, newcomer: Claim) -> list[Claim] | Refused:
-        """The claims that have to end before `newcomer` can be entered, or why it can't."""
+        """Return the claims that must end before `newcomer` can be entered, or why it can't be."""
         conflicting = [claim for claim in self._claims.values() if _conflict(claim, newcomer)]
         for claim in conflicting:
             if claim.user.uid == newcomer.user.uid or not claim.yields_to(newcomer):
@@ -83,9 +83,9 @@ class ClaimRegistry:
         return conflicting
 
     def refusal(self, rank: Rank, gpu_uuid: str, user: User) -> Refused | None:
-        """Why a newcomer can't be entered, whatever will be found to speak for it; None if something may.
+        """Return why a newcomer can't be entered even with the best proof; None if it may be.
 
-        Whether another user's GPU can be had is not judged here: why not is what will be found.
+        Conflicts over another user's GPU are not judged here: the later verdict explains a refusal better.
         """
         newcomer = Claim(rank, gpu_uuid, user, Allowed(is_granted=True, is_running=True))
         for claim in self._claims.values():
@@ -96,30 +96,30 @@ class ClaimRegistry:
         return None
 
     def has_other_for_gpu(self, claim: Claim) -> bool:
-        """Whether another claim has the GPU of one whose GPU could not be used so far."""
+        """Whether another claim has the GPU of a claim whose GPU was unusable so far."""
         return any(
             other is not claim and other.verdict is not None and other.gpu_uuid == claim.gpu_uuid
             for other in self._claims.values()
         )
 
     def enter(self, claim: Claim) -> None:
-        """Enter a claim that conflicts with none."""
+        """Enter a claim that conflicts with no other."""
         assert self.conflicts(claim) == []
         self._claims[claim.rank] = claim
 
     def end(self, claim: Claim) -> None:
-        """The trainer is gone, or gave way."""
+        """Remove the claim of a trainer that is gone or was evicted."""
         if self._claims.get(claim.rank) is claim:
             del self._claims[claim.rank]
 
     def answered(self, rank: Rank, *, is_accepted: bool) -> None:
-        """What the coordinator said to a rank that was announced to it."""
+        """Note the coordinator's answer to a rank."""
         if (claim := self._claims.get(rank)) is not None:
             claim.was_accepted |= is_accepted
             claim.was_refused = not is_accepted
 
     def has_job(self, job_id: str) -> bool:
-        """Whether a trainer of the job is here."""
+        """Whether any trainer of the job is connected."""
         return any(rank.job_id == job_id for rank in self._claims)
 
 

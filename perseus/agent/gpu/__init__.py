@@ -1,4 +1,4 @@
-"""The GPUs of a node, behind the small interface of `perseus.gpu`: through NVML, and in lanes."""
+"""The GPUs of a node, behind the small interface of `perseus.gpu`: NVML and the executor for its calls."""
 
 from perseus.gpu import (
     ClockEventReason,

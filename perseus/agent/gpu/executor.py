@@ -1,9 +1,8 @@
-"""Calls into a driver that may never return: each GPU's one after the other, each on a thread of its own.
+"""Calls into a driver that may never return: one at a time for each GPU, each on a separate thread.
 
-A GPU that hangs takes its caller's thread with it. So no call goes through a pool that others need, its
-waiter waits so long and no longer, and whoever comes after is told at once for as long as the call is under
-way. The threads are daemons: the process can end all the same. What such a call answers at last is handed to
-`late`.
+A GPU that hangs blocks its caller's thread. So no call uses a shared pool, every waiter has a timeout, and
+later callers fail at once while a call that timed out is still in progress. The threads are daemons, so the
+process can still end. A late result goes to `late`.
 """
 
 import asyncio
@@ -17,10 +16,10 @@ from perseus.gpu import GpuHungError
 T = TypeVar("T")
 
 ALL_GPUS = "all of this node's"
-"""The lane of questions that are about no single GPU."""
+"""The key for calls that concern no single GPU."""
 
 TIMEOUT_S = 10.0
-"""Longer than any call takes that returns: opening a GPU without persistence mode takes seconds."""
+"""Longer than any successful call: opening a GPU without persistence mode takes seconds."""
 
 
 class _Call(NamedTuple):
@@ -29,7 +28,7 @@ class _Call(NamedTuple):
 
 
 class GpuExecutor:
-    """A lane for every GPU that something is asked of; of one event loop."""
+    """Runs driver calls, one at a time for each GPU; belongs to one event loop."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -38,10 +37,10 @@ class GpuExecutor:
     async def run(
         self, gpu_uuid: str, function: Callable[[], T], late: Callable[[T], None] | None = None
     ) -> T:
-        """Call the function, once no other call is under way for this GPU; its answer, or its error.
+        """Call the function after any call in progress for this GPU; return its result or raise its error.
 
-        `GpuHungError` if it takes too long, or one before it does. `late` is called with the answer, on a
-        thread, if it comes when nobody waits for it any more.
+        Raises `GpuHungError` if it, or a call before it, takes too long. If the result comes after that,
+        `late` is called with it on a thread.
         """
         while (before := self._running.get(gpu_uuid)) is not None:
             await self._wait(gpu_uuid, before)
@@ -64,7 +63,7 @@ class GpuExecutor:
         return answer
 
     async def _wait(self, gpu_uuid: str, call: _Call) -> None:
-        """Until the call has ended. `GpuHungError` if it has been under way for too long."""
+        """Wait until the call has ended. Raises `GpuHungError` if it takes too long."""
         left_s = call.begun_s + self._timeout_s - asyncio.get_running_loop().time()
         done, _ = await asyncio.wait([call.answer], timeout=max(0.0, left_s))
         if not done:
@@ -78,7 +77,7 @@ class GpuExecutor:
         error: BaseException | None = None
         try:
             found = function()
-        except BaseException as caught:  # who waits for it judges it
+        except BaseException as caught:  # the waiter raises it
             error = caught
 
         def end() -> None:
@@ -88,7 +87,7 @@ class GpuExecutor:
             else:
                 answer.set_result(found)  # type: ignore[arg-type] # None only if T is
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             answer.get_loop().call_soon_threadsafe(end)
 
 

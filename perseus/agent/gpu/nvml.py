@@ -23,9 +23,9 @@ from perseus.gpu import (
 
 _log = structlog.get_logger(__name__)
 
-_NOT_OFFERED = "this GPU, or this driver, does not offer it"
-_DRIVER_GONE = "the NVIDIA kernel driver is not loaded, or was unloaded: load it and start training anew"
-# Every error that NVML is documented to return; what is missing here means that the driver has failed.
+_NOT_OFFERED = "this GPU or this driver does not support it"
+_DRIVER_GONE = "the NVIDIA kernel driver is not loaded, or was unloaded: load it and restart training"
+# Every documented error of NVML; others mean that the driver has failed.
 _ERRORS: dict[int, tuple[type[GpuError], str]] = {
     pynvml.NVML_ERROR_NO_PERMISSION: (
         GpuPermissionError,
@@ -56,7 +56,7 @@ _ERRORS: dict[int, tuple[type[GpuError], str]] = {
 
 @contextmanager
 def calling(function: str, subject: str, nvml: Any) -> Iterator[None]:
-    """Turn an NVML error of `function` into the `GpuError` that it means; its text begins with `subject`."""
+    """Convert an NVML error of `function` to a `GpuError`, whose text begins with `subject`."""
     try:
         yield
     except nvml.NVMLError as error:
@@ -65,9 +65,9 @@ def calling(function: str, subject: str, nvml: Any) -> Iterator[None]:
 
 
 def inspect(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
-    """Where a GPU is, and who computes on it; nothing of it is changed. Raises as `NvmlGpu`.
+    """Return a GPU's place and its compute processes without changing anything. Raises as `NvmlGpu`.
 
-    Processes that compute count, those of MPS too; those that only draw (a display's) do not.
+    Compute processes include those of MPS; processes that only draw (a display's) do not count.
     """
     subject = f"GPU {uuid}"
     with calling("nvmlInit", subject, nvml):
@@ -80,11 +80,11 @@ def inspect(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
         try:
             with calling("nvmlDeviceGetMinorNumber", subject, nvml):
                 node = f"{device_folder}/nvidia{int(nvml.nvmlDeviceGetMinorNumber(handle))}"
-        except GpuUnsupportedError:  # of a GPU that has no node of its own (WSL)
+        except GpuUnsupportedError:  # a GPU without its own device node (WSL)
             node = ""
         return GpuUse(index, node, _process_ids(handle, subject, nvml))
     finally:
-        with contextlib.suppress(nvml.NVMLError):  # what was asked for has been answered
+        with contextlib.suppress(nvml.NVMLError):  # the query has been answered
             nvml.nvmlShutdown()
 
 
@@ -92,13 +92,13 @@ def _process_ids(handle: Any, subject: str, nvml: Any) -> tuple[int, ...] | None
     computing = _processes("nvmlDeviceGetComputeRunningProcesses", handle, subject, nvml)
     if computing is None:
         return None
-    # A driver that knows no MPS has no processes of it.
+    # A driver without MPS has no MPS processes.
     shared = _processes("nvmlDeviceGetMPSComputeRunningProcesses", handle, subject, nvml)
     return (*computing, *(shared or ()))
 
 
 def _processes(function: str, handle: Any, subject: str, nvml: Any) -> tuple[int, ...] | None:
-    """By the newest version of a function that the driver has; None if it has none, or none for this GPU."""
+    """Call the newest version of a function that the driver has; None if it has none for this GPU."""
     for version in ("_v3", "_v2"):
         with contextlib.suppress(GpuUnsupportedError), calling(function, subject, nvml):
             return tuple(process.pid for process in getattr(nvml, function + version)(handle))
@@ -108,7 +108,7 @@ def _processes(function: str, handle: Any, subject: str, nvml: Any) -> tuple[int
 class NvmlGpu:
     """One real GPU (implements `Gpu`), chosen by its UUID; Volta or newer, not in MIG mode.
 
-    `nvml` is the module `pynvml`, or what stands in for it.
+    `nvml` is the module `pynvml` or a substitute.
     """
 
     def __init__(self, uuid: str, *, nvml: Any = pynvml) -> None:
@@ -121,7 +121,7 @@ class NvmlGpu:
         try:
             self._connect()
         except BaseException:
-            with contextlib.suppress(nvml.NVMLError):  # the error that brought us here says more
+            with contextlib.suppress(nvml.NVMLError):  # the original error is more informative
                 nvml.nvmlShutdown()
             raise
 
@@ -150,7 +150,7 @@ class NvmlGpu:
             memory_clocks_mhz = nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle)
         self._top_memory_clock_mhz = max(memory_clocks_mhz)
         self._lowest_memory_clock_mhz = min(memory_clocks_mhz)
-        # Locking memory needs a choice of clocks, and Ampere (NVML: nvmlDeviceSetMemoryLockedClocks).
+        # Locking memory needs several clocks, and Ampere (NVML: nvmlDeviceSetMemoryLockedClocks).
         self._locks_memory = len(memory_clocks_mhz) > 1 and architecture >= nvml.NVML_DEVICE_ARCH_AMPERE
         with self._call("nvmlDeviceGetSupportedGraphicsClocks"):
             clocks_mhz = nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, self._top_memory_clock_mhz)
@@ -163,7 +163,7 @@ class NvmlGpu:
         try:
             with self._call("nvmlDeviceGetMigMode"):
                 current, _pending = nvml.nvmlDeviceGetMigMode(self._handle)
-        except GpuUnsupportedError:  # a GPU that knows no MIG
+        except GpuUnsupportedError:  # a GPU without MIG
             return False
         return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
 
@@ -177,7 +177,7 @@ class NvmlGpu:
 
     @property
     def uuid(self) -> str:
-        """The UUID that the GPU was chosen by."""
+        """The GPU's UUID."""
         return self._uuid
 
     @property
@@ -192,14 +192,15 @@ class NvmlGpu:
 
     @property
     def locks_memory(self) -> bool:
-        """Whether the memory's clock is locked too: there is a choice, and the GPU is Ampere or newer."""
+        """Whether the memory clock is locked too: it has several values, and the GPU is Ampere or newer."""
         return self._locks_memory
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
         """Lock the graphics clock (nvmlDeviceSetGpuLockedClocks).
 
-        The first time the memory's is locked too, at the top (nvmlDeviceSetMemoryLockedClocks), where the GPU
-        has a choice: the graphics clocks that are supported belong to it. Both are locked, or neither.
+        The first set also locks the memory clock at its highest value (nvmlDeviceSetMemoryLockedClocks), if
+        it has
+        several: the supported graphics clocks depend on it. Both are locked, or neither.
         """
         if clock_mhz not in self._supported_clocks_mhz:
             raise ClockNotSupportedError(self._uuid, clock_mhz, self._supported_clocks_mhz)
@@ -210,7 +211,7 @@ class NvmlGpu:
             self._lock_graphics(clock_mhz, clock_mhz)
         except GpuError:
             if not had_locked_memory:
-                with contextlib.suppress(GpuError):  # the first error says more
+                with contextlib.suppress(GpuError):  # the first error is more informative
                     self._reset_memory()
             raise
 
@@ -237,21 +238,21 @@ class NvmlGpu:
             self._is_memory_locked = True
         except GpuUnsupportedError as error:
             self._locks_memory = False
-            _log.info("memory clock left alone", gpu=self._uuid, reason=str(error))
+            _log.info("memory clock not locked", gpu=self._uuid, reason=str(error))
 
     def _reset_memory(self) -> None:
-        # Whoever set the lock may have died: it is reset wherever it could have been set.
+        # The process that set the lock may have died: reset it wherever it could have been set.
         if self._locks_memory:
             try:
                 with self._call("nvmlDeviceResetMemoryLockedClocks"):
                     self._nvml.nvmlDeviceResetMemoryLockedClocks(self._handle)
             except GpuUnsupportedError as error:
                 if self._is_memory_locked or self._takes_memory_locks():
-                    raise GpuDriverError(f"{error}, though it can be locked: it may still be") from error
+                    raise GpuDriverError(f"{error}, though memory can be locked: it may still be") from error
         self._is_memory_locked = False
 
     def _takes_memory_locks(self) -> bool:
-        """Whether the memory can be locked at all; if so it is free to move afterwards, from end to end."""
+        """Whether the memory clock can be locked at all; if so, leaves it free over its whole range."""
         try:
             with self._call("nvmlDeviceSetMemoryLockedClocks"):
                 self._nvml.nvmlDeviceSetMemoryLockedClocks(
@@ -272,7 +273,7 @@ class NvmlGpu:
             return int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
 
     def power_w(self) -> float:
-        """The power now: NVML_FI_DEV_POWER_INSTANT, or nvmlDeviceGetPowerUsage where there is no such field.
+        """The power now: NVML_FI_DEV_POWER_INSTANT, or nvmlDeviceGetPowerUsage without that field.
 
         The latter averages over a second since Ampere, and since then GPUs have the field.
         """
@@ -287,7 +288,7 @@ class NvmlGpu:
         return self._power_field_w("NVML_FI_DEV_POWER_AVERAGE")
 
     def power_limit_w(self) -> float:
-        """The lowest limit that applies (nvmlDeviceGetEnforcedPowerLimit), 0 where there is no such call."""
+        """The lowest limit that applies (nvmlDeviceGetEnforcedPowerLimit); 0 if there is no such call."""
         try:
             with self._call("nvmlDeviceGetEnforcedPowerLimit"):
                 return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / 1000
@@ -295,10 +296,9 @@ class NvmlGpu:
             return 0.0
 
     def power_profiles(self) -> tuple[int, ...]:
-        """The workload power profiles that are enforced; none where there is no such call.
+        """The enforced workload power profiles; none if there is no such call.
 
-        Which of those that were requested these are, the driver decides
-        (nvmlDeviceWorkloadPowerProfileGetCurrentProfiles).
+        The driver selects them from the requested ones (nvmlDeviceWorkloadPowerProfileGetCurrentProfiles).
         """
         profiles = self._nvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
         try:
@@ -323,7 +323,7 @@ class NvmlGpu:
             return int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
 
     def close(self) -> None:
-        """Disconnect from NVML (which counts connections: others in this process keep theirs)."""
+        """Disconnect from NVML, which counts connections: others in this process stay open."""
         with self._call("nvmlShutdown"):
             self._nvml.nvmlShutdown()
 

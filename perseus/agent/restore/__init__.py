@@ -1,1 +1,1 @@
-"""Agent process and its supervisor: what is to be restored, on disk, and bringing GPUs back."""
+"""Agent process and its supervisor: restore records on disk, and restoring GPUs from them."""

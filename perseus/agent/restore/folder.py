@@ -1,12 +1,12 @@
-"""Files that are this user's own: how the records are opened, and nothing else is.
+"""Opening files that belong to this user alone, such as the restore records.
 
-What is written here is read by root and acted upon. So the folder belongs to the agent's user and lets in
-nobody else; neither it nor a file in it is ever reached through a link; only a regular file of this user's
-counts (a FIFO would be waited for, a device do as it likes). A folder that an earlier version, or a careless
-hand, has left open to others is closed to them.
+Root reads these files and acts on them. So the folder belongs to the agent's user and is closed to all
+others; neither it nor a file in it is reached through a link; and only regular files of this user count
+(opening a FIFO would block, a device may do anything). A folder that an earlier version or an operator left
+open to others is closed.
 
-A lock (flock) can be taken by whoever can open a file. In a file that others could open it counts only if a
-process of this user's is known to hold it; else a stranger could keep a GPU from being restored.
+Any process that can open a file can lock it (flock). If others could open a file, its lock counts only if a
+process of this user holds it; otherwise another user could keep a GPU from being restored.
 """
 
 import os
@@ -20,14 +20,14 @@ _OTHERS = 0o077
 
 @contextmanager
 def own_folder(path: Path) -> Iterator[int]:
-    """A file descriptor of the folder at `path`, closed to others. OSError if it can't be trusted."""
+    """Open the folder at `path`, closed to others. Raises OSError if it can't be trusted."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(folder)
         if found.st_uid != os.geteuid():
             raise PermissionError(
                 1,
-                f"expected a folder of user {os.geteuid()}, who the agent is, found user {found.st_uid}'s",
+                f"expected a folder of user {os.geteuid()}, the agent's, found user {found.st_uid}'s",
             )
         if found.st_mode & _OTHERS:
             os.fchmod(folder, stat.S_IMODE(found.st_mode) & ~_OTHERS)
@@ -37,10 +37,10 @@ def own_folder(path: Path) -> Iterator[int]:
 
 
 def own_file(folder: int, name: str) -> int:
-    """Open a file in an `own_folder`, for reading. OSError if it is missing, or is not what it should be."""
+    """Open a file in an `own_folder` for reading. Raises OSError if it is missing or can't be trusted."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     before = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    _check(before)  # opening a device may already do something
+    _check(before)  # opening a device may have side effects
     file = os.open(name, flags, dir_fd=folder)
     try:
         _check(os.fstat(file))
@@ -58,7 +58,7 @@ def _check(found: os.stat_result) -> None:
 
 
 def is_held_by_ours(file: int) -> bool:
-    """Whether a lock that is held on an open file is to be respected."""
+    """Whether the lock held on an open file counts."""
     found = os.fstat(file)
     if not found.st_mode & _OTHERS:
         return True  # nobody else could have opened it
@@ -66,7 +66,7 @@ def is_held_by_ours(file: int) -> bool:
 
 
 def _holders(file: os.stat_result, locks: str) -> Iterator[int]:
-    """Who holds a flock on a file, by /proc/locks: lines of `1: FLOCK ADVISORY WRITE PID 08:01:INODE …`."""
+    """Yield holders of a file's flock; `locks` has lines `1: FLOCK ADVISORY WRITE PID 08:01:INODE …`."""
     wanted = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     for line in locks.splitlines():
         match line.split():

@@ -1,4 +1,4 @@
-"""A GPU that can always be brought back: no clock of it is set before a record says what to restore."""
+"""A GPU that can always be restored: a restore record exists before any clock of it is set."""
 
 from perseus.agent.gpu import (
     ClockNotSupportedError,
@@ -11,9 +11,9 @@ from perseus.agent.restore.records import TIMEOUT_S, ClockRange, HeldRecord, Rec
 
 
 class GuardedGpu:
-    """A GPU and its record (implements `Gpu`); clocks are set and reset by one thread.
+    """A GPU and its record (implements `Gpu`); one thread sets and resets clocks.
 
-    Stock is `stock`, or the GPU's own clocks (None); a record that a dead agent has left takes precedence.
+    Stock is `stock`, or the GPU's own clocks (None); the record of a dead agent takes precedence.
     """
 
     def __init__(self, gpu: Gpu, records: RecordFolder, stock: ClockRange | None) -> None:
@@ -24,21 +24,21 @@ class GuardedGpu:
 
     @property
     def uuid(self) -> str:
-        """See `Gpu.uuid`."""
+        """The GPU's UUID."""
         return self._gpu.uuid
 
     @property
     def name(self) -> str:
-        """See `Gpu.name`."""
+        """The GPU's model."""
         return self._gpu.name
 
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """See `Gpu.supported_clocks_mhz`."""
+        """The clocks that can be locked, descending."""
         return self._gpu.supported_clocks_mhz
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the clock, once the record is on disk. `RecordError`: it is not, and the clock is not set."""
+        """Lock the clock, once the record is on disk. Raises `RecordError` if it can't be written."""
         is_first = False
         if self._held is None:
             self._held = self._records.find(self.uuid, timeout_s=TIMEOUT_S)
@@ -48,12 +48,12 @@ class GuardedGpu:
         try:
             self._gpu.set_clock_mhz(clock_mhz)
         except (GpuPermissionError, GpuUnsupportedError, ClockNotSupportedError):
-            if is_first:  # refused: the GPU is as it was
+            if is_first:  # refused: the GPU is unchanged
                 self._forget()
             raise
 
     def reset_clock(self) -> None:
-        """Back to stock. A GPU without a record was not touched, and is not touched now."""
+        """Return to stock. A GPU without a record was never changed and is left alone."""
         held = self._held or self._records.find(self.uuid, timeout_s=TIMEOUT_S)
         if held is not None:
             self._held = held
@@ -61,35 +61,35 @@ class GuardedGpu:
             self._held = None
 
     def lock_range(self, lowest_mhz: int, highest_mhz: int) -> None:
-        """See `Gpu.lock_range`; for operators, who restore what they change themselves."""
+        """Lock a clock range without a record, for operators, who restore it themselves."""
         self._gpu.lock_range(lowest_mhz, highest_mhz)
 
     def total_energy_j(self) -> float:
-        """See `Gpu.total_energy_j`."""
+        """Read the energy counter."""
         return self._gpu.total_energy_j()
 
     def sm_clock_mhz(self) -> int:
-        """See `Gpu.sm_clock_mhz`."""
+        """Read the SM clock."""
         return self._gpu.sm_clock_mhz()
 
     def power_w(self) -> float:
-        """See `Gpu.power_w`."""
+        """Read the power."""
         return self._gpu.power_w()
 
     def power_limit_w(self) -> float:
-        """See `Gpu.power_limit_w`."""
+        """Read the power limit."""
         return self._gpu.power_limit_w()
 
     def power_profiles(self) -> tuple[int, ...]:
-        """See `Gpu.power_profiles`."""
+        """Read the workload power profiles."""
         return self._gpu.power_profiles()
 
     def clock_event_reasons(self) -> int:
-        """See `Gpu.clock_event_reasons`."""
+        """Read the clock event reasons."""
         return self._gpu.clock_event_reasons()
 
     def close(self) -> None:
-        """Let go of the GPU, and of its record: one that is left now waits for whoever comes by."""
+        """Close the GPU and release its record; any agent may restore from a record that remains."""
         if self._held is not None:
             self._held.release()
             self._held = None

@@ -1,15 +1,16 @@
-"""What is to be restored, on disk: written before a GPU's clock is changed, gone when the GPU is back.
+"""Restore records on disk: written before a GPU's clock changes, removed when the GPU is back at stock.
 
-NVML can set and reset locked clocks but not read them back, so whoever finds a GPU after its agent's death
-can not see whether it was touched. Hence one record per GPU, in a folder that survives the agent:
+NVML can set and reset locked clocks but not read them back, so after an agent's death nobody can see whether
+a GPU was changed. Hence one record per GPU, in a folder that survives the agent:
 
-- It is there before the first change: written beside and linked into place, with file and folder synced.
-- It is never overwritten: the one that is found says what the GPU was like before Perseus.
-- Who has it open holds it (flock), and the kernel lets go of it when the holder dies, however it dies. A
-  record that nobody holds belongs to a dead agent: whoever comes by restores the GPU and removes it.
-- It is this user's alone: `restore.folder` has what keeps strangers' files and locks from being believed.
+- It exists before the first change: written beside and linked into place, with file and folder synced.
+- It is never overwritten: it describes the GPU's state before Perseus.
+- Its owner holds a lock on it (flock), which the kernel releases when the owner dies, however it dies. A
+record
+  without a lock belongs to a dead agent: any agent restores the GPU and removes it.
+- It belongs to this user alone: `restore.folder` rejects other users' files and locks.
 
-`GuardedGpu` keeps the record of a GPU that an agent serves; `restore_found` sees to those of the dead.
+`GuardedGpu` keeps the record of a GPU that an agent serves; `restore_found` handles those of dead agents.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from perseus.agent.restore.folder import is_held_by_ours, own_file, own_folder
 _log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 0.5
-"""For those who must have a record that is held for a moment only."""
+"""For callers that need a record that another process may hold for a moment."""
 
 _VERSION = 1
 _POLL_INTERVAL_S = 0.02
@@ -45,7 +46,7 @@ _FILE_MODE = 0o600
 
 @dataclass(frozen=True, slots=True)
 class ClockRange:
-    """The lock of an operator who keeps some of his own: what a GPU goes back to instead of none."""
+    """An operator's own clock lock, to which a GPU returns instead of none."""
 
     lowest_mhz: int
     highest_mhz: int
@@ -59,7 +60,7 @@ class ClockRange:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From ``MIN,MAX``. ValueError, naming the form, for anything else."""
+        """Parse ``MIN,MAX``. Raises ValueError, naming the form, for anything else."""
         match text.split(","):
             case [lowest, highest] if lowest.strip().isdecimal() and highest.strip().isdecimal():
                 return cls(int(lowest), int(highest))
@@ -68,18 +69,18 @@ class ClockRange:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One GPU, and what it goes back to: the range that it was locked to, or its own clocks (None)."""
+    """One GPU and its stock: the range that it was locked to, or its own clocks (None)."""
 
     gpu_uuid: str
     stock: ClockRange | None
 
     def encode(self) -> bytes:
-        """As kept in the file."""
+        """Return the file's content."""
         return json.dumps({"version": _VERSION, **asdict(self)}).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """From the file's content. ValueError if it is no record."""
+        """Parse the file's content. Raises ValueError if it is not a record."""
         if len(content) > _MAX_BYTES:
             raise ValueError(f"expected at most {_MAX_BYTES} bytes, found more")
         try:
@@ -99,7 +100,7 @@ class Record:
 
 
 class HeldRecord:
-    """A record that this process holds, until it lets go of it or dies."""
+    """A record that this process holds until it releases it or dies."""
 
     def __init__(self, path: Path, file: int, record: Record) -> None:
         self.record = record
@@ -107,7 +108,7 @@ class HeldRecord:
         self._file = file
 
     def restore(self, gpu: Gpu) -> None:
-        """Bring the GPU back and remove the record, in this order. `GpuError`; the record is then kept."""
+        """Restore the GPU, then remove the record. Raises `GpuError`, and then keeps the record."""
         stock = self.record.stock
         if stock is None:
             gpu.reset_clock()
@@ -116,7 +117,7 @@ class HeldRecord:
         self.remove()
 
     def remove(self) -> None:
-        """The GPU is as it was: nothing is left to restore. `RecordError` if the file can't be removed."""
+        """Remove the record of a GPU that needs no restoring. Raises `RecordError` if that fails."""
         try:
             with own_folder(self._path.parent) as folder:
                 os.unlink(self._path.name, dir_fd=folder)
@@ -126,7 +127,7 @@ class HeldRecord:
         self.release()
 
     def release(self) -> None:
-        """Let go of the record; it stays, for whoever comes by."""
+        """Release the record; it stays for other agents."""
         os.close(self._file)
 
 
@@ -137,7 +138,7 @@ class RecordFolder:
         self.path = path
 
     def gpu_uuids(self) -> list[str]:
-        """The GPUs that have a record, in order. `RecordError` if the folder can't be read."""
+        """Return the GPUs with a record, sorted. Raises `RecordError` if the folder can't be read."""
         try:
             with own_folder(self.path) as folder:
                 names = os.listdir(folder)
@@ -154,8 +155,8 @@ class RecordFolder:
     def find(self, gpu_uuid: str, *, timeout_s: float = 0.0) -> HeldRecord | None:
         """Hold the record of a GPU, if it has one.
 
-        `RecordHeldError` if another process holds it, and does so for longer than `patience_s`: whoever only
-        looks holds it for a moment. `RecordError` if it can't be read, or is none.
+        Raises `RecordHeldError` if another process holds it for longer than `timeout_s` (a process that only
+        checks it holds it for a moment), `RecordError` if it can't be read or is malformed.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -189,13 +190,13 @@ class RecordFolder:
         except BlockingIOError:
             if is_held_by_ours(file):
                 raise RecordHeldError(
-                    f"GPU {gpu_uuid}: another agent that runs holds {path}: it has changed this GPU's clocks"
+                    f"GPU {gpu_uuid}: another running agent holds {path}: it has changed this GPU's clocks"
                 ) from None
-            _log.warning("record held by a stranger: taken over", record=str(path))
+            _log.warning("record held by another user: taken over", record=str(path))
             taken = self._publish(folder, held.record, os.replace)
             os.close(file)
             return HeldRecord(path, taken, held.record)
-        if os.fstat(file).st_nlink == 0:  # whoever held it has restored the GPU meanwhile
+        if os.fstat(file).st_nlink == 0:  # its holder has restored the GPU meanwhile
             os.close(file)
             return None
         return held
@@ -204,13 +205,13 @@ class RecordFolder:
         try:
             record = Record.decode(os.pread(file, _MAX_BYTES + 1, 0))
             if record.gpu_uuid != gpu_uuid:
-                raise ValueError(f"expected one of GPU {gpu_uuid}, as its name says, found another's")
+                raise ValueError(f"expected one of GPU {gpu_uuid}, as in its name, found another GPU's")
         except ValueError as error:
-            raise RecordError(f"{path}: expected a record of what to restore: {error}") from error
+            raise RecordError(f"{path}: expected a restore record: {error}") from error
         return record
 
     def write(self, record: Record) -> HeldRecord:
-        """Put a record on disk, and hold it. `RecordError` if there is one, or it can't be written."""
+        """Write a record and hold it. Raises `RecordError` if one exists or it can't be written."""
         path = self._path(record.gpu_uuid)
         try:
             _make_folder(self.path)
@@ -219,17 +220,17 @@ class RecordFolder:
                 return HeldRecord(path, self._publish(folder, record, os.link), record)
         except OSError as error:
             raise RecordError(
-                f"{path}: what to restore can't be written down, so no clock is set: {error.strerror}"
+                f"{path}: the restore record can't be written, so no clock is set: {error.strerror}"
             ) from error
 
     def _publish(self, folder: int, record: Record, put: Callable[..., None]) -> int:
-        """Write a record beside its place, `put` it there, and return the file, which is held."""
+        """Write a record beside its place, `put` it there, and return the locked file."""
         name = f"{record.gpu_uuid}{_SUFFIX}"
         draft = f".{name}.{os.getpid()}"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(draft, flags, _FILE_MODE, dir_fd=folder)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held before anybody can see it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # locked before it becomes visible
             os.write(file, record.encode())
             os.fsync(file)
             put(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -251,15 +252,15 @@ class RecordFolder:
 def restore_found(
     folder: RecordFolder, gpu_uuid: str, open_gpu: Callable[[str], Gpu], *, timeout_s: float = 0.0
 ) -> bool:
-    """Bring a GPU back, if it has a record that nobody holds; whether that was done.
+    """Restore a GPU if it has a record that nobody holds; return whether it did.
 
-    `patience_s` is as for `RecordFolder.find`. The record stays if anything fails. `GpuError`; or whatever
-    `open_gpu` and its GPU raise.
+    `timeout_s` is as for `RecordFolder.find`. The record stays if anything fails. Raises `GpuError`, and any
+    error of `open_gpu` and its GPU.
     """
     try:
         held = folder.find(gpu_uuid, timeout_s=timeout_s)
     except RecordHeldError:
-        return False  # it lives
+        return False  # its agent is alive
     if held is None:
         return False
     try:
@@ -276,7 +277,7 @@ def restore_found(
 
 
 def _make_folder(folder: Path) -> None:
-    """With its parents; each new one is on disk before the next."""
+    """Create a folder and its parents; each new one is synced before the next."""
     for each in [*reversed(folder.parents), folder]:
         if not each.is_dir():
             each.mkdir(mode=_FOLDER_MODE if each == folder else 0o755, exist_ok=True)

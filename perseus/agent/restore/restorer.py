@@ -1,9 +1,8 @@
-"""Bringing back what dead agents left, for as long as an agent runs.
+"""Restoring the GPUs of dead agents, for as long as an agent runs.
 
-Every agent looks after the records that nobody holds, from its start to its end, of whatever GPU of the node.
-It leaves those GPUs alone that it serves itself: their record, if there is one, is their own to see to. Each
-GPU is seen to by itself, so that one that hangs keeps no other from being brought back, and again and again,
-whatever it was that failed.
+Every agent restores GPUs whose records nobody holds, from its start to its end, for all GPUs of the node. It
+skips the GPUs that it serves itself: `GuardedGpu` handles their records. It restores each GPU independently,
+so that one that hangs does not block the others, and retries after any failure.
 """
 
 import asyncio
@@ -22,10 +21,10 @@ _log = structlog.get_logger(__name__)
 
 
 class Closable(Protocol):
-    """A GPU, or what has one."""
+    """A GPU, or an object that owns one."""
 
     def close(self) -> None:
-        """Let go of the GPU."""
+        """Close the GPU."""
 
 
 G = TypeVar("G", bound=Closable)
@@ -36,19 +35,19 @@ _ATTEMPTS = 6
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """What became of one record: the GPU is back, or why not."""
+    """The outcome for one record; `error` is None if the GPU was restored."""
 
     gpu_uuid: str
     error: Exception | None
 
 
 class Restorer:
-    """Looks through the records for GPUs to bring back, which `open_gpu` opens; every `retry_s`.
+    """Checks the records every `retry_s` for GPUs to restore, which `open_gpu` opens.
 
-    `patience_s` is as for `RecordFolder.find`.
+    `timeout_s` is as for `RecordFolder.find`.
 
     Attributes:
-        restore_counts: how often each GPU was brought back.
+        restore_counts: successful restorations by GPU.
     """
 
     def __init__(
@@ -69,22 +68,22 @@ class Restorer:
         # GPUs that are being opened to be served, are served, or are not closed yet.
         self._taken: set[str] = set()
         self._running: dict[str, asyncio.Task[None]] = {}
-        # What was said of GPUs that could not be brought back, so that it is said once.
+        # The logged error of each GPU that could not be restored, so that it is logged once.
         self._not_restored: dict[str, str] = {}
 
     @property
     def not_restored(self) -> Collection[str]:
-        """GPUs that could not be brought back, and are tried again."""
+        """GPUs that could not be restored and are retried."""
         return self._not_restored.keys() - {""}
 
     def is_taken(self, gpu_uuid: str) -> bool:
-        """Whether a GPU is to be left alone, as it is served or about to be."""
+        """Whether a GPU is served or about to be, so that the restorer skips it."""
         return gpu_uuid in self._taken
 
     async def take(self, gpu_uuid: str, open_gpu: Callable[[str], G]) -> G:
-        """Open a GPU to serve it, once nothing is being done with it; it is left alone until `give_back`.
+        """Open a GPU to serve it, after any call in progress; the restorer skips it until `give_back`.
 
-        `GpuError` if it can't be opened, or is taken already. Whatever is raised, it is not taken by it.
+        Raises `GpuError` if it can't be opened or is already taken. After any exception it is not taken.
         """
         if gpu_uuid in self._taken:
             raise GpuInUseError(f"GPU {gpu_uuid}: expected one that is free, found it still being served")
@@ -96,9 +95,9 @@ class Restorer:
             raise
 
     async def give_back(self, gpu_uuid: str, close: Callable[[], None]) -> None:
-        """A GPU is no longer served, once `close` (which may block) has returned. Raises what that raises.
+        """End serving a GPU, once `close` (which may block) has returned; raises any error of `close`.
 
-        `GpuHungError` if it takes too long: the GPU is taken for as long as it does.
+        Raises `GpuHungError` if `close` takes too long; the GPU stays taken until it returns.
         """
 
         def close_and_release() -> None:
@@ -110,19 +109,19 @@ class Restorer:
         await self._executor.run(gpu_uuid, close_and_release)
 
     async def keep_restoring(self) -> NoReturn:
-        """Bring back whatever is left by whoever dies, until cancelled."""
+        """Restore the GPUs of agents that die, until cancelled."""
         while True:
             await self._scan()
             await asyncio.sleep(self._retry_s)
 
     async def restore_once(self) -> list[Restoration]:
-        """Try to bring back each GPU whose record nobody holds. `RecordError` if the folder can't be read."""
+        """Try once to restore each GPU whose record nobody holds. Raises `RecordError` as `gpu_uuids`."""
         found = await asyncio.to_thread(self._records.gpu_uuids)
         done = await asyncio.gather(*map(self._try, found))
         return [each for each in done if each is not None]
 
     async def restore_all(self) -> None:
-        """Bring back what is left, trying for a while. `RecordError` if a GPU can't be brought back."""
+        """Restore all GPUs with records, retrying for a while. Raises `RecordError` if that fails."""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(self._retry_s)
@@ -133,14 +132,14 @@ class Restorer:
         raise RecordError("; ".join([*self._not_restored.values(), *left]))
 
     async def _scan(self) -> list[str]:
-        """Begin to bring back what is left. Returns what is said of records of GPUs that are served."""
+        """Begin to restore GPUs with records; return messages about records of served GPUs."""
         try:
             found = await asyncio.to_thread(self._records.gpu_uuids)
             self._note("", None)
         except RecordError as error:
             self._note("", error)
             return []
-        except Exception as error:  # a mistake of ours; the next look may do better
+        except Exception as error:  # a bug; the next scan may succeed
             self._note("", error)
             return []
         for gpu_uuid in self._not_restored.keys() - {"", *found}:
@@ -148,7 +147,7 @@ class Restorer:
         for gpu_uuid in found:
             if gpu_uuid not in self._taken and gpu_uuid not in self._running:
                 self._running[gpu_uuid] = asyncio.create_task(self._restore(gpu_uuid))
-        return [f"GPU {uuid}: not closed yet, and so not restored" for uuid in found if uuid in self._taken]
+        return [f"GPU {uuid}: not closed yet, so not restored" for uuid in found if uuid in self._taken]
 
     async def _restore(self, gpu_uuid: str) -> None:
         try:
@@ -156,7 +155,7 @@ class Restorer:
         finally:
             del self._running[gpu_uuid]
         if done is None or isinstance(done.error, GpuNotFoundError):
-            # One that is not found may be another agent's, with which this one shares the folder.
+            # A GPU that is not found may belong to another agent that shares the folder.
             self._note(gpu_uuid, None)
             return
         self._note(gpu_uuid, done.error)
@@ -165,7 +164,7 @@ class Restorer:
             _log.info("GPU restored", gpu=gpu_uuid)
 
     async def _try(self, gpu_uuid: str) -> Restoration | None:
-        """None if there is nothing to be done, or not by us."""
+        """Try to restore a GPU; return None if there is nothing to do for this agent."""
 
         def restore() -> bool:
             return gpu_uuid not in self._taken and restore_found(
@@ -174,7 +173,7 @@ class Restorer:
 
         try:
             is_done = await self._executor.run(gpu_uuid, restore)
-        except Exception as error:  # also a mistake of ours: the GPU may be locked all the same
+        except Exception as error:  # also for a bug: the GPU may still be locked
             return Restoration(gpu_uuid, error)
         return Restoration(gpu_uuid, None) if is_done else None
 

@@ -1,13 +1,13 @@
-"""Whether a peer may have a GPU: gathers what `claims.decision` decides by, from the kernel and the driver.
+"""Whether a peer may have a GPU: gathers facts for `claims.decision` from the kernel and the driver.
 
-All of it blocks (the driver, a directory service, a process of its own), so it is done in threads that do
-nothing else: however many peers ask, restoring and clocks do not wait for them. A driver that hangs takes
-none of these threads with it, as it is asked in the GPU's lane.
+These calls block (the driver, a directory service, a subprocess), so dedicated threads make them: restoring
+and setting clocks never wait for peers, however many ask. Driver calls go through the GPU's executor, so a
+driver that hangs does not block these threads.
 
-The files that say who may claim which GPU are read here, too; `claims.grants` reads what is in them. Only
-what nobody but root and the agent's user can write counts: the folder, and regular files in it. Names that
-begin with a dot or end with a tilde are left out. Links are followed: a mounted ConfigMap is made of them,
-and its folder is open to all (0777), but on a mount that nobody can write to.
+This module also reads the grant files; `claims.grants` parses their content. The folder and the files count
+only if nobody but root and the agent's user can write them, and the files must be regular. Names that begin
+with a dot or end with a tilde are skipped. Links are followed, since a mounted ConfigMap consists of them;
+its folder is writable by all (0777), but on a read-only mount.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _OPENABLE_TIMEOUT_S = 5.0
 
 
 class AccessChecker:
-    """Judges claims. `grants` is a folder, which need not be there."""
+    """Judges claims. The folder `grants` need not exist."""
 
     def __init__(self, gpus: Backend, grants: Path, executor: GpuExecutor) -> None:
         self._gpus = gpus
@@ -64,17 +64,17 @@ class AccessChecker:
         self._sees_the_whole_node = sees_the_whole_node()
 
     async def user(self, peer: Peer) -> User:
-        """Whose process a peer is."""
+        """Return the user whose process a peer is."""
         return await self._run(user_of, peer.uid)
 
     async def judge(self, peer: Peer, user: User, gpu_uuid: str, before: Allowed | None) -> Allowed | Refused:
-        """Whether the peer may have a GPU; `before` is what was found of its claim so far.
+        """Return whether the peer may have a GPU; `before` is the latest verdict on its claim.
 
-        `GpuError` if the GPU can't be looked at.
+        Raises `GpuError` if the GPU can't be inspected.
         """
         use = await self._inspect(gpu_uuid)
         if self._sees_the_whole_node and (unseen := await self._run(_unseen, use)):
-            # One that has just ended is gone when the driver is asked again. One that stays may be anybody's.
+            # A process that has just ended is missing from a second query. One that stays may be anybody's.
             use = await self._inspect(gpu_uuid)
             if unseen & frozenset(use.process_ids or ()):
                 use = replace(use, process_ids=None)
@@ -85,7 +85,7 @@ class AccessChecker:
             return await self._executor.run(gpu_uuid, lambda: self._gpus.inspect(gpu_uuid))
 
     def close(self) -> None:
-        """Judge nobody any more; what is under way is not waited for."""
+        """Stop judging, without waiting for calls in progress."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
@@ -115,9 +115,9 @@ class AccessChecker:
     # --- The device -----------------------------------------------------------------------------------------
 
     def _access(self, peer: Peer, node: Path) -> tuple[Access, str]:
-        """Whether the kernel lets the peer open a GPU's device, and if not, why."""
+        """Return whether the kernel lets the peer open a GPU's device, and if not, why."""
         if peer.pid == 0 or not self._sees_the_whole_node:
-            # A container, whose own cgroup has the GPUs that it may use: that is all that can be gone by.
+            # In a container, only its own cgroup shows which GPUs it may use.
             self._problems.warning(
                 "processes of others can't be seen: trainers are known by user and connection only"
             )
@@ -128,22 +128,22 @@ class AccessChecker:
                 folders = cgroups_to_enter(cgroup_mounts(), cgroups_of("self"), of_peer)
             except OSError as error:
                 return Access.UNKNOWN, f"its process can't be seen: {error.strerror}"
-            if peer.has_ended:  # what was read may be of another process
+            if peer.has_ended:  # the cgroups may be those of another process
                 return Access.UNKNOWN, "its process has ended"
         is_agents_user = peer.uid == os.geteuid()
         if is_agents_user and (not folders or os.geteuid() != 0):
-            # Who has all the rights that the agent has gains none by it; a node is not needed to know that.
+            # A peer with all the agent's rights gains none through it, even without a device node.
             is_open = not _is_there(node) or os.access(node, os.R_OK | os.W_OK)
             return (Access.OPEN, "") if is_open else (Access.CLOSED, f"{node} is closed to them")
         if folders is None:
             return Access.UNKNOWN, "its cgroup is out of the agent's reach"
         if not _is_there(node):
-            return Access.UNKNOWN, f"{node} is not there" if node.name else "it has none"
+            return Access.UNKNOWN, f"{node} is not there" if node.name else "it has no device node"
         return _ask_as(peer, node, folders)
 
 
 def _unseen(use: GpuUse) -> frozenset[int]:
-    """The processes on a GPU of which the kernel knows nothing."""
+    """Return the processes on a GPU that the kernel does not know."""
     return frozenset(pid for pid in use.process_ids or () if owner_of(pid) is None)
 
 
@@ -165,13 +165,13 @@ def _ask_as(peer: Peer, node: Path, folders: list[Path]) -> tuple[Access, str]:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Access.UNKNOWN, f"it can't be tried: {error}"
+        return Access.UNKNOWN, f"the access check failed: {error}"
     if done.returncode == openable.OPENABLE:
         return Access.OPEN, ""
     if done.returncode == openable.NOT_OPENABLE and not done.stderr:
         return Access.CLOSED, f"{node} is closed to them"
     output = done.stderr.strip().splitlines()
-    return Access.UNKNOWN, output[-1][:300] if output else f"trying it ended with {done.returncode}"
+    return Access.UNKNOWN, output[-1][:300] if output else f"the access check exited with {done.returncode}"
 
 
 _MAX_FILES = 4096
@@ -180,7 +180,7 @@ _OTHERS_WRITE = 0o022
 
 
 def read_grants(folder: Path) -> Grants:
-    """The grants in the files of a folder; none if there is no such folder."""
+    """Return the grants in the files of a folder; none if the folder is missing."""
     try:
         names = sorted(os.listdir(folder))
         _check_owner(folder, os.stat(folder), is_read_only=bool(os.statvfs(folder).f_flag & os.ST_RDONLY))
@@ -198,7 +198,7 @@ def read_grants(folder: Path) -> Grants:
         try:
             grants += parse(_read_grant_file(path))
         except FileNotFoundError:
-            continue  # taken back this moment
+            continue  # revoked since the listing
         except OSError as error:
             problems.append(f"{str(path)!a}: {error.strerror}")
         except (MalformedGrantError, UnicodeDecodeError) as error:

@@ -1,6 +1,7 @@
-"""Who may train here: a trainer's claim, from its hello on, and for as long as it stays.
+"""Admission of trainers: judges a trainer's claim at its hello, and again for as long as it stays.
 
-`claims` decides that, of what `access` finds, before anything is done; and again, as what is found changes.
+`claims` decides from the facts that `access` finds, before the agent does anything for the trainer, and again
+as those facts change.
 """
 
 import asyncio
@@ -25,25 +26,25 @@ from perseus.rate_limited_log import RateLimitedLog
 
 _log = structlog.get_logger(__name__)
 
-# How often a claim is judged again: one that nothing speaks for yet, and one that something does.
+# How often a claim is judged again: while it is unproven, and once it is proven.
 _WATCH_UNPROVEN_S = 1.0
 _WATCH_S = 5.0
-# How long a trainer waits for another one's GPU, which gives way to it.
+# How long a trainer waits for a trainer that yields its GPU.
 _EVICTION_TIMEOUT_S = 10.0
-# How long a process that says hello again is given to have left before.
+# How long a process that says hello again waits for its earlier connection to end.
 _LEAVE_S = 2.0
 _CLAIM_LOST = "CLAIM_LOST"
 
 
 class Admission:
-    """Admits trainers to a roster and turns them away; `vitals` counts those."""
+    """Admits trainers to a roster, or refuses them and counts the refusals in `counters`."""
 
     def __init__(self, roster: Roster, access: AccessChecker, counters: AgentCounters) -> None:
         self._roster = roster
         self._access = access
         self._counters = counters
         self._refusal_log = RateLimitedLog(_log, REFUSAL_LOG_PERIOD_S)
-        # By user: what a hello costs (threads, processes, looks at the driver) is for others, too.
+        # One lock per user: a hello costs threads, processes and driver calls that other users need, too.
         self._judging: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
     def _one_at_a_time(self, uid: int) -> asyncio.Lock:
@@ -52,14 +53,14 @@ class Admission:
         return lock
 
     async def admit(self, hello: Hello, connection: ProbeConnection) -> Trainer | Refused:
-        """Enter a trainer's claim, or say why not; whoever has to give way to it is gone by then."""
+        """Enter a trainer's claim once all claims that yield to it have ended, or return a refusal."""
         if self._roster.is_stopping:
             return Refused("AGENT_STOPS", "the agent is being stopped")
         if (refused := check_clock(connection.peer, hello.time_ns, time.monotonic_ns())) is not None:
             return refused
         before = self._roster.trainers.get(hello.rank)
         if before is not None and before.connection.peer.pid == connection.peer.pid:
-            # It has left, and is back at once: its last words, and its GPU's way to stock, take a moment.
+            # It left and came back at once: its last messages and its GPU's reset take a moment.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
                     await before.gone.wait()
@@ -73,7 +74,7 @@ class Admission:
         try:
             async with self._one_at_a_time(user.uid):
                 verdict = await self._access.judge(connection.peer, user, hello.gpu_uuid, None)
-        except GpuError as error:  # whoever serves it will meet the same, and tell
+        except GpuError as error:  # serving the GPU will fail the same way and report it
             verdict, problem = None, error
         if isinstance(verdict, Refused):
             return verdict
@@ -87,22 +88,22 @@ class Admission:
         return trainer
 
     async def _evict_unproven(self, claim: Claim) -> Refused | None:
-        """End the claims that give way to this one; why not, if one doesn't."""
+        """End the claims that yield to this one; return a refusal if one does not yield."""
         try:
             async with asyncio.timeout(_EVICTION_TIMEOUT_S):
                 while conflicting := self._roster.registry.conflicts(claim):
                     if isinstance(conflicting, Refused):
                         return conflicting
                     for other in [self._roster.trainers[each.rank] for each in conflicting]:
-                        seen = f"{other.rank}: it is user {claim.user}'s, as is seen now"
-                        self._end(other, Refused(_CLAIM_LOST, seen))
+                        message = f"{other.rank}: user {claim.user} has a better claim"
+                        self._end(other, Refused(_CLAIM_LOST, message))
                         await other.gone.wait()
         except TimeoutError:
             return Refused(GPU_TAKEN, f"GPU {claim.gpu_uuid}: another rank runs on it")
         return None
 
     async def may_have_its_gpu(self, trainer: Trainer) -> bool:
-        """Judge the claim to a GPU that could not be used before; `GpuError` if that can't be done now."""
+        """Judge the claim to a GPU that was unusable before; raise `GpuError` if that is impossible now."""
         claim = trainer.claim
         verdict = await self._access.judge(trainer.connection.peer, claim.user, claim.gpu_uuid, None)
         if isinstance(verdict, Refused):
@@ -114,7 +115,7 @@ class Admission:
         return True
 
     async def watch(self, trainer: Trainer) -> None:
-        """Judge a claim again, at the first mark and from then on: what can be seen changes."""
+        """Judge a claim again at the first mark and periodically: the observable facts change."""
         claim = trainer.claim
         while True:
             pause_s = _WATCH_S if claim.is_proven else _WATCH_UNPROVEN_S
@@ -128,9 +129,9 @@ class Admission:
                 verdict = await self._access.judge(
                     trainer.connection.peer, claim.user, claim.gpu_uuid, claim.verdict
                 )
-            except GpuError:  # whoever serves the GPU meets it, too
+            except GpuError:  # serving the GPU meets the same error
                 continue
-            except Exception as error:  # of the system, say: what was found holds until it can be asked again
+            except Exception as error:  # of the system: the latest verdict holds until it can be asked again
                 uid, reason = trainer.connection.peer.uid, type(error).__name__
                 self._refusal_log.warning(
                     "claim not judged again",
@@ -142,7 +143,7 @@ class Admission:
                     message=str(error),
                 )
                 continue
-            if claim.verdict is None:  # it could not be served meanwhile: it is judged when it comes back
+            if claim.verdict is None:  # the GPU has failed meanwhile; the claim is judged when it comes back
                 continue
             if isinstance(verdict, Refused):
                 self._end(trainer, verdict)
@@ -152,11 +153,11 @@ class Admission:
     # --- Turning away ---------------------------------------------------------------------------------------
 
     def turn_away(self, connection: ProbeConnection, hello: Hello, refused: Refused) -> None:
-        """Say to a trainer that was not admitted why not."""
+        """Send the refusal to a trainer that was not admitted."""
         self._refuse(connection, str(hello.rank), refused)
 
     def _end(self, trainer: Trainer, refused: Refused) -> None:
-        """What was good is not good any more: the rank ends, and its GPU goes back to stock."""
+        """End a rank whose claim no longer holds; its GPU returns to stock."""
         self._refuse(trainer.connection, str(trainer.rank), refused)
         self._roster.dispatch(trainer.rank, TrainerGone())
 

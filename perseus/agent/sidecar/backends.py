@@ -1,7 +1,7 @@
-"""The GPUs of this node: found by UUID, left visible by CUDA_VISIBLE_DEVICES, and counted.
+"""The GPUs of this node: opened by UUID, filtered by CUDA_VISIBLE_DEVICES, and counted.
 
-An agent without a driver or without GPUs runs all the same: the driver may come later, and trainers are told
-what is wrong with theirs. But whoever looks is to see it before the first trainer does (`Inventory`).
+An agent without a driver or without GPUs still runs: the driver may be loaded later, and trainers receive the
+error of their GPU. `Inventory` shows such problems to operators before the first trainer meets them.
 """
 
 import contextlib
@@ -22,44 +22,44 @@ from perseus.emulation.gpu import EmulatedGpu
 
 
 class Backend(Protocol):
-    """Where GPUs come from."""
+    """A source of GPUs."""
 
     def open(self, uuid: str) -> Gpu:
-        """The GPU, for the caller to close. `GpuError`; a `GpuNotFoundError` lists what there is."""
+        """Open a GPU for the caller to close. Raises `GpuError`; a `GpuNotFoundError` lists all GPUs."""
 
     def inspect(self, uuid: str) -> GpuUse:
-        """Where the GPU is, and who computes on it. `GpuError` as for `open`."""
+        """Return the GPU's place and the processes that compute on it. Raises `GpuError` as `open` does."""
 
     def listed(self) -> list[str | GpuError]:
-        """The UUIDs of all GPUs, in the order of their bus numbers; for one that is lost, why it has none.
+        """Return the UUIDs of all GPUs in the order of their bus numbers; for a lost one its error.
 
-        `GpuError` if nothing is known of any.
+        Raises `GpuError` if no GPU can be listed.
         """
 
 
 class NvmlBackend:
-    """Real GPUs. `nvml` is the module `pynvml`, or what stands in for it; device nodes are in a folder."""
+    """Real GPUs. `nvml` is the module `pynvml` or a substitute; `device_folder` has the device nodes."""
 
     def __init__(self, nvml: Any = pynvml, device_folder: Path = Path("/dev")) -> None:
         self._nvml = nvml
         self._device_folder = device_folder
 
     def open(self, uuid: str) -> Gpu:
-        """See `Backend.open`."""
+        """Open a GPU through NVML."""
         try:
             return NvmlGpu(uuid, nvml=self._nvml)
         except GpuNotFoundError as error:
             raise _not_found(uuid, self.listed()) from error
 
     def inspect(self, uuid: str) -> GpuUse:
-        """See `Backend.look`."""
+        """Ask NVML for a GPU's place and processes."""
         try:
             return inspect(uuid, str(self._device_folder), self._nvml)
         except GpuNotFoundError as error:
             raise _not_found(uuid, self.listed()) from error
 
     def listed(self) -> list[str | GpuError]:
-        """See `Backend.listed`."""
+        """List the GPUs that NVML counts."""
         nvml = self._nvml
         with calling("nvmlInit", "GPUs", nvml):
             nvml.nvmlInit()
@@ -68,7 +68,7 @@ class NvmlBackend:
                 count = int(nvml.nvmlDeviceGetCount())
             return [self._uuid_or_error(index) for index in range(count)]
         finally:
-            with contextlib.suppress(nvml.NVMLError):  # what was asked for has been answered
+            with contextlib.suppress(nvml.NVMLError):  # the query has been answered
                 nvml.nvmlShutdown()
 
     def _uuid_or_error(self, index: int) -> str | GpuError:
@@ -81,17 +81,17 @@ class NvmlBackend:
 
 
 class EmulatedBackend:
-    """Emulated GPUs: one state file each in a folder."""
+    """Emulated GPUs: a folder with one state file for each."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def open(self, uuid: str) -> Gpu:
-        """See `Backend.open`."""
+        """Open an emulated GPU's state file."""
         return EmulatedGpu(self._path(uuid)[1])
 
     def inspect(self, uuid: str) -> GpuUse:
-        """See `Backend.look`; the device node is the state file."""
+        """Return a GPU's place and processes; its device node is the state file."""
         index, path = self._path(uuid)
         gpu = EmulatedGpu(path)
         try:
@@ -100,7 +100,7 @@ class EmulatedBackend:
             gpu.close()
 
     def listed(self) -> list[str | GpuError]:
-        """See `Backend.listed`; in the order of the files' names."""
+        """List the GPUs in the order of the files' names."""
         return list(self._paths())
 
     def _path(self, uuid: str) -> tuple[int, Path]:
@@ -120,26 +120,26 @@ class EmulatedBackend:
 
 
 class VisibleGpus:
-    """Those GPUs of another backend that CUDA_VISIBLE_DEVICES leaves visible."""
+    """The GPUs of another backend that CUDA_VISIBLE_DEVICES leaves visible."""
 
     def __init__(self, gpus: Backend, visible_devices: str) -> None:
         self._gpus = gpus
         self._visible_devices = visible_devices
-        # A node's GPUs don't change, and asking for them means asking all, those that hang as well.
+        # A node's GPUs do not change, and a listing queries all of them, even those that hang.
         self._listed: list[str | GpuError] = []
 
     def open(self, uuid: str) -> Gpu:
-        """See `Backend.open`."""
+        """Open a visible GPU."""
         self._check(uuid)
         return self._gpus.open(uuid)
 
     def inspect(self, uuid: str) -> GpuUse:
-        """See `Backend.look`; the index counts hidden GPUs, too."""
+        """Return a visible GPU's place and processes; the index counts hidden GPUs, too."""
         self._check(uuid)
         return self._gpus.inspect(uuid)
 
     def listed(self) -> list[str | GpuError]:
-        """See `Backend.listed`; in the order in which CUDA counts them, without those that are lost."""
+        """List the visible GPUs in CUDA's order, without lost ones."""
         if not self._listed:
             listed = self._gpus.listed()
             if not all(isinstance(each, str) for each in listed):
@@ -148,7 +148,7 @@ class VisibleGpus:
         return self._visible(self._listed)
 
     def _visible(self, listed: list[str | GpuError]) -> list[str | GpuError]:
-        # One that is lost keeps its index, and no name in the environment is the beginning of its.
+        # A lost GPU keeps its index, under a name that no prefix in the environment matches.
         uuids = [each if isinstance(each, str) else f"\0{index}" for index, each in enumerate(listed)]
         return [uuid for uuid in visible_uuids(self._visible_devices, uuids) if uuid in listed]
 
@@ -162,10 +162,10 @@ class VisibleGpus:
 
 
 def backend(settings: AgentSettings) -> Backend:
-    """The backend that the settings ask for, with all GPUs of the node."""
+    """Return the configured backend, with all GPUs of the node."""
     if settings.gpu_backend == "nvml":
         return NvmlBackend(device_folder=settings.device_folder)
-    assert settings.emulated_gpus is not None  # the settings see to it
+    assert settings.emulated_gpus is not None  # checked by the settings
     return EmulatedBackend(settings.emulated_gpus)
 
 
@@ -178,12 +178,11 @@ def _names(listed: list[str | GpuError]) -> str:
 
 
 def visible_uuids(visible_devices: str, uuids: Sequence[str]) -> list[str]:
-    """The UUIDs among `uuids` (in the order of their bus numbers) that `visible_devices` names, in its order.
+    """Return those of `uuids` (in the order of their bus numbers) that `visible_devices` names, in its order.
 
-    Devices are named by index or by a UUID's beginning that fits only one. The first name that is none hides
-    itself and all after it, and so does -1; a device that is named twice hides all. An index counts in the
-    order of bus numbers: with CUDA_DEVICE_ORDER=PCI_BUS_ID, and on nodes whose GPUs are of one model, that is
-    CUDA's own order.
+    A name is an index or a prefix of exactly one UUID. The first invalid name hides itself and all after it,
+    and so does -1; a device that is named twice hides all. Indexes count in the order of bus numbers: this is
+    CUDA's own order with CUDA_DEVICE_ORDER=PCI_BUS_ID, and on nodes whose GPUs are of one model.
     """
     visible: list[str] = []
     for name in (part.strip() for part in visible_devices.split(",")):
@@ -204,14 +203,14 @@ _KEPT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How many GPUs there are, and what is wrong: with all of them, or with some."""
+    """The number of GPUs, and the problems of all or some of them."""
 
     gpu_count: int
     problems: tuple[str, ...] = ()
 
 
 class Inventory:
-    """Looks at a backend's GPUs, in a lane of its own: a driver that hangs keeps nobody else waiting."""
+    """Counts a backend's GPUs on a separate executor: a driver that hangs blocks nothing else."""
 
     def __init__(
         self, gpus: Backend, executor: GpuExecutor, clock: Callable[[], float] = time.monotonic
@@ -223,13 +222,13 @@ class Inventory:
         self._found_s = float("-inf")
 
     async def refresh(self) -> Found:
-        """What is found now; who asks often is told the same for a moment."""
+        """Return the current inventory, cached for a moment."""
         if self._clock() >= self._found_s + _KEPT_S:
             self._found, self._found_s = await self._refresh(), self._clock()
         return self._found
 
     async def report(self) -> None:
-        """Say in the log what is found."""
+        """Log the current inventory."""
         found = await self.refresh()
         for problem in found.problems:
             _log.error("no GPU can be served" if not found.gpu_count else "GPU lost", reason=problem)

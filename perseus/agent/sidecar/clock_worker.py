@@ -1,11 +1,11 @@
-"""Setting a GPU's clock without making anybody wait for it.
+"""Setting a GPU's clock without blocking the caller.
 
-A set takes 10–20 ms, so each GPU has a worker thread for its sets. Only the newest wanted clock counts: what
-was wanted while a set was under way and has been overtaken since is never set. A clock can be wanted from a
-moment to come: the thread keeps the time itself, whatever else keeps the agent busy.
+A set takes 10–20 ms, so each GPU has a worker thread for its sets. Only the newest requested clock counts: a
+clock that is requested during a set and superseded before the set ends is never set. A clock can be scheduled
+for a future time: the thread keeps that time itself, however busy the agent is.
 
-A set that fails for a moment is tried again before it counts as failed. A reset is tried again until it
-succeeds, or something else is wanted: until then the GPU may be locked.
+A set with a transient error is retried before it counts as failed. A reset is retried until it succeeds or
+another clock is requested: until then the GPU may be locked.
 """
 
 import threading
@@ -22,14 +22,14 @@ from perseus.retry import Retry
 _log = structlog.get_logger(__name__)
 
 STOCK: Final = None
-"""The target that stands for the stock clocks."""
+"""The target for the stock clocks."""
 
 _UNKNOWN_MHZ = -1
 
-# How often, and how long at most, the effective clock is looked at after a set.
+# Interval and time limit of polling the effective clock after a set.
 _POLL_INTERVAL_S = 0.001
 _IN_FORCE_TIMEOUT_S = 0.050
-# Calls of the driver that fail: the first and the longest delay, and for how long they may fail in a row.
+# Retries of driver calls: the first and the longest delay, and how long calls may fail in a row.
 _FIRST_DELAY_S, _MAX_DELAY_S, _GIVE_UP_S = 0.01, 0.5, 2.0
 
 
@@ -40,14 +40,14 @@ class ClockResult:
     target_mhz: int | None
     """The clock, or `STOCK`."""
     due_s: float
-    """When it was to begin."""
+    """When it was due to begin."""
     begun_at_s: float
-    """When it did: the set before it may have been under way."""
+    """When it began, possibly delayed by the previous set."""
     in_force_at_s: float
-    """When the GPU's effective clock was seen to be the target; when the call returned, if it was not."""
+    """When the GPU's effective clock was observed at the target; otherwise when the call returned."""
     error: Exception | None = None
     is_tried_again: bool = False
-    """The error may pass."""
+    """The error may be transient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class _DesiredClock:
 
 
 def driver_retry() -> Retry:
-    """Return how calls of a driver are tried again.
+    """Return the retry policy for calls of a driver.
 
-    One that is busy, or another of its clients, makes single calls fail that succeed a moment later. A rank
-    is given up only when nothing has succeeded for a while.
+    A busy driver, or another of its clients, makes single calls fail that succeed a moment later. The agent
+    gives a rank up only when no call has succeeded for a while.
     """
     return Retry(_FIRST_DELAY_S, _MAX_DELAY_S, forget_after_s=_GIVE_UP_S, give_up_after_s=_GIVE_UP_S)
 
@@ -68,9 +68,9 @@ def driver_retry() -> Retry:
 class ClockWorker:
     """Sets one GPU's clock on a thread of its own.
 
-    `on_result` hears of every set that was carried out or failed, on that thread; of what is tried again and
-    fails for the same reason, once. What was overtaken before it began, and what was in force already, is not
-    reported. After a failure nothing is known to be in force.
+    The thread calls `on_result` for every set that was carried out or failed, and once for retries that fail
+    for the same reason. Sets that were superseded before they began, or already in force, are not reported.
+    After a failure the clock in force is unknown.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ClockWorker:
         self._on_result = on_result
         self._monotonic = monotonic
         self._changed = threading.Condition()
-        # Resets may succeed for as long as sets fail.
+        # Resets may succeed while sets fail.
         self._retries = {True: driver_retry(), False: driver_retry()}
         self._retried: _DesiredClock | None = None
         self._retry_at_s = 0.0
@@ -99,32 +99,32 @@ class ClockWorker:
 
     @property
     def set_clock_mhz(self) -> int | None:
-        """What the driver was told last, or `STOCK`; any figure where `is_set_known` is not so."""
+        """The clock that the driver was last set to, or `STOCK`; undefined unless `is_set_known`."""
         return self._in_force_mhz
 
     @property
     def is_set_known(self) -> bool:
-        """Whether it was told something, and did not fail at it."""
+        """Whether the latest set or reset succeeded."""
         return self._in_force_mhz != _UNKNOWN_MHZ
 
     def request(self, target_mhz: int | None) -> None:
-        """Want this clock, or `STOCK`, from now on, in place of all that was wanted before; returns at once.
+        """Request this clock, or `STOCK`, now, in place of all earlier requests; returns at once.
 
-        RuntimeError after `close`.
+        Raises RuntimeError after `close`.
         """
         self._set_desired(_DesiredClock(target_mhz, self._monotonic()), None)
 
     def schedule(self, target_mhz: int | None, due_s: float) -> None:
-        """Want this clock, or `STOCK`, from `due_s` on, in place of what was scheduled; returns at once.
+        """Request this clock, or `STOCK`, from `due_s` on, in place of the scheduled one; returns at once.
 
-        RuntimeError after `close`.
+        Raises RuntimeError after `close`.
         """
         self._set_desired(self._desired, _DesiredClock(target_mhz, due_s))
 
     def close(self) -> None:
-        """Carry out the last request, if it is still open, and end the thread; blocks until then.
+        """Carry out the last request, if it is still pending, and end the thread; blocks until then.
 
-        If it goes on failing it is left to whoever finds the record of what to restore.
+        A request that keeps failing is left to the process that finds the restore record.
         """
         with self._changed:
             self._closing = True
@@ -132,7 +132,7 @@ class ClockWorker:
         self._thread.join()
 
     def under_way_s(self, now_s: float) -> float:
-        """For how long the set has been under way that is; 0 if none is."""
+        """Return for how long the current set has been in progress; 0 if none is."""
         begun_at_s = self._begun_at_s
         return now_s - begun_at_s if begun_at_s is not None else 0.0
 
@@ -151,19 +151,19 @@ class ClockWorker:
                 self._set(desired)
 
     def _next(self) -> _DesiredClock | None:
-        """The newest wish, as soon as there is one; None when the worker is closing."""
+        """Wait for the newest request and return it; None when the worker is closing."""
         with self._changed:
             while True:
                 left_s: float | None = None
                 if self._scheduled is not None or self._retried is not None:
-                    left_s = self._take_what_is_due(self._monotonic())
+                    left_s = self._take_due(self._monotonic())
                 desired, self._desired = self._desired, None
                 if desired is not None or (self._closing and self._retried is None):
                     return desired
                 self._changed.wait(left_s)
 
-    def _take_what_is_due(self, now_s: float) -> float | None:
-        """Want what is due by now; how long until something else is."""
+    def _take_due(self, now_s: float) -> float | None:
+        """Request the clock that is due by now; return how long until the next is due."""
         if self._scheduled is not None and self._scheduled.due_s <= now_s:
             self._desired, self._scheduled, self._retried = self._scheduled, None, None
         if self._retried is not None and self._retry_at_s <= now_s:
@@ -182,7 +182,7 @@ class ClockWorker:
             else:
                 self._gpu.set_clock_mhz(desired.target_mhz)
             self._in_force_mhz = desired.target_mhz
-        except Exception as caught:  # whatever it was, the next set (a reset, perhaps) must still be tried
+        except Exception as caught:  # whatever it was, the next set (perhaps a reset) must still be tried
             error = caught
             self._in_force_mhz = _UNKNOWN_MHZ
         self._begun_at_s = None
@@ -204,24 +204,24 @@ class ClockWorker:
         )
         try:
             self._on_result(result)
-        except Exception:  # for the same reason
+        except Exception:  # the next set must still be tried, as above
             _log.exception("clock result not delivered", gpu=self._gpu.uuid, target_mhz=desired.target_mhz)
 
     def _try_again(self, desired: _DesiredClock, error: Exception, now_s: float) -> bool:
-        """Try again where that may help, or must; whether the failure is borne."""
+        """Schedule a retry where it may help, or is required; return whether the failure is tolerated."""
         retry = self._retries[desired.target_mhz is STOCK]
         retry_at_s = now_s + retry.failed(now_s)
-        is_borne = is_transient(error) and not retry.is_over(now_s)
+        is_tolerated = is_transient(error) and not retry.is_over(now_s)
         with self._changed:
-            is_tried_again = is_borne or (desired.target_mhz is STOCK and not self._closing)
+            is_tried_again = is_tolerated or (desired.target_mhz is STOCK and not self._closing)
             if is_tried_again and self._desired is None:
                 self._retried, self._retry_at_s = desired, retry_at_s
-        return is_borne
+        return is_tolerated
 
     def _seen_at_s(self, target_mhz: int, returned_at_s: float) -> float:
-        """When the effective clock was the target; `returned_at_s` if it was not, as on a throttled GPU.
+        """Return when the effective clock reached the target; `returned_at_s` if it did not (throttling).
 
-        Looks no longer than until another clock is wanted.
+        Stops polling once another clock is requested.
         """
         while True:
             try:

@@ -1,7 +1,7 @@
-"""Watching a GPU's energy counter on a thread of its own; `energy.counter` says what is made of the polls.
+"""Polling a GPU's energy counter on a separate thread; `energy.counter` interprets the polls.
 
-The same thread looks now and then at what others have set that bounds the GPU, power limit and workload power
-profiles: read, never set.
+The same thread occasionally reads the GPU's limits that others have set (power limit, workload power
+profiles). It never sets them.
 """
 
 import threading
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 
 def read_limits(gpu: Gpu) -> GpuLimits:
-    """Ask a GPU; `GpuError` if it fails."""
+    """Read a GPU's limits. Raises `GpuError`."""
     return GpuLimits(gpu.power_limit_w(), gpu.power_profiles())
 
 
 class LimitsWatch:
-    """Looks at one GPU's limits every `LOOK_INTERVAL_S`, on whatever thread calls `look`.
+    """Checks one GPU's limits every `LIMITS_INTERVAL_S`, on the thread that calls `check`.
 
-    `on_change` hears of them when they are others than before, on that thread. Where they can't be read, they
-    stay as they were: who polls the GPU's counter will meet the same error.
+    That thread calls `on_change` when they have changed. If they can't be read, the known ones are kept:
+    polling the counter will meet the same error.
     """
 
     def __init__(self, gpu: Gpu, known: GpuLimits, on_change: Callable[[GpuLimits], None]) -> None:
@@ -46,7 +46,7 @@ class LimitsWatch:
         self._failures = RateLimitedLog(_log)
 
     def check(self, now_s: float) -> None:
-        """Look, if it is time to."""
+        """Check the limits if the interval has passed."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + LIMITS_INTERVAL_S
@@ -62,7 +62,7 @@ class LimitsWatch:
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """What a GPU says of itself at a time; None where it says nothing."""
+    """A GPU's readings at one time; None for values that it does not report."""
 
     energy_j: float
     power_w: float | None
@@ -70,14 +70,14 @@ class GpuReading:
 
 
 class CounterPoller:
-    """Polls one GPU's counter on a thread of its own.
+    """Polls one GPU's counter on a separate thread.
 
-    `on_change` hears of every change, on that thread. An error that does not pass within a moment ends the
-    polling and goes to `on_error`. An error in what the rank can do without (limits, readings) goes to
-    `on_part_failed` and puts that off. Every `reading_interval_s`, if that is given, the rest is read, too.
+    The thread calls `on_change` for every change. A lasting error ends the polling and goes to `on_error`. An
+    error in an optional part (limits, readings) goes to `on_part_failed` and delays that part. Power and
+    clock are read every `reading_interval_s`, if given.
 
     Attributes:
-        reading: what was read last.
+        reading: the latest reading; None before the first.
         change: the counter's latest; None before the first.
     """
 
@@ -118,7 +118,7 @@ class CounterPoller:
         self._thread.join()
 
     def under_way_s(self, now_s: float) -> float:
-        """For how long the poll has been under way that is; 0 if none is."""
+        """Return for how long the current poll has been in progress; 0 if none is."""
         begun_at_s = self._begun_at_s
         return now_s - begun_at_s if begun_at_s is not None else 0.0
 
@@ -136,7 +136,7 @@ class CounterPoller:
                 if not is_transient(error) or self._retry.is_over(now_s):
                     self._on_error(error)
                     return
-                detector = ChangeDetector()  # what it saw last was too long ago to date a change by
+                detector = ChangeDetector()  # its last poll is too old to date a change
                 continue
             finally:
                 self._begun_at_s = None
@@ -155,7 +155,7 @@ class CounterPoller:
         return detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)
 
     def _poll_more(self, energy_j: float, now_s: float) -> None:
-        """What the rank can do without: an error that nobody has foreseen only puts it off."""
+        """Read the optional parts: an unforeseen error only delays them."""
         part = "limits watch"
         try:
             if self._limits is not None:
@@ -173,7 +173,7 @@ class CounterPoller:
 
 
 def _or_none(ask: Callable[[], T]) -> T | None:
-    """What a GPU answers; nothing where it does not tell: whoever needs the answer will meet the error."""
+    """Return a GPU's answer, or None if it fails: callers that need the value will meet the error."""
     try:
         return ask()
     except GpuError:

@@ -1,10 +1,10 @@
-"""The GPUs of trainers' ranks: opened for one rank at a time, counted, and given back.
+"""The GPUs of trainers' ranks: opened for one rank at a time, with counters, and given back.
 
-With a folder for NVIDIA's dcgm-exporter (`--hpc-job-mapping-dir`) there is a file for each GPU that a job
-runs on: its name the GPU's number on the node, its content the job's identifier on a line. The exporter
-puts it on the GPU's metrics as the label `hpc_job`, and writes it as it reads it: so only what is a job's
-identifier is written. Beside each file lies what was written: by that an agent that follows one that died
-knows which files are its own to remove, as a batch system may have others in the same folder.
+With a folder for NVIDIA's dcgm-exporter (`--hpc-job-mapping-dir`), the agent writes a file for each GPU that
+a job runs on: its name is the GPU's number on the node, its content a line with the job's identifier. The
+exporter adds the content unescaped to the GPU's metrics as the label `hpc_job`, so the agent writes only
+valid identifiers. It keeps a copy beside each file: from it the next agent, after a crash, recognises the
+files to remove, since a batch system may have others in the same folder.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ _READING_S = 1.0
 _SET_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0)
 
 NOT_SERVED = ""
-"""Stands for GPUs that were never opened: whoever asks for one may name anything."""
+"""The key for GPUs that were never opened: a trainer may ask for any name."""
 
 
 class GpuCounters:
-    """Of one GPU, since the agent started.
+    """Counters of one GPU, since the agent started.
 
     Attributes:
-        sets: what sets took, from their begin until the clock was in force.
+        sets: durations of sets, from their begin until the clock was in force.
         dropped_mark_count: marks that trainers dropped.
-        error_counts: errors that were met.
+        error_counts: errors by reason.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class GpuCounters:
 
 
 class AgentCounters:
-    """Of all GPUs that were opened, by UUID; and of trainers.
+    """Counters of all GPUs that were opened, and of trainers.
 
     Attributes:
-        gpus: the GPUs.
-        refusal_counts: trainers that were turned away, or had to go, by the stable reason.
+        gpus: the GPUs' counters, by UUID.
+        refusal_counts: trainers that were refused or evicted, by stable reason.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class AgentCounters:
         self.refusal_counts: Counter[str] = Counter()
 
     def opened(self, gpu_uuid: str) -> GpuCounters:
-        """Return what is counted of a GPU that was opened."""
+        """Return the counters of a GPU that was opened."""
         return self.gpus.setdefault(gpu_uuid, GpuCounters())
 
     def note_error(self, gpu_uuid: str, reason: GpuErrorReason) -> None:
@@ -81,24 +81,24 @@ class AgentCounters:
 
 _log = structlog.get_logger(__name__)
 
-# What the coordinator takes for one.
+# The coordinator's rule for job identifiers.
 _JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 _OWN = ".perseus"
 
 
 class JobMapping:
-    """The files of a node. Failing to write one is told in the log, and stands in nobody's way."""
+    """The mapping files of a node. A failure to write one is only logged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def clear(self) -> None:
-        """Remove what an agent that died has left."""
+        """Remove the files of an agent that died."""
         try:
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True)
-                self._folder.chmod(0o755)  # whatever the umask: the exporter may be another user's
+                self._folder.chmod(0o755)  # despite the umask: the exporter may run as another user
             found = [int(path.name[1 : -len(_OWN)]) for path in self._folder.glob(f".[0-9]*{_OWN}")]
         except (OSError, ValueError) as error:
             _log.warning("job mapping not cleared", folder=str(self._folder), reason=str(error))
@@ -107,15 +107,15 @@ class JobMapping:
             self.leave(gpu_index)
 
     def enter(self, gpu_index: int, job_id: str) -> None:
-        """A job runs on a GPU. What somebody else has written of it stays."""
+        """Write the file of a GPU that a job runs on. A file from another program stays."""
         if not _JOB_ID.fullmatch(job_id):
-            _log.warning("job not mapped: its name is no job's identifier", gpu_index=gpu_index)
+            _log.warning("job not mapped: invalid job identifier", gpu_index=gpu_index)
             return
         file, own = self._paths(gpu_index)
         try:
             self.leave(gpu_index)
             if file.exists():
-                _log.warning("job not mapped: the file is another's", file=str(file))
+                _log.warning("job not mapped: the file belongs to another program", file=str(file))
                 return
             own.write_text(f"{job_id}\n")
             own.chmod(0o644)
@@ -127,7 +127,7 @@ class JobMapping:
             _log.warning("job not mapped", file=str(file), reason=error.strerror)
 
     def leave(self, gpu_index: int) -> None:
-        """No job runs on a GPU, as far as this agent knows."""
+        """Remove the file of a GPU that no job of this agent runs on."""
         file, own = self._paths(gpu_index)
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -146,11 +146,10 @@ class JobMapping:
 
 @dataclass(frozen=True, slots=True)
 class OpenedGpu:
-    """A GPU that is open, and what there is to say of it.
+    """An open GPU and its description.
 
-    `give_back` is called with what closes it (and may block), `on_part_failed` with an error in what the rank
-    can do without. Power and clock are to be read every
-    `reading_interval_s`, if at all.
+    `give_back` takes a function that closes the GPU and may block, `on_part_failed` an error in an optional
+    part. Power and clock are read every `reading_interval_s`; never if it is None.
     """
 
     gpu: Gpu
@@ -160,16 +159,16 @@ class OpenedGpu:
     on_part_failed: Callable[[str, Exception], None]
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the GPU."""
         self.gpu.close()
 
 
 class RankGpus:
-    """Opens GPUs of `gpus` for ranks; `restorer` hands them out, `records` says what is to be restored.
+    """Opens GPUs of `gpus` for ranks; `restorer` hands them out, `records` keeps their restore records.
 
     Attributes:
-        observe: whether clocks are only watched.
-        vitals: what is counted of them.
+        observe: whether the agent only measures and never sets clocks.
+        counters: the counters of GPUs and trainers.
     """
 
     def __init__(
@@ -194,18 +193,18 @@ class RankGpus:
             self._mapping.clear()
 
     async def open(self, uuid: str) -> OpenedGpu:
-        """Open a GPU that nobody else has; `GpuError` if it can't be had, and then it is free again."""
+        """Open a GPU for one rank. Raises `GpuError` if that fails, and leaves the GPU free."""
         return await self._restorer.take(uuid, self._open)
 
     def _open(self, uuid: str) -> OpenedGpu:
-        """Blocks, as the driver is asked."""
+        """Open a GPU; blocks on the driver."""
         gpu = self._gpus.open(uuid)
         try:
             if not self.observe:
                 gpu = GuardedGpu(gpu, self._records, self._settings.stock)
             try:
                 limits = read_limits(gpu)
-            except GpuError as error:  # of a GPU that fails: who polls its counter will say so
+            except GpuError as error:  # if the GPU has failed, polling its counter will report it
                 _log.warning("power limit not known", gpu=gpu.uuid, reason=str(error))
                 limits = GpuLimits()
             return OpenedGpu(
@@ -220,19 +219,19 @@ class RankGpus:
             raise
 
     async def map_job(self, uuid: str, job_id: str) -> int | None:
-        """Note for dcgm-exporter that a job runs on a GPU; return its index, None if nothing is noted."""
+        """Map a job to a GPU for dcgm-exporter; return the GPU's index, None if nothing was mapped."""
         if self._mapping is not None:
             try:
                 index = (await self._executor.run(uuid, lambda: self._gpus.inspect(uuid))).index
                 self._mapping.enter(index, job_id)
                 return index
-            except GpuError:  # whoever serves it meets the same
+            except GpuError:  # serving the GPU meets the same error
                 pass
             except Exception as error:
                 self._optional.failed("job mapping", error)
         return None
 
     def unmap_job(self, gpu_index: int) -> None:
-        """No job runs any more on a GPU that one was noted for."""
+        """End the mapping of a job to a GPU."""
         if self._mapping is not None:
             self._mapping.leave(gpu_index)

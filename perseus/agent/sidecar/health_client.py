@@ -1,4 +1,4 @@
-"""Asking an agent of this node whether it is well, over its socket."""
+"""Asking an agent of this node for its health, over its socket."""
 
 import socket
 from pathlib import Path
@@ -14,11 +14,11 @@ from perseus.agent.link.packets import (
 
 
 def ask_health(path: Path, timeout_s: float) -> Reply:
-    """Return an agent's answer.
+    """Return an agent's answer to a health question.
 
     Raises:
-        OSError: nobody listens there, or may be asked, or answers in time.
-        MalformedPacket: what listens there is no agent, or one of another release.
+        OSError: nobody listens there, access is denied, or no answer comes in time.
+        MalformedPacket: the server there is not an agent, or one of another release.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout_s)

@@ -1,15 +1,15 @@
-"""The local socket: packets in and out between the agent and the trainers' probes.
+"""The local socket: packets between the agent and the trainers' probes.
 
-Anybody who may connect may also misbehave, so nothing here is without a limit: connections of a user, and all
-together; the time until a connection's hello; the bytes read of a user in a second; what is read on the loop
-rather than in a thread. What exceeds a limit concerns its user alone.
+Any client may misbehave, so everything here has a limit: connections per user and in total; the time until a
+connection's hello; the bytes read from a user per second; the size of packets read on the event loop rather
+than in a thread. A user who exceeds a limit affects only themselves.
 
-The socket is made in a folder that nobody else can enter, gets its permissions and its group there, listens,
-and only then is moved into place: at no moment can somebody connect who may not.
+The socket is created in a folder that nobody else can enter, gets its permissions and group there, listens,
+and only then moves into place: an unauthorised client can never connect.
 
 OSError
  ├─ SocketInUseError     another agent, or something else, has the path
- └─ NoSuchGroupError     the group that was asked for is none of this node's
+ └─ NoSuchGroupError     the node does not have the configured group
 """
 
 import asyncio
@@ -46,9 +46,9 @@ from perseus.rate_limited_log import RateLimitedLog
 _log = structlog.get_logger(__name__)
 
 DEFAULT_GROUP = "perseus"
-"""The group that may connect where none is named, if the node has it."""
+"""The group that may connect by default, if the node has it."""
 
-# Whoever connects without waiting (a probe does) is turned away by the kernel where it is full.
+# When it is full, the kernel refuses clients that connect without blocking, as probes do.
 _BACKLOG = 1024
 _MAX_PATH_BYTES = 107  # sockaddr_un, less the final zero
 _NOBODY_ELSE = 0o600
@@ -64,7 +64,7 @@ class NoSuchGroupError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class SocketAccess:
-    """Who may connect: permissions, and the name of a group (None: `DEFAULT_GROUP`, if the node has it)."""
+    """Permissions and group of the socket (None: `DEFAULT_GROUP`, if the node has it)."""
 
     mode: int = 0o660
     group: str | None = None
@@ -74,7 +74,7 @@ class Listener:
     """A listening socket at a path."""
 
     def __init__(self, path: Path, access: SocketAccess) -> None:
-        """Listen at `path`, whose folder is made where it is missing. OSError, see above."""
+        """Listen at `path`; creates a missing folder. Raises OSError as described above."""
         size = len(os.fsencode(path))
         if size > _MAX_PATH_BYTES:
             raise OSError(f"{path}: expected a socket path of at most {_MAX_PATH_BYTES} bytes, found {size}")
@@ -89,7 +89,7 @@ class Listener:
             raise
 
     def close(self) -> None:
-        """Stop listening, and remove the socket, unless another one has its place."""
+        """Stop listening and remove the socket, unless another one has replaced it."""
         self.socket.close()
         try:
             found = self._path.lstat()
@@ -102,9 +102,9 @@ class Listener:
         private = Path(tempfile.mkdtemp(prefix=".perseus-", dir=self._path.parent))  # 0700
         folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            os.fchmod(self.socket.fileno(), _NOBODY_ELSE)  # what bind makes has this, whatever the umask
+            os.fchmod(self.socket.fileno(), _NOBODY_ELSE)  # bind gives the file this mode, despite the umask
             self.socket.bind(f"/proc/self/fd/{folder}/socket")
-            gid = _group_to_give(private / "socket", access)
+            gid = _give_to_group(private / "socket", access)
             if gid is not None:
                 os.chown("socket", -1, gid, dir_fd=folder, follow_symlinks=False)
             os.chmod("socket", access.mode, dir_fd=folder)
@@ -121,15 +121,15 @@ class Listener:
         return found.st_dev, found.st_ino
 
 
-def _group_to_give(path: Path, access: SocketAccess) -> int | None:
-    """The group that the socket is to have; None to leave it with the agent's own."""
+def _give_to_group(path: Path, access: SocketAccess) -> int | None:
+    """Give the socket file to its group and return the group's number; None to keep the agent's own."""
     name = access.group
     wanted = DEFAULT_GROUP if name is None else name
     try:
         gid = grp.getgrnam(wanted).gr_gid
         os.chown(path, -1, gid)
     except KeyError:
-        problem = "this node has no such group (groupadd makes one)"
+        problem = "this node has no such group (groupadd creates one)"
     except PermissionError:
         problem = "the agent is neither root nor a member of it"
     else:
@@ -161,33 +161,33 @@ def _check_free(path: Path) -> None:
     raise SocketInUseError(f"{path}: expected no agent there, found one that listens")
 
 
-# --- How much users may say ---------------------------------------------------------------------------------
+# --- Limits on users' data ----------------------------------------------------------------------------------
 #
-# What they send is read no faster than this, and the rest waits in their sockets. A trainer's probe drops
-# marks that its socket has no room for, so who says too much loses marks of their own; the agent's loop has
-# time for others. All users together may fill a third of it. Who says less than half of that is not held
-# up, however many others say more.
+# The agent reads users' data no faster than this; the rest waits in their sockets. A trainer's probe drops
+# marks that its socket has no room for, so a user who sends too much loses only their own marks and leaves
+# the event loop free for others. All users together may use a third of it. A user who sends less than half of
+# that is never delayed, however much others send.
 
 
 ALL_BYTES_PER_S = 512 * 1024
-"""Of all users: some 16,000 marks; 48,000 fill a core, and a node with 8 GPUs sends a few thousand."""
+"""For all users: about 16,000 marks; 48,000 fill a core, and a node with 8 GPUs sends a few thousand."""
 
 USER_BYTES_PER_S = ALL_BYTES_PER_S / 2
-"""Nobody alone has all."""
+"""No user alone may use it all."""
 
 BURST_BYTES = 1024 * 1024
 
 HELLO_BYTES = 64 * 1024
-"""What a hello costs, and a question after health: both are looked into, by processes and in the driver."""
+"""Cost of a hello or a health question: both involve subprocesses and driver calls."""
 
 _LITTLE_BYTES = BURST_BYTES / 2
-"""Who has so much left said little lately, and does not wait for others."""
+"""A user with this much left has sent little lately and does not wait for others."""
 
 
 class TokenBucket:
-    """A user's, or that of all. It fills at a rate, up to a burst, and may be overdrawn by one packet.
+    """The token bucket of one user or of all: fills at a rate up to a burst; one packet may overdraw it.
 
-    `of_all` is what all users have together: what one spends is spent there, too.
+    `of_all` is the bucket of all users together: each user's spending counts there, too.
     """
 
     def __init__(
@@ -199,18 +199,18 @@ class TokenBucket:
         self._at_s = now_s
 
     def spend(self, size: int, now_s: float) -> None:
-        """Something of `size` bytes was read."""
+        """Note that `size` bytes were read."""
         self._left = min(BURST_BYTES, self._left + (now_s - self._at_s) * self._rate_bytes_per_s) - size
         self._at_s = now_s
         if self._of_all is not None:
             self._of_all.spend(size, now_s)
 
     def is_full(self, now_s: float) -> bool:
-        """Whether nothing would be lost by forgetting it."""
+        """Whether the bucket may be dropped without loss."""
         return self._left + (now_s - self._at_s) * self._rate_bytes_per_s >= BURST_BYTES
 
     def wait_s(self) -> float:
-        """How long to read nothing more of this user, as of the latest `spend`."""
+        """Return how long to pause reading from this user, as of the latest `spend`."""
         own_s = max(0.0, -self._left / self._rate_bytes_per_s)
         if self._of_all is None or self._left >= _LITTLE_BYTES:
             return own_s
@@ -219,26 +219,24 @@ class TokenBucket:
 
 HELLO_TIMEOUT_S = 5.0
 REFUSAL_LOG_PERIOD_S = 10.0
-"""How often the log tells that a user does the same wrong."""
+"""Period in which the log reports the same refusal of a user once."""
 MAX_CONNECTIONS_PER_USER = 64
 """A trainer has one; no node has more GPUs."""
 
 _MAX_CONNECTIONS = 4096
 _MAX_FILES = 65_536
-# A connection needs two: its socket, and its peer's pidfd. The rest is for everything else that the agent has
-# open.
+# A connection needs two: its socket and its peer's pidfd. The rest is for the agent's other files.
 _FILES_PER_CONNECTION = 2
 _FILES_FOR_ALL_ELSE = 256
-# A trainer that floods its socket must not keep others from being heard, nor must those that connect.
+# Neither a trainer that floods its socket nor new connections may starve the others.
 _PACKETS_IN_A_ROW = 64
 _ACCEPTED_IN_A_ROW = 16
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_ROOM_PAUSE_S = 0.2
-# Deflated JSON grows, and what it grows to has to be read.
+# Deflated JSON expands, and the expanded text must be parsed.
 _INFLATED_COST = 16
 
-# Packets are copied out of it before anybody else's turn comes. One byte more, so that a truncated packet
-# shows.
+# Packets are copied out of it before another task runs. The extra byte reveals truncated packets.
 _buffer = bytearray(MAX_PACKET_BYTES + 1)
 
 
@@ -257,15 +255,15 @@ class ProbeConnection:
         self._allowance = bucket or TokenBucket(time.monotonic())
         self._readers = readers
         self._packets_in_a_row = 0
-        self._has_ended = False  # the peer: nothing is added to what is queued
-        self._is_over = False  # we: nothing is read any more
+        self._has_ended = False  # the peer has: nothing more will be queued
+        self._is_over = False  # we have ended it: nothing more is read
         self._waiting: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         if peer.pidfd is not None:
             self._loop.add_reader(peer.pidfd, self._peer_ended)
 
     async def receive(self) -> Message | None:
-        """The next message; None when the probe or its process is gone. MalformedPacket for what is none."""
+        """Return the next message; None when the probe or its process is gone. Raises MalformedPacket."""
         self._packets_in_a_row += 1
         if self._packets_in_a_row == _PACKETS_IN_A_ROW:
             self._packets_in_a_row = 0
@@ -281,12 +279,12 @@ class ProbeConnection:
         return message
 
     async def pay_hello(self) -> None:
-        """Wait until its user may have one more hello looked into."""
+        """Wait until the user's token bucket allows one more hello."""
         self._allowance.spend(HELLO_BYTES, time.monotonic())
         await asyncio.sleep(self._allowance.wait_s())
 
     async def receive_small(self) -> Message | None:
-        """As `receive`, of one who is not known yet: MalformedPacket for what would take long to read."""
+        """Receive from an unknown peer: raises MalformedPacket also for packets that take long to parse."""
         size = await self._receive_into_buffer()
         packet = memoryview(_buffer)[:size]
         if not is_quick(packet):
@@ -296,7 +294,7 @@ class ProbeConnection:
         return decode(packet) if size else None
 
     async def _receive_into_buffer(self) -> int:
-        """The size of the next packet; 0 at the end."""
+        """Receive the next packet and return its size; 0 at the end."""
         while not self._is_over:
             try:
                 return self._socket.recv_into(_buffer)
@@ -305,7 +303,7 @@ class ProbeConnection:
                     break
                 await self._readable()
             except ConnectionResetError:
-                # The probe left without reading a reply. Linux says so once, before what is still queued.
+                # The probe left without reading a reply. Linux reports that once, before the queued packets.
                 continue
         return 0
 
@@ -323,7 +321,7 @@ class ProbeConnection:
             self._waiting.set_result(None)
 
     def _peer_ended(self) -> None:
-        """Its process is gone, though a child may hold the connection: what is queued is all there is."""
+        """Note the end of the peer's process: only queued packets count, even if a child is connected."""
         self._stop_watching()
         self._has_ended = True
         self._wake()
@@ -333,34 +331,34 @@ class ProbeConnection:
             self._loop.remove_reader(self.peer.pidfd)
 
     def reply(self, reply: Reply) -> None:
-        """Answer; a probe that is gone, or does not read, is not waited for."""
+        """Send a reply without waiting for a probe that is gone or does not read."""
         with contextlib.suppress(OSError):
             self._socket.send(encode(reply))
 
     def end(self, reply: Reply) -> None:
-        """Say why, and hear nothing more: `receive` finds the end at once."""
+        """Send a final reply and stop reading: `receive` returns None at once."""
         self.reply(reply)
         self._is_over = True
         self._wake()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._stop_watching()
         self.peer.close()
         self._socket.close()
 
 
 class LocalServer:
-    """Listens at `path` and gives each connection to `serve`, which need not close it."""
+    """Listens at `path` and passes each connection to `serve`, which need not close it."""
 
     def __init__(
         self, path: Path, access: SocketAccess, serve: Callable[[ProbeConnection], Awaitable[None]]
     ) -> None:
-        """OSError as `Listener`."""
+        """Start listening. Raises OSError as `Listener`."""
         self._serve = serve
         self._most = _max_connections()
         self._refusal_log = RateLimitedLog(_log, REFUSAL_LOG_PERIOD_S)
-        # One, so that reading what is large takes no more than one core.
+        # A single thread, so that large packets use at most one core.
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._conversations: dict[asyncio.Task[None], ProbeConnection] = {}
         self._connection_counts: Counter[int] = Counter()
@@ -384,7 +382,7 @@ class LocalServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Take who waits to be connected; the others have their turn in between."""
+        """Accept a few waiting connections, then let other tasks run."""
         for _ in range(_ACCEPTED_IN_A_ROW):
             try:
                 connection, _address = self._listener.socket.accept()
@@ -394,11 +392,11 @@ class LocalServer:
                 if error.errno in _NO_ROOM:
                     self._pause(error)
                     return
-                continue  # of that one connection
+                continue  # concerns only that connection
             self._take(connection)
 
     def _pause(self, error: OSError) -> None:
-        """Accept nobody for a moment: they wait, and whoever is served is not disturbed."""
+        """Accept nothing for a moment: new clients wait, and existing connections are not affected."""
         self._refusal_log.warning("no room for connections", error=error.strerror)
         self._loop.remove_reader(self._listener.socket)
 
@@ -443,29 +441,29 @@ class LocalServer:
                 if other in self._connection_counts or not bucket.is_full(now_s)
             }
             self._buckets[uid] = TokenBucket(now_s, USER_BYTES_PER_S, self._of_all)
-        line = ProbeConnection(connection, peer, self._buckets[uid], self._readers)
+        probe = ProbeConnection(connection, peer, self._buckets[uid], self._readers)
         self._connection_counts[uid] += 1
-        task = asyncio.create_task(self._run(line))
-        self._conversations[task] = line
+        task = asyncio.create_task(self._run(probe))
+        self._conversations[task] = probe
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        line = self._conversations.pop(task)
-        uid = line.peer.uid
-        line.close()
+        probe = self._conversations.pop(task)
+        uid = probe.peer.uid
+        probe.close()
         self._connection_counts[uid] -= 1
         if not self._connection_counts[uid]:
             del self._connection_counts[uid]
 
-    async def _run(self, line: ProbeConnection) -> None:
+    async def _run(self, probe: ProbeConnection) -> None:
         try:
-            await self._serve(line)
-        except Exception:  # of one trainer's conversation; the others go on
+            await self._serve(probe)
+        except Exception:  # only this trainer's conversation ends
             _log.exception("connection failed")
 
 
 def _max_connections() -> int:
-    """How many connections there is room for, with as many files open as the agent may have."""
+    """Return how many connections the limit on open files allows, after raising that limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _MAX_FILES) or hard == resource.RLIM_INFINITY:
         soft = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)

@@ -1,7 +1,7 @@
-"""The agent's metrics over HTTP: on threads of their own, so that no scraper keeps marks and clocks waiting.
+"""The agent's metrics over HTTP, on separate threads, so that no scraper delays marks and clocks.
 
-What is told is read on the event loop, which takes a moment; written it is on the scraper's thread. Where
-other machines can reach it, it speaks TLS and wants the token that is in a file.
+Values are read on the event loop, which takes a moment, and rendered on the scraper's thread. Where other
+machines can reach it, the server requires TLS and the token of a file.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _HZ_PER_MHZ = 1e6
 
 
 class AgentCollector:
-    """Reads an agent; to be called on its event loop. `ranks` are those that are served now."""
+    """Reads an agent's metrics, on its event loop. `ranks` are those served now."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class AgentCollector:
         self._version = version("perseus-energy")
 
     def collect(self) -> Readings:
-        """Read everything."""
+        """Read all metrics."""
         readings = Readings()
         readings.put(names.BUILD_INFO, 1, self._version)
         for file, expiry_s in self._coordinator.certificate_expiries_s.items():
@@ -119,14 +119,14 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _TIMEOUT_S = 5.0
-"""With a scraper that says or takes nothing."""
+"""For a scraper that neither sends nor reads."""
 
 _MAX_CONCURRENT = 8
 
 
 @contextmanager
 def serving_metrics_of(collector: AgentCollector, settings: AgentSettings) -> Iterator[None]:
-    """Serve an agent's metrics for the length of the block, if that is wanted; call it on its event loop.
+    """Serve an agent's metrics for the length of the block, if configured; call it on its event loop.
 
     Raises:
         MetricsUnavailableError, TlsError, TokenFileError, OSError: as `serving_metrics`.
@@ -147,7 +147,7 @@ def serving_metrics_of(collector: AgentCollector, settings: AgentSettings) -> It
         return readings
 
     found = host_and_port(settings.metrics_listen)
-    assert found is not None  # the settings see to it
+    assert found is not None  # checked by the settings
     with serving_metrics(
         *found, collect, collector.optional, tls=tls, token_file=settings.metrics_token_file
     ) as (host, port):
@@ -165,14 +165,14 @@ def serving_metrics(
     tls: TlsSource | None = None,
     token_file: Path | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Serve /metrics for the length of the block, which gets the bound host and port.
+    """Serve /metrics for the length of the block; yields the bound host and port.
 
-    `collect` is called on the threads of scrapers.
+    Scrapers' threads call `collect`.
 
     Raises:
         MetricsUnavailableError: prometheus-client is not installed.
-        TokenFileError: there is no token in the file.
-        OSError: the address can't be had.
+        TokenFileError: the file has no token.
+        OSError: the address can't be bound.
     """
     check_installed()
     if token_file is not None:
@@ -222,16 +222,16 @@ def _app(
             )
         try:
             body, content_type = render(collect(), environ.get("HTTP_ACCEPT", ""))
-        except Exception:  # a mistake of ours, or the agent ends: it concerns this scrape alone
-            _log.exception("metrics not told")
-            return end("500 Internal Server Error", b"the agent's log says more\n")
+        except Exception:  # a bug, or the agent is ending: only this scrape fails
+            _log.exception("metrics not rendered")
+            return end("500 Internal Server Error", b"see the agent's log\n")
         return end("200 OK", body, content_type)
 
     return answer
 
 
 def _shows(authorization: str, token_file: Path) -> bool:
-    """Whether the token was shown that the file holds now."""
+    """Whether the request has the token that the file holds now."""
     scheme, _, shown = authorization.partition(" ")
     try:
         token = read_token(token_file)
@@ -242,12 +242,12 @@ def _shows(authorization: str, token_file: Path) -> bool:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, but few at once; a handshake is the thread's own to wait for."""
+    """A server with a thread per connection, but few at once; each thread waits for its own handshake."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
-    """Who does not fit into it is answered after a second or more: the kernel drops what it is sent."""
+    """Beyond this, connections take a second or more: the kernel drops their packets."""
 
     def __init__(
         self, address: tuple[str, int], handler: type[WSGIRequestHandler], tls: TlsSource | None
@@ -257,12 +257,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._generation = 0
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
-        # Those that are answered, the oldest first.
+        # Connections in progress, oldest first.
         self._open: dict[Any, None] = {}
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """As the parent's, without asking the resolver for this machine's name."""
+        """Bind as the parent does, but without resolving this machine's name."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -280,7 +280,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """As the parent's. Where there are too many, the oldest makes way: who scrapes is done in no time."""
+        """Process as the parent does, but close the oldest of too many connections: scrapes are short."""
         with self._lock:
             if len(self._open) >= _MAX_CONCURRENT:
                 oldest = next(iter(self._open))
@@ -298,11 +298,11 @@ class _Server(ThreadingMixIn, WSGIServer):
                 self._open.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that breaks off is no matter of the log's."""
+        """Log nothing when a scraper disconnects."""
 
 
 class _Quiet(WSGIRequestHandler):
     """Logs no requests."""
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the parent's name
-        """Nothing."""
+        """Log nothing."""

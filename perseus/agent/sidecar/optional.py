@@ -1,4 +1,4 @@
-"""Parts that the agent can do without: one that fails is logged, counted and started again."""
+"""Optional parts of the agent: one that fails is logged, counted and restarted."""
 
 import asyncio
 import threading
@@ -17,15 +17,15 @@ _FIRST_DELAY_S, _MAX_DELAY_S, _FORGET_S = 1.0, 60.0, 300.0
 
 
 def part_retry() -> Retry:
-    """Return when a part is started again that has failed."""
+    """Return the retry policy for a failed part."""
     return Retry(_FIRST_DELAY_S, _MAX_DELAY_S, forget_after_s=_FORGET_S)
 
 
 class OptionalParts:
-    """Those of an agent.
+    """The optional parts of an agent.
 
     Attributes:
-        failure_counts: how often each has failed.
+        failure_counts: failures by part.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class OptionalParts:
         self._lock = threading.Lock()
 
     def failed(self, part: str, error: Exception) -> None:
-        """Note that a part has failed, on whatever thread: nobody has foreseen the error."""
+        """Log and count an unforeseen failure of a part; any thread may call it."""
         with self._lock:
             self.failure_counts[part] += 1
             self._log.error("optional part failed", part, repr(error), part=part, exc_info=error)
 
     async def keep_running(self, part: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Run a part to its end, again and again where it fails."""
+        """Run a part to its end, restarting it after each failure."""
         retry = part_retry()
         while True:
             try:

@@ -1,13 +1,12 @@
-"""Who is at the other end of the local socket: what the kernel says, never what the peer does.
+"""The peer of the local socket, as identified by the kernel, never by the peer itself.
 
-The kernel notes who connected: the user, their groups, and the process (SO_PEERCRED, SO_PEERGROUPS). A
-process is known by a pidfd, since its number may be another's by the time it is looked at: from the socket
-itself where the kernel has SO_PEERPIDFD (Linux 6.5), else opened by number and checked (`_opened_by_number`).
-A peer in a pid namespace that is not inside of the agent's has number 0: then the user and the connection's
-end are all there is to go by.
+The kernel records the user who connected, their groups and the process (SO_PEERCRED, SO_PEERGROUPS). A pidfd
+identifies the process, since its number may be reused before the agent looks: it comes from the socket where
+the kernel has SO_PEERPIDFD (Linux 6.5), else it is opened by number and checked (`_opened_by_number`). A peer
+in a pid namespace outside the agent's has number 0: then only the user and the connection's end are known.
 
-Also what else the kernel tells of that process: its CLOCK_MONOTONIC, by which alone marks and clocks can be
-brought together, and the cgroups that can deny it a device.
+The kernel also shows the process's CLOCK_MONOTONIC, which must be the agent's for marks and clocks to be
+matched, and the cgroups that can deny it a device.
 """
 
 import os
@@ -36,12 +35,12 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 
 
 class UnknownPeerError(Exception):
-    """The kernel does not say whose process the peer is."""
+    """The kernel does not identify the peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who connected. `pid` is 0, and `pidfd` None, where the process can't be seen from here."""
+    """A connected peer. `pid` is 0 and `pidfd` None where its process is not visible from here."""
 
     uid: int
     gid: int
@@ -51,24 +50,24 @@ class Peer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended; its number may be another's then."""
+        """Whether the process is known to have ended; its number may then be reused."""
         return self.pidfd is not None and has_ended(self.pidfd)
 
     def close(self) -> None:
-        """Let go of the process."""
+        """Close the pidfd."""
         if self.pidfd is not None:
             os.close(self.pidfd)
 
 
 def identify(connection: socket.socket) -> Peer:
-    """The peer of a Unix connection, for the caller to close. `UnknownPeerError` if it can't be told."""
+    """Return the peer of a Unix connection, for the caller to close. Raises `UnknownPeerError`."""
     try:
         pid, uid, gid = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
         groups = _groups(connection)
     except OSError as error:
-        raise UnknownPeerError(f"the kernel does not say who connected: {error.strerror}") from error
+        raise UnknownPeerError(f"the kernel does not identify the peer: {error.strerror}") from error
     if uid == _overflow_uid() and not _is_initial_user_namespace():
         raise UnknownPeerError("the user who connected has no number in the agent's user namespace")
     if pid == 0:
@@ -77,7 +76,7 @@ def identify(connection: socket.socket) -> Peer:
 
 
 def user_of(uid: int) -> User:
-    """A user, with the name that the node has for them. It may ask a directory service, and take long."""
+    """Return a user with their name on this node. May query a directory service and take long."""
     try:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -122,11 +121,11 @@ _NO_SUCH_OPTION = (92, 95)  # ENOPROTOOPT, EOPNOTSUPP
 
 
 def _opened_by_number(pid: int, uid: int) -> int:
-    """A pidfd for a process that is known by its number; `UnknownPeerError` if that is another's by now.
+    """Open a pidfd for a process known by its number. Raises `UnknownPeerError` if the number was reused.
 
-    A number is used again only after its process has ended, so a process that has it now, and began before we
-    looked, is either the peer or began between its end and now: then it is told by its user. Another process
-    of the same user's could still be meant, which may do what the peer may, but for its cgroup.
+    A number is reused only after its process has ended, so a process that has it now and began before we
+    looked is either the peer or began after the peer's end; the latter shows by its user. A later process of
+    the same user may still be mistaken for the peer: it has the peer's rights, except for its cgroup.
     """
     observed_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     try:
@@ -148,7 +147,7 @@ def _opened_by_number(pid: int, uid: int) -> int:
 
 
 def owner_of(pid: int) -> int | None:
-    """The user whose process it is (the real user); None if there is no such process."""
+    """Return the real user of a process; None if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -160,7 +159,7 @@ def owner_of(pid: int) -> int | None:
 
 
 def _began_s(stat: str) -> float:
-    """When a process began, since boot, from /proc/PID/stat; the name in it may hold anything."""
+    """Return when a process began, in seconds since boot, from /proc/PID/stat; its name may have any text."""
     after_name = stat.rpartition(")")[2].split()
     return int(after_name[19]) / os.sysconf("SC_CLK_TCK")
 
@@ -175,10 +174,10 @@ def _is_initial_user_namespace() -> bool:
 
 # --- Its clock ----------------------------------------------------------------------------------------------
 #
-# In a time namespace (`unshare --time`, a container that was checkpointed and restored) CLOCK_MONOTONIC
-# runs apart by an offset. The kernel tells the offset of a process that can be seen. Of one that can't, the
-# time in its hello tells: one from the future is another clock's, and so is one from long ago, unless the
-# agent stood still, and then the probe will try again.
+# In a time namespace (`unshare --time`, a container that was checkpointed and restored) CLOCK_MONOTONIC has
+# an offset. The kernel shows the offset of a visible process. For an invisible one, the time in its hello
+# serves: a time in the future is from another clock, and so is one from long ago, unless the agent was
+# suspended; then the probe will try again.
 
 
 CLOCK_MISMATCH = "CLOCK_MISMATCH"
@@ -187,7 +186,7 @@ _OLDEST_HELLO_NS = 30 * 10**9
 
 
 def check_clock(peer: Peer, hello_time_ns: int, now_ns: int) -> Refused | None:
-    """Refuse a peer on another clock. `hello_time_ns`: what its clock said in its hello, 0 if it did not."""
+    """Refuse a peer on another clock. `hello_time_ns` is its clock's time in its hello, 0 if absent."""
     ahead_s = _seen_ahead_s(peer)
     if ahead_s is None and hello_time_ns and not 0 <= now_ns - hello_time_ns <= _OLDEST_HELLO_NS:
         ahead_s = (hello_time_ns - now_ns) / 1e9
@@ -201,7 +200,7 @@ def check_clock(peer: Peer, hello_time_ns: int, now_ns: int) -> Refused | None:
 
 
 def _seen_ahead_s(peer: Peer) -> float | None:
-    """By how much a peer's clock is ahead of ours; None if that can't be seen."""
+    """Return by how much a peer's clock is ahead of ours; None if that is not visible."""
     if peer.pid == 0:
         return None
     try:
@@ -209,13 +208,13 @@ def _seen_ahead_s(peer: Peer) -> float | None:
             ahead_s = 0.0
         else:
             ahead_s = _offset_s(str(peer.pid)) - _offset_s("self")
-    except (OSError, ValueError):  # not ours to see, or a kernel without time namespaces
+    except (OSError, ValueError):  # no access, or a kernel without time namespaces
         return None
     return None if peer.has_ended else ahead_s
 
 
 def _offset_s(pid: str) -> float:
-    """From lines of `CLOCK SECONDS NANOSECONDS`."""
+    """Return a process's clock offset, from lines of `CLOCK SECONDS NANOSECONDS`."""
     for line in Path(f"/proc/{pid}/timens_offsets").read_text().splitlines():
         clock, seconds, nanoseconds = line.split()
         if clock == "monotonic":
@@ -225,8 +224,7 @@ def _offset_s(pid: str) -> float:
 
 # --- Its cgroups --------------------------------------------------------------------------------------------
 #
-# Devices are denied by the controller `devices` of cgroup v1 and by programs on cgroups of v2; a node may
-# have both.
+# The controller `devices` of cgroup v1 and programs on cgroups of v2 can deny devices; a node may have both.
 
 
 _V2 = "cgroup2"
@@ -235,7 +233,7 @@ _V1_CONTROLLER = "devices"
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A mounted hierarchy: `root` is what of it is mounted at `folder`."""
+    """A mounted hierarchy: its part `root` is mounted at `folder`."""
 
     is_v2: bool
     root: PurePosixPath
@@ -243,7 +241,7 @@ class Mount:
 
 
 def parse_mounts(mountinfo: str) -> list[Mount]:
-    """The hierarchies that can deny devices, by /proc/PID/mountinfo."""
+    """Return the hierarchies that can deny devices, from /proc/PID/mountinfo."""
     found = []
     for line in mountinfo.splitlines():
         place, _, kind = line.partition(" - ")
@@ -257,7 +255,7 @@ def parse_mounts(mountinfo: str) -> list[Mount]:
 
 
 def parse_memberships(cgroup: str) -> dict[bool, PurePosixPath]:
-    """The cgroups of a process in these hierarchies (`is_v2` → path), by /proc/PID/cgroup."""
+    """Return a process's cgroups in these hierarchies (`is_v2` → path), from /proc/PID/cgroup."""
     found = {}
     for line in cgroup.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -271,7 +269,7 @@ def parse_memberships(cgroup: str) -> dict[bool, PurePosixPath]:
 def cgroups_to_enter(
     mounts: list[Mount], own: dict[bool, PurePosixPath], others: dict[bool, PurePosixPath]
 ) -> list[Path] | None:
-    """The cgroups that a process must enter to be where another one is; None if one is out of reach."""
+    """Return the cgroups that a process must enter to join another's; None if one is out of reach."""
     folders = []
     for is_v2, path in others.items():
         if own.get(is_v2) == path:
@@ -289,15 +287,15 @@ def _inside(mount: Mount, is_v2: bool, path: PurePosixPath) -> PurePosixPath | N
     if mount.is_v2 != is_v2 or not path.is_relative_to(mount.root):
         return None
     inside = path.relative_to(mount.root)
-    # What is outside of the agent's own cgroup namespace begins with "/..".
+    # Paths outside the agent's own cgroup namespace begin with "/..".
     return None if ".." in inside.parts else inside
 
 
 def cgroups_of(pid: int | str) -> dict[bool, PurePosixPath]:
-    """The cgroups of a process. OSError if there is none."""
+    """Return the cgroups of a process. Raises OSError if there is no such process."""
     return parse_memberships(Path(f"/proc/{pid}/cgroup").read_text())
 
 
 def cgroup_mounts() -> list[Mount]:
-    """The hierarchies that the agent has at hand."""
+    """Return the hierarchies that are mounted for the agent."""
     return parse_mounts(Path("/proc/self/mountinfo").read_text())

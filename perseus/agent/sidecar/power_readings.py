@@ -1,7 +1,7 @@
-"""Telling the coordinator what this node's GPUs draw: its ranks' and all others.
+"""Reporting the power of this node's GPUs to the coordinator, with and without ranks.
 
-The counters of ranks' GPUs are polled anyway. Those of the others are read here, in a lane of their own: one
-that hangs costs nobody but them.
+The counters of ranks' GPUs are polled anyway. This module reads the others' counters on a separate executor:
+one that hangs delays only these.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ _UNASKED_S = 1.0
 _LIST_S = 60.0
 _CLOSE_S = 1.0
 _MAX_GPUS = 256
-"""Of a reading; the contract says so."""
+"""Per reading, as in the contract."""
 
 
 class OtherGpus:
-    """The counters of GPUs that run no rank. Its methods block."""
+    """The counters of GPUs without a rank. Its methods block."""
 
     def __init__(self, gpus: Backend) -> None:
         self._gpus = gpus
@@ -42,7 +42,7 @@ class OtherGpus:
         self._failures = RateLimitedLog(_log)
 
     def read(self, served: Collection[str]) -> dict[str, tuple[float, float]]:
-        """Return when each counter was read and what it said. One that fails is asked again in a minute."""
+        """Return the time and value of each counter, by UUID. One that fails is retried after a minute."""
         now_s = time.monotonic()
         if now_s >= self._listed_at_s + _LIST_S:
             self._listed_at_s = now_s
@@ -62,7 +62,7 @@ class OtherGpus:
         return counters
 
     def close(self) -> None:
-        """Let go of them all."""
+        """Close all GPUs."""
         for gpu_uuid in list(self._opened):
             self._let_go(gpu_uuid)
 
@@ -78,7 +78,7 @@ class OtherGpus:
 
 
 class PowerReadings:
-    """Readings of all GPUs of a node, of which `served` ranks run some."""
+    """Power readings of all GPUs of a node, some of which run the `served` ranks."""
 
     def __init__(
         self, gpus: Backend, executor: GpuExecutor, served: Mapping[Rank, ServedRank], uplink: Uplink
@@ -91,11 +91,11 @@ class PowerReadings:
         self._failures = RateLimitedLog(_log)
 
     async def report(self) -> None:
-        """Tell for as long as the coordinator wants to know, until cancelled."""
+        """Send readings while the coordinator requests them, until cancelled."""
         try:
             await self._report()
         finally:
-            with contextlib.suppress(GpuError, TimeoutError):  # one hangs: the process ends all the same
+            with contextlib.suppress(GpuError, TimeoutError):  # one hangs: the process can still end
                 await asyncio.wait_for(self._executor.run(_EXECUTOR_KEY, self._others.close), _CLOSE_S)
 
     async def _report(self) -> None:
@@ -117,7 +117,7 @@ class PowerReadings:
                 )
 
     async def _counters(self) -> dict[str, tuple[float, float]]:
-        """When each GPU's counter moved last, or was read, and what it says."""
+        """Return the time and value of each GPU's counter: its latest change, or its reading."""
         served = {each.gpu_uuid: each.counted for each in self._served.values() if not each.has_ended}
         counters = {uuid: (each.time_s, each.energy_j) for uuid, each in served.items() if each is not None}
         try:

@@ -1,14 +1,14 @@
-"""The ranks of the trainers that are here: each from its trainer's hello to its end.
+"""The ranks of connected trainers: each from its trainer's hello to its end.
 
     converse         a trainer's connection, from its first packet to its last
-      admit            may it have this GPU and this job? (`admission`, which goes on watching)
-      _take_up         its GPU is opened and the rank served (`served`), or the trainer told why not
-      _keep_serving    a rank whose GPU has failed is taken up again, for as long as its trainer stays
-      _on_message      marks go to the rank's session, registrations to the coordinator
-      _let_go          the rank ends; its GPU is back on stock before its claim ends
+      admit            may it have this GPU and this job? (`admission`, which keeps checking)
+      _take_up         opens its GPU and serves the rank (`served`), or reports the error
+      _keep_serving    serves a rank again after its GPU has failed, for as long as its trainer stays
+      _on_message      passes marks to the rank's session and registrations to the coordinator
+      _let_go          ends the rank; its GPU is back at stock before its claim ends
 
-A rank whose GPU can't be used is not served, but its trainer's line stays open: its job can be registered,
-and the coordinator learns what is wrong. What the coordinator says of a rank comes by `uplink`.
+A rank whose GPU can't be used is not served, but its trainer stays connected: its job can be registered, and
+the coordinator receives the error. The coordinator's messages for a rank arrive through `uplink`.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ from perseus.retry import Retry
 
 _log = structlog.get_logger(__name__)
 
-# A GPU that failed is tried again soon at first, then at least once a minute; one that was well for some
-# minutes has not failed before.
+# A failed GPU is retried soon at first, then at least once a minute; some minutes without failure reset the
+# delay.
 _FIRST_DELAY_S, _MAX_DELAY_S, _FORGET_S = 1.0, 60.0, 120.0
 
 
 class Ranks:
-    """The ranks of a roster's trainers; `health` answers who asks whether GPUs can be served."""
+    """The ranks of a roster's trainers; `health` answers health questions."""
 
     def __init__(
         self,
@@ -71,19 +71,19 @@ class Ranks:
         self._refusal_log = RateLimitedLog(_log, REFUSAL_LOG_PERIOD_S)
 
     async def stop(self) -> None:
-        """End all ranks; their GPUs are back on stock when this returns."""
+        """End all ranks; their GPUs are back at stock when this returns."""
         served = list(self._roster.served.values())
         self._roster.dispatch_to_all(AgentStops())
         await asyncio.gather(*(rank.ended() for rank in served))
 
     def close(self) -> None:
-        """Blocks while an energy estimate is under way; the ranks were stopped before."""
+        """End the estimator; blocks while an energy estimate is in progress. Call `stop` first."""
         self._estimator.close()
 
     # --- A trainer's connection -----------------------------------------------------------------------------
 
     async def converse(self, connection: ProbeConnection) -> None:
-        """One trainer's connection, from its first packet to its last."""
+        """Serve one trainer's connection, from its first packet to its last."""
         trainer: Trainer | None = None
         try:
             hello = await self._hello(connection)
@@ -105,13 +105,15 @@ class Ranks:
                 await self._on_message(trainer, message)
         except MalformedPacket as error:
             rank = str(trainer.rank) if trainer else None
-            self._log_refusal("trainer not understood", "MALFORMED_PACKET", connection, str(error), rank=rank)
+            self._log_refusal(
+                "malformed packet from trainer", "MALFORMED_PACKET", connection, str(error), rank=rank
+            )
         finally:
             if trainer is not None:
                 await self._let_go(trainer)
 
     async def _hello(self, connection: ProbeConnection) -> Hello | HealthQuestion | None:
-        """The first packet of a connection; None if there is none to come."""
+        """Return the first packet of a connection; None if none arrives."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await connection.receive_small()
@@ -126,7 +128,7 @@ class Ranks:
     def _log_refusal(
         self, event: str, reason: str, connection: ProbeConnection, message: str, **details: object
     ) -> None:
-        """Say what a peer did wrong, in the log and to it."""
+        """Log a peer's error and send it to the peer."""
         uid = connection.peer.uid
         self._refusal_log.warning(event, uid, reason, uid=uid, reason=reason, message=message, **details)
         connection.reply(Reply(False, reason, message))
@@ -157,12 +159,12 @@ class Ranks:
                 assert_never(message)
 
     def _specify(self, trainer: Trainer, spec_fingerprint: str) -> None:
-        """Its trainer has said what it belongs to; the coordinator refuses what was not registered."""
+        """Note a trainer's specification; the coordinator refuses one that was not registered."""
         trainer.spec_fingerprint = spec_fingerprint
         self._roster.dispatch(trainer.rank, TrainerSpecified(spec_fingerprint))
 
     async def _let_go(self, trainer: Trainer) -> None:
-        """End a trainer's rank; its GPU is back on stock when its claim ends."""
+        """End a trainer's rank; its GPU is back at stock when its claim ends."""
         try:
             tasks = [task for task in (trainer.watching, trainer.serving) if task is not None]
             for task in tasks:
@@ -182,7 +184,7 @@ class Ranks:
     # --- Its rank -------------------------------------------------------------------------------------------
 
     async def _take_up(self, trainer: Trainer) -> ServedRank | None:
-        """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
+        """Serve a rank, or report its GPU's error to the probe and the coordinator."""
         claim, connection = trainer.claim, trainer.connection
         reports = self._uplink.reports.of(claim.rank)
         is_first = trainer.serving is None
@@ -214,7 +216,7 @@ class Ranks:
         return rank
 
     async def _open(self, trainer: Trainer) -> ServedRank:
-        """`GpuError` if the GPU can't be had; whatever is raised, it is free again."""
+        """Open a trainer's GPU and serve its rank. Raises `GpuError`; any exception leaves the GPU free."""
         claim, owner = trainer.claim, trainer.claim.user.name
         uuid, coordinator, reports = claim.gpu_uuid, self._uplink.coordinator, self._uplink.reports
         own = reports.of(claim.rank)
@@ -251,7 +253,7 @@ class Ranks:
         return rank
 
     async def _keep_serving(self, trainer: Trainer, rank: ServedRank | None) -> None:
-        """Take a rank up again whose GPU has failed, for as long as its trainer stays."""
+        """Serve a rank again after its GPU has failed, for as long as its trainer stays."""
         retry = Retry(_FIRST_DELAY_S, _MAX_DELAY_S, forget_after_s=_FORGET_S)
         while not self._roster.is_stopping:
             if rank is not None:
@@ -262,6 +264,6 @@ class Ranks:
             await asyncio.sleep(retry.failed(time.monotonic()))
             try:
                 rank = await self._take_up(trainer)
-            except Exception:  # a mistake of ours; it is tried again all the same
+            except Exception:  # a bug; it is still retried
                 _log.exception("rank not served", rank=str(trainer.rank))
                 rank = None

@@ -1,6 +1,6 @@
-"""Who is here: the trainers whose claims are entered, and the ranks among theirs that are served.
+"""The roster: the trainers whose claims are entered, and those of their ranks that are served.
 
-What trainers say and what the coordinator says meet here.
+Messages from trainers and from the coordinator meet here.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Trainer:
-    """A trainer whose claim is entered. `problem`: what is wrong with its GPU, if that is known already."""
+    """A trainer whose claim is entered. `problem` is the error of its GPU, if already known."""
 
     def __init__(
         self, claim: Claim, connection: ProbeConnection, is_registered: bool, problem: GpuError | None
@@ -45,13 +45,13 @@ class Trainer:
 
 
 class Roster:
-    """All of them, by rank.
+    """All trainers, by rank.
 
     Attributes:
-        book: the claims.
-        trainers: also those whose GPU can't be used.
+        registry: the claims.
+        trainers: all trainers, also those whose GPU can't be used.
         served: the ranks that are served now.
-        is_stopping: whether the agent is being stopped, and takes in nobody any more.
+        is_stopping: whether the agent is being stopped and admits no more trainers.
     """
 
     def __init__(self) -> None:
@@ -61,26 +61,26 @@ class Roster:
         self.is_stopping = False
 
     def enter(self, trainer: Trainer) -> None:
-        """Take in a trainer whose claim conflicts with none."""
+        """Enter a trainer whose claim conflicts with no other."""
         self.registry.enter(trainer.claim)
         self.trainers[trainer.rank] = trainer
 
     def leave(self, trainer: Trainer) -> None:
-        """It is gone."""
+        """Remove a trainer that is gone."""
         self.registry.end(trainer.claim)
         del self.trainers[trainer.rank]
 
     def dispatch(self, rank: Rank, event: Event) -> None:
-        """Let a rank know, if it is served."""
+        """Pass an event to a rank, if it is served."""
         if (served := self.served.get(rank)) is not None:
             served.handle(event)
 
     def dispatch_to_all(self, event: Event) -> None:
-        """Let all ranks know that are served."""
+        """Pass an event to all served ranks."""
         for served in list(self.served.values()):
             served.handle(event)
 
     def reply(self, rank: Rank, reply: Reply) -> None:
-        """Say something to a rank's trainer, if it is here."""
+        """Send a reply to a rank's trainer, if it is connected."""
         if (trainer := self.trainers.get(rank)) is not None:
             trainer.connection.reply(reply)

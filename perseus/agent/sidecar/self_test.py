@@ -1,8 +1,8 @@
-"""What this node's GPUs offer Perseus, found out by reading only: nothing is set, not even for a moment.
+"""The features of this node's GPUs that Perseus needs, found by reading only: it never sets anything.
 
-Every question is asked for itself, so that a GPU that can't answer one is still asked the others; a
-`Finding` has a value, or says what stands in its way. Whether clocks may be set can only be inferred without
-setting one: from the GPU's generation and mode, and from this process's privileges.
+Every question is independent, so that a GPU that fails one still answers the others; a `Finding` has a value
+or a problem. Whether clocks may be set can only be inferred without setting one: from the GPU's generation
+and mode, and from this process's privileges.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _TIMEOUT_S = _WATCH_S + TIMEOUT_S
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer to one question: a value fit for JSON, or (None and) what stands in its way."""
+    """The answer to one question: a value that JSON can hold, or (None and) a problem."""
 
     name: str
     value: object
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class GpuFindings:
-    """What one GPU answered, in the order of the questions; one without a UUID goes by its index."""
+    """One GPU's answers, in the order of the questions; a GPU without a UUID is named by its index."""
 
     uuid: str
     findings: tuple[Finding, ...]
@@ -55,7 +55,7 @@ _NEEDED = frozenset({"usable", "energy_counter_j", "clock_events", "sm_clock_mhz
 
 
 def node_findings(nvml: Any = pynvml) -> tuple[Finding, ...]:
-    """What concerns all GPUs: driver, library and privileges. NVML must be initialised."""
+    """Return the findings for all GPUs: driver, library and privileges. NVML must be initialised."""
     return (
         _find("driver_version", nvml.nvmlSystemGetDriverVersion, nvml),
         _find("nvml_version", nvml.nvmlSystemGetNVMLVersion, nvml),
@@ -68,7 +68,7 @@ async def all_gpu_findings(
     find: Callable[[str], GpuFindings],
     timeout_s: float = _TIMEOUT_S,
 ) -> list[GpuFindings]:
-    """What `find` finds of each GPU that is listed, all at once; one that can't be asked says why."""
+    """Return the findings of all listed GPUs, which are queried in parallel; a failed query is a finding."""
     executor = GpuExecutor(timeout_s)
 
     async def ask(index: int, uuid: str | GpuError) -> GpuFindings:
@@ -93,9 +93,9 @@ def gpu_findings(
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> GpuFindings:
-    """Ask one GPU; takes some 2 s, which its energy counter is watched for. NVML must be initialised.
+    """Query one GPU; takes about 2 s of watching its energy counter. NVML must be initialised.
 
-    `GpuError` if there is no such GPU.
+    Raises `GpuError` if there is no such GPU.
     """
     with calling("nvmlDeviceGetHandleByUUID", f"GPU {uuid}", nvml):
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -137,11 +137,11 @@ def gpu_findings(
     return GpuFindings(uuid, tuple(found))
 
 
-_UNPRIVILEGED = "needs root or CAP_SYS_ADMIN; without, run the agent with --observe"
+_UNPRIVILEGED = "needs root or CAP_SYS_ADMIN; otherwise run the agent with --observe"
 
 
 def may_set_clocks() -> bool:
-    """Whether this process has the privileges that NVML asks for: root's, or CAP_SYS_ADMIN."""
+    """Whether this process has the privileges that NVML requires: root's, or CAP_SYS_ADMIN."""
     if os.geteuid() == 0:
         return True
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -167,7 +167,7 @@ def _find(name: str, question: Callable[[], object], nvml: Any) -> Finding:
 
 
 def _event_names(reasons: int) -> list[str]:
-    """The clock events that Perseus discards samples by, by name; others as one hexadecimal number."""
+    """Return the names of clock events that discard samples; the others as one hexadecimal number."""
     names = {
         bit: name for name, bit in vars(ClockEventReason).items() if name.isupper() and bit.bit_count() == 1
     }
@@ -177,7 +177,7 @@ def _event_names(reasons: int) -> list[str]:
 
 
 def _profile_names(profiles: Sequence[int], nvml: Any) -> list[str]:
-    """NVIDIA's workload power profiles by NVML's names; one that it has no name for, by number."""
+    """Return workload power profiles by NVML's names; one without a name by its number."""
     prefix = "NVML_POWER_PROFILE_"
     names = {
         number: name.removeprefix(prefix).lower()

@@ -1,10 +1,9 @@
-"""One rank being served: its session with the GPU, the clock worker and the counter poller around it.
+"""One served rank: its session with the GPU, the clock worker and the counter poller around it.
 
-Thread-safe towards the GPU's threads: what they say is handed over to the event loop. Everything else happens
-on the loop, and nothing there waits for the driver, which may hang. Whatever goes wrong here ends this rank
-and brings its GPU back.
+The GPU's threads hand their results over to the event loop. Everything else happens on the loop, and nothing
+there waits for the driver, which may hang. Any error here ends this rank and restores its GPU.
 
-Energy estimates take milliseconds, so one thread works them out for all ranks (`Estimator`): the event loop
+Energy estimates take milliseconds, so one thread computes them for all ranks (`Estimator`): the event loop
 and its clocks must not wait for them.
 """
 
@@ -65,7 +64,7 @@ Listener = Callable[[EnergyEstimate], None]
 
 
 class Estimator:
-    """One thread for all ranks of an agent. Of a rank's requests under one plan only the newest counts."""
+    """One thread for the estimates of all ranks. Only a rank's newest request under a plan counts."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -75,13 +74,13 @@ class Estimator:
         self._thread.start()
 
     def request(self, rank: Rank, request: EstimateRequest, on_estimate: Listener) -> None:
-        """Estimate, and tell the listener, on the thread, what the windows determine; returns at once."""
+        """Estimate on the thread, which then passes the result, if any, to `on_estimate`; returns at once."""
         with self._changed:
             self._waiting[rank, request.plan_version] = (request, on_estimate)
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread and drop what waits; blocks while an estimate is under way."""
+        """End the thread and drop waiting requests; blocks while an estimate is in progress."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -99,7 +98,7 @@ class Estimator:
                 found = estimate(request)
                 if found is not None:
                     on_estimate(found)
-            except Exception:  # of one estimate; the others go on
+            except Exception:  # only this estimate fails
                 _log.exception("energy not estimated", rank=str(rank), version=plan_version)
 
 
@@ -116,12 +115,12 @@ _REASONS: dict[type[GpuError], GpuErrorReason] = {
 
 
 def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError, owner: str) -> wire.GpuError:
-    """What the coordinator is told of a GPU's error, met by a trainer of `owner`'s."""
+    """Return the report of a GPU's error to the coordinator, for a trainer of `owner`."""
     reasons = (reason for error_class, reason in _REASONS.items() if isinstance(error, error_class))
     return wire.GpuError(
         job_id=rank.job_id,
         rank=coordinates(rank),
-        # As a trainer said it: it may be no GPU's.
+        # As a trainer sent it: it may not be a GPU's.
         gpu_uuid=printable(gpu_uuid)[:MAX_NAME_LENGTH],
         reason=rank_pb2.GpuErrorReason.ValueType(int(next(reasons, GpuErrorReason.DRIVER_FAILED))),
         message=sentence(str(error)),
@@ -130,10 +129,10 @@ def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError, owner: str) -> 
 
 
 class ServedRank:
-    """A rank from its trainer's hello, or its GPU's coming back, to its end.
+    """A rank from its trainer's hello, or its GPU's recovery, to its end.
 
-    `vitals` counts what is done, `say` takes what is for the coordinator, `report` what went wrong with the
-    GPU, which is given back once it is not needed any more.
+    `counters` counts sets, `send` takes messages to the coordinator, `report` takes errors of the GPU. The
+    GPU is given back at the end.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class ServedRank:
     ) -> None:
         self.rank = session.rank
         self.has_failed = False
-        """Whether it ended as its GPU failed, which may come back."""
+        """Whether it ended because its GPU failed; the GPU may recover."""
         self._session = session
         self._opened = opened
         self._counters = counters
@@ -159,7 +158,7 @@ class ServedRank:
         self._log = _log.bind(rank=str(self.rank), gpu=gpu.uuid)
         self._ending: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        # To be said once the GPU is back on stock.
+        # To be sent once the GPU is back at stock.
         self._final_messages: list[FromSession] = []
         self._worker = ClockWorker(gpu, lambda result: self._hand_over(self._clock_result, result))
         self._poller = CounterPoller(
@@ -181,27 +180,27 @@ class ServedRank:
 
     @property
     def wanted_clock_mhz(self) -> int | None:
-        """The clock that the plan wants now, None for stock."""
+        """The clock that the plan requests now; None for stock."""
         return self._session.wanted_clock_mhz
 
     @property
     def has_plan(self) -> bool:
-        """Whether a plan, or a clock to measure, is in force."""
+        """Whether a plan, or a clock for profiling, is in force."""
         return self._session.has_plan
 
     @property
     def set_clock_mhz(self) -> int | None:
-        """What the driver was told last, None for stock; see `is_set_known`."""
+        """The clock that the driver was last set to, None for stock; valid if `is_set_known`."""
         return self._worker.set_clock_mhz
 
     @property
     def is_set_known(self) -> bool:
-        """Whether it was told something, and did not fail at it."""
+        """Whether the latest set or reset succeeded."""
         return self._worker.is_set_known
 
     @property
     def reading(self) -> GpuReading | None:
-        """What the GPU said of itself last."""
+        """The GPU's latest reading; None before the first."""
         return self._poller.reading
 
     @property
@@ -211,16 +210,16 @@ class ServedRank:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come of it; `ended` waits for the GPU to be back on stock."""
+        """Whether the session has ended; `ended` also waits for the GPU to be back at stock."""
         return self._session.has_ended
 
     def handle(self, event: Event) -> None:
-        """Let the session know, and do what it wants done."""
+        """Pass an event to the session and execute its commands."""
         if self._session.has_ended:
             return
         try:
             self._handle(event)
-        except Exception:  # a mistake of ours: the GPU's clock may be anything
+        except Exception:  # a bug: the GPU's clock is unknown
             self._log.exception("rank given up", on=type(event).__name__)
             self.has_failed = True
             self._final_messages = self._session.give_up()
@@ -242,7 +241,7 @@ class ServedRank:
                     )
                 case Send(wire.RankLeft(reason=reason) as message):
                     self.has_failed = reason == rank_pb2.RANK_LEFT_REASON_GPU_FAILED
-                    self._final_messages.append(message)  # it says that the GPU is back on stock
+                    self._final_messages.append(message)  # it reports that the GPU is back at stock
                 case Send(message):
                     self._note(message)
                     self._send(message)
@@ -261,11 +260,11 @@ class ServedRank:
             )
 
     async def ended(self) -> None:
-        """Return when the session has ended and the GPU is back on stock and closed, or its driver hangs."""
+        """Wait until the session has ended and the GPU is back at stock and closed, or its driver hangs."""
         await self._over.wait()
 
     async def _end(self) -> None:
-        if not self._session.observe:  # also where setting was forbidden on the way: resetting may not be
+        if not self._session.observe:  # even if sets were refused meanwhile: a reset may be permitted
             self._worker.request(STOCK)
         try:
             await self._opened.give_back(self._close)
@@ -281,15 +280,13 @@ class ServedRank:
             self._over.set()
 
     def _close(self) -> None:
-        """Blocks until the worker has carried out what was asked for last: the reset."""
+        """Close the GPU; blocks until the worker has carried out the last request, the reset."""
         self._worker.close()
         self._poller.close()
         self._gpu.close()
 
     def _hand_over(self, take: Callable[[T], None], value: T) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the loop is closed: of a driver that hung until after the end
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the driver hung until after the end
             self._loop.call_soon_threadsafe(take, value)
 
     def _clock_result(self, result: ClockResult) -> None:
@@ -306,7 +303,7 @@ class ServedRank:
                 self._log.error("clocks can not be set: the rank is only observed", reason=str(error))
                 self._report(error)
                 if not self._session.has_ended:
-                    if result.target_mhz is not STOCK:  # the one before may be in force
+                    if result.target_mhz is not STOCK:  # the previous clock may be in force
                         self._worker.request(STOCK)
                     self.handle(SetNotPermitted(str(error)))
             case error:
@@ -323,7 +320,7 @@ class ServedRank:
         if isinstance(error, GpuError):
             self._log.error("GPU failed", reason=str(error))
             self._report(error)
-        else:  # a mistake of ours, and yet the GPU's clock is unknown
+        else:  # a bug, but the GPU's clock is unknown all the same
             self._log.error("GPU failed", exc_info=error)
         self.handle(GpuFailed(str(error) or repr(error)))
 

@@ -1,16 +1,15 @@
-"""The agent's life: its parts brought together, started and stopped. `run` is the entry point.
+"""The agent's lifecycle: connects, starts and stops its parts. `run` is the entry point.
 
     trainers ──► admission ──► access, claims     who may train here
         │  └───► ranks ──────► served, restorer  their ranks, each with its GPU
         ▼          ▼
-      roster ◄── uplink ─────► stream            what the coordinator says, and is told
+      roster ◄── uplink ─────► stream            messages from and to the coordinator
 
-Everything that decides is elsewhere: `rank.session` (one rank's life), `stream` (what is said to the
-coordinator and kept for it, and registrations), `claims` (who may have what), `restore` (what is to be
-restored).
+All decisions are made elsewhere: `rank.session` (one rank's lifecycle), `stream` (messages to the
+coordinator, and registrations), `claims` (who may have which GPU), `restore` (what must be restored).
 
-On every way out the GPUs are reset before the agent says goodbye. A reset that fails leaves its record on
-disk, and so does an agent that dies; every agent looks after such records, from its start to its end.
+However the agent ends, it resets the GPUs before it says goodbye. A reset that fails leaves its record on
+disk, and so does an agent that dies; every agent restores such records as long as it runs.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ _log = structlog.get_logger(__name__)
 
 _TICK_S = 0.1
 _STOP_S = 5.0
-# Marks and clocks must not wait Python's 5 ms for the thread that works energy estimates out.
+# Marks and clocks must not wait Python's 5 ms for the thread that computes energy estimates.
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -55,9 +54,9 @@ async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
     `lifeline` is a file descriptor that becomes readable when the supervisor's end of it is closed.
 
     Raises:
-        OSError: the local socket can not be had.
+        OSError: the local socket can't be opened.
         TlsError: a certificate, its key or the CAs can't be used.
-        RecordError: a GPU could not be brought back to stock; its record stays.
+        RecordError: a GPU could not be restored; its record stays.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     stop = asyncio.Event()
@@ -82,7 +81,7 @@ async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
 
 @asynccontextmanager
 async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
-    """An agent that serves until the context is left; yields the task that ends only if the agent fails.
+    """Run an agent until the context is left; yields the task that ends only if the agent fails.
 
     Raises:
         OSError, TlsError, RecordError: as `run`.
@@ -116,11 +115,11 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
 class Agent:
     """All ranks of this node, and their coordinator.
 
-    Trainers may use `gpus`; whatever a dead agent has left is restored on `all_gpus`.
+    Trainers may use `gpus`; records of dead agents are restored on `all_gpus`.
 
     Attributes:
-        ranks: takes the connections of the local socket.
-        collector: reads its metrics.
+        ranks: serves the connections of the local socket.
+        collector: reads the agent's metrics.
     """
 
     def __init__(self, settings: AgentSettings, gpus: Backend, all_gpus: Backend) -> None:
@@ -143,7 +142,7 @@ class Agent:
         )
 
     async def work(self) -> None:
-        """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if either fails."""
+        """Run the stream, the ticks, the restorer and the optional parts until cancelled or a failure."""
         async with asyncio.TaskGroup() as parts:
             self._connecting = parts.create_task(self._uplink.coordinator.run())
             parts.create_task(self._tick())
@@ -158,7 +157,7 @@ class Agent:
         self.ranks.close()
 
     async def stop(self) -> None:
-        """Every GPU back to stock, then goodbye."""
+        """Return every GPU to stock, then say goodbye."""
         self._roster.is_stopping = True
         await self.ranks.stop()
         self._access.close()
@@ -168,12 +167,12 @@ class Agent:
             await asyncio.wait([self._connecting], timeout=_STOP_S)
 
     async def restore_all(self) -> None:
-        """Bring back what dead agents have left, trying for a while. `RecordError` if a GPU can't be."""
+        """Restore the GPUs of dead agents, retrying for a while. Raises `RecordError` if that fails."""
         if not self._settings.observe:
             await self._restorer.restore_all()
 
     async def _health(self) -> Reply:
-        """Whether GPUs can be served; a coordinator that is away is no fault of the agent's."""
+        """Report whether GPUs can be served; an absent coordinator does not make the agent unhealthy."""
         found = await self._inventory.refresh()
         parts = [
             f"GPUs: {found.gpu_count}",

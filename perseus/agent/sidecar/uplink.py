@@ -1,6 +1,6 @@
-"""The way to the coordinator and back: what trainers and ranks ask of it, and what it says to them.
+"""Messages between the coordinator and this node's trainers and ranks.
 
-Streams and what is kept for them are `agent.stream`'s; here it is known whom a message concerns.
+`agent.stream` handles streams and the messages kept for them; this module routes each message to its rank.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ from perseus.tls.channels import Channels
 from perseus.tls.tokens import find_token
 from perseus.v1 import agent_service_pb2 as wire
 
-# Of one trainer's GPU; a text may have a figure in it, and so be another every time.
+# Per trainer; the text of an error may contain a number, and so differ every time.
 _MAX_REPORTS = 16
 
 
 class GpuReports:
-    """The reports of an agent's trainers, from a trainer's coming to its going; `vitals` counts them."""
+    """GPU error reports of an agent's trainers, from hello to departure; `counters` counts them."""
 
     def __init__(self, coordinator: Coordinator, counters: AgentCounters) -> None:
         self._coordinator = coordinator
@@ -54,23 +54,23 @@ class GpuReports:
         self._reports: dict[Rank, list[wire.GpuError]] = {}
 
     def begin(self, rank: Rank) -> None:
-        """A rank's trainer is here."""
+        """Start the reports of a rank's new trainer."""
         self._reports[rank] = []
 
     def end(self, rank: Rank) -> None:
-        """It is gone: what the coordinator could not be told yet is kept for the next stream."""
+        """End the reports of a trainer that is gone; those not sent yet are kept for the next stream."""
         self._coordinator.send_next(self._reports.pop(rank))
 
     def has_any(self, rank: Rank) -> bool:
-        """Whether something went wrong with a trainer's GPU."""
+        """Whether a trainer's GPU has any error report."""
         return bool(self._reports.get(rank))
 
     def of(self, rank: Rank) -> list[wire.GpuError]:
-        """Those of the trainer that is here now: what is reported later with them is of no other."""
+        """Return the reports of the current trainer, to which `report` later adds its errors."""
         return self._reports.get(rank, [])
 
     def report(self, rank: Rank, report: wire.GpuError, reports: list[wire.GpuError]) -> None:
-        """Let the coordinator know, once; of a trainer that has gone, too."""
+        """Send a report to the coordinator once, even for a trainer that has left."""
         self._counters.note_error(report.gpu_uuid, GpuErrorReason(report.reason))
         if reports is not self._reports.get(rank):
             self._coordinator.send(report)
@@ -81,22 +81,22 @@ class GpuReports:
             self._coordinator.send(report)
 
     def report_again(self, rank: Rank) -> None:
-        """Say all there is of a rank's GPU, to a coordinator that may not know it."""
+        """Resend all reports of a rank to a coordinator that may not have them."""
         for report in self._reports.get(rank, []):
             self._coordinator.send(report)
 
     def report_all_again(self) -> None:
-        """Say all there is, on a stream that is new."""
+        """Resend all reports on a new stream."""
         for rank in self._reports:
             self.report_again(rank)
 
 
 def channels_of(settings: AgentSettings) -> Channels:
-    """Return how an agent reaches its coordinator, and what it shows there.
+    """Return an agent's channels to its coordinator, with its certificates and token.
 
     Raises:
         TlsError: a certificate can't be used.
-        TokenFileError: what is said to hold a token holds none.
+        TokenFileError: the token or its file is not valid.
     """
     token = find_token(
         path=settings.token_file,
@@ -112,11 +112,11 @@ _REPORT_RETRY_S = 1.0
 
 
 class Uplink:
-    """The coordinator of the ranks and trainers of a roster; `TlsError` if a certificate can't be used.
+    """The connection of a roster's ranks and trainers to the coordinator. Raises as `channels_of`.
 
     Attributes:
-        coordinator: whom to say things to.
-        reports: what it is told of the trainers' GPUs.
+        coordinator: takes messages to the coordinator.
+        reports: the error reports of the trainers' GPUs.
     """
 
     def __init__(self, settings: AgentSettings, roster: Roster, counters: AgentCounters) -> None:
@@ -133,58 +133,58 @@ class Uplink:
 
     @property
     def lease_s(self) -> float | None:
-        """What the coordinator grants on the stream that is open; None if none is."""
+        """The lease on the open stream; None if no stream is open."""
         return self._welcome.lease_s if self._welcome is not None else None
 
     def describe(self) -> str:
-        """Where the coordinator is, and whether it is there, for people."""
+        """Describe the connection to the coordinator, for people."""
         state = "connected" if self.coordinator.is_connected else "not connected"
         return f"{state} to {self._address}"
 
     def close(self, reason: str) -> None:
-        """Say goodbye, and give up registrations under way."""
+        """Say goodbye and cancel registrations in progress."""
         self._registrar.close()
         self.coordinator.close(reason)
 
     # --- Trainers -------------------------------------------------------------------------------------------
 
     async def register(self, job_id: str, registration: Registration, owner: str, labels: Labels) -> Reply:
-        """Register a job of `owner`'s with its labels; what the probe is told that asked for it."""
+        """Register a job of `owner` with its labels; return the reply for the probe."""
         reply = _reply(await self._registrar.register(job_id, registration, owner, labels))
         if not reply.ok:
             _log.error("registration refused", job=job_id, reason=reply.message)
         return reply
 
     def begin(self, rank: Rank) -> None:
-        """A rank's trainer is here."""
+        """Note that a rank's trainer has arrived."""
         self.reports.begin(rank)
 
     def end(self, rank: Rank) -> None:
-        """A rank's trainer is gone, and its claim ended."""
+        """Note that a rank's trainer is gone and its claim has ended."""
         self._registrar.forget_rank(rank)
         self.reports.end(rank)
         if not self._roster.registry.has_job(rank.job_id):
             self._registrar.forget_job(rank.job_id)
 
-    # --- What the coordinator says: a `stream.coordinator.Listener` -----------------------------------------
+    # --- Messages from the coordinator: a `stream.coordinator.Listener` -------------------------------------
 
     def connected(self, welcome: Welcome) -> None:
-        """See `Listener.connected`."""
+        """Note an open stream and resend all reports."""
         self._welcome = welcome
         self._roster.dispatch_to_all(Connected(welcome.lease_s))
         self.reports.report_all_again()
 
     def disconnected(self) -> None:
-        """See `Listener.disconnected`."""
+        """Note the end of the stream."""
         self._welcome = None
         self._roster.dispatch_to_all(Disconnected())
 
     def heard(self) -> None:
-        """See `Listener.heard`."""
+        """Renew the lease of all ranks."""
         self._roster.dispatch_to_all(Heard())
 
     def received(self, message: ToSession) -> None:
-        """See `Listener.received`."""
+        """Route a message to its rank."""
         match message:
             case PlanOffer():
                 self._on_plan_offer(message)
@@ -219,13 +219,13 @@ class Uplink:
         self._roster.dispatch(rank, refused)
 
     def _notify(self, rank: Rank, notice: Reply | None) -> None:
-        """Let a trainer's own log know what became of its rank."""
+        """Send a notice to a trainer for its own log."""
         if notice is not None:
             self._roster.reply(rank, notice)
 
 
 def _reply(outcome: Outcome) -> Reply:
-    """What became of a registration, for the probe that asked for it."""
+    """Return the reply to the probe for the outcome of a registration."""
     match outcome:
         case Registered():
             return Reply(True)
@@ -233,5 +233,5 @@ def _reply(outcome: Outcome) -> Reply:
             return Reply(True, message=f"the job is registered as soon as possible: {message}")
         case Refused(reason, message):
             if reason == JOB_ALREADY_EXISTS:
-                message = f"{message}: this training goes on at stock clocks while they are"
+                message = f"{message}: this training runs at stock clocks meanwhile"
             return Reply(False, reason, message)

@@ -1,1 +1,1 @@
-"""A node's part in a Slurm job: what its prolog and epilog tell the agent, and make sure of."""
+"""A node's part in a Slurm job: its prolog grants GPUs, its epilog revokes them and awaits stock."""

@@ -1,7 +1,7 @@
 """The grants of a node's Slurm jobs: one file for each, from its prolog to its epilog.
 
-Slurm gives a GPU to one job at a time. So a grant that another job's prolog has left on the same GPU (its
-epilog never ran: slurmd died, say) is that of a job that is over, and goes.
+Slurm gives a GPU to one job at a time. So another job's grant for the same GPU belongs to a job that is over,
+whose epilog never ran (slurmd may have died); it is removed.
 """
 
 import os
@@ -18,7 +18,7 @@ _OURS = "slurm-*"
 
 
 def write_grant(folder: Path, job: SlurmJob, gpu_uuids: Sequence[str]) -> None:
-    """Let a job's user, and nobody else, have its GPUs. OSError."""
+    """Grant a job's GPUs to its user, and to nobody else. Raises OSError."""
     folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
     for path in folder.glob(_OURS):
         if path.name != job.file_name and not granted(path).isdisjoint(gpu_uuids):
@@ -27,13 +27,13 @@ def write_grant(folder: Path, job: SlurmJob, gpu_uuids: Sequence[str]) -> None:
     draft.unlink(missing_ok=True)
     file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
     with open(file, "w") as writing:
-        os.fchmod(file, _FILE_MODE)  # whatever the umask
+        os.fchmod(file, _FILE_MODE)  # despite the umask
         writing.write(job.grant(gpu_uuids))
     draft.rename(folder / job.file_name)
 
 
 def take_back(folder: Path, job: SlurmJob) -> frozenset[str]:
-    """End a job's grant; the UUIDs that it had, none if there is no grant of it. OSError."""
+    """Revoke a job's grant; return its GPUs' UUIDs, none if it had no grant. Raises OSError."""
     path = folder / job.file_name
     had = granted(path)
     path.unlink(missing_ok=True)
@@ -41,7 +41,7 @@ def take_back(folder: Path, job: SlurmJob) -> frozenset[str]:
 
 
 def granted(path: Path) -> frozenset[str]:
-    """The GPUs that a file grants; none if it is gone, or is no grant."""
+    """Return the GPUs that a file grants; none if it is missing or malformed."""
     try:
         with os.fdopen(open_regular(path), encoding="utf-8") as file:
             return frozenset(gpu for grant in parse(file.read()) for gpu in grant.gpus)

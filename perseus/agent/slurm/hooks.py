@@ -1,10 +1,10 @@
-"""What the prolog and the epilog of a Slurm job do on its node; `perseus slurm prolog` and `… epilog`.
+"""The prolog and the epilog of a Slurm job on its node: `perseus slurm prolog` and `… epilog`.
 
-    prolog    has an agent that serves, starting one where it is asked to; grants the job its GPUs
-    epilog    takes the grant back; returns when the job's GPUs are back on stock, or says which are not
+    prolog    grants the job its GPUs; checks that an agent serves, and starts one if asked to
+    epilog    revokes the grant; returns when the job's GPUs are back at stock, or reports those that are not
 
-The agent need not live for that: what a dead one left is on record, and restored from there. What a living
-one holds it brings back itself, as its trainers are gone; that is waited for.
+The epilog works without an agent, too: it restores the GPUs of a dead one from its records. A living one
+restores its GPUs itself once their trainers are gone; the epilog waits for that.
 """
 
 import asyncio
@@ -30,25 +30,25 @@ _START_S = 10.0
 _ANSWER_S = 2.0
 _RESTORE_S = 15.0
 _POLL_INTERVAL_S = 0.1
-# What slurmd says of one job is nothing that an agent for all of them should know.
+# An agent serves all jobs, so it must not inherit slurmd's variables of one job.
 _OF_THE_JOB = ("SLURM", "SPANK_", "CUDA_", "GPU_", "ROCR_", "ZE_")
 
 
 class NoAgentError(SlurmError):
-    """Nobody listens where the agent should."""
+    """No agent listens on the socket."""
 
 
 class NotRestoredError(SlurmError):
-    """GPUs of the job are not back on stock."""
+    """Some GPUs of the job are not back at stock."""
 
 
 def prolog(job: SlurmJob, settings: AgentSettings, start: "AgentStart | None" = None) -> None:
-    """Before a job: grant it its GPUs, and look for the agent that serves them.
+    """Grant a job its GPUs before it starts, and check that an agent serves them.
 
     Raises:
-        SlurmError: a GPU is not known; or the job is granted its GPUs, and there is no agent.
+        SlurmError: a GPU is unknown; or the GPUs are granted, but there is no agent.
         GpuError: the driver does not answer.
-        OSError: the grant can't be written, or the agent not be started.
+        OSError: the grant can't be written, or the agent can't be started.
     """
     if not job.gpu_numbers:
         return
@@ -66,12 +66,12 @@ def prolog(job: SlurmJob, settings: AgentSettings, start: "AgentStart | None" = 
 
 
 def epilog(job: SlurmJob, settings: AgentSettings) -> None:
-    """After a job, whose processes are gone: its GPUs are nobody's, and back on stock when this returns.
+    """Revoke a job's grant after its processes have ended, and wait until its GPUs are back at stock.
 
     Raises:
-        NotRestoredError: some are not, after 15 s.
-        GpuError: what there is to restore can't be read.
-        OSError: the grant can't be taken back.
+        NotRestoredError: some GPUs are not back after 15 s.
+        GpuError: the restore records can't be read.
+        OSError: the grant can't be revoked.
     """
     asyncio.run(_restored(job, take_back(settings.grants, job), settings))
 
@@ -80,7 +80,7 @@ async def _restored(job: SlurmJob, gpu_uuids: Collection[str], settings: AgentSe
     gpus, executor = backend(settings), GpuExecutor()
     records = RecordFolder(settings.restore_folder)
     restorer = Restorer(records, gpus.open, executor)
-    if not gpu_uuids and job.gpu_numbers:  # the prolog failed, or ran with other settings
+    if not gpu_uuids and job.gpu_numbers:  # the prolog failed or had other settings
         gpu_uuids = await _uuids(job, gpus, executor)
     end_s = time.monotonic() + _RESTORE_S
     while True:
@@ -90,15 +90,15 @@ async def _restored(job: SlurmJob, gpu_uuids: Collection[str], settings: AgentSe
             return
         if time.monotonic() > end_s:
             why = {each.gpu_uuid: str(each.error) for each in found if each.error is not None}
-            held = "an agent holds it: a process of the job may live on"
+            held = "an agent holds it: a process of the job may still run"
             raise NotRestoredError(
-                "\n".join(f"GPU {uuid}: not back on stock: {why.get(uuid, held)}" for uuid in left)
+                "\n".join(f"GPU {uuid}: not back at stock: {why.get(uuid, held)}" for uuid in left)
             )
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 class AgentStart:
-    """How a prolog starts an agent, which then outlives it: with a TOML file, and a log that is added to."""
+    """Starts an agent that outlives the prolog, with a TOML file, and a log that it appends to."""
 
     def __init__(self, config: Path | None, log: Path) -> None:
         self.log = log
@@ -108,7 +108,7 @@ class AgentStart:
         ]
 
     def start(self) -> None:
-        """Start it, in a session of its own. OSError."""
+        """Start the agent in a new session. Raises OSError."""
         with self.log.open("ab") as log:
             subprocess.Popen(
                 self._command,
@@ -122,14 +122,14 @@ class AgentStart:
 
 
 def for_all_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """A prolog's environment without what is said of its job."""
+    """Return a prolog's environment without the variables of its job."""
     return {name: value for name, value in environment.items() if not name.startswith(_OF_THE_JOB)}
 
 
 async def _uuids(job: SlurmJob, gpus: Backend, executor: GpuExecutor) -> list[str]:
-    """The job's GPUs. `NoSuchGpuError`; `GpuError` if none is known.
+    """Return the UUIDs of the job's GPUs. Raises `NoSuchGpuError`; `GpuError` if GPUs can't be listed.
 
-    One that is lost, or hangs, is as if it were not there, and keeps no job from the others.
+    A lost or hanging GPU counts as absent and does not keep jobs from the others.
     """
 
     async def device_node(uuid: str) -> str:

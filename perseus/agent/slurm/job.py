@@ -1,10 +1,10 @@
-"""A Slurm job's share of one node, as slurmd tells its prolog and epilog, and the grant that follows from it.
+"""A Slurm job's share of one node, from slurmd's variables for its prolog and epilog, and its grant.
 
 Slurm counts GPUs by their device files: number 3 is /dev/nvidia3, wherever nvidia-smi lists it. So a grant
-names GPUs by UUID, which are looked up by their devices.
+names GPUs by UUID, found through their device files.
 
     SlurmError
-     ├─ SlurmEnvironmentError     this is no prolog or epilog of slurmd's
+     ├─ SlurmEnvironmentError     this is not a prolog or epilog of slurmd
      └─ NoSuchGpuError            the job has a GPU that the node's driver does not know
 """
 
@@ -20,11 +20,11 @@ _NODE_NUMBER = re.compile(r"\d+$")
 
 
 class SlurmError(Exception):
-    """Nothing can be said of the job to the agent. The message says why."""
+    """The job can't be prepared or ended on this node; the message has the reason."""
 
 
 class SlurmEnvironmentError(SlurmError):
-    """A variable that slurmd sets is missing, or is not understood."""
+    """A variable of slurmd is missing or malformed."""
 
 
 class NoSuchGpuError(SlurmError):
@@ -33,7 +33,7 @@ class NoSuchGpuError(SlurmError):
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """A job on this node. `gpu_numbers`: of its GPUs' device files; `account` is "" where none is said."""
+    """A job on this node. `gpu_numbers` count its GPUs' device files; `account` is "" if unknown."""
 
     job_id: str
     uid: int
@@ -42,7 +42,7 @@ class SlurmJob:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
-        """The job of a prolog's or epilog's environment. `SlurmEnvironmentError`."""
+        """Read the job from a prolog's or epilog's environment. Raises `SlurmEnvironmentError`."""
         job_id, uid = (_number(environment, name) for name in ("SLURM_JOB_ID", "SLURM_JOB_UID"))
         return cls(
             str(job_id),
@@ -53,18 +53,18 @@ class SlurmJob:
 
     @property
     def file_name(self) -> str:
-        """Of its grant."""
+        """The name of its grant's file."""
         return f"slurm-{self.job_id}"
 
     def grant(self, gpu_uuids: Sequence[str]) -> str:
-        """The content of its grant: by the user's number, as a node may not know the name."""
+        """Return the content of its grant; it has the user's number, as a node may not know the name."""
         labels = {"slurm-job": self.job_id, "slurm-account": self.account}
         words = [f"{key}={_as_label(value)}" for key, value in labels.items() if value]
         return f"{self.uid}: {' '.join([*gpu_uuids, *words])}\n"
 
 
 def uuids_of(numbers: Sequence[int], device_nodes: Mapping[str, str]) -> list[str]:
-    """The UUIDs of the GPUs with these numbers; `device_nodes`: paths by UUID. `NoSuchGpuError`."""
+    """Return the UUIDs of numbered GPUs; `device_nodes` are paths by UUID. Raises `NoSuchGpuError`."""
     by_number = {
         int(found[0]): uuid
         for uuid, path in device_nodes.items()
@@ -88,7 +88,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _gpu_numbers(text: str) -> tuple[int, ...]:
-    """From "0,1" or "0-3,6"; empty for a job without GPUs."""
+    """Parse "0,1" or "0-3,6"; empty for a job without GPUs."""
     numbers: list[int] = []
     for part in filter(None, text.split(",")):
         found = _NUMBERS.fullmatch(part)

@@ -1,9 +1,9 @@
-"""A stream to the coordinator that ends with the status that the coordinator gave it.
+"""A stream to the coordinator that ends with the coordinator's own status.
 
-Where a write fails because the stream has just ended, grpc.aio (1.60 to 1.85 at least) puts an INTERNAL of
-its own in the place of the peer's status: https://github.com/grpc/grpc/issues/36066. Why a coordinator turned
-an agent away, and when it may come again, would be lost as often as not. So the status is kept as it comes,
-before a failed write can replace it; where the write fails first, the peer's is on its way.
+When a write fails because the stream has just ended, grpc.aio (1.60 to 1.85 at least) replaces the peer's
+status with its own INTERNAL: https://github.com/grpc/grpc/issues/36066. The coordinator's reason for refusing
+an agent, and its retry delay, would often be lost. So this class keeps the status as it arrives, before a
+failed write can replace it; if the write fails first, the class waits for the peer's status.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _StreamStreamCall = grpc.aio.StreamStreamCall[wire.ConnectRequest, wire.ConnectR
 
 
 class Call:
-    """The writes and reads of one stream. One of each at a time."""
+    """The writes and reads of one stream; one of each at a time."""
 
     def __init__(self, call: _StreamStreamCall) -> None:
         self._call = call
@@ -32,8 +32,10 @@ class Call:
         """Send a message.
 
         Raises:
-            grpc.aio.AioRpcError: the stream has just ended, with this status of the coordinator's.
-            asyncio.InvalidStateError: it had ended before, or has just ended well; `read` says how.
+            grpc.aio.AioRpcError: the stream has just ended with this status of the coordinator.
+            asyncio.InvalidStateError: it had ended before, or has just ended with OK; `read` returns or
+            raises
+                its status.
         """
         try:
             await self._call.write(request)
@@ -44,10 +46,10 @@ class Call:
             raise final from None
 
     async def read(self) -> wire.ConnectResponse | None:
-        """Return the next message; None where the stream ends well.
+        """Return the next message; None when the stream ends with OK.
 
         Raises:
-            grpc.aio.AioRpcError: the stream has ended, with this status of the coordinator's.
+            grpc.aio.AioRpcError: the stream has ended with this status of the coordinator.
         """
         try:
             answer = await self._call.read()
@@ -59,7 +61,7 @@ class Call:
         return answer if isinstance(answer, wire.ConnectResponse) else None  # None: grpc.aio.EOF
 
     async def done_writing(self) -> None:
-        """Say that nothing more will be sent."""
+        """Half-close the stream: nothing more will be sent."""
         await self._call.done_writing()
 
     def cancel(self) -> None:
@@ -67,7 +69,7 @@ class Call:
         self._call.cancel()
 
     async def _final_error(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """Return the status that the coordinator gave the stream, where gRPC may have put its own."""
+        """Return the coordinator's status of the stream, which gRPC may have replaced with its own."""
         if not _is_own(error):
             return error
         final = self._first or error
@@ -82,7 +84,7 @@ class Call:
         if self._first is None:
             asking = _status(call)
             try:
-                asking.send(None)  # which waits for nothing, as the status is there
+                asking.send(None)  # does not wait, as the status is already there
             except StopIteration as answered:
                 self._first = answered.value
             asking.close()

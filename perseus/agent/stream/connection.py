@@ -1,16 +1,18 @@
-"""The stream to the coordinator: opened, kept alive, and opened again for as long as the agent runs.
+"""The stream to the coordinator: opened, kept alive, and reopened for as long as the agent runs.
 
-The agent owns reconnection, with full jitter: a coordinator that restarts is not to be met by all agents at
-once. Every end of a stream is followed by another attempt; CANCELLED and INTERNAL during set-up are how a
-busy server turns calls away, so they are as ordinary as UNAVAILABLE. Where a status says when to come again,
-no attempt is made before that. Attempts that fail alike are told of once, and again once in a while. The
-coordinator answers heartbeats: a lease's silence means that the stream is dead, whatever TCP says.
+The agent reconnects with full jitter, so that a coordinator that restarts is not hit by all agents at once.
+Every end of a stream leads to another attempt; a busy server refuses calls with CANCELLED and INTERNAL during
+set-up, so they are as ordinary as UNAVAILABLE. If a status has a retry delay, the agent makes no attempt
+before that. Repeated failures with the same cause are logged once, and again from time to time. The
+coordinator answers heartbeats: silence for a whole lease means that the stream is dead, even if TCP considers
+it open.
 
-What the coordinator says and this agent does not understand (it may be newer) is refused by itself, and the
-stream goes on. Whatever else goes wrong, here or in gRPC, ends the stream at most, and never the agent.
+The agent refuses messages of the coordinator that it does not know (the coordinator may be newer)
+individually, and the stream continues. Any other error, here or in gRPC, ends at most the stream, never the
+agent.
 
-Concurrent writes on one stream fail, hence one queue and one writer task. What was queued for a stream that
-has ended is forgotten; whoever sent it says it anew when `connected` is called.
+Concurrent writes on one stream fail, hence one queue and one writer task. Messages queued for a stream that
+has ended are dropped; their senders resend them when `connected` is called.
 """
 
 import asyncio
@@ -44,24 +46,24 @@ CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 
 class _NoWelcomeError(Exception):
-    """The coordinator's first word on a stream is another."""
+    """The coordinator's first message on a stream is not a Welcome."""
 
 
 class Handler(Protocol):
-    """Who hears of the coordinator; called on the event loop, never concurrently."""
+    """Receives events of the connection; called on the event loop, never concurrently."""
 
     def connected(self, welcome: Welcome) -> None:
-        """A stream is open."""
+        """Called when a stream has opened."""
 
     def received(self, message: Incoming) -> None:
-        """The coordinator said something."""
+        """Called for each message of the coordinator."""
 
     def disconnected(self) -> None:
-        """The stream that was open has ended."""
+        """Called when the open stream has ended."""
 
 
 class Connection:
-    """One agent's stream to a coordinator, over and over."""
+    """One agent's stream to a coordinator, reopened whenever it ends."""
 
     def __init__(
         self, channels: Channels, agent: AgentIdentity, handler: Handler, random: Callable[[], float]
@@ -76,11 +78,11 @@ class Connection:
         self._was_welcome = False
         self._asked_delay_s = 0.0
         self._is_closing = False
-        # Kept over streams: by it the coordinator finds that it has lost state.
+        # Kept across streams: lets the coordinator detect that it has lost state.
         self._commit_marker = ""
-        # Likewise: by it the coordinator knows this agent again, with whatever token it comes.
+        # Likewise: identifies this agent to the coordinator, even with another token.
         self._instance_key = ""
-        self._misunderstood = RateLimitedLog(_log)
+        self._refused_log = RateLimitedLog(_log)
         self._outage_log = RateLimitedLog(_log)
 
     @property
@@ -90,16 +92,16 @@ class Connection:
 
     @property
     def heard_at_s(self) -> float:
-        """When the coordinator said something last, CLOCK_MONOTONIC; 0 before."""
+        """The time of the coordinator's latest message, CLOCK_MONOTONIC; 0 before the first."""
         return self._heard_at_s
 
     def send(self, message: translate.Sendable) -> None:
-        """Queue for the stream that is open; without one, forget it."""
+        """Queue a message for the open stream; drop it if there is none."""
         if self._outbox is not None:
             self._outbox.put_nowait(translate.request(message))
 
     def close(self, reason: str) -> None:
-        """Say what is queued and goodbye; `run` then returns. Without an open stream it must be cancelled."""
+        """Send queued messages and a goodbye; `run` then returns. Without an open stream, cancel `run`."""
         self._is_closing = True
         if self._outbox is not None:
             self._outbox.put_nowait(translate.goodbye(reason))
@@ -116,7 +118,7 @@ class Connection:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                reason = "the call was cancelled"  # by gRPC: nobody wants us to end
+                reason = "the call was cancelled"  # by gRPC: this task was not cancelled
             except Exception as error:
                 reason = repr(error)
                 self._outage_log.error(
@@ -136,7 +138,7 @@ class Connection:
             await renewed.close()
 
     async def _attempt(self, channel: grpc.aio.Channel | None) -> tuple[grpc.aio.Channel | None, str]:
-        """One stream, from its beginning to its end: a channel with newer certificates, and why it ended."""
+        """Run one stream to its end; return a channel with newer certificates, if any, and why it ended."""
         renewed: grpc.aio.Channel | None = None
         generation = self._channels.generation
         self._was_welcome, self._asked_delay_s = False, 0.0
@@ -159,7 +161,7 @@ class Connection:
         return renewed, reason
 
     async def _stream(self, call: Call, generation: int) -> grpc.aio.Channel | None:
-        """Talk until the stream ends; a channel with newer certificates, if that is why it does."""
+        """Exchange messages until the stream ends; return a channel if newer certificates ended it."""
         tasks: list[asyncio.Task[None]] = []
         is_renewed = False
         renewing = asyncio.create_task(self._channels.renewed(generation, CHANNEL_OPTIONS))
@@ -172,8 +174,8 @@ class Connection:
             self._outbox = asyncio.Queue()
             _log.info("connected", coordinator=self._address, epoch=welcome.epoch, lease_s=welcome.lease_s)
             if welcome.protocol_version != translate.PROTOCOL_VERSION:
-                self._misunderstood.warning(
-                    "the coordinator speaks another protocol version: what one side doesn't know is refused",
+                self._refused_log.warning(
+                    "the coordinator speaks another protocol version: unknown messages are refused",
                     str(welcome.protocol_version),
                     coordinator=self._address,
                     protocol_version=welcome.protocol_version,
@@ -185,22 +187,22 @@ class Connection:
             heart = asyncio.create_task(self._send_heartbeats(self._outbox, welcome.lease_s))
             tasks = [writer, reader, heart]
             await asyncio.wait([*tasks, renewing], return_when=asyncio.FIRST_COMPLETED)
-            if writer.done() and writer.exception() is None:  # the last word is said: let it arrive
+            if writer.done() and writer.exception() is None:  # the last message is sent: let it arrive
                 await asyncio.wait([reader], timeout=_GOODBYE_S)
-            # An error in the reader is the stream's status; writer and heart can only say less.
+            # An error in the reader is the stream's status; errors of writer and heart say less.
             for task in (reader, writer, heart):
                 if task.done():
                     task.result()
             if not renewing.done():
                 return None
-            _log.info("certificates renewed: going on with a new stream", coordinator=self._address)
+            _log.info("certificates renewed: continuing with a new stream", coordinator=self._address)
             is_renewed = True
             return renewing.result()
         finally:
             for each in (*tasks, renewing):
                 each.cancel()
             *_, channel = await asyncio.gather(*tasks, renewing, return_exceptions=True)
-            if not is_renewed and isinstance(channel, grpc.aio.Channel):  # the stream has ended all the same
+            if not is_renewed and isinstance(channel, grpc.aio.Channel):  # it ended for another reason
                 await channel.close()
             call.cancel()
             if self._outbox is not None:
@@ -250,17 +252,17 @@ class Connection:
                 continue
             try:
                 self._handler.received(message)
-            except Exception:  # a mistake of ours, on one message
+            except Exception:  # a bug that concerns one message
                 _log.exception("message not handled", message=type(message).__name__)
 
     def _note_commit_marker(self, answer: wire.ConnectResponse) -> None:
-        if 0 < len(word := translate.commit_marker(answer)) <= _MAX_COMMIT_MARKER_LENGTH:
-            self._commit_marker = word
+        if 0 < len(marker := translate.commit_marker(answer)) <= _MAX_COMMIT_MARKER_LENGTH:
+            self._commit_marker = marker
 
     def _refusal(self, error: translate.MalformedMessageError) -> MessageRefused:
-        """Say in the log what the coordinator said wrong, or newly, and return what it is told."""
+        """Log an invalid or unknown message of the coordinator, and return the refusal."""
         refused = error.refused
-        self._misunderstood.warning(
+        self._refused_log.warning(
             "message of the coordinator refused",
             refused.reason,
             refused.field,
@@ -275,4 +277,4 @@ class Connection:
         while time.monotonic() - self._heard_at_s < lease_s:
             outbox.put_nowait(translate.heartbeat())
             await asyncio.sleep(lease_s / 3)
-        raise TimeoutError(f"expected a word within the lease of {lease_s} s, found silence")
+        raise TimeoutError(f"expected a message within the lease of {lease_s} s, found silence")

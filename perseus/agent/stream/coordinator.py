@@ -1,8 +1,8 @@
-"""The coordinator as the agent's shell sees it: whom to say things to, whatever becomes of the streams.
+"""The coordinator as the agent's shell sees it: an endpoint for messages, independent of streams.
 
-Telemetry is kept until it is acknowledged. The end of a rank, and what went wrong with a GPU whose trainer is
-gone, wait for the next stream where none is open. All else is said on the stream that is open, or not at all:
-it would be out of date on the next.
+Telemetry is kept until it is acknowledged. The end of a rank, and GPU errors of a trainer that is gone, wait
+for the next stream if none is open. All other messages go to the open stream or are dropped: on the next
+stream they would be out of date.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -39,28 +39,28 @@ _MAX_FINAL_MESSAGES = 1024
 
 
 class Listener(Protocol):
-    """Who hears of the coordinator; called on the event loop, never concurrently."""
+    """Receives the coordinator's messages; called on the event loop, never concurrently."""
 
     def connected(self, welcome: Welcome) -> None:
-        """A stream is open: say what the coordinator must know at once. Telemetry follows it."""
+        """Called when a stream has opened: send what the coordinator needs at once, before telemetry."""
 
     def heard(self) -> None:
-        """The coordinator said something, whatever it was."""
+        """Called for every message of the coordinator."""
 
     def received(self, message: ToSession) -> None:
-        """It said this of one rank."""
+        """Called for a message about one rank."""
 
     def disconnected(self) -> None:
-        """The stream that was open has ended."""
+        """Called when the open stream has ended."""
 
 
 class Coordinator:
-    """The coordinator that `channels` lead to (a `connection.Handler`); `random` is as for `Retry`.
+    """The coordinator behind `channels` (a `connection.Handler`); `random` is as for `Retry`.
 
     Attributes:
-        telemetry: what is kept for it.
-        lease_s: that it granted last, None before it did.
-        power_interval_s: how often it wants to know what GPUs draw; None if it does not, or is not there.
+        telemetry: the telemetry kept for it.
+        lease_s: its latest lease; None before the first.
+        power_interval_s: its requested interval of power readings; None if it requests none or is absent.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Coordinator:
 
     @property
     def heard_at_s(self) -> float:
-        """When it said something last, CLOCK_MONOTONIC; 0 before."""
+        """The time of its latest message, CLOCK_MONOTONIC; 0 before the first."""
         return self._connection.heard_at_s
 
     @property
     def certificate_expiries_s(self) -> Mapping[str, float]:
-        """By file, the Unix time when a certificate on the way to it is of no use."""
+        """The Unix time, by file, when a certificate for the connection expires."""
         return self._channels.expiries_s
 
     async def run(self) -> None:
@@ -100,11 +100,11 @@ class Coordinator:
         await self._connection.run()
 
     def close(self, reason: str) -> None:
-        """Say goodbye; `run` then returns. Without an open stream it must be cancelled."""
+        """Say goodbye; `run` then returns. Without an open stream, cancel `run`."""
         self._connection.close(reason)
 
     def send(self, message: FromSession | wire.GpuError | wire.PowerReading) -> None:
-        """Say it: telemetry and the end of a rank sooner or later, all else now or not at all."""
+        """Send a message: telemetry and a rank's end are kept for later streams, others are not."""
         match message:
             case Telemetry():
                 self.telemetry.append(message)
@@ -115,25 +115,25 @@ class Coordinator:
                 self._connection.send(message)
 
     def send_next(self, reports: Iterable[wire.GpuError]) -> None:
-        """Say it on the next stream, unless one is open: whoever said it before is about to be gone."""
+        """Keep reports of a departing trainer for the next stream, unless a stream is open."""
         if not self.is_connected:
             for report in reports:
                 self._keep_final_message(report)
 
     def _keep_final_message(self, message: wire.RankLeft | wire.GpuError) -> None:
-        """For the next stream; what has been said already, or too long ago, is not said again."""
+        """Keep a message for the next stream, dropping duplicates and the oldest messages."""
         if message in self._final_messages:
             self._final_messages.remove(message)
         self._final_messages.append(message)
         del self._final_messages[:-_MAX_FINAL_MESSAGES]
 
     def connected(self, welcome: Welcome) -> None:
-        """See `connection.Handler.connected`."""
+        """Resend everything that the coordinator has not acknowledged."""
         self.lease_s = welcome.lease_s
         self.power_interval_s = welcome.power_interval_s
         self._acknowledge(welcome.acknowledged_sequence)
         self.telemetry.rewind()
-        # First of all: a rank that has left may be served for another trainer by now.
+        # These come first: a rank that has left may meanwhile be served for another trainer.
         final_messages, self._final_messages = self._final_messages, []
         for final in final_messages:
             self._connection.send(final)
@@ -141,12 +141,12 @@ class Coordinator:
         self._send_telemetry()
 
     def disconnected(self) -> None:
-        """See `connection.Handler.disconnected`."""
+        """Note the end of the stream."""
         self.power_interval_s = None
         self._listener.disconnected()
 
     def received(self, message: Incoming) -> None:
-        """See `connection.Handler.received`."""
+        """Handle a message of the coordinator, or pass it to the listener."""
         self._listener.heard()
         match message:
             case PlanOffer() | RankAccepted() | RankRefused() | RankMaxClock():
@@ -181,7 +181,7 @@ class Coordinator:
         dropped_batch_count = self.telemetry.refuse(refused.sequence)
         if dropped_batch_count is not None:
             self._refusals.warning(
-                "telemetry refused, and dropped",
+                "telemetry refused and dropped",
                 refused.reason,
                 refused.field,
                 sequence=refused.sequence,

@@ -1,12 +1,13 @@
-"""Registering jobs on behalf of their trainers: one unary call each, made again if the coordinator forgets.
+"""Registering jobs on behalf of their trainers: one unary call each, repeated if the coordinator loses it.
 
-A registration is kept for as long as the job has trainers here. A coordinator that was absent when it was
-made, or that has lost its state, refuses the job's ranks, as it does not know the job: it is told of it then.
-So it is, and with the same request, where ranks of another specification stood in the way: they may be gone.
+The agent keeps a registration for as long as the job has trainers here. A coordinator that was absent at the
+time, or has lost its state, refuses the job's ranks because it does not know the job; the agent then
+registers it again. It repeats the same request also where ranks of another specification blocked it: they may
+be gone.
 
-A request whose run has ended at once, before any rank here was accepted under it, has come to nothing: the
-ranks of the training before it were still on their way out (a trainer that detached and attached, say). The
-job is registered by another request then. Otherwise somebody has ended the run, and it stays so.
+If a run ends at once, before any rank here was accepted under it, its request was spent: the ranks of the
+previous training were still leaving (for example, a trainer that detached and attached again). The agent then
+registers the job with a new request. Otherwise somebody has ended the run, and it stays ended.
 """
 
 import asyncio
@@ -38,11 +39,12 @@ _log = structlog.get_logger(__name__)
 
 _DEADLINE_S = 5.0
 _INVALID = "INVALID_REGISTRATION"
-# So many for the same reason, in three seconds, are no matter of moments: who is about to leave has left.
+# This many refusals in a row for the same reason, in three seconds, are lasting: departing ranks have left by
+# then.
 _LASTING_REFUSALS = 3
-# By then, whoever was about to leave when a job was registered has left.
+# Ranks that were leaving when a job was registered have left within this time.
 _REPEAT_WINDOW_S = 10.0
-# What says nothing about the job: the coordinator is absent, busy or restarting.
+# Statuses that do not concern the job: the coordinator is absent, busy or restarting.
 _TRANSIENT = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -59,7 +61,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The coordinator did not answer, or not now: it may be asked again after so long."""
+    """The coordinator did not answer, or cannot now; retry after `retry_delay_s`."""
 
     message: str
     retry_delay_s: float = 0.0
@@ -67,7 +69,7 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The coordinator does not want the job; `reason` is the stable one of its ErrorInfo, or its status."""
+    """The coordinator refuses the job; `reason` is the stable one of its ErrorInfo, or its status."""
 
     reason: str
     message: str
@@ -77,22 +79,23 @@ Outcome = Registered | Unreachable | Refused
 
 
 class Registrar:
-    """The registrations of an agent's jobs with the coordinator that `channels` lead to."""
+    """The registrations of an agent's jobs with the coordinator behind `channels`."""
 
     def __init__(self, channels: Channels, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._channels = channels
         self._monotonic = monotonic
-        # To be made again whenever the coordinator does not know the job.
+        # To be repeated whenever the coordinator does not know the job.
         self._requests: dict[str, RegisterJobRequest] = {}
-        # The jobs among them that the coordinator has taken, as far as known, and when.
+        # The jobs among them that the coordinator has accepted, as far as known, and when.
         self._taken: dict[str, float] = {}
-        # The jobs whose ranks here were accepted since they were registered last.
+        # The jobs with ranks here that were accepted since the latest registration.
         self._served: set[str] = set()
         self._running: dict[str, asyncio.Task[None]] = {}
-        # Why the coordinator refused a rank last, and how often in a row; those whose trainers were told.
+        # The coordinator's latest reason to refuse a rank, with its count in a row; ranks with notified
+        # trainers.
         self._refusals: dict[Rank, tuple[str, int]] = {}
         self._notified: set[Rank] = set()
-        # When the coordinator may be asked again, where it said so.
+        # When the coordinator may be asked again, if it gave a delay.
         self._not_before_s: dict[str, float] = {}
 
     async def register(
@@ -102,9 +105,9 @@ class Registrar:
         owner: str = "",
         labels: Sequence[tuple[str, str]] = (),
     ) -> Outcome:
-        """Register a job of `owner`'s, and keep it registered unless it is refused for good."""
+        """Register a job of `owner`, and keep it registered unless it is refused for good."""
         try:
-            # Off the loop: it takes long for a schedule of many computations.
+            # Off the event loop: a schedule of many computations takes long.
             request = await asyncio.to_thread(register_job_request, registration, owner, labels)
         except ValueError as error:
             return Refused(_INVALID, str(error))
@@ -116,18 +119,18 @@ class Registrar:
         return await self._register(request)
 
     def rank_accepted(self, rank: Rank) -> Reply | None:
-        """The coordinator takes a rank. Returns what its trainer is to be told, if it was told otherwise."""
+        """Note that the coordinator accepts a rank; return a notice if its trainer was told otherwise."""
         self._served.add(rank.job_id)
         self._refusals.pop(rank, None)
         if rank not in self._notified:
             return None
         self._notified.discard(rank)
-        return Reply(True, "", "the coordinator takes the rank now", is_notice=True)
+        return Reply(True, "", "the coordinator now accepts the rank", is_notice=True)
 
     def rank_refused(self, refused: RankRefused) -> Reply | None:
-        """The coordinator does not take a rank (yet): register its job again if that is why.
+        """Note that the coordinator refuses a rank, and register its job again if that may help.
 
-        Returns what the rank's trainer is to be told, once, if that is not over soon.
+        Returns a notice for the rank's trainer, once, if the refusal lasts.
         """
         rank, reason = refused.rank, refused.reason
         before, count = self._refusals.get(rank, ("", 0))
@@ -135,14 +138,14 @@ class Registrar:
             count = 0
             log = _log.info if reason == JOB_NOT_FOUND else _log.warning
             log(
-                "coordinator does not take the rank yet",
+                "coordinator does not accept the rank yet",
                 rank=str(rank),
                 reason=reason,
                 message=refused.message,
             )
         self._refusals[rank] = reason, count + 1
         is_taken = rank.job_id in self._taken
-        is_spent = reason == JOB_FINISHED and self._has_come_to_nothing(rank.job_id)
+        is_spent = reason == JOB_FINISHED and self._is_spent(rank.job_id)
         if is_spent and (request := self._requests.get(rank.job_id)) is not None:
             request.request_id = uuid.uuid4().hex
         if reason == JOB_NOT_FOUND or is_spent or (reason in (JOB_FINISHED, SPEC_MISMATCH) and not is_taken):
@@ -150,29 +153,29 @@ class Registrar:
         if count + 1 != _LASTING_REFUSALS or reason == JOB_NOT_FOUND:
             return None
         self._notified.add(rank)
-        message = f"the coordinator does not take the rank: {refused.message}"
-        return Reply(False, reason, f"{message}: training goes on at stock clocks", is_notice=True)
+        message = f"the coordinator does not accept the rank: {refused.message}"
+        return Reply(False, reason, f"{message}: training continues at stock clocks", is_notice=True)
 
-    def _has_come_to_nothing(self, job_id: str) -> bool:
+    def _is_spent(self, job_id: str) -> bool:
         taken_s = self._taken.get(job_id)
         if taken_s is None or job_id in self._served:
             return False
         return self._monotonic() < taken_s + _REPEAT_WINDOW_S
 
     def forget_rank(self, rank: Rank) -> None:
-        """Its trainer is gone."""
+        """Forget a rank whose trainer is gone."""
         self._refusals.pop(rank, None)
         self._notified.discard(rank)
 
     def forget_job(self, job_id: str) -> None:
-        """Its last trainer here is gone: whoever else has trainers of it sees to its registration."""
+        """Forget a job without trainers here: agents that have some keep it registered."""
         self._requests.pop(job_id, None)
         self._taken.pop(job_id, None)
         self._served.discard(job_id)
         self._not_before_s.pop(job_id, None)
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel calls in progress."""
         for registering in self._running.values():
             registering.cancel()
 
@@ -214,7 +217,7 @@ class Registrar:
 
 
 async def register_job(channels: Channels, request: RegisterJobRequest) -> Outcome:
-    """Ask the coordinator, once."""
+    """Send one registration to the coordinator."""
     async with channels.open(CHANNEL_OPTIONS) as channel:
         try:
             await JobServiceStub(channel).RegisterJob(request, timeout=_DEADLINE_S)

@@ -1,4 +1,4 @@
-"""What a status of the coordinator's says beside its code: the stable reason, and when to come again."""
+"""Details of the coordinator's statuses: the stable reason and the retry delay."""
 
 import grpc
 from google.protobuf.message import Message
@@ -6,17 +6,17 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 _MAX_DELAY_S = 300.0
-"""Nobody makes an agent wait for longer."""
+"""The longest delay that an agent accepts."""
 
 
 def reason(error: grpc.aio.AioRpcError) -> str:
-    """Return the reason of its ErrorInfo; its code's name, if it has none."""
+    """Return the reason of an error's ErrorInfo, or else its code's name."""
     info = error_details_pb2.ErrorInfo()
     return str(info.reason) if _unpack(error, info) else error.code().name
 
 
 def retry_delay_s(error: grpc.aio.AioRpcError) -> float | None:
-    """Return how long to wait before the same is tried again; None if it does not say that time helps."""
+    """Return the delay before a retry; None if the error has no RetryInfo."""
     info = error_details_pb2.RetryInfo()
     if not _unpack(error, info):
         return None

@@ -1,10 +1,10 @@
-"""Telemetry on its way to the coordinator: numbered, kept until acknowledged, sent again after a reconnect.
+"""Telemetry for the coordinator: numbered, kept until acknowledged, resent after a reconnect.
 
-A batch that the coordinator refuses is dropped, and counted as such.
+A batch that the coordinator refuses is dropped and counted as dropped.
 
-Pure. Memory is bounded: the ring holds `CAPACITY` batches and some `CAPACITY_BYTES`, of which the oldest are
-dropped (and counted) when it is full; and at most `WINDOW` batches are under way at a time, since HTTP/2
-itself pushes back only after megabytes.
+Pure. Memory is bounded: the ring holds `CAPACITY` batches and about `CAPACITY_BYTES`; when it is full, it
+drops (and counts) the oldest. At most `WINDOW` batches are in flight at a time, since HTTP/2 itself applies
+back-pressure only after megabytes.
 """
 
 from collections import deque
@@ -17,9 +17,9 @@ CAPACITY = 4096
 """Batches kept: some minutes of a node's ranks without a coordinator."""
 
 CAPACITY_BYTES = 64 * 1024 * 1024
-"""What they may take, as far as that can be told from their rows: an iteration may have thousands."""
+"""Their largest size, estimated from their rows: an iteration may have thousands."""
 
-# A row and its figures as Python's objects.
+# Sizes of a batch and of a row with its numbers as Python objects.
 _BATCH_BYTES = 500
 _ROW_BYTES = 250
 
@@ -59,27 +59,27 @@ class TelemetryRing:
 
     @property
     def kept_count(self) -> int:
-        """How many batches are not acknowledged."""
+        """The number of batches not acknowledged."""
         return len(self._kept)
 
     @property
     def dropped_batch_count(self) -> int:
-        """How many were dropped, for want of room or refused."""
+        """The number of batches dropped for lack of room or refused."""
         return self._dropped_batch_count
 
     def append(self, telemetry: Telemetry) -> None:
-        """Number and keep it, at the cost of the oldest where there is no room."""
+        """Number and keep a batch, dropping the oldest if there is no room."""
         self._sequence += 1
         self._kept.append((self._sequence, telemetry))
         self._kept_bytes += size_bytes(telemetry)
         while len(self._kept) > self._capacity or (
             self._kept_bytes > self._capacity_bytes and len(self._kept) > 1
         ):
-            self._forget_oldest()
+            self._drop_oldest()
             self._dropped_batch_count += 1
 
     def sendable(self) -> list[Batch]:
-        """What is to be sent now, oldest first; it then counts as sent."""
+        """Return the batches to send now, oldest first; they then count as sent."""
         in_flight_count = sum(1 for _ in takewhile(lambda kept: kept[0] <= self._sent_sequence, self._kept))
         batches = [
             Batch(sequence, telemetry, self._dropped_batch_count)
@@ -90,17 +90,17 @@ class TelemetryRing:
         return batches
 
     def acknowledge(self, sequence: int) -> None:
-        """Everything up to `sequence` is stored. ValueError if that was never sent."""
+        """Drop all batches up to `sequence`, which are stored. Raises ValueError if that was never sent."""
         if sequence > self._sequence:
             raise ValueError(
                 f"telemetry: expected an acknowledgement up to {self._sequence}, found {sequence}"
             )
         self._acknowledged_sequence = max(self._acknowledged_sequence, sequence)
         while self._kept and self._kept[0][0] <= self._acknowledged_sequence:
-            self._forget_oldest()
+            self._drop_oldest()
 
     def refuse(self, sequence: int) -> int | None:
-        """Drop a batch that the coordinator refuses; return how many were by now, None if it is not kept."""
+        """Drop a refused batch; return the number of dropped batches, None if the batch is not kept."""
         for index, (kept, telemetry) in enumerate(self._kept):
             if kept == sequence:
                 del self._kept[index]
@@ -112,16 +112,16 @@ class TelemetryRing:
         return None
 
     def rewind(self) -> None:
-        """A new stream: everything not acknowledged is to be sent again."""
+        """Start a new stream: resend everything not acknowledged."""
         self._sent_sequence = self._acknowledged_sequence
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         _, telemetry = self._kept.popleft()
         self._kept_bytes -= size_bytes(telemetry)
 
 
 def size_bytes(telemetry: Telemetry) -> int:
-    """What a batch takes in memory, about."""
+    """Estimate the memory of a batch, in bytes."""
     sample_count = len(telemetry.energy.samples) if telemetry.energy is not None else 0
     row_count = len(telemetry.iterations) + len(telemetry.computations) + sample_count
     return _BATCH_BYTES + _ROW_BYTES * row_count

@@ -1,9 +1,9 @@
-"""Between the stubs of `perseus.v1` and the agent's own values: the only place on this side that knows both.
+"""Translates between the stubs of `perseus.v1` and the agent's own values; no other agent module knows both.
 
-Every number that arrives is checked here.
+Every received number is checked here.
 
     ValueError
-     └─ MalformedMessageError     the coordinator sent what the contract, as known here, does not allow
+     └─ MalformedMessageError     a message of the coordinator violates the contract, as known here
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ _FIELDS = {
 }
 
 PROTOCOL_VERSION = 1
-"""Of the contract; `Hello` in it says when it rises."""
+"""Version of the contract; its `Hello` documents when it rises."""
 
 _UNKNOWN_MESSAGE = "UNKNOWN_MESSAGE"
 _EMPTY_MESSAGE = "EMPTY_MESSAGE"
@@ -85,10 +85,10 @@ _SHOWN_COUNT = 10
 
 
 class MalformedMessageError(ValueError):
-    """A message that the contract, as it is known here, does not allow; the text names the field.
+    """A message that violates the contract, as known here; the text names the field.
 
     Attributes:
-        refused: what the coordinator is told of it.
+        refused: the refusal for the coordinator.
     """
 
     def __init__(self, field: str, expected: str, found: object, reason: str = _INVALID_FIELD) -> None:
@@ -96,11 +96,11 @@ class MalformedMessageError(ValueError):
         self.refused = MessageRefused(reason, field, expected, str(found)[:MAX_SENTENCE_LENGTH])
 
 
-# --- What the agent says ------------------------------------------------------------------------------------
+# --- Messages from the agent --------------------------------------------------------------------------------
 
 
 def commit_marker(message: wire.ConnectResponse) -> str:
-    """The coordinator's word for what it has stored, where a message has one; empty if not."""
+    """Return the commit marker of a message; empty if it has none."""
     match message.WhichOneof("message"):
         case "welcome":
             return message.welcome.commit_marker
@@ -114,7 +114,7 @@ def commit_marker(message: wire.ConnectResponse) -> str:
 def hello(
     agent: AgentIdentity, latest_commit_marker: str = "", instance_key: str = ""
 ) -> wire.ConnectRequest:
-    """The first message on a stream."""
+    """Return the first message on a stream."""
     return wire.ConnectRequest(
         hello=wire.Hello(
             instance_id=agent.instance_id,
@@ -128,17 +128,17 @@ def hello(
 
 
 def heartbeat() -> wire.ConnectRequest:
-    """A sign of life."""
+    """Return a heartbeat."""
     return wire.ConnectRequest(heartbeat=wire.Heartbeat())
 
 
 def goodbye(reason: str) -> wire.ConnectRequest:
-    """The last message on a stream that ends on purpose."""
+    """Return the last message on a stream that ends on purpose."""
     return wire.ConnectRequest(goodbye=wire.Goodbye(reason=reason))
 
 
 def request(message: Sendable) -> wire.ConnectRequest:
-    """What a session, or the agent on behalf of one, wants to say."""
+    """Return the wire message for a message of a session or of the agent."""
     match message:
         case Batch():
             content: Message = _telemetry(message)
@@ -161,16 +161,16 @@ def request(message: Sendable) -> wire.ConnectRequest:
 def register_job_request(
     registration: Registration, owner: str = "", labels: Sequence[tuple[str, str]] = ()
 ) -> job_service_pb2.RegisterJobRequest:
-    """The request for a registration, of a trainer of `owner`'s whose grant has these labels.
+    """Return the request for a registration by a trainer of `owner` whose grant has these labels.
 
-    ValueError, naming the field, if it holds no JobSpec. Many computations take a while, all of it in
-    Python: so a thread that does it leaves others their turns.
+    Raises ValueError, naming the field, if it holds no JobSpec. Many computations take a while, all of it in
+    Python, so in a thread it lets other threads run.
     """
     try:
         spec = json_format.ParseDict(registration.spec, job_pb2.JobSpec())
     except json_format.ParseError as error:
         raise ValueError(sentence(f"registration: expected a JobSpec as JSON: {error}")) from error
-    except SystemError as error:  # what protobuf makes of a name that is half a surrogate pair
+    except SystemError as error:  # raised by protobuf for a name with half a surrogate pair
         raise ValueError(
             sentence(f"registration: expected a JobSpec as JSON: {error.__cause__ or error}")
         ) from error
@@ -188,7 +188,7 @@ def _limits(limits: GpuLimits) -> wire.GpuLimits:
 
 
 def _telemetry(batch: Batch) -> wire.TelemetryBatch:
-    """Its rows as columns."""
+    """Return a batch with its rows as columns."""
     measured = batch.telemetry
     return wire.TelemetryBatch(
         sequence=batch.sequence,
@@ -235,9 +235,9 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         gap_energy_j=[row.gap_energy_j for row in rows],
         gap_slowed_time_s=[row.gap_slowed_time_s for row in rows],
         capped_clock_mhz=[row.capped_clock_mhz for row in rows],
-        # Few trainers tell it: nearly all batches go without the column.
+        # Few trainers state it: nearly all batches lack the column.
         relative_work=[row.relative_work for row in rows] if any(row.relative_work for row in rows) else (),
-        # Only where an urgent offer or a ceiling came.
+        # Only after an urgent offer or a maximum clock.
         has_clock_change=[row.has_clock_change for row in rows]
         if any(row.has_clock_change for row in rows)
         else (),
@@ -280,11 +280,11 @@ def _energy(estimate: EnergyEstimate) -> wire.EnergyEstimate:
     )
 
 
-# --- What the coordinator says ------------------------------------------------------------------------------
+# --- Messages from the coordinator --------------------------------------------------------------------------
 
 
 def response(message: wire.ConnectResponse) -> Incoming:
-    """What the coordinator said. MalformedMessageError if the contract, as known here, does not allow it."""
+    """Return the coordinator's message. Raises MalformedMessageError if it violates the contract."""
     name = message.WhichOneof("message")
     match name:
         case "welcome":
@@ -398,7 +398,7 @@ def _clocks_of(offer: wire.PlanOffer) -> Stock | Hold | StageClocks:
 
 @contextmanager
 def _about(rank: Rank) -> Iterator[None]:
-    """Name the rank that a message is about in whatever is wrong with it."""
+    """Add a message's rank to any MalformedMessageError."""
     try:
         yield
     except MalformedMessageError as error:
@@ -409,7 +409,7 @@ def _about(rank: Rank) -> Iterator[None]:
 def _rank(
     where: str, message: wire.RankAccepted | wire.RankRefused | wire.RankMaxClock | wire.PlanOffer
 ) -> Rank:
-    """The rank that a message is about: absent coordinates are not the first rank."""
+    """Return a message's rank; absent coordinates are an error, not the first rank."""
     if not message.HasField("rank"):
         raise MalformedMessageError(f"{where}.rank", "a rank's place", "none")
     return _place(message.job_id, message.rank)

@@ -84,5 +84,5 @@ def test_a_refusal_says_what_was_expected_and_found() -> None:
     assert isinstance(refused, Refused)
     assert refused.message == (
         "GPU GPU-b: expected that user alice may open its device, found that they may not: /dev/nvidia1 is "
-        "closed to them; a grant says who may (docs/security.md)"
+        "closed to them; a grant can permit it (docs/security.md)"
     )

@@ -73,7 +73,7 @@ def test_what_is_no_record_is_not_taken_for_one(folder: RecordFolder, content: b
         Record.decode(content)
     folder.path.mkdir(parents=True)
     (folder.path / f"{UUID}.json").write_bytes(content)
-    with pytest.raises(RecordError, match=f"{UUID}.json: expected a record"):
+    with pytest.raises(RecordError, match=f"{UUID}.json: expected a restore record"):
         folder.find(UUID)
     (restoration,) = restore_found(folder, lambda _: FakeGpu())
     assert isinstance(restoration.error, RecordError)
@@ -189,7 +189,7 @@ def test_two_agents_do_not_set_one_gpu(folder: RecordFolder, monkeypatch: pytest
     gpu = FakeGpu()
     second = GuardedGpu(gpu, folder, None)
     for change in (second.reset_clock, lambda: second.set_clock_mhz(1000)):
-        with pytest.raises(RecordHeldError, match="another agent that runs"):
+        with pytest.raises(RecordHeldError, match="another running agent"):
             change()
     assert restore_found(folder, lambda _: gpu) == [], "the first one lives"
     assert gpu.sets == []
@@ -345,7 +345,7 @@ def test_a_folder_behind_a_link_or_of_another_user_is_refused(tmp_path: Path) ->
         RecordFolder(tmp_path / "link").gpu_uuids()
     if os.geteuid() == 0:
         os.chown(real.path, NOBODY, NOBODY)
-        with pytest.raises(RecordError, match="expected a folder of user 0, who the agent is, found user"):
+        with pytest.raises(RecordError, match="expected a folder of user 0, the agent's, found user"):
             real.gpu_uuids()
 
 

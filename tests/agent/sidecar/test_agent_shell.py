@@ -351,7 +351,7 @@ async def test_a_rank_that_is_not_taken_is_said_in_the_trainers_own_log_once_and
         await until(lambda: len(notices()) == 2, "another word")
         await trainer.stop()
     assert notices() == [
-        "job[pipeline 0, stage 0, tensor 0]: the coordinator does not take the rank: run 1 has ended: "
-        "training goes on at stock clocks",
-        "job[pipeline 0, stage 0, tensor 0]: the coordinator takes the rank now",
+        "job[pipeline 0, stage 0, tensor 0]: the coordinator does not accept the rank: run 1 has ended: "
+        "training continues at stock clocks",
+        "job[pipeline 0, stage 0, tensor 0]: the coordinator now accepts the rank",
     ]

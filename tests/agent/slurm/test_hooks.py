@@ -140,7 +140,7 @@ def test_the_epilog_says_which_gpu_a_living_agent_keeps(
     with pytest.raises(NoAgentError):
         prolog(JOB, settings)
     held = lock(settings, "GPU-1")
-    with pytest.raises(NotRestoredError, match="GPU GPU-1: not back on stock: an agent holds it"):
+    with pytest.raises(NotRestoredError, match="GPU GPU-1: not back at stock: an agent holds it"):
         epilog(JOB, settings)
     assert granted(settings) == {}, "it is nobody's all the same"
     held.close()

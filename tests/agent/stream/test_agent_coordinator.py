@@ -168,6 +168,6 @@ async def test_refused_telemetry_is_dropped_counted_said_once_and_all_goes_on(
             await server.until(lambda inbox: len(inbox.all("telemetry")) == 4, "telemetry")
     assert server.inbox.all("telemetry")[-1].telemetry.dropped_batch_count == 2
     assert "disconnected" not in agent.seen[:-1]
-    (line,) = [line for line in logs if line["event"] == "telemetry refused, and dropped"]
+    (line,) = [line for line in logs if line["event"] == "telemetry refused and dropped"]
     assert (line["reason"], line["field"], line["dropped_batch_count"]) == ("INVALID_FIELD", "a[1]", 1)
     assert [line["field"] for line in logs if line["event"] == "the coordinator refuses a message"] == ["f"]

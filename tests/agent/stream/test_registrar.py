@@ -136,7 +136,7 @@ async def test_a_run_that_somebody_has_ended_stays_ended_and_its_trainer_is_told
     (notice,) = reported
     assert (notice.ok, notice.reason, notice.is_notice) == (False, JOB_FINISHED, True)
     assert notice.message == (
-        "the coordinator does not take the rank: job 'job' has finished: training goes on at stock clocks"
+        "the coordinator does not accept the rank: job 'job' has finished: training continues at stock clocks"
     )
     assert not coordinator.inbox.jobs
     accepted = registrar.rank_accepted(RANK)

@@ -1,4 +1,4 @@
-"""The sidecar on a GPU node and the probe in the training process: a folder per process, and what they share.
+"""The sidecar on a GPU node and the probe in the training process: one package per process, and shared ones.
 
     torch, megatron, deepspeed, torchtitan
                                 training process: the hooks into frameworks, one line each
@@ -8,12 +8,12 @@
     rank, clocks, energy        agent process, pure: a rank's session; when to set clocks; watts from counters
     stream                      agent process: the gRPC stream to the coordinator
     restore                     agent process and its supervisor: records, bringing GPUs back
-    gpu                         agent process: GPUs, through NVML; what is asked of them is in `perseus.gpu`
+    gpu                         agent process: GPUs, through NVML; their interface is in `perseus.gpu`
 
-Here is what a trainer needs, and it is standard library only. `Probe` marks at the host's time, which under
-CUDA is that of the launches; the hooks mark at the device's (`probe.torch_marks`). Of the agent's rooms
-`clocks` and `energy` know no other but `gpu`, `rank` knows these and `link`, `stream` knows `rank`, `restore`
-knows `gpu`, and `sidecar` knows all.
+This package exports what a trainer needs, with the standard library only. `Probe` marks at host time, which
+under CUDA is the time of the launches; the hooks mark at device time (`probe.torch_marks`). Among the agent's
+packages, `clocks` and `energy` import only `gpu`, `rank` imports these and `link`, `stream` imports `rank`,
+`restore` imports `gpu`, and `sidecar` imports all.
 """
 
 from perseus.agent.link.computation import Computation, Kind

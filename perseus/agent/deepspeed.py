@@ -1,4 +1,4 @@
-"""Attach to DeepSpeed's `PipelineEngine`: one line.
+"""Attach to DeepSpeed's `PipelineEngine`, with one line.
 
     from perseus.agent.deepspeed import attach
 
@@ -7,11 +7,11 @@
         for _ in range(iterations):
             engine.train_batch(batches)
 
-The seam is the engine's instruction map, which says what executes each instruction of its schedule; it is
-replaced on the instance. An iteration is one `train_batch`, the optimizer's step included; `eval_batch` is
-not marked. An instruction names its buffer and not its microbatch, and buffers are used again: microbatches
-are counted, as each stage executes its forwards and its backwards in their order. `TrainSchedule`, which
-knows the microbatch of each of its steps, is the table that this is checked against.
+The hook replaces the instance's instruction map, which maps each instruction of the engine's schedule to the
+function that executes it. An iteration is one `train_batch`, including the optimizer's step; `eval_batch` is
+not marked. An instruction names its buffer and not its microbatch, and buffers are reused. So the hook counts
+microbatches, as each stage executes its forwards and its backwards in order, and checks the result against
+`TrainSchedule`, which knows the microbatch of each of its steps.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from perseus.agent.probe.stage_work import work_text
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
 
-# DeepSpeed's instructions that are computations, by the names of their classes.
+# DeepSpeed's computing instructions, by class name.
 _KINDS = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
 _OF_GRIDS = (
     "get_pipe_parallel_group",
@@ -52,11 +52,11 @@ def attach(
 ) -> Attachment:
     """Attach this rank's engine to the agent of its node. Called by all ranks of the job, before training.
 
-    `max_slowdown_percent`: how much slower than stock plans may be. `connect` stands for `Probe.connect` in
+    `max_slowdown_percent`: how much slower than stock plans may be. `connect` replaces `Probe.connect` in
     tests and demonstrations.
 
-    ValueError if `engine` is no `PipelineEngine`, or lacks what the hook needs, as it may in other versions.
-    Without an agent that is said once, and training goes on as before.
+    Raises ValueError if `engine` is no `PipelineEngine`, or lacks attributes that the hook needs, as in other
+    versions. Without an agent the hook logs one line, and training continues as before.
     """
     if not hasattr(engine, "_INSTRUCTION_MAP"):
         raise ValueError(f"engine: expected DeepSpeed's PipelineEngine, found {type(engine).__name__}")
@@ -97,7 +97,8 @@ def _placement(engine: Any) -> Placement:
 
 
 def work_of(engine: Any) -> str:
-    """What the engine's stage computes (`probe.stage_work`); the configuration has microbatches' size."""
+    """Return the work text of the engine's stage (`probe.stage_work`); the configuration has the microbatch
+    size."""
     import deepspeed
     import torch
 
@@ -116,7 +117,7 @@ def _table(engine: Any) -> list[Computation]:
 
 
 def table_of(schedule: Any) -> list[Computation]:
-    """The order that DeepSpeed's schedule gives its stage: a step has one computation at most."""
+    """Return the stage's order in DeepSpeed's schedule; a step has at most one computation."""
     return [
         Computation(kind, schedule._step_to_micro_batch(step)[0])
         for step, instructions in enumerate(schedule.steps())
@@ -127,7 +128,7 @@ def table_of(schedule: Any) -> list[Computation]:
 
 def mark_engine(attachment: Attachment, engine: Any) -> None:
     """Put marks around an engine's training iterations and their computations."""
-    # How many computations of each kind the iteration has executed.
+    # Computations of each kind in the iteration so far.
     counts = dict.fromkeys(_KINDS.values(), 0)
 
     def is_training() -> bool:
@@ -141,7 +142,7 @@ def mark_engine(attachment: Attachment, engine: Any) -> None:
 
         return identify_next
 
-    # The engine binds what it finds in the map to itself.
+    # The engine binds the functions in the map to itself.
     instructions: Mapping[type, Any] = engine._INSTRUCTION_MAP
     marked_instructions = {
         instruction: attachment.marked(execute, identify(kind))

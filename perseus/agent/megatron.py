@@ -1,4 +1,4 @@
-"""Attach to Megatron-Core: one line, once its parallel state is initialised.
+"""Attach to Megatron-Core with one line, once its parallel state is initialised.
 
     from perseus.agent.megatron import attach
 
@@ -8,8 +8,8 @@
             run_forward_backward(...)
             ...
 
-Megatron-LM has a loop of its own, `megatron.training`, which makes its configuration itself. There the line
-stands in the script that calls `pretrain`, anywhere before that:
+Megatron-LM has its own training loop, `megatron.training`, which creates its configuration itself. There the
+line goes into the script that calls `pretrain`, anywhere before that call:
 
     from perseus.agent.megatron import wrap_training
 
@@ -19,13 +19,14 @@ There are two seams.
 
 `schedules`, the default, replaces functions of `megatron.core.pipeline_parallel.schedules`, which the
 schedules look up there at every call: `forward_step` and `backward_step` are the computations, and the three
-`forward_backward_…` functions the iterations. `forward_step` says its microbatch and its virtual stage, which
-is the chunk; a backward has no number of its own, and is that of the forward whose output it is given.
+`forward_backward_…` functions the iterations. The arguments of `forward_step` give its microbatch and its
+virtual stage, which is the chunk. A backward has no number; it belongs to the forward whose output it
+receives.
 
-`timers` patches nothing of Megatron's: Megatron starts and stops `config.timers` around iterations and
-computations. Timers that were there go on as before. It is for schedules of one's own that keep these timers,
-for one chunk per stage, as computations can only be counted there, and for who leaves `config.timers` alone.
-Megatron-LM does not (`train` and `evaluate` set it), so beside `megatron.training` it is refused.
+`timers` patches nothing in Megatron: Megatron starts and stops `config.timers` around iterations and
+computations. Existing timers keep working. This seam is for custom schedules that keep these timers, with one
+chunk per stage, as it can only count computations, and for code that does not set `config.timers`.
+Megatron-LM does (`train` and `evaluate` set it), so with `megatron.training` this seam is refused.
 
 Forward-only iterations are not marked.
 """
@@ -54,16 +55,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("perseus.megatron")
 
-# Megatron-LM's own loop, where there is one.
+# Megatron-LM's own loop, if present.
 _LOOP = "megatron.training.training"
-# These run computations otherwise than by forward_step and backward_step, or ever different ones.
+# These don't run computations by forward_step and backward_step, or vary them.
 _UNSUPPORTED = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
 _ITERATIONS = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
-# Of a configuration, what the time of a stage's computations depends on beside its parameters; and its size,
+# Fields of a configuration on which a stage's computation times depend besides its parameters; and its size,
 # as there is no model at hand where timers are the seam.
 _OF_WORK = (
     "num_layers",
@@ -109,14 +110,14 @@ def attach(
     """Attach this rank to the agent of its node. Called by all ranks of the job, before training.
 
     `config`: the model's `ModelParallelConfig`. `max_slowdown_percent`: how much slower than stock plans may
-    be. `connect` stands for `Probe.connect` in tests and demonstrations.
+    be. `connect` replaces `Probe.connect` in tests and demonstrations.
 
-    A rank attaches once: another call for the same job, as from what Megatron-LM calls once for each virtual
-    stage, returns the attachment that is there.
+    A rank attaches once: another call for the same job, such as by Megatron-LM once for each virtual
+    stage, returns the existing attachment.
 
-    ValueError where the parallel state is not initialised, for a configuration that marks can't
-    follow, for a Megatron-Core that differs from those known, and for another job or seam than that which is
-    attached. Without an agent that is said once, and training goes on as before.
+    Raises ValueError if the parallel state is not initialised, for a configuration that marks can't follow,
+    for an unknown version of Megatron-Core, and for a job or seam other than the attached one. Without an
+    agent the hook logs one line, and training continues as before.
     """
     import torch
     from megatron.core import __version__, parallel_state
@@ -169,10 +170,10 @@ def attach(
 def wrap_training(
     *, job_id: str, connect: Connect = Probe.connect, max_slowdown_percent: float = 0.0
 ) -> None:
-    """Let Megatron-LM's own loop attach when it trains, and detach when it is done; arguments as above.
+    """Make Megatron-LM's own loop attach when it trains, and detach when it ends; arguments as above.
 
-    To be called by all ranks, before `pretrain`; once is enough. An exit by the loop itself (an exit
-    interval, a signal) leaves the job as one that goes on. ValueError for a Megatron-LM without
+    All ranks call this before `pretrain`; once is enough. If the loop exits by itself (an exit interval, a
+    signal), the job stays unfinished. Raises ValueError for a Megatron-LM without
     `megatron.training.training.train`, or whose `train` takes no `config`.
     """
     training = importlib.import_module(_LOOP)
@@ -186,7 +187,7 @@ def wrap_training(
 
 
 def wrap_train(training: Any, attach_config: Callable[[Any], Attachment]) -> None:
-    """Attach what the function `train` of a module trains. ValueError if it takes no `config`."""
+    """Make the function `train` of a module attach. ValueError if it takes no `config`."""
     train = training.train
     config_of = find_argument(train, "config", f"{_LOOP}: train")
 
@@ -199,13 +200,13 @@ def wrap_train(training: Any, attach_config: Callable[[Any], Attachment]) -> Non
 
 
 class OfThisProcess:
-    """What this process has attached, until it detaches: a process is one rank."""
+    """The process's attachment, until it detaches: a process is one rank."""
 
     _latest: ClassVar[tuple[Attachment, str, str] | None] = None
 
     @classmethod
     def attachment(cls, job_id: str, seam: str) -> Attachment | None:
-        """The attachment that is there, if any. ValueError if it is of another job or seam."""
+        """Return the existing attachment, if any; ValueError if it is of another job or seam."""
         if cls._latest is None:
             return None
         attachment, *what = cls._latest
@@ -243,7 +244,7 @@ def _placement(parallel_state: Any, device: "torch.device") -> Placement:
 
 
 def work_of(config: Any, schedules: "MarkedSchedules | None") -> str:
-    """What this rank's stage computes (`probe.stage_work`), as an iteration's calls have shown it."""
+    """Return the work text of this rank's stage (`probe.stage_work`), as observed in an iteration's calls."""
     import torch
     from megatron.core import __version__
 
@@ -258,16 +259,17 @@ def work_of(config: Any, schedules: "MarkedSchedules | None") -> str:
 
 
 class MarkedSchedules:
-    """Marks around the functions of `megatron.core.pipeline_parallel.schedules`, whatever their version.
+    """Marks around the functions of `megatron.core.pipeline_parallel.schedules`, in any known version.
 
-    `virtual_stage` says which virtual stage is executed, where `forward_step` is not told (0.12).
+    `virtual_stage` returns the executing virtual stage, for versions without that argument of `forward_step`
+    (0.12).
 
     Attributes:
-        microbatch: what the latest call to train said of a microbatch's size.
+        microbatch: the microbatch size according to the latest training call.
     """
 
     def __init__(self, schedules: Any, virtual_stage: Callable[[], int | None]) -> None:
-        """ValueError if a function is not there, or lacks a parameter that is needed."""
+        """Find the functions and their parameters; ValueError if one is missing."""
         where = "megatron.core.pipeline_parallel.schedules"
         check_attributes(schedules, where, "forward_step", "backward_step", *_ITERATIONS)
         self._schedules = schedules
@@ -286,7 +288,7 @@ class MarkedSchedules:
         # The microbatch and chunk of each forward whose backward is to come, by the id of its output, which
         # Megatron keeps until then.
         self._awaited: dict[int, tuple[int, int]] = {}
-        # By chunk, the module that computes it.
+        # The module of each chunk.
         self._models: dict[int, Any] = {}
         self.microbatch: dict[str, int] = {}
         self._is_in_iteration = False
@@ -295,7 +297,7 @@ class MarkedSchedules:
 
     @property
     def models(self) -> list[Any]:
-        """The chunks' modules, as far as they have computed."""
+        """The modules of the chunks that have computed so far."""
         found = [self._models[chunk] for chunk in sorted(self._models)]
         return [model for model in found if model is not None]
 
@@ -360,9 +362,9 @@ class MarkedSchedules:
 
 
 class MarkedTimers:
-    """Stands in for `config.timers`: marks, and passes everything on to the timers that were there.
+    """Replaces `config.timers`: marks, and passes all calls on to the previous timers.
 
-    `is_training` says whether the iteration that begins will have backwards.
+    `is_training` returns whether the iteration that begins will have backwards.
     """
 
     def __init__(
@@ -371,7 +373,7 @@ class MarkedTimers:
         self._attachment = attachment
         self._timers = timers
         self._is_training = is_training
-        # How many computations of each kind the iteration has executed; those of a kind come in order.
+        # Computations of each kind in the iteration so far; those of a kind come in order.
         self._counts = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
         self._marks: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "forward-backward": (self._begin_iteration, self._end_iteration),
@@ -380,16 +382,16 @@ class MarkedTimers:
         }
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The timer of a name, as Megatron asks for it."""
+        """Return the timer of a name, as Megatron requests it."""
         timer = self._timers(name, *args, **kwargs) if self._timers is not None else _NO_TIMER
         return _MarkedTimer(timer, *self._marks[name]) if name in self._marks else timer
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the timers that were there can do."""
+        """Pass other attributes on to the previous timers."""
         return getattr(self._timers, name)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "MarkedTimers":
-        """Itself: a configuration may be copied, a connection can't."""
+        """Return itself: a configuration may be copied, a connection can't."""
         return self
 
     def _begin_iteration(self) -> None:
@@ -431,7 +433,7 @@ class _MarkedTimer:
 
 
 class _NoTimer:
-    """Times nothing: no timers were there."""
+    """A timer that does nothing, if there were no timers before."""
 
     def start(self, *_args: Any, **_kwargs: Any) -> None:
         """Nothing."""

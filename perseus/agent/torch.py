@@ -1,4 +1,4 @@
-"""Attach to `torch.distributed.pipelining`, in one line for every schedule that it has, and to whole models.
+"""Attach to any schedule of `torch.distributed.pipelining`, or to a whole model, with one line.
 
     from perseus.agent.torch import attach
 
@@ -7,15 +7,15 @@
             schedule.step(inputs, target=targets)
             ...
 
-The seam is the stage objects: their `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk`
-are what every schedule calls for a computation (GPipe, 1F1B, interleaved 1F1B, looped BFS, interleaved
-zero-bubble, ZBV, DualPipeV). An iteration is one `schedule.step`; evaluations (`schedule.eval`) are not
-marked. A process's pipeline rank is the stage, its stage objects by rising `stage_index` are the chunks, and
-activations flow from one `stage_index` to the next.
+The hook patches the stage objects: every schedule (GPipe, 1F1B, interleaved 1F1B, looped BFS, interleaved
+zero-bubble, ZBV, DualPipeV) calls their `forward_one_chunk`, `backward_one_chunk` and
+`backward_weight_one_chunk` for a computation. An iteration is one `schedule.step`; evaluations
+(`schedule.eval`) are not marked. A process's pipeline rank is the stage, its stage objects by rising
+`stage_index` are the chunks, and activations flow from one `stage_index` to the next.
 
-Where the backward is split, the model's first stage is different: no gradient of its input is needed, so
-its input step does nothing and its weight step computes the whole backward. It is marked as what it is: one
-BACKWARD, when the weight step runs.
+If the backward is split, the model's first stage differs: it needs no gradient of its input, so its input
+step does nothing and its weight step computes the whole backward. The hook marks it as one BACKWARD, when the
+weight step runs.
 
 Models that are trained in data parallel alone have no schedule: `attach_model(model, optimizer, job_id=…)`.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-# What the hook needs of torch's objects; all of it there since torch 2.6.
+# Attributes of torch's objects that the hook needs; all exist since torch 2.6.
 _OF_SCHEDULES = ("step", "_has_backward")
 _OF_STAGES = (
     "forward_one_chunk",
@@ -56,7 +56,7 @@ _OF_STAGES = (
     "dw_builder",
 )
 
-# The values of torch's _ComputationType that stand for computations.
+# The values of torch's _ComputationType that are computations.
 _KINDS = {
     "F": Kind.FORWARD,
     "B": Kind.BACKWARD,
@@ -76,13 +76,13 @@ def attach(
 ) -> Attachment:
     """Attach this rank's schedule to the agent of its node. Called by all ranks of the job, before training.
 
-    `device_mesh`: the mesh of the whole job, its dimensions named "pp", "cp" and "tp", all others being data
+    `device_mesh`: the mesh of the whole job, with dimensions named "pp", "cp" and "tp"; all others are data
     parallel. Without one, all parallelism is pipeline and data. `max_slowdown_percent`: how much slower than
-    stock plans may be. `connect` stands for `Probe.connect` in tests and demonstrations.
+    stock plans may be. `connect` replaces `Probe.connect` in tests and demonstrations.
 
-    ValueError if `schedule` is none of `torch.distributed.pipelining` or lacks what the hook needs, as it may
-    in other versions of torch, or stands elsewhere in the mesh. Without an agent that is said once, and
-    training goes on as before.
+    Raises ValueError if `schedule` is not one of `torch.distributed.pipelining`, lacks attributes that the
+    hook needs (as in other versions of torch), or has another place in the mesh. Without an agent the hook
+    logs one line, and training continues as before.
     """
     from torch import __version__
 
@@ -107,7 +107,7 @@ def attach_at(
     max_slowdown_percent: float = 0.0,
     **versions: str,
 ) -> Attachment:
-    """As `attach`, for who knows this rank's place; `versions`: of what trains, beside torch's."""
+    """Attach as `attach` does, at a known place; `versions`: of the trainer's libraries besides torch."""
     stages = stages_of(schedule)
     first = stages[0]
     identities = identities_of(stages)
@@ -140,14 +140,14 @@ def attach_model(
 ) -> Attachment:
     """Attach this rank's replica of a model that is trained without a pipeline, in data parallel.
 
-    Called by all ranks of the job, before training, with the model that is called in the training loop (the
-    `DistributedDataParallel`, say, or what `fully_shard` has sharded, or `torch.compile` returned) and the
-    optimizer whose step ends an iteration (the last one, of several).
-    `process_group`: the replicas; that of a `DistributedDataParallel` by default, or else all processes.
-    `max_slowdown_percent`, `connect`: as in `attach`.
+    Called by all ranks of the job, before training, with the model that the training loop calls (such as the
+    `DistributedDataParallel`, the model that `fully_shard` has sharded, or the result of `torch.compile`) and
+    the optimizer whose step ends an iteration (the last one, of several). `process_group`: the replicas; by
+    default that of a `DistributedDataParallel`, or else all processes. `max_slowdown_percent`, `connect`: as
+    in `attach`.
 
-    ValueError for what is no module or no optimizer of torch, or sharded as no known version does it. Without
-    an agent that is said once, and training goes on as before.
+    Raises ValueError if the model or the optimizer is not torch's, or the sharding is of an unknown version.
+    Without an agent the hook logs one line, and training continues as before.
     """
     import torch
     from torch import distributed
@@ -182,7 +182,8 @@ def attach_model(
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The schedule's stages in this process, in the model's order. ValueError if they can't be hooked."""
+    """Return the schedule's stages in this process, in the model's order; ValueError if they can't be
+    hooked."""
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if stages[0] is None:
         raise ValueError(
@@ -195,9 +196,10 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def work_of(stages: Sequence[Any], **versions: str) -> str:
-    """What these stages compute, once an iteration has shown the shape of a microbatch (`probe.stage_work`).
+    """Return the work text of these stages (`probe.stage_work`), once an iteration has shown a microbatch's
+    shape.
 
-    Shapes do not change from then on: torch's stages receive into buffers of these.
+    Shapes do not change from then on: torch's stages receive into buffers of these shapes.
     """
     from torch import __version__
 
@@ -206,7 +208,7 @@ def work_of(stages: Sequence[Any], **versions: str) -> str:
 
 
 def _inputs_of(stage: Any) -> Any:
-    """What stands for a microbatch's inputs: `inputs_meta` in older torch, `_stage_meta` in 2.13."""
+    """Return the metadata of a microbatch's inputs: `inputs_meta` in older torch, `_stage_meta` in 2.13."""
     before = getattr(stage, "inputs_meta", None)
     return before if before is not None else getattr(getattr(stage, "_stage_meta", None), "inputs", None)
 
@@ -218,15 +220,15 @@ def mark_schedule(
     for stage, identify_calls in zip(stages, identities, strict=True):
         for name, identify in identify_calls.items():
             attachment.replace(stage, name, attachment.marked(getattr(stage, name), identify))
-    # Not in an evaluation.
+    # Evaluations are not marked.
     step = attachment.marked_iteration(schedule.step, lambda: schedule._has_backward)
     attachment.replace(schedule, "step", step)
 
 
 def identities_of(stages: Sequence[Any]) -> list[dict[str, Identify]]:
-    """For each stage, by its functions that compute: which computation a call is.
+    """For each stage, map its computing functions to the computation that a call executes.
 
-    ValueError for one whose signature is not as known.
+    Raises ValueError for a function with an unknown signature.
     """
     return [_identities(stage, chunk) for chunk, stage in enumerate(stages)]
 
@@ -266,7 +268,7 @@ def _has_empty_input_step(stage: Any) -> bool:
 
 
 def _table(schedule: Any, stages: Sequence[Any]) -> list[Computation] | None:
-    """The order that the schedule's own table gives this rank; None if it has none that can be.
+    """Return this rank's order in the schedule's own table; None if there is no valid one.
 
     The table of torch 2.13's `Schedule1F1B` numbers the last rank's forwards from 1.
     """

@@ -1,19 +1,19 @@
-"""Attach to torchtitan: one name where training is started, or one line.
+"""Attach to torchtitan: with another module name when starting training, or with one line.
 
     torchrun … -m perseus.agent.torchtitan --perseus.job-id llama --module llama3 --config llama3_8b …
 
-in place of `-m torchtitan.train` trains as that does, with all of its arguments, and attached. In a script
+in place of `-m torchtitan.train` trains in the same way, with all of its arguments, and attached. In a script
 that starts torchtitan itself,
 
     from perseus.agent.torchtitan import wrap_training
 
     wrap_training(job_id="llama")
 
-does the same: whatever trainer is built, by whichever configuration, its `train` attaches for as long as it
-trains. `attach(trainer, job_id=…)` is for a loop of one's own.
+does the same: the `train` of any trainer, from any configuration, attaches for as long as it trains.
+`attach(trainer, job_id=…)` is for custom loops.
 
-The seam is that of `perseus.agent.torch`: torchtitan's trainers train with a schedule of
-`torch.distributed.pipelining` (`pp_schedule`). The rank's place is that of its number among `parallel_dims`,
+The hook works like `perseus.agent.torch`: torchtitan's trainers train with a schedule of
+`torch.distributed.pipelining` (`pp_schedule`). The rank's place follows from its number and `parallel_dims`,
 which torchtitan lays out in the same order in all its versions.
 """
 
@@ -33,7 +33,7 @@ from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.torch import attach_at
 
-# How torchtitan numbers its ranks: the last of these dimensions goes fastest.
+# torchtitan's numbering of ranks: the last of these dimensions varies fastest.
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _PREFIX = "--perseus."
 
@@ -48,11 +48,12 @@ def attach(
 ) -> Attachment:
     """Attach this rank's trainer to the agent of its node. Called by all ranks of the job, before training.
 
-    `max_slowdown_percent`: how much slower than T_min plans may be. `connect` stands for `Probe.connect` in
+    `max_slowdown_percent`: how much slower than T_min plans may be. `connect` replaces `Probe.connect` in
     tests and demonstrations.
 
-    ValueError if `trainer` is none of torchtitan's, or trains without a pipeline, or lacks what the hook
-    needs, as it may in other versions. Without an agent that is said once, and training goes on as before.
+    Raises ValueError if `trainer` is not torchtitan's, trains without a pipeline, or lacks attributes that
+    the hook needs, as in other versions. Without an agent the hook logs one line, and training continues as
+    before.
     """
     import torch
     import torchtitan
@@ -67,7 +68,7 @@ def attach(
     if schedule is None:
         raise ValueError(
             f"{name}: expected a pipeline (parallelism.pipeline_parallel_degree above 1), found no "
-            "pp_schedule; for data parallel alone there is attach_model of perseus.agent.torch"
+            "pp_schedule; for data parallel alone use attach_model of perseus.agent.torch"
         )
     uuid = places.gpu_uuid(trainer.device)
     return attach_at(
@@ -81,9 +82,9 @@ def attach(
 
 
 def place_of(parallel_dims: Any, rank: int, gpu_uuid: str) -> places.Placement:
-    """The place of a global rank: data-parallel dimensions number pipelines, `cp` and `tp` tensor ranks.
+    """Return a global rank's place: data-parallel dimensions number pipelines, `cp` and `tp` tensor ranks.
 
-    ValueError for a rank beyond them.
+    Raises ValueError for a rank beyond them.
     """
     sizes = [int(getattr(parallel_dims, name)) for name in _DIMENSIONS]
     coordinates: list[int] = []
@@ -99,9 +100,9 @@ def place_of(parallel_dims: Any, rank: int, gpu_uuid: str) -> places.Placement:
 def wrap_training(
     *, job_id: str, connect: Connect = Probe.connect, max_slowdown_percent: float = 0.0
 ) -> None:
-    """Let every trainer of torchtitan attach when it trains, and detach when it is done; arguments as above.
+    """Make every trainer of torchtitan attach when it trains, and detach when it ends; arguments as above.
 
-    To be called by all ranks, before training. ValueError if it was called before, or for a torchtitan
+    All ranks call this before training. Raises ValueError if it was called before, or for a torchtitan
     without `torchtitan.train.Trainer.train`.
     """
     from torchtitan import train
@@ -117,7 +118,7 @@ def wrap_training(
 
 
 def wrap_trainer(trainer_class: Any, attach_trainer: Callable[[Any], Attachment]) -> None:
-    """Attach what the `train` of a class, and of those derived from it, trains. ValueError if wrapped."""
+    """Make the `train` of a class and its subclasses attach. ValueError if it is wrapped already."""
     train = trainer_class.train
     if hasattr(train, "is_attached_by_perseus"):
         raise ValueError("wrap_training: expected to be called once, found torchtitan's trainer wrapped")
@@ -132,9 +133,9 @@ def wrap_trainer(trainer_class: Any, attach_trainer: Callable[[Any], Attachment]
 
 
 def main(arguments: Sequence[str], connect: Connect = Probe.connect) -> None:
-    """Train as `torchtitan.train` does with these arguments, but for those that begin with `--perseus.`."""
+    """Train as `torchtitan.train` does with these arguments, except those that begin with `--perseus.`."""
     ours, theirs = split_arguments(arguments)
-    # Before torchtitan is imported, which may read them then.
+    # Before importing torchtitan, which may read them on import.
     sys.argv[1:] = theirs
     wrap_training(job_id=ours.job_id, connect=connect, max_slowdown_percent=ours.max_slowdown_percent)
     from torchtitan import train
@@ -143,16 +144,17 @@ def main(arguments: Sequence[str], connect: Connect = Probe.connect) -> None:
 
 
 def run(train: Any) -> None:
-    """Do what `torchtitan.train` does as a program.
+    """Run `torchtitan.train` as a program.
 
-    Up to 0.2 its `main` is told which trainer to build; from 0.3 on the configuration says.
+    Up to 0.2 its `main` takes the trainer class; from 0.3 on the configuration selects it.
     """
     takes_trainer = bool(inspect.signature(train.main).parameters)
     train.main(*([train.Trainer] if takes_trainer else []))
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our arguments (`job_id`, `max_slowdown_percent`) and torchtitan's. SystemExit for a mistake in ours."""
+    """Split our arguments (`job_id`, `max_slowdown_percent`) from torchtitan's. SystemExit for a mistake in
+    ours."""
     parser = argparse.ArgumentParser(
         prog="perseus.agent.torchtitan", add_help=False, allow_abbrev=False,
         usage=f"-m %(prog)s {_PREFIX}job-id ID [{_PREFIX}max-slowdown-percent PERCENT] …",

@@ -26,7 +26,7 @@ class LatencyPoint(NamedTuple):
     """A plan for GPUs with latency, by its row in the table.
 
     ``latency_cost_j``: the extra energy of its iteration, latency included, over that of the plan for the
-        same deadline whose clocks change at once, both until the deadline.
+    same deadline whose clocks change at once, both until the deadline.
     """
 
     deadline_s: float

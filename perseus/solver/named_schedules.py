@@ -312,7 +312,7 @@ def named_schedule(
     """Return a schedule by its name.
 
     ``chunk_count``: model chunks on each stage. Interleaved 1F1B needs it; any other schedule has its own
-        number, for which 0 is accepted.
+    number, for which 0 is accepted.
 
     Raises:
         ScheduleError: a count is impossible for the schedule.

@@ -183,8 +183,8 @@ class Hull:
     """Convex, piecewise-linear effective energy over duration, flat beyond the last vertex.
 
     ``times_ps``: the n vertices, rising. ``slopes_uw``: the n − 1 positive slopes between them (the cost of
-        one second less), strictly falling. ``slowest_effective_energy_j``: the value at and beyond the last
-        vertex.
+    one second less), strictly falling. ``slowest_effective_energy_j``: the value at and beyond the last
+    vertex.
     """
 
     times_ps: tuple[int, ...]

@@ -91,13 +91,13 @@ def test_training_goes_on_with_equal_losses_and_it_is_said_who_failed_and_why(
         assert losses_in(folder) == expected, task.planted
         logs = [(folder / f"log-{rank}").read_text() for rank in ranks]
         for rank in task.planted_ranks:
-            assert "training goes on at stock clocks: planted" in logs[rank], task.planted
+            assert "training continues at stock clocks: planted" in logs[rank], task.planted
         # Who is beside it, in the same pipeline, learns of it where the orders are not exchanged by then.
         is_late = task.planted.endswith((".register", ".look"))
         if case is PIPELINES and task.planted_ranks == [1] and not is_late:
-            why = re.search(r"training goes on at stock clocks: (rank|stage) 1: (.+)", logs[0])
+            why = re.search(r"training continues at stock clocks: (rank|stage) 1: (.+)", logs[0])
             assert why is not None, task.planted
-            assert why[2] in ("planted", "what it computes did not come"), task.planted
+            assert why[2] in ("planted", "its order is missing"), task.planted
 
 
 def test_a_step_that_raises_on_one_rank_and_is_caught_keeps_nobody_waiting(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Agent process, pure: when to set which clock."""
+"""Agent process, pure: decides when to set which clock."""

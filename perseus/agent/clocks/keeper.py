@@ -1,33 +1,34 @@
-"""Which clock a rank's GPU is to have, and from when: raises early, lowers at the end. Pure.
+"""Decides which clock a rank's GPU should have, and when: raises early, lowers at the end. Pure.
 
-A set takes 10–20 ms, and only one is under way at a time. **Lateness costs joules, never seconds**:
-at no moment may the clock in force be lower than the one planned for what is being computed. So
+A set takes 10–20 ms, and only one is in progress at a time. **Lateness costs joules, never seconds**: the
+clock in force must never be lower than the one planned for the current computation. So
 
-- a raise is asked for one lead (`clocks.lead`) before the moment that needs it, as the timetable
-  predicts it;
-- a lower clock is asked for when the computation before has ended, unless a raise would follow so soon that
-  this set were in its way: then the clock stays as it is;
-- what is asked for is the highest clock that is needed before the set after this one can be in force.
+- the keeper requests a raise one lead time (`clocks.lead_time`) before the moment that needs it, as predicted
+  by the timetable;
+- it requests a lower clock when the previous computation has ended, unless a raise would follow so soon that
+  this set would delay it: then the clock stays unchanged;
+- it requests the highest clock that is needed before the set after this one can be in force.
 
-Where the timetable knows nothing yet (the first iterations under a plan) this comes down to: when a
-computation begins, the clock of the next is asked for if it is higher; when it ends, the next one's.
+As long as the timetable has no data (the first iterations under a plan), this reduces to: when a computation
+begins, request the clock of the next one if it is higher; when it ends, request the next one's.
 
-Clocks that come into force in the midst of an iteration (`go_on`) are asked for at once, whatever lies ahead.
+Clocks that come into force during an iteration (`go_on`) are requested at once, regardless of later needs.
 
-Stock counts as the highest clock. Next is cyclic: after the last computation comes the first of the next
+Stock counts as the highest clock. The order is cyclic: after the last computation comes the first of the next
 iteration.
 
-**Between the last computation of an iteration and the next one's first nothing is planned, and so nothing is
-slowed for long.** Evaluation, optimizer and checkpoints lie there. So
+**Nothing is planned between the last computation of an iteration and the first of the next, so nothing may be
+slowed there for long.** Evaluation, optimizer and checkpoints run there. So
 
-- no lower clock is asked for in the gap, only at the next begin; a higher one that the next iteration begins
-  with at once;
-- where the gap is long, the GPU goes to its *fallback* at its begin; where it turns out long, as soon as it
-  has. Long are four set latencies. A fallback below the clock that the next iteration begins with (a power
-  budget's ceiling) would make that late: where the usual gap is short, only a longer one counts as long then.
+- in the gap the keeper requests no lower clock until the next begin; but at once a higher one, if the next
+  iteration begins with it;
+- in a gap that is usually long, the GPU goes to its *fallback* at its begin; in one that turns out long,
+  as soon as it has. A gap is long from four set latencies on. A fallback below the first clock of the next
+  iteration (a power budget's maximum clock) would make that clock late: then, if the usual gap is short, only
+  a longer one counts as long.
 
-So it does when nothing is heard of the trainer for long in the midst of an iteration: whatever it does, or
-does not, it is not what was planned.
+The GPU also goes to its fallback when no mark arrives for long during an iteration: the trainer can't be
+computing as planned.
 """
 
 from collections import deque
@@ -47,7 +48,7 @@ Commands = list[SetClock | ResetClock | ScheduleClock]
 _ERRORS_KEPT = 64
 _LONG_GAP_LATENCIES = 4
 _MAX_KEPT_GAP_S = 1.0
-# Silence is long from so many times the longest that anything took, and from so long on in any case.
+# Silence counts as long from this multiple of the longest recent span on, but never below the minimum.
 _LONG_SILENCE_SPANS = 4
 _MIN_SILENCE_S = 1.0
 _UNKNOWN_SILENCE_S = 10.0
@@ -55,18 +56,18 @@ _UNKNOWN_SILENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """From `begin_s` on, for one computation, the clock must not be lower than this one."""
+    """The lowest clock that is allowed for one computation from `begin_s` on."""
 
     begin_s: float
     clock_mhz: int | None
 
 
 class ClockKeeper:
-    """One GPU's clock. Methods take the time of a mark and the time now, and return what is to be done.
+    """One GPU's clock. Methods take a mark's time and the current time, and return commands.
 
     Attributes:
-        fallback_mhz: the clock of a GPU on which nobody computes as planned: stock (None), or a ceiling.
-        position: of the computation that has begun, or comes next; None where nothing planned does.
+        fallback_mhz: the clock of a GPU without planned computations: stock (None), or a maximum clock.
+        position: that of the current or next computation; None if nothing planned is running.
     """
 
     def __init__(self) -> None:
@@ -85,20 +86,20 @@ class ClockKeeper:
 
     @property
     def wanted_mhz(self) -> int | None:
-        """The clock asked for last; one that is only scheduled does not count."""
+        """The clock requested last; one that is only scheduled does not count."""
         return self._wanted_mhz
 
     @property
     def prediction_error_s(self) -> float | None:
-        """How far off the ends of computations were predicted, in the median; None before the first."""
+        """Median absolute error of predicted ends of computations; None before the first."""
         return median(map(abs, self._errors_s)) if self._errors_s else None
 
     def follow(self, clocks: Clocks, *, keeps_gaps: bool = False) -> None:
-        """A plan comes into force: how long computations took before is of no use any more.
+        """Bring a plan into force and discard the durations measured before.
 
-        `keeps_gaps`: a gap that is no longer than usual passes at the clock before, however long that is. It
-        is for measuring a first computation without its like in the iteration, which would never be at its
-        clock.
+        `keeps_gaps`: keep the clock through a gap that is no longer than usual, however long that is. This is
+        for measuring a first computation that is the only one of its kind in the iteration, which would
+        otherwise never be at its clock.
         """
         is_other_work = len(clocks) != len(self._clocks)
         self._clocks = clocks
@@ -107,14 +108,14 @@ class ClockKeeper:
         self._predicted_begin = self._predicted_end_s = None
 
     def fall_back(self) -> Commands:
-        """No plan, or nothing that is to order: the fallback at once, until something else is asked for."""
+        """Go to the fallback at once, without a plan or after a deviation, until the next request."""
         self.position = None
         self._timetable.interrupt()
         self._predicted_begin = self._predicted_end_s = None
         return self._ask(self.fallback_mhz, None)
 
     def change_fallback(self, fallback_mhz: int | None, now_s: float) -> Commands:
-        """The fallback is another from now on: at once where nothing planned is computed."""
+        """Change the fallback; it takes effect at once if nothing planned is running."""
         if fallback_mhz == self.fallback_mhz:
             return []
         self._reconcile(now_s)
@@ -122,9 +123,10 @@ class ClockKeeper:
         return self._ask(fallback_mhz, None) if self.position is None else []
 
     def go_on(self, now_s: float) -> Commands:
-        """The clocks that `follow` was told of count for what is under way.
+        """Apply the clocks of the last `follow` to the current computation.
 
-        Where that is nothing planned, only the next iteration gets them, and until then a ceiling counts.
+        If nothing planned is running, they apply from the next iteration on, and until then a maximum clock
+        applies.
         """
         self._reconcile(now_s)
         if self.position is not None:
@@ -132,7 +134,7 @@ class ClockKeeper:
         return [] if self.fallback_mhz is None else self._ask(self.fallback_mhz, None)
 
     def is_silent(self, heard_at_s: float, now_s: float) -> bool:
-        """Whether the last mark was so long ago that the trainer can't be computing as planned."""
+        """Return whether the last mark is so old that the trainer can't be computing as planned."""
         self._reconcile(now_s)
         silence_s = now_s - heard_at_s
         if silence_s < _MIN_SILENCE_S or self._wanted_mhz == self.fallback_mhz:
@@ -141,13 +143,13 @@ class ClockKeeper:
         return silence_s >= (_UNKNOWN_SILENCE_S if longest_s is None else _LONG_SILENCE_SPANS * longest_s)
 
     def begin_iteration(self, now_s: float) -> Commands:
-        """An iteration begins, and its first computation perhaps at once."""
+        """Begin an iteration, whose first computation may begin at once."""
         self._is_in_gap, self.position = False, 0
         needs = self._needs(self._timetable.from_start(now_s), now_s, self._clocks)
         return self._decide(needs, now_s, now_s)
 
     def begin(self, position: int, time_s: float, now_s: float, following: Clocks) -> Commands:
-        """A computation has begun. `following`: the clocks of the next iteration."""
+        """Note the begin of a computation. `following`: the clocks of the next iteration."""
         self._is_in_gap, self.position = False, position
         predicted = self._predicted_begin
         if predicted is not None and predicted.position % len(self._clocks) == position:
@@ -164,7 +166,7 @@ class ClockKeeper:
         return self._decide([own, *self._needs(ahead, next_mark_s, following)], now_s, next_mark_s)
 
     def end_iteration(self, time_s: float, now_s: float, following: Clocks) -> Commands:
-        """An iteration has ended; the mark of its last computation's end may be lost."""
+        """Note the end of an iteration; the end mark of its last computation may be lost."""
         return [] if self._is_in_gap or not self._clocks else self._begin_gap(time_s, now_s, following)
 
     def _begin_gap(self, time_s: float, now_s: float, following: Clocks) -> Commands:
@@ -184,7 +186,7 @@ class ClockKeeper:
         return self._ask(wanted_mhz, ScheduleClock(self.fallback_mhz, at_s) if is_other else None)
 
     def end(self, position: int, time_s: float, now_s: float, following: Clocks) -> Commands:
-        """A computation has ended."""
+        """Note the end of a computation."""
         if self._predicted_end_s is not None:
             self._errors_s.append(self._predicted_end_s - time_s)
             self._predicted_end_s = None
@@ -197,7 +199,7 @@ class ClockKeeper:
         return self._decide(needs, now_s, next_mark_s)
 
     def _needs(self, ahead: Iterable[Prediction], next_mark_s: float, following: Clocks) -> list[_Need]:
-        """Of what lies ahead, all that a set can be meant for that is asked for before the next mark."""
+        """Return all predicted needs that a set requested before the next mark can serve."""
         count = len(self._clocks)
         needs: list[_Need] = []
         for prediction in ahead:
@@ -207,11 +209,11 @@ class ClockKeeper:
             clocks = following if is_following else self._clocks
             needs.append(_Need(prediction.begin_s, clocks[prediction.position % count]))
             if is_following and following is not self._clocks:
-                break  # under another plan, computations take other times
+                break  # another plan has other durations
         return needs
 
     def _decide(self, needs: Sequence[_Need], now_s: float, next_mark_s: float) -> Commands:
-        """`needs`: in order of time, from what is computed now, or comes next, on."""
+        """Decide on a request. `needs`: in order of time, from the current or next computation on."""
         self._reconcile(now_s)
         wanted_mhz = self._wanted_mhz
         reach_s = now_s + self.lead.reach_s
@@ -223,14 +225,14 @@ class ClockKeeper:
         return self._ask(wanted_mhz, self._next_raise(needs, wanted_mhz, next_mark_s))
 
     def _reconcile(self, now_s: float) -> None:
-        """What was scheduled is what is wanted, once it was due."""
+        """Count a scheduled clock as requested once it is due."""
         if self._scheduled is not None and self._scheduled.at_s <= now_s:
             self._wanted_mhz, self._scheduled = self._scheduled.clock_mhz, None
 
     def _next_raise(
         self, needs: Sequence[_Need], wanted_mhz: int | None, next_mark_s: float
     ) -> ScheduleClock | None:
-        """The raise that falls due before the next mark can be expected."""
+        """Return the raise that falls due before the next expected mark."""
         raises = [need for need in needs if is_higher(need.clock_mhz, wanted_mhz)]
         if not raises:
             return None
@@ -255,7 +257,7 @@ class ClockKeeper:
         return commands
 
     def validate(self, supported_clocks_mhz: Sequence[int]) -> None:
-        """Check what must always hold; AssertionError otherwise. Called by tests."""
+        """Check the invariants; AssertionError otherwise. Called by tests."""
         known = {None, *supported_clocks_mhz}
         assert self._wanted_mhz in known
         if self._scheduled is not None:
@@ -266,7 +268,7 @@ class ClockKeeper:
 
 
 def is_higher(clock_mhz: int | None, than_mhz: int | None) -> bool:
-    """Whether a clock is higher than another; stock (None) is the highest."""
+    """Return whether a clock is higher than another; stock (None) is the highest."""
     return _height(clock_mhz) > _height(than_mhz)
 
 

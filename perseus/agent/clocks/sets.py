@@ -1,25 +1,25 @@
-"""Setting a GPU's clock: what is asked for, and what is heard of it. Clocks are MHz, None for stock."""
+"""Setting a GPU's clock: requests and completions. Clocks are MHz, None for stock."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class SetClock:
-    """Lock the GPU's clock, in place of all that was asked for before."""
+    """Lock the GPU's clock; replaces all earlier requests."""
 
     clock_mhz: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResetClock:
-    """Back to stock, in place of all that was asked for before."""
+    """Return to stock; replaces all earlier requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleClock:
-    """Lock the GPU's clock (None: back to stock) at a moment to come, in place of what was scheduled before.
+    """Lock the GPU's clock (None: return to stock) at a future moment; replaces earlier schedules.
 
-    What is asked for meanwhile takes its place.
+    A request in the meantime replaces it.
     """
 
     clock_mhz: int | None
@@ -28,9 +28,9 @@ class ScheduleClock:
 
 @dataclass(frozen=True, slots=True)
 class ClockSet:
-    """A set was carried out (MHz, None for stock); in force since `time_s`.
+    """A completed set (MHz, None for stock); in force since `time_s`.
 
-    `due_s`: when it was to begin; `begun_at_s`: when it did, once the set before it was done.
+    `due_s`: its intended begin; `begun_at_s`: its actual one, after the previous set was done.
     """
 
     clock_mhz: int | None

@@ -1,9 +1,9 @@
-"""When the computations of an iteration begin and end: predicted from the last iterations under a plan. Pure.
+"""Predict begins and ends of an iteration's computations, from the last iterations under a plan. Pure.
 
-Marks re-phase every prediction: what lies ahead is counted from the mark that came last, by the durations and
-the gaps that were seen at each position of the order. A duration is the median of the last ones, so that one
-iteration in which something happened moves nothing. A gap is the shortest of the last ones: it is spent
-waiting for others, who may be quicker this time, and a clock must not be late for that.
+Each mark re-bases all predictions: they start at the latest mark, and add the observed durations and gaps of
+each position in the order. A duration is the median of the last ones, so that one unusual iteration changes
+nothing. A gap is the shortest of the last ones: the GPU waits for others, which may be quicker this time, and
+the clock must not be late then.
 """
 
 from collections import deque
@@ -16,9 +16,9 @@ _MIN_ITERATIONS = 2
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A computation that lies ahead; the end is None as long as its duration is not known.
+    """A future computation; the end is None while its duration is unknown.
 
-    `position`: in the order, which goes on with the next iteration's: `computation_count` is its first.
+    `position`: in the order, continued into the next iteration: `computation_count` is its first.
     """
 
     position: int
@@ -29,8 +29,8 @@ class Prediction:
 class Timetable:
     """The order's computations under one plan.
 
-    What lies between two iterations is no matter of the plan's: it is taken over from the timetable `before`,
-    and so is what is long, as long as nothing else is known.
+    Gaps between iterations don't depend on the plan, so they are taken over from the timetable `before`, as
+    is the longest span until it is known.
     """
 
     def __init__(self, computation_count: int, before: "Timetable | None" = None) -> None:
@@ -45,37 +45,37 @@ class Timetable:
         self._ended: tuple[int, float] | None = None
 
     def begin(self, position: int, time_s: float) -> None:
-        """The computation at a position has begun."""
+        """Record the begin of the computation at a position."""
         if self._ended is not None and (self._ended[0] + 1) % self._count == position:
             self._gaps_s[position].append(time_s - self._ended[1])
         self._begun, self._ended = (position, time_s), None
 
     def end(self, position: int, time_s: float) -> None:
-        """The computation at a position has ended."""
+        """Record the end of the computation at a position."""
         if self._begun is not None and self._begun[0] == position:
             self._durations_s[position].append(time_s - self._begun[1])
         self._begun, self._ended = None, (position, time_s)
 
     def interrupt(self) -> None:
-        """What comes now is not to order: nothing follows from it."""
+        """Break the sequence: the next mark is out of order."""
         self._begun = self._ended = None
 
     def duration_s(self, position: int) -> float | None:
-        """How long the computation takes; None if it was not seen often enough."""
+        """Return the computation's duration; None after too few observations."""
         durations_s = self._durations_s[position]
         if len(durations_s) < _MIN_ITERATIONS:
             return None
         return sorted(durations_s)[(len(durations_s) - 1) // 2]
 
     def gap_s(self, position: int) -> float:
-        """How long the GPU waits at least before the computation; 0 if that is not known."""
+        """Return the shortest wait of the GPU before the computation; 0 if unknown."""
         gaps_s = self._gaps_s[position]
         return min(gaps_s) if len(gaps_s) >= _MIN_ITERATIONS else 0.0
 
     def longest_s(self) -> float | None:
-        """The longest that a computation, or the wait before one of the same iteration, took of late.
+        """Return the longest recent computation, or wait before one in the same iteration.
 
-        Of the timetable before as long as that is not known of all, None if that has none.
+        Until all are known, it is that of the timetable before; None if that has none.
         """
         if not all(self._durations_s):
             return self._longest_before_s
@@ -83,15 +83,15 @@ class Timetable:
         return max((max(spans_s) for spans_s in within if spans_s), default=None)
 
     def after_begin(self, position: int, time_s: float) -> Iterator[Prediction]:
-        """What comes after a computation that has just begun; unknown, it may end at once."""
+        """Predict from a computation that has just begun; with unknown duration, it may end at once."""
         return self._ahead(position, time_s + (self.duration_s(position) or 0.0))
 
     def after_end(self, position: int, time_s: float) -> Iterator[Prediction]:
-        """What comes after a computation that has just ended. Ends with one whose duration is not known."""
+        """Predict from a computation that has just ended, up to one with unknown duration."""
         return self._ahead(position, time_s)
 
     def from_start(self, time_s: float) -> Iterator[Prediction]:
-        """What comes in an iteration that has just begun; its first computation may begin at once."""
+        """Predict an iteration that has just begun; its first computation may begin at once."""
         yield (first := self._prediction(0, time_s))
         if first.end_s is not None:
             yield from self._ahead(0, first.end_s)

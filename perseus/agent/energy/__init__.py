@@ -1,1 +1,1 @@
-"""Agent process, pure: watts from an energy counter that moves only every 20–100 ms."""
+"""Agent process, pure: power from an energy counter that updates only every 20–100 ms."""

@@ -1,7 +1,7 @@
 """The changes of a GPU's energy counter.
 
-The counter moves only every 20–100 ms, so it is polled more often than that and only its changes are kept: a
-change says what the energy was *when the counter moved*, and that lies between two polls.
+The counter moves only every 20–100 ms, so it is polled more often and only its changes are kept: a change
+holds the energy *when the counter moved*, which was between two polls.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 class CounterChange:
     """The counter moved to `energy_j` at `time_s` (CLOCK_MONOTONIC) ± `uncertainty_s`, half a poll interval.
 
-    `clock_event_reasons`: all those seen since the change before; `capped_clock_mhz`: the highest clock that
-    the GPU was seen at while there was one that throttles, 0 if there was none.
+    `clock_event_reasons`: all reasons seen since the previous change; `capped_clock_mhz`: the highest clock
+    seen under a throttling reason, 0 without one.
     """
 
     time_s: float
@@ -23,7 +23,7 @@ class CounterChange:
 
 
 class ChangeDetector:
-    """Turns polls into changes."""
+    """Derives changes from polls."""
 
     def __init__(self) -> None:
         self._energy_j: float | None = None
@@ -39,10 +39,10 @@ class ChangeDetector:
         clock_event_reasons: int,
         capped_clock_mhz: int = 0,
     ) -> CounterChange | None:
-        """Take a reading made between two moments; returns the change, if the counter has moved.
+        """Add a reading made between two moments; return the change, if the counter has moved.
 
-        The change carries all clock-event reasons seen since the change before it, and the highest clock seen
-        under one that throttles.
+        The change contains all clock-event reasons seen since the previous change, and the highest clock seen
+        under a throttling reason.
         """
         self._clock_event_reasons |= clock_event_reasons
         self._capped_clock_mhz = max(self._capped_clock_mhz, capped_clock_mhz)

@@ -11,7 +11,8 @@ _MIN_SINGULAR_SHARE = 1e-9
 def generalised_least_squares(
     design: Array, observed: Array, *, diagonals: Array, off_diagonal: Array
 ) -> tuple[Array, Array]:
-    """Coefficients and standard errors, shape (p,) each, under the likeliest of several noise covariances.
+    """Return coefficients and standard errors, shape (p,) each, under the likeliest of several noise
+    covariances.
 
     Shapes: `design` (n, p), `observed` (n,), `diagonals` (covariances, n), `off_diagonal` (n - 1,). The
     covariance is chosen by restricted likelihood. A coefficient that the design does not determine gets an
@@ -36,7 +37,7 @@ def generalised_least_squares(
 
 
 def _whiten(rows: Array, diagonals: Array, off_diagonal: Array) -> tuple[Array, Array]:
-    """`rows` multiplied by L⁻¹ for each covariance L Lᵀ, and the covariances' log determinants."""
+    """Return `rows` multiplied by L⁻¹ for each covariance L Lᵀ, and the covariances' log determinants."""
     whitened = np.empty((*diagonals.shape, rows.shape[1]))
     pivots = np.empty_like(diagonals)
     whitened[:, 0], pivots[:, 0] = rows[0], diagonals[:, 0]

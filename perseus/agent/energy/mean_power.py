@@ -1,22 +1,24 @@
-"""What GPUs draw in the mean, from their energy counters: between when each moved last, now and before. Pure.
+"""Mean power of GPUs from their energy counters, between the latest moves now and at the previous reading.
+Pure.
 
-A counter moves every 20–100 ms only. Over the time between two moves the energy between them is exact, so no
-joule is lost or told twice; over exactly a second it would be wrong by up to a tenth.
+A counter moves only every 20–100 ms. The energy between two of its moves is exact, so no joule is lost or
+reported twice; over exactly a second it would be wrong by up to a tenth.
 """
 
 from collections.abc import Mapping
 
 
 class MeanPower:
-    """The counters of some GPUs, each as it was when its power was told last."""
+    """Counters of some GPUs, as of the last report of each one's power."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, float]] = {}
 
     def take(self, counters: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """Take when each counter moved last (s) and to what (J); return mean powers since the last time.
+        """Return mean powers (W) since the last call, given the time (s) and value (J) of each counter's last
+        move.
 
-        A GPU that is new, whose counter has not moved, or has begun anew, is left out.
+        A GPU is left out if it is new, or its counter has not moved or was reset.
         """
         powers_w = {}
         for gpu_uuid, (moved_s, energy_j) in counters.items():

@@ -2,22 +2,22 @@
 
 A computation is as short as the counter's step, so interpolating the counter at a computation's edges smears
 its energy over its neighbours: waiting appears to draw far too much, computing too little. Instead the
-counter's increments are regressed on the time that each of its windows (from one move to the next) spent
-on each kind of computation and on waiting: the coefficients are powers.
+counter's increments are regressed on the time that each of its windows (from one move to the next) spent on
+each kind of computation and on waiting: the coefficients are powers.
 
-What makes the answer sharp and its standard errors honest is the noise model, generalised least squares on
+The noise model makes the estimate precise and its standard errors honest: generalised least squares on
 
     increment_i = Σ_key power_key · time_i,key + blocking power · waiting_i + noise_i
 
-- Polls see each move of the counter only to a few milliseconds; the counter's own beat (`energy.beat`)
-  tells most of them to a fraction of that. Times spent are averages over the doubt that remains, which leaves
-  an error of mean zero. Its variance follows from the powers that ran about the move. Neighbouring windows
-  share a move, so its errors in them are opposite: what one gained the other lost.
+- Polls locate each move of the counter only to a few milliseconds; the counter's own update period
+  (`energy.update_times`) locates most of them to a fraction of that. Times spent are averages over the
+  remaining uncertainty, which leaves an error of mean zero. Its variance follows from the powers around the
+  move. Neighbouring windows share a move, so its errors in them are opposite.
 - Power itself varies from one computation to the next. Its share, taken as independent between windows, is
   estimated by restricted maximum likelihood.
-- What the powers would change by if the moves lay elsewhere within their doubt is error, too. This is what
-  gives away windows that differ by little more than that doubt, as they do where the training iteration is a
-  whole number of counter periods.
+- The change of the powers when the moves shift within their uncertainty is an error, too. It reveals windows
+  that differ by little more than that uncertainty, as they do if the training iteration is a whole number of
+  counter periods.
 """
 
 from bisect import bisect_left
@@ -36,16 +36,16 @@ from perseus.gpu import ClockEventReason
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
 
-_ERROR_POINTS = np.linspace(-7, 7, 8) / 8  # where the doubt about a move is looked at: midpoints of eighths
+_ERROR_POINTS = np.linspace(-7, 7, 8) / 8  # points within a move's uncertainty: midpoints of eighths
 _COUNTER_RESOLUTION_J = 0.001  # NVML counts millijoules
 _SPARE_WINDOWS = 3  # windows needed beyond one per unknown, to have a scale to judge the residuals by
 _OUTLIER_ROUNDS = 2
 _OUTLIER_MISFIT = 8.0  # times the median misfit; that is 5.4 standard deviations of a normal distribution
-_OUTLIER_SHARE = 0.02  # of the mean increment: what is off by less does no harm
+_OUTLIER_SHARE = 0.02  # of the mean increment: smaller misfits do no harm
 _REWEIGHTINGS = 2  # the noise depends on the powers; it settles in two rounds
 _POWER_VARIATIONS = np.array([0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2])  # of mean power, per 100 ms
-# A power with a larger standard error than this share of the mean power is not determined. (A share of the
-# power itself would favour overestimates.)
+# A power with a larger standard error than this share of the mean power counts as not determined. (A share of
+# the power itself would favour overestimates.)
 _MAX_ERROR_SHARE = 0.1
 _QUARTILES_APART = 1.349  # standard deviations, of a normal distribution
 _MEDIAN_ERROR = 1.2533  # standard error of its median against that of its mean: √(π / 2)
@@ -53,7 +53,7 @@ _MEDIAN_ERROR = 1.2533  # standard error of its median against that of its mean:
 
 @dataclass(frozen=True, slots=True)
 class Span(Generic[K]):
-    """The GPU executed one computation of a key, say (kind, chunk, clock), from `begin_s` to `end_s`."""
+    """One computation of a key, such as (kind, chunk, clock), on the GPU from `begin_s` to `end_s`."""
 
     key: K
     begin_s: float
@@ -70,7 +70,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PowerFit(Generic[K]):
-    """Powers in watts. A key that the windows do not tell apart (yet) is absent, blocking power then None."""
+    """Powers in watts. Keys that the windows do not separate (yet) are absent, and blocking power is None if
+    it is not determined."""
 
     power_w: Mapping[K, Estimate]
     blocking_power_w: Estimate | None
@@ -80,7 +81,7 @@ class PowerFit(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class NotDetermined:
-    """Too little was measured to say anything."""
+    """The measurements do not suffice for an estimate."""
 
     reason: str
     window_count: int
@@ -88,7 +89,8 @@ class NotDetermined:
 
 
 def cumulative_energy_j(changes: Sequence[CounterChange], time_s: float) -> float | None:
-    """The counter at a moment, interpolated between changes (in order of time); None outside of them.
+    """Return the counter's value at a moment, interpolated between changes (in order of time); None outside
+    of them.
 
     For stretches much longer than a window, such as iterations: differences of consecutive moments add up to
     the whole. Not for single computations (see the module's docstring).
@@ -104,7 +106,7 @@ def cumulative_energy_j(changes: Sequence[CounterChange], time_s: float) -> floa
 
 
 def typical_duration_s(durations_s: Sequence[float]) -> Estimate:
-    """The median of durations, which marks that come late now and then do not stretch.
+    """Return the median of durations, which occasional late marks do not stretch.
 
     Its standard error is that of a normal distribution's median, with the deviation from the quartiles.
     """
@@ -114,7 +116,7 @@ def typical_duration_s(durations_s: Sequence[float]) -> Estimate:
 
 
 def computation_energy_j(power_w: Estimate, duration_s: Estimate) -> Estimate:
-    """Energy of a computation of this power and duration, both uncertainties propagated."""
+    """Return the energy of a computation of this power and duration, with both uncertainties propagated."""
     return Estimate(
         power_w.value * duration_s.value,
         float(np.hypot(power_w.standard_error * duration_s.value, power_w.value * duration_s.standard_error)),
@@ -129,12 +131,12 @@ def estimate_power(
     end_s: float,
     unknown: Sequence[tuple[float, float]] = (),
 ) -> PowerFit[K] | NotDetermined:
-    """Power per key and blocking power from the counter's windows between `begin_s` and `end_s`.
+    """Estimate power per key and blocking power from the counter's windows between `begin_s` and `end_s`.
 
-    In that stretch the GPU is taken to have waited whenever no span says otherwise, but for the `unknown`
-    intervals (a mark was lost, say). Changes and spans come in order of time; spans must not overlap
-    (ValueError). Windows that touch an unknown interval, in which the GPU was throttled, or that differ from
-    the others beyond all noise (a mark came late), are dropped.
+    The GPU is assumed to wait outside of spans, except in the `unknown` intervals (such as after a lost
+    mark). Changes and spans come in order of time; spans must not overlap (ValueError). Windows are dropped
+    if they touch an unknown interval, if the GPU was throttled in them, or if they differ from the others
+    beyond all noise (a late mark).
     """
     _check_order(spans)
     moves = _moves(changes).within(begin_s, end_s)
@@ -152,14 +154,15 @@ def estimate_power(
     *powers, blocking = _with_errors(moves, usable, spans, keys)
     power_w = {key: power for key, power in zip(keys, powers, strict=True) if power is not None}
     if not power_w and blocking is None:
-        reason = f"the {window_count} windows do not tell {len(keys)} keys and waiting apart"
+        reason = f"the {window_count} windows do not separate {len(keys)} keys and waiting"
         return NotDetermined(reason, window_count, dropped_window_count)
     return PowerFit(power_w, blocking, window_count, dropped_window_count)
 
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """The counter's moves in columns; `own_error_s` and `common_error_s` are half-widths of the doubt."""
+    """The counter's moves in columns; `own_error_s` and `common_error_s` are half-widths of the
+    uncertainty."""
 
     times_s: Array
     energy_j: Array
@@ -182,7 +185,8 @@ class _Moves:
         )
 
     def error_shifts_s(self) -> list[Array]:
-        """Shifts of one standard deviation, shape (moves,): of each move by chance, of all, of their pace."""
+        """Return shifts of one standard deviation, shape (moves,): of each move at random, of all, of their
+        period."""
         count = len(self.times_s)
         chance = np.random.default_rng(0).uniform(-1.0, 1.0, count)
         return [
@@ -230,7 +234,8 @@ def _check_order(spans: Sequence[Span[K]]) -> None:
 def _without_outliers(
     moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K], needed: int
 ) -> NDArray[np.bool_]:
-    """The usable windows but those whose increments no powers explain, as long as the `needed` are left."""
+    """Return the usable windows without outliers, whose increments no powers explain, but at least `needed`
+    ones."""
     spent_s = _time_spent_s(moves, 0.0, spans, keys)
     for _ in range(_OUTLIER_ROUNDS):
         regression = _Regression(moves, np.flatnonzero(usable))
@@ -249,7 +254,7 @@ def _without_outliers(
 def _with_errors(
     moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K]
 ) -> list[Estimate | None]:
-    """The power of each key and, last, blocking power; None where it is not determined."""
+    """Return the power of each key and, last, blocking power; None where it is not determined."""
     regression = _Regression(moves, np.flatnonzero(usable))
     powers_w, errors_w = regression.fit(_time_spent_s(moves, 0.0, spans, keys))
     elsewhere_w = [
@@ -278,7 +283,7 @@ class _Regression:
         self._variation_j2 = np.outer((_POWER_VARIATIONS * self.mean_power_w) ** 2, 0.1 * window_s)
 
     def fit(self, spent_s: Array) -> tuple[Array, Array]:
-        """Powers and their standard errors, one per key and, last, of waiting."""
+        """Return powers and their standard errors, one per key and, last, of waiting."""
         exposures_s = self._exposures_s(spent_s)
         powers_w = np.full(spent_s.shape[-1], self.mean_power_w)
         for _ in range(_REWEIGHTINGS):
@@ -293,7 +298,7 @@ class _Regression:
         return powers_w, errors_w
 
     def misfits_j(self, spent_s: Array, powers_w: Array) -> Array:
-        """How far each window's increment is from what the powers say."""
+        """Return each window's misfit between its increment and that predicted by the powers."""
         misfits_j: Array = np.abs(self._increments_j - self._exposures_s(spent_s) @ powers_w)
         return misfits_j
 
@@ -305,9 +310,9 @@ class _Regression:
 def _time_spent_s(
     moves: _Moves, shift_s: Array | float, spans: Sequence[Span[K]], keys: Sequence[K]
 ) -> Array:
-    """Seconds spent so far on each key and, last, waiting, at moments all over the doubt about each move.
+    """Return cumulative seconds on each key and, last, waiting, at points across each move's uncertainty.
 
-    The moves are shifted by `shift_s`. Shape (moves, doubt points, keys + 1).
+    The moves are shifted by `shift_s`. Shape (moves, uncertainty points, keys + 1).
     """
     times_s = (moves.times_s + shift_s)[:, None] + np.multiply.outer(moves.error_s, _ERROR_POINTS)
     spent_s = np.empty((*times_s.shape, len(keys) + 1))

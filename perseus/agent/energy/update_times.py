@@ -1,11 +1,11 @@
-"""The beat of an energy counter: when it really moved.
+"""The update times of an energy counter.
 
-A poll tells when the counter moved only to a few milliseconds. But the counter moves to the beat of a clock
-of its own, so that all polls together pin down every move to a fraction of that: there are not many steady
-beats that fall into every one of the poll intervals.
+A poll locates an update only to a few milliseconds. But the counter updates with a steady period of its own,
+so all polls together locate every update to a fraction of that: few steady periods fit into every poll
+interval.
 
-This matters most where the training iteration happens to be a whole number of counter periods. The counter
-then looks at the same few moments of every iteration, and errors of their times do not average out.
+This matters most if the training iteration happens to be a whole number of counter periods. The counter then
+samples the same few moments of every iteration, and errors of their times do not average out.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _PHASE_ERROR_SHARE = 5.0  # at least √3 times the root mean square error, foun
 
 @dataclass(frozen=True, slots=True)
 class UpdateTimes:
-    """The moments at which the counter moved, and how far off they may be: each on its own, and all alike."""
+    """The moments at which the counter moved, and their errors: individual and common ones."""
 
     times_s: Array
     jitter_s: float
@@ -30,9 +30,10 @@ class UpdateTimes:
 
 
 def find_update_times(times_s: Array, uncertainties_s: Array) -> UpdateTimes | None:
-    """The steady beat that fits poll intervals `times_s` ± `uncertainties_s`, in order of time.
+    """Return the steady update times that fit the poll intervals `times_s` ± `uncertainties_s`, in order of
+    time.
 
-    None if there is none that fits them, or if it says little more than they do.
+    None if no steady period fits, or if it adds little information.
     """
     if len(times_s) < 3:
         return None
@@ -42,8 +43,8 @@ def find_update_times(times_s: Array, uncertainties_s: Array) -> UpdateTimes | N
     earliest_s = times_s - uncertainties_s - origin_s
     latest_s = times_s + uncertainties_s - origin_s
 
-    # The first move lies between the largest lower and the smallest upper limit, given the period. How far
-    # they are apart is a concave function of the period: bisect its slope for the most.
+    # The first move lies between the largest lower and the smallest upper limit, given the period. Their
+    # distance is a concave function of the period: bisect its slope for the most.
     median_step_s = float(np.median(steps_s))
     shortest_s, longest_s = 0.5 * median_step_s, 2.0 * median_step_s
     for _ in range(_BISECTIONS):
@@ -60,8 +61,9 @@ def find_update_times(times_s: Array, uncertainties_s: Array) -> UpdateTimes | N
         return None
     return UpdateTimes(
         times_s=origin_s + (first_s + last_s) / 2 + period_s * periods,
-        # If the limits cross, no steady beat fits: each move must then be allowed this jitter.
+        # If the limits cross, no steady period fits: each move must then be allowed this jitter.
         jitter_s=max(_MIN_JITTER_S, slack_s if last_s < first_s else 0.0),
-        # The slack may be small by chance; limits from n polls leave a doubt of the order of one poll's / n.
+        # The slack may be small by chance; limits from n polls leave an uncertainty of the order of one
+        # poll's / n.
         phase_error_s=max(float(slack_s), _PHASE_ERROR_SHARE * typical_s / len(times_s)),
     )

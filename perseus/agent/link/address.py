@@ -1,6 +1,6 @@
-"""Where a trainer's probe finds the agent of its node."""
+"""The address of a node's agent for a trainer's probe."""
 
 SOCKET_VARIABLE = "PERSEUS_AGENT_SOCKET"
-"""The socket's path in the environment, for the probe as for the agent (one of `AgentSettings`)."""
+"""Environment variable with the socket's path, for the probe and for the agent (one of `AgentSettings`)."""
 
 DEFAULT_SOCKET_PATH = "/run/perseus/agent.sock"

@@ -5,7 +5,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """What is computed; the numbers are those of `perseus.v1.ComputationKind`."""
+    """The kind of a computation; the numbers are those of `perseus.v1.ComputationKind`."""
 
     FORWARD = 1
     BACKWARD = 2

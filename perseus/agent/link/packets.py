@@ -1,4 +1,4 @@
-"""The local protocol between a trainer's probe and the agent: bytes to values and back, and nothing else.
+"""The local protocol between a trainer's probe and the agent: conversion between bytes and values only.
 
 The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one message. The probe speaks first:
 
@@ -8,25 +8,23 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
                      answered
     agent → probe    Reply
 
-Whoever wants to know whether the agent is well says HealthQuestion first, and is answered by a Reply.
+A health check sends HealthQuestion first, and the agent answers with a Reply.
 
-A rank is announced to the coordinator once it has said what it belongs to, by its registration or its
-membership; unless its hello says that others have registered its job.
+A rank is announced to the coordinator once it has declared its job, by a registration or membership, or at
+once if its hello declares that others have registered the job.
 
-HealthQuestion, Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading
-in a trace. A registration with explicit orders may exceed what a socket buffer takes, so large ones are
-deflated. What a few bytes may grow to is bounded before it is read: inflated bytes, objects, lists, lengths
-of texts.
-Reading the largest takes a while: who must not stand still reads those that are not `is_quick` in a thread,
-where the reading lets others have their turns. Marks are frequent: 32 bytes each, little-endian, all of one
-layout:
+HealthQuestion, Hello, Registration, Membership and Reply are JSON objects, because they are rare and should
+be readable in a trace. A registration with explicit orders may exceed a socket buffer, so large ones are
+deflated. Limits on inflated bytes, objects, lists and text lengths are checked before decoding. Decoding the
+largest takes a while: callers that must not block decode packets that are not `is_quick` in a thread, where
+decoding yields to other threads. Marks are frequent: 32 bytes each, little-endian, all of one layout:
 
     magic  version  type  kind  microbatch  chunk  ordinal  iteration  time_ns
     u8     u8       u8    u8    i32         i32    i32      i64        i64
 
 Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share. The ordinal
-of an iteration's begin is its relative work in thousandths, 0 where the trainer does not tell it; that of its
-end counts the marks that the probe has dropped on this connection so far.
+of an iteration's begin is its relative work in thousandths, 0 if unknown; that of its end counts the marks
+that the probe has dropped on this connection so far.
 
 Standard library only: this module is imported into the trainer.
 
@@ -48,17 +46,18 @@ from perseus.agent.link.computation import Computation, Kind, Rank
 PROTOCOL_VERSION = 2
 # The largest packet that either end sends or accepts; fits the default socket buffer (net.core.wmem_default).
 MAX_PACKET_BYTES = 128 * 1024
-# What is read within a fraction of a millisecond, unless it is deflated; hellos and marks are smaller.
+# Up to this size, packets that are not deflated decode within a fraction of a millisecond; hellos and marks
+# are smaller.
 SMALL_PACKET_BYTES = 4 * 1024
-# The largest JSON that a deflated packet may hold, and of how many objects: each computation is one.
+# Limits on the JSON in a deflated packet: its size, and its objects, of which each computation is one.
 MAX_JSON_BYTES = 4 * 1024 * 1024
 MAX_OBJECTS = 100_000
 MAX_NAME_LENGTH = 256
 
-# The highest iteration that there is: no trainer has counted further than a double does.
+# The highest valid iteration number: doubles hold integers exactly up to here.
 MAX_ITERATION = 2**53
 
-# More or less work than a thousand times the typical one's is none that anybody means.
+# Relative work beyond a factor of a thousand in either direction is considered a mistake.
 MAX_RELATIVE_WORK_PERMILLE = 1_000_000
 
 _MAGIC = 0x50
@@ -75,7 +74,7 @@ T = TypeVar("T")
 
 
 class MalformedPacket(ValueError):  # noqa: N818 - names what arrived, as the protocol's other values do
-    """A packet that is not of this protocol. The message says what was expected and found."""
+    """A packet that is not of this protocol. The message names the expected and the found value."""
 
 
 class Edge(IntEnum):
@@ -99,9 +98,9 @@ class MarkType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank introduces itself. `is_registered`: others register its job; it won't say what it belongs to.
+    """A rank introduces itself. `is_registered`: others register its job, and it will not declare it.
 
-    `time_ns`: what its CLOCK_MONOTONIC says, 0 where it does not tell.
+    `time_ns`: its CLOCK_MONOTONIC, 0 if unknown.
     """
 
     rank: Rank
@@ -112,15 +111,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class HealthQuestion:
-    """Somebody wants to know whether the agent is well."""
+    """A health check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
     """The job, as proto3 JSON of `perseus.v1.JobSpec`.
 
-    `request_id` is the same whenever this training says it again; `spec_fingerprint` is what all its ranks
-    belong to.
+    `request_id` is the same in all repetitions by this training; `spec_fingerprint` identifies the
+    specification of all its ranks.
     """
 
     spec: dict[str, Any]
@@ -130,7 +129,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a rank belongs to, as in the registration of its job."""
+    """The specification of a rank's job, as in the job's registration."""
 
     spec_fingerprint: str
 
@@ -141,7 +140,7 @@ class Reply:
 
     A refusal has a stable reason; the message is for people.
 
-    `is_notice`: it answers nothing, but says what became of the rank since.
+    `is_notice`: it is no answer, but reports a change of the rank's state.
     """
 
     ok: bool
@@ -154,8 +153,8 @@ class Reply:
 class IterationMark:
     """An iteration begins or ends.
 
-    `relative_work_permille`: at its begin, its work relative to a typical one's, in thousandths; 0 if not
-    told. `dropped_mark_count`: at its end, marks dropped on the connection so far.
+    `relative_work_permille`: at its begin, its work relative to a typical one's, in thousandths; 0 if
+    unknown. `dropped_mark_count`: at its end, marks dropped on the connection so far.
     """
 
     edge: Edge
@@ -178,7 +177,7 @@ class ComputationMark:
 
 @dataclass(frozen=True, slots=True)
 class WaitMark:
-    """The computation under way begins or ends to wait for other ranks: such time is none of its own."""
+    """The current computation begins or ends a wait for other ranks, which does not count as its time."""
 
     edge: Edge
     iteration: int
@@ -187,7 +186,7 @@ class WaitMark:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Training is done: the connection's end that follows is no failure."""
+    """Training has ended: the following end of the connection is no failure."""
 
     time_ns: int
 
@@ -206,15 +205,17 @@ Message = (
 
 
 def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int], bytes]:
-    """Packs marks of one type, without a value or a Python frame in between: the probe's hot path.
+    """Return a packer for marks of one type, without intermediate values or Python frames: the probe's hot
+    path.
 
-    Takes kind, microbatch, chunk, ordinal, iteration and time_ns; struct.error if one is out of range.
+    The packer takes kind, microbatch, chunk, ordinal, iteration and time_ns; it raises struct.error if one is
+    out of range.
     """
     return partial(_MARK.pack, _MAGIC, PROTOCOL_VERSION, int(mark_type))
 
 
 def encode(message: Message) -> bytes:
-    """The packet of a message. ValueError if it would exceed MAX_PACKET_BYTES."""
+    """Return the packet of a message; ValueError if it would exceed MAX_PACKET_BYTES."""
     match message:
         case HealthQuestion():
             return _encode_json({"type": "health"})
@@ -267,12 +268,13 @@ def encode(message: Message) -> bytes:
 
 
 def is_quick(packet: bytes | bytearray | memoryview) -> bool:
-    """Whether a packet is read within a fraction of a millisecond, whatever is in it."""
+    """Return whether a packet decodes within a fraction of a millisecond, with any content."""
     return len(packet) <= SMALL_PACKET_BYTES and packet[:1] != _DEFLATED_BEGIN.to_bytes()
 
 
 def decode(packet: bytes | bytearray | memoryview) -> Message:
-    """The message in a packet. MalformedPacket if it is truncated, too large or not of this protocol."""
+    """Return the message in a packet; MalformedPacket if it is truncated, too large or not of this
+    protocol."""
     if not 0 < len(packet) <= MAX_PACKET_BYTES:
         raise MalformedPacket(f"packet: expected 1 to {MAX_PACKET_BYTES} bytes, found {len(packet)}")
     first = packet[0]
@@ -301,7 +303,7 @@ def _encode_json(fields: dict[str, Any]) -> bytes:
 
 
 class _Size:
-    """How much there is to read in a JSON text, counted before anything of it is read."""
+    """The amount of content in a JSON text, counted before decoding it."""
 
     def __init__(self) -> None:
         self._bytes = self._objects = self._lists = self._quotes = 0
@@ -314,7 +316,7 @@ class _Size:
         self._quotes += piece.count(b'"')
 
     def problem(self) -> str:
-        """What there is too much of; empty if nothing."""
+        """Describe the exceeded limit; empty if there is none."""
         for what, found, maximum in (
             ("bytes", self._bytes, MAX_JSON_BYTES),
             ("objects", self._objects, MAX_OBJECTS),
@@ -357,7 +359,7 @@ def _no_number(name: str) -> float:
     raise ValueError(f"expected finite numbers, found {name}")
 
 
-# The hooks are functions of Python's: each call is an opportunity for other threads to have their turn.
+# The hooks are Python functions, so that each call gives other threads an opportunity to run.
 _json = json.JSONDecoder(object_hook=_as_it_is, parse_int=_integer, parse_constant=_no_number)
 
 
@@ -421,14 +423,14 @@ def _field(fields: dict[str, Any], name: str, expected: type[T]) -> T:
 
 
 def _shown(value: Any) -> str:
-    """What was found, for people: short, and without walking through all of it."""
+    """Describe a found value briefly, without traversing all of it."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__}"
     return json.dumps(value[:100] if isinstance(value, str) else value)[:100]
 
 
 def _text(fields: dict[str, Any], name: str, *, minimum: int = 0, maximum: int = MAX_NAME_LENGTH) -> str:
-    """A text that can be shown to people and compared: it has a length, and no control characters."""
+    """Return a text of bounded length without control characters, fit for display and comparison."""
     text = _field(fields, name, str)
     if not minimum <= len(text) <= maximum or not text.isprintable():
         raise MalformedPacket(

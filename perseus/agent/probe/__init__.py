@@ -1,1 +1,1 @@
-"""Training process: the probe, and what the framework hooks share. Standard library; torch when asked."""
+"""Training process: the probe, and the code that framework hooks share. Standard library; torch on demand."""

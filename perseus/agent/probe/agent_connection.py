@@ -1,10 +1,11 @@
-"""A rank's line to the agent of its node: had, lost and joined again, and what the agent says on it.
+"""A rank's connection to the agent of its node: made, lost and rejoined, and the agent's messages on it.
 
-Before training the agent's replies are waited for; in it nothing is, and nothing raises. Without an agent
-packets go nowhere. An agent that appears later, or that was restarted, is joined between two iterations.
+Before training the connection waits for the agent's replies; during training it never waits, and never
+raises. Without an agent, packets are dropped. It joins an agent that starts later, or restarts, between two
+iterations.
 
-A child that the trainer forks (a data loader, a checkpoint writer) closes the connection that it inherits at
-once: it would keep the agent from seeing the trainer's end, and it is not the rank. Its line leads nowhere.
+A child that the trainer forks (a data loader, a checkpoint writer) closes the inherited connection at once:
+it is not the rank, and would keep the agent from seeing the trainer's end. Its packets are dropped.
 """
 
 import logging
@@ -20,21 +21,21 @@ from perseus.agent.probe.rejoin import Rejoin
 
 _log = logging.getLogger("perseus.probe")
 
-# Ranks that train otherwise than before are live for a moment: the registration is made again then.
+# After a change of order, ranks with the old one are live for a moment: the registration is repeated then.
 _JOB_EXISTS = "JOB_ALREADY_EXISTS"
-# How often a look is taken at what the agent says of itself: one costs the trainer a microsecond or two.
+# Interval of polling for the agent's notices: one poll costs the trainer a microsecond or two.
 _NOTICE_PERIOD_NS = 10**9
 _MAX_NOTICE_BYTES = 16 * 1024
-_MAX_REPORTED_DROPPED = 2**31 - 1  # what a mark has room for
+_MAX_REPORTED_DROPPED = 2**31 - 1  # limit of a mark's field
 
 
 class AgentConnection:
-    """One rank's. Made by `introduce`; `hello` makes the packet that introduces the rank.
+    """One rank's connection. Made by `introduce`; `hello` makes the packet that introduces the rank.
 
     Attributes:
-        send: sends a packet, and raises OSError for `not_sent`; bound once, as marks must cost little.
+        send: sends a packet, and raises OSError for `not_sent`; bound once, because marks must be cheap.
         dropped_count: packets dropped so far because the socket was full.
-        dropped_here_count: those since the connection of now began: an agent counts what it is told on each.
+        dropped_here_count: those on the current connection, since agents count per connection.
     """
 
     def __init__(self, rank: Rank, path: str, hello: Callable[[], bytes], sock: socket.socket | None) -> None:
@@ -46,10 +47,10 @@ class AgentConnection:
         self.dropped_count = 0
         self.dropped_here_count = 0
         self._rejoin = Rejoin(path, hello, monotonic_ns()) if sock is None else None
-        # What says what the rank belongs to, once it has said so, and whether the agent answers to it.
+        # The registration or membership packet, once sent, and whether the agent answers it.
         self._membership: bytes | None = None
         self._is_answered = False
-        # While training: what it belongs to is to be sent; what became of the registration is yet to be said.
+        # While training: the membership is still to be sent; the answer to the registration is outstanding.
         self._is_unsent = False
         self._is_registering = False
         self._notice_at_ns = 0
@@ -59,7 +60,7 @@ class AgentConnection:
     def introduce(
         cls, rank: Rank, path: str, hello: Callable[[], bytes], timeout_s: float
     ) -> "AgentConnection":
-        """Introduce a rank to the agent at `path`, and wait for the reply; without one, say so in the log."""
+        """Introduce a rank to the agent at `path`, and wait for the reply; log a missing one."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.settimeout(timeout_s)
@@ -67,32 +68,35 @@ class AgentConnection:
             sock.send(hello())
             reply = _receive_reply(sock)
         except (OSError, MalformedPacket) as error:
-            _log.warning("%s: no agent at %s (%s): training goes on at stock clocks", rank, path, error)
+            _log.warning("%s: no agent at %s (%s): training continues at stock clocks", rank, path, error)
             sock.close()
             return cls(rank, path, hello, None)
         if not reply.ok:
             _log.warning(
-                "%s: the agent at %s refuses: %s: training goes on at stock clocks", rank, path, reply.message
+                "%s: the agent at %s refuses: %s: training continues at stock clocks",
+                rank,
+                path,
+                reply.message,
             )
             sock.close()
             return cls(rank, path, hello, None)
         if reply.message:
             _log.warning(
-                "%s: the agent at %s: %s: training goes on at stock clocks", rank, path, reply.message
+                "%s: the agent at %s: %s: training continues at stock clocks", rank, path, reply.message
             )
         sock.setblocking(False)
         return cls(rank, path, hello, sock)
 
     @property
     def is_connected(self) -> bool:
-        """Whether an agent listens, as far as known."""
+        """Whether an agent is connected, as far as known."""
         return self._socket is not None
 
     def join_job(self, membership: bytes, *, is_answered: bool, timeout_s: float, waits: bool) -> bool:
-        """Say what the rank belongs to, now and to every agent that is joined later.
+        """Send the rank's membership, now and to every agent that is joined later.
 
-        `is_answered`: it is a registration, and the answer is waited for, unless `waits` is off. Returns
-        whether it was taken, or may be, as far as known; a refusal is logged.
+        `is_answered`: it is a registration, and the call waits for the answer unless `waits` is off. Returns
+        whether it was accepted, or may still be, as far as known; a refusal is logged.
         """
         self._membership, self._is_answered = membership, is_answered
         if self._socket is None:
@@ -113,14 +117,15 @@ class AgentConnection:
         return reply.ok
 
     def maintain(self) -> None:
-        """Between two iterations: see to the agent, and hear what it says. Waits for nothing."""
+        """Maintain the connection and read the agent's messages, between two iterations and without
+        waiting."""
         if self._rejoin is not None or self._is_unsent or self._is_registering:
             self._maintain_connection()
         elif monotonic_ns() >= self._notice_at_ns:
             self._hear_notices()
 
     def not_sent(self, error: OSError) -> None:
-        """A packet could not be sent: it is dropped, or the line is of no use any more."""
+        """Handle a send error: count a dropped packet, or give up the connection."""
         if isinstance(error, BlockingIOError):
             self.dropped_count += 1
             self.dropped_here_count = min(self.dropped_here_count + 1, _MAX_REPORTED_DROPPED)
@@ -128,7 +133,7 @@ class AgentConnection:
             self._lose(error)
 
     def send_last(self, packet: bytes, timeout_s: float) -> None:
-        """Send what is worth waiting for room in the socket."""
+        """Send an important packet, and wait for room in the socket."""
         if self._socket is None:
             return
         try:
@@ -139,7 +144,7 @@ class AgentConnection:
             self._lose(error)
 
     def close(self) -> None:
-        """Close the connection, and join no agent any more."""
+        """Close the connection for good."""
         if self._socket is not None and self.dropped_count:
             _log.warning(
                 "%s: %d marks dropped because the agent's socket was full", self._rank, self.dropped_count
@@ -158,24 +163,24 @@ class AgentConnection:
             self._socket, self.send = None, _discard
 
     def after_fork(self) -> None:
-        """In the child: the parent's connection goes on, without us."""
+        """Close the child's copy; the parent's connection stays open."""
         self._let_go()
         self._is_registering = False
 
     def _lose(self, error: Exception) -> None:
-        """The line is of no use any more: say so once, and do nothing until there is another."""
+        """Log the lost connection once, and drop packets until there is another."""
         if self._socket is not None and (refusal := _final_reply(self._socket)) is not None:
             _log.warning(
-                "%s: the agent refuses: %s: training goes on at stock clocks", self._rank, refusal.message
+                "%s: the agent refuses: %s: training continues at stock clocks", self._rank, refusal.message
             )
         else:
-            _log.warning("%s: lost the agent (%s): training goes on at stock clocks", self._rank, error)
+            _log.warning("%s: lost the agent (%s): training continues at stock clocks", self._rank, error)
         self._disconnect()
         self._is_unsent = self._is_registering = False
         self._rejoin = Rejoin(self._path, self._hello, monotonic_ns())
 
     def _maintain_connection(self) -> None:
-        """Between two iterations: join an agent if there is one, say what the rank belongs to, hear of it."""
+        """Join an agent if there is one, send the membership, read the answer."""
         try:
             if self._rejoin is not None and (sock := self._rejoin.poll(monotonic_ns())) is not None:
                 _log.info("%s: joined the agent at %s", self._rank, self._path)
@@ -192,24 +197,24 @@ class AgentConnection:
                 self._is_registering = False
                 self._log_registration(reply, is_known=True)
         except BlockingIOError:
-            pass  # no room for it yet, or no reply
+            pass  # no room in the socket yet, or no reply
         except (OSError, MalformedPacket) as error:
             self._lose(error)
 
     def _hear_notices(self) -> None:
-        """Between two iterations, now and then: hear what became of the rank, if the agent says something."""
+        """Poll for the agent's notices about the rank, at most once per period."""
         self._notice_at_ns = monotonic_ns() + _NOTICE_PERIOD_NS
         if self._socket is None:
             return
         try:
             self._log_notice(_receive_reply(self._socket, _MAX_NOTICE_BYTES, socket.MSG_DONTWAIT))
         except BlockingIOError:
-            pass  # nothing, as nearly always
+            pass  # no notice, the usual case
         except (OSError, MalformedPacket) as error:
             self._lose(error)
 
     def _receive_answer(self, sock: socket.socket) -> Reply:
-        """The answer to a registration; notices that came before it are logged."""
+        """Return the answer to a registration; log notices that arrive before it."""
         while (reply := _receive_reply(sock)).is_notice:
             self._log_notice(reply)
         return reply
@@ -218,10 +223,13 @@ class AgentConnection:
         _log.log(logging.INFO if notice.ok else logging.WARNING, "%s: %s", self._rank, notice.message)
 
     def _log_registration(self, reply: Reply, *, is_known: bool = False) -> None:
-        """`is_known`: the job was registered before, and its ranks may be live as they were until now."""
+        """Log the answer. `is_known`: the job was registered before, and ranks with the old order may still
+        be live."""
         if not reply.ok and is_known and reply.reason == _JOB_EXISTS:
             _log.info(
-                "%s: the job is registered anew once all of its ranks are: %s", self._rank, reply.message
+                "%s: the job changes once all of its ranks have registered the change: %s",
+                self._rank,
+                reply.message,
             )
         elif not reply.ok:
             _log.error("%s: job not registered: %s", self._rank, reply.message)
@@ -241,11 +249,11 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _discard(_packet: bytes) -> None:
-    """Send nothing: there is no agent."""
+    """Drop the packet: there is no agent."""
 
 
 def _final_reply(sock: socket.socket) -> Reply | None:
-    """Why the agent has closed a connection, if it said so."""
+    """Return the refusal with which the agent closed a connection, if any."""
     sock.setblocking(False)
     for _ in range(3):  # Linux reports a reset once, before what is still queued
         try:

@@ -1,19 +1,18 @@
-"""What the hooks into all frameworks share: one rank's marks, and the registration of its job.
+"""The common part of all framework hooks: one rank's marks, and the registration of its job.
 
 A framework's module finds the rank's place (`probe.placement`), makes an `Attachment`, and puts marks around
 the framework's functions (`marked_iteration`, `marked`, `replace`), or calls
 
     begin_iteration ( begin end )* end_iteration
 
-itself, once for every iteration that trains. Computations outside of an iteration, of an evaluation say, are
-not marked. What is marked is called with what it was called with, and what it returns or raises is returned
-or raised.
+itself, once for every training iteration. Computations outside of an iteration (such as an evaluation's) are
+not marked. A marked function receives its arguments unchanged, and its result or exception is passed on.
 
-What is executed is registered as the job's order, and followed (`probe.job_order`).
+The executed order is registered as the job's, and followed (`probe.job_order`).
 
-Before training, mistakes are refused (ValueError). But for that nothing here raises into training, and no
-rank waits for another: whatever goes wrong is logged once, the rank leaves its agent, the others of its
-pipeline learn why, and training goes on at stock.
+Before training, mistakes raise ValueError. Apart from that, nothing here raises into training, and no rank
+waits for another: any failure is logged once, the rank leaves its agent, the others of its pipeline learn the
+reason, and training continues at stock.
 
 Standard library only.
 """
@@ -33,16 +32,16 @@ _log = logging.getLogger("perseus.attachment")
 
 
 Identify = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Kind, int, int] | None]
-"""Which computation a call with such arguments is: kind, microbatch and chunk; None: none that is marked."""
+"""Maps a call's arguments to its computation: kind, microbatch and chunk; None if it is not marked."""
 
 _T = TypeVar("_T")
 _Hook = TypeVar("_Hook", bound=Callable[..., "Attachment"])
 
 
 class Attachment:
-    """One rank of a framework, attached. Its methods are for the thread that trains.
+    """One attached rank of a framework. Its methods are for the training thread.
 
-    `marks`: where they are sent; None: nowhere. All else is as for `JobOrder`.
+    `marks`: where marks are sent; None to send none. The other arguments are those of `JobOrder`.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Attachment:
 
         def restore() -> None:
             if vars(owner).get(name) is not value:
-                return  # somebody wrapped it again since, and still calls it: it marks nothing any more
+                return  # wrapped again by other code, which still calls it: it no longer marks
             if before is _ABSENT:
                 delattr(owner, name)
             else:
@@ -87,16 +86,16 @@ class Attachment:
         self._restores.append(restore)
 
     def put_marks(self, put: Callable[[], None]) -> Self:
-        """Put marks around what is trained: all of them, or none if that fails."""
+        """Call `put`, which installs all marks; undo them all if it fails."""
         try:
             put()
-        except Exception as error:  # of a framework that is not as known
+        except Exception as error:  # due to an unknown version of the framework
             self._restore()
             self._give_up(error)
         return self
 
     def when_detached(self, undo: Callable[[], None]) -> None:
-        """Call this in `detach`, too."""
+        """Also call `undo` in `detach`."""
         self._restores.append(undo)
 
     def marked(
@@ -105,7 +104,7 @@ class Attachment:
         identify: Identify,
         note: Callable[[tuple[Kind, int, int], Any], None] | None = None,
     ) -> Callable[..., Any]:
-        """A function that computes, with marks around it. `note` is told what a computation returned."""
+        """Return the function with marks around its computations. `note` receives a computation's result."""
 
         @wraps(function)
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +121,8 @@ class Attachment:
         return marked
 
     def waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that waits for other ranks. Within a computation, its time is left out of that."""
+        """Return a waiting function with marks, so that its time does not count for the computation around
+        it."""
 
         @wraps(function)
         def waiting(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class Attachment:
             self._begin_wait()
             try:
                 return function(*args, **kwargs)
-            finally:  # training may catch what it raises, and compute on
+            finally:  # training may catch the exception and continue the computation
                 self._end_wait()
 
         return waiting
@@ -139,7 +139,7 @@ class Attachment:
     def marked_iteration(
         self, function: Callable[..., Any], is_training: Callable[[], bool]
     ) -> Callable[..., Any]:
-        """A function that executes an iteration, marked as one where it trains."""
+        """Return the function, which executes an iteration, with marks if it trains."""
 
         @wraps(function)
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -153,25 +153,26 @@ class Attachment:
         return marked
 
     def ask(self, question: Callable[..., _T], *args: Any) -> _T | None:
-        """The answer to a hook's question about what is trained. None, and no marks any more, if it fails."""
+        """Return the answer to a hook's question about the training; on failure stop marking, and return
+        None."""
         try:
             return question(*args)
-        except Exception as error:  # of ours, or of a framework that is not as known: training goes on
+        except Exception as error:  # ours, or due to an unknown version of the framework
             self._give_up(error)
             return None
 
     def begin_iteration(self) -> None:
-        """An iteration that trains begins."""
+        """Mark the begin of a training iteration."""
         self._is_in_iteration = True
         try:
             self._order.begin_iteration()
             if self._marks is not None:
                 self._marks.begin_iteration()
-        except Exception as error:  # of ours, whatever it is: training goes on
+        except Exception as error:  # our own failures must not stop training
             self._give_up(error)
 
     def end_iteration(self) -> None:
-        """It ends, and was executed whole. The end of the first one registers the job."""
+        """Mark the end of a complete iteration. The end of the first one registers the job."""
         if not self._is_in_iteration:
             return
         self._is_in_iteration = False
@@ -183,7 +184,7 @@ class Attachment:
                 self._give_up(error)
 
     def begin(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
-        """A computation begins."""
+        """Mark the begin of a computation."""
         if not self._is_in_iteration:
             return
         self._is_computing = True
@@ -195,7 +196,7 @@ class Attachment:
                 self._give_up(error)
 
     def end(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
-        """The computation ends."""
+        """Mark the computation's end."""
         self._is_computing = False
         if self._is_in_iteration and self._marks is not None:
             try:
@@ -220,7 +221,8 @@ class Attachment:
                 self._give_up(error)
 
     def detach(self) -> None:
-        """Training is done: undo every replacement and end the connection; the GPU goes back to stock."""
+        """End marking after training: undo every replacement and close the connection; the GPU returns to
+        stock."""
         marks = self._leave()
         if marks is not None:
             try:
@@ -236,7 +238,7 @@ class Attachment:
         if error is None:
             self.detach()
             return
-        # A failure of the trainer: the rank is gone, but its job has not ended.
+        # The trainer failed: the rank is gone, but its job has not ended.
         marks = self._leave()
         if marks is not None:
             self._close(marks)
@@ -254,17 +256,17 @@ class Attachment:
         self._is_in_iteration = self._is_computing = False
 
     def _give_up(self, error: Exception) -> None:
-        """Nothing is marked any more: the agent finds the line closed, and the GPU goes back to stock."""
+        """Stop marking: the agent sees the connection closed, and the GPU returns to stock."""
         if self._has_given_up:
             _log.debug("again: %s", error)
             return
         self._has_given_up = True
         trace = None if isinstance(error, UnmarkableError) else error
-        _log.error("not marked any more, training goes on at stock clocks: %s", error, exc_info=trace)
+        _log.error("no longer marked, training continues at stock clocks: %s", error, exc_info=trace)
         self._report_lost(str(error))
         marks, self._marks = self._marks, None
         if marks is not None:
-            # Kept, as events that are destroyed in the midst of a capture might spoil it.
+            # Kept, because destroying events during a capture might spoil it.
             self._given_up = marks
             self._close(marks)
 
@@ -272,7 +274,7 @@ class Attachment:
         try:
             self._order.lose(why)
         except Exception as error:  # as above
-            _log.debug("telling the other stages: %s", error)
+            _log.debug("notifying the other stages: %s", error)
 
     def _close(self, marks: Marks) -> None:
         try:
@@ -285,7 +287,8 @@ _ABSENT = object()
 
 
 def never_raises(attach: _Hook) -> _Hook:
-    """A hook's `attach` that lets training go on without marks where it fails; ValueErrors are mistakes."""
+    """Wrap a hook's `attach` so that a failure leaves training unmarked; ValueErrors are mistakes and
+    pass."""
 
     @wraps(attach)
     def attached(*args: Any, **kwargs: Any) -> Attachment:
@@ -293,8 +296,8 @@ def never_raises(attach: _Hook) -> _Hook:
             return attach(*args, **kwargs)
         except ValueError:
             raise
-        except Exception as error:  # of ours, or of a framework that is not as known
-            _log.error("not attached, training goes on at stock clocks: %s", error, exc_info=error)
+        except Exception as error:  # ours, or due to an unknown version of the framework
+            _log.error("not attached, training continues at stock clocks: %s", error, exc_info=error)
             return Attachment(Placement(0, 1, 0, 1), None, LocalExchange())
 
     return cast(_Hook, attached)

@@ -1,10 +1,10 @@
-"""Follows what a stage executes against what was registered, and says when another order has settled. Pure.
+"""Compares a stage's executed order with the registered one, and detects when another order is stable. Pure.
 
-    as registered       nothing is to be done; what was different before is forgotten
-    otherwise           said once for each order; the same again and again settles after `SETTLED` iterations
+    as registered       nothing to do; earlier differences are forgotten
+    otherwise           reported once for each order; stable after `STABLE_AFTER` equal iterations in a row
 
-An order that was registered before needs twice as many each time: a job that alternates is not registered
-for ever.
+An order that was registered before needs twice as many each time, so that an alternating job does not
+register forever.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from perseus.agent.link.computation import Computation, Kind
 
 STABLE_AFTER = 5
-"""Iterations in a row that make another order the one to go by."""
+"""Iterations in a row after which another order counts as stable."""
 
 _MAX_REPORTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An iteration that differs. `is_news`: it was not told before. `has_settled`: it is to be registered."""
+    """A differing iteration. `is_new`: not reported before. `is_stable`: its order is to be registered."""
 
     executed: tuple[Computation, ...]
     is_new: bool
@@ -28,13 +28,13 @@ class Change:
 
 
 class ChangingOrder:
-    """What one stage executes, computation by computation. `registered`: the order to begin with."""
+    """One stage's executed order, computation by computation. `registered`: the initial order."""
 
     def __init__(self, registered: Sequence[Computation]) -> None:
         self.registered = tuple(registered)
         self._expected = _keys(self.registered)
         self._position = 0
-        # What was executed, from the first difference on.
+        # Executed computations, from the first difference on.
         self._others: list[tuple[Kind, int, int]] = []
         self._latest: tuple[Computation, ...] | None = None
         self._repeat_count = 0
@@ -42,12 +42,12 @@ class ChangingOrder:
         self._registered_counts = {self.registered: 1}
 
     def begin_iteration(self) -> None:
-        """The next iteration begins."""
+        """Begin the next iteration."""
         self._position = 0
         self._others.clear()
 
     def begin(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        """A computation begins."""
+        """Record the begin of a computation."""
         computation = kind, microbatch, chunk
         position = self._position
         if not self._others and position < len(self._expected) and self._expected[position] == computation:
@@ -56,7 +56,7 @@ class ChangingOrder:
             self._others.append(computation)
 
     def end_iteration(self) -> Change | None:
-        """The iteration ends; None if it was as registered."""
+        """End the iteration; return None if it was as registered."""
         if not self._others and self._position == len(self._expected):
             self._latest = None
             return None
@@ -71,7 +71,7 @@ class ChangingOrder:
         return Change(executed, is_new, self._repeat_count == needed_count)
 
     def register(self, executed: tuple[Computation, ...]) -> None:
-        """From now on this is what is registered."""
+        """Set the registered order."""
         self.registered = executed
         self._expected = _keys(executed)
         self._latest = None
@@ -79,7 +79,7 @@ class ChangingOrder:
 
 
 def describe_change(registered: Sequence[Computation], executed: Sequence[Computation]) -> str:
-    """What has changed, in a sentence's part."""
+    """Describe the change, for part of a sentence."""
     counts = [(len({each.microbatch for each in order}), len(order)) for order in (executed, registered)]
     (microbatches, computations), (microbatches_before, before) = counts
     return (

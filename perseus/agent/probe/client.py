@@ -1,4 +1,4 @@
-"""The probe: what a training process says to the agent on its node, and all of Perseus that runs in it.
+"""The probe: sends a training process's marks to the agent on its node. All of Perseus that runs there.
 
     with Probe.connect(job_id="gpt", pipeline=0, stage=3, tensor=0, gpu_uuid=uuid) as probe:
         probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
@@ -8,18 +8,18 @@
                 with probe.computation(Kind.FORWARD, microbatch=0):
                     ...
 
-Before training, `connect` and `register` refuse what can only be a programming mistake (ValueError), and wait
-for the agent's reply. After that everything is fire and forget: a mark costs a few microseconds, is dropped
-(and counted) where the socket is full, and nothing that the agent or the socket does raises into training.
-Without an agent the probe says so once, in the log, and does nothing: training goes on at stock. An agent
-that appears later, or that was restarted, is joined between two iterations (`probe.line`).
+Before training, `connect` and `register` raise ValueError for programming mistakes, and wait for the agent's
+reply. After that everything is fire and forget: a mark costs a few microseconds, is dropped (and counted) if
+the socket is full, and no failure of the agent or the socket raises into training. Without an agent the probe
+logs that once, and does nothing: training continues at stock. It joins an agent that starts later, or
+restarts, between two iterations (`probe.agent_connection`).
 
-Every rank says what it computes before it is served, so that none is ever given clocks that were made for
-other work: all call `register` with the same arguments, and the first of them registers the job.
+Every rank declares its work before it is served, so that no rank gets clocks that were made for other work:
+all call `register` with the same arguments, and the first of them registers the job.
 
 In a child that the trainer forks the probe does nothing.
 
-Standard library only. One probe serves one rank; it is not to be shared between threads.
+Standard library only. One probe serves one rank; it must not be shared between threads.
 """
 
 import logging
@@ -68,7 +68,7 @@ _pack_wait_end = mark_packer(MarkType.WAIT_END)
 
 
 class Probe:
-    """One rank's line to the agent. Made by `connect`."""
+    """One rank's connection to the agent. Made by `connect`."""
 
     def __init__(self, rank: Rank, connection: AgentConnection) -> None:
         self._rank = rank
@@ -96,11 +96,10 @@ class Probe:
     ) -> "Probe":
         """Introduce a rank to the agent of its node and wait for the reply.
 
-        `socket_path` is PERSEUS_AGENT_SOCKET by default, and /run/perseus/agent.sock where that is not set.
-        `is_registered`: somebody else registers the job, and no rank calls `register`; that the ranks compute
-        what was registered is then nobody's to check.
-        ValueError for coordinates that can not be; an agent that is absent, does not answer or refuses is
-        logged, and the probe then does nothing.
+        `socket_path` is PERSEUS_AGENT_SOCKET by default, and /run/perseus/agent.sock if that is not set.
+        `is_registered`: another client registers the job, and no rank calls `register`; then nothing checks
+        that the ranks compute what was registered. Raises ValueError for impossible coordinates. If the agent
+        is absent, does not answer or refuses, the probe logs that and does nothing.
         """
         if not job_id:
             raise ValueError("job_id: expected a name, found an empty string")
@@ -118,7 +117,7 @@ class Probe:
 
     @property
     def is_connected(self) -> bool:
-        """Whether an agent listens, as far as known."""
+        """Whether an agent is connected, as far as known."""
         return self._connection.is_connected
 
     @property
@@ -139,21 +138,20 @@ class Probe:
         timeout_s: float = 15.0,
         waits: bool = True,
     ) -> bool:
-        """Say what the job computes; called by all of its ranks, with the same arguments.
+        """Register the job's computations; all of its ranks call this, with the same arguments.
 
         The first one (pipeline, stage and tensor 0) registers the job with the coordinator, and waits for the
-        answer; the others only say that this is what they belong to. A rank is served once it has said so.
+        answer; the others only declare their membership. A rank is served once it has done so.
 
-        `paths`, with explicit orders: how activations flow through the stages' chunks, where that is not
-        chunk by chunk. `max_slowdown_percent` is how much slower than stock plans may be. `stage_work`: for
-        each stage a text that is the same wherever its computations are (model, microbatch shape, versions),
-        by which its profile is found again. Registering the same job again, after a restart say, changes
-        nothing while it has not finished. Where another order is to go by from now on, in the midst of
-        training, say so between two iterations with `waits` off: the trainer is not kept waiting, and what
-        becomes of it is logged. Returns whether the job is registered, or will be as soon as the
-        agent reaches the coordinator, as far as this rank knows; a refusal and its reason are logged. An
-        agent that is joined later is told then. ValueError for counts that can not be, for a schedule that
-        does not have `stage_count` stages and for paths of a named schedule.
+        `paths`, with explicit orders: how activations flow through the stages' chunks, if not chunk by chunk.
+        `max_slowdown_percent` is how much slower than stock plans may be. `stage_work`: for each stage a text
+        that is equal wherever its computations are (model, microbatch shape, versions), which identifies its
+        stored profile. Registering an unfinished job again, such as after a restart, changes nothing. To
+        change the order during training, call this between two iterations with `waits` off: it does not block
+        the trainer, and the outcome is logged. Returns whether the job is registered, or will be as soon as
+        the agent reaches the coordinator, as far as this rank knows; a refusal and its reason are logged. An
+        agent that is joined later receives the registration then. Raises ValueError for impossible counts,
+        for a schedule that does not have `stage_count` stages and for paths of a named schedule.
         """
         spec = job_spec(
             self._rank.job_id,
@@ -178,11 +176,11 @@ class Probe:
         )
 
     def begin_iteration(self, time_ns: int | None = None, *, relative_work: float | None = None) -> None:
-        """The next iteration begins: now, or at a time of CLOCK_MONOTONIC. So for all marks.
+        """Mark the begin of the next iteration, now or at a time of CLOCK_MONOTONIC; the same for all marks.
 
-        `relative_work`: how much there is to compute in it for this rank's pipeline, where that depends on
-        the data, relative to a typical iteration: 0.001 to 1000. A pipeline that takes longer for more work
-        is no straggler. Anything else counts as not told, and is said once.
+        `relative_work`: the work of this rank's pipeline in the iteration, if it depends on the data,
+        relative to a typical iteration: 0.001 to 1000. A pipeline that takes longer for more work is no
+        straggler. Any other value counts as unknown, and is logged once.
         """
         self._iteration += self._has_begun
         self._has_begun = True
@@ -197,7 +195,7 @@ class Probe:
             self._not_sent(error)
 
     def end_iteration(self, time_ns: int | None = None) -> None:
-        """The iteration ends."""
+        """Mark the end of the iteration."""
         try:
             self._connection.send(
                 _pack_iteration_end(
@@ -210,7 +208,7 @@ class Probe:
     def begin_computation(
         self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
     ) -> None:
-        """A computation of this iteration begins."""
+        """Mark the begin of a computation of this iteration."""
         self._ordinal += 1
         try:
             self._connection.send(
@@ -224,7 +222,7 @@ class Probe:
     def end_computation(
         self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
     ) -> None:
-        """The computation ends."""
+        """Mark the end of the computation."""
         ordinal = self._ordinal if self._ordinal >= 0 else 0
         try:
             self._connection.send(
@@ -234,14 +232,14 @@ class Probe:
             self._not_sent(error)
 
     def begin_wait(self, time_ns: int | None = None) -> None:
-        """The computation under way begins to wait for other ranks: such time is none of its own."""
+        """Mark the begin of a wait for other ranks: the wait does not count for the current computation."""
         try:
             self._connection.send(_pack_wait_begin(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
     def end_wait(self, time_ns: int | None = None) -> None:
-        """It computes again."""
+        """Mark the end of the wait."""
         try:
             self._connection.send(_pack_wait_end(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
@@ -259,15 +257,17 @@ class Probe:
         return _Block(self.begin_computation, self.end_computation, (kind, microbatch, chunk))
 
     def finish(self) -> None:
-        """Training is done: the job needs this rank no more. Waits up to a second for a full socket."""
+        """Report the end of training: the job no longer needs this rank. Waits up to a second for a full
+        socket."""
         self._connection.send_last(encode(Finish(monotonic_ns())), _FINISH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Close the connection. Without `finish` before, the agent takes it for a failure of the trainer."""
+        """Close the connection. Without `finish` before, the agent treats this as a failure of the
+        trainer."""
         self._connection.close()
 
     def _permille(self, relative_work: float) -> int:
-        """Relative work in thousandths, 0 for what is none."""
+        """Return relative work in thousandths, 0 if it is invalid."""
         try:
             permille = round(1000 * relative_work)
         except (TypeError, ValueError, OverflowError):
@@ -292,12 +292,12 @@ class Probe:
             self._connection.not_sent(error)
             return
         if not self._has_mistaken_mark:
-            _log.error("%s: marks that can not be are left out: %s", self._rank, error)
+            _log.error("%s: invalid marks are dropped: %s", self._rank, error)
         self._has_mistaken_mark = True
 
 
 class _Block:
-    """A begin and an end around a block. A block left by an exception has no end: it was not completed."""
+    """Marks a block's begin and end. A block left by an exception was not completed and gets no end."""
 
     __slots__ = ("_arguments", "_begin", "_end")
 

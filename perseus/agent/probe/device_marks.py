@@ -1,24 +1,23 @@
-"""Marks at device time: what a GPU has done, seen through events on its stream.
+"""Marks at device time, from events on a GPU's stream.
 
-Under CUDA the host runs ahead of the device, so a host's time says when a computation was launched, not when
-it ran. Here every edge is an event, recorded on the stream where the computation's kernels go. A helper
-thread looks which of them have completed and sends their marks, a millisecond or so later; nobody ever waits
-for the device.
+Under CUDA the host runs ahead of the device, so host time shows when a computation was launched, not when it
+ran. Here every edge is an event, recorded on the stream of the computation's kernels. A helper thread polls
+for completed events and sends their marks, about a millisecond later; no thread ever waits for the device.
 
-Events know only the time between two of them. Each iteration's first one is its anchor, whose time is the
-latest that it can have had by all looks so far (`device_time`): later than the truth by no more than the
-promptest of them came late, and not before it was recorded. All other times of the iteration are that time
-and what the device measured since: durations and gaps within an iteration are the device's own.
+Events only measure the time between two of them. Each iteration's first event is its anchor. Its time is the
+latest that is consistent with all polls so far (`device_time`): its error is at most the delay of the
+promptest poll, and it is never before the event was recorded. All other times of the iteration are the
+anchor's plus the device's measurements: durations and gaps within an iteration are exact device times.
 
-Graphs: while the stream is being captured, what is launched goes into a graph and does not run. An edge that
-falls into a capture is left out. An iteration that begins in one is captured whole; its replays run no Python
-and can't be marked, so marking ends (`UnmarkableError`). A capture of somebody else's goes on undisturbed:
-the trainer's thread only ever records events, and the helper, which asks about them, has told CUDA before
-that it takes no part in any capture (`EventSource.enter_helper`).
+Graphs: while the stream is being captured, launched work goes into a graph and does not run. Edges within a
+capture are left out. An iteration that begins in a capture is captured whole; its replays run no Python and
+can't be marked, so marking ends (`UnmarkableError`). Captures by other code are not disturbed: the trainer's
+thread only records events, and the helper, which queries them, has excluded itself from captures
+(`EventSource.enter_helper`).
 
 Without an agent there is no helper, and no event is recorded.
 
-Standard library only: how an event is recorded is the framework's to say.
+Standard library only: the framework hook records the events.
 """
 
 import logging
@@ -46,30 +45,31 @@ class DeviceEvent(Protocol):
     """An event on a device's stream, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the device has got there."""
+        """Return whether the device has completed the event."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this event to another; both have completed."""
+        """Return the milliseconds from this event to another; both must have completed."""
 
 
 class EventSource(Protocol):
-    """A device's events, as a framework gives them; all but `enter_helper` is for the thread that trains."""
+    """A device's events from a framework; all methods but `enter_helper` are for the training thread."""
 
     def is_capturing(self) -> bool:
-        """Whether what is launched now is captured into a graph instead of running."""
+        """Return whether launches are captured into a graph at present."""
 
     def make_event(self) -> DeviceEvent:
-        """An event, not yet recorded."""
+        """Return an event that is not yet recorded."""
 
     def record(self, event: Any, /) -> None:
-        """Record an event, again perhaps, where kernels are launched now."""
+        """Record a new or reused event on the current stream."""
 
     def enter_helper(self) -> None:
-        """Called first in the thread that will ask about events: makes it harmless to captures and GPUs."""
+        """Prepare the calling thread for event queries, so that it disturbs no capture and uses no other
+        GPU."""
 
 
 class _Edge(NamedTuple):
-    """A mark that waits for its event. `recorded_ns`: the host's time just before it was recorded."""
+    """A mark that waits for its event. `recorded_ns`: host time just before it was recorded."""
 
     event: DeviceEvent
     send: Callable[[int], None]
@@ -78,16 +78,16 @@ class _Edge(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """A mark to be sent: its event completed at a position of the device."""
+    """A mark to be sent; its event completed at this position of the device."""
 
     position_ns: int
     edge: _Edge
 
 
 class DeviceMarks:
-    """Stands before a probe and gives its marks the device's times (implements `Marks`).
+    """Wraps a probe, and gives its marks device times (implements `Marks`).
 
-    With `has_helper` a thread of its own looks at the events; without, somebody has to call `look`.
+    With `has_helper` a helper thread polls the events; without it, the caller has to call `poll`.
     """
 
     def __init__(
@@ -103,16 +103,17 @@ class DeviceMarks:
         self._monotonic_ns = monotonic_ns
         self._edges: deque[_Edge] = deque()
         self._due: deque[_Due] = deque()
-        # Events to be recorded again. The trainer's thread takes from it, the helper gives back.
+        # Reusable events. The trainer's thread takes from the pool, the helper puts back.
         self._pool: list[DeviceEvent] = []
-        # The last anchor that completed, where it was, and what makes the host's times of its iteration.
+        # The last completed anchor, its position, and the offset from positions to host times in its
+        # iteration.
         self._anchor: DeviceEvent | None = None
         self._anchor_position_ns = 0
         self._device_time = DeviceTime()
         self._shift_ns = 0
         self._sent_ns = 0
         self._has_warned_of_capture = False
-        # The probe is not to be shared between threads: whoever uses it holds the lock.
+        # The probe is not thread-safe: both threads use it under this lock.
         self._lock = threading.Lock()
         self._is_marking = threading.Event()
         self._is_over = threading.Event()
@@ -131,7 +132,7 @@ class DeviceMarks:
         stage_work: Sequence[str],
         waits: bool = True,
     ) -> bool:
-        """See `Probe.register`. Marks wait meanwhile."""
+        """Register the job as `Probe.register` does. Marks wait meanwhile."""
         with self._lock:
             return self._probe.register(
                 pipeline_count=pipeline_count,
@@ -145,9 +146,9 @@ class DeviceMarks:
             )
 
     def begin_iteration(self) -> None:
-        """The next iteration begins when the device gets here. So for all marks.
+        """Mark the next iteration's begin at the device's time; the same for all marks.
 
-        UnmarkableError if it is captured whole.
+        Raises UnmarkableError if the iteration is captured whole.
         """
         if self._is_over.is_set():
             return
@@ -164,23 +165,23 @@ class DeviceMarks:
         self._add(self._probe.begin_iteration, is_anchor=True)
 
     def end_iteration(self) -> None:
-        """The iteration ends."""
+        """Mark the end of the iteration."""
         self._add(self._probe.end_iteration)
 
     def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        """A computation of this iteration begins."""
+        """Mark the begin of a computation of this iteration."""
         self._add(partial(self._probe.begin_computation, kind, microbatch, chunk))
 
     def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        """The computation ends."""
+        """Mark the end of the computation."""
         self._add(partial(self._probe.end_computation, kind, microbatch, chunk))
 
     def begin_wait(self) -> None:
-        """The computation under way begins to wait for other ranks."""
+        """Mark the begin of the current computation's wait for other ranks."""
         self._add(self._probe.begin_wait)
 
     def end_wait(self) -> None:
-        """It computes again."""
+        """Mark the end of the wait."""
         self._add(self._probe.end_wait)
 
     def poll(self) -> None:
@@ -190,7 +191,7 @@ class DeviceMarks:
             self._send_due()
 
     def finish(self) -> None:
-        """Training is done. Waits up to a second for the device to get to the last mark."""
+        """Report the end of training. Waits up to a second for the device to reach the last mark."""
         deadline_s = time.monotonic() + _FINISH_TIMEOUT_S
         while (self._edges or self._due) and self._helper.is_alive() and time.monotonic() < deadline_s:
             time.sleep(POLL_INTERVAL_S)
@@ -198,7 +199,7 @@ class DeviceMarks:
         self._probe.finish()
 
     def close(self) -> None:
-        """Close the connection; marks that the device has not got to are dropped."""
+        """Close the connection; marks that the device has not reached are dropped."""
         self._end_helper()
         self._probe.close()
 
@@ -214,10 +215,10 @@ class DeviceMarks:
         self._edges.append(_Edge(event, send, is_anchor, recorded_ns))
 
     def _pass_unmarked(self) -> None:
-        """An iteration without an agent: it is counted, and the probe may look for one."""
+        """Count an iteration without an agent, and let the probe look for one."""
         self._is_marking.clear()
         with self._lock:
-            # Iterations are numbered by the probe: those that were to be sent yet count as well.
+            # The probe numbers iterations, so those with unsent marks count as well.
             unsent = [*(due.edge for due in self._due), *self._edges]
             for _ in range(sum(edge.is_anchor for edge in unsent) + 1):
                 self._probe.begin_iteration()
@@ -237,7 +238,7 @@ class DeviceMarks:
             self._device_time.note(position_ns, now_ns)
 
     def _position_ns(self, edge: _Edge) -> int:
-        """Where a completed event is; what is needed no more goes to the pool."""
+        """Return a completed event's position; events that are no longer needed go to the pool."""
         position_ns, done = self._anchor_position_ns, edge.event
         if self._anchor is not None:
             position_ns += round(1e6 * self._anchor.elapsed_time(edge.event))
@@ -252,12 +253,12 @@ class DeviceMarks:
         while self._due:
             position_ns, edge = self._due[0]
             if edge.is_anchor:
-                # No mark is before its event was recorded, or before the mark that precedes it.
+                # No mark may be before its event was recorded, or before the preceding mark.
                 latest_ns = self._device_time.latest_ns(position_ns)
                 self._shift_ns = max(latest_ns, edge.recorded_ns, self._sent_ns) - position_ns
             at_ns = position_ns + self._shift_ns
             if at_ns > self._monotonic_ns():
-                return  # the anchor's look was later than this one: no mark comes from the future
+                return  # the anchor's poll was later than this one: no mark may be in the future
             edge.send(at_ns)
             self._sent_ns = at_ns
             self._due.popleft()
@@ -267,8 +268,8 @@ class DeviceMarks:
             self._source.enter_helper()
             while self._is_marking.wait() and not self._is_over.wait(POLL_INTERVAL_S):
                 self.poll()
-        except Exception as error:  # of the device, say: training will see it by itself
-            _log.warning("no marks any more, training goes on at stock clocks: %s", error)
+        except Exception as error:  # such as a device error, which training will see by itself
+            _log.warning("marking has ended, training continues at stock clocks: %s", error)
             self._is_over.set()
             with self._lock:
                 self._probe.close()

@@ -1,8 +1,8 @@
-"""How the stages of a pipeline tell each other what they execute, and nobody waits.
+"""Exchange the executed orders between the stages of a pipeline, without waiting.
 
-A collective would hang the trainer if one stage came to it and another did not: one that is not marked any
-more, or whose iteration has failed. So what a stage executes is posted in the store that torch.distributed
-was set up with, and looked for after each iteration. Standard library only; torch is imported when asked.
+A collective would hang the trainer if one stage entered it and another did not, because it is no longer
+marked or its iteration failed. So each stage posts its order in the default store of torch.distributed, and
+polls for the others after each iteration. Standard library only; torch is imported on demand.
 """
 
 import json
@@ -18,11 +18,11 @@ _attachments = count()
 
 @dataclass(frozen=True, slots=True)
 class ExecutedOrder:
-    """What one stage executed in an iteration; without computations: why it is not followed (`lost`).
+    """One stage's executed order of an iteration, or the reason why it is not followed (`lost`).
 
-    `chunk_positions[c]`: where its chunk c stands in the model, counted over the chunks of all stages; empty
-    where activations flow through all stages of chunk 0, then of chunk 1 and so on. `work`: what its
-    computations are (`probe.stage_work`); empty if not known.
+    `chunk_positions[c]`: the place of its chunk c in the model, counted over the chunks of all stages; empty
+    if activations flow through all stages of chunk 0, then of chunk 1 and so on. `work`: its work text
+    (`probe.stage_work`); empty if unknown.
     """
 
     stage: int
@@ -33,19 +33,19 @@ class ExecutedOrder:
 
 
 class Exchange(Protocol):
-    """Where the stages of a pipeline post orders. Neither method waits for another stage."""
+    """The board on which the stages of a pipeline post orders. No method waits for another stage."""
 
     def post(self, name: str, order: ExecutedOrder) -> None:
-        """Post an order under a name that all stages have for it."""
+        """Post an order under a name that is common to all stages."""
 
     def poll(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
-        """The orders of all stages under that name; None for those that are not there yet."""
+        """Return the orders of all stages under that name; None for missing ones."""
 
 
 class StoreExchange:
     """Posts orders in torch.distributed's default store (implements `Exchange`).
 
-    For ranks of one pipeline and tensor index, which all attach equally often.
+    For the ranks of one pipeline and tensor index, which all attach the same number of times.
     """
 
     def __init__(self, pipeline: int, tensor: int) -> None:
@@ -81,13 +81,13 @@ class LocalExchange:
 
 
 def encode_order(order: ExecutedOrder) -> str:
-    """An order as a text."""
+    """Serialise an order."""
     computations = [(int(c.kind), c.microbatch, c.chunk) for c in order.computations]
     return json.dumps([order.stage, computations, order.chunk_positions, order.work, order.lost])
 
 
 def decode_order(text: str | bytes) -> ExecutedOrder:
-    """The order in a text."""
+    """Deserialise an order."""
     stage, computations, chunk_positions, work, lost = json.loads(text)
     return ExecutedOrder(
         stage,
@@ -99,7 +99,7 @@ def decode_order(text: str | bytes) -> ExecutedOrder:
 
 
 def default_store() -> Any:
-    """The store that torch.distributed was set up with."""
+    """Return the default store of torch.distributed."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()

@@ -1,6 +1,6 @@
-"""What a hook needs of a framework, looked for before it is relied on: versions differ in what they have.
+"""Checks that a framework has the attributes that a hook needs: versions differ.
 
-ValueErrors say what was looked for and where, what was expected and what found. Standard library only.
+ValueErrors name the place, the expected attributes and the missing ones. Standard library only.
 """
 
 import inspect
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 Argument = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Finds one argument among those of a call, or its default."""
+"""Returns one argument of a call, or its default."""
 
 
 def check_attributes(owner: object, where: str, *names: str) -> None:
-    """ValueError if an object or a module lacks one of the attributes."""
+    """Raise ValueError if an object or a module lacks one of the attributes."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise ValueError(
@@ -22,7 +22,7 @@ def check_attributes(owner: object, where: str, *names: str) -> None:
 
 
 def find_argument(function: Callable[..., Any], name: str, where: str) -> Argument:
-    """How to find an argument by its name, wherever this version has it. ValueError if it has none."""
+    """Return a finder for a named argument, at its position in this version. ValueError if it has none."""
     parameters = inspect.signature(function).parameters
     if name not in parameters:
         raise ValueError(f"{where}: expected a parameter {name!r}, found {', '.join(parameters) or 'none'}")

@@ -1,19 +1,18 @@
 """Waits within the computations of a model that `torch.distributed.fsdp.fully_shard` has sharded (FSDP2).
 
-Its parameters are gathered from all ranks as each layer is reached, forward and backward, and its gradients
-are scattered as each layer is left: collectives, in the midst of a forward and a backward, for which a fast
-rank waits for a slow one. Their time is marked as waiting (`Attachment.waiting`), so that it is in no
-computation. Under CUDA these functions enqueue what the stream waits for, and the marks lie around that; on a
-CPU they wait themselves.
+Each layer gathers its parameters from all ranks before it runs, forward and backward, and scatters its
+gradients afterwards. These are collectives within a forward or backward, in which a fast rank waits for a
+slow one. Their time is marked as waiting (`Attachment.waiting`), so that it counts for no computation. Under
+CUDA these functions enqueue the stream's waits, and the marks surround them; on a CPU they wait themselves.
 
     pre_forward     gathers the parameters of a group of layers, and waits for them
-    pre_backward    gathers them again, where they were let go of after the forward
+    pre_backward    gathers them again, if they were freed after the forward
     post_backward   scatters the gradients
-    unshard         gathers ahead, where the user asked for that
+    unshard         gathers ahead, if the user requested it
 
-The wait for the last gradients is in a callback of autograd's, after the end of the backward's mark.
+The wait for the last gradients is in an autograd callback, after the backward's end mark.
 
-Standard library only: groups are known by what they have.
+Standard library only: groups are recognised by their attributes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,9 +32,9 @@ def mark_waits(attachment: Attachment, groups: Iterable[Any]) -> None:
 
 
 def parameter_groups(model: Any) -> Iterator[Any]:
-    """The groups of a model's parameters that are gathered together, each once; none if nothing is sharded.
+    """Yield the groups of parameters that are gathered together, each once; none if nothing is sharded.
 
-    ValueError for a version of torch in which they are not what they were.
+    Raises ValueError for an unknown version of torch.
     """
     seen: set[int] = set()
     for module in model.modules():
@@ -49,7 +48,7 @@ def parameter_groups(model: Any) -> Iterator[Any]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Several since torch has meshes for each parameter, before that one or none."""
+    """Return a state's groups: several since torch has meshes per parameter, before that one or none."""
     if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
         return list(groups)
     check_attributes(state, f"sharded state {type(state).__name__}", "_fsdp_param_group")

@@ -1,17 +1,17 @@
-"""The order in which a job's stages compute: registered as it is executed, and anew when it has changed.
+"""The order of a job's computations: registered as executed, and again after it has changed.
 
-No schedule needs to be known beforehand: the first iteration is recorded as it was really executed. At its
-end every stage posts its order for the others of its pipeline (`probe.exchange`) and looks for theirs, then
-and after each iteration that follows. Once all are there, every rank says that it belongs to a job that
-computes so; the first one registers it. A rank without an agent takes part, as it can't know of the others'.
-Where the framework has a table of its own, a difference from what was executed is logged; the executed order
-wins. A rank that is not marked any more says why in its order's place, and none of its pipeline is marked
-then; nor where an order does not come.
+No schedule needs to be known beforehand: the first iteration is recorded as executed. At its end every stage
+posts its order for the others of its pipeline (`probe.exchange`), and polls for theirs then and after each
+later iteration. Once all are there, every rank declares its membership of a job with these orders; the first
+one registers it. A rank without an agent takes part, because it can't know whether the others have one. If
+the framework has its own table, a difference from the executed order is logged; the executed order wins. A
+rank that is no longer marked posts the reason in place of its order, and then its whole pipeline is unmarked;
+so it is if an order is missing for too long.
 
-An order that changes later (a ramp of the batch size, say) is said at once. Once it has settled it is posted
-in the same way, and when all stages have, it is registered in place of the first.
+A later change of the order (such as a batch-size ramp) is logged at once. Once the new order is stable it is
+posted in the same way, and when all stages have posted theirs, it is registered in place of the first.
 
-Nobody ever waits for another rank. Standard library only.
+No rank ever waits for another. Standard library only.
 """
 
 import logging
@@ -27,18 +27,17 @@ from perseus.agent.probe.stage_work import work_if_known
 
 _log = logging.getLogger("perseus.attachment")
 
-# How long a stage that has posted an order looks for those of the others, which execute the same iterations.
+# Iterations for which a stage polls for the others' orders after posting its own.
 _MEETING_ITERATIONS = 20
 
 _FIRST = "first"
 
 
 class JobOrder:
-    """What one rank's stage executes, and what of it is registered.
+    """One rank's executed order, and its registration.
 
-    `exchange` is where the stages of this rank's pipeline post orders. `table` is the order that the
-    framework itself says it will execute, if it says. `work` tells, after an iteration, what the stage
-    computes (`probe.stage_work`).
+    `exchange` is where the stages of this rank's pipeline post orders. `table` is the framework's own order,
+    if it has one. `work` returns, after an iteration, the stage's work text (`probe.stage_work`).
     """
 
     def __init__(
@@ -57,24 +56,25 @@ class JobOrder:
         self._table = table
         self._work = work
         self._max_slowdown_percent = max_slowdown_percent
-        # Iterations begun, those that failed included: the same for all stages.
+        # Iterations begun, including failed ones: equal on all stages.
         self._iteration = 0
-        # The first iteration, until it has been executed whole.
+        # The first iteration's computations, until it is complete.
         self._recorded: list[Computation] | None = []
-        # From then on: what it executes against what is registered; an order that was posted and is not yet
-        # registered, by its name and iteration; and whether other stages wait for this one's first.
+        # After that: the comparison of executed and registered order; the name and iteration of an order that
+        # is posted but not yet registered; and whether other stages still need this one's first order.
         self._order: ChangingOrder | None = None
         self._posted: tuple[str, int] | None = None
         self._is_awaited = True
 
     def lose(self, why: str) -> None:
-        """This rank is not marked any more: those of its pipeline that wait for its order learn why."""
+        """Post the reason why this rank is no longer marked, for ranks of its pipeline that need its
+        order."""
         if self._is_awaited:
             self._is_awaited = False
             self._exchange.post(_FIRST, ExecutedOrder(self._placement.stage, (), lost=why))
 
     def begin_iteration(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self._iteration += 1
         if self._recorded is not None:
             self._recorded = []
@@ -82,17 +82,17 @@ class JobOrder:
             self._order.begin_iteration()
 
     def begin(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        """A computation of it begins."""
+        """Record the begin of a computation."""
         if self._recorded is not None:
             self._recorded.append(Computation(kind, microbatch, chunk))
         elif self._order is not None:
             self._order.begin(kind, microbatch, chunk)
 
     def end_iteration(self, marks: Marks) -> None:
-        """It ends, and was executed whole. Registers by `marks` what all stages have posted.
+        """End a complete iteration; register the orders through `marks` once all stages have posted theirs.
 
         Raises:
-            UnmarkableError: a stage can't be followed. Nor are other errors of the first registration caught.
+            UnmarkableError: a stage can't be followed. Other errors of the first registration pass, too.
         """
         if self._recorded is not None:
             executed, self._recorded = tuple(self._recorded), None
@@ -105,14 +105,14 @@ class JobOrder:
         elif self._order is not None:
             try:
                 self._follow(self._order, marks)
-            except Exception as error:  # of ours, whatever it is: training goes on
+            except Exception as error:  # our own failures must not stop training
                 self._order = self._posted = None
-                _log.warning("orders that change are not followed any more: %s", error)
+                _log.warning("changing orders are no longer followed: %s", error)
 
     def _compare_with_table(self, executed: tuple[Computation, ...]) -> None:
         if self._table is not None and (difference := _difference(self._table, executed)):
             _log.warning(
-                "pipeline %d, stage %d: %s; what was executed counts",
+                "pipeline %d, stage %d: %s; the executed order counts",
                 self._placement.pipeline,
                 self._placement.stage,
                 difference,
@@ -124,13 +124,13 @@ class JobOrder:
         self._posted = name, self._iteration
 
     def _register_first(self, marks: Marks) -> None:
-        """Register the job, once all stages have posted what they execute."""
+        """Register the job, once all stages have posted their orders."""
         if (orders := self._poll()) is not None:
             self._is_awaited = False
             self._register(marks, orders, waits=True)
 
     def _poll(self) -> list[ExecutedOrder] | None:
-        """What all stages have posted under the latest name; None as long as some have not.
+        """Return all stages' orders under the latest name; None if some are missing.
 
         Raises:
             UnmarkableError: a stage can't be followed, or has not posted in time.
@@ -141,19 +141,21 @@ class JobOrder:
         orders = [order for order in found if order is not None]
         for order in orders:
             if not order.computations:
-                self._is_awaited = False  # the others see the same
-                raise UnmarkableError(f"stage {order.stage}: {order.lost or 'it has computed nothing'}")
+                self._is_awaited = False  # the other stages see the same
+                raise UnmarkableError(
+                    f"stage {order.stage}: {order.lost or 'it has executed no computation'}"
+                )
         if len(orders) == len(found):
             self._posted = None
             return orders
         if self._iteration - since >= _MEETING_ITERATIONS:
             self._posted = None
             missing = ", ".join(str(stage) for stage, order in enumerate(found) if order is None)
-            raise UnmarkableError(f"stage {missing}: what it computes did not come")
+            raise UnmarkableError(f"stage {missing}: its order is missing")
         return None
 
     def _register(self, marks: Marks, orders: Sequence[ExecutedOrder], *, waits: bool) -> None:
-        """Register what the stages execute, stage 0 first."""
+        """Register the stages' orders, stage 0 first."""
         placement = self._placement
         marks.register(
             pipeline_count=placement.pipeline_count,
@@ -167,14 +169,15 @@ class JobOrder:
         )
 
     def _follow(self, order: ChangingOrder, marks: Marks) -> None:
-        """An iteration has ended: say that it differs, post what has settled, register what all posted."""
+        """End an iteration: log a new difference, post a stable order, register once all stages have
+        posted."""
         change = order.end_iteration()
         if change is not None and change.is_new:
             first = (self._placement.pipeline, self._placement.stage, self._placement.tensor) == (0, 0, 0)
             _log.log(
                 logging.WARNING if first else logging.INFO,
-                "stage %d executes %s: such iterations run at stock clocks until it has settled and is "
-                "registered anew",
+                "stage %d executes %s: these iterations run at stock clocks until "
+                "the new order is stable and registered",
                 self._placement.stage,
                 describe_change(order.registered, change.executed),
             )
@@ -186,8 +189,8 @@ class JobOrder:
             orders = self._poll()
         except UnmarkableError:
             _log.warning(
-                "stage %d executes another order and other stages of its pipeline do not: not registered "
-                "anew, it runs at stock clocks",
+                "stage %d executes another order and other stages of its pipeline do not: it is not "
+                "registered and runs at stock clocks",
                 self._placement.stage,
             )
             return
@@ -197,9 +200,9 @@ class JobOrder:
 
 
 def paths_through(orders: Sequence[ExecutedOrder]) -> list[list[tuple[int, int]]]:
-    """How activations flow through the chunks of all stages: by their positions in the model.
+    """Return the paths of activations through the chunks of all stages, by their positions in the model.
 
-    Empty, chunk by chunk that is, where no stage says. ValueError if two chunks have the same position.
+    Empty (chunk by chunk) if no stage has positions. ValueError if two chunks have the same position.
     """
     places: dict[int, tuple[int, int]] = {}
     for order in orders:
@@ -214,16 +217,17 @@ def paths_through(orders: Sequence[ExecutedOrder]) -> list[list[tuple[int, int]]
 
 
 def table_if_any(make: Callable[[], Sequence[Computation] | None]) -> Sequence[Computation] | None:
-    """A framework's table, which is only compared with: None, and a word about it, if it can't be had."""
+    """Return a framework's table, which is only used for comparison; log a failure and return None."""
     try:
         return make()
-    except Exception as error:  # of a framework that is not as known
+    except Exception as error:  # due to an unknown version of the framework
         _log.info("the executed order is not checked against the framework's: %s", error)
         return None
 
 
 def _difference(table: Sequence[Computation], executed: Sequence[Computation]) -> str:
-    """Where a framework's table and what it executed differ first; empty if nowhere."""
+    """Describe the first difference between a framework's table and the executed order; empty if there is
+    none."""
     for index, (expected, done) in enumerate(zip_longest(table, executed)):
         if expected != done:
             return f"computation {index}: the framework's table has {expected}, {done} was executed"

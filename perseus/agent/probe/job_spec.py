@@ -1,4 +1,4 @@
-"""What ranks say that they belong to: their job as it is registered, and its fingerprint.
+"""A job's specification, as ranks register it, and its fingerprint.
 
 Standard library only.
 """
@@ -15,7 +15,7 @@ from perseus.schedule_name import ScheduleName
 
 @dataclass(frozen=True, slots=True)
 class NamedSchedule:
-    """A schedule that follows from its name, such as "1f1b" (`perseus.schedule_name`), and its counts.
+    """A schedule given by its name, such as "1f1b" (`perseus.schedule_name`), and its counts.
 
     `microbatch_count`: per iteration. `chunk_count`: model chunks on each stage, for "interleaved-1f1b".
     """
@@ -33,7 +33,7 @@ class NamedSchedule:
 
 # Each stage's computations in order, stage 0 first.
 StageOrders = Sequence[Sequence[Computation]]
-# How activations flow: (stage, chunk) after (stage, chunk).
+# The route of activations: (stage, chunk) after (stage, chunk).
 Path = Sequence[tuple[int, int]]
 
 
@@ -48,7 +48,7 @@ def job_spec(
     max_slowdown_percent: float,
     stage_work: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The job as proto3 JSON of `perseus.v1.JobSpec`. ValueError for what can not be."""
+    """Return the job as proto3 JSON of `perseus.v1.JobSpec`; ValueError for invalid arguments."""
     check_count("pipeline_count", pipeline_count, at_least=1)
     check_count("stage_count", stage_count, at_least=1)
     check_count("tensor_count", tensor_count, at_least=1)
@@ -95,7 +95,7 @@ def job_spec(
 
 
 def spec_fingerprint(spec: dict[str, Any]) -> str:
-    """What all ranks of a job say that they belong to: the same for the same specification, and short."""
+    """Return a specification's short fingerprint, which all ranks of a job declare."""
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -108,6 +108,6 @@ def _computation_json(computation: Computation) -> dict[str, int]:
 
 
 def check_count(name: str, value: int, *, at_least: int) -> None:
-    """ValueError for what is no integer of at least so much, or too large for the wire."""
+    """Raise ValueError for a non-integer, or one that is too small or too large for the wire."""
     if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < 2**31:
         raise ValueError(f"{name}: expected an integer of at least {at_least}, found {value!r}")

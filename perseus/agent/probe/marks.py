@@ -1,4 +1,4 @@
-"""What marks are sent by, as the hooks into frameworks see it: a probe, or what stands before one."""
+"""The interface through which framework hooks send marks: a probe, or a wrapper around one."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -8,11 +8,11 @@ from perseus.agent.probe.job_spec import Path
 
 
 class UnmarkableError(Exception):
-    """What is trained can't be followed by marks, and why."""
+    """Marks can't follow this training; the message has the reason."""
 
 
 class Marks(Protocol):
-    """What an attachment needs of its probe, or of what stands before one."""
+    """The methods that an attachment needs of its probe or wrapper; they work as those of `Probe`."""
 
     def register(
         self,
@@ -26,32 +26,32 @@ class Marks(Protocol):
         stage_work: Sequence[str],
         waits: bool = True,
     ) -> bool:
-        """See `Probe.register`."""
+        """Register the job."""
 
     def begin_iteration(self) -> None:
-        """See `Probe.begin_iteration`. UnmarkableError ends all marking."""
+        """Mark the begin of an iteration. UnmarkableError ends all marking."""
 
     def end_iteration(self) -> None:
-        """See `Probe.end_iteration`."""
+        """Mark the end of the iteration."""
 
     def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        """See `Probe.begin_computation`."""
+        """Mark the begin of a computation."""
 
     def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        """See `Probe.end_computation`."""
+        """Mark the end of the computation."""
 
     def begin_wait(self) -> None:
-        """See `Probe.begin_wait`."""
+        """Mark the begin of a wait for other ranks."""
 
     def end_wait(self) -> None:
-        """See `Probe.end_wait`."""
+        """Mark the end of the wait."""
 
     def finish(self) -> None:
-        """See `Probe.finish`."""
+        """Report the end of training."""
 
     def close(self) -> None:
-        """See `Probe.close`."""
+        """Close the connection."""
 
 
 Connect = Callable[..., Marks]
-"""How marks are sent: `Probe.connect`, or what takes its keyword arguments."""
+"""`Probe.connect`, or another callable with its keyword arguments."""

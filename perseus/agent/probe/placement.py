@@ -1,7 +1,7 @@
-"""Where a rank stands in its job, as torch.distributed and a device mesh say; torch is imported when asked.
+"""A rank's place in its job, from torch.distributed or a device mesh; torch is imported on demand.
 
 Data-parallel replicas are pipelines. Tensor- and context-parallel ranks of a stage do the same computations
-at the same time and so share its plan: both count as tensor-parallel ones.
+at the same time and so share its plan: both count as tensor-parallel.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ STAGE_DIMENSION = "pp"
 TENSOR_DIMENSIONS = ("cp", "tp")
 
 TIMEOUT_S = 600.0
-"""How long ranks wait for others to attach, which may load their stages meanwhile."""
+"""How long ranks wait for others to attach, which may still be loading their stages."""
 
 _meetings = count()
 
 NO_GPU = "none"
-"""The UUID of no GPU: an agent refuses it, so training on a CPU goes on as without one."""
+"""No GPU's UUID: an agent refuses it, so training on a CPU continues as without an agent."""
 
 
 class UnplacedError(Exception):
-    """A rank's place in its job can't be told."""
+    """A rank's place in its job can't be determined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,11 @@ def place_in_mesh(
     stage_dimension: str = STAGE_DIMENSION,
     tensor_dimensions: Sequence[str] = TENSOR_DIMENSIONS,
 ) -> Placement:
-    """The place of a mesh's coordinates: dimensions that are neither stages nor tensors number pipelines.
+    """Return the place of a mesh's coordinates: dimensions that are neither stages nor tensors number
+    pipelines.
 
-    Several dimensions of one sort count row by row, the last one fastest. ValueError for a mesh without the
-    stages' dimension.
+    Several dimensions of one kind count row by row, the last one fastest. Raises ValueError for a mesh
+    without the stages' dimension.
     """
     if stage_dimension not in names:
         raise ValueError(f"device mesh: expected a dimension {stage_dimension!r}, found {', '.join(names)}")
@@ -92,9 +93,9 @@ def place_in_mesh(
 
 
 def place_among_pipelines(rank: int, pipelines: Sequence[Sequence[int]], gpu_uuid: str) -> Placement:
-    """The place of a global rank, given every pipeline's ranks, stage 0 first; each may stand there often.
+    """Return a global rank's place, given every pipeline's ranks, stage 0 first; pipelines may be repeated.
 
-    ValueError if the rank is in no pipeline.
+    Raises ValueError if the rank is in no pipeline.
     """
     distinct = sorted({tuple(ranks) for ranks in pipelines})
     for pipeline, ranks in enumerate(distinct):
@@ -104,7 +105,7 @@ def place_among_pipelines(rank: int, pipelines: Sequence[Sequence[int]], gpu_uui
 
 
 def from_device_mesh(mesh: "DeviceMesh", device: "torch.device") -> Placement:
-    """This process's place in a device mesh with named dimensions. ValueError if it is not in it."""
+    """Return this process's place in a device mesh with named dimensions; ValueError if it has none."""
     names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
     if names is None or coordinates is None:
         raise ValueError("device mesh: expected named dimensions, and this process among its ranks")
@@ -112,12 +113,12 @@ def from_device_mesh(mesh: "DeviceMesh", device: "torch.device") -> Placement:
 
 
 def from_pipeline_group(group: "ProcessGroup | None", device: "torch.device", meeting: str) -> Placement:
-    """This process's place where all parallelism is pipeline and data: every group is one pipeline.
+    """Return this process's place if all parallelism is pipeline and data: every group is one pipeline.
 
-    The first rank of each group says which ranks that has; the others wait for all of that, within `meeting`.
+    The first rank of each group posts the group's ranks; the others wait for all posts, within `meeting`.
 
     Raises:
-        UnplacedError: another rank failed to attach, or did not.
+        UnplacedError: another rank failed to attach, or did not attach in time.
     """
     from torch import distributed
 
@@ -142,14 +143,17 @@ def from_pipeline_group(group: "ProcessGroup | None", device: "torch.device", me
 
 @contextlib.contextmanager
 def meeting() -> Iterator[str]:
-    """Where ranks meet as they attach, all of them equally often: who fails in the block says so there."""
+    """Yield the store key at which ranks meet as they attach, all the same number of times.
+
+    A rank that fails in the block posts its failure there.
+    """
     key = f"perseus/meeting-{next(_meetings)}"
     try:
         yield key
     except UnplacedError:
         raise
     except Exception as error:
-        with contextlib.suppress(Exception):  # there may be no store at all
+        with contextlib.suppress(Exception):  # there may be no store
             from torch import distributed
 
             default_store().set(f"{key}/failed", f"rank {distributed.get_rank()}: {error}")
@@ -157,7 +161,7 @@ def meeting() -> Iterator[str]:
 
 
 def gpu_uuid(device: "torch.device") -> str:
-    """The device's UUID as NVML spells it; NO_GPU for what is no CUDA device."""
+    """Return the device's UUID as NVML spells it; NO_GPU for a device other than CUDA."""
     if device.type != "cuda":
         return NO_GPU
     from torch import cuda

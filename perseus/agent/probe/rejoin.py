@@ -1,7 +1,7 @@
-"""Joining an agent in the midst of training: one that came later, or that was restarted.
+"""Join an agent during training: one that started later, or restarted.
 
-Looked after between two iterations, and nothing is waited for: a hello is sent at one look, the agent's reply
-found at a later one. Standard library only.
+This happens between two iterations, without waiting: one poll sends a hello, a later one finds the agent's
+reply. Standard library only.
 """
 
 import logging
@@ -13,11 +13,11 @@ from perseus.agent.link.packets import MAX_PACKET_BYTES, MalformedPacket, Reply,
 _log = logging.getLogger("perseus.probe")
 
 PERIOD_NS = 10 * 10**9
-"""Between two tries: one costs the trainer some ten microseconds."""
+"""Time between two attempts: one costs the trainer some ten microseconds."""
 
 
 class Rejoin:
-    """One rank's tries to join the agent at `path`, the first of them a period after `now_ns`.
+    """One rank's attempts to join the agent at `path`, the first of them a period after `now_ns`.
 
     `hello` makes the packet that introduces it.
     """
@@ -29,7 +29,8 @@ class Rejoin:
         self._socket: socket.socket | None = None
 
     def poll(self, now_ns: int) -> socket.socket | None:
-        """Try where it is time, or see whether the agent has replied; the line, once it has agreed."""
+        """Attempt to connect if it is time, or check for the reply; return the socket once the agent has
+        accepted."""
         if self._socket is None:
             if now_ns >= self._next_try_ns:
                 self._next_try_ns = now_ns + PERIOD_NS
@@ -39,7 +40,7 @@ class Rejoin:
             packet = self._socket.recv(MAX_PACKET_BYTES)
             reply = decode(packet) if packet else None
         except BlockingIOError:
-            return None  # one that is stopped replies when it goes on
+            return None  # a suspended agent replies once it resumes
         except (OSError, MalformedPacket) as error:
             _log.debug("%s: no agent yet: %s", self._path, error)
             reply = None
@@ -50,7 +51,7 @@ class Rejoin:
         return None
 
     def close(self) -> None:
-        """Give up."""
+        """End the attempt."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

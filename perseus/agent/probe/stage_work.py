@@ -1,10 +1,10 @@
-"""What a stage computes, as a short text: the same text is the same work, wherever in whatever schedule.
+"""A stage's work as a short text: the same text means the same work, in any place of any schedule.
 
-All ranks of a stage, in all pipelines, must come to the same text, or they would not belong to one job. So it
-has what replicas share: their parameters, not whose shard a rank holds; a microbatch's shape only where it
-never changes; versions. GPUs may differ between replicas: the coordinator hears of them from the agents.
+All ranks of a stage, in all pipelines, must produce the same text, or they would not belong to one job. So it
+contains only what replicas share: their parameters, not a rank's shard; a microbatch's shape only if it never
+changes; versions. GPUs may differ between replicas: the agents report them to the coordinator.
 
-Standard library only: models and tensors are looked at, and torch is not imported.
+Standard library only: models and tensors are inspected without importing torch.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ _log = logging.getLogger("perseus.attachment")
 
 
 def model_of(modules: Iterable[Any]) -> list[list[Any]]:
-    """Of each chunk's module: its parameters' shapes, types and whether they are trained, and its layers.
+    """Describe each chunk's module: its parameters' shapes, types and whether they are trained, and its
+    layers.
 
-    Layers are the classes of modules that have no modules within. A sharded tensor (DTensor) tells its whole
-    shape.
+    Layers are the classes of modules without submodules. A sharded tensor (DTensor) has its whole shape.
     """
     return [
         [
@@ -32,17 +32,17 @@ def model_of(modules: Iterable[Any]) -> list[list[Any]]:
 
 
 def parameter_count(modules: Iterable[Any]) -> int:
-    """How many parameters modules have together."""
+    """Return the total number of parameters of the modules."""
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def shapes_of(values: Any) -> list[list[int]]:
-    """The shapes of the tensors among some values, in their order."""
+    """Return the shapes of the tensors among the values, in order."""
     return [[*map(int, value.shape)] for value in values or () if hasattr(value, "shape")]
 
 
 def work_text(modules: Sequence[Any], **more: Any) -> str:
-    """The text for a stage of these modules; `more`: whatever else its time depends on, as JSON can tell it.
+    """Return the text for a stage of these modules; `more`: JSON values on which its time also depends.
 
     At most 128 printable ASCII characters.
     """
@@ -53,9 +53,10 @@ def work_text(modules: Sequence[Any], **more: Any) -> str:
 
 
 def work_if_known(describe: Callable[[], str]) -> str:
-    """What `tell` says; empty, and a word about it, if it fails: the work then passes for its place."""
+    """Return the described work; log a failure and return an empty text: the place then identifies the
+    work."""
     try:
         return describe()
-    except Exception as error:  # of a model or a framework that is not as known
-        _log.info("what the stage computes is not told: %s", error)
+    except Exception as error:  # due to an unknown model or framework
+        _log.info("the stage's work is unknown: %s", error)
         return ""

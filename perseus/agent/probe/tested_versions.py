@@ -1,7 +1,7 @@
-"""Versions of the frameworks that the hooks were run with: one table, for the hooks and docs/frameworks.md.
+"""Tested framework versions of the hooks: one table, for the hooks and docs/frameworks.md.
 
-`RUNS` is what the tests really trained with, attached. `make framework-versions` writes it, and the table of
-the docs from it; `make test-frameworks` fails where it is not what it has just run.
+`RUNS` lists the versions with which the tests trained, attached. `make framework-versions` writes it, and
+from it the table in the docs; `make test-frameworks` fails if it differs from the versions just run.
 
 Standard library only.
 """
@@ -30,7 +30,7 @@ RUNS: Sequence[Run] = (
     ("torchtitan", "0.2.2", "2.13.0"),
     ("torchtitan", "0.3.0", "2.15.0"),
 )
-# End of what is written.
+# End of the generated part.
 
 FRAMEWORKS = {
     "deepspeed": "DeepSpeed",
@@ -38,16 +38,16 @@ FRAMEWORKS = {
     "torch": "torch",
     "torchtitan": "torchtitan",
 }
-"""What each hook is for, as its versions are told."""
+"""Each hook's framework, by its distribution name."""
 
 met: dict[str, Run] = {}
-"""What the hooks of this process have met, by hook."""
+"""The versions that this process has used, by hook."""
 
 
 def warn_if_untested(hook: str, version: str, torch_version: str) -> None:
-    """A warning, once in a process, where the hook was never run with this version of its framework or torch.
+    """Warn, once per process, if the hook was not tested with this version of its framework or torch.
 
-    Of another patch release than those that it was run with it is said, but no warning.
+    Another patch release of a tested version is logged as information only.
     """
     if hook in met:
         return
@@ -62,7 +62,7 @@ def warn_if_untested(hook: str, version: str, torch_version: str) -> None:
             is_patch = release_of(release) in map(release_of, tested)
             _log.log(
                 logging.INFO if is_patch else logging.WARNING,
-                "%s %s: its hook was never run with it, but with %s (docs/frameworks.md); training goes on",
+                "%s %s: not among its hook's tested versions (%s; docs/frameworks.md); training continues",
                 framework,
                 release,
                 ", ".join(sorted(tested, key=version_key)) or "none",
@@ -70,15 +70,15 @@ def warn_if_untested(hook: str, version: str, torch_version: str) -> None:
 
 
 def public(version: str) -> str:
-    """A version without what a build adds to it (`+cpu`)."""
+    """Return a version without a build's suffix (`+cpu`)."""
     return version.partition("+")[0]
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """Major and minor number, which change where interfaces may."""
+    """Return the major and minor number, which change if interfaces may change."""
     return version_key(version)[:2]
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """What versions sort by: their numbers, as far as they are numbers."""
+    """Return the sort key of versions: their numeric parts."""
     return tuple(int(number) for number in re.findall(r"\d+", public(version)))

@@ -1,4 +1,4 @@
-"""Connect a rank of a framework that runs on torch: marks at the host's times, under CUDA at the device's."""
+"""Connect a rank of a torch-based framework: marks at host time, under CUDA at device time."""
 
 import ctypes
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _CAPTURE_MODE_RELAXED = 2  # of CUstreamCaptureMode
 
 
 def connect_marks(connect: Connect, job_id: str, placement: Placement, device: "torch.device") -> Marks:
-    """What a rank's marks go to, made by `connect`. ValueError for a job or a place that can not be."""
+    """Return a rank's marks, made by `connect`; ValueError for an invalid job or place."""
     marks = connect(
         job_id=job_id,
         pipeline=placement.pipeline,
@@ -48,27 +48,27 @@ class CudaEvents:
         self._load = load
 
     def is_capturing(self) -> bool:
-        """Whether the device's current stream is being captured."""
+        """Return whether the device's current stream is being captured."""
         if self._cuda.current_device() == self._index:
             return bool(self._cuda.is_current_stream_capturing())
         with self._cuda.device(self._index):
             return bool(self._cuda.is_current_stream_capturing())
 
     def make_event(self) -> DeviceEvent:
-        """An event that has a time."""
+        """Return an event with timing."""
         event: DeviceEvent = self._cuda.Event(enable_timing=True)
         return event
 
     def record(self, event: Any, /) -> None:
-        """Record it on the device's current stream."""
+        """Record an event on the device's current stream."""
         event.record(self._cuda.current_stream(self._index))
 
     def enter_helper(self) -> None:
-        """Make this thread one that may query events at any time.
+        """Allow this thread to query events at any time.
 
-        A thread without a device of its own has GPU 0, where its first call would make a context. And while
-        any thread captures a graph in the default, global mode, a query of any event by any other thread
-        fails and spoils the capture, but by those whose own mode is relaxed. RuntimeError where it can't be
+        A thread without a device set uses GPU 0, where its first call would create a context. And while any
+        thread captures a graph in the default, global mode, an event query by any other thread fails and
+        spoils the capture, unless that thread's own mode is relaxed. Raises RuntimeError if the mode can't be
         set.
         """
         self._cuda.set_device(self._index)

@@ -1,18 +1,18 @@
-"""Marks around a whole model's forwards and backwards, where there is no pipeline: one stage a replica.
+"""Marks around a whole model's forwards and backwards, without a pipeline: one stage per replica.
 
     forward       a call of the model, while it trains and gradients are recorded
     backward      from the moment at which a gradient reaches the forward's output until autograd is done
     iteration     from the first forward to the end of the optimizer's step
 
-What waits for other replicas is no computation. DistributedDataParallel waits for its all-reduces in a
-callback that autograd calls when it is done; so are we called, and before, as we asked to be earlier. The
-wait so lies between the backward and the optimizer's step, within the iteration.
+Waiting for other replicas is no computation. DistributedDataParallel waits for its all-reduces in a callback
+that autograd calls at its end; our callback runs before it, as it was registered earlier. So the wait lies
+between the backward and the optimizer's step, within the iteration.
 
-Whatever hangs on a module is copied, pickled, scripted and compiled with it, and hooks of torch's are, too.
-So nothing is hung on the model: its class becomes one that is derived from its own and marks its calls. A
-copy or a pickle of it is of its own class, and a call that is being compiled is its own.
+Attributes of a module are copied, pickled, scripted and compiled with it, and so are torch's hooks. So
+nothing is attached to the model: its class is replaced by a subclass that marks its calls. A copy or a pickle
+of it has the original class, and a call that is being compiled is the original one.
 
-Standard library only; what it needs of torch comes in as `TorchParts`.
+Standard library only; functions of torch are passed in as `TorchParts`.
 """
 
 import copyreg
@@ -30,13 +30,13 @@ _log = logging.getLogger("perseus.attachment")
 
 @dataclass(frozen=True, slots=True)
 class TorchParts:
-    """What is asked of torch.
+    """The functions of torch that marks need.
 
     Attributes:
-        is_compiling: whether calls are compiled now, or exported, and not executed.
+        is_compiling: whether calls are being compiled or exported, not executed.
         is_grad_enabled: whether gradients are recorded.
-        leaves: all values in whatever a model returns, also within lists, dictionaries and the like.
-        when_backward_is_done: calls a function when the backward under way is done; to be asked within it.
+        leaves: all values in a model's result, including those in lists, dictionaries and similar.
+        when_backward_is_done: calls a function at the end of the current backward; only called within it.
     """
 
     is_compiling: Callable[[], bool]
@@ -57,14 +57,14 @@ class MarkedModel:
         self._has_been_called = False
 
     def mark(self, model: Any, optimizer: Any) -> None:
-        """Mark the model's calls until the attachment is detached; hear of the optimizer's steps."""
+        """Mark the model's calls and observe the optimizer's steps, until the attachment is detached."""
         own = type(model)
         marked = _marked_class(own, model, self._call, self._parts.is_compiling)
-        # Not as an attribute: modules that stand for others pass these on.
+        # Not by plain assignment: wrapper modules forward attributes.
         object.__setattr__(model, "__class__", marked)
 
         def restore() -> None:
-            if type(model) is marked:  # else somebody derived from it since, and it marks nothing any more
+            if type(model) is marked:  # otherwise other code has subclassed it since, and it no longer marks
                 object.__setattr__(model, "__class__", own)
 
         self._attachment.when_detached(restore)
@@ -98,7 +98,7 @@ class MarkedModel:
                 value.register_hook(begin_backward)
 
     def _begin_backward(self, microbatch: int) -> None:
-        """A gradient has come: of several outputs, or of a loss of several forwards, the first."""
+        """Begin the backward at the first gradient, of several outputs or of a loss over several forwards."""
         if self._is_in_backward or not self._is_in_iteration:
             return
 
@@ -115,10 +115,10 @@ class MarkedModel:
             self._is_in_iteration = self._is_in_backward = False
             self._attachment.end_iteration()
         elif not self._has_been_called:
-            self._has_been_called = True  # to be said once
+            self._has_been_called = True  # log only once
             _log.warning(
-                "not marked: the optimizer steps, and the %s that is attached was not called; attach what "
-                "the training loop calls, as torch.compile or a wrapper returns it",
+                "not marked: the optimizer steps, but the attached %s was not called; attach the object that "
+                "the training loop calls, such as the result of torch.compile or a wrapper",
                 name,
             )
 
@@ -126,15 +126,16 @@ class MarkedModel:
 def _marked_class(
     own: Any, model: Any, marked: Callable[[Any, Callable[[], Any]], Any], is_compiling: Callable[[], bool]
 ) -> type:
-    """A class derived from a model's own, by which only this model's calls are marked.
+    """Return a subclass of a model's class that marks only this model's calls.
 
-    It does not keep the model: a class lives until garbage is looked for, and a model holds process groups.
+    It holds no reference to the model: a class lives until garbage collection, and a model holds process
+    groups.
     """
     the_model = weakref.ref(model)
 
     class OfItsOwn(type(own)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)  # as modules do with their class: a slice of a Sequential, say
+            return own(*args, **kwargs)  # as modules do with their class: such as a slice of a Sequential
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or self is not the_model():

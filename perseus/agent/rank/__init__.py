@@ -1,1 +1,1 @@
-"""Agent process, pure: a rank's session. Events and the time in, commands out."""
+"""Agent process, pure: a rank's session. Takes events and the time, returns commands."""

@@ -1,4 +1,4 @@
-"""How well a rank's clocks followed one plan, counted computation by computation. Pure."""
+"""Counters of how well a rank's clocks followed a plan, per computation. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from perseus.agent.rank.messages import ClockStatistics
 
 @dataclass(slots=True)
 class ClockCounters:
-    """Counts since a plan came into force. FIXED computations, whose time no clock changes, do not count.
+    """Counters since a plan came into force. They leave out FIXED computations, whose time no clock changes.
 
     `late_raise_count`: computations that began below their clock; `missed_count`: those never at it.
     """
@@ -22,9 +22,9 @@ class ClockCounters:
     on_clock_time_s: float = 0.0
 
     def add(self, planned_mhz: int | None, clocks: Sequence[tuple[int | None, float]], end_s: float) -> None:
-        """Count a computation that has ended.
+        """Count a finished computation.
 
-        `clocks`: (clock, from when), the one that it began at first, then those that came into force.
+        `clocks`: (clock, start time) pairs, first the one at its begin, then those that came into force.
         """
         ends_s = [*(begin_s for _, begin_s in clocks[1:]), end_s]
         on_clock_s = [
@@ -40,7 +40,7 @@ class ClockCounters:
         self.on_clock_time_s += sum(on_clock_s)
 
     def statistics(self, plan_version: int, keeper: ClockKeeper) -> ClockStatistics:
-        """What is told of them, and of how well `keeper` knows the GPU and the trainer by now."""
+        """Return the statistics for the coordinator, including those of the `keeper`'s predictions."""
         return ClockStatistics(
             plan_version=plan_version,
             set_count=self.set_count,

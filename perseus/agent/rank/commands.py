@@ -1,4 +1,4 @@
-"""What a rank's session can want done; clocks to be set are values of `clocks.sets`."""
+"""Commands of a rank's session; those that set clocks are in `clocks.sets`."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from perseus.agent.rank.sampling import EstimateRequest
 
 @dataclass(frozen=True, slots=True)
 class EstimateEnergy:
-    """Work an energy estimate out, which takes milliseconds; an `EnergyEstimate` answers, if there is one."""
+    """Compute an energy estimate, which takes milliseconds; the result, if any, is an `EnergyEstimate`."""
 
     request: EstimateRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Tell the coordinator. Telemetry is kept until acknowledged; all else is sent now or not at all, but for
-    RankLeft, which can wait for the next connection.
+    """Send a message to the coordinator. Telemetry is kept until acknowledged, and RankLeft can wait for the
+    next connection; other messages are sent now or dropped.
     """
 
     message: FromSession

@@ -1,7 +1,7 @@
-"""What can happen to a rank's session; `rank.session` says what it does then.
+"""Events of a rank's session; `rank.session` handles them.
 
 Some events are values of other modules: the trainer's marks, the coordinator's messages, counter changes,
-clocks that were set, energy estimates that were asked for, and limits of the GPU that others have changed.
+completed clock sets, requested energy estimates, and GPU limits that others have changed.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from perseus.agent.rank.messages import (
 
 @dataclass(frozen=True, slots=True)
 class TrainerJoined:
-    """The trainer has said hello and was answered. The first event."""
+    """The trainer has sent its hello and received an answer. The first event."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpecified:
-    """The trainer has said what it belongs to: the fingerprint of its job's specification."""
+    """The trainer has declared the fingerprint of its job's specification."""
 
     spec_fingerprint: str
 
@@ -50,31 +50,31 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The coordinator said something, whatever it was."""
+    """A message of any kind from the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetNotPermitted:
-    """The GPU does not let this agent set clocks."""
+    """The GPU does not permit this agent to set clocks."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFailed:
-    """The GPU, or the way to it, failed."""
+    """The GPU, or access to it, failed."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class AgentStops:
-    """The agent ends on purpose."""
+    """The agent shuts down on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; every tenth of a second or so."""
+    """A periodic tick, about every tenth of a second."""
 
 
 Event = (

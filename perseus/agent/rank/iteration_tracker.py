@@ -1,13 +1,12 @@
-"""Follows a trainer's marks through its iterations, and says which clocks are wanted and when. Pure.
+"""Follows a trainer's marks through its iterations, and returns the clock commands for them. Pure.
 
-What is wanted follows from the marks; `clocks.keeper` decides it. Computations are known by identity; an
-iteration that deviates from the registered order runs at stock to its end. After `MOST_IRREGULAR` in a row
-iterations run at stock from their begin on, until one is to order again. So does what lies between
-iterations, if it takes long, and a trainer of which nothing is heard for long. Marks may be lost, also an
-iteration's first: that only loses samples. Marks never come from the future and never go back in time here,
-whatever the trainer says.
+`clocks.keeper` decides on clocks from the marks. Computations are recognised by identity; an iteration that
+deviates from the registered order runs at stock to its end. After `MAX_IRREGULAR` of these in a row,
+iterations run at stock from their begin on, until one is regular again. Long gaps between iterations, and a
+trainer that is silent for long, also run at stock. Marks may be lost, even an iteration's first: that only
+loses samples. Times of marks are limited so that they never lie in the future and never go back.
 
-What has ended goes to the recorder. The methods return the clocks to be set.
+Finished iterations go to the recorder. The methods return the clocks to be set.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,14 @@ from perseus.agent.rank.plans import Plans
 from perseus.agent.rank.recorder import Iteration, Recorder, Run
 
 MAX_IRREGULAR = 2
-"""After so many iterations in a row that are not to order, the next ones begin at stock."""
+"""After this many iterations in a row that deviate from the order, the next ones begin at stock."""
 
 
 class IterationTracker:
     """One rank's iterations and computations as they run, under its `plans`.
 
     Attributes:
-        begun_iteration: the latest that has begun, -1 before the first.
+        begun_iteration: the latest iteration that has begun, -1 before the first.
         marked_at_s: the time of the latest mark.
         keeper: decides about clocks.
     """
@@ -42,20 +41,20 @@ class IterationTracker:
 
     @property
     def has_iteration(self) -> bool:
-        """Whether an iteration is under way."""
+        """Whether an iteration is running."""
         return self._iteration is not None
 
     @property
     def needed_s(self) -> float:
-        """From when on something must be known to measure what is under way."""
+        """The earliest time of which data is needed to measure the current iteration."""
         if self._iteration is not None and self._iteration.needed_s is not None:
             return self._iteration.needed_s
         return self.marked_at_s
 
-    # --- What is to be followed -----------------------------------------------------------------------------
+    # --- Plans and limits -----------------------------------------------------------------------------------
 
     def follow_plan(self) -> None:
-        """Another plan is in force, or none."""
+        """Switch to the plan that is now in force, or to none."""
         plans = self._plans
         is_hold = plans.in_force is not None and plans.in_force.is_hold
         begins_alone = plans.order is not None and plans.order.begins_alone
@@ -63,61 +62,61 @@ class IterationTracker:
         self._recorder.follow(plans.id_in_force.version, plans.clocks_mhz)
 
     def follow_order(self) -> None:
-        """Another order is registered, and no plan in force."""
+        """Switch to the newly registered order, without a plan in force."""
         self._irregular_count = 0
         self.follow_plan()
 
     def forbid(self) -> None:
-        """No clocks may be set from now on. Nothing was ever set, so there is nothing to reset."""
+        """Set no more clocks. None was ever set, so there is nothing to reset."""
         self.keeper = ClockKeeper()
 
     def fall_back(self) -> Commands:
-        """Nothing is computed as planned, until the trainer says otherwise."""
+        """Go to the fallback clock until the next marks."""
         return self.keeper.fall_back() if self._plans.forbidden is None else []
 
     def change_immediately(self, now_s: float) -> Commands:
-        """Other clocks are in force from this moment on: what is under way shows nothing any more."""
+        """Switch clocks at once, which makes the current iteration's measurements useless."""
         if self._iteration is not None:
             self._iteration.has_clock_change = True
         self.follow_plan()
         return self.keeper.go_on(now_s) if self._plans.forbidden is None else []
 
     def follow_max_clock(self, now_s: float) -> Commands:
-        """Another ceiling is in force, or none: so is another clock where nothing is planned."""
+        """Apply a new maximum clock, or none, where nothing is planned."""
         return self.keeper.change_fallback(self._plans.fallback_mhz, now_s)
 
     def fall_back_if_silent(self, now_s: float) -> Commands:
-        """So it is if a plan is in force, and nothing was heard of the trainer for long."""
+        """Go to the fallback if a plan is in force and the trainer has been silent for long."""
         if self._plans.in_force is not None and self.keeper.is_silent(self.marked_at_s, now_s):
             return self.fall_back()
         return []
 
     def deviate(self) -> Commands:
-        """The iteration under way is not as planned: stock until the next one begins."""
+        """Note a deviation of the current iteration: stock until the next one begins."""
         if self._iteration is None:
             return []
         self._iteration.has_deviated = True
         return self.fall_back()
 
     def abandon_iteration(self) -> None:
-        """The iteration under way will not end."""
+        """Forget the current iteration, which will not end."""
         self._iteration = None
 
     # --- Iterations -----------------------------------------------------------------------------------------
 
     def begin_iteration(self, mark: IterationMark, now_s: float) -> Commands:
-        """An iteration begins, under the plan that is in force by now."""
+        """Begin an iteration under the plan that is in force now."""
         begin_s = self._mark_s(mark.time_ns, now_s)
         return self._begin_iteration(mark.iteration, begin_s, now_s, mark.relative_work_permille / 1000)
 
     def _begin_iteration(
         self, number: int, begin_s: float | None, now_s: float, relative_work: float = 0.0
     ) -> Commands:
-        """`begin_s` is None where its begin mark was lost, if this is the first that is heard of it."""
+        """Begin an iteration at its first mark; `begin_s` is None if that is not its begin mark."""
         if number <= self.begun_iteration:
             return []
         self.begun_iteration = number
-        # One whose end mark was lost is forgotten here.
+        # This drops a previous iteration whose end mark was lost.
         self._iteration = self._recorder.iteration(number, begin_s, relative_work)
         if self._irregular_count >= MAX_IRREGULAR:
             self._iteration.is_at_stock = True
@@ -127,7 +126,7 @@ class IterationTracker:
         return []
 
     def end_iteration(self, mark: IterationMark, now_s: float) -> Commands:
-        """An iteration ends."""
+        """End an iteration."""
         end_s = self._mark_s(mark.time_ns, now_s)
         commands = self._begin_iteration(mark.iteration, None, now_s)
         iteration, order = self._iteration, self._plans.order
@@ -141,7 +140,7 @@ class IterationTracker:
         if self._plans.forbidden is None and not iteration.is_at_stock:
             following_mhz = self._plans.following_mhz(mark.iteration)
             commands += self.keeper.end_iteration(end_s, now_s, following_mhz)
-        # One of no length (marks whose times were the same) is no iteration.
+        # Iterations of zero length (marks with equal times) don't count.
         if iteration.begin_s is not None and end_s > iteration.begin_s:
             self._recorder.finish(iteration, end_s)
         return commands
@@ -149,13 +148,13 @@ class IterationTracker:
     # --- Computations ---------------------------------------------------------------------------------------
 
     def begin_computation(self, mark: ComputationMark, now_s: float) -> Commands:
-        """A computation begins."""
+        """Begin a computation."""
         begin_s = self._mark_s(mark.time_ns, now_s)
         commands = self._begin_iteration(mark.iteration, None, now_s)
         if (under_way := self._under_way(mark.iteration)) is None:
             return commands
         iteration, order = under_way
-        # The ordinal tells a lost mark from a deviation.
+        # The ordinal distinguishes a lost mark from a deviation.
         position = order.position(mark.computation)
         if position is None or position != mark.ordinal or position <= iteration.position:
             return commands + self.deviate()
@@ -167,7 +166,7 @@ class IterationTracker:
         return commands
 
     def end_computation(self, mark: ComputationMark, now_s: float) -> Commands:
-        """A computation ends."""
+        """End a computation."""
         end_s = self._mark_s(mark.time_ns, now_s)
         commands = self._begin_iteration(mark.iteration, None, now_s)
         if (under_way := self._under_way(mark.iteration)) is None:
@@ -175,7 +174,7 @@ class IterationTracker:
         iteration, order = under_way
         position = order.position(mark.computation)
         if position is None or position < iteration.position:
-            return commands  # the latest computation seen is a later one
+            return commands  # a later computation was already seen
         iteration.position = position
         if iteration.runs and iteration.runs[-1].computation == mark.computation:
             iteration.runs[-1].end(end_s)
@@ -185,7 +184,7 @@ class IterationTracker:
         return commands
 
     def wait(self, mark: WaitMark, now_s: float) -> Commands:
-        """The computation under way begins or ends to wait for others."""
+        """Begin or end the current computation's wait for others."""
         time_s = self._mark_s(mark.time_ns, now_s)
         commands = self._begin_iteration(mark.iteration, None, now_s)
         under_way = self._under_way(mark.iteration)
@@ -194,7 +193,7 @@ class IterationTracker:
         return commands
 
     def _under_way(self, number: int) -> tuple[Iteration, Order] | None:
-        """The iteration under way and its order, if it is this one and runs to order."""
+        """Return the current iteration and its order, if it has this number and follows the order."""
         iteration, order = self._iteration, self._plans.order
         if iteration is None or iteration.number != number or iteration.has_deviated or order is None:
             return None
@@ -205,7 +204,7 @@ class IterationTracker:
         return self.marked_at_s
 
     def validate(self, supported_clocks_mhz: Sequence[int]) -> None:
-        """Check what must always hold; AssertionError otherwise. Called by tests after every event."""
+        """Check the invariants; AssertionError otherwise. Called by tests after every event."""
         self.keeper.validate(supported_clocks_mhz)
         assert self.keeper.fallback_mhz == self._plans.fallback_mhz
         assert self._plans.forbidden is None or self.keeper.wanted_mhz is None

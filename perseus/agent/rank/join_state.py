@@ -1,27 +1,27 @@
-"""Where a rank stands with the coordinator: disconnected → announced → accepted, and back. Pure.
+"""A rank's state with the coordinator: disconnected → announced → accepted, and back. Pure.
 
-A rank is announced on a connection once its trainer has said what it belongs to. A refusal may pass (the job
+A rank is announced on a connection once its trainer has declared its job. A refusal may be temporary (the job
 may not be registered yet, or another agent's lease may still run): then the rank is announced again after
-`JOIN_RETRY_S`, and after each further refusal in a row twice as late, at most `LONGEST_JOIN_RETRY_S`: the
-ranks of a job that is put aside ask for days.
+`JOIN_RETRY_S`, with a delay that doubles after each further refusal in a row, up to `MAX_JOIN_RETRY_S`: the
+ranks of a quarantined job retry for days.
 """
 
 from perseus.retry import Retry
 
 JOIN_RETRY_S = 1.0
-"""How long after the first refusal a rank is announced again."""
+"""Delay of the announcement after the first refusal."""
 MAX_JOIN_RETRY_S = 8.0
 
 
 class JoinState:
-    """One rank's standing.
+    """One rank's state.
 
     Attributes:
-        spec_fingerprint: what the trainer belongs to; None until it has said so, "" if it never will.
+        spec_fingerprint: that of the trainer's job; None until it is declared, "" if it never will be.
         is_connected: whether there is a connection.
         is_accepted: whether the coordinator has accepted the rank on it.
-        heard_at_s: when the coordinator spoke last.
-        lease_s: what it grants on the latest connection; 0 before the first.
+        heard_at_s: time of the coordinator's last message.
+        lease_s: the lease on the latest connection; 0 before the first.
     """
 
     def __init__(self, *, is_registered: bool) -> None:
@@ -34,7 +34,8 @@ class JoinState:
         self._retry = Retry(JOIN_RETRY_S, MAX_JOIN_RETRY_S)
 
     def specify(self, spec_fingerprint: str) -> bool:
-        """The trainer has said what it belongs to; whether that is news, and the rank stands anew."""
+        """Set the trainer's specification; return whether it is new, so that the rank must be announced
+        again."""
         if spec_fingerprint == self.spec_fingerprint:
             return False
         self.spec_fingerprint = spec_fingerprint
@@ -43,36 +44,36 @@ class JoinState:
         return True
 
     def connect(self, lease_s: float, now_s: float) -> None:
-        """There is a connection."""
+        """Note a new connection."""
         self.is_connected = True
         self.lease_s = lease_s
         self.heard_at_s = now_s
         self._retry.succeeded()
 
     def disconnect(self) -> None:
-        """There is none any more."""
+        """Note the end of the connection."""
         self.is_connected = self.is_accepted = False
         self._announce_at_s = None
 
     def accept(self) -> None:
-        """The rank is served."""
+        """Note the coordinator's acceptance."""
         self.is_accepted = True
         self._retry.succeeded()
 
     def refuse(self, now_s: float) -> None:
-        """The rank is not served, or no longer."""
+        """Note a refusal, or the end of the acceptance."""
         self.is_accepted = False
         self._announce_at_s = now_s + self._retry.failed()
 
     def is_announcement_due(self, now_s: float) -> bool:
-        """Whether it is time to announce the rank again."""
+        """Return whether it is time to announce the rank again."""
         return self._announce_at_s is not None and now_s >= self._announce_at_s
 
     def may_announce(self) -> bool:
-        """The rank is about to be announced; whether there is something to announce it as."""
+        """Prepare an announcement; return whether there is a specification to announce."""
         self._announce_at_s = None
         return self.is_connected and self.spec_fingerprint is not None
 
     def validate(self) -> None:
-        """Check what must always hold; AssertionError otherwise. Called by tests."""
+        """Check the invariants; AssertionError otherwise. Called by tests."""
         assert not self.is_accepted or self.is_connected

@@ -1,8 +1,8 @@
-"""What agent and coordinator tell each other about one rank.
+"""Messages between agent and coordinator about one rank.
 
-What only goes out is the contract's own message (`protos/perseus/v1/agent_service.proto` says what each
-means), made where it arises. Measurements are rows here and columns there, and what comes in was checked:
-`stream.translate` knows both. Clocks are MHz, None standing for stock.
+Messages that are only sent are the contract's own (`protos/perseus/v1/agent_service.proto` documents them),
+built where they arise. Measurements are rows here and columns in the contract, and received messages are
+checked: `stream.translate` converts both. Clocks are MHz, None for stock.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import rank_pb2
 
 MAX_SENTENCE_LENGTH = 1024
-"""Of texts for people, in the contract."""
+"""Limit of texts for people in the contract."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanId:
-    """The identity of a plan's clocks: it survives reconnects."""
+    """The identity of a plan's clocks, which survives reconnects."""
 
     epoch: str
     version: int
@@ -30,7 +30,7 @@ NO_PLAN = PlanId("", 0)
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """What others have set that bounds a GPU: its power limit (0 if unknown), and workload power profiles."""
+    """Limits on a GPU that others have set: its power limit (0 if unknown), and workload power profiles."""
 
     power_limit_w: float = 0.0
     power_profiles: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class GpuLimits:
 
 @dataclass(frozen=True, slots=True)
 class GpuDescription:
-    """A GPU as the coordinator needs to know it; clocks highest first."""
+    """The coordinator's view of a GPU; clocks highest first."""
 
     uuid: str
     model: str
@@ -47,7 +47,7 @@ class GpuDescription:
 
 
 class RankLeftReason(IntEnum):
-    """Why a rank is no longer served; the numbers of the wire."""
+    """Why a rank is no longer served; wire numbers."""
 
     FINISHED = 1
     TRAINER_GONE = 2
@@ -55,7 +55,7 @@ class RankLeftReason(IntEnum):
 
 
 class GpuErrorReason(IntEnum):
-    """What it was that went wrong with a GPU; the numbers of the wire."""
+    """The kind of a GPU error; wire numbers."""
 
     NOT_FOUND = 1
     DRIVER_FAILED = 2
@@ -67,7 +67,7 @@ class GpuErrorReason(IntEnum):
 
 
 class PlanRefusalReason(IntEnum):
-    """Why a plan offer was refused; the numbers of the wire."""
+    """Why a plan offer was refused; wire numbers."""
 
     PAST_START = 1
     CLOCK_NOT_SUPPORTED = 2
@@ -77,12 +77,12 @@ class PlanRefusalReason(IntEnum):
     GPU_FAILED = 6
 
 
-# --- What the agent says ------------------------------------------------------------------------------------
+# --- Messages of the agent ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class AgentIdentity:
-    """Who speaks: one run of the agent (another one has another `instance_id`), and where it runs."""
+    """One run of the agent (another run has another `instance_id`), and its node."""
 
     instance_id: str
     version: str
@@ -90,25 +90,25 @@ class AgentIdentity:
 
 
 def coordinates(rank: Rank) -> rank_pb2.RankCoordinates:
-    """A rank's place, as the contract writes it."""
+    """Return a rank's place as the contract's message."""
     return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
 
 
 def sentence(text: str) -> str:
-    """The text as the contract allows it: a driver's message may be long, and hold line breaks."""
+    """Limit a text to what the contract allows: a driver's message may be long and contain line breaks."""
     shown = "".join(each if each.isprintable() else " " for each in text[:MAX_SENTENCE_LENGTH])
     return shown if len(text) <= MAX_SENTENCE_LENGTH else f"{shown[:-1]}…"
 
 
 def rank_left(rank: Rank, reason: RankLeftReason) -> wire.RankLeft:
-    """A rank is no longer served; its GPU is back on stock."""
+    """Build the message that a rank is no longer served; its GPU is back on stock."""
     number = rank_pb2.RankLeftReason.ValueType(int(reason))
     return wire.RankLeft(job_id=rank.job_id, rank=coordinates(rank), reason=number)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRefusal:
-    """Why an offer was refused, for programs and for people. `clocks_mhz`: those the GPU does not have."""
+    """Why an offer was refused, for programs and for people. `clocks_mhz`: the unsupported clocks."""
 
     reason: PlanRefusalReason
     message: str
@@ -116,7 +116,8 @@ class PlanRefusal:
 
 
 def plan_answer(rank: Rank, plan: PlanId, refusal: PlanRefusal | None, iteration: int) -> wire.PlanAnswer:
-    """Answer an offer: accepted where there is no refusal. `iteration`: the highest begun, -1 if none."""
+    """Build the answer to an offer, accepted if there is no refusal. `iteration`: the highest begun, -1 if
+    none."""
     answer = wire.PlanAnswer(
         job_id=rank.job_id,
         rank=coordinates(rank),
@@ -138,9 +139,10 @@ class IterationRow:
 
     `capped_clock_mhz`: the highest clock that it reached under these.
 
-    The gap is what lies between the end of the one before and its begin, all 0 where that end is not known;
-    `gap_slowed_time_s` is what clocks below the highest can have added to it at most. `relative_work`: as the
-    trainer said it, 0 if it did not. `is_touched`: clocks came into force in the midst of it.
+    The gap lies between the end of the previous iteration and its begin; all its fields are 0 if that end is
+    unknown. `gap_slowed_time_s` is the most that clocks below the highest can have added to the gap.
+    `relative_work`: from the trainer, 0 if unknown. `has_clock_change`: clocks came into force during the
+    iteration.
     """
 
     iteration: int
@@ -159,7 +161,7 @@ class IterationRow:
 
 @dataclass(frozen=True, slots=True)
 class ComputationRow:
-    """A finished computation; begin after the iteration's begin; the clock is the one that it began at."""
+    """A finished computation; its begin relative to the iteration's, and the clock at its begin."""
 
     iteration: int
     computation: Computation
@@ -184,9 +186,9 @@ class EnergySample:
 
 @dataclass(frozen=True, slots=True)
 class EnergyEstimate:
-    """What the energy counter says of a plan so far; replaces the estimate before for that version.
+    """A plan's energy from the energy counter so far; replaces the previous estimate for that version.
 
-    Blocking power is None as long as the windows do not determine it (a stage may hardly ever wait).
+    Blocking power is None while the windows do not determine it (a stage may hardly ever wait).
     """
 
     plan_version: int
@@ -200,10 +202,10 @@ class EnergyEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ClockStatistics:
-    """How well the clocks followed a plan so far; replaces the statistics before for that version.
+    """How well the clocks followed a plan so far; replaces the previous statistics for that version.
 
-    `prediction_error_s` is None as long as nothing was predicted. `set_latency_count`: of how many sets the
-    latency is the median, 0 while it is assumed.
+    `prediction_error_s` is None until a prediction was checked. `set_latency_count`: the number of sets
+    behind the median latency, 0 while it is assumed.
     """
 
     plan_version: int
@@ -221,7 +223,7 @@ class ClockStatistics:
 
 @dataclass(frozen=True, slots=True)
 class MessageRefused:
-    """A message is not understood, or can't be; said both ways. `rank` is None where it was about none."""
+    """A message is unknown or invalid; sent in both directions. `rank` is None if it concerned none."""
 
     reason: str
     field: str
@@ -232,7 +234,7 @@ class MessageRefused:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Measurements of one rank. `clocks` is None where none may be set; `gpu_limits` as read last."""
+    """Measurements of one rank. `clocks` is None if none may be set; `gpu_limits` as read last."""
 
     rank: Rank
     iterations: tuple[IterationRow, ...]
@@ -243,15 +245,15 @@ class Telemetry:
 
 
 FromSession = wire.RankJoined | wire.RankLeft | wire.PlanAnswer | wire.PlanInForce | Telemetry
-"""What a rank's session says."""
+"""Messages of a rank's session."""
 
 
-# --- What the coordinator says ------------------------------------------------------------------------------
+# --- Messages of the coordinator ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The answer to the agent's hello. `power_interval_s`: None where no power readings are wanted."""
+    """The answer to the agent's hello. `power_interval_s`: None if no power readings are wanted."""
 
     epoch: str
     lease_s: float
@@ -262,9 +264,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class MaxClock:
-    """The highest clock while a rank computes under no stage plan.
+    """The highest clock while a rank computes without a stage plan.
 
-    `outlasts_lease`: once the lease has run out, plan and ceiling stay; else that ends at stock.
+    `outlasts_lease`: plan and maximum clock stay in force when the lease expires; otherwise the GPU returns
+    to stock.
     """
 
     clock_mhz: int
@@ -273,7 +276,7 @@ class MaxClock:
 
 @dataclass(frozen=True, slots=True)
 class RankAccepted:
-    """The rank is served; its computations in order, and its ceiling, if there is one."""
+    """The rank is served; its computations in order, and its maximum clock, if any."""
 
     rank: Rank
     order: tuple[Computation, ...]
@@ -284,10 +287,10 @@ JOB_NOT_FOUND = "JOB_NOT_FOUND"
 """The reason to refuse a rank whose job the coordinator does not know."""
 
 JOB_FINISHED = "JOB_FINISHED"
-"""The reason to refuse a rank whose job has ended; a registration that begins a new run may be to come."""
+"""The reason to refuse a rank whose job has ended; the registration of a new run may follow."""
 
 SPEC_MISMATCH = "SPEC_MISMATCH"
-"""The reason to refuse a rank whose specification is not registered, or not yet: others may run the job."""
+"""The reason to refuse a rank whose specification is not (yet) registered: others may be running the job."""
 
 JOB_ALREADY_EXISTS = "JOB_ALREADY_EXISTS"
 """The reason to refuse a registration while ranks of another specification are live."""
@@ -295,7 +298,7 @@ JOB_ALREADY_EXISTS = "JOB_ALREADY_EXISTS"
 
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """The rank is not served, for a stable reason, and its ceiling, if any. The message is for people."""
+    """The rank is not served; a stable reason, a message for people, and its maximum clock, if any."""
 
     rank: Rank
     reason: str
@@ -305,7 +308,7 @@ class RankRefused:
 
 @dataclass(frozen=True, slots=True)
 class RankMaxClock:
-    """The rank has another ceiling from now on, or none."""
+    """The rank's new maximum clock, or none."""
 
     rank: Rank
     max_clock: MaxClock | None
@@ -320,7 +323,7 @@ class TelemetryAck:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryRefused:
-    """A batch can't be, and is not stored; the acknowledgement goes past it."""
+    """A batch is invalid and not stored; the acknowledgement skips it."""
 
     sequence: int
     reason: str
@@ -331,7 +334,7 @@ class TelemetryRefused:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """A sign of life. `power_interval_s`: how often power readings are wanted now; None: as before."""
+    """The answer to a heartbeat. `power_interval_s`: the new interval of power readings; None: unchanged."""
 
     power_interval_s: float | None = None
 
@@ -365,7 +368,7 @@ class StageClocks:
 
 @dataclass(frozen=True, slots=True)
 class PlanOffer:
-    """Clocks for one rank, from the begin of an iteration; an urgent offer's at once."""
+    """Clocks for one rank, from the begin of an iteration on; those of an urgent offer at once."""
 
     rank: Rank
     plan: PlanId
@@ -376,6 +379,6 @@ class PlanOffer:
 
 
 ToSession = RankAccepted | RankRefused | RankMaxClock | PlanOffer
-"""What concerns one rank."""
+"""Messages that concern one rank."""
 
 Incoming = Welcome | ToSession | TelemetryAck | TelemetryRefused | MessageRefused | HeartbeatAnswer | Drain

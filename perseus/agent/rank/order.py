@@ -1,4 +1,4 @@
-"""A rank's registered order, which plans are made for and marks are held against. Pure."""
+"""A rank's registered order, for which plans are made and with which marks are compared. Pure."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ class Order:
     """One iteration's computations, as registered.
 
     Attributes:
-        computations: in the order in which they come.
-        begins_alone: whether the first has no like, of its kind and chunk, in the iteration.
+        computations: in execution order.
+        begins_alone: whether the first is the only one of its kind and chunk in the iteration.
     """
 
     def __init__(self, computations: tuple[Computation, ...]) -> None:
@@ -24,15 +24,15 @@ class Order:
         self.begins_alone = len(like_first) == 1
 
     def __len__(self) -> int:
-        """How many computations there are."""
+        """Return the number of computations."""
         return len(self.computations)
 
     def position(self, computation: Computation) -> int | None:
-        """Where a computation comes, from 0 on; None if it does not."""
+        """Return a computation's position, from 0; None if it is not in the order."""
         return self._positions.get(computation)
 
     def difference(self, found: Sequence[Computation]) -> str:
-        """In what another order differs first."""
+        """Describe the first difference of another order."""
         expected = self.computations
         if len(expected) != len(found):
             return f"expected the registered order of {len(expected)} computations, found {len(found)}"

@@ -1,10 +1,10 @@
-"""A rank's plans: which offers it takes, which plan is in force, and which one is to come. Pure.
+"""A rank's plans: accepts or refuses offers, and tracks the plan in force and the pending one. Pure.
 
-At most one is in force and at most one pending. An offer that is accepted becomes pending, in place of any
-other, and is due whole at the begin of its start iteration; one that is urgent at once.
+At most one plan is in force and at most one pending. An accepted offer becomes pending and replaces any
+other. It is due as a whole at the begin of its start iteration; an urgent one at once.
 
-A ceiling bounds what is not planned: without a plan, and where one is for stock, clocks are at the ceiling,
-and those that are held to be measured are no higher. A stage plan stays as it is.
+A maximum clock limits unplanned clocks: without a plan, and where a plan has stock, clocks are at the maximum
+clock, and clocks that are held for measuring are no higher. A stage plan does not change.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from perseus.agent.rank.order import Order
 class Plan:
     """An accepted offer: one clock for each computation of the order, None for stock.
 
-    `offered_mhz` are those that it asked for, `clocks_mhz` those that it has under the ceiling.
+    `offered_mhz` are its own clocks, `clocks_mhz` those under the maximum clock.
     """
 
     plan: PlanId
@@ -42,14 +42,14 @@ class Plan:
 
 
 class Plans:
-    """Those of one rank, on one GPU.
+    """The plans of one rank, on one GPU.
 
     Attributes:
-        order: what plans are made for; None until the rank was accepted.
-        in_force: the plan that is, if any.
-        pending: the one that comes into force next, if any.
+        order: the order for which plans are made; None until the rank is accepted.
+        in_force: the plan in force, if any.
+        pending: the plan that comes into force next, if any.
         forbidden: why no clocks may be set, None if they may.
-        ceiling: the highest clock without a stage plan, None without one.
+        max_clock: the highest clock without a stage plan, if any.
     """
 
     def __init__(self, rank: Rank, gpu: GpuDescription, forbidden: str | None) -> None:
@@ -65,17 +65,17 @@ class Plans:
 
     @property
     def has_any(self) -> bool:
-        """Whether one is in force or pending."""
+        """Whether a plan is in force or pending."""
         return self.in_force is not None or self.pending is not None
 
     @property
     def id_in_force(self) -> PlanId:
-        """What the coordinator knows the plan in force by."""
+        """The identity of the plan in force."""
         return self.in_force.plan if self.in_force is not None else NO_PLAN
 
     @property
     def lease_s(self) -> float | None:
-        """For how long plans and ceiling hold without a word from the coordinator; None without any."""
+        """How long plans and maximum clock hold without a message from the coordinator; None without any."""
         leases_s = [plan.lease_s for plan in (self.in_force, self.pending) if plan]
         if self.max_clock is not None:
             leases_s.append(self._max_clock_lease_s)
@@ -83,7 +83,8 @@ class Plans:
 
     @property
     def fallback_mhz(self) -> int | None:
-        """The clock where nothing is computed as planned: the ceiling, as far as the GPU has it, or stock."""
+        """The clock without planned computations: the highest supported one within the maximum clock, or
+        stock."""
         if self.max_clock is None or self.forbidden is not None:
             return None
         supported_mhz, max_mhz = self._supported_clocks_mhz, self.max_clock.clock_mhz
@@ -95,24 +96,24 @@ class Plans:
         return self._clocks_of(self.in_force)
 
     def following_mhz(self, iteration: int) -> Clocks:
-        """The clocks of the iteration after this one."""
+        """Return the clocks of the iteration after this one."""
         return self._clocks_of(self.due(iteration + 1) or self.in_force)
 
     def due(self, iteration: int) -> Plan | None:
-        """The pending plan, if it comes into force when this iteration begins."""
+        """Return the pending plan, if it comes into force when this iteration begins."""
         if self.pending is not None and iteration >= self.pending.start_iteration:
             return self.pending
         return None
 
     def follow(self, plan: Plan | None) -> None:
-        """This plan, which was pending, is in force from now on; or none."""
+        """Bring this plan, which was pending, into force, or none."""
         self.pending = None
         self.in_force = plan
 
     def limit(self, max_clock: MaxClock | None, lease_s: float) -> bool:
-        """Take another ceiling, or none; whether the clocks in force change by that.
+        """Set another maximum clock, or none; return whether this changes the clocks in force.
 
-        `lease_s`: for how long it holds without a word from the coordinator.
+        `lease_s`: how long it holds without a message from the coordinator.
         """
         before = self.clocks_mhz
         self.max_clock, self._max_clock_lease_s = max_clock, lease_s
@@ -121,9 +122,10 @@ class Plans:
         return self.clocks_mhz != before
 
     def consider(self, offer: PlanOffer, begun_iteration: int, *, is_accepted: bool) -> PlanRefusal | None:
-        """Make the offer pending, or say why not.
+        """Make the offer pending, or return a refusal.
 
-        `begun_iteration`: the latest that has begun. `is_accepted`: the coordinator has accepted the rank.
+        `begun_iteration`: the latest iteration that has begun. `is_accepted`: the coordinator has accepted
+        the rank.
         """
         if not is_accepted or self.order is None:
             message = f"{self._rank}: not announced, or not accepted yet"
@@ -185,7 +187,7 @@ class Plans:
         return (self.fallback_mhz,) * (len(self.order) if self.order is not None else 0)
 
     def _limited(self, plan: Plan | None) -> Plan | None:
-        """A plan under the ceiling."""
+        """Return a plan with its clocks under the maximum clock."""
         if plan is None:
             return None
         max_mhz, clocks_mhz = self.fallback_mhz, plan.offered_mhz
@@ -196,7 +198,7 @@ class Plans:
         return plan if clocks_mhz == plan.clocks_mhz else replace(plan, clocks_mhz=clocks_mhz)
 
     def validate(self, begun_iteration: int) -> None:
-        """Check what must always hold; AssertionError otherwise. Called by tests after every event."""
+        """Check the invariants; AssertionError otherwise. Called by tests after every event."""
         assert self.pending is None or self.pending.start_iteration > begun_iteration
         assert self.in_force is None or self.in_force.start_iteration <= begun_iteration
         for plan in (self.in_force, self.pending):
@@ -205,7 +207,7 @@ class Plans:
 
 
 def _clocks_mhz(clocks: Stock | Hold | StageClocks, computation_count: int) -> Clocks:
-    """The clock to want for each computation; a FIXED one gets that of the next that has one (cyclic)."""
+    """Return each computation's clock; a FIXED one gets that of the next one with a clock (cyclic)."""
     match clocks:
         case Stock():
             return (None,) * computation_count

@@ -1,8 +1,7 @@
-"""What a rank's finished iterations took, at which clocks, and what the energy counter says. Pure.
+"""Records a rank's finished iterations: times, clocks, and energy from the counter. Pure.
 
-A finished iteration waits until the counter has moved past its end (or 300 ms), and is measured then. Which
-clocks were in force when is settled only then, too, as the worker's completions may be heard after the marks
-that they precede.
+A finished iteration is measured once the counter has moved past its end (or after 300 ms). Only then are the
+clocks in force known, too, because the worker's completions may arrive after the marks that they precede.
 """
 
 from collections import deque
@@ -25,22 +24,22 @@ from perseus.agent.rank.sampling import (
 )
 
 COUNTER_WAIT_S = 0.3
-"""How long a finished iteration waits for the energy counter: some of its longest periods."""
+"""How long a finished iteration waits for the energy counter: a few of its longest periods."""
 
 MAX_WAITS = 4096
-"""One computation waits less often: a layer does a few times."""
+"""Limit on the waits within one computation: a layer has a few."""
 
-# What is longer is no gap, but a trainer that was stopped.
+# A longer gap means that the trainer was stopped.
 _MAX_GAP_S = 3600.0
-_CHANGES_KEPT = 256  # of the counter: 25 s at 100 ms, which bounds the regression to some 10 ms
+_CHANGES_KEPT = 256  # counter changes: 25 s at 100 ms, which limits the regression to some 10 ms
 
 
 @dataclass(slots=True)
 class Run:
     """A computation that has begun, at its position in the order.
 
-    `waits_s`: from when to when it waited for other ranks; of one that waits now, only from when. One that
-    has lost a mark of its waits never ends: what it computed is not known.
+    `waits_s`: (begin, end) of its waits for other ranks; the end of a current wait is None. A computation
+    that lost a mark of its waits never ends: its computing time is unknown.
     """
 
     computation: Computation
@@ -52,13 +51,13 @@ class Run:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for others now."""
+        """Whether it is waiting for other ranks."""
         return bool(self.waits_s) and self.waits_s[-1][1] is None
 
     def wait(self, edge: Edge, time_s: float) -> None:
-        """It begins or ends to wait."""
+        """Begin or end a wait."""
         if self.end_s is not None:
-            return  # the begin of the one that waits was lost
+            return  # the begin mark of the waiting computation was lost
         if self.is_waiting == (edge is Edge.BEGIN) or len(self.waits_s) == MAX_WAITS:
             self.has_lost_mark = True
         elif edge is Edge.BEGIN:
@@ -67,14 +66,14 @@ class Run:
             self.waits_s[-1] = (self.waits_s[-1][0], time_s)
 
     def end(self, time_s: float) -> None:
-        """It has ended."""
+        """End the computation."""
         if not self.is_waiting and not self.has_lost_mark:
             self.end_s = time_s
 
 
 @dataclass(slots=True, eq=False)
 class PlanRecord:
-    """What was recorded under one plan, from its coming into force on."""
+    """The recordings under one plan, since it came into force."""
 
     clocks_mhz: Clocks
     sampler: Sampler
@@ -82,7 +81,7 @@ class PlanRecord:
 
     @property
     def version(self) -> int:
-        """The plan's; that of `NO_PLAN` without one."""
+        """The plan's version; that of `NO_PLAN` without one."""
         return self.sampler.plan_version
 
 
@@ -90,7 +89,7 @@ class PlanRecord:
 class Iteration:
     """An iteration that has begun. `begin_s` is None if its begin mark was lost.
 
-    `gap_begin_s`: when the one before ended; None if that is not known. `relative_work`: 0 if not told.
+    `gap_begin_s`: the end of the previous one; None if unknown. `relative_work`: 0 if unknown.
     """
 
     number: int
@@ -101,16 +100,16 @@ class Iteration:
     end_s: float = 0.0
     runs: list[Run] = field(default_factory=list)
     position: int = -1
-    """Of the latest computation seen, in the order."""
+    """Position of the latest computation seen, in the order."""
     has_deviated: bool = False
     is_at_stock: bool = False
-    """Whether it runs at stock whatever the plan is: those before it were not to order."""
+    """Whether it runs at stock under any plan, because the previous ones deviated from the order."""
     has_clock_change: bool = False
-    """Whether clocks came into force in the midst of it: what it took shows nothing of any."""
+    """Whether clocks came into force during it, so that its measurements belong to neither plan."""
 
     @property
     def needed_s(self) -> float | None:
-        """From when on something must be known to measure it; None if it can't be."""
+        """The earliest time of which data is needed to measure it; None if it can't be measured."""
         if self.begin_s is None or self.gap_begin_s is None:
             return self.begin_s
         return self.gap_begin_s
@@ -118,7 +117,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Iterations that ran under one plan, and the energy estimate of it that it is time for."""
+    """Iterations that ran under one plan, and a due request for its energy estimate."""
 
     plan: PlanRecord
     iterations: tuple[IterationRow, ...]
@@ -140,51 +139,51 @@ class Recorder:
 
     @property
     def plan_version(self) -> int:
-        """Of the plan that iterations now begin under."""
+        """Version of the plan under which iterations now begin."""
         return self._plan.version
 
     @property
     def has_unreported(self) -> bool:
-        """Whether iterations wait for the counter."""
+        """Whether finished iterations wait for the counter."""
         return bool(self._finished)
 
     def follow(self, plan_version: int, clocks_mhz: Clocks) -> None:
-        """Another plan is in force from the next iteration on, or has other clocks."""
+        """Switch to another plan, or other clocks of it, from the next iteration on."""
         self._plan = PlanRecord(clocks_mhz, Sampler(plan_version))
 
     def iteration(self, number: int, begin_s: float | None, relative_work: float = 0.0) -> Iteration:
-        """An iteration that begins."""
+        """Return a new iteration."""
         gap_begin_s = None
         if self._ended is not None and self._ended[0] == number - 1:
             gap_begin_s = self._ended[1]
         return Iteration(number, begin_s, self._plan, gap_begin_s, relative_work)
 
     def finish(self, iteration: Iteration, end_s: float) -> None:
-        """It has ended; it is measured by and by."""
+        """Add a finished iteration, to be measured later."""
         iteration.end_s = end_s
         self._ended = (iteration.number, end_s)
         self._finished.append(iteration)
 
     def drop_finished(self) -> None:
-        """What has ended, and was not told yet, will not be."""
+        """Drop finished iterations that were not reported."""
         self._finished.clear()
 
     def counter_changed(self, change: CounterChange) -> None:
-        """The energy counter has moved."""
+        """Add a change of the energy counter."""
         self._changes.append(change)
 
     def clock_set(self, done: ClockSet) -> None:
-        """A set was carried out."""
+        """Add a completed set."""
         self._clock_sets.append(done)
         self._plan.counters.set_count += 1
 
     def report(
         self, order: tuple[Computation, ...] | None, now_s: float, *, needed_s: float, waits: bool
     ) -> list[Report]:
-        """What can be told by now, one report for all iterations in a row that ran under the same plan.
+        """Return the reports that are ready, one for all consecutive iterations under the same plan.
 
-        `waits`: for the counter; otherwise everything that has ended is told. `order`: the registered one.
-        `needed_s`: the iteration under way began then, or the next can not begin before.
+        `waits`: wait for the counter; otherwise report all finished iterations. `order`: the registered one.
+        `needed_s`: the begin of the current iteration, or the earliest begin of the next.
         """
         counted_until_s = self._changes[-1].time_s if self._changes else 0.0
         reports: list[Report] = []
@@ -211,7 +210,7 @@ class Recorder:
         iterations: list[IterationRow],
         computations: list[ComputationRow],
     ) -> None:
-        assert iteration.begin_s is not None  # others are not finished
+        assert iteration.begin_s is not None  # iterations without a begin are never finished
         plan = None if iteration.is_at_stock or iteration.has_clock_change else iteration.plan
         complete = [self._measure_run(plan, run) for run in iteration.runs if run.end_s is not None]
         begin_j = energy_at_j(self._changes, iteration.begin_s)
@@ -221,7 +220,7 @@ class Recorder:
             and not iteration.is_at_stock
             and not iteration.has_clock_change
             and tuple(each.computation for each in complete) == order
-            and begin_j is not None  # the counter was not yet watched: of no use for energy
+            and begin_j is not None  # the counter was not yet polled: no energy is known
         )
         iteration.plan.sampler.add(
             FinishedIteration(iteration.begin_s, iteration.end_s, tuple(complete), is_regular)
@@ -259,12 +258,13 @@ class Recorder:
         ]
 
     def _measure_gap(self, iteration: Iteration, end_j: float | None) -> tuple[float, float, float]:
-        """Time, energy and what clocks can have added to the time of the gap that ended with this counter."""
+        """Return time, energy and the most that clocks can have added to the time of the gap before the
+        iteration."""
         begin_s, end_s = iteration.gap_begin_s, iteration.begin_s
         if begin_s is None or end_s is None or not 0 <= end_s - begin_s <= _MAX_GAP_S:
             return 0.0, 0.0, 0.0
         energy_j = 0.0
-        # The counter's changes that far back may be forgotten, but the iteration before was measured by them.
+        # The counter's changes that far back may be dropped, but they measured the previous iteration.
         if self._measured_end is not None and self._measured_end[0] == begin_s:
             begin_j = self._measured_end[1]
             if begin_j is not None and end_j is not None:
@@ -277,7 +277,7 @@ class Recorder:
         return end_s - begin_s, energy_j, max(0.0, slowed_s)
 
     def _clocks_between(self, begin_s: float, end_s: float) -> list[tuple[int | None, float, float]]:
-        """Which clock was in force from when to when, from one moment to another."""
+        """Return (clock, begin, end) of all clocks in force between two moments."""
         clocks: list[tuple[int | None, float]] = [(None, begin_s)]
         for done in self._clock_sets:
             if done.time_s <= begin_s:
@@ -288,8 +288,8 @@ class Recorder:
         return [(mhz, since_s, until_s) for (mhz, since_s), until_s in zip(clocks, ends_s, strict=True)]
 
     def _measure_run(self, plan: PlanRecord | None, run: Run) -> FinishedComputation:
-        assert run.end_s is not None  # the caller has looked
-        # (clock, from when): the one that it began at, then those that came into force while it ran.
+        assert run.end_s is not None  # checked by the caller
+        # (clock, start time): first the one at its begin, then those that came into force while it ran.
         clocks = [(mhz, since_s) for mhz, since_s, _ in self._clocks_between(run.begin_s, run.end_s)]
         if plan is not None and run.computation.kind != Kind.FIXED:
             plan.counters.add(plan.clocks_mhz[run.position], clocks, run.end_s)
@@ -303,17 +303,17 @@ class Recorder:
         )
 
     def _forget(self, needed_s: float) -> None:
-        """Drop what no iteration still to be measured can need."""
+        """Drop data that no iteration still to be measured can need."""
         del self._changes[:-_CHANGES_KEPT]
         needed_s = min([needed_s, *(each.needed_s for each in self._finished if each.needed_s is not None)])
         obsolete = 0
         for index, done in enumerate(self._clock_sets):
             if done.time_s <= needed_s:
-                obsolete = index  # this one is in force then; those before are not
+                obsolete = index  # in force at that time; the earlier ones are obsolete
         del self._clock_sets[:obsolete]
 
     def validate(self) -> None:
-        """Check what must always hold; AssertionError otherwise. Called by tests."""
+        """Check the invariants; AssertionError otherwise. Called by tests."""
         assert len(self._changes) <= _CHANGES_KEPT
         ends_s = [iteration.end_s for iteration in self._finished]
         assert ends_s == sorted(ends_s)

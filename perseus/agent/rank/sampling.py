@@ -1,7 +1,7 @@
-"""What ran under one plan, collected until the energy counter can tell what it cost.
+"""Collects the iterations under one plan, for energy estimates from the counter. Pure.
 
-Pure. A `Sampler` lives as long as a plan is in force; it is given the finished iterations and says when it is
-time for an estimate. `estimate` regresses the counter's windows (`energy.regression`) on them.
+A `Sampler` lives as long as a plan is in force; it receives the finished iterations and requests estimates
+when they are due. `estimate` regresses the counter's windows (`energy.regression`) on them.
 """
 
 from collections import deque
@@ -23,16 +23,16 @@ from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.rank.messages import EnergyEstimate, EnergySample
 from perseus.gpu import ClockEventReason
 
-# Between iterations nothing is marked. So short a gap holds no work worth noticing and counts as waiting;
-# what a longer one holds is unknown.
+# Nothing is marked between iterations. A gap of at most this length holds no significant work and counts as
+# waiting; what a longer one holds is unknown.
 _NEGLIGIBLE_GAP_S = 0.001
-# An estimate is refreshed when the plan has been in force for this share longer than at the one before.
+# An estimate is refreshed when the plan has been in force for this share longer than at the previous one.
 _REFRESH_SHARE = 0.125
-# And after so many more iterations in any case: what a plan costs may change while it is in force.
+# And after this many more iterations in any case, because a plan's energy may change while it is in force.
 _MAX_REFRESH = 1000
-# Where the counter hardly ever moves, this bounds what is kept for it.
+# Memory limit if the counter hardly ever moves.
 _MAX_PARTS = 32_768
-# Less is no power.
+# A smaller power is invalid.
 _MIN_BLOCKING_W = 1e-3
 
 # Kind, chunk and clock (MHz, None for stock).
@@ -43,7 +43,7 @@ Key = tuple[Kind, int, int | None]
 class FinishedComputation:
     """A computation with both its edges. `is_pure`: the clock did not change while it ran.
 
-    `waits_s`: from when to when it waited for other ranks instead, in order of time.
+    `waits_s`: (begin, end) of its waits for other ranks, in order of time.
     """
 
     computation: Computation
@@ -55,18 +55,18 @@ class FinishedComputation:
 
     @property
     def duration_s(self) -> float:
-        """How long it computed."""
+        """Its computing time."""
         return max(0.0, sum(until_s - since_s for since_s, until_s in self.parts_s))
 
     @property
     def parts_s(self) -> list[tuple[float, float]]:
-        """From when to when it computed."""
+        """The (begin, end) of its computing parts."""
         edges_s = [self.begin_s, *(edge_s for wait_s in self.waits_s for edge_s in wait_s), self.end_s]
         return list(zip(edges_s[::2], edges_s[1::2], strict=True))
 
     @property
     def key(self) -> Key:
-        """What it is a sample of."""
+        """The key of which it is a sample."""
         return self.computation.kind, self.computation.chunk, self.clock_mhz
 
 
@@ -81,13 +81,13 @@ class FinishedIteration:
 
     @property
     def part_count(self) -> int:
-        """How many stretches of computing there are in it."""
+        """The number of its computing parts."""
         return sum(1 + len(computation.waits_s) for computation in self.computations)
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
-    """What an energy estimate is made of: at least one regular iteration, and the counter's changes."""
+    """The input of an energy estimate: at least one regular iteration, and the counter's changes."""
 
     plan_version: int
     iterations: tuple[FinishedIteration, ...]
@@ -105,7 +105,7 @@ class Sampler:
         self._estimated_count = 0
 
     def add(self, iteration: FinishedIteration) -> None:
-        """Take the next finished iteration."""
+        """Add the next finished iteration."""
         self._iterations.append(iteration)
         self._iteration_count += 1
         self._part_count += iteration.part_count
@@ -113,13 +113,13 @@ class Sampler:
             self._forget_oldest()
 
     def estimate_request(self, changes: Sequence[CounterChange]) -> EstimateRequest | None:
-        """What to estimate from the counter's changes at hand, if it is time for that.
+        """Return a request for an estimate from the counter's changes, if one is due.
 
-        Iterations that ended before the first change are forgotten: the caller bounds memory by its changes.
+        Iterations that ended before the first change are dropped: the caller bounds memory by its changes.
         """
         if not changes:
             while len(self._iterations) > 1:
-                self._forget_oldest()  # what changes there will be come later
+                self._forget_oldest()  # all future changes come later
             return None
         while self._iterations and self._iterations[0].end_s < changes[0].time_s:
             self._forget_oldest()
@@ -136,7 +136,7 @@ class Sampler:
 
 
 def estimate(request: EstimateRequest) -> EnergyEstimate | None:
-    """What the counter's windows say of the iterations, if they determine it."""
+    """Estimate the iterations' energy from the counter's windows, if these determine it."""
     regular = [iteration for iteration in request.iterations if iteration.is_regular]
     computations = [computation for iteration in regular for computation in iteration.computations]
     unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
@@ -161,7 +161,7 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
         durations_s.setdefault(each.key, []).append(each.duration_s)
     blocking = fit.blocking_power_w
     if blocking is not None and blocking.value < _MIN_BLOCKING_W:
-        blocking = None  # few windows may say what can't be
+        blocking = None  # few windows may yield impossible values
     typical_s = {key: typical_duration_s(some) for key, some in durations_s.items()}
     return EnergyEstimate(
         plan_version=request.plan_version,
@@ -194,9 +194,9 @@ def _sample(key: Key, count: int, duration_s: Estimate, power_w: Estimate) -> En
 
 
 def energy_at_j(changes: Sequence[CounterChange], time_s: float) -> float | None:
-    """The counter at a moment; beyond the last change at the power of the last window.
+    """Return the counter's value at a moment, extrapolated beyond the last change at the last window's power.
 
-    None before the first change, and as long as there is no window.
+    None before the first change, and without a window.
     """
     energy_j = cumulative_energy_j(changes, time_s)
     if energy_j is not None or len(changes) < 2 or time_s < changes[-1].time_s:
@@ -207,11 +207,11 @@ def energy_at_j(changes: Sequence[CounterChange], time_s: float) -> float | None
 
 
 def throttling(changes: Sequence[CounterChange], begin_s: float, end_s: float) -> tuple[int, int]:
-    """The reasons (`ClockEventReason`) for which the GPU was throttled at some time between two moments.
+    """Return the reasons (`ClockEventReason`) for which the GPU was throttled between two moments.
 
-    With them comes the highest clock that it reached meanwhile, MHz; 0 where it was not throttled.
+    The second value is the highest clock that it reached under throttling, MHz; 0 if it was not throttled.
 
-    Known from the counter's windows, so what happened up to one window before or after counts, too.
+    Both come from the counter's windows, so throttling up to one window before or after counts, too.
     """
     reasons = clock_mhz = 0
     for before, change in pairwise(changes):

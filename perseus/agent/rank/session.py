@@ -1,42 +1,42 @@
-"""The life of one rank in the agent, as a pure state machine: events and the time in, commands out.
+"""One rank's session in the agent, as a pure state machine: takes events and the time, returns commands.
 
-Theory of operation. A session begins when a trainer has said hello and ends when that trainer finishes or
-vanishes, or its GPU fails. Four things go on in it, each with little to do with the others:
+Theory of operation. A session begins after a trainer's hello and ends when that trainer finishes or vanishes,
+or its GPU fails. It has five largely independent parts:
 
-*Standing with the coordinator.* `rank.standing` says when the rank is announced (`RankJoined`); the answer
-brings the registered order, or a refusal. Offers are answered with a refusal until the rank is accepted.
+*State with the coordinator.* `rank.join_state` determines when the rank is announced (`RankJoined`); the
+answer contains the registered order, or a refusal. Offers are refused until the rank is accepted.
 
-*Plans.* `rank.plans` takes offers or refuses them; one that was taken comes into force whole at the begin of
-its start iteration, an urgent one at once. Without a word from the coordinator for the lease, once refused,
-or without the right to set clocks, no plan is in force.
+*Plans.* `rank.plans` accepts or refuses offers. An accepted one comes into force as a whole at the begin of
+its start iteration, an urgent one at once. No plan is in force after a lease without a message from the
+coordinator, after a refusal, or without permission to set clocks.
 
-*Ceiling.* While the coordinator has ordered one, it takes the place of stock wherever nothing is planned, and
-bounds what is held to be measured. It ends as plans do when the lease runs out, unless it was ordered to
-outlast that: then plans stay, too.
+*Maximum clock.* If the coordinator has set one, it replaces stock wherever nothing is planned, and limits
+clocks that are held for measuring. It ends like plans when the lease expires, unless it was set to outlast
+the lease: then plans stay, too.
 
-*Clocks.* What is wanted follows from the marks; `rank.pacing` follows those, and `clocks.keeper` decides.
+*Clocks.* `rank.iteration_tracker` follows the marks, and `clocks.keeper` decides on clocks.
 
-*Measurement.* `rank.recorder` makes telemetry of finished iterations. What the energy counter says
-of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) and comes back as an event.
+*Measurement.* `rank.recorder` turns finished iterations into telemetry. A plan's energy estimate takes
+milliseconds to compute, so the session requests it (`EstimateEnergy`), and it returns as an event.
 
-    event                    what it does
+    event                    effect
     ------------------------ --------------------------------------------------------------------------------
     TrainerJoined            reset: an agent that died may have left a clock
-    TrainerSpecified         announce the rank, also if it was accepted as of another specification
+    TrainerSpecified         announce the rank, even if it was accepted with another specification
     Connected, Disconnected  announce the rank; forget the acceptance
-    Heard                    the lease starts anew
+    Heard                    restart the lease
     RankAccepted, RankRefused, PlanOffer           as above
-    RankCeiling              as above
+    RankMaxClock             as above
     IterationMark, ComputationMark                 as above
-    WaitMark                 what the computation under way waits for others is left out of its time
+    WaitMark                 the current computation's time excludes its waits for others
     CounterChange, ClockSet  measurement
     EnergyEstimate           telemetry
-    GpuLimits                said with all telemetry to come
+    GpuLimits                included in all further telemetry
     SetNotPermitted          stock from now on; offers of clocks are refused
     GpuFailed                reset, RankLeft(GPU_FAILED); the session has ended
     Finish, TrainerGone      reset, RankLeft(FINISHED, TRAINER_GONE); the session has ended
     AgentStops               reset; the session has ended (the agent's Goodbye speaks for all its ranks)
-    Tick                     lease, announcing again, telemetry that waits for the counter, trainers that hang
+    Tick                     lease, new announcement, telemetry that waits for the counter, hung trainers
 """
 
 from dataclasses import replace
@@ -87,11 +87,11 @@ from perseus.v1 import agent_service_pb2 as wire
 
 
 class Session:
-    """One rank, from its trainer's hello to its end. See the module's docstring.
+    """One rank, from its trainer's hello to its end (see the module's docstring).
 
     With `observe` the session never sets a clock, and refuses all offers but stock. Telemetry up to
-    `after_sequence` is not its own. With `is_registered` the trainer will not say what it belongs to. `owner`
-    is whose process the trainer is.
+    `after_sequence` belongs to earlier sessions. With `is_registered` the trainer will not declare its job.
+    `owner` is the user of the trainer's process.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Session:
         self._tracker = IterationTracker(self._plans, self._recorder)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        """What is to be done, in order, about something that is now known. Times are CLOCK_MONOTONIC."""
+        """Handle an event; return commands, in order. Times are CLOCK_MONOTONIC."""
         if not self.has_ended:
             self._dispatch(event, now_s)
         commands, self._commands = self._commands, []
@@ -125,7 +125,7 @@ class Session:
 
     @property
     def wanted_clock_mhz(self) -> int | None:
-        """The clock asked for last, None for stock."""
+        """The clock requested last, None for stock."""
         return self._tracker.keeper.wanted_mhz
 
     @property
@@ -134,7 +134,7 @@ class Session:
         return self._plans.in_force is not None
 
     def give_up(self) -> list[FromSession]:
-        """End it whatever state it is in, after an error of our own; what is to be said once all is over."""
+        """End the session in any state, after an internal error; return its last messages."""
         self.has_ended = True
         self._plans.follow(None)
         self._tracker.abandon_iteration()
@@ -195,7 +195,7 @@ class Session:
 
     def _on_trainer_specified(self, event: TrainerSpecified) -> None:
         if self._join.specify(event.spec_fingerprint):
-            self._drop_plans()  # they were made for something else
+            self._drop_plans()  # they were made for another job
             self._announce()
 
     def _on_gpu_failed(self, now_s: float) -> None:
@@ -237,7 +237,7 @@ class Session:
             self._limit(None, now_s)
             self._drop_plans()
 
-    # --- Standing with the coordinator ----------------------------------------------------------------------
+    # --- State with the coordinator -------------------------------------------------------------------------
 
     def _on_connected(self, event: Connected, now_s: float) -> None:
         self._join.connect(event.lease_s, now_s)
@@ -313,7 +313,7 @@ class Session:
             self._report_in_force(plan.plan, begun_iteration)
 
     def _bring_into_force(self, iteration: int) -> None:
-        """The plan that is due when this iteration begins, if one is."""
+        """Bring the plan that is due at this iteration's begin into force, if any."""
         plan = self._plans.due(iteration)
         if plan is not None:
             self._plans.follow(plan)
@@ -321,7 +321,7 @@ class Session:
             self._report_in_force(plan.plan, iteration)
 
     def _report_in_force(self, plan: PlanId, iteration: int) -> None:
-        """The plan in force has changed, from this iteration on."""
+        """Report the new plan in force, from this iteration on."""
         self._send(
             wire.PlanInForce(
                 job_id=self.rank.job_id,
@@ -333,7 +333,8 @@ class Session:
         )
 
     def _drop_plans(self) -> None:
-        """The fallback at once, no plan in force, and none to come: the coordinator must know of either."""
+        """Drop the plans in force and pending and go to the fallback at once; report both to the
+        coordinator."""
         has_any, was_in_force = self._plans.has_any, self._plans.in_force is not None
         self._plans.follow(None)
         if was_in_force:
@@ -346,7 +347,7 @@ class Session:
     # --- Clocks ---------------------------------------------------------------------------------------------
 
     def _on_mark(self, mark: IterationMark | ComputationMark | WaitMark, now_s: float) -> None:
-        self._bring_into_force(mark.iteration)  # whichever mark of it is the first to come
+        self._bring_into_force(mark.iteration)  # any of its marks may arrive first
         tracker = self._tracker
         match mark:
             case ComputationMark(Edge.BEGIN):
@@ -379,7 +380,7 @@ class Session:
         self._commands.append(Send(Telemetry(self.rank, (), (), estimate, None)))
 
     def _report(self, now_s: float, *, waits: bool = True) -> None:
-        """Tell of all iterations that can be measured by now; of all that have ended, if nothing waits."""
+        """Report all iterations that can be measured by now; without `waits`, all that have ended."""
         order = self._plans.order.computations if self._plans.order is not None else None
         for report in self._recorder.report(order, now_s, needed_s=self._tracker.needed_s, waits=waits):
             clocks = None
@@ -396,7 +397,7 @@ class Session:
                 self._commands.append(EstimateEnergy(report.request))
 
     def validate(self) -> None:
-        """Check what must always hold; AssertionError otherwise. Called by tests after every event."""
+        """Check the invariants; AssertionError otherwise. Called by tests after every event."""
         assert not self._commands
         self._plans.validate(self._tracker.begun_iteration)
         self._tracker.validate(self._gpu.supported_clocks_mhz)

@@ -77,7 +77,7 @@ def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCapt
     probe.finish()
     probe.close()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "training goes on at stock clocks" in caplog.text
+    assert "training continues at stock clocks" in caplog.text
 
 
 class Now:

@@ -85,7 +85,7 @@ def test_a_question_that_fails_is_told_of_once_and_ends_marking(
     for _ in range(3):
         assert iterate() == ["output", "output"]
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert f"not marked any more, training goes on at stock clocks: no {failing}" in record.getMessage()
+    assert f"no longer marked, training continues at stock clocks: no {failing}" in record.getMessage()
     assert marks.calls[-1] == ("close",), "the agent brings the GPU back to stock"
     (own, _) = exchange.poll("first", 2)
     assert own is not None
@@ -117,7 +117,7 @@ def test_an_iteration_that_is_captured_whole_ends_marking_and_is_told_of_once(
         train(attachment)
     assert marks.calls == [("close",)], "the agent brings the GPU back to stock"
     (record,) = caplog.records
-    assert record.getMessage() == "not marked any more, training goes on at stock clocks: captured whole"
+    assert record.getMessage() == "no longer marked, training continues at stock clocks: captured whole"
     assert record.exc_info is None
 
 
@@ -134,7 +134,7 @@ def test_marks_that_can_not_all_be_put_are_not_put(
     assert attachment.put_marks(put) is attachment
     assert framework.step == "framework's"
     assert marks.calls == [("close",)]
-    assert "training goes on at stock clocks: no forward_one_chunk" in caplog.text
+    assert "training continues at stock clocks: no forward_one_chunk" in caplog.text
 
 
 def test_a_hook_that_fails_lets_training_go_on_and_mistakes_are_refused(
@@ -146,7 +146,7 @@ def test_a_hook_that_fails_lets_training_go_on_and_mistakes_are_refused(
     with never_raises(attach)(AttributeError("no parallel_state")) as attachment:
         train(attachment)
     (record,) = caplog.records
-    assert record.getMessage() == "not attached, training goes on at stock clocks: no parallel_state"
+    assert record.getMessage() == "not attached, training continues at stock clocks: no parallel_state"
     with pytest.raises(ValueError, match="job_id"):
         never_raises(attach)(ValueError("job_id"))
 

@@ -93,7 +93,7 @@ def test_work_that_can_not_be_told_is_no_reason_to_stop(
     with caplog.at_level(logging.INFO):
         train(Attachment(ALONE, marks, beside(ExecutedOrder(1, ORDER, work="9 layers")), work=work))
     assert [each["stage_work"] for each in marks.registered] == [["", "9 layers"]]
-    assert caplog.messages == ["what the stage computes is not told: no parameters"]
+    assert caplog.messages == ["the stage's work is unknown: no parameters"]
 
 
 def test_a_stage_that_could_not_be_followed_is_registered_by_nobody(
@@ -105,7 +105,7 @@ def test_a_stage_that_could_not_be_followed_is_registered_by_nobody(
     assert not marks.registered
     assert marks.calls[-1] == ("close",)
     assert caplog.messages == [
-        "not marked any more, training goes on at stock clocks: stage 1: no fwd_chunk_id"
+        "no longer marked, training continues at stock clocks: stage 1: no fwd_chunk_id"
     ]
 
 
@@ -118,7 +118,7 @@ def test_all_stages_learn_which_one_gave_up_and_why(caplog: pytest.LogCaptureFix
     for _ in range(2):
         for attachment in stages:
             train(attachment)
-    why = "not marked any more, training goes on at stock clocks: "
+    why = "no longer marked, training continues at stock clocks: "
     assert caplog.messages == [f"{why}disk full", f"{why}stage 2: disk full", f"{why}stage 2: disk full"]
 
 
@@ -147,7 +147,7 @@ def test_an_order_that_does_not_come_is_not_looked_for_for_ever(
     for _ in range(30):
         train(attachment)
     assert caplog.messages == [
-        "not marked any more, training goes on at stock clocks: stage 1: what it computes did not come"
+        "no longer marked, training continues at stock clocks: stage 1: its order is missing"
     ]
     assert marks.calls[-1] == ("close",)
 
@@ -218,7 +218,7 @@ def test_an_order_that_has_changed_is_said_at_once_and_registered_when_it_has_se
             train(attachment, LONGER)
         assert caplog.messages == [
             "stage 0 executes 2 microbatches (4 computations) instead of 1 (2): "
-            "such iterations run at stock clocks until it has settled and is registered anew"
+            "these iterations run at stock clocks until the new order is stable and registered"
         ]
     for attachment, _ in stages:
         train(attachment, LONGER)  # the first one finds what the other has posted since
@@ -256,8 +256,8 @@ def test_a_stage_alone_with_another_order_says_so_and_nobody_waits(caplog: pytes
             train(attachment, order)
     assert all(len(marks.registered) == 1 for _, marks in stages)
     assert caplog.messages[1:] == [
-        "stage 0 executes another order and other stages of its pipeline do not: not registered anew, "
-        "it runs at stock clocks"
+        "stage 0 executes another order and other stages of its pipeline do not: "
+        "it is not registered and runs at stock clocks"
     ]
 
 
@@ -268,7 +268,7 @@ def test_a_store_that_fails_ends_the_following_and_not_the_marks(caplog: pytest.
     for _ in range(2 * STABLE_AFTER):
         for attachment, _ in stages:
             train(attachment, LONGER)
-    assert caplog.messages[1:] == 2 * ["orders that change are not followed any more: the store is gone"]
+    assert caplog.messages[1:] == 2 * ["changing orders are no longer followed: the store is gone"]
     for _, marks in stages:
         assert marks.calls[-1] == ("end_iteration",)
         assert ("close",) not in marks.calls

@@ -158,7 +158,7 @@ def test_a_call_that_is_being_compiled_is_its_own(
         training.optimizer.step()
     assert training.marks.calls == []
     (message,) = caplog.messages
-    assert "the optimizer steps, and the Model that is attached was not called" in message
+    assert "the optimizer steps, but the attached Model was not called" in message
 
 
 def test_detaching_leaves_the_model_and_the_optimizer_as_they_were(training: Training) -> None:

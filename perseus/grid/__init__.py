@@ -1,7 +1,7 @@
-"""Doors for the grid: processes that turn a utility's or an aggregator's messages into power budgets.
+"""Gateways to the grid: processes that turn a utility's or an aggregator's messages into power budgets.
 
-A door is a client of the coordinator, as the command line is: it knows the stubs, and nothing of the service.
-`dsx_flex` is pure: what messages mean, and what is to be done about them; `contract` reads and writes them.
-Around these are the broker (`broker`), the coordinator (`power_client`), keys (`signing`), what outlasts a
-restart (`journal`) and the process that ties them (`agent`).
+A gateway is a client of the coordinator, like the command line: it uses the stubs, not the service's code.
+`dsx_flex` is pure: it interprets messages and decides what to do; `contract` reads and writes them. Around
+these are the clients of the broker (`broker`) and of the coordinator (`power_client`), keys (`signing`), the
+state that survives a restart (`journal`) and the process that ties them together (`agent`).
 """

@@ -1,9 +1,8 @@
-"""The process of a door: the machine between a broker, the coordinator, a clock and a file.
+"""The gateway's process: it connects the state machine to a broker, the coordinator, a clock and a file.
 
-Four tasks: one follows the coordinator and one asks it for budgets, one has the connection to the broker and
-publishes, and one is the clock. What the machine wants kept is kept before anything else happens. The broker
-is met only once the coordinator was: without its feeds no message can be judged, and the broker keeps them
-meanwhile.
+Four tasks follow the coordinator, request budgets from it, publish over the connection to the broker, and
+send ticks. State is stored before anything else happens. The process connects to the broker only after the
+coordinator: without its feeds no message can be judged, and the broker keeps messages meanwhile.
 """
 
 import asyncio
@@ -58,7 +57,7 @@ from perseus.tls.tokens import TokenSource
 
 _TICK_S = 1.0
 _POLL_INTERVAL_S = 20.0
-"""Between two looks at the coordinator's budgets, and whether it is there at all."""
+"""How often the coordinator's feeds and budgets are listed, which also shows whether it is there."""
 _FIRST_WAIT_S, _MAX_WAIT_S = 1.0, 15.0
 _MAX_UNSENT = 1000
 
@@ -66,7 +65,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def run(settings: DsxFlexSettings, token: TokenSource | None) -> None:
-    """Run a door until SIGTERM or SIGINT.
+    """Run a gateway until SIGTERM or SIGINT.
 
     Raises:
         JournalError, KeyFileError, TlsError, TokenFileError: a file can't be used, at the start or later.
@@ -91,21 +90,21 @@ async def run(settings: DsxFlexSettings, token: TokenSource | None) -> None:
 
 
 def _on_lost_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Leave to `Agent.run` what can't be kept: for a message that fails in a callback of the loop."""
+    """Ignore a JournalError from a callback of the loop, as `Agent.run` raises it."""
     if not isinstance(context.get("exception"), JournalError):
         loop.default_exception_handler(context)
 
 
 @dataclass(slots=True)
 class _Unsent:
-    """What is to be published; written and signed when its turn comes, and the same when it is sent again."""
+    """A queued publication. It is written and signed when its turn comes, and unchanged when sent again."""
 
     publication: PublishStatus | PublishAlert
     written: bytes | None = None
 
 
 class Agent:
-    """The tasks of one door, and what they share."""
+    """The tasks of one gateway, and their shared state."""
 
     def __init__(self, settings: DsxFlexSettings, journal: Journal, channels: Channels) -> None:
         self._settings = settings
@@ -134,7 +133,7 @@ class Agent:
         self._is_ending = False
 
     async def run(self) -> None:
-        """Work until cancelled, or until what was accepted can't be kept."""
+        """Run until cancelled, or until an accepted message can't be stored."""
         tasks = [self._follow_coordinator(), self._follow_broker(), self._tick()]
         working = [asyncio.ensure_future(task) for task in tasks]
         try:
@@ -151,7 +150,7 @@ class Agent:
                 raise _flat(end)[0]
 
     def _check_going_on(self) -> None:
-        """End a task that was cancelled: Python 3.11's task groups lose that where an error comes with it."""
+        """End a cancelled task: Python 3.11's task groups lose a cancellation that comes with an error."""
         if self._is_ending:
             raise asyncio.CancelledError
 
@@ -197,7 +196,7 @@ class Agent:
     def _queue(self, unsent: _Unsent) -> None:
         publication = unsent.publication
         if self._unsent and isinstance(publication, PublishStatus) and publication.is_heartbeat:
-            return  # while nobody hears, heartbeats don't pile up
+            return  # heartbeats must not pile up without a broker
         self._unsent.append(unsent)
         self._has_unsent.set()
 
@@ -209,9 +208,11 @@ class Agent:
     # --- Messages -------------------------------------------------------------------------------------------
 
     def _take_message(self, topic: str, payload: bytes) -> None:
-        """Take what the broker delivers. A refusal is said; only what can't be kept is not acknowledged."""
-        if self._failed.done():  # the machine knows what could not be kept, and would call it a duplicate
-            raise JournalError("nothing more is taken")
+        """Handle a message. Refusals are logged; a message that can't be stored is not acknowledged."""
+        if (
+            self._failed.done()
+        ):  # the machine has the message that was not stored, and would report a duplicate
+            raise JournalError("no more messages are accepted after a failure")
         try:
             self._read(topic, payload)
         except (messages.MalformedError, SignatureRefusedError, KeyFileError) as error:
@@ -275,7 +276,7 @@ class Agent:
                     unsent.written = await self._written(unsent.publication)
                 topic, qos = self._place(unsent.publication)
                 await client.publish(topic, unsent.written, qos=qos)
-                if self._unsent and self._unsent[0] is unsent:  # the oldest may have had to give way
+                if self._unsent and self._unsent[0] is unsent:  # a full queue drops its oldest
                     self._unsent.popleft()
                 publication = unsent.publication
                 if (
@@ -315,13 +316,13 @@ class Agent:
         )
 
     async def _nodes(self, job_id: str) -> tuple[str, ...]:
-        """Where a job runs; nowhere if that can't be found out: a hint less is better than an alert late."""
+        """Return a job's nodes; none if unknown: better fewer hints than a late alert."""
         if self._client is None:
             return ()
         try:
             return await self._client.nodes(job_id)
         except grpc.aio.AioRpcError as error:
-            _log.warning("nodes of a job not known", job_id=job_id, reason=error.details())
+            _log.warning("nodes of a job are unknown", job_id=job_id, reason=error.details())
             return ()
 
     # --- The coordinator ------------------------------------------------------------------------------------
@@ -363,7 +364,7 @@ class Agent:
             self._take(FeedRead(reading))
 
     async def _poll_feeds(self, client: PowerClient) -> None:
-        """Look whether the coordinator is there, and what it has: others may have cancelled a budget."""
+        """List feeds and budgets regularly: others may have cancelled a budget."""
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
             self._take(FeedsListed(await client.feeds()))
@@ -372,7 +373,7 @@ class Agent:
                 self._is_met.set()
 
     async def _ask(self, client: PowerClient) -> None:
-        """Ask for the budgets that are needed, whenever that may have changed; again, if one is refused."""
+        """Request the needed budgets whenever they may have changed, and again if one is refused."""
         retry = _retry()
         while True:
             await self._asks.wait()
@@ -386,7 +387,7 @@ class Agent:
             self._asks.set()
 
     async def _ask_once(self, client: PowerClient) -> bool:
-        """Ask for what is needed now, and let go of what is not; return whether all was granted."""
+        """Set the needed budgets and cancel the others; return whether all requests were granted."""
         refused: dict[str, str | None] = {}
         asked: set[str] = set()
         let_go: set[str] = set()
@@ -394,9 +395,7 @@ class Agent:
             changes = self._gateway.changes(time.time())
             if changes.unknown != self._unknown:
                 self._unknown = changes.unknown
-                _log.warning(
-                    "budgets of this door for messages that it does not know", budget_ids=changes.unknown
-                )
+                _log.warning("budgets of this gateway are for unknown messages", budget_ids=changes.unknown)
             for budget in changes.to_defer:
                 if await self._ask_for(budget.budget_id, client.set(budget), refused):
                     await self._ask_for(budget.budget_id, client.cancel(budget.budget_id), refused)
@@ -412,7 +411,7 @@ class Agent:
             for budget_id in to_cancel:
                 let_go.add(budget_id)
                 if await self._ask_for(budget_id, client.cancel(budget_id), refused):
-                    asked.clear()  # There may be room now for what was refused.
+                    asked.clear()  # there may be room now for refused ones
                     refused.clear()
 
     async def _ask_for(
@@ -424,7 +423,7 @@ class Agent:
             if is_transient(error):
                 raise
             refused[budget_id] = error.details()
-            if self._refused.get(budget_id) != error.details():  # not at every attempt
+            if self._refused.get(budget_id) != error.details():  # log only the first of equal refusals
                 _log.error("budget refused", budget_id=budget_id, reason=error.details())
             return False
         return True
@@ -435,7 +434,7 @@ def _retry() -> Retry:
 
 
 def _continued(trace: Trace | None) -> Trace:
-    """Return the next step of a trace, or the first of a new one."""
+    """Return the next span of a trace, or the first of a new one."""
     span_id = secrets.token_hex(8)
     if trace is None:
         return Trace(f"00-{secrets.token_hex(16)}-{span_id}-01")
@@ -444,7 +443,7 @@ def _continued(trace: Trace | None) -> Trace:
 
 
 def _flat(error: BaseException) -> list[BaseException]:
-    """Return what a group of errors holds, or the one error."""
+    """Return the errors in a group, nested ones included, or a single error."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for each in error.exceptions for leaf in _flat(each)]

@@ -1,9 +1,8 @@
-"""The MQTT broker: one session that outlasts connections, so what is sent while nobody listens is delivered
-later.
+"""The MQTT session, which outlasts connections: the broker delivers messages sent in between later.
 
-A message is taken before its receipt is acknowledged. aiomqtt gives each one to a queue before the
-acknowledgement goes out, and the queue here takes it on the spot: if that fails, or the process dies, the
-broker sends it again.
+A message is handled before its receipt is acknowledged. aiomqtt puts each one in a queue before it sends the
+acknowledgement, and the queue here handles it at once: if that fails, or the process dies, the broker sends
+the message again.
 """
 
 import asyncio
@@ -28,20 +27,20 @@ ENFORCEMENT_TOPICS = "grid/v1/infra/+/powerbreach/enforcement"
 SUBSCRIPTIONS = ((TARGET_TOPICS, 1), (ENFORCEMENT_TOPICS, 2))
 
 Take = Callable[[str, bytes], None]
-"""Takes a message: its topic and its payload."""
+"""Handles a message: its topic and its payload."""
 
-# What the library would say on standard error is said by whoever meets its errors.
+# The library must not log to standard error: callers log its errors.
 _quiet = logging.getLogger("perseus.grid.mqtt")
 _quiet.addHandler(logging.NullHandler())
 _quiet.propagate = False
 
 
 class BrokerUnavailableError(Exception):
-    """There is no connection to the broker; the text says why, as far as that is known."""
+    """There is no connection to the broker; the text says why, as far as known."""
 
 
 class Session:
-    """The session of one door. `take` is called for every message, on the event loop."""
+    """The session of one gateway. It calls `take` for every message, on the event loop."""
 
     def __init__(self, settings: DsxFlexSettings, take: Take) -> None:
         self._settings = settings
@@ -55,7 +54,7 @@ class Session:
         """Return a client that isn't connected yet, with the newest certificates and token.
 
         Raises:
-            BrokerUnavailableError: they can't be used any more.
+            BrokerUnavailableError: they can't be used.
         """
         place = host_and_port(self._settings.broker)
         assert place is not None, "the settings have checked it"
@@ -83,7 +82,7 @@ class Session:
         take = self._take
 
         class Taken(asyncio.Queue[aiomqtt.Message]):
-            """Keeps nothing: what comes is taken at once."""
+            """A queue that keeps nothing: it handles each message at once."""
 
             def put_nowait(self, item: aiomqtt.Message) -> None:
                 payload = item.payload if isinstance(item.payload, bytes) else b""
@@ -104,23 +103,23 @@ class Session:
 
 
 async def subscribe(client: aiomqtt.Client) -> None:
-    """Ask for what a door has to hear.
+    """Subscribe to the gateway's topics.
 
     Raises:
-        BrokerUnavailableError: the broker refuses it.
+        BrokerUnavailableError: the broker refuses a subscription.
         aiomqtt.MqttError: the connection has ended.
     """
     granted = await client.subscribe(list(SUBSCRIPTIONS))
     refused = [topic for (topic, _), code in zip(SUBSCRIPTIONS, granted, strict=True) if code == _REFUSED]
     if refused:
-        raise BrokerUnavailableError(f"it refuses the subscription to {refused[0]}")
+        raise BrokerUnavailableError(f"the broker refuses the subscription to {refused[0]}")
 
 
 async def until_disconnected(client: aiomqtt.Client) -> None:
     """Wait for the end of a connection.
 
     Raises:
-        aiomqtt.MqttError: that is it.
+        aiomqtt.MqttError: the connection has ended.
     """
     async for _ in client.messages:
         pass

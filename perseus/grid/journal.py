@@ -1,7 +1,7 @@
-"""What must outlast a restart of the door: messages that were accepted, and breaches that are not over.
+"""The gateway's durable state: accepted messages, and breaches whose end is not published yet.
 
-One SQLite file. What is kept is on the disk when the call returns: a message's receipt is acknowledged after
-that. A second door on the same file is refused.
+It is one SQLite file. A write is on the disk when the call returns; only then is a message's receipt
+acknowledged. A second gateway on the same file is refused.
 """
 
 import json
@@ -31,10 +31,11 @@ class JournalError(Exception):
 
 
 class Journal:
-    """The file at a path, which is made if there is none.
+    """The file at a path, created if there is none.
 
     Raises:
-        JournalError: it can't be, is another application's, or another door has it. Every method may.
+        JournalError: it can't be created, or belongs to another application or gateway. Every method may
+            raise this.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,45 +43,45 @@ class Journal:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise JournalError(f"{path}: can't be made: {error.strerror}") from None
+            raise JournalError(f"{path}: can't be created: {error.strerror}") from None
         try:
             self._file = sqlite3.connect(path, timeout=0.0, isolation_level=None)
             self._open()
         except sqlite3.Error as error:
-            raise JournalError(f"{path}: expected a file of this door's alone, found: {error}") from None
+            raise JournalError(f"{path}: expected a file of this gateway alone, found: {error}") from None
 
     def close(self) -> None:
-        """Leave it to others."""
+        """Close the file, so that others may open it."""
         self._file.close()
 
     def keep_targets(self, some: TargetSet) -> None:
-        """Keep an accepted message."""
+        """Store an accepted message."""
         self._write(
             "INSERT INTO messages (event_id, content) VALUES (?, ?)", some.event_id, _text(_SETS, some)
         )
 
     def forget_targets(self, event_ids: Iterable[str]) -> None:
-        """Forget messages."""
+        """Delete messages."""
         for event_id in event_ids:
             self._write("DELETE FROM messages WHERE event_id = ?", event_id)
 
     def targets(self) -> list[TargetSet]:
-        """Return all messages in the order in which they came."""
+        """Return all messages in order of arrival."""
         return self._read(_SETS, "SELECT content FROM messages ORDER BY number")
 
     def keep_breach(self, breach: Breach) -> None:
-        """Keep how a breach stands."""
+        """Store the state of a breach."""
         text = _text(_BREACHES, breach)
         self._write(
             "INSERT OR REPLACE INTO breaches (breach_id, content) VALUES (?, ?)", breach.breach_id, text
         )
 
     def forget_breach(self, breach_id: str) -> None:
-        """Forget a breach: it is over, and that was told."""
+        """Delete a breach whose resolution has been published."""
         self._write("DELETE FROM breaches WHERE breach_id = ?", breach_id)
 
     def breaches(self) -> list[Breach]:
-        """Return all breaches that are kept."""
+        """Return all stored breaches."""
         return self._read(_BREACHES, "SELECT content FROM breaches ORDER BY breach_id")
 
     def _open(self) -> None:
@@ -90,7 +91,7 @@ class Journal:
         (application,) = self._file.execute("PRAGMA application_id").fetchone()
         (tables,) = self._file.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if application != _APPLICATION_ID and (application or tables):
-            raise JournalError(f"{self._path}: expected a file of this door's, found another application's")
+            raise JournalError(f"{self._path}: expected a file of this gateway, found another application's")
         self._file.execute("BEGIN IMMEDIATE")
         self._file.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
         self._file.execute("COMMIT")
@@ -111,5 +112,5 @@ class Journal:
 
 
 def _text(kind: TypeAdapter[Any], content: object) -> str:
-    """Python's JSON has infinity, which an open end is."""
+    """Return JSON text; Python's JSON supports infinity, which represents an open end."""
     return json.dumps(kind.dump_python(content, mode="json"))

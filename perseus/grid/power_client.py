@@ -1,4 +1,4 @@
-"""The coordinator as a door sees it: power budgets and feeds, over gRPC. No protobuf object leaves here."""
+"""The gateway's gRPC client of the coordinator: power budgets and feeds, as plain values."""
 
 import math
 from collections.abc import AsyncIterator
@@ -36,12 +36,12 @@ _STAGES = {
 
 
 def is_transient(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the coordinator could not be asked, rather than that it refuses what was asked."""
+    """Return whether the call failed without the coordinator refusing it."""
     return error.code() in _TRANSIENT
 
 
 class PowerClient:
-    """One channel to the coordinator, while the context lasts. Methods raise `grpc.aio.AioRpcError`."""
+    """A channel to the coordinator, open within the context. Methods raise `grpc.aio.AioRpcError`."""
 
     def __init__(self, channels: Channels) -> None:
         self._channel = channels.open([("grpc.use_local_subchannel_pool", 1)])
@@ -57,12 +57,12 @@ class PowerClient:
         await self._channel.close()
 
     async def feeds(self) -> tuple[FeedReading, ...]:
-        """Return how all feeds stand."""
+        """Return readings of all feeds."""
         answer = await self._power.ListFeeds(power_service_pb2.ListFeedsRequest(), timeout=TIMEOUT_S)
         return tuple(_reading(feed) for feed in answer.feeds)
 
     async def watch(self) -> AsyncIterator[FeedReading]:
-        """Yield how each feed stands, and again whenever that changes."""
+        """Yield a reading of each feed, and another whenever it changes."""
         async for answer in self._power.WatchFeeds(power_service_pb2.WatchFeedsRequest()):
             yield _reading(answer.feed)
 
@@ -78,7 +78,7 @@ class PowerClient:
             request.page_token = page.next_page_token
 
     async def set(self, budget: Budget) -> KnownBudget:
-        """Set a budget, or replace what is there of that identifier; return it."""
+        """Set a budget, in place of any with its identifier; return it."""
         request = power_service_pb2.SetBudgetRequest(
             budget_id=budget.budget_id,
             request_id=budget.request_id,
@@ -134,7 +134,7 @@ def _known(budget: power_service_pb2.Budget) -> KnownBudget:
         end_s=_seconds(budget.end_time) if budget.HasField("end_time") else math.inf,
         correlation_id=budget.correlation_id,
     )
-    # What a newer coordinator calls otherwise is there, whatever it is.
+    # A state that only a newer coordinator knows counts as current.
     return KnownBudget(found, _STAGES.get(budget.state, Stage.CURRENT))
 
 

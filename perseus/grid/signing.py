@@ -1,8 +1,8 @@
-"""JWS: messages of others are verified, our own are signed. The cryptography is joserfc's.
+"""JWS: verifies senders' messages and signs our own. The cryptography is joserfc's.
 
-Others' public keys lie in a folder, a JWK set for each sender: `isv/acme-energy.json` for all that
-`//grid/v1/isv/acme-energy` says. A key speaks for nobody else. Files are read when they are needed, so
-whoever renews a key needs no restart of ours.
+Senders' public keys are in a folder with a JWK set for each: `isv/acme-energy.json` for messages from
+`//grid/v1/isv/acme-energy`. A key is valid for its sender only. Files are read for each message, so a renewed
+key needs no restart.
 """
 
 import json
@@ -32,25 +32,25 @@ _REGISTRIES = {algorithm: _registry(algorithm) for algorithm in ("ES256", "RS256
 
 
 class KeyFileError(Exception):
-    """A file with keys can't be used; the text names it, what was expected, and what was found."""
+    """A file with keys can't be used; the text names it, and what was expected and found."""
 
 
 class SignatureRefusedError(Exception):
-    """A signature does not show that its sender has made it; the text says why."""
+    """A signature is not its sender's; the text says why."""
 
 
 class SenderKeys:
-    """The public keys of all who are listened to."""
+    """The public keys of all accepted senders."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def verified(self, role: str, identifier: str, signed: str) -> bytes:
-        """Return what a sender has signed.
+        """Verify a sender's JWS and return its content.
 
         Raises:
-            SignatureRefusedError: it has not.
-            KeyFileError: its file can't be used.
+            SignatureRefusedError: the sender is unknown or did not sign it.
+            KeyFileError: the sender's key file can't be used.
         """
         if not _IDENTIFIER.fullmatch(identifier):
             raise SignatureRefusedError(f"expected a sender with keys, found {role} {identifier!r}")
@@ -73,17 +73,19 @@ class SenderKeys:
 
 
 class Signer:
-    """Signs what this door says, with the private key of a file: a JWK with a `kid`.
+    """Signs the gateway's messages with the private key in a file: a JWK with a `kid`.
 
     Raises:
-        KeyFileError: it can't be used.
+        KeyFileError: the file can't be used.
     """
 
     def __init__(self, path: Path) -> None:
         content = _content(path)
         try:
             if stat.S_IMODE(path.stat().st_mode) & 0o077:
-                raise KeyFileError(f"{path}: expected a file that is its user's alone, found others' to read")
+                raise KeyFileError(
+                    f"{path}: expected a file that only its user can read, found wider permissions"
+                )
             key = _key(content)
         except (JoseError, ValueError, TypeError, OSError) as error:
             raise KeyFileError(f"{path}: expected a private JWK, found: {error}") from None
@@ -99,17 +101,17 @@ class Signer:
 
 
 def new_key(kid: str) -> tuple[str, str]:
-    """Make a key for ES256; return it as a private JWK, and the JWK set that others verify it by."""
+    """Make a key for ES256; return the private JWK, and the JWK set with the public key."""
     key = ECKey.generate_key("P-256", {"kid": kid, "use": "sig", "alg": "ES256"}, private=True)
     private = json.dumps(key.as_dict(private=True), indent=2)
     return private, json.dumps({"keys": [key.as_dict(private=False)]}, indent=2)
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that is its user's alone.
+    """Write a file that only its user can read.
 
     Raises:
-        OSError: it can't be, or is there already.
+        OSError: it can't be written, or exists.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -148,7 +150,7 @@ def _key(content: dict[str, Any]) -> ECKey | RSAKey:
 
 
 def _algorithm(key: ECKey | RSAKey, path: Path) -> str:
-    """The one algorithm that a key is for: nothing in a message chooses it."""
+    """Return the only algorithm of a key, so that messages can't choose one."""
     if isinstance(key, RSAKey):
         if (bits := key.raw_value.key_size) < _MIN_RSA_BITS:
             raise KeyFileError(f"{path}: expected RSA keys of {_MIN_RSA_BITS} bits or more, found {bits}")

@@ -1,1 +1,1 @@
-"""Days of jobs, budgets and signals in seconds, by the code that decides for real jobs."""
+"""Simulates days of jobs, budgets and signals in seconds, with the code that controls real jobs."""

@@ -1,4 +1,4 @@
-"""From a scenario to what is replayed: profiles are read and solved, signals read, times made absolute."""
+"""Builds the fleet of a scenario: reads and solves profiles, reads signals, makes times absolute."""
 
 from collections.abc import Callable
 from datetime import UTC
@@ -23,11 +23,11 @@ from perseus.solver import (
 )
 
 MAX_COMPUTATION_COUNT = 8_192
-"""Of a job's pipeline, as `perseus solve` takes without being asked for more."""
+"""The most computations of a job's pipeline: the default limit of `perseus solve`."""
 
 
 def build_fleet(scenario: Scenario, on_progress: Callable[[float], None] = lambda _: None) -> Fleet:
-    """Return what a scenario describes. Jobs that are alike are solved once.
+    """Return the fleet of a scenario. Identical jobs are solved once.
 
     Raises:
         ScenarioError: a profile or signal can't be read or solved, or a figure of the fleet is impossible.

@@ -1,8 +1,8 @@
-"""Replays a fleet: its machine, the jobs' curves and policies are the real ones, GPUs are what is made up.
+"""Replays a fleet: the state machine and the jobs' curves and policies are real, only the GPUs are simulated.
 
-A job draws what its plans say, but for an error of its own and noise, and comes to another pace a second
-after an urgent command, an iteration after any other. Time goes by seconds while a feed is in transition, and
-in longer steps where nothing happens.
+A job draws the power that its plans predict, apart from an error of its own and noise. It reaches a new
+target a second after an urgent command, and an iteration after any other. Time advances in steps of a second
+while a feed is in transition, and in longer steps while nothing happens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ from perseus.solver import Frontier
 
 _FINE_S, _COARSE_S = 1.0, 20.0
 _FINE_FOR_S = 120.0
-"""After whatever happens, time goes by seconds for so long."""
+"""How long time advances in fine steps after each event."""
 
 _URGENT_S = 1.0
 _J_PER_KWH = 3.6e6
@@ -46,7 +46,7 @@ _FORECAST_H = 72
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A pipeline that takes so many times longer from a time to another one."""
+    """A pipeline that takes `factor` times longer between two times."""
 
     pipeline: int
     factor: float
@@ -56,7 +56,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedPolicy:
-    """Least signal × energy within some extra time, over one horizon after the other."""
+    """Least signal × energy within some extra time, over consecutive horizons."""
 
     kind: SignalKind
     extra_time: ExtraTime
@@ -64,7 +64,7 @@ class ReplayedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedJob:
-    """A job: what it can do, what its owner allows, and what befalls it. Times are seconds since 1970."""
+    """A job with its frontier, its owner's terms, and its events. Times are seconds since 1970."""
 
     job_id: str
     frontier: Frontier
@@ -80,18 +80,18 @@ class ReplayedJob:
 
     @property
     def stock_time_s(self) -> float:
-        """Of an iteration with everything at its highest clock."""
+        """Time of an iteration with everything at its highest clock."""
         return self.frontier.baseline.iteration_time_s
 
     @property
     def stock_power_w(self) -> float:
-        """Of all its pipelines then."""
+        """Power of all its pipelines at that clock."""
         return self.pipeline_count * self.frontier.baseline.energy_j / self.stock_time_s
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedBudget:
-    """A budget, when it is set, and when it is cancelled if it is."""
+    """A budget, when it is set, and when it is cancelled (infinite for never)."""
 
     budget: Budget
     known_s: float
@@ -100,7 +100,7 @@ class ReplayedBudget:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All that is replayed."""
+    """The fleet to replay."""
 
     begin_s: float
     end_s: float
@@ -114,10 +114,10 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class JobTotals:
-    """What a job did; carbon and cost are None without that signal.
+    """A job's totals; carbon and cost are None without that signal.
 
-    `stock_*`: of the same iterations with everything at its highest clock, as fast as that goes from the
-    job's begin on.
+    `stock_*`: of the same number of iterations at the highest clock, run at full speed from the job's
+    beginning on.
     """
 
     iteration_count: float
@@ -133,16 +133,16 @@ class JobTotals:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What happened. Arrays have a value for each step `[N]`, which ends at its time.
+    """The result of a replay. Arrays have a value for each step `[N]`.
 
     Attributes:
-        times_s: since 1970.
+        times_s: the ends of the steps, since 1970.
         durations_s: of the steps.
-        speeds: per job, against stock; NaN where it does not run.
+        speeds: per job, relative to stock; NaN while it does not run.
         powers_w: per job.
-        feeds_w, limits_w, ceilings_w: per feed: drawn, the limit in force and the ceiling; infinite without.
-        signals: per kind; NaN where nothing is known.
-        statuses: what was said of feeds, with the time.
+        feeds_w, limits_w, power_caps_w: per feed: power, limit in force, and power cap; infinite if none.
+        signals: per kind; NaN where unknown.
+        statuses: the published statuses of feeds, with their times.
         totals: per job.
     """
 
@@ -159,7 +159,7 @@ class Replay:
 
 
 class _Job:
-    """A job on made-up GPUs."""
+    """A job on simulated GPUs."""
 
     def __init__(self, job: ReplayedJob) -> None:
         self.job = job
@@ -168,7 +168,7 @@ class _Job:
         self.points: tuple[PowerPoint, ...] = ()
         self.is_running = False
         self.targets: list[tuple[float, float | None]] = []
-        """When a pace that it was told comes into force, and that pace; in order."""
+        """Pending targets: when each comes into force, and the iteration time; in order."""
         self._target_time_s: float | None = None
         self._window: WorkWindow | None = None
         self._done_before = 0.0
@@ -177,7 +177,7 @@ class _Job:
 
     @property
     def point(self) -> PowerPoint:
-        """Where it runs."""
+        """The operating point at which it runs."""
         if self._target_time_s is None:
             return self.points[0]
         target_time_s = self._target_time_s
@@ -186,12 +186,12 @@ class _Job:
         )
 
     def arrive(self, now_s: float) -> None:
-        """Come to the paces that are due."""
+        """Apply the targets that are due."""
         while self.targets and self.targets[0][0] <= now_s:
             self._target_time_s = self.targets.pop(0)[1]
 
     def update(self, now_s: float, forecast: "_Forecasts") -> bool:
-        """Follow stragglers and the job's policy; tell whether what it can offer has changed."""
+        """Follow stragglers and the job's policy; return whether its points have changed."""
         before = self.points
         job = self.job
         slowdowns = {
@@ -209,7 +209,7 @@ class _Job:
         return self.points is not before
 
     def speed_per_s(self) -> float:
-        """Iterations per second where it runs."""
+        """Return the present iterations per second."""
         return 1 / self.point.iteration_time_s
 
     def _policy_time_s(self, now_s: float, policy: ReplayedPolicy, forecast: "_Forecasts") -> float:
@@ -223,7 +223,7 @@ class _Job:
 
 
 class _Forecasts:
-    """What each signal is known and forecast to be, looked at once an hour."""
+    """Known and forecast values of each signal, computed once an hour."""
 
     def __init__(self, signals: Mapping[SignalKind, Signal]) -> None:
         self._signals = signals
@@ -231,7 +231,7 @@ class _Forecasts:
         self._made: dict[tuple[SignalKind, int], Floats | None] = {}
 
     def ahead(self, kind: SignalKind, now_s: float) -> Floats | None:
-        """Return the present hour and those after it; None if what is known is too old."""
+        """Return the values from the present hour on; None if the known values are too old."""
         hour = int(now_s // HOUR_S)
         if (kind, hour) not in self._made:
             self._made[kind, hour] = self._ahead(kind, hour)
@@ -250,7 +250,7 @@ class _Forecasts:
 
 
 def replay(fleet: Fleet, on_progress: Callable[[float], None] = lambda _: None) -> Replay:
-    """Replay a fleet from its begin to its end."""
+    """Replay a fleet from its beginning to its end."""
     return _Replayer(fleet).run(on_progress)
 
 
@@ -285,7 +285,7 @@ class _Replayer:
         return self._result()
 
     def _happen(self, now_s: float) -> None:
-        """Set and cancel budgets, begin and end jobs, and follow what they can offer."""
+        """Set and cancel budgets, start and end jobs, and update their points."""
         current: dict[str, Budget] = {}
         for each in self._fleet.budgets:
             if each.known_s <= now_s < each.cancelled_s and not each.budget.is_over(now_s):
@@ -322,7 +322,7 @@ class _Replayer:
                 self._statuses.append((now_s, command))
 
     def _next_s(self, now_s: float) -> float:
-        """Return when the step ends: before anything that is known to happen."""
+        """Return when the step ends: at the next known event at the latest."""
         wake_s = self._machine.wake_s(now_s)
         is_fine = now_s < self._fine_until_s or self._is_moving()
         times_s = [
@@ -349,7 +349,7 @@ class _Replayer:
         return any(status.in_transition for status in self._machine.statuses.values())
 
     def _draw(self, now_s: float, until_s: float) -> None:
-        """Let time pass, and tell what was drawn."""
+        """Advance time, and report the power to the state machine."""
         duration_s = until_s - now_s
         self._rows.append((until_s, duration_s))
         measured: dict[str, dict[str, float]] = {}

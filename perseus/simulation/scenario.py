@@ -1,4 +1,4 @@
-"""What is simulated: a TOML or JSON file, checked as a whole before anything runs.
+"""The scenario to simulate: a TOML or JSON file, checked as a whole before anything runs.
 
 Times are hours from the scenario's start. Paths are relative to the file.
 """
@@ -21,7 +21,7 @@ Watts = Annotated[float, Field(gt=0, le=1e12)]
 
 
 class ScenarioError(Exception):
-    """A scenario can't be read or simulated; the text names the place, what was expected and what found."""
+    """A scenario can't be read or simulated; the text names the place, and what was expected and found."""
 
 
 class _Part(BaseModel):
@@ -29,7 +29,7 @@ class _Part(BaseModel):
 
 
 class FeedPart(_Part):
-    """A supply, and how fast what it may give falls and rises."""
+    """A feed, and how fast its power cap falls and rises."""
 
     name: Name = DEFAULT_FEED
     ramp_down_w_per_s: Watts | None = None
@@ -37,7 +37,7 @@ class FeedPart(_Part):
 
 
 class StragglerPart(_Part):
-    """A pipeline that takes so many times longer for a while."""
+    """A pipeline that takes `factor` times longer for a while."""
 
     pipeline: Annotated[int, Field(ge=0)]
     factor: Annotated[float, Field(ge=1, le=100)]
@@ -46,7 +46,7 @@ class StragglerPart(_Part):
 
 
 class PolicyPart(_Part):
-    """Least carbon or cost within some extra time, over one horizon after the other."""
+    """Least carbon or cost within some extra time, over consecutive horizons."""
 
     signal: SignalKind
     extra_time_percent: Annotated[float, Field(ge=0, le=100)]
@@ -54,7 +54,7 @@ class PolicyPart(_Part):
 
 
 class JobPart(_Part):
-    """A job by its profile, as `perseus solve` reads it; its schedule is 1F1B."""
+    """A job with a profile as `perseus solve` reads it; its schedule is 1F1B."""
 
     job_id: Name
     profile: Path
@@ -70,11 +70,11 @@ class JobPart(_Part):
     policy: PolicyPart | None = None
     stragglers: tuple[StragglerPart, ...] = ()
     power_error_percent: Annotated[float, Field(ge=-50, le=50)] = 0.0
-    """By how much it draws more than its plans say."""
+    """By how much its power exceeds its plans' prediction."""
 
 
 class BudgetPart(_Part):
-    """A limit on a feed, in watts or percent of what all jobs on it draw at stock."""
+    """A limit on a feed, in watts or in percent of the power of all its jobs at stock."""
 
     budget_id: Name
     feed: Name = DEFAULT_FEED
@@ -105,13 +105,13 @@ class SignalPart(_Part):
 
 
 class Scenario(_Part):
-    """All that is simulated, from `start` for so many hours."""
+    """A complete scenario, from `start` for `duration_h` hours."""
 
     start: datetime
     duration_h: Annotated[float, Field(gt=0, le=366 * 24)]
     seed: int = 0
     noise_percent: Annotated[float, Field(ge=0, le=50)] = 1.0
-    """Standard deviation of what a second's mean power of a job is off by."""
+    """Standard deviation of the error of a job's mean power over a second."""
     feeds: tuple[FeedPart, ...] = ()
     jobs: Annotated[tuple[JobPart, ...], Field(max_length=1000)]
     budgets: tuple[BudgetPart, ...] = ()
@@ -152,10 +152,10 @@ class Scenario(_Part):
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Read a scenario: JSON if the file is called so, else TOML. Its paths are made relative to nothing.
+    """Read a scenario: JSON if the file's suffix is .json, otherwise TOML. Resolve its relative paths.
 
     Raises:
-        ScenarioError: it can't be read, or something in it is wrong; names every such place.
+        ScenarioError: it can't be read or is invalid; names every invalid place.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

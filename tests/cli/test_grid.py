@@ -1,4 +1,4 @@
-"""`perseus grid`: what is wrong is said in a line, and keys are made that others verify by."""
+"""`perseus grid`: errors are one line, and new keys let others verify signatures."""
 
 import json
 import stat
@@ -20,7 +20,7 @@ def perseus(*arguments: object, **environment: str) -> Result:
 
 @pytest.fixture
 def given(tmp_path: Path) -> list[object]:
-    """What a door can't do without."""
+    """The required settings of a gateway."""
     key = tmp_path / "door.jwk"
     assert perseus("grid", "new-key", key, "--kid", "door-1").exit_code == 0
     return [
@@ -74,7 +74,7 @@ def test_a_second_gateway_with_the_same_state_is_refused(given: list[object], tm
     done = perseus("grid", "dsx-flex", *given)
     journal.close()
     assert done.exit_code == 1
-    assert "state.db: expected a file of this door's alone" in " ".join(done.stderr.split())
+    assert "state.db: expected a file of this gateway alone" in " ".join(done.stderr.split())
 
 
 def test_a_new_key_is_its_user_s_alone_and_never_written_over(tmp_path: Path) -> None:

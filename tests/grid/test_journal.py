@@ -37,7 +37,7 @@ def test_what_was_kept_is_there_again_in_its_order(tmp_path: Path) -> None:
 
 def test_a_second_gateway_on_the_same_file_is_refused(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "door.db")
-    with pytest.raises(JournalError, match="expected a file of this door's alone, found: database is locked"):
+    with pytest.raises(JournalError, match="expected a file of this gateway alone, found: database is locked"):
         Journal(tmp_path / "door.db")
     journal.close()
 
@@ -53,7 +53,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
         Journal(other)
     with pytest.raises(JournalError, match="not a database"):
         Journal(text)
-    with pytest.raises(JournalError, match="can't be made"):
+    with pytest.raises(JournalError, match="can't be created"):
         Journal(text / "below" / "door.db")
 
 

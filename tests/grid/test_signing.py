@@ -114,7 +114,7 @@ def test_a_gateway_signs_with_its_own_key_which_nobody_else_may_read(tmp_path: P
     path, public = agent_key(tmp_path)
     assert jws.deserialize_compact(Signer(path).sign(b"{}"), public).payload == b"{}"
     path.chmod(0o644)
-    with pytest.raises(KeyFileError, match="alone"):
+    with pytest.raises(KeyFileError, match="only its user can read"):
         Signer(path)
 
 

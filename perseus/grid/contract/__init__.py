@@ -1,1 +1,1 @@
-"""DSX Flex on the wire: what comes in, checked to the last field, and what goes out."""
+"""DSX Flex on the wire: reads and validates incoming messages, and writes outgoing ones."""

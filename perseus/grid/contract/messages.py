@@ -1,7 +1,7 @@
-"""The contract's messages: what comes in, checked to the last field, and what goes out, written down.
+"""The contract's messages: reads and validates every field of incoming ones, and writes outgoing ones.
 
-Everything is a CloudEvents envelope around `data`, which is a JWS on the wire: reading an envelope and
-reading what was signed are two steps, and between them is the signature's check. Neither trusts anything.
+Every message is a CloudEvents envelope around `data`, a JWS. Reading the envelope and reading the signed data
+are two steps, with the signature's check between them. Both validate their input fully.
 """
 
 import math
@@ -22,7 +22,7 @@ POWER_BREACH_ENFORCEMENT = "grid.powerbreach.enforcement.v1"
 
 MAX_MESSAGE_BYTES = 256 * 1024
 MAX_TARGETS = 64
-"""In one message, and feeds of one target."""
+"""The most targets in one message, and feeds in one target."""
 
 _SHOWN = 80
 _MAX_POWER = 1e12
@@ -32,16 +32,16 @@ _SOURCE = re.compile(r"//grid/v1/(?P<role>isv|dsx-flex-agent|infra)/(?P<identifi
 
 
 class MalformedError(Exception):
-    """A message is none of the contract's; the text says where, what was expected and what was found."""
+    """A message violates the contract; the text says where, and what was expected and found."""
 
 
 def _seconds(found: object) -> float:
-    """A time of RFC 3339 in seconds since 1970; a date-time of JSON Schema is nothing else."""
+    """Parse an RFC 3339 time (JSON Schema's date-time) to seconds since 1970."""
     expected = "expected a time as in RFC 3339, such as 2026-01-31T12:00:00Z"
     if not isinstance(found, str) or not _TIME.fullmatch(found):
         raise ValueError(expected)
     try:
-        # Python's parser takes what RFC 3339 has in capitals, and microseconds.
+        # Python's parser accepts only capital T and Z, and at most microseconds.
         text = re.sub(r"(\.\d{6})\d+", r"\1", found.upper())
         return max(0.0, datetime.fromisoformat(text).timestamp())
     except (ValueError, OverflowError):
@@ -54,13 +54,13 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class _Part(BaseModel):
-    """A part of a message. What the contract does not know is let through, as it says, and not looked at."""
+    """A part of a message. Fields that the contract does not define are ignored, as it demands."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
 class Envelope(_Part):
-    """A CloudEvents envelope; `data` is what was signed, as a JWS."""
+    """A CloudEvents envelope; `data` is the signed content, as a JWS."""
 
     specversion: Literal["1.0.2"]
     id: Uuid
@@ -78,20 +78,20 @@ class Envelope(_Part):
 
     @property
     def sender(self) -> tuple[str, str]:
-        """Role and identifier in the source."""
+        """The role and identifier in the source."""
         found = _SOURCE.fullmatch(self.source)
         assert found is not None
         return found["role"], found["identifier"]
 
 
 class _Interval(_Part):
-    # What is left out is open; the contract has no null for it.
+    # An omitted time means an open interval; the contract does not allow null.
     start_time: Time = -math.inf
     end_time: Time = math.inf
 
 
 class _Constraint(_Part):
-    # 0 is in the contract's schema, though its text wants more: a verdict's matter, not the reader's.
+    # The contract's schema allows 0, its text does not: the verdict refuses it, not the reader.
     value: Annotated[float, Field(ge=0, le=_MAX_POWER, allow_inf_nan=False)]
     unit: Literal["watt", "kilowatt", "megawatt"]
 
@@ -112,7 +112,7 @@ class _SetLoadTarget(_Part):
 
 
 class Enforcement(_Part):
-    """What an infrastructure agent has made of shed hints: all of it that is of interest here."""
+    """The outcome of shed hints at an infrastructure agent, as far as the gateway uses it."""
 
     breach_id: Uuid
     feed_tag: Text
@@ -127,10 +127,10 @@ _Model = TypeVar("_Model", bound=_Part)
 
 
 def read_envelope(payload: bytes, wanted_type: str) -> Envelope:
-    """Return the envelope in what a broker delivers.
+    """Return the envelope in a broker's payload.
 
     Raises:
-        MalformedError: it is none of the contract's, or of another type.
+        MalformedError: it violates the contract, or has another type.
     """
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MalformedError(f"expected {MAX_MESSAGE_BYTES} bytes at most, found {len(payload)}")
@@ -141,13 +141,13 @@ def read_envelope(payload: bytes, wanted_type: str) -> Envelope:
 
 
 def read_load_targets(envelope: Envelope, signed: bytes) -> TargetSet:
-    """Return the load targets that were signed.
+    """Return the signed load targets.
 
-    A target without a start counts from when its message was sent. A message without a correlation identifier
-    is called by its own.
+    A target without a start applies from when its message was sent. A message without a correlation
+    identifier gets its own identifier instead.
 
     Raises:
-        MalformedError: they are none of the contract's.
+        MalformedError: they violate the contract.
     """
     content = _read(_SetLoadTarget, signed)
     return TargetSet(
@@ -161,10 +161,10 @@ def read_load_targets(envelope: Envelope, signed: bytes) -> TargetSet:
 
 
 def read_enforcement(signed: bytes) -> Enforcement:
-    """Return what an infrastructure agent reports.
+    """Return an infrastructure agent's signed report.
 
     Raises:
-        MalformedError: it is none of the contract's.
+        MalformedError: it violates the contract.
     """
     return _read(Enforcement, signed)
 
@@ -199,8 +199,8 @@ def _read(model: type[_Model], text: bytes) -> _Model:
 
 
 def moment(time_s: float) -> str:
-    """Return a time as messages have it: RFC 3339, UTC, to the microsecond."""
-    if not 0 <= time_s < 253_402_300_800:  # the years that datetime knows
+    """Format a time as in messages: RFC 3339, UTC, to the microsecond."""
+    if not 0 <= time_s < 253_402_300_800:  # the years that datetime supports
         return f"{time_s:g}"
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
@@ -215,7 +215,7 @@ def write_envelope(
     trace: Trace,
     correlation_id: str | None,
 ) -> bytes:
-    """Return an event of this door's, with what was signed as `data`."""
+    """Return an event of this gateway, with a JWS as `data`."""
     content: dict[str, str] = {
         "specversion": "1.0.2",
         "id": event_id,
@@ -234,5 +234,5 @@ def write_envelope(
 
 
 def write_data(data: Mapping[str, object]) -> bytes:
-    """Return what is to be signed."""
+    """Return the bytes to sign."""
     return to_json(data)

@@ -1,6 +1,6 @@
-"""What is published, in the contract's words: power states and breach alerts.
+"""Published messages in the contract's terms: power states and breach alerts.
 
-Powers go out in watts, but for a target's own limit, which keeps the unit that it came in.
+Powers are in watts, except that a target's own limit keeps its unit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ def status(publication: PublishStatus) -> Content:
 
 
 def alert(publication: PublishAlert, nodes: Mapping[str, Sequence[str]]) -> Content:
-    """Return how a breach stands: PowerBreachAlertData. `nodes`: where jobs run, as far as that is known.
+    """Return the state of a breach: PowerBreachAlertData. `nodes`: the nodes of jobs, as far as known.
 
-    What is asked of others ends with nodes: Perseus knows nothing of racks, data feeds and breakers. For a
-    target of best effort nobody is to be stopped.
+    Shed hints name only nodes: Perseus does not know racks, data feeds and breakers. A best-effort target
+    stops no job.
     """
     breach = publication.breach
     is_over = breach.status is BreachStatus.RESOLVED
@@ -54,7 +54,7 @@ def alert(publication: PublishAlert, nodes: Mapping[str, Sequence[str]]) -> Cont
 
 
 def _hints(publication: PublishAlert, nodes: Mapping[str, Sequence[str]]) -> list[Content]:
-    """Nodes of the jobs that would have to be paused first, then those of the jobs that are held back."""
+    """Return hints: first the nodes of jobs that would have to be paused, then those of slowed jobs."""
     pausing = "throttle" if publication.breach.best_effort else "suspend"
     actions: dict[str, str] = {}
     for jobs, action in ((publication.to_pause, pausing), (publication.held, "throttle")):

@@ -1,7 +1,6 @@
-"""What DSX Flex, version 1.7.0 of its contract, asks of an agent. Pure.
+"""An agent for DSX Flex, version 1.7.0 of its contract. Pure.
 
-`door` is the machine: it takes load targets, how feeds stand and the time, and says what is to be kept, asked
-of the coordinator, and published. `schedule` finds out which target counts when, `budgets` what the
-coordinator has to be asked for that, `transitions` what happens on a feed, and `breaches` when that is too
-much.
+`gateway` is the state machine: it takes load targets, feed readings and the time, and returns what to store,
+to ask of the coordinator, and to publish. `schedule` decides which target applies when, `budgets` which
+budgets the coordinator needs for that; `transitions` detects ramps, `breaches` power above a target.
 """

@@ -1,7 +1,7 @@
-"""Breaches: measured power above a load target, from when it is found until it is over. Pure.
+"""Breaches: measured power above a load target, from detection to resolution. Pure.
 
-What is judged is the coordinator's mean over ten seconds in which the limit had to be kept: on the way down
-to a target nothing is a breach. Severity is the contract's: critical from 20 % above the target.
+The judged power is the coordinator's mean over ten seconds in which the limit had to be kept: power on the
+way down to a target is no breach. Severity follows the contract: critical from 20 % above the target.
 """
 
 import enum
@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from perseus.grid.dsx_flex.values import Constraint, FeedReading, Piece
 
 THRESHOLD = 0.02
-"""Above the target by less is no breach: means over ten seconds may be so."""
+"""Excess that is no breach: means over ten seconds may exceed the target by this much."""
 CRITICAL = 0.20
 DETECT_S = 5.0
-"""For how long it has to last to be one."""
+"""How long an excess must last to be a breach."""
 ESCALATE_S = 60.0
-"""A breach that lasts so long is escalated, and one that becomes critical at once."""
+"""A breach that lasts this long is escalated; one that becomes critical, at once."""
 
 
 class BreachStatus(enum.Enum):
-    """Where a breach is in its life."""
+    """The stage of a breach's life cycle."""
 
     ACTIVE = "active"
     ESCALATED = "escalated"
@@ -29,7 +29,7 @@ class BreachStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A breach as it was told last; times in seconds since 1970."""
+    """The latest state of a breach; times in seconds since 1970."""
 
     breach_id: str
     feed: str
@@ -44,7 +44,7 @@ class Breach:
 
 
 class BreachWatch:
-    """Follows one feed. `new_id` makes identifiers; `open_breach` is one that was told before a restart."""
+    """Detects breaches on one feed. `new_id` makes identifiers; `open_breach` is from before a restart."""
 
     def __init__(self, new_id: Callable[[], str], open_breach: Breach | None = None) -> None:
         self._new_id = new_id
@@ -53,11 +53,11 @@ class BreachWatch:
 
     @property
     def open_breach(self) -> Breach | None:
-        """The breach that is not resolved."""
+        """The unresolved breach, if there is one."""
         return self._open
 
     def take(self, reading: FeedReading, target: Piece | None, now_s: float) -> list[Breach]:
-        """Take how the feed stands under its target, None for none; return what is to be told."""
+        """Handle a reading under the feed's target, None for none; return breaches to publish."""
         changed: list[Breach] = []
         if self._open is not None and (target is None or not _is_for(self._open, target)):
             changed.append(self._resolved(self._open, reading, now_s))

@@ -1,12 +1,12 @@
-"""Which power budgets the coordinator has to have for the load targets, and what to ask of it for that. Pure.
+"""Power budgets for the load targets, and the requests that bring the coordinator's into line. Pure.
 
-A budget's identifier says which part of which message it is for, so nothing is applied twice, whoever was
-restarted; and whose it is, so that what operators have set is left alone.
+A budget's identifier contains the part of the message that it is for, so that nothing is applied twice after
+any restart, and the gateway's name, so that operators' budgets are left alone.
 
-The coordinator lets one principal have so many budgets. Each sender has a share of them, for what counts
-soonest; what counts later is asked for when its turn comes, and makes way for what comes to count before it.
-And no limit ends before what replaces it is in force, for as long as that is, so a budget that is refused
-never lets a limit rise.
+The coordinator limits the budgets of a principal. Each sender has a share of them, for the pieces that start
+soonest; later pieces get their budgets when their turn comes, and make way for pieces that start before them.
+No limit ends before its replacement is in force, for as long as that lasts, so a refused budget never lets a
+limit rise.
 """
 
 import enum
@@ -19,22 +19,22 @@ from functools import lru_cache
 from perseus.grid.dsx_flex.values import Piece
 
 MAX_BUDGETS = 240
-"""At once: fewer than the coordinator's `limit_budgets`, so that what replaces others finds room."""
+"""The most budgets at a time: below the coordinator's `limit_budgets`, to leave room for replacements."""
 
 SOON_S = 60.0
-"""What counts so soon is a budget at once."""
+"""Pieces that start within this time get a budget at once."""
 
 _SUPERSEDED = "made way"
-"""Correlation identifier of a budget that the door cancels to set it again: no operator has cancelled it."""
+"""Correlation identifier of a budget that the gateway, not an operator, cancels and will set again."""
 
 _BUDGETS_KEPT = 16_384
 
 _SAME_S = 1e-3
-"""Times that differ by less are the same: messages have microseconds, budgets nanoseconds."""
+"""Times closer than this count as equal: messages have microseconds, budgets nanoseconds."""
 
 
 class Stage(enum.Enum):
-    """Where the coordinator has a budget in its life."""
+    """The stage of a budget's life cycle in the coordinator."""
 
     CURRENT = "scheduled or in force"
     ENDED = "ended"
@@ -43,7 +43,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A power budget; `end_s` is infinite for one that ends by cancelling alone."""
+    """A power budget; `end_s` is infinite for one that ends only when it is cancelled."""
 
     budget_id: str
     feed: str
@@ -54,15 +54,15 @@ class Budget:
 
     @property
     def request_id(self) -> str:
-        """The same for every request for this very budget, and for no other."""
+        """The identifier of requests for exactly this budget."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:32]
 
     def meets(self, other: "Budget") -> bool:
-        """Whether there is a time for which both are on one feed."""
+        """Return whether both are on the same feed and overlap in time."""
         return self.feed == other.feed and self.start_s < other.end_s and other.start_s < self.end_s
 
     def is_same(self, other: "Budget") -> bool:
-        """Whether both say the same."""
+        """Return whether both are equal, apart from rounding."""
         return (
             (self.budget_id, self.feed) == (other.budget_id, other.feed)
             and math.isclose(self.limit_w, other.limit_w, rel_tol=1e-9)
@@ -80,18 +80,20 @@ class KnownBudget:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether it was cancelled by the door, to be set again."""
+        """Whether the gateway cancelled it, to set it again later."""
         return self.stage is Stage.CANCELLED and self.budget.correlation_id == _SUPERSEDED
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What may be asked for now; more may be once that is granted.
+    """The requests to make now; more may follow once these are granted.
 
     Attributes:
-        to_defer: to be set as they are here, and then cancelled: they make way.
-        outdated: feeds on which a budget still counts that is to be no more.
-        unknown: budgets with this door's name that are for no message that it knows; they are left alone.
+        to_defer: budgets to make way: set as they are here, then cancel.
+        to_set: budgets to set.
+        to_cancel: identifiers of budgets to cancel.
+        outdated: feeds on which an unwanted budget is still in force.
+        unknown: budgets with this gateway's name for messages that it does not know; they are left alone.
     """
 
     to_defer: tuple[Budget, ...] = ()
@@ -102,13 +104,13 @@ class Changes:
 
 
 def prefix(identifier: str) -> str:
-    """Return what the identifiers of all budgets of one door begin with."""
+    """Return the prefix of the identifiers of all budgets of a gateway."""
     return f"dsx-flex:{identifier}:"
 
 
 @lru_cache(_BUDGETS_KEPT)
 def budget_of(piece: Piece, identifier: str) -> Budget:
-    """Return the budget for what is left of a target on a feed."""
+    """Return the budget for a piece of a target."""
     feed = hashlib.sha256(piece.feed.encode()).hexdigest()[:8]
     start = round(piece.start_s * 1e3)
     return Budget(
@@ -122,13 +124,13 @@ def budget_of(piece: Piece, identifier: str) -> Budget:
 
 
 def due(some: Iterable[Piece], senders: Mapping[str, str], now_s: float) -> list[Piece]:
-    """Return the pieces that are to be budgets by now, the soonest first.
+    """Return the pieces that should have budgets by now, the soonest first.
 
-    All that count now, or soon; and of those that count later as many of one sender as of every other, with
-    room for one more sender.
+    These are all that apply now or soon, and of the later ones the same number from each sender, with room
+    for one more sender.
 
     Args:
-        some: what counts from now on.
+        some: the pieces from now on.
         senders: of all messages, by their identifiers.
         now_s: the time.
     """
@@ -149,16 +151,16 @@ def changes(
     identifier: str,
     now_s: float,
 ) -> Changes:
-    """Return what to ask for so that the coordinator has budgets for exactly the pieces that are due.
+    """Return the requests that give the coordinator budgets for exactly the pieces that are due.
 
-    A budget that somebody else has cancelled stays so. One that is over here ends by itself there: the clock
-    here may have jumped ahead.
+    A budget that somebody else has cancelled stays cancelled. A budget that has ended by this clock is not
+    cancelled, as this clock may have jumped ahead: it ends there by itself.
 
     Args:
-        some: what counts from now on.
-        known: the coordinator's budgets by identifier, others' among them.
-        senders: of all messages that were accepted, by their identifiers.
-        identifier: this door's.
+        some: the pieces from now on.
+        known: all of the coordinator's budgets by identifier, including others'.
+        senders: of all accepted messages, by their identifiers.
+        identifier: this gateway's.
         now_s: the time.
     """
     wanted = {budget.budget_id: budget for piece in some for budget in [budget_of(piece, identifier)]}
@@ -178,7 +180,7 @@ def changes(
             missing.setdefault(senders[event_id_of(budget_id, identifier)], []).append(budget)
 
     def replaced_until_s(budget_id: str) -> float:
-        """Until when all that is to be in force in its place is; infinite for all of its time."""
+        """Return until when its replacements are in force already; infinite for all of its time."""
         sender = senders[event_id_of(budget_id, identifier)]
         starts_s = (each.start_s for each in missing.get(sender, ()) if each.meets(ours[budget_id].budget))
         return min(starts_s, default=math.inf)
@@ -200,7 +202,7 @@ def changes(
         and (budget.end_s > state.budget.end_s or replaced_until_s(budget_id) == math.inf)
     ]
     unwanted = [each for each in current if event_id_of(each, identifier) in senders]
-    # What is replaced for the beginning of its time counts for the rest alone.
+    # A budget whose beginning is replaced already is kept only for the rest of its time.
     shortened = [
         replace(ours[each].budget, start_s=until_s)
         for each in unwanted
@@ -221,7 +223,7 @@ def changes(
 
 
 def in_force(some: Sequence[Piece], known: Mapping[str, KnownBudget], identifier: str) -> set[Piece]:
-    """Return those pieces for which the coordinator has their budgets."""
+    """Return the pieces whose budgets the coordinator has."""
     found = set()
     for piece in some:
         budget = budget_of(piece, identifier)
@@ -232,7 +234,7 @@ def in_force(some: Sequence[Piece], known: Mapping[str, KnownBudget], identifier
 
 
 def event_id_of(budget_id: str, identifier: str) -> str:
-    """Return the identifier of the message that a budget of this door's is for."""
+    """Return the identifier of the message that one of this gateway's budgets is for."""
     return budget_id.removeprefix(prefix(identifier)).partition(":")[0]
 
 

@@ -1,4 +1,4 @@
-"""What goes into the door's machine, and what comes out of it."""
+"""Inputs and commands of the gateway's state machine."""
 
 import enum
 from collections.abc import Mapping
@@ -11,54 +11,54 @@ from perseus.grid.dsx_flex.values import FeedEvent, FeedReading, Piece, TargetSe
 
 @dataclass(frozen=True, slots=True)
 class TargetsReceived:
-    """Load targets have come, signed by their sender."""
+    """Load targets have arrived, signed by their sender."""
 
     some: TargetSet
 
 
 @dataclass(frozen=True, slots=True)
 class FeedsListed:
-    """How all feeds stand."""
+    """Readings of all feeds."""
 
     readings: tuple[FeedReading, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FeedRead:
-    """How one feed stands now."""
+    """A new reading of one feed."""
 
     reading: FeedReading
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetsListed:
-    """All budgets that the coordinator has, by identifier."""
+    """All of the coordinator's budgets, by identifier."""
 
     known: Mapping[str, KnownBudget]
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetAnswered:
-    """A budget as the coordinator has it now."""
+    """The coordinator's answer to a request: a budget as it is now."""
 
     known: KnownBudget
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetRefused:
-    """The coordinator does not take a budget; it is asked again."""
+    """The coordinator refused a budget; the gateway will ask again."""
 
     budget_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorLost:
-    """Nobody knows how feeds stand, until they are listed again."""
+    """The coordinator can't be reached; feeds are unknown until they are listed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; once a second."""
+    """Time has passed; sent once a second."""
 
 
 Input = (
@@ -74,17 +74,17 @@ Input = (
 
 
 class Verdict(enum.Enum):
-    """What became of a message with load targets."""
+    """The gateway's decision on a message with load targets."""
 
     ACCEPTED = "accepted"
-    SUPERSEDED = "accepted, and all of it replaced by newer ones already"
+    SUPERSEDED = "accepted, but newer messages have replaced all of it already"
     DUPLICATE = "accepted before"
     EXPIRED = "refused: all of its targets are over"
     TOO_OLD = "refused: sent longer ago than messages are remembered"
     FUTURE_DATED = "refused: sent in the future, by this machine's clock"
-    TOO_MANY = "refused: as many messages, or targets, as a sender may have are there"
+    TOO_MANY = "refused: the sender has too many messages or targets"
     UNKNOWN_FEED = "refused: names a feed that is not served"
-    NO_POWER = "refused: a limit of 0 W, where the contract wants more"
+    NO_POWER = "refused: expected a limit above 0 W, found 0 W"
 
 
 ACCEPTED = frozenset({Verdict.ACCEPTED, Verdict.SUPERSEDED})
@@ -92,7 +92,7 @@ ACCEPTED = frozenset({Verdict.ACCEPTED, Verdict.SUPERSEDED})
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Say in the log what became of a message; `detail`: which feed, say."""
+    """Log the verdict on a message; `detail`: the unknown feed, for example."""
 
     some: TargetSet
     verdict: Verdict
@@ -101,26 +101,26 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class KeepTargets:
-    """Keep an accepted message on disk, before its receipt is acknowledged."""
+    """Store an accepted message on disk, before its receipt is acknowledged."""
 
     some: TargetSet
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetTargets:
-    """Nothing depends on these messages any more."""
+    """Delete messages that no longer have any effect."""
 
     event_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AskForBudgets:
-    """The coordinator's budgets may not be those that the targets need: see `Door.changes`."""
+    """Request budgets: the coordinator's may differ from those that the targets need (`Gateway.changes`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedSnapshot:
-    """How one feed stands, as it is told; `targets` with whether each is enforced."""
+    """The published state of a feed; each of `targets` with whether it is active."""
 
     reading: FeedReading
     targets: tuple[tuple[Piece, bool], ...]
@@ -132,7 +132,7 @@ class FeedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PublishStatus:
-    """Publish how all feeds stand."""
+    """Publish the state of all feeds."""
 
     feeds: Mapping[str, FeedSnapshot]
     time_s: float
@@ -149,7 +149,7 @@ class PublishStatus:
 
 @dataclass(frozen=True, slots=True)
 class PublishAlert:
-    """Keep how a breach stands, and publish it, with jobs that would have to be paused, or are held back."""
+    """Store and publish the state of a breach, with jobs that would have to be paused, or are slowed."""
 
     breach: Breach
     to_pause: tuple[str, ...]

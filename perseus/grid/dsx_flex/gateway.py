@@ -1,20 +1,19 @@
-"""The door's machine: load targets, feeds, budgets and the time in, commands out. Pure.
+"""The gateway's state machine: load targets, feeds, budgets and the time in, commands out. Pure.
 
-A message is accepted or refused once, by what is written in it and by the clock, and kept before anything is
-done about it. Which budgets follow from all that was accepted is reckoned anew at every change (`schedule`),
-and compared with those that the coordinator has (`budgets`): whoever was restarted or away, the next look
-puts it right.
+A message is accepted or refused once, by its content and the clock, and stored before it has any effect. At
+every change, the gateway derives the budgets from all accepted messages (`schedule`) and compares them with
+the coordinator's (`budgets`), so that the state converges after any restart or outage.
 
-What is published:
+It publishes:
 
-- a power state whenever something happens on a feed (`transitions`), when a message's budgets have come into
-  being, and as a heartbeat;
-- the same, under the message's correlation identifier, for a message that is refused: its targets are not
-  among those of its feeds. The contract has no word of its own for that; and for one whose budgets the
-  coordinator does not take: its targets are not active;
-- a breach when it is found, escalated and over (`breaches`), and again after a restart.
+- a power state whenever something happens on a feed (`transitions`), when a message's budgets are in place,
+  and as a heartbeat;
+- a power state under the message's correlation identifier if a message is refused: its targets are missing
+  from those of its feeds, as the contract has no other way to report that; likewise if the coordinator
+  refuses its budgets: its targets are not active;
+- a breach when it is detected, escalated and resolved (`breaches`), and again after a restart.
 
-While the coordinator can't be asked nobody knows how feeds stand, and no power state is published.
+While the coordinator can't be reached, the state of feeds is unknown, and no power state is published.
 """
 
 import math
@@ -49,29 +48,29 @@ from perseus.grid.dsx_flex.transitions import Transitions
 from perseus.grid.dsx_flex.values import FeedEvent, FeedReading, Piece, TargetSet, Trace
 
 MAX_AHEAD_S = 60.0
-"""A message may have been sent that far in the future: clocks differ."""
+"""How far in the future a message may have been sent, as clocks differ."""
 
 MEMORY_S = 7 * 86400.0
-"""For how long a message is remembered to be told from a duplicate; what was sent earlier is refused."""
+"""How long messages are remembered to recognise duplicates; messages sent earlier are refused."""
 
 MAX_REMEMBERED = 10_000
-"""Messages of one sender: more than one a minute is nothing that a grid has to say."""
+"""Messages remembered of one sender: no grid needs more than one a minute."""
 
 MAX_PER_HOUR = 600
-"""Messages of one sender, by when they come."""
+"""Messages of one sender, by arrival."""
 
 MAX_TARGETS = 2_048
-"""Of one sender, on all feeds, that are not over: twenty days of hours on four feeds, and some."""
+"""Current and future targets of one sender, on all feeds: over twenty days of hourly ones on four feeds."""
 
 MAX_REPLACED_TARGETS = 32_768
-"""Of one sender, on all feeds, that are not over: with those that newer ones have replaced, and lifts."""
+"""The same, including replaced targets and those that lift limits."""
 
 _HOUR_S = 3600.0
 _JUMP_S = 120.0
-"""The clock is looked at every second or so: one that went so far ahead was set, or this was away."""
+"""The clock is read every second or so: a larger step means that it was set, or the process was suspended."""
 
 STEP_BACK_S = 1.0
-"""A clock that goes back by less is as exact as wall clocks are: time stands still meanwhile."""
+"""Smaller steps back are normal for a wall clock: time then stands still until the clock catches up."""
 
 _DIGITS = 1e-9
 
@@ -81,10 +80,10 @@ class Gateway:
 
     Args:
         identifier: its name in the contract.
-        heartbeat_s: between two power states where nothing happens.
+        heartbeat_s: the interval of power states while nothing happens.
         new_id: makes identifiers of breaches: UUIDs of version 4.
-        accepted: messages that were kept, in the order in which they came.
-        open_breaches: those that were told before a restart, and are not over.
+        accepted: the stored messages, in order of arrival.
+        open_breaches: breaches published before a restart and not resolved.
     """
 
     def __init__(
@@ -105,20 +104,20 @@ class Gateway:
         self._transitions: dict[str, Transitions] = {}
         self._breaches = {each.feed: BreachWatch(new_id, each) for each in open_breaches}
         self._unpublished = set(self._breaches)
-        """Feeds whose open breach is to be told once more."""
+        """Feeds whose open breach must be published once more."""
         self._unanswered: dict[str, TargetSet] = {}
         self._unkept: set[str] = set()
-        # Feeds whose latest reading is looked at once a target is answered.
+        """Messages whose refused budgets have been reported to the sender."""
         self._held_back: set[str] = set()
-        """Messages of which it was told that they are not kept as yet."""
+        """Feeds whose latest reading is handled only once a target is answered."""
         self._all_pieces: list[Piece] | None = None
-        """Of all that was accepted, over or not; None when that has changed."""
+        """Pieces of all accepted messages, including past ones; None after a change."""
         self._published_s: float | None = None
         self._latest_s = -math.inf
         self._steady_since_s = -math.inf
-        """Since when the clock has not jumped."""
+        """When the clock last jumped."""
         self._arrivals_s: dict[str, deque[float]] = {}
-        """Of the latest messages that were judged, by sender."""
+        """Arrival times of the latest messages, by sender."""
         self._handlers: dict[type, Callable[..., list[Command]]] = {
             TargetsReceived: self._on_targets_received,
             FeedsListed: self._on_feeds_listed,
@@ -131,18 +130,18 @@ class Gateway:
         }
 
     def handle(self, event: Input, now_s: float) -> list[Command]:
-        """Take what has happened, by the wall clock; return what is to be done, in order."""
+        """Handle an input at a time of the wall clock; return the commands in order."""
         return self._handlers[type(event)](event, self._time_s(now_s))
 
     def changes(self, now_s: float) -> budgets.Changes:
-        """Return what to ask of the coordinator; nothing while its budgets are not known."""
+        """Return the requests to the coordinator; none while its budgets are unknown."""
         if self._budgets is None:
             return budgets.Changes()
         time_s = self._time_s(now_s)
         return budgets.changes(self._pieces(time_s), self._budgets, self._senders(), self._identifier, time_s)
 
     def _time_s(self, now_s: float) -> float:
-        """Return the time to go by: where the clock was set back, it had jumped ahead."""
+        """Return a monotonic time; if the clock was set back, reset everything that used the later time."""
         if now_s < self._latest_s - STEP_BACK_S:
             self._latest_s, self._published_s, self._steady_since_s = now_s, None, now_s
             self._transitions.clear()
@@ -161,7 +160,7 @@ class Gateway:
 
     @property
     def knows_feeds(self) -> bool:
-        """Whether messages can be judged: the coordinator was heard of at least once."""
+        """Whether messages can be judged: the coordinator has listed its feeds at least once."""
         return bool(self._readings)
 
     # --- Inputs ---------------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ class Gateway:
     def _on_feeds_listed(self, event: FeedsListed, now_s: float) -> list[Command]:
         self._is_lost = False
         before = set(self._readings)
-        # A feed that nothing is said of can't be told of: the contract wants its capacity.
+        # The contract requires a feed's capacity, so feeds without one can't be published.
         self._readings = {each.feed: each for each in event.readings if each.maximum_w is not None}
         self._held_back &= self._readings.keys()
         commands: list[Command] = []
@@ -214,7 +213,7 @@ class Gateway:
         return self._answers(now_s)
 
     def _on_budget_refused(self, event: BudgetRefused, now_s: float) -> list[Command]:
-        """Tell its sender, once, of a target that is not kept as yet: it is not among the active ones."""
+        """Report to the sender, once, that a target is not in force yet: it is not among the active ones."""
         some = self._sets.get(budgets.event_id_of(event.budget_id, self._identifier))
         if some is None or some.event_id in self._unkept:
             return []
@@ -269,7 +268,7 @@ class Gateway:
         return Verdict.ACCEPTED, ""
 
     def _too_many(self, some: TargetSet, now_s: float) -> str:
-        """Say of what a sender has too much; nothing if it has not."""
+        """Return which limit a sender exceeds; an empty text if none."""
         arrivals_s = self._arrivals_s.setdefault(some.sender, deque())
         while arrivals_s and arrivals_s[0] <= now_s - _HOUR_S:
             arrivals_s.popleft()
@@ -290,7 +289,7 @@ class Gateway:
         return ""
 
     def _answers(self, now_s: float) -> list[Command]:
-        """Tell of messages whose budgets are what they should be."""
+        """Publish the power states of messages whose budgets are in place."""
         if not self._unanswered or self._budgets is None or self._is_lost:
             return []
         changes = self.changes(now_s)
@@ -316,7 +315,7 @@ class Gateway:
         return {feed for target in some.targets for feed in target.feeds or self._readings}
 
     def _is_answer_due(self, feed: str) -> bool:
-        """Whether `TARGET_SET` is yet to be told of a feed: what the target leads to is told after it."""
+        """Return whether `TARGET_SET` must still be published for a feed, before the target's effects."""
         return any(
             feed in self._named(each)
             for event_id, each in self._unanswered.items()
@@ -324,9 +323,9 @@ class Gateway:
         )
 
     def _forget(self, now_s: float) -> tuple[str, ...]:
-        """Forget messages from which nothing follows any more, neither now nor for older ones."""
+        """Forget messages that affect neither the present nor older messages any more."""
         due = [some for some in self._sets.values() if some.time_s <= now_s - MEMORY_S]
-        if not due or now_s < self._steady_since_s + _HOUR_S:  # what is forgotten does not come back
+        if not due or now_s < self._steady_since_s + _HOUR_S:  # not right after a jump: it can't be undone
             return ()
         needed = {piece.event_id for piece in self._pieces(now_s)}
         forgotten = []
@@ -347,7 +346,7 @@ class Gateway:
     # --- Feeds ----------------------------------------------------------------------------------------------
 
     def _on_reading(self, reading: FeedReading, now_s: float) -> list[Command]:
-        """Return what is to be told of a feed."""
+        """Handle a reading of a feed; return what to publish."""
         feed = reading.feed
         target = schedule.active(self._enforced(feed, now_s), now_s)
         transitions = self._transitions.setdefault(feed, Transitions())
@@ -360,7 +359,7 @@ class Gateway:
                 commands += self._status({feed: event}, now_s, self._set_of(target))
         watch = self._breaches.setdefault(feed, BreachWatch(self._new_id))
         if self._budgets is None and watch.open_breach is not None:
-            return commands  # whether its target still holds is not known
+            return commands  # whether its target still applies is unknown
         breaches = watch.take(reading, target, now_s)
         if feed in self._unpublished:
             self._unpublished.discard(feed)

@@ -1,12 +1,12 @@
-"""Which load target counts when.
+"""Decides which load target applies when.
 
-A newer message of a sender takes the place of its older ones on the feeds that it names, for the time that it
-covers, and of nothing else: before and after that, what was said before still holds. Newer is what was sent
-later, by the sender's own time, so that the order in which a broker delivers does not matter. A message
-without a constraint covers as any other, and leaves nothing.
+A sender's newer message replaces its older ones only on the feeds that it names and for the time that it
+covers: before and after that, the older ones still apply. A message is newer if it was sent later by the
+sender's own clock, so the broker's order of delivery does not matter. A message without a constraint replaces
+older ones like any other, and leaves no limit.
 
-Senders do not know of each other, and none may lift what another has asked for: each has a schedule of its
-own, and where those overlap the lowest limit counts, as it does for power budgets.
+Senders don't know of each other, and none may lift another's target: each has its own schedule, and where
+schedules overlap the lowest limit applies, as with power budgets.
 """
 
 import bisect
@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from perseus.grid.dsx_flex.values import Piece, Target, TargetSet
 
 Interval = tuple[float, float]
-"""From a time until before another, seconds."""
+"""Start (inclusive) and end (exclusive), seconds."""
 
 
 def without(interval: Interval, covered: Sequence[Interval]) -> list[Interval]:
-    """Return what of an interval lies outside others, in order; those lie apart, and are in order."""
+    """Return the parts of an interval outside others, in order; the others are disjoint and in order."""
     begin_s, end_s = interval
     left = []
     for index in range(_first_after(covered, begin_s), len(covered)):
@@ -35,15 +35,15 @@ def without(interval: Interval, covered: Sequence[Interval]) -> list[Interval]:
 
 
 def _first_after(covered: Sequence[Interval], time_s: float) -> int:
-    """Return the first of the intervals that does not end before a time."""
+    """Return the index of the first interval that does not end before a time."""
     return bisect.bisect_left(covered, time_s, key=lambda each: each[1])
 
 
 def pieces(sets: Iterable[TargetSet], feeds: Iterable[str]) -> list[Piece]:
-    """Return what counts on each feed, by feed and time; what is over, too.
+    """Return the pieces of targets that apply on each feed, by feed and time, including past ones.
 
-    Of messages that were sent at the same time, the later one in `sets` is newer; of targets in one message,
-    too.
+    Among messages that were sent at the same time, the later one in `sets` is newer, and likewise among the
+    targets of a message.
     """
     newest_first = sorted(enumerate(sets), key=lambda each: (each[1].time_s, each[0]), reverse=True)
     known = sorted(set(feeds))
@@ -81,7 +81,7 @@ def _left(
 
 
 def _cover(covered: list[Interval], interval: Interval) -> None:
-    """Add an interval to some that lie apart, in order; it may join several of them."""
+    """Add an interval to disjoint ones in order; it may merge several of them."""
     begin_s, end_s = interval
     first = last = _first_after(covered, begin_s)
     while last < len(covered) and covered[last][0] <= end_s:
@@ -91,6 +91,6 @@ def _cover(covered: list[Interval], interval: Interval) -> None:
 
 
 def active(pieces_of_feed: Iterable[Piece], now_s: float) -> Piece | None:
-    """Return the lowest target that counts now; None if there is none."""
+    """Return the lowest target that applies now; None if there is none."""
     some = [piece for piece in pieces_of_feed if piece.is_active(now_s)]
     return min(some, key=lambda piece: piece.constraint.limit_w, default=None)

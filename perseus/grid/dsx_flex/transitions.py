@@ -1,4 +1,4 @@
-"""What happens on a feed: ramps down and up, where each begins and ends, and since when. Pure."""
+"""Detects ramps on a feed, down and up, with their beginning and end. Pure."""
 
 import enum
 import math
@@ -6,7 +6,7 @@ import math
 from perseus.grid.dsx_flex.values import FeedEvent, FeedReading
 
 _DIGITS = 1e-6
-"""Of a limit: less is no change."""
+"""Relative change of a limit below which it counts as unchanged."""
 
 
 class _Phase(enum.Enum):
@@ -20,12 +20,12 @@ _END = {_Phase.DOWN: FeedEvent.END_RAMP_DOWN, _Phase.UP: FeedEvent.END_RAMP_UP}
 
 
 class Transitions:
-    """Follows what may be drawn on one feed: the lower of its limit and its ceiling.
+    """Follows the allowed power of one feed: the lower of its limit and its power cap.
 
-    It is found as it is: what went on before this door looked is no event.
+    A ramp that was in progress before the first reading causes no event.
 
     Attributes:
-        since_s: when what goes on began: a ramp, or a target; None where nothing does.
+        since_s: when the present ramp or target began; None without either.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Transitions:
         return self._phase is not _Phase.STEADY
 
     def take(self, reading: FeedReading, *, has_target: bool, now_s: float) -> list[FeedEvent]:
-        """Take how the feed stands; return what has happened, in order."""
+        """Handle a reading; return the events since the previous one, in order."""
         allowed_w = min(reading.limit_w, reading.power_cap_w)
         before_w, self._allowed_w = self._allowed_w, allowed_w
         wanted = _moved(before_w, allowed_w)

@@ -1,4 +1,4 @@
-"""What load targets and feeds are, once they have been read. Times are seconds since 1970."""
+"""Load targets and feeds as plain values. Times are seconds since 1970."""
 
 import enum
 import math
@@ -27,10 +27,10 @@ class Target:
     """A load target.
 
     Attributes:
-        feeds: that it is for; empty for all.
-        start_s, end_s: in force from the start until before the end; infinite until it is replaced.
-        constraint: what may be drawn; None where nothing is limited any more.
-        best_effort: whether nobody is to be disturbed for it.
+        feeds: the feeds that it is for; empty for all.
+        start_s, end_s: in force from the start until before the end; an infinite end means until replaced.
+        constraint: the limit; None lifts earlier limits.
+        best_effort: whether it must stop no job.
     """
 
     feeds: tuple[str, ...]
@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """W3C Trace Context, as it was told."""
+    """W3C Trace Context, as received."""
 
     traceparent: str
     tracestate: str | None = None
@@ -50,7 +50,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class TargetSet:
-    """A message with load targets; the sender's name, identifiers and time are those of its envelope."""
+    """A message with load targets; sender, identifiers and time come from its envelope."""
 
     event_id: str
     sender: str
@@ -61,27 +61,27 @@ class TargetSet:
 
     @property
     def end_s(self) -> float:
-        """When all of it is over."""
+        """The end of its last target."""
         return max(target.end_s for target in self.targets)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedReading:
-    """How a feed stands, as the coordinator says; powers in watts.
+    """The state of a feed, as the coordinator reports it; powers in watts.
 
     Attributes:
         feed: its name.
-        maximum_w: what it bears; None if nobody has said.
+        maximum_w: its rating; None if unspecified.
         default_w: its limit while no target is in force; None for `maximum_w`.
-        limit_w: the lowest limit in force, whoever has set it; infinite for none.
-        ceiling_w: what may be drawn now; infinite where nothing limits it.
+        limit_w: the lowest limit in force, including others'; infinite for none.
+        power_cap_w: the power that may be drawn now; infinite for no limit.
         measured_w: mean over a minute or more.
         judged_w: mean over ten seconds in which the limit had to be kept; None where there are none.
-        calculated_w: what jobs are expected to draw under their plans, and others drew lately.
-        in_transition: whether the ceiling is on its way, or was a few seconds ago.
+        calculated_w: the expected power of jobs under plans, plus the recent power of all others.
+        in_transition: whether the power cap is moving, or was a few seconds ago.
         is_compliant: whether plans and measured means keep the limit.
-        to_pause: jobs that would have to be paused for the limit.
-        held: jobs that are held back.
+        to_pause: jobs that would have to be paused to keep the limit.
+        held: jobs that are slowed down.
     """
 
     feed: str
@@ -99,7 +99,7 @@ class FeedReading:
 
 
 class FeedEvent(enum.Enum):
-    """Why a power state is published; of the feeds on which nothing happened: periodic."""
+    """Why a power state is published; `PERIODIC` for feeds on which nothing happened."""
 
     TARGET_SET = "target_set"
     START_RAMP_DOWN = "start_ramp_down"
@@ -111,9 +111,9 @@ class FeedEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is left of a target on one feed, where newer ones take the place of the rest.
+    """A part of a target on one feed that newer targets have not replaced.
 
-    `number`: the target's place in its message.
+    `number`: the target's index in its message.
     """
 
     feed: str
@@ -126,7 +126,7 @@ class Piece:
     number: int
 
     def is_active(self, now_s: float) -> bool:
-        """Whether it counts at a time."""
+        """Return whether it applies at a time."""
         return self.start_s <= now_s < self.end_s
 
     @property

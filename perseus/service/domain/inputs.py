@@ -62,14 +62,14 @@ class GpuErrorReported:
 
 @dataclass(frozen=True, slots=True)
 class AgentDisconnected:
-    """An agent's stream ended without a goodbye."""
+    """An agent's stream ended without notice."""
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AgentLeft:
-    """An agent said goodbye: its GPUs are back on stock."""
+    """An agent left in an orderly way: its GPUs are back on stock."""
 
     instance_id: str
 

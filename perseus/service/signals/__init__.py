@@ -1,1 +1,1 @@
-"""Where signals come from."""
+"""Sources of signals."""

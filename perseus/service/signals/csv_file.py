@@ -1,7 +1,7 @@
-"""Reads a signal from a CSV file: a column of times and one of values, found by their names in the header.
+"""Reads a signal from a CSV file with a column of times and one of values, named in the header.
 
-Times are ISO 8601 (without an offset they are UTC) or seconds since 1970. A row without a value is a gap.
-Rows are counted as an editor counts lines: the header is line 1.
+Times are ISO 8601 (UTC without an offset) or seconds since 1970. A row without a value is a gap. Messages
+number lines as an editor does: the header is line 1.
 """
 
 import csv
@@ -22,11 +22,11 @@ _MAX_ROWS = 1_000_000
 
 
 class SignalFileError(Exception):
-    """A file is no signal; the text names file, line and column, what was expected and what was found."""
+    """A file is not a signal; the text names the file, line and column, and what was expected and found."""
 
 
 def read_signal_csv(path: Path, kind: SignalKind, column: str, *, stale_s: float = 3 * HOUR_S) -> Signal:
-    """Read a signal; a value counts until the next row, the last one for as long as the shortest of them.
+    """Read a signal. A value is valid until the next row, the last one for the shortest interval of rows.
 
     Raises:
         SignalFileError: the file can't be read as such a table, a value is impossible, or times do not rise.
@@ -35,7 +35,7 @@ def read_signal_csv(path: Path, kind: SignalKind, column: str, *, stale_s: float
         with os.fdopen(open_regular(path), encoding="utf-8-sig", newline="") as file:
             lines = file.readlines()
         rows = list(_rows(path, csv.DictReader(lines, strict=True), column))
-        if not lines[-1].endswith("\n"):  # it is being written, or was cut: a number, too, may lack its end
+        if not lines[-1].endswith("\n"):  # the file is incomplete, perhaps in the middle of a number
             raise SignalFileError(f"{path}, line {len(lines)}: expected an end of line, found none")
     except OSError as error:
         raise SignalFileError(f"{path}: expected a readable file, found: {error.strerror}") from None

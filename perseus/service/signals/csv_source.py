@@ -1,4 +1,4 @@
-"""A signal in a CSV file, which is read again whenever it has changed; rows of times to come forecast it."""
+"""A signal from a CSV file, which is read again whenever it changes; rows in the future are its forecast."""
 
 import asyncio
 from bisect import bisect_right
@@ -15,7 +15,7 @@ _MAX_BYTES = 64 * 2**20
 
 
 class CsvSource:
-    """See `signals.source.Source`. Without `has_forecast`, a row counts once its time has come."""
+    """A source that reads a CSV file. Without `has_forecast`, a row counts only once its time has come."""
 
     period_s = PERIOD_S
 
@@ -27,13 +27,17 @@ class CsvSource:
         self._column = column
         self._stale_s = stale_s
         self._has_forecast = has_forecast
-        # What tells the file that was read last from another: its size, time and inode.
+        # Size, modification time and inode of the file that was read last.
         self._seen: tuple[int, int, int] | None = None
         self._signal: Signal | None = None
         self._logged_count = 0
 
     async def read(self, now_s: float) -> Signal | None:
-        """See `Source.read`."""
+        """Return the signal if the file, or the rows whose time has come, changed; otherwise None.
+
+        Raises:
+            SourceError: the file can't be read as a signal.
+        """
         is_new = await asyncio.to_thread(self._read)
         signal = self._signal
         if signal is None or self._has_forecast:
@@ -45,10 +49,10 @@ class CsvSource:
         return replace(signal, times_s=signal.times_s[:count], values=signal.values[:count])
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the file is not kept open."""
 
     def _read(self) -> bool:
-        """Read the file if it has changed; tell whether it has."""
+        """Read the file if it has changed; return whether it has."""
         try:
             found = self._path.stat()
         except OSError as error:

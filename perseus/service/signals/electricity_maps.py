@@ -5,9 +5,9 @@
                                                {"zone", "forecast": [{"carbonIntensity", "datetime"}]}
     GET /v4/price-day-ahead/combined?zone=DE   {"zone", "data": [{"datetime", "value", "unit", "source"}]}
 
-See https://portal.electricitymaps.com/developer-hub/api/reference. The history is of the last 24 hours, in
-gCO2eq per kWh; the prices are those that the exchange has published and after them forecast ones, per MWh.
-The key goes in the header `auth-token`.
+Reference: https://portal.electricitymaps.com/developer-hub/api/reference. The history covers the last 24
+hours, in gCO2eq per kWh; the prices, per MWh, are those that the exchange has published, followed by forecast
+ones. The key goes in the header `auth-token`.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ _KWH_PER_MWH = 1000.0
 
 
 class ElectricityMaps:
-    """See `signals.source.Source`. Without `has_forecast`, what it says of times to come is left out."""
+    """A source that reads a zone from Electricity Maps. Without `has_forecast`, it drops future values."""
 
     period_s = PERIOD_S
 
@@ -42,14 +42,18 @@ class ElectricityMaps:
         self._has_forecast = has_forecast
 
     async def read(self, now_s: float) -> Signal:
-        """See `Source.read`."""
+        """Fetch the signal's history and, if wanted, its forecast.
+
+        Raises:
+            SourceError: the service can't be reached, or its answer is unusable.
+        """
         found = await (self._carbon() if self._kind is SignalKind.CARBON else self._prices())
         if not self._has_forecast:
             found = [(at_s, value) for at_s, value in found if at_s <= now_s]
         return signal_of(NAME, self._kind, found, self._stale_s)
 
     async def close(self) -> None:
-        """See `Source.close`."""
+        """Close the connections."""
         await self._client.close()
 
     async def _carbon(self) -> list[tuple[float, float | None]]:
@@ -63,7 +67,7 @@ class ElectricityMaps:
             found += _rows(rows(NAME, response, "forecast"), "carbonIntensity")
         response = await self._client.get("/v3/carbon-intensity/history", query)
         self._check_zone(response)
-        # What was is better than what was forecast of it.
+        # Later rows win, so history replaces forecasts of the same times.
         return found + _rows(rows(NAME, response, "history"), "carbonIntensity")
 
     async def _prices(self) -> list[tuple[float, float | None]]:
@@ -79,14 +83,14 @@ class ElectricityMaps:
         return [(at_s, None if value is None else value / _KWH_PER_MWH) for at_s, value in found]
 
     def _check_zone(self, response: Any) -> None:
-        """Refuse another zone: without one that it knows, the service answers for where the caller is."""
+        """Refuse another zone: for an unknown zone, the service answers with the caller's own."""
         zone = member(NAME, response, "zone")
         if zone != self._zone:
             raise SourceError(f"{NAME}: expected zone {self._zone}, found {zone!r:.60}")
 
 
 def _rows(found: Iterable[Any], value: str) -> list[tuple[float, float | None]]:
-    """Return times and values; a value of less than an hour is that of the hour."""
+    """Return times, rounded down to the hour, and values."""
     return [
         (_hour_s(time_s(NAME, member(NAME, row, "datetime"))), number(NAME, member(NAME, row, value)))
         for row in found

@@ -1,4 +1,4 @@
-"""Opens the source of a signal, as the operator has set it."""
+"""Creates the source of a signal from the operator's settings."""
 
 import os
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ KEY_VARIABLE = "PERSEUS_ELECTRICITY_MAPS_KEY"
 
 
 def open_source(name: str, settings: SignalSettings, environment: Mapping[str, str] = os.environ) -> Source:
-    """Return the source; nothing is read from it yet.
+    """Return the source, without reading from it yet.
 
     Raises:
-        SignalUnusableError: its key is not there.
+        SignalUnusableError: its key is missing.
     """
     kind, stale_s = SignalKind(settings.kind), settings.stale_s
     has_forecast = settings.forecast == "source"

@@ -1,7 +1,7 @@
-"""Asks an HTTP server for JSON: with a timeout, a limit on the answer's size, and mistakes in one line.
+"""An HTTP client for JSON with a timeout, a limit on the response's size, and errors in one line.
 
-What is said in headers, a key among it, is in no mistake; redirections are not followed, so that a key goes
-to no other host.
+Errors never contain headers, which may hold a key. Redirects are not followed, so that a key goes to no other
+host.
 """
 
 import json
@@ -20,7 +20,7 @@ _TOO_MANY, _UNAVAILABLE = 429, 503
 
 
 class JsonClient:
-    """Asks one server."""
+    """A client of one server."""
 
     def __init__(
         self, url: str, headers: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
@@ -31,10 +31,10 @@ class JsonClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
-        """Return what is at a path.
+        """Return the JSON at a path.
 
         Raises:
-            SourceError: the server can't be reached or does not answer in time, or not with such a text.
+            SourceError: the server can't be reached, does not answer in time, or does not answer with JSON.
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=self._timeout, trust_env=True)
@@ -53,7 +53,7 @@ class JsonClient:
             raise SourceError(f"{url}: expected an answer, found: {_cause(error)}") from None
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -77,7 +77,7 @@ def _parse(url: str, body: bytes) -> Any:
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float:
-    """Return how long the server asks to be left alone: Retry-After, seconds or a date (RFC 9110, 10.2.3)."""
+    """Return the delay that the server asks for: Retry-After, seconds or a date (RFC 9110, 10.2.3)."""
     text = response.headers.get("Retry-After", "")
     if response.status not in (_TOO_MANY, _UNAVAILABLE) or not text:
         return 0.0

@@ -1,4 +1,4 @@
-"""Reads a provider's JSON: what a path in it holds, and rows of times and values as a signal."""
+"""Reads a provider's JSON: members at a path, and rows of times and values as a signal."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ MAX_ROWS = 10_000
 
 
 def member(name: str, response: Any, *path: str) -> Any:
-    """Return what is at a path of names.
+    """Return the member at a path of names.
 
     Raises:
-        SourceError: there is nothing.
+        SourceError: there is none.
     """
     for depth, key in enumerate(path):
         if not isinstance(response, dict) or key not in response:
@@ -31,7 +31,7 @@ def rows(name: str, response: Any, *path: str) -> Sequence[Any]:
     """Return the rows at a path of names.
 
     Raises:
-        SourceError: there are none, or too many.
+        SourceError: there is no list, or it has too many rows.
     """
     found = member(name, response, *path)
     where = f"{name}: {'.'.join(path)}"
@@ -43,10 +43,10 @@ def rows(name: str, response: Any, *path: str) -> Sequence[Any]:
 
 
 def time_s(name: str, text: Any) -> float:
-    """Return a time in ISO 8601, since 1970; UTC without an offset.
+    """Parse an ISO 8601 time, UTC without an offset; return seconds since 1970.
 
     Raises:
-        SourceError: it is none.
+        SourceError: it is not such a time.
     """
     try:
         moment = datetime.fromisoformat(text)
@@ -56,10 +56,10 @@ def time_s(name: str, text: Any) -> float:
 
 
 def number(name: str, value: Any) -> float | None:
-    """Return a number; None where there is none.
+    """Return a number, or None for null.
 
     Raises:
-        SourceError: it is something else.
+        SourceError: it is neither.
     """
     if value is None:
         return None
@@ -69,14 +69,14 @@ def number(name: str, value: Any) -> float | None:
 
 
 def text_of_time(time_s: float) -> str:
-    """Return a time to the minute, as providers take it."""
+    """Format a time to the minute, as providers expect it."""
     return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%dT%H:%MZ}"
 
 
 def signal_of(
     name: str, kind: SignalKind, found: Iterable[tuple[float, float | None]], stale_s: float
 ) -> Signal:
-    """Return the signal of times and values; None is a gap, and of a time twice the later value counts.
+    """Return the signal of times and values; None is a gap, and of duplicate times the later value counts.
 
     Raises:
         SourceError: there is no value, or an impossible one.

@@ -1,4 +1,4 @@
-"""Where a signal is read from: what every source does, and the mistake that it tells of itself."""
+"""The protocol that every source of a signal implements, and its error."""
 
 from typing import Protocol
 
@@ -6,9 +6,9 @@ from perseus.service.fleet.signals.series import Signal
 
 
 class SourceError(Exception):
-    """A source does not say what it should; one line for people, without secrets.
+    """A source can't be read; the text is one line for people, without secrets.
 
-    `retry_after_s`: how long it asks to be left alone; 0 if it does not say.
+    `retry_after_s`: the delay that the source asks for; 0 for none.
     """
 
     def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
@@ -17,22 +17,22 @@ class SourceError(Exception):
 
 
 class Source(Protocol):
-    """Something that a signal is read from.
+    """A source of a signal.
 
     Attributes:
-        period_s: between two looks at it.
+        period_s: the polling interval.
     """
 
     period_s: float
 
     async def read(self, now_s: float) -> Signal | None:
-        """Return what it says at a time of the wall clock: what was, and what it says will be.
+        """Return the signal at a time of the wall clock: its past and, if known, its forecast.
 
-        None if it says nothing new.
+        None if nothing is new.
 
         Raises:
             SourceError: it can't be read.
         """
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release the source's resources."""

@@ -1,9 +1,9 @@
-"""The Carbon Intensity API of Great Britain: half-hours, by https://carbon-intensity.github.io/api-definitions.
+"""Great Britain's Carbon Intensity API, in half-hours: https://carbon-intensity.github.io/api-definitions.
 
     GET /intensity/{from}/{to}                                {"data": [{"from", "to", "intensity": {…}}]}
     GET /regional/intensity/{from}/{to}/regionid/{regionid}   {"data": {"regionid", "data": [the same]}}
 
-An intensity has a `forecast` and, of half-hours that are over and not regional, an `actual`, in gCO2 per kWh.
+An intensity has a `forecast` and, for past half-hours of the whole country, an `actual`, in gCO2 per kWh.
 Times are UTC, to the minute; a range has at most 14 days. No key is needed.
 """
 
@@ -23,9 +23,9 @@ _BACK_S, _AHEAD_S = 11 * _DAY_S, 2 * _DAY_S
 
 
 class UkCarbonIntensity:
-    """See `signals.source.Source`. Without `has_forecast`, what it says of times to come is left out.
+    """A source that reads the Carbon Intensity API. Without `has_forecast`, it drops future values.
 
-    `region`: its number there, 1 to 17; None for the whole of Great Britain.
+    `region`: the API's number of a region, 1 to 17; None for the whole of Great Britain.
     """
 
     period_s = PERIOD_S
@@ -37,7 +37,11 @@ class UkCarbonIntensity:
         self._has_forecast = has_forecast
 
     async def read(self, now_s: float) -> Signal:
-        """See `Source.read`."""
+        """Fetch the signal from 11 days ago to 2 days ahead.
+
+        Raises:
+            SourceError: the service can't be reached, or its answer is unusable.
+        """
         begin, end = text_of_time(now_s - _BACK_S), text_of_time(now_s + _AHEAD_S)
         if self._region is None:
             found = rows(NAME, await self._client.get(f"/intensity/{begin}/{end}"), "data")
@@ -50,7 +54,7 @@ class UkCarbonIntensity:
         return signal_of(NAME, SignalKind.CARBON, values, self._stale_s)
 
     async def close(self) -> None:
-        """See `Source.close`."""
+        """Close the connections."""
         await self._client.close()
 
     def _regional(self, response: Any) -> Any:
@@ -61,7 +65,7 @@ class UkCarbonIntensity:
 
 
 def _intensity(row: Any) -> float | None:
-    """Return what was measured; until that is known, what was forecast."""
+    """Return the measured intensity, or the forecast until it is known."""
     intensity = member(NAME, row, "intensity")
     actual = number(NAME, intensity.get("actual") if isinstance(intensity, dict) else None)
     return number(NAME, member(NAME, row, "intensity", "forecast")) if actual is None else actual

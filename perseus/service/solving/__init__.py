@@ -1,1 +1,1 @@
-"""Solving in worker processes: a pool for jobs, fair and patient, and one for callers, who may leave."""
+"""Solving in worker processes: a pool for jobs, fair and with retries, and one for API requests."""

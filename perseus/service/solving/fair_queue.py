@@ -1,10 +1,10 @@
-"""Whose problem is solved next: start-time fair queueing over jobs. Pure.
+"""Chooses the problem to solve next: start-time fair queueing over jobs. Pure.
 
-Every job is charged the seconds that its problems take. A problem's *tag* is what its job has been charged,
-but no less than the tag of what was last taken: who was idle for long has saved up nothing, and who took much
-waits until the others have had as much. The lowest tag is taken first, of equal ones the oldest. Nobody waits
-for ever: every turn of others raises the tags of those that come after it. (Goyal, Vin and Cheng, Start-Time
-Fair Queueing, SIGCOMM '96; here a problem's cost is known only after it.)
+Every job is charged the seconds that its problems take. A problem's *tag* is its job's charge, but no less
+than the latest tag that got a turn: an idle job saves up no credit, and a job that took much waits until the
+others have had as much. The lowest tag comes first, the oldest among equals. No job starves: every turn of
+others raises the tags of later problems. (Goyal, Vin and Cheng, Start-Time Fair Queueing, SIGCOMM '96; here a
+problem's cost is known only after its turn.)
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ class _Entry:
 
 
 class FairQueue:
-    """Keys of jobs with a problem that waits or is being solved, at most one of each.
+    """Jobs with a problem that waits or is being solved, at most one problem per job.
 
-    Times are of any clock that never goes back.
+    Times are of any monotonic clock.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Entry] = {}
         self._running: dict[str, float] = {}
-        # What those have been charged that have more than the rest.
+        # The charges that exceed the virtual time; the others no longer matter.
         self._charged: dict[str, float] = {}
         self._virtual = 0.0
         self._count = 0
@@ -35,7 +35,7 @@ class FairQueue:
         return len(self._waiting)
 
     def put(self, key: str, not_before_s: float = 0.0) -> None:
-        """Let a job wait for its turn, which does not come before a time."""
+        """Queue a job for a turn, not before a given time."""
         assert key not in self._waiting
         assert key not in self._running
         self._count += 1
@@ -43,7 +43,7 @@ class FairQueue:
         self._waiting[key] = _Entry(tag, self._count, not_before_s)
 
     def take(self, now_s: float) -> str | None:
-        """Give a job its turn, if one is ready."""
+        """Return the next job to get a turn; None if none is ready."""
         ready = [
             (some.tag, some.number, key) for key, some in self._waiting.items() if _is_ready(some, now_s)
         ]
@@ -56,20 +56,20 @@ class FairQueue:
         return key
 
     def end(self, key: str, spent_s: float) -> None:
-        """A job's turn has ended, after so long."""
+        """End a job's turn and charge its time."""
         self._charged[key] = self._running.pop(key) + spent_s
         self._charged = {key: charged for key, charged in self._charged.items() if charged > self._virtual}
 
     def remove(self, key: str) -> None:
-        """A job waits no longer."""
+        """Remove a waiting job."""
         self._waiting.pop(key, None)
 
     def is_anybody_ready(self, now_s: float) -> bool:
-        """Whether somebody waits for nothing but a turn."""
+        """Return whether any job is ready for a turn."""
         return any(_is_ready(entry, now_s) for entry in self._waiting.values())
 
     def next_ready_s(self) -> float | None:
-        """When the first of those that wait is ready; it may be in the past."""
+        """Return when the first waiting job is ready, possibly in the past; None if none waits."""
         return min((entry.not_before_s for entry in self._waiting.values()), default=None)
 
 

@@ -1,4 +1,4 @@
-"""What workers do: all that takes seconds of a processor. Runs in their processes."""
+"""The work of worker processes: everything that takes seconds of CPU time."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -22,10 +22,10 @@ from perseus.solver import (
 POINT_COUNT = 100
 
 CONFIDENCE = 0.95
-"""The probability with which a plan keeps its iteration time, for all that measurements' errors can do."""
+"""The probability with which a plan keeps its iteration time despite measurement errors."""
 
 KEPT_FRONTIERS = 4
-"""That a process remembers: a large one has many megabytes, and clients ask for plan after plan of one."""
+"""Frontiers that a process keeps: a large one takes many megabytes, and clients ask for plan after plan."""
 
 _frontiers: OrderedDict[int, Frontier] = OrderedDict()
 
@@ -37,11 +37,11 @@ def solve_explaining(
     set_latency_s: float = 0.0,
     hull_tolerance: float | None = None,
 ) -> Frontier:
-    """Solve a problem, with the lag between stages that explains a slow plan, if there is one.
+    """Solve a problem, with the lag between stages that explains a slow plan, if one is given.
 
-    Measured times are planned with so that plans keep theirs with the probability CONFIDENCE.
-    `set_latency_s`: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
-    `hull_tolerance`: the share of energies that `solve` may leave out to be quicker; None for its own choice.
+    Plans keep their iteration time with the probability CONFIDENCE, given the errors of measured times.
+    `set_latency_s`: how long the GPUs take to set a clock; 0 for clocks that change at once.
+    `hull_tolerance`: the share of energies that `solve` may leave out for speed; None for its own choice.
 
     Raises:
         LagError: no lag explains the slow plan.
@@ -59,10 +59,10 @@ def solve_explaining(
 
 
 def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Plan:
-    """Return a plan of a frontier, which comes along unless this process was given it under that key before.
+    """Return a plan of a frontier; `frontier` is None if this process already keeps it under the key.
 
     Raises:
-        DeadlineError: no plan is as fast as that.
+        DeadlineError: no plan is that fast.
     """
     if frontier is None:
         frontier = _frontiers.pop(key)
@@ -73,7 +73,7 @@ def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Pla
 
 
 def answer(hull_tolerance: float | None, asked: Solve | Refine) -> Solved | Refined:
-    """Solve what a job's machine asks for, here and now, as workers do.
+    """Execute a job's Solve or Refine command in this process, as workers do.
 
     Raises:
         SolverError: it can't be solved.
@@ -111,7 +111,7 @@ def _lag_s(problem: Pipeline, slow: SlowPlan) -> float:
 
 
 def _as_measured(plan: Plan, problem: Pipeline) -> Plan:
-    """Return a plan with the times that were measured, where it was made with others: with a margin."""
+    """Return a plan with measured times in place of the padded ones that it was made with."""
     measured_s = {(*key, m.clock_mhz): m.time_s for key, some in problem.profiles.items() for m in some}
     stages = tuple(
         tuple(

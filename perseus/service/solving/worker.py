@@ -1,8 +1,8 @@
-"""One worker process: it does one thing at a time, and may be killed or die at any moment.
+"""One worker process, which does one thing at a time and may die or be killed at any moment.
 
-A process of its own, because igraph's max-flow holds the GIL and much of a plan is plain Python: the event
-loop must not share its process. Spawned, never forked (a forked gRPC server hangs). One process to one pipe:
-whatever a problem does to its worker hits nobody else.
+Solving needs its own process because igraph's max-flow holds the GIL and much of planning is plain Python,
+which would block the event loop. It is spawned, never forked (a forked gRPC server hangs). Each process has
+its own pipe, so a problem that breaks its worker affects no other.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 log = structlog.get_logger(__name__)
 
 _TIMEOUT_S = 5.0
-"""With a process that has closed its pipe and not ended yet."""
+"""How long to wait for a process that has closed its pipe to end."""
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -36,7 +36,7 @@ class WorkerDiedError(Exception):
     """The process ended before it answered.
 
     Attributes:
-        is_of_its_work: whether it had begun; otherwise it died before, of something else.
+        is_of_its_work: whether it died during its work, rather than while starting.
     """
 
     def __init__(self, exit_code: int | None, *, is_of_its_work: bool) -> None:
@@ -49,47 +49,47 @@ class WorkerDiedError(Exception):
 
 
 class WorkError(Exception):
-    """The work raised what nobody thought of; the text names the exception."""
+    """The work raised an unexpected exception; the text names it."""
 
 
 class Worker:
-    """A process that is started anew whenever it is gone.
+    """A process that is replaced whenever it ends.
 
     Attributes:
-        known: frontiers that the process of now remembers, oldest first, by their addresses: no other comes
-            to be at the same address while one is kept here.
-        is_ready: whether the process of now has started.
+        known: frontiers that the current process keeps, oldest first, by `id`; keeping them here as well
+            ensures that no other object gets the same `id`.
+        is_ready: whether the current process has started.
     """
 
     def __init__(self) -> None:
-        """Start nothing yet: the process is started by `start`, or when there is something to do."""
+        """Create the worker without a process: `start` or the first work starts it."""
         self.known: OrderedDict[int, Frontier] = OrderedDict()
         self.is_ready = False
         self._process: SpawnProcess | None = None
-        # Killed, and perhaps not ended yet.
+        # Killed, but perhaps still running.
         self._killed: list[SpawnProcess] = []
 
     @property
     def process_id(self) -> int | None:
-        """Of the process of now, if there is one."""
+        """The identifier of the current process, if there is one."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a process."""
+        """Whether the process is running."""
         return self._process is not None and self._process.is_alive()
 
     async def run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
-        """Let the process do something. If the caller is cancelled, the process is killed and replaced.
+        """Run a function in the process. If the caller is cancelled, the process is killed and replaced.
 
         Raises:
             SolverError: the work raised it.
-            WorkError: the work raised something else; it is in the log.
-            WorkerDiedError: the process ended; another one is started.
+            WorkError: the work raised another exception, which is in the log.
+            WorkerDiedError: the process died and was replaced.
         """
         await self.ready()
         try:
-            # Pickling large problems takes a while, and so does the pipe.
+            # Pickling and sending a large problem takes a while.
             message = await asyncio.to_thread(pickle.dumps, (work, arguments), pickle.HIGHEST_PROTOCOL)
             await asyncio.to_thread(self._connection.send_bytes, message)
             await self._readable()
@@ -107,10 +107,10 @@ class Worker:
         raise WorkError(answer.rstrip().rpartition("\n")[2])
 
     async def ready(self) -> None:
-        """Wait until the process has started; it takes a second or two. One that is gone is replaced before.
+        """Wait until the process has started, which takes a second or two; start one if there is none.
 
         Raises:
-            WorkerDiedError: it ended at once; another one is started.
+            WorkerDiedError: it died while starting and was replaced.
         """
         if not self.is_alive:
             self.start()
@@ -118,13 +118,14 @@ class Worker:
             return
         try:
             await self._readable()
-            self._connection.recv()  # Small, and at once: were it lost, nobody would know that it was there.
+            # Not in a thread: if the caller is cancelled, this message must not be lost. It is small.
+            self._connection.recv()
         except (EOFError, OSError):
             raise await self._died(is_of_its_work=False) from None
         self.is_ready = True
 
     def close(self) -> None:
-        """End the process, if there is one, and keep nothing of it open."""
+        """Kill the process, if there is one, and release its resources."""
         if self._process is not None:
             self._process.kill()
             self._killed.append(self._process)
@@ -137,14 +138,14 @@ class Worker:
 
     async def _died(self, *, is_of_its_work: bool) -> WorkerDiedError:
         assert self._process is not None
-        # The end of the pipe comes before the end of the process.
+        # The pipe closes before the process ends.
         await asyncio.to_thread(self._process.join, _TIMEOUT_S)
         exit_code = self._process.exitcode
         self._replace()
         return WorkerDiedError(exit_code, is_of_its_work=is_of_its_work)
 
     async def _readable(self) -> None:
-        """Wait for a message, or the end of the process. No thread waits, as solving may take an hour."""
+        """Wait for a message or the end of the process, without a thread, as solving may take an hour."""
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         descriptor = self._connection.fileno()
@@ -160,7 +161,7 @@ class Worker:
             loop.remove_reader(descriptor)
 
     def start(self) -> None:
-        """Start a process; until it is ready, it takes a second or two."""
+        """Start a process, which takes a second or two to become ready."""
         self._connection, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -169,7 +170,7 @@ class Worker:
         self.known.clear()
 
     def _replace(self) -> None:
-        # The connection is left to whichever thread still reads or writes it: that ends with the process.
+        # A thread may still use the connection; its call ends with the process, so don't close it here.
         assert self._process is not None
         self._process.kill()
         self._killed = [*(process for process in self._killed if process.is_alive()), self._process]
@@ -187,8 +188,8 @@ def _signal_name(number: int) -> str:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer one message after the other, until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's.
+    """Handle messages one after the other until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
     _end_with_parent()
     connection.send(None)
     while True:
@@ -202,14 +203,14 @@ def _serve(connection: Connection) -> None:
         except SolverError as error:
             answer = False, error
         except MemoryError:
-            os._exit(1)  # As good as killed for it: the next process begins with an empty memory.
+            os._exit(1)  # like a kill for lack of memory: the next process starts with empty memory
         except Exception:
             answer = False, traceback.format_exc()
         connection.send(answer)
 
 
 def _end_with_parent() -> None:
-    """However the coordinator ends, and whatever is being solved."""
+    """End this process when the coordinator ends, however it ends and even in the middle of work."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     sentinel = parent.sentinel

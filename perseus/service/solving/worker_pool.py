@@ -1,20 +1,19 @@
 """Worker processes that solve problems, in fair turns (`fair_queue`), under one of two policies.
 
-Jobs' problems (`JOBS`) wait as long as it takes, one of each job; a newer problem of a job replaces the
-older. Nothing that happens to a worker fails a job at once. A problem whose worker died is solved again after
-a while, longer from time to time; only when it has ended MAX_CRASHES workers it is given up. Other jobs go on
-in the meantime.
+Jobs' problems (`JOBS`) wait as long as it takes, at most one per job; a job's newer problem replaces its
+older one. A worker's death does not fail a job at once: the problem is solved again after a backoff that
+grows each time, and given up only after it has killed MAX_CRASHES workers. Other jobs continue in the
+meantime.
 
-Problems can't be interrupted, but they can be put back: one that takes longer than its turn makes way for
-those that wait, and begins anew when its next turn comes, which is twice as long. So a large problem costs
-the others no more than about what they take themselves, and all its turns together take at most some four
-times as long as the problem. Alone, it just goes on.
+Problems can't be paused, but they can be restarted: a problem that exceeds its turn makes way for waiting
+ones and starts over at its next turn, which is twice as long. So a large problem delays the others by no more
+than about their own solving time, and all its turns together take at most some four times as long as the
+problem itself. If no other problem waits, it keeps running.
 
-What clients ask (`REQUESTS`) is done first come, first served: the queue is bounded, and a worker's death
-fails what it was at.
+Clients' requests (`REQUESTS`) are served in order of arrival: the queue is bounded, and a worker's death
+fails the request that it was working on.
 
-Whoever leaves (cancels, or is past the deadline) takes the worker along: it is killed, and another one
-started.
+When a caller cancels or exceeds its deadline, its worker is killed and replaced.
 """
 
 import asyncio
@@ -47,29 +46,29 @@ Answer = TypeVar("Answer")
 log = structlog.get_logger(__name__)
 
 MAX_CRASHES = 8
-"""Workers that one problem may end."""
+"""Workers that one problem may kill."""
 
 MIN_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 
 _POLL_INTERVAL_S = 1.0
-"""How often a problem that has had its turn, and goes on, looks whether somebody came."""
+"""How often the pool checks for waiting problems while one runs beyond its turn."""
 
 _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 
 OnRetry = Callable[[str, int, float], None]
-"""Called with the cause, how many workers have died of the problem, and the seconds until its next turn."""
+"""Called with the cause, how many workers the problem has killed, and the seconds until its next turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What becomes of problems that wait, take long or end their worker.
+    """How a pool treats problems that wait, take long or kill their worker.
 
     Attributes:
-        first_turn_s: how long a problem is solved before it may be put back; infinite where it never is.
+        first_turn_s: how long a problem runs before it may be put back in the queue; infinite for never.
         max_waiting: problems per process that may wait; None for any number.
         retries: whether a problem whose worker died is solved again.
-        starts_at_once: whether the workers start with the pool; otherwise with the first problems.
+        starts_immediately: whether the workers start with the pool; otherwise with the first problems.
     """
 
     first_turn_s: float
@@ -99,8 +98,8 @@ class WorkerPool:
     """Solves problems in its own worker processes.
 
     Attributes:
-        solved: how long problems with an answer took, from asking to the answer.
-        failure_count: problems that came to nothing; whoever no longer wanted one has not failed.
+        solved: how long solved problems took, from the request to the result.
+        failure_count: problems that failed; cancelled ones don't count.
         crash_count: processes that died.
     """
 
@@ -115,16 +114,16 @@ class WorkerPool:
         draw: Callable[[], float] = random.random,
         new_worker: Callable[[], Worker] = Worker,
     ) -> None:
-        """Let problems come; to be called while the event loop runs.
+        """Create a pool while the event loop runs.
 
         Args:
             policy: `JOBS` or `REQUESTS`.
             process_count: problems solved at a time.
             limit_s: a problem that takes longer fails; waiting doesn't count.
-            hull_tolerance: what frontiers are solved with (`perseus.solver.solve`).
-            clock: any that never goes back.
-            draw: a number from 0 to 1 by lot, for the jitter.
-            new_worker: makes each of the workers.
+            hull_tolerance: passed to `perseus.solver.solve`.
+            clock: any monotonic clock.
+            draw: returns a random number from 0 to 1, for the jitter.
+            new_worker: creates each worker.
         """
         self.solved = Distribution(_BOUNDS_S)
         self.failure_count = 0
@@ -146,12 +145,12 @@ class WorkerPool:
 
     @property
     def waiting_count(self) -> int:
-        """How many problems wait for a turn."""
+        """The number of problems that wait for a turn."""
         return sum(problem.worker is None for problem in self._problems.values())
 
     @property
     def busy_count(self) -> int:
-        """How many problems have theirs."""
+        """The number of problems that have a turn."""
         return len(self._problems) - self.waiting_count
 
     async def solve(
@@ -164,16 +163,16 @@ class WorkerPool:
         job_id: str | None = None,
         on_retry: OnRetry | None = None,
     ) -> Frontier:
-        """Solve a problem (`work.solve_explaining`). If cancelled, nothing of it is left.
+        """Solve a problem (`work.solve_explaining`). Cancelling the call removes it entirely.
 
-        An older problem of the same job makes way: whoever waits for it is cancelled.
+        An older problem of the same job is replaced: its caller is cancelled.
 
         Raises:
             SolverError: the problem can't be solved.
-            SolverBusyError: too many wait.
-            SolverCrashedError: a worker died of it, where problems are retried too many.
+            SolverBusyError: too many problems wait.
+            SolverCrashedError: the problem killed its worker; with retries, too many workers.
             SolverTimeoutError: it takes longer than the limit.
-            InternalError: the solver has a fault.
+            InternalError: the solver has a bug.
         """
 
         def work(worker: Worker) -> Awaitable[Frontier]:
@@ -183,18 +182,18 @@ class WorkerPool:
         return await self._do(work, job_id, on_retry)
 
     async def refine(self, refinement: Refinement, job_id: str, on_retry: OnRetry) -> Plan:
-        """Refine a plan of a job's frontier. In everything else as `solve`."""
+        """Refine a plan of a job's frontier; otherwise like `solve`."""
         return await self._do(lambda worker: worker.run(refine, refinement), job_id, on_retry)
 
     async def plan(self, frontier: Frontier, iteration_time_s: float) -> Plan:
-        """Return a plan of a frontier (`Frontier.plan`). In everything else as `solve`.
+        """Return a plan of a frontier (`Frontier.plan`); otherwise like `solve`.
 
         Raises:
-            DeadlineError: no plan is as fast as that.
+            DeadlineError: no plan is that fast.
         """
 
         async def work(worker: Worker) -> Plan:
-            """Make it; the frontier goes to the process only if that does not know it."""
+            # The frontier is sent only if the process does not keep it.
             await worker.ready()
             known = worker.known.pop(id(frontier), None)
             worker.known[id(frontier)] = frontier
@@ -246,14 +245,14 @@ class WorkerPool:
         finally:
             if problem.attempt is not None:
                 problem.attempt.cancel()
-                # Its worker is free, and the job may come again, only after that.
+                # Only then is its worker free, and may the job's next problem start.
                 await asyncio.gather(problem.attempt, return_exceptions=True)
             self._queue.remove(key)
             del self._problems[key]
             problem.is_gone.set()
 
     def _dispatch(self) -> None:
-        """Give turns to those that are ready, as long as there are workers; look again when others are."""
+        """Give turns to ready problems while workers are idle; schedule the next dispatch."""
         while self._idle and (key := self._queue.take(self._clock())) is not None:
             self._attempt(key, self._problems[key], self._idle.pop(0))
         if self._wake is not None:
@@ -265,9 +264,9 @@ class WorkerPool:
             self._wake = asyncio.get_running_loop().call_later(delay_s, self._dispatch)
 
     def _attempt(self, key: str, problem: _Problem, worker: Worker) -> None:
-        """Give a problem its turn, and then its caller the answer, or the problem another turn."""
+        """Give a problem its turn; afterwards return its answer or queue it again."""
         began_s, problem.worker = self._clock(), worker
-        # Whatever becomes of the task, even if it is cancelled before it begins, all is in order then.
+        # The callback cleans up even if the task is cancelled before it begins.
         problem.attempt = asyncio.get_running_loop().create_task(self._take_turn(key, problem, worker))
         problem.attempt.add_done_callback(partial(self._end_attempt, key, problem, worker, began_s))
 
@@ -279,7 +278,7 @@ class WorkerPool:
         began_s: float,
         attempt: asyncio.Task[float | None],
     ) -> None:
-        has_turns = math.isfinite(self._policy.first_turn_s)  # else it is first come, first served
+        has_turns = math.isfinite(self._policy.first_turn_s)  # otherwise in order of arrival
         self._queue.end(key, self._clock() - began_s if has_turns else 0.0)
         self._idle.append(worker)
         problem.attempt = problem.worker = None
@@ -291,7 +290,7 @@ class WorkerPool:
         self._dispatch()
 
     async def _take_turn(self, key: str, problem: _Problem, worker: Worker) -> float | None:
-        """Solve a problem for as long as its turn is. Return when it is to have another, if it is to."""
+        """Solve a problem within its turn. Return when its next turn may be; None if it needs none."""
         work = asyncio.ensure_future(problem.work(worker))
         try:
             if not await self._is_done_in_turn(work, problem.turn_s):
@@ -314,15 +313,15 @@ class WorkerPool:
             await asyncio.gather(work, return_exceptions=True)
 
     def _backoff_s(self, key: str, problem: _Problem, error: WorkerDiedError) -> float:
-        """Return how long a problem waits whose worker died.
+        """Return how long a problem must wait after its worker died.
 
         Raises:
-            SolverCrashedError: too many workers died of it.
+            SolverCrashedError: it killed too many workers.
         """
         problem.crash_count += error.is_of_its_work
         problem.failed_start_count += not error.is_of_its_work
         if problem.crash_count >= MAX_CRASHES:
-            cause = f"{error}; it ended {problem.crash_count} of this problem's workers"
+            cause = f"{error}; the problem killed {problem.crash_count} workers"
             raise SolverCrashedError(cause=cause) from None
         times = problem.crash_count + problem.failed_start_count
         delay_s = self._random() * min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(times - 1, 10))
@@ -338,10 +337,10 @@ class WorkerPool:
         return delay_s
 
     async def _is_done_in_turn(self, work: asyncio.Future[Any], turn_s: float) -> bool:
-        """Wait for an answer until the turn is over and somebody else is ready.
+        """Wait for the work until the turn is over and another problem is ready; return whether it is done.
 
         Raises:
-            SolverTimeoutError: there was none within the limit.
+            SolverTimeoutError: it was not done within the limit.
         """
         began_s = self._clock()
         while not work.done():

@@ -234,7 +234,7 @@ async def test_a_problem_that_ends_every_worker_is_given_up_and_no_other(
         await asyncio.sleep(0)
         if worker.answer is not None and not worker.answer.done():
             worker.end(DIED if worker.asked[-1][1][0] is PROBLEMS[1] else frontier)
-    with pytest.raises(SolverCrashedError, match="3 of this problem"):
+    with pytest.raises(SolverCrashedError, match="the problem killed 3 workers"):
         await poison
     assert [count for _, count, _ in retries] == [1, 2]
     for other in others:

@@ -111,7 +111,7 @@ class Guard:
         if iteration.versions != self._versions:
             self.restart()
             self._versions = iteration.versions
-        elif baseline_gap_time_s is not None:  # the gap before a plan's first iteration was another's
+        elif baseline_gap_time_s is not None:  # a plan's first gap belongs to the previous plan
             lost_s = min(iteration.gap_slowed_time_s, max(0.0, iteration.gap_time_s - baseline_gap_time_s))
         if not iteration.is_regular:
             return None

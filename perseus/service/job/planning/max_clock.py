@@ -1,4 +1,4 @@
-"""Keeps a job without a plan below the maximum clock of a power budget. Part of the state machine.
+"""Keeps a job without a plan at or below the maximum clock of a power budget. Part of the state machine.
 
 Stock under a maximum clock replaces stock, and differs from it: measurements there never count as the stock
 baseline. Plans stay as they are. Two things wait until the maximum clock is lifted:

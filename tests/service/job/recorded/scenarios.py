@@ -186,7 +186,7 @@ def clocks_that_a_gpu_refuses(_steps: Steps) -> None:
     _planned(cluster, more=6)
 
 
-def clocks_that_nobody_may_set(_steps: Steps) -> None:
+def clocks_that_no_rank_may_set(_steps: Steps) -> None:
     cluster = Cluster(make_spec())
     for rank in cluster.ranks.values():
         rank.is_permitted = False
@@ -307,7 +307,7 @@ def a_maximum_clock_before_and_after_plans(_steps: Steps) -> None:
     cluster.iterate(10)
 
 
-def pacing_by_carbon(_steps: Steps) -> None:
+def load_shifting_by_carbon(_steps: Steps) -> None:
     rule = SignalRule(SignalKind.CARBON, ExtraTime(10, 86_400.0))
     window = WorkWindow(0.0, 86_400.0, 50_000.0)
     cluster = _planned(Cluster(make_spec(policy=OperatingPolicy(signal=rule))))
@@ -359,7 +359,7 @@ def work_that_doubles(_steps: Steps) -> None:
     cluster.run(60)
 
 
-def a_power_limit_that_somebody_changes(_steps: Steps) -> None:
+def a_power_limit_that_changes(_steps: Steps) -> None:
     cluster = TruthfulCluster()
     for limit_w in (300.0, 250.0):
         for rank in cluster.ranks.values():

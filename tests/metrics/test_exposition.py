@@ -1,4 +1,4 @@
-"""What is put is what a scraper reads, whatever is in a label."""
+"""A scraper reads exactly the values that were put, whatever a label contains."""
 
 import math
 import subprocess
@@ -32,7 +32,7 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 @given(st.lists(st.tuples(st.text(), st.text(), finite), max_size=8, unique_by=lambda each: each[:2]))
-def test_labels_and_values_come_through(reported: list[tuple[str, str, float]]) -> None:
+def test_labels_and_values_are_exposed_unchanged(reported: list[tuple[str, str, float]]) -> None:
     readings = Readings()
     for file, state, value in reported:
         readings.put(GAUGE, value, file, state)
@@ -42,14 +42,14 @@ def test_labels_and_values_come_through(reported: list[tuple[str, str, float]]) 
     assert [(labels["file"], labels["state"], value) for labels, value in found] == reported
 
 
-def test_a_label_that_is_no_text_spoils_nothing() -> None:
+def test_a_label_that_is_not_text_spoils_nothing() -> None:
     readings = Readings()
     readings.put(GAUGE, 1.0, "caf\udce9.pem", "a")
     assert samples(render(readings, "")[0].decode())[GAUGE.name][0][0]["file"] == "caf?.pem"
 
 
 @given(st.lists(st.floats(min_value=0, max_value=100), max_size=50))
-def test_a_distribution_counts_what_is_no_longer_than_its_bounds(durations_s: list[float]) -> None:
+def test_a_distribution_counts_durations_up_to_its_bounds(durations_s: list[float]) -> None:
     bounds_s = (0.1, 1.0, 10.0)
     distribution = Distribution(bounds_s)
     for duration_s in durations_s:
@@ -68,7 +68,7 @@ def test_a_distribution_counts_what_is_no_longer_than_its_bounds(durations_s: li
     assert by_name["perseus_some"].type == "counter"
 
 
-def test_what_is_not_known_is_left_out_and_mistakes_are_noticed() -> None:
+def test_unknown_values_are_left_out_and_mistakes_are_noticed() -> None:
     readings = Readings()
     readings.put(GAUGE, None, "file", "state")
     assert list(readings) == []

@@ -1,4 +1,4 @@
-"""The rules that names keep, and the page, the alerts and the board that are made of them."""
+"""The rules of names, and the page, the alerts and the board that are made from them."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from perseus.metrics.names import Kind, Metric
 
 ROOT = Path(__file__).parents[2]
 UNITS = ("_seconds", "_joules", "_watts", "_hertz", "_bytes", "_ratio", "_grams")
-# What has no unit: states, and counts of things, which are named.
+# Names without a unit: states, and counts of things.
 SUFFIXES = {Kind.COUNTER: ("_total",), Kind.HISTOGRAM: ("_seconds",)}
-# Labels, and what bounds their values.
+# Labels, with the reason why they have few values.
 BOUNDED = {
     "version": "one",
     "file": "certificate, CAs",
@@ -50,13 +50,13 @@ def test_a_name_keeps_the_rules(metric: Metric) -> None:
     assert set(metric.labels) <= BOUNDED.keys()
 
 
-def test_no_name_is_there_twice_and_none_is_left_out() -> None:
+def test_names_are_unique_and_complete() -> None:
     every = [value for value in vars(names).values() if isinstance(value, Metric)]
     assert len({metric.name for metric in every}) == len(every)
     assert sorted(metric.name for metric in names.ALL) == sorted(metric.name for metric in every)
 
 
-def test_the_page_is_as_the_names_are() -> None:
+def test_the_page_matches_the_names() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == page(), "make metrics"
 
 
@@ -98,7 +98,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("query", [*board_queries(), *rule_queries()])
-def test_what_is_asked_for_is_told(query: str) -> None:
+def test_queries_use_existing_metrics(query: str) -> None:
     asked = set(re.findall(r"\bperseus_\w+", query))
     assert asked <= KNOWN
     assert asked or "process_" in query or "up{" in query

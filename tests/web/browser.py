@@ -18,7 +18,7 @@ in_browser = [
         CHROMIUM is None, reason="needs chromium; `make test-web` installs it, as root on Debian"
     ),
     pytest.mark.slow("a real browser, on real coordinators"),
-    # One browser for all tests: they share its event loop.
+    # One browser for all tests, which share its event loop.
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.usefixtures("browser"),
 ]
@@ -55,9 +55,9 @@ async def shared() -> AsyncIterator[None]:
 async def browsing(
     *, scheme: Scheme = "light", width: int = 1280, height: int = 900, expected: Sequence[str] = ()
 ) -> AsyncIterator[Page]:
-    """Open a page, and see to it that nothing is complained of, but in these words.
+    """Open a page; fail on any error in its console, except those with these words.
 
-    Certificates are those of the test's own authority, and are not looked at.
+    Certificates come from the test's own authority, and are not checked.
     """
     console_errors: list[str] = []
     async with _shared or launched() as browser:
@@ -77,18 +77,18 @@ async def browsing(
 
 
 def figure(page: Page, name: str) -> Locator:
-    """The value of one of the large figures, by its name."""
+    """Return the value of one of the large figures, by its name."""
     named = page.get_by_text(name, exact=True)
     return page.locator(".figure").filter(has=named).locator(".value")
 
 
 def panel(page: Page, title: str) -> Locator:
-    """The panel of that title."""
+    """Return the panel with that title."""
     return page.locator("section.panel").filter(has=page.get_by_role("heading", name=title, exact=True))
 
 
 async def choose(page: Page, choice: str, option: str, within: Locator | None = None) -> None:
-    """Choose one of a few, side by side, by a click on its words."""
+    """Choose one of some options, side by side, by a click on its label."""
     options = (within or page).get_by_role("group", name=choice, exact=True)
     radio = page.get_by_role("radio", name=option, exact=True)
     await options.locator("label").filter(has=radio).click()
@@ -96,12 +96,12 @@ async def choose(page: Page, choice: str, option: str, within: Locator | None = 
 
 
 async def inaccessible(page: Page) -> list[str]:
-    """What axe-core finds wrong."""
+    """Return axe-core's findings."""
     found = (await Axe().run(page)).response["violations"]
     return [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in found]
 
 
 async def is_scrolled_sideways(page: Page) -> bool:
-    """Whether the page is wider than its window."""
+    """Return whether the page is wider than its window."""
     wide: bool = await page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
     return wide

@@ -1,4 +1,4 @@
-"""A demo whose coordinator serves the page to whoever has a token."""
+"""A demo whose coordinator serves the page to everybody with a token."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from tests.event_log import logged
 
 
 class _ServerTls(Security):
-    """Browsers have tokens, and no certificates."""
+    """Browsers have tokens, but no certificates."""
 
     def of_coordinator(self) -> Mapping[str, str]:
         known = super().of_coordinator().items()
@@ -24,14 +24,14 @@ class _ServerTls(Security):
 
 @contextmanager
 def page_served() -> Iterator[None]:
-    """Within the block clusters serve the page, and ask browsers for no certificate."""
+    """Let clusters serve the page, and require no certificates of browsers, for the length of the block."""
     http = {"PERSEUS_COORDINATOR_HTTP": "127.0.0.1:0"}
     with patch.dict(os.environ, http), patch.object(demo_cluster, "Security", _ServerTls):
         yield
 
 
 def http_url(log: Path) -> str:
-    """Where the coordinator of that log serves the page."""
+    """Return the page's URL from the coordinator's log."""
     url: str = logged(log, "listening for HTTP")["url"]
     return url
 

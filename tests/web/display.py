@@ -1,4 +1,4 @@
-"""Numbers as the page says them: an account of its own, which the page is held against."""
+"""Numbers as the page must show them: an independent implementation to compare the page with."""
 
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -20,7 +20,7 @@ def percent(value: float) -> str:
 
 
 def kwh(value_kwh: float, margin_kwh: float | None = None) -> str:
-    """Of at least 0.1 kWh, so that three decimals are enough; with a margin of at least 0.01 kWh."""
+    """Format at least 0.1 kWh, so that three decimals are enough; with a margin of at least 0.01 kWh."""
     assert value_kwh >= 0.1
     assert margin_kwh is None or margin_kwh >= 0.01
     decimals = 1 if value_kwh >= 1000 and margin_kwh is None else 3

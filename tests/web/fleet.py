@@ -1,4 +1,4 @@
-"""A coordinator at rest whose jobs were brought where they are beforehand: many ranks, in seconds."""
+"""A coordinator at rest whose jobs were prepared beforehand: many ranks, in seconds."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -20,9 +20,9 @@ def machine(
     silent: Iterable[int] = (),
     gone: int = -1,
 ) -> JobMachine:
-    """A job with all its ranks, in a state.
+    """Return a job with all its ranks, in a state.
 
-    `silent`: pipelines whose agents' streams end then; `gone`: one whose trainers have died.
+    `silent`: pipelines whose agents' streams then end; `gone`: one whose trainers have died.
     """
     cluster = TimedCluster(rank_count, job_id)
     if state is JobState.WAITING:

@@ -72,7 +72,7 @@ class Site:
     async def ledger(
         self, job_id: str = "", times: Mapping[str, datetime] | None = None
     ) -> ListLedgerEntriesResponse:
-        """What gRPC tells: of a job or all of them, between `start_time` and `end_time`."""
+        """Return gRPC's entries: of a job or all of them, between `start_time` and `end_time`."""
         request = ListLedgerEntriesRequest(job_id=job_id)
         for field, time in (times or {}).items():
             getattr(request, field).FromDatetime(time)
@@ -81,7 +81,7 @@ class Site:
         return found
 
     async def open(self, page: Page) -> None:
-        """Go to the ledger, at a time that is always the same."""
+        """Open the ledger, at a fixed time."""
         await page.clock.set_fixed_time(NOW)
         await page.goto(f"{self.url}/#/ledger")
 
@@ -99,5 +99,5 @@ async def serving(folder: Path, entries: Iterable[Entry] = (), **settings: Any) 
 
 
 def table_row(page: Page, name: str) -> Locator:
-    """The row of that header."""
+    """Return the row with that header."""
     return page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=name, exact=True))

@@ -1,7 +1,7 @@
-"""The pictures of the live page in docs/operations.md: `python -m tests.web.pictures FOLDER`.
+"""Makes the pictures of the live page in docs/operations.md: `python -m tests.web.pictures FOLDER`.
 
-Nothing on them is drawn by hand: a demo runs in processes of its own, and has a straggler; the large
-job is a state machine that was brought there, and the ledger has hours that were made up.
+Nothing on them is drawn by hand: a demo runs in its own processes, and has a straggler; the large job is a
+prepared state machine, and the ledger has invented hours.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.web.ledgers import ENTRIES, serving, table_row
 
 _LONG_MS = 240_000
 
-# Their training has not begun.
+# Jobs whose training has not begun.
 _WAITING = {"gpt3-175b": (64, 16), "moe-8x22b": (16, 8), "vision-2b": (32, 4)}
 
 

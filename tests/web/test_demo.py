@@ -1,4 +1,4 @@
-"""The demo's processes, seen in a browser: agents, trainers and a coordinator as in operation."""
+"""The demo's processes, seen in a browser: agents, trainers and a coordinator as in production."""
 
 import tempfile
 import time
@@ -34,14 +34,14 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(300)
-async def test_the_demo_is_seen_as_it_runs(cluster: Cluster, tmp_path: Path) -> None:
+async def test_the_page_shows_the_running_demo(cluster: Cluster, tmp_path: Path) -> None:
     address = cluster.start_coordinator()
     cluster.start_agents(address)
     cluster.start_trainers()
     url = http_url(tmp_path / "logs" / "coordinator.log")
     async with (
         cluster.security.channels(address).open() as channel,
-        # Nobody is logged in yet; and a timeline may be asked for a moment before there is one.
+        # Before the login, and before there is a timeline, requests may fail.
         browsing(expected=["401", "400"]) as page,
     ):
         client = Client(channel)
@@ -54,7 +54,7 @@ async def test_the_demo_is_seen_as_it_runs(cluster: Cluster, tmp_path: Path) -> 
         await expect(state).to_have_text("planned", timeout=LONG_MS)
         cluster.check()
 
-        # It goes on all the while: at some moment page and gRPC say the same.
+        # Training continues all the while: at some moment page and gRPC show the same.
         await figures_agree(page, client)
         job = await client.job("seen")
         frontier = panel(page, "Frontier").get_by_role("row")

@@ -1,4 +1,4 @@
-"""The page's files: nothing of others but what is said, nothing from elsewhere, nothing inline."""
+"""The page's files: nothing third-party that is undeclared, nothing from elsewhere, nothing inline."""
 
 import hashlib
 import re
@@ -21,11 +21,11 @@ def test_uplot_is_what_was_published() -> None:
     assert "LICENSE" in reported
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
+def test_nothing_is_loaded_from_other_sites() -> None:
     addresses = {
         address for path in own_files() for address in re.findall(r"\b\w+://[^\"'`\s)]+", path.read_text())
     }
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, and no place
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a namespace, not an address
 
 
 def test_the_policy_of_the_page_can_be_kept() -> None:

@@ -16,7 +16,7 @@ PIPELINES = 1024
 
 
 @pytest.mark.parametrize("width", [1280, 360])
-async def test_4096_ranks_are_all_there(tmp_path: Path, width: int) -> None:
+async def test_all_4096_ranks_are_shown(tmp_path: Path, width: int) -> None:
     async with fleet(tmp_path, [machine("large", RANKS)]) as site, browsing(width=width) as page:
         await page.goto(f"{site.url}/#/jobs/large")
         await expect(figure(page, "ranks")).to_have_text("4096 of 4096")
@@ -32,7 +32,7 @@ async def test_4096_ranks_are_all_there(tmp_path: Path, width: int) -> None:
         spoken = ranks.locator("[aria-live=polite]")
         await expect(spoken).to_contain_text(f"pipeline {PIPELINES - 1}, stage 0, connected")
 
-        # The pointer finds the same cell that the keys do, through every band.
+        # The pointer finds the same cells as the keys, through every band.
         where = await canvas.bounding_box()
         assert where is not None
         await page.keyboard.press("Escape")

@@ -37,7 +37,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 def figures(account: LedgerAccount) -> list[str]:
-    """What stands in the row of an account of which all is known."""
+    """Return the row's texts of an account without unknowns."""
     return [
         display.kwh(account.energy_kwh),
         display.kwh(account.saved_energy_kwh, account.saved_energy_margin_kwh),
@@ -62,7 +62,7 @@ PERIODS = [
 
 
 @pytest.mark.parametrize(("period", "times", "rows"), PERIODS, ids=[name for name, *_ in PERIODS])
-async def test_a_periods_numbers_are_those_of_grpc(
+async def test_a_periods_numbers_agree_with_grpc(
     site: Site, period: str, times: dict[str, datetime], rows: list[str]
 ) -> None:
     reported = await site.ledger(times=times)
@@ -83,7 +83,7 @@ async def test_a_periods_numbers_are_those_of_grpc(
                 shown = ["run 1", "0.500 kWh", *6 * ["unknown"]]
                 await expect(table_row(page, "bare").get_by_role("cell")).to_have_text(shown)
                 continue
-            # Of several runs, each has a row of its own below the job's.
+            # Each of several runs has its own row below the job's.
             run_name = f"run {entry.run_number}"
             is_one_of_several = entry.job_id == "gpt3" and run_name in rows
             name = run_name if is_one_of_several else f"{entry.job_id}{' deleted' * entry.is_deleted}"
@@ -91,7 +91,7 @@ async def test_a_periods_numbers_are_those_of_grpc(
             await expect(table_row(page, name).get_by_role("cell")).to_have_text(shown)
 
 
-async def test_a_deleted_job_is_marked_and_leads_nowhere(site: Site) -> None:
+async def test_a_deleted_job_is_marked_and_has_no_link(site: Site) -> None:
     async with browsing() as page:
         await site.open(page)
         await expect(page.get_by_role("link", name="gpt3", exact=True)).to_be_visible()
@@ -104,7 +104,7 @@ async def test_a_deleted_job_is_marked_and_leads_nowhere(site: Site) -> None:
 TOGETHER = "(m, accounts) => JSON.parse(JSON.stringify(m.together(accounts)))"  # without what is not known
 
 
-async def test_runs_add_up_to_what_the_coordinator_says_of_their_job(site: Site) -> None:
+async def test_runs_add_up_to_the_coordinators_total_of_their_job(site: Site) -> None:
     reported = await site.ledger("gpt3")
     assert len(reported.entries) == 2
     accounts = [
@@ -116,13 +116,13 @@ async def test_runs_add_up_to_what_the_coordinator_says_of_their_job(site: Site)
     async with browsing() as page:
         await page.goto(site.url)
         found = await run(page, "ledger", TOGETHER, accounts)
-    assert "saved_energy_margin_kwh" not in found, "no interval is made up"
+    assert "saved_energy_margin_kwh" not in found, "no interval is invented"
     for field, value in found.items():
         assert value == pytest.approx(getattr(reported.total, field)), field
     assert {"cost", "carbon_g", "saved_cost", "saved_percent", "price_per_kwh"} <= set(found)
 
 
-async def test_what_one_run_does_not_know_the_job_does_not_know(site: Site) -> None:
+async def test_values_unknown_for_one_run_are_unknown_for_the_job(site: Site) -> None:
     zeros = dict.fromkeys(
         [
             *("iteration_count", "unmeasured_iteration_count", "uncompared_energy_kwh"),
@@ -180,10 +180,10 @@ async def test_amounts_are_never_hidden_by_their_decimals(site: Site) -> None:
                 assert await run(page, "numbers", f"(m, given) => m.{name}(...given)", given) == words
 
 
-async def test_an_empty_ledger_is_said(tmp_path: Path) -> None:
+async def test_an_empty_ledger_shows_a_message(tmp_path: Path) -> None:
     async with serving(tmp_path) as site, browsing() as page:
         await site.open(page)
-        await expect(page.get_by_text("No job has used anything in this time")).to_be_visible()
+        await expect(page.get_by_text("The ledger has no energy in this period")).to_be_visible()
         await expect(page.get_by_text("2026-11-01 00:00 UTC to now")).to_be_visible()
         await expect(page.get_by_role("table")).to_have_count(0)
         await site.client.register()
@@ -191,7 +191,7 @@ async def test_an_empty_ledger_is_said(tmp_path: Path) -> None:
         await expect(panel(page, "Ledger")).to_contain_text("Nothing has been counted yet.")
 
 
-async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Path) -> None:
+async def test_the_savings_of_a_job_without_a_baseline_are_unknown(tmp_path: Path) -> None:
     async with serving(tmp_path, baseline_iterations=100) as site, browsing() as page:
         await site.client.register()
         agent = FakeAgent(site.client, "agent", ALL_PLACES)
@@ -204,13 +204,13 @@ async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Pa
         row = table_row(page, "assumed: price per kWh").get_by_role("cell")
         await expect(row).to_have_text("unknown: not set")
         await expect(ledger).to_contain_text("no stock baseline was measured")
-        # All of it is uncompared: what was used says so, too.
+        # All of it is uncompared, and the figure of the energy used shows that, too.
         used_kwh = await table_row(page, "used").get_by_role("cell").inner_text()
         await expect(table_row(page, "uncompared").get_by_role("cell")).to_have_text(used_kwh)
         assert used_kwh != "0 kWh"
 
 
-async def test_a_job_is_told_of_this_run_and_of_all(site: Site) -> None:
+async def test_a_jobs_ledger_shows_this_run_and_all_runs(site: Site) -> None:
     reported = await site.ledger("gpt3")
     run_account = reported.entries[-1].account
     async with browsing() as page:
@@ -234,7 +234,7 @@ async def test_a_job_is_told_of_this_run_and_of_all(site: Site) -> None:
         )
 
 
-async def test_a_running_jobs_ledger_is_that_of_grpc(tmp_path: Path) -> None:
+async def test_a_running_jobs_ledger_agrees_with_grpc(tmp_path: Path) -> None:
     async with serving(tmp_path, price_per_kwh=0.25, intensity_g_per_kwh=400.0) as site:
         await site.client.register()
         agent = FakeAgent(site.client, "agent", ALL_PLACES)
@@ -257,7 +257,7 @@ async def test_a_running_jobs_ledger_is_that_of_grpc(tmp_path: Path) -> None:
             await expect(more).to_have_text(str(account.iteration_count + 3))
 
 
-async def test_figures_that_nobody_renews_are_stale(site: Site) -> None:
+async def test_figures_without_updates_are_stale(site: Site) -> None:
     async with browsing(expected=["ERR_FAILED"]) as page:
         await site.open(page)
         await expect(page.locator("#stream-state")).to_have_text("live")
@@ -266,7 +266,7 @@ async def test_figures_that_nobody_renews_are_stale(site: Site) -> None:
         await choose(page, "Period", "today")
         await expect(page.locator("#stream-state")).to_contain_text("stale since")
         await expect(figure(page, "used")).to_have_text(shown)
-        # What is shown is still that of the period before, and says so.
+        # The figures are still those of the period before, and are marked as such.
         await expect(page.get_by_text("2026-11-01 00:00 UTC to now")).to_be_visible()
         await page.unroute("**/ListLedgerEntries")
         await expect(page.locator("#stream-state")).to_have_text("live")

@@ -1,4 +1,4 @@
-"""Who sees the page, and who may control: tokens over TLS, as in operation."""
+"""Who may read the page, and who may control: tokens over TLS, as in production."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -52,22 +52,18 @@ async def log_in(page: Page, token: str) -> None:
     await page.get_by_role("button", name="Log in").click()
 
 
-async def test_one_logs_in_and_out(tmp_path: Path) -> None:
+async def test_logging_in_and_out(tmp_path: Path) -> None:
     async with guarded(tmp_path) as site, browsing(expected=["401", "403"]) as page:
         await page.goto(f"{site.url}/#/jobs/job")
         await expect(page.get_by_label("Token")).to_be_focused()
         assert await inaccessible(page) == []
         await log_in(page, "perseus_wrong")
-        await expect(page.get_by_role("alert")).to_have_text(
-            "This token is unknown or no longer valid."
-        )
+        await expect(page.get_by_role("alert")).to_have_text("This token is unknown or no longer valid.")
         await log_in(page, await site.make_token("agents", token_service_pb2.SCOPE_AGENT))
-        await expect(page.get_by_role("alert")).not_to_have_text(
-            "This token is unknown or no longer valid."
-        )
+        await expect(page.get_by_role("alert")).not_to_have_text("This token is unknown or no longer valid.")
         await expect(page.get_by_role("alert")).not_to_be_empty()
 
-        # The page that was asked for is the one that comes.
+        # The login leads to the page that was opened.
         await log_in(page, site.operator_token)
         await expect(page.get_by_role("heading", name="job", level=1)).to_be_visible()
         await expect(panel(page, "Controls")).to_be_visible()
@@ -83,14 +79,14 @@ async def test_one_logs_in_and_out(tmp_path: Path) -> None:
         await expect(page.get_by_label("Token")).to_be_visible()
 
 
-async def test_a_reader_sees_all_and_controls_nothing(tmp_path: Path) -> None:
+async def test_a_reader_sees_everything_and_controls_nothing(tmp_path: Path) -> None:
     async with guarded(tmp_path) as site, browsing(expected=["401"]) as page:
         await page.goto(f"{site.url}/#/jobs/job")
         await log_in(page, await site.make_token("wall", token_service_pb2.SCOPE_READER))
         await expect(page.locator("#who")).to_contain_text("wall (reader)")
         await expect(panel(page, "Ranks")).to_contain_text("4 expected")
         await expect(page.get_by_role("heading", name="Controls")).to_have_count(0)
-        # A revoked token ends the session where it is.
+        # Revoking a token ends its session on the page.
         await site.revoke("wall")
         await expect(page.get_by_text("The session has ended.")).to_be_visible()
         await expect(page.get_by_label("Token")).to_be_visible()

@@ -1,4 +1,4 @@
-"""The page's pure modules, in the browser that runs them: numbers, a job's model, where cells are drawn."""
+"""The page's pure modules, in the browser that runs them: numbers, a job's model, the layout of cells."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,7 +26,7 @@ async def page(tmp_path: Path) -> AsyncIterator[Page]:
 
 
 async def run(page: Page, module: str, script: str, *arguments: Any) -> Any:
-    """What a function of a module and the arguments returns, in the page."""
+    """Return the result of a module's function with arguments, in the page."""
     call = f"async ([module, given]) => ({script})(await import(`/static/${{module}}.js`), ...given)"
     return await page.evaluate(call, [module, list(arguments)])
 
@@ -71,12 +71,12 @@ MODEL = """(m, updates) => {
 JOB = {"job": {"run_number": 1, "epoch": "e", "parallelism": {"pipeline_count": 2}}}
 
 
-async def test_an_iteration_counts_when_all_pipelines_told_it_or_were_overtaken(page: Page) -> None:
+async def test_an_iteration_counts_when_all_pipelines_reported_it_or_were_overtaken(page: Page) -> None:
     updates = [JOB, iteration(0, 0, 1.0), iteration(0, 1, 1.2), iteration(1, 0)]
     found = await run(page, "job_model", MODEL, updates)
     assert found["iterations"] == [[0, 1.2, 200]]
     assert found["power_w"] == pytest.approx(200 / 1.2)
-    # A slow reader is not told all of them: the energy is that of as many pipelines as there are.
+    # A slow reader does not get all reports: the energy is scaled up to all pipelines.
     found = await run(page, "job_model", MODEL, [*updates, iteration(3, 0)])
     assert found["iterations"] == [[0, 1.2, 200], [1, 1.0, 200]]
 
@@ -130,7 +130,7 @@ WALK = """(m, keys) => {
 }"""
 
 
-async def test_keys_lead_through_bands_and_stay_inside(page: Page) -> None:
+async def test_keys_move_through_bands_and_stay_inside(page: Page) -> None:
     keys = ["ArrowLeft", "ArrowLeft", "ArrowRight", "ArrowRight", "ArrowDown", "End", "ArrowDown", "Home"]
     assert await run(page, "ranks_grid", WALK, keys) == [
         [0, 0, 0],
@@ -144,7 +144,7 @@ async def test_keys_lead_through_bands_and_stay_inside(page: Page) -> None:
     ]
 
 
-async def test_more_is_told_by_lightness_alone(page: Page) -> None:
+async def test_values_differ_by_lightness_alone(page: Page) -> None:
     for scheme in SCHEMES:
         await page.emulate_media(color_scheme=scheme)
         for name in ("heat", "cool"):
@@ -163,7 +163,7 @@ def _luminance(colour: str) -> float:
 WORDS = "(m, policy, target) => [m.policy(policy), m.signalTarget(target)]"
 
 
-async def test_a_policy_by_a_signal_is_said_in_words(page: Page) -> None:
+async def test_a_policy_with_a_signal_is_described_in_words(page: Page) -> None:
     work = {"iteration_count": "40", "end_time": "2027-01-15T08:00:00Z"}
     following = {"state": "SIGNAL_TARGET_STATE_FOLLOWING", "iteration_count": 82285.7, "done_count": "1200"}
     cases: list[tuple[dict[str, Any], dict[str, Any] | None, str, str]] = [

@@ -41,7 +41,8 @@ IN_ITS_HEADER = """(element) => {
   const header = element.closest("header").getBoundingClientRect();
   return [element.getBoundingClientRect().y - header.y, header.height];
 }"""
-"""How far below its header's top something is, and how high that is; both at once, as the page moves."""
+"""The distance from the top of the header to an element, and the header's height; read together, as the page
+moves."""
 
 
 STICKING_OUT = """(controls) => {
@@ -49,7 +50,7 @@ STICKING_OUT = """(controls) => {
   const shown = [...controls.querySelectorAll("form *")].filter((each) => each.getClientRects().length);
   return shown.filter((each) => each.getBoundingClientRect().right > right + 1).map((each) => each.outerHTML);
 }"""
-"""What is wider than the controls' panel, which hides it."""
+"""Elements that are wider than the controls' panel, which cuts them off."""
 
 
 class Site:
@@ -64,7 +65,7 @@ class Site:
         return f"{self.url}/#/jobs/{job_id}"
 
     async def plan(self) -> None:
-        """Bring the job to its plans, and a few iterations on."""
+        """Run the job until it has plans, and a few iterations longer."""
         await self.client.register()
         await self.agent.join()
         await self.agent.iterate_until(self.client, job_pb2.JOB_STATE_PLANNED)
@@ -86,15 +87,15 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         yield site
 
 
-async def test_what_is_not_there_yet_is_said(site: Site) -> None:
+async def test_missing_content_is_explained(site: Site) -> None:
     async with browsing(expected=["404"]) as page:
         await page.goto(site.url)
-        await expect(page.get_by_text("There is no job yet.")).to_be_visible()
+        await expect(page.get_by_text("No jobs yet.")).to_be_visible()
         await site.client.register()
         await page.get_by_role("link", name="job", exact=True).click()
         await expect(page.get_by_role("heading", name="job", level=1)).to_be_visible()
         await expect(page.locator("#content .state")).to_have_text("waiting")
-        await expect(panel(page, "Frontier")).to_contain_text("before all ranks have joined")
+        await expect(panel(page, "Frontier")).to_contain_text("some have not joined yet")
         await expect(panel(page, "Ranks")).to_contain_text("4 expected")
         await expect(figure(page, "ranks")).to_have_text("0 of 4")
         labels = [
@@ -111,7 +112,7 @@ async def test_what_is_not_there_yet_is_said(site: Site) -> None:
         await expect(page.get_by_text("There is no job “nobody” on this coordinator.")).to_be_visible()
 
 
-async def test_the_numbers_are_those_of_grpc(site: Site) -> None:
+async def test_the_numbers_agree_with_grpc(site: Site) -> None:
     await site.plan()
     job = await site.client.job()
     request = frontier_service_pb2.GetFrontierRequest(job_id="job")
@@ -158,7 +159,7 @@ async def test_the_numbers_are_those_of_grpc(site: Site) -> None:
         await expect(measured.first).to_contain_text(f"{periods[-1].number} planned")
         await expect(measured.first).to_contain_text(display.percent(periods[-1].saving.energy_percent)[:-2])
 
-        # What comes while the page is open is on it, too.
+        # News that comes while the page is open appears on it, too.
         await site.agent.iterate(3)
         iteration = site.agent.ranks[ALL_PLACES[0]].iteration
         await expect(panel(page, "Iterations")).to_contain_text(f"Latest: iteration {iteration}: 0.800 s")
@@ -195,7 +196,7 @@ async def test_the_timeline_shows_stock_and_plan_and_can_be_read_by_keyboard(sit
         await expect(timeline.locator(".tip")).to_be_hidden()
 
 
-async def test_ranks_are_read_by_keyboard_and_in_full(site: Site) -> None:
+async def test_ranks_can_be_read_by_keyboard_and_in_detail(site: Site) -> None:
     await site.plan()
     async with browsing() as page:
         await page.goto(site.of())
@@ -217,7 +218,7 @@ async def test_ranks_are_read_by_keyboard_and_in_full(site: Site) -> None:
 
 @pytest.mark.parametrize("width", [1280, 420])
 @pytest.mark.parametrize("title", ["Ranks", "Timeline"])
-async def test_choices_stay_where_they_are_when_one_is_made(site: Site, title: str, width: int) -> None:
+async def test_choices_do_not_move_when_one_is_made(site: Site, title: str, width: int) -> None:
     await site.plan()
     async with browsing(width=width) as page:
         await page.goto(site.of())
@@ -289,7 +290,7 @@ async def test_policy_and_baseline(site: Site) -> None:
 
 
 @pytest.mark.parametrize("minimum", ["carbon", "cost"])
-async def test_a_policy_by_a_signal_is_set_as_on_the_command_line(site: Site, minimum: str) -> None:
+async def test_a_policy_with_a_signal_is_set_as_on_the_command_line(site: Site, minimum: str) -> None:
     await site.plan()
     rule = f"least_{minimum}"
     async with browsing() as page:
@@ -299,7 +300,7 @@ async def test_a_policy_by_a_signal_is_set_as_on_the_command_line(site: Site, mi
         submit = controls.get_by_role("button", name="Set policy")
         await chosen.select_option(label=f"Least {minimum}, within extra time")
         await controls.get_by_label("extra time, % more time").fill("7.5")
-        await controls.get_by_label("horizon, h").fill("0.5")  # an hour is the least, 366 days the most
+        await controls.get_by_label("horizon, h").fill("0.5")  # the least is an hour, the most 366 days
         await submit.click()
         assert await controls.locator("input:invalid").count() == 1
         await controls.get_by_label("horizon, h").fill("8785")
@@ -329,7 +330,7 @@ async def test_a_policy_by_a_signal_is_set_as_on_the_command_line(site: Site, mi
         assert await inaccessible(page) == []
 
 
-async def test_a_policy_by_a_signal_fits_a_telephone_and_begins_with_a_day(site: Site) -> None:
+async def test_a_policy_with_a_signal_fits_a_telephone_and_defaults_to_a_day(site: Site) -> None:
     await site.plan()
     async with browsing(width=360, height=740) as page:
         await page.goto(site.of())
@@ -346,7 +347,7 @@ async def test_a_policy_by_a_signal_fits_a_telephone_and_begins_with_a_day(site:
         assert abs(work.end_time.ToSeconds() - began_s - 86_400) < 120
 
 
-async def test_what_ends_a_job_is_asked_twice(site: Site) -> None:
+async def test_finishing_a_job_needs_a_confirmation(site: Site) -> None:
     await site.plan()
     async with browsing() as page:
         await page.goto(site.of())
@@ -361,7 +362,7 @@ async def test_what_ends_a_job_is_asked_twice(site: Site) -> None:
         assert (await site.client.job()).state == job_pb2.JOB_STATE_FINISHED
 
 
-async def test_texts_of_others_are_text(site: Site) -> None:
+async def test_texts_from_others_are_not_markup(site: Site) -> None:
     markup = "<img src=x onerror=alert(1)>"
     await site.client.register()
     await site.agent.join()
@@ -398,7 +399,7 @@ async def test_nothing_is_inaccessible(site: Site, scheme: Scheme) -> None:
         assert await inaccessible(page) == []
 
 
-async def test_a_telephone_has_all_of_it(site: Site) -> None:
+async def test_everything_fits_a_telephone(site: Site) -> None:
     await site.plan()
     async with browsing(width=360, height=740) as page:
         await page.goto(site.url)
@@ -439,7 +440,7 @@ async def press_until(page: Page, key: str, selector: str) -> None:
     raise AssertionError(f"expected the focus at {selector} within 60 times {key}")
 
 
-async def test_a_new_run_replaces_what_was_shown(site: Site) -> None:
+async def test_a_new_run_replaces_the_old_one(site: Site) -> None:
     await site.plan()
     async with browsing() as page:
         await page.goto(site.of())

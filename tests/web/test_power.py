@@ -1,4 +1,4 @@
-"""Feeds and their limits on the page, beside what gRPC says of them."""
+"""Feeds and their limits on the page, compared with gRPC's."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.web.test_page import serving
 pytestmark = in_browser
 
 
-async def test_a_limited_feed_is_shown_with_whom_it_holds_back_and_goes_with_its_budget(
+async def test_a_limited_feed_is_shown_with_its_slowed_jobs_until_its_budget_ends(
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path) as site, browsing() as page:
@@ -29,7 +29,7 @@ async def test_a_limited_feed_is_shown_with_whom_it_holds_back_and_goes_with_its
         row = feeds.get_by_role("row").filter(has_text="default")
         await expect(row).to_contain_text(display.watts(1.0))
         await expect(row).to_contain_text("not kept")
-        await expect(row).to_contain_text("would have to be paused: job")
+        await expect(row).to_contain_text("would require pausing job")
         await expect(row.get_by_role("cell").last).to_have_text("job")
         assert await inaccessible(page) == []
         await site.agent.iterate(1)

@@ -1,4 +1,4 @@
-"""A coordinator that is killed and comes back: the page says so, and goes on by itself."""
+"""A coordinator that is killed and comes back: the page shows that, and reconnects by itself."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def coordinator(folder: Path, address: str, http: str) -> Iterator[subprocess.Po
         process.wait()
 
 
-async def test_the_page_is_stale_and_live_again(tmp_path: Path) -> None:
+async def test_the_page_becomes_stale_and_live_again(tmp_path: Path) -> None:
     address, http = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
 
     async def is_registered(client: Client) -> bool:
@@ -62,7 +62,7 @@ async def test_the_page_is_stale_and_live_again(tmp_path: Path) -> None:
             await page.evaluate("window.isTheSamePage = true")
         await expect(state).to_contain_text("stale since")
         await expect(page.locator("main.stale")).to_be_visible()
-        await expect(figure(page, "ranks")).to_have_text("0 of 4")  # what was known stays, and is marked
+        await expect(figure(page, "ranks")).to_have_text("0 of 4")  # old figures stay, and are marked
         with coordinator(tmp_path, address, http):
             await expect(state).to_have_text("live")
             await expect(page.locator("main.stale")).to_have_count(0)
@@ -72,11 +72,11 @@ async def test_the_page_is_stale_and_live_again(tmp_path: Path) -> None:
             await expect(page.locator("#content .state")).to_have_text("finished")
             events = panel(page, "Events").locator("li")
             texts = await events.all_inner_texts()
-            assert len(texts) == len(set(texts)), texts  # nothing is told twice
+            assert len(texts) == len(set(texts)), texts  # no event appears twice
             assert await page.evaluate("window.isTheSamePage")
 
 
-async def test_the_baselines_timeline_is_not_asked_for_after_a_restart_and_the_page_says_why(
+async def test_the_baselines_timeline_is_not_requested_after_a_restart_and_the_page_explains_why(
     tmp_path: Path,
 ) -> None:
     http = f"127.0.0.1:{free_port()}"
@@ -88,7 +88,7 @@ async def test_the_baselines_timeline_is_not_asked_for_after_a_restart_and_the_p
         await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
         assert (await client.job()).baseline.has_timeline
         await agent.end()
-    async with connected(settings) as client, browsing() as page:  # no request is answered with an error
+    async with connected(settings) as client, browsing() as page:  # no request may fail
         before = (await client.job()).baseline
         assert before.iteration_time_s > 0
         assert not before.has_timeline
@@ -98,7 +98,7 @@ async def test_the_baselines_timeline_is_not_asked_for_after_a_restart_and_the_p
         agent.use(client)
         await agent.join()
         await agent.iterate(3)
-        lost = "An iteration of the stock baseline is kept until the coordinator restarts"
+        lost = "kept only until the coordinator restarts"
         await expect(timeline.locator(".note")).to_contain_text(lost)
         request = job_service_pb2.MeasureBaselineRequest(job_id="job", request_id="again")
         await client.jobs.MeasureBaseline(request, timeout=TIMEOUT_S)

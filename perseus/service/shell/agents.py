@@ -184,8 +184,8 @@ class Agents:
                 return
             epoch = await self._store.renew_epoch()
         log.error(
-            "state that was acknowledged is lost, a new epoch begins: was the database restored from an "
-            "older copy, or its log damaged?",
+            "acknowledged state is lost, a new epoch begins: was the database restored from an older copy, "
+            "or its log damaged?",
             epoch=epoch,
             instance_id=instance_id,
         )

@@ -1,4 +1,4 @@
-"""Who may call what, and what those see who may not; on a coordinator that asks everybody who they are."""
+"""Who may call which method, and the errors for others; on a coordinator that authenticates everybody."""
 
 import asyncio
 import time
@@ -64,9 +64,9 @@ JOINED = ConnectRequest(rank_joined=agent_service_pb2.RankJoined(job_id="llama-1
 
 
 async def outcome(client: Client, rpc: str) -> str:
-    """What becomes of a call: `yes`, or why not."""
+    """Return the outcome of a call: `yes`, or the reason of its refusal."""
     request = REQUESTS[rpc].SerializeToString() if rpc in REQUESTS else b""
-    channel: Any = client.channel  # bytes as they are
+    channel: Any = client.channel  # raw bytes
     try:
         if rpc.endswith("/Connect"):
             return await joining(client)
@@ -84,10 +84,10 @@ async def outcome(client: Client, rpc: str) -> str:
 
 
 async def joining(client: Client) -> str:
-    """An agent may greet, and then be refused what it says of a rank."""
+    """An agent may connect, and then have its messages about a rank refused."""
     call = Call(client.agents.Connect(timeout=TIMEOUT_S))
     for output in (HELLO, JOINED):
-        with suppress(asyncio.InvalidStateError):  # the stream has ended; reading says why
+        with suppress(asyncio.InvalidStateError):  # the stream has ended; reading returns the reason
             await call.write(output)
         answer = await call.read()
     call.cancel()
@@ -101,7 +101,7 @@ COLUMNS = ("reader", "grid", "agent of another job", "agent", "operator")
 
 
 def page_row(outcomes: dict[str, str]) -> tuple[str, ...]:
-    """Return the cells of the page's table for one call: a dash is a refusal of the expected status."""
+    """Return the cells of the page's table for one call: a dash is a refusal with the expected status."""
     (invalid,) = {outcomes[name] for name in INVALID}
     cells = ["–" if invalid == UNAUTHENTICATED.name else invalid]
     cells += ["–" if outcomes[name] == PERMISSION_DENIED.name else outcomes[name] for name in COLUMNS]
@@ -127,7 +127,7 @@ def page_table(rows: dict[str, tuple[str, ...]]) -> str:
     )
 
 
-async def test_the_page_says_who_may_call_what(site: Site) -> None:
+async def test_the_page_lists_who_may_call_what(site: Site) -> None:
     secrets = {
         "none": None,
         "wrong": "perseus_wrong",
@@ -150,7 +150,7 @@ async def test_the_page_says_who_may_call_what(site: Site) -> None:
     assert table in PAGE.read_text(), f"expected in {PAGE.name}:\n{table}"
 
 
-async def test_who_asks_is_told_who_they_are(site: Site) -> None:
+async def test_callers_can_ask_for_their_own_identity(site: Site) -> None:
     async with site.as_(await site.new("node-7", "agent:llama-*")) as client:
         found = await InfoServiceStub(client.channel).GetInfo(
             info_service_pb2.GetInfoRequest(), timeout=TIMEOUT_S
@@ -180,7 +180,7 @@ async def test_a_refusal_has_its_reason_and_is_logged_without_the_secret(
     assert "perseus_wrong" not in str(line)
 
 
-async def test_what_is_no_bearer_token_is_none(site: Site) -> None:
+async def test_other_authorization_headers_are_not_bearer_tokens(site: Site) -> None:
     async with site.as_(None) as client:
         call = client.jobs.ListJobs(
             job_service_pb2.ListJobsRequest(), metadata=(("authorization", f"Basic {site.operator}"),)
@@ -236,7 +236,7 @@ async def to_the_end(call: Any) -> None:
         pass
 
 
-async def test_an_agent_speaks_for_the_jobs_of_its_scope_and_its_stream_goes_on(site: Site) -> None:
+async def test_an_agent_is_limited_to_its_scopes_jobs_and_its_stream_continues(site: Site) -> None:
     secret = await site.new("agents", "agent:llama-*")
     async with site.as_(site.operator) as operator, site.as_(secret) as client:
         for job_id in ("llama-1", "opt"):
@@ -331,7 +331,7 @@ async def test_the_operators_file_is_written_once_and_for_its_user_alone(tmp_pat
             pass
 
 
-async def test_an_operators_token_that_is_revoked_stays_so_until_its_file_is_replaced(tmp_path: Path) -> None:
+async def test_a_revoked_operators_token_stays_revoked_until_its_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "operator.token"
     settings = make_settings(tmp_path, insecure=False, operator_token_file=path)
     async with running_here(settings):
@@ -372,7 +372,7 @@ async def revoke_in(database: Path | str) -> None:
     ("scopes", "reason"),
     [({"client": "operator"}, None), ({"client": "reader"}, "SCOPE_TOO_NARROW"), ({}, "CREDENTIAL_MISSING")],
 )
-async def test_a_certificates_identity_stands_for_a_token(
+async def test_a_certificates_identity_replaces_a_token(
     tmp_path: Path, scopes: dict[str, str], reason: str | None
 ) -> None:
     security = Security(tmp_path / "security")
@@ -404,7 +404,7 @@ def test_scopes_of_certificates_are_checked_at_the_start(tmp_path: Path) -> None
         )
 
 
-def test_refusal_logs_say_how_many_were_left_out() -> None:
+def test_refusal_logs_count_the_entries_that_were_left_out() -> None:
     now_s = 0.0
     refusal_log = RefusalLog(lambda: now_s)
     with capture_logs() as logs:
@@ -420,7 +420,7 @@ def test_refusal_logs_say_how_many_were_left_out() -> None:
     ]
 
 
-def test_nobody_calls_before_it_is_found_out_who() -> None:
+def test_no_call_is_served_without_authentication() -> None:
     with pytest.raises(LookupError):
         caller()
     with calling(ANYBODY):
@@ -431,7 +431,7 @@ INSTANCE_SERVED = "PERMISSION_DENIED INSTANCE_SERVED"
 
 
 async def greeting(client: Client, instance_id: str, key: str = "") -> agent_service_pb2.Welcome | str:
-    """What an agent's Hello is answered with: a Welcome, or the reason why not."""
+    """Return the answer to an agent's Hello: a Welcome, or the reason of its refusal."""
     call = client.agents.Connect(timeout=TIMEOUT_S)
     hello = agent_service_pb2.Hello(instance_id=instance_id, agent_version="0", instance_key=key)
     await call.write(ConnectRequest(hello=hello))
@@ -446,10 +446,10 @@ async def greeting(client: Client, instance_id: str, key: str = "") -> agent_ser
     return answer.welcome
 
 
-async def test_an_instance_is_its_principals_even_after_its_stream_has_ended(
+async def test_an_instance_belongs_to_its_principal_even_after_its_stream_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who knows another agent's identifier can't take its place; the agent itself may come anew."""
+    """Knowing another agent's identifier is not enough to take its place; the agent itself may come back."""
     settings = make_settings(tmp_path, insecure=False, operator_token_file=tmp_path / "operator.token")
     with tokens_of_coordinators(monkeypatch) as made:
         async with running_here(settings) as (address, _):
@@ -469,11 +469,11 @@ async def test_an_instance_is_its_principals_even_after_its_stream_has_ended(
                 assert isinstance(theirs, agent_service_pb2.Welcome)
                 for wrong in ("", "x", "é", theirs.instance_key):
                     assert await greeting(other, "mine", wrong) == INSTANCE_SERVED
-        async with running_here(settings) as (address, _):  # restarted, it knows whose it is
+        async with running_here(settings) as (address, _):  # after a restart it still knows the owner
             site = Site(address, made[-1], settings.operator_token_file)
             async with site.as_(second) as other:
                 assert await greeting(other, "mine") == INSTANCE_SERVED
-            async with site.as_(first) as client:  # whoever it was, without the key
+            async with site.as_(first) as client:  # even its principal, without the key
                 welcome = await greeting(client, "mine")
                 assert isinstance(welcome, agent_service_pb2.Welcome)
                 assert (welcome.acknowledged_sequence, welcome.instance_key) == (1, key)

@@ -1,7 +1,7 @@
-"""Every number of every request has bounds at the door: found by the contract itself, field by field.
+"""Every number of every request has bounds at the API: the contract lists the numbers, field by field.
 
-Each request is valid with all its numbers set; then one number at a time is what no number may be. It is
-refused, and the coordinator goes on. A number that is new in the contract fails here until it is set below.
+Each request is valid with all its numbers set; then one number at a time gets an impossible value. It is
+refused, and the coordinator continues. A number that is new in the contract fails here until it is set below.
 """
 
 import asyncio
@@ -49,9 +49,9 @@ OF_32_BITS = {
     "clock_event_reasons",
     "set_latency_count",
 }
-"""Where telemetry has these, their type is their upper bound."""
+"""Numbers of telemetry whose upper bound is their type's."""
 CLAMPED = {"page_size"}
-"""Any more is the most there is, and says so in the contract."""
+"""Numbers whose bounds `test_paging` tests."""
 
 Path_ = tuple[str, ...]
 
@@ -61,7 +61,7 @@ def is_number(field: Any) -> bool:
 
 
 def declared(descriptor: Descriptor, path: Path_ = ()) -> Iterator[Path_]:
-    """All numbers that a message may hold, by their path; messages that hold themselves don't exist here."""
+    """Return all numbers of a message, by their path; the contract has no recursive messages here."""
     for field in descriptor.fields:
         if field.message_type is not None:
             yield from declared(field.message_type, (*path, field.name))
@@ -70,7 +70,7 @@ def declared(descriptor: Descriptor, path: Path_ = ()) -> Iterator[Path_]:
 
 
 def holders(message: Message, path: Path_) -> Iterator[tuple[Message, Any]]:
-    """The messages in which the last of a path is set."""
+    """Return the messages in which the last field of a path is set."""
     field = message.DESCRIPTOR.fields_by_name[path[0]]
     if len(path) == 1:
         is_set = len(getattr(message, path[0])) if field.is_repeated else _is_set(message, field)
@@ -88,7 +88,7 @@ def _is_set(message: Message, field: Any) -> bool:
 
 
 def spoiled(base: Message, path: Path_) -> Iterator[tuple[Any, Any]]:
-    """The message with every impossible value at one place."""
+    """Yield the message with every impossible value in one place."""
     ((_, field),) = holders(base, path)
     for value in INTEGERS.get(field.cpp_type, FLOATS):
         if path[0] == "telemetry" and field.name in OF_32_BITS and value == 2**31 - 1:
@@ -103,7 +103,8 @@ def spoiled(base: Message, path: Path_) -> Iterator[tuple[Any, Any]]:
         yield value, message
 
 
-# --- what agents say ----------------------------------------------------------------------------------------
+# --- agents' messages
+# ----------------------------------------------------------------------------------------
 
 
 def clocks() -> clock_statistics_pb2.ClockStatistics:
@@ -111,7 +112,7 @@ def clocks() -> clock_statistics_pb2.ClockStatistics:
 
 
 def output(agent: FakeAgent) -> list[ConnectRequest]:
-    """One valid message of each kind that has numbers, all of them set."""
+    """Return one valid message of each kind that has numbers, with all of them set."""
     rank = agent.ranks[ALL_PLACES[0]]
     rank.begin()
     telemetry = agent.telemetry(rank)
@@ -151,13 +152,13 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
 
 
 NEVER_ANSWERED = {("message_refused", "rank", name) for name in ("pipeline", "stage", "tensor")}
-"""Refusals: they are put into the log, and nothing else comes of them."""
+"""Refusals: they are only logged."""
 OF_STREAM = {("hello", "protocol_version")}
 OF_COORDINATOR = {("heartbeat", "power_interval_s")}
-"""What an agent says of it is read by nobody."""
+"""Fields that the coordinator does not read."""
 
 
-async def test_every_number_that_an_agent_says_has_bounds(tmp_path: Path) -> None:
+async def test_every_number_of_agents_messages_has_bounds(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -201,13 +202,14 @@ def refusals(agent: FakeAgent) -> int:
 
 
 async def reason(call: Awaitable[object]) -> str:
-    """The reason of the error that a call ends with."""
+    """Return the reason of the error that a call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return _reason(caught.value)
 
 
-# --- what clients ask ---------------------------------------------------------------------------------------
+# --- clients' requests
+# ---------------------------------------------------------------------------------------
 
 
 def spec(**changes: Any) -> job_pb2.JobSpec:
@@ -250,7 +252,7 @@ def registers() -> list[Message]:
 
 
 def asked() -> list[Message]:
-    """Valid requests with all their numbers set."""
+    """Return valid requests with all their numbers set."""
     events = job_service_pb2.ListJobEventsRequest(job_id="job", run_number=1, page_size=1)
     events.start_time.SetInParent()
     events.end_time.SetInParent()
@@ -309,9 +311,9 @@ FAIR_ANSWERS = {
     ("GetReportRequest", "run_number"): "RUN_NOT_FOUND",
     ("WatchJobRequest", "run_number"): "RUN_NOT_FOUND",
     ("GetPlanRequest", "iteration_time_s"): "JOB_NOT_SOLVED",
-    ("WatchJobRequest", "after_sequence"): "",  # no event comes after the highest number: none is wanted
+    ("WatchJobRequest", "after_sequence"): "",  # no event comes after the highest number, so none is sent
 }
-"""Where a number is looked for among those that there are, or was not needed yet, that is said instead."""
+"""Numbers that name something: the request fails because it doesn't exist, or succeeds without it."""
 
 
 def methods(client: Client) -> dict[str, Callable[..., Any]]:
@@ -331,7 +333,7 @@ def methods(client: Client) -> dict[str, Callable[..., Any]]:
 
 
 async def answer(call: Any) -> str:
-    """The reason that a call is refused with, "" if it is answered."""
+    """Return the reason of a call's refusal, "" if it is answered."""
     try:
         if hasattr(call, "read"):
             await call.read()
@@ -350,7 +352,7 @@ def _reason(error: grpc.aio.AioRpcError) -> str:
     return str(info.reason)
 
 
-async def test_every_number_that_a_client_asks_with_has_bounds(tmp_path: Path) -> None:
+async def test_every_number_of_clients_requests_has_bounds(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         await client.register()
         stubs = methods(client)

@@ -1,4 +1,4 @@
-"""How well clocks follow their plans, from the agent's batch to the job that a client sees."""
+"""Clock statistics, from the agent's batch to the job that a client sees."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def arrived(**changes: float) -> ClockStatistics | None:
     return telemetry_from_proto(message, "agent").batch.clocks
 
 
-def test_the_coordinator_keeps_and_shows_what_a_rank_reported_last() -> None:
+def test_the_coordinator_shows_a_ranks_latest_clock_statistics() -> None:
     cluster = Cluster(make_spec(pipelines=1))
     cluster.join_all()
     clocks = arrived()
@@ -53,7 +53,7 @@ def test_the_coordinator_keeps_and_shows_what_a_rank_reported_last() -> None:
     assert not rank_to_proto(shown[Coordinates(0, 1, 0)]).HasField("clocks")
 
 
-def test_what_was_never_predicted_has_no_error() -> None:
+def test_a_rank_without_predictions_has_no_prediction_error() -> None:
     message = clock_statistics_pb2.ClockStatistics(plan_version=1)
     batch = agent_service_pb2.TelemetryBatch(sequence=1, rank=rank_pb2.RankCoordinates(), clocks=message)
     clocks = telemetry_from_proto(batch, "agent").batch.clocks
@@ -64,6 +64,6 @@ def test_what_was_never_predicted_has_no_error() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("set_latency_s", float("nan")), ("late_raise_count", -1), ("margin_s", -0.5)]
 )
-def test_figures_that_can_not_be_are_refused(name: str, value: float) -> None:
+def test_invalid_figures_are_refused(name: str, value: float) -> None:
     with pytest.raises(InvalidFieldError, match=f"clocks.{name}: expected 0 to "):
         arrived(**{name: value})

@@ -1,4 +1,5 @@
-"""What is no protocol buffer is refused with a reason by every kind of call, and is no fault of ours."""
+"""Bytes that are not a protocol buffer are refused with a reason by every kind of call, and are no fault of
+ours."""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -19,11 +20,11 @@ STREAMS_OF_REQUESTS = ("/ServerReflectionInfo", "/Connect")
 
 
 @pytest.mark.parametrize("rpc", RPC_SCOPES)
-async def test_bytes_that_are_none_have_their_reason(
+async def test_malformed_bytes_are_refused_with_a_reason(
     tmp_path: Path, rpc: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected(make_settings(tmp_path)) as client:
-        channel: Any = client.channel  # bytes as they are
+        channel: Any = client.channel  # raw bytes
         with capture_logs() as logs, caplog.at_level(logging.WARNING):
             if rpc.endswith(STREAMS_OF_REQUESTS):
                 stream = channel.stream_stream(rpc)(timeout=TIMEOUT_S)
@@ -40,7 +41,7 @@ async def test_bytes_that_are_none_have_their_reason(
         assert caplog.records == [], "no traceback of gRPC's"
 
 
-async def test_a_caller_that_leaves_while_it_is_answered_ends_the_answer_and_is_no_fault() -> None:
+async def test_a_caller_that_leaves_during_an_answer_is_no_fault() -> None:
     left: list[str] = []
 
     async def behaviour(request: object, context: object) -> AsyncGenerator[str, None]:
@@ -64,7 +65,7 @@ async def test_a_caller_that_leaves_while_it_is_answered_ends_the_answer_and_is_
     assert (context.written, left) == (["answer 0"], ["the watcher's place"])
 
 
-async def test_an_agents_stream_that_has_begun_ends_with_it_too(tmp_path: Path) -> None:
+async def test_malformed_bytes_end_a_running_agents_stream(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         channel: Any = client.channel
         stream = channel.stream_stream("/perseus.v1.AgentService/Connect")(timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A message as full as it may be is refused by its sizes: nothing in it is looked at one by one."""
+"""A message with as many parts as possible is refused by its size: its parts are not examined one by one."""
 
 from functools import partial
 from typing import cast
@@ -18,14 +18,14 @@ from tests.service.shell.test_registering_large_jobs import calls_of
 from tests.torture.malformed_messages import conversation, filled, valid
 
 MAX_CALLS = 2 * 65_536
-"""Functions that are called for as many computations as a job may have; a message has room for millions."""
+"""Function calls for as many computations as a job may have; a message has room for millions."""
 
 MAX_COMPUTATIONS = 8192
-"""Of a problem that a service solves by default."""
+"""Size limit of the problems that the service solves by default."""
 
 
 def refused(message: Message) -> int:
-    """How many functions are called until it is refused."""
+    """Return how many functions are called until it is refused."""
 
     def translate() -> None:
         check_texts(message)

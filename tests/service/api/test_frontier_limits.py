@@ -1,4 +1,4 @@
-"""What clients ask of the solver is bounded, and ends with them."""
+"""Clients' solves are bounded, and end with the client."""
 
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ def solve(problem: frontier_pb2.PipelineProblem, point_count: int = 3) -> fronti
     return frontier_service_pb2.SolveRequest(problem=problem, point_count=point_count)
 
 
-async def test_a_solve_ends_with_its_deadline_and_no_other_waits_for_it(tmp_path: Path) -> None:
+async def test_a_solve_ends_with_its_deadline_and_delays_no_other(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         await client.frontiers.Solve(solve(SMALL), timeout=3 * TIMEOUT_S)
         gone = [client.frontiers.Solve(solve(LARGE), timeout=0.3) for _ in range(3)]
@@ -33,7 +33,7 @@ async def test_a_solve_ends_with_its_deadline_and_no_other_waits_for_it(tmp_path
         assert len(answer.frontier.points) == 3
 
 
-async def test_a_solve_has_a_limit_of_time(tmp_path: Path) -> None:
+async def test_a_solve_has_a_time_limit(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, request_limit_s=0.1)) as client:
         began_s = time.monotonic()
         code, reason, values = await refusal(client.frontiers.Solve(solve(LARGE), timeout=600))
@@ -42,7 +42,7 @@ async def test_a_solve_has_a_limit_of_time(tmp_path: Path) -> None:
         assert time.monotonic() - began_s < 300
 
 
-async def test_a_solve_has_a_limit_of_size(tmp_path: Path) -> None:
+async def test_a_solve_has_a_size_limit(tmp_path: Path) -> None:
     wide = frontier_pb2.PipelineProblem()
     wide.CopyFrom(SMALL)
     wide.schedule.named.name = computation_pb2.SCHEDULE_NAME_GPIPE

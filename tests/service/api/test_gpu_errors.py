@@ -1,4 +1,4 @@
-"""What agents say of their GPUs' errors ends in the job's event log, whether or not the rank ever joins."""
+"""Agents' reports of GPU errors end in the job's event log, whether or not the rank ever joins."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def gpu_error(stage: int, reason: rank_pb2.GpuErrorReason.ValueType) -> agent_se
     )
 
 
-async def test_errors_are_events_once_each(client: Client) -> None:
+async def test_each_gpu_error_is_one_event(client: Client) -> None:
     agent = FakeAgent(client, "agent", [])
     await agent.hello()
     lost = gpu_error(1, rank_pb2.GPU_ERROR_REASON_LOST)

@@ -1,4 +1,4 @@
-"""What a coordinator tells of itself, and of who asks."""
+"""The coordinator's information about itself and about the caller."""
 
 import time
 from importlib.metadata import version
@@ -11,7 +11,7 @@ from perseus.v1.info_service_pb2_grpc import InfoServiceStub
 from tests.service.grpc_fakes import TIMEOUT_S, connected, make_settings
 
 
-async def test_who_has_no_token_where_none_is_asked_for_is_anybody(tmp_path: Path) -> None:
+async def test_without_authentication_every_caller_is_anybody(tmp_path: Path) -> None:
     before_s = time.time()
     async with connected(make_settings(tmp_path)) as client:
         answer = await InfoServiceStub(client.channel).GetInfo(pb.GetInfoRequest(), timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Labels of a job: said with its registration, shown with the job, no part of what it is."""
+"""Labels of a job: part of its registration, shown with the job, no part of its specification."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from perseus.v1.job_service_pb2 import GetJobRequest, RegisterJobRequest
 from tests.service.grpc_fakes import Client, make_settings, refusal, running_here, spec_message
 
 
-async def test_another_label_is_no_other_run_and_outlives_the_coordinator(tmp_path: Path) -> None:
+async def test_another_label_begins_no_new_run_and_survives_a_restart(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
-    for number in ("17", "18"):  # requeued under another number, say
+    for number in ("17", "18"):  # for example, requeued under another number
         async with running_here(settings) as (address, _), Channels(address).open() as channel:
             client = Client(channel)
             labels = [Label(key="slurm-account", value="physics"), Label(key="slurm-job", value=number)]
@@ -35,7 +35,7 @@ async def test_another_label_is_no_other_run_and_outlives_the_coordinator(tmp_pa
         ([(f"key-{number}", "") for number in range(17)], "at most 16", "17"),
     ],
 )
-async def test_labels_that_can_not_be_are_named(
+async def test_errors_name_invalid_labels(
     tmp_path: Path, labels: list[tuple[str, str]], expected: str, found: str
 ) -> None:
     async with running_here(make_settings(tmp_path)) as (address, _), Channels(address).open() as channel:

@@ -1,4 +1,5 @@
-"""What one principal may have at once, how large and how often: refused with a reason, or slowed down."""
+"""Limits of one principal, on number, size and rate: requests beyond them are refused with a reason, or
+slowed down."""
 
 import asyncio
 import time
@@ -52,7 +53,7 @@ async def refused_stream(client: Client) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_streams_beyond_the_limit_are_told_when_to_come_again(tmp_path: Path) -> None:
+async def test_streams_beyond_the_limit_are_refused_with_a_retry_delay(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, limit_streams=2)) as client:
         await client.register()
         agent = FakeAgent(client, "a", ALL_PLACES)
@@ -73,7 +74,7 @@ async def test_streams_beyond_the_limit_are_told_when_to_come_again(tmp_path: Pa
         assert (code, reason) == (EXHAUSTED, "LIMIT_REACHED")
         assert values == {"principal": "anybody", "what": "streams at once", "limit": "2", "found": "3"}
         assert [line["event"] for line in logs] == ["agent turned away"], "once, not three times"
-        await agent.iterate()  # nothing of it is touched
+        await agent.iterate()  # its stream is unaffected
         watch.cancel()
 
         async def has_room() -> bool:
@@ -104,9 +105,9 @@ async def test_live_jobs_count_and_ended_ones_do_not(tmp_path: Path) -> None:
         code, reason, values = await refusal(client.register(job_id="three"))
         assert (code, reason) == (EXHAUSTED, "LIMIT_REACHED")
         assert (values["what"], values["limit"], values["found"]) == ("jobs", "2", "3")
-    async with connected(settings) as client:  # restarted, it knows whose they are
+    async with connected(settings) as client:  # after a restart it still knows the owner
         assert (await refusal(client.register(job_id="three")))[1] == "LIMIT_REACHED"
-        await client.register(job_id="two", microbatches=5)  # a new run takes the place of the one before
+        await client.register(job_id="two", microbatches=5)  # a new run replaces the one before
         await client.finish("one")
         await client.register(job_id="three")
 
@@ -118,7 +119,7 @@ async def test_ranks_and_computations_count_over_all_jobs(tmp_path: Path) -> Non
         assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", "ranks")
         code, reason, values = await refusal(client.register(job_id="two", microbatches=10))
         assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", "computations")
-        # By themselves too large: waiting would not help.
+        # Too large by themselves: waiting would not help.
         code, reason, values = await refusal(client.register(job_id="two", pipelines=5))
         assert (code, reason, values["field"]) == (INVALID, "INVALID_FIELD", "parallelism")
         code, reason, values = await refusal(client.register(job_id="two", microbatches=13))
@@ -147,7 +148,7 @@ async def test_each_principal_has_limits_of_its_own(tmp_path: Path) -> None:
         values = (await refusal(first.register(job_id="a-2")))[2]
         assert values["principal"] == "token first"
         await second.register(job_id="b-1")
-        # Who registers a job again does not count it as theirs.
+        # Registering another principal's job again does not count it twice.
         await second.register(job_id="a-1")
         assert (await refusal(first.register(job_id="a-2")))[1] == "LIMIT_REACHED"
 
@@ -170,7 +171,7 @@ async def test_a_message_that_is_too_large_ends_its_call_and_nothing_else(tmp_pa
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.jobs.RegisterJob(large, timeout=TIMEOUT_S)
         assert caught.value.code() is EXHAUSTED
-        # It unpacks to more than that.
+        # It decompresses to more than that.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.jobs.RegisterJob(large, timeout=TIMEOUT_S, compression=grpc.Compression.Gzip)
         assert caught.value.code() is EXHAUSTED
@@ -223,7 +224,7 @@ async def test_listings_of_the_ledger_at_once_are_limited(
         await stub.ListLedgerEntries(request, timeout=TIMEOUT_S)
 
 
-async def test_who_sends_too_fast_is_slowed_down_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_fast_sender_is_slowed_down_and_loses_nothing(tmp_path: Path) -> None:
     rate = 50
     async with connected(make_settings(tmp_path, limit_stream_messages_per_s=rate)) as client:
         await client.register()
@@ -234,7 +235,7 @@ async def test_who_sends_too_fast_is_slowed_down_and_loses_nothing(tmp_path: Pat
         count, heartbeat_count, began_s = 3 * rate, 0, time.monotonic()
         with capture_logs() as logs:
             sent = asyncio.create_task(send_batches(agent, count))
-            while agent.acknowledged < count:  # meanwhile others are answered
+            while agent.acknowledged < count:  # meanwhile others get answers
                 other.received.clear()
                 await other.send(heartbeat=agent_service_pb2.Heartbeat())
                 await other.until(lambda: any(each.HasField("heartbeat") for each in other.received))
@@ -247,7 +248,7 @@ async def test_who_sends_too_fast_is_slowed_down_and_loses_nothing(tmp_path: Pat
         assert agent.telemetry_refused == []
         assert not agent.reader.done(), "its stream is there still"
         slowed = [line for line in logs if "slowed down" in line["event"]]
-        assert [line["instance_id"] for line in slowed] == ["a"], "said once"
+        assert [line["instance_id"] for line in slowed] == ["a"], "logged once"
         for each in (agent, other):
             await each.end()
 
@@ -259,8 +260,8 @@ async def send_batches(agent: FakeAgent, count: int) -> None:
         await agent.send(telemetry=agent.telemetry(rank))
 
 
-async def test_nothing_is_allocated_for_a_number_that_is_merely_stated(tmp_path: Path) -> None:
-    """Numbers of jobs and problems are held against their bounds before anything is laid out."""
+async def test_nothing_is_allocated_for_excessive_numbers(tmp_path: Path) -> None:
+    """Numbers of jobs and problems are checked against their bounds before anything is allocated."""
     async with connected(make_settings(tmp_path)) as client:
         tracemalloc.start()
         for register in (

@@ -1,10 +1,10 @@
-"""Messages made once of a value and sent to many."""
+"""Messages that are made once from a value and sent to many."""
 
 from perseus.service.api.memo import Memo
 from perseus.v1 import rank_pb2
 
 
-def test_a_message_is_made_once_of_a_value_and_only_the_latest_are_kept() -> None:
+def test_a_message_is_made_once_per_value_and_only_the_latest_are_kept() -> None:
     made: list[tuple[int, ...]] = []
 
     def make(value: tuple[int, ...]) -> rank_pb2.RankCoordinates:
@@ -19,7 +19,7 @@ def test_a_message_is_made_once_of_a_value_and_only_the_latest_are_kept() -> Non
     assert kept.of(values[2]).pipeline == 2
     assert kept.of(values[1]).pipeline == 1
     assert made == values
-    assert kept.of(values[0]).pipeline == 0  # it had made way
+    assert kept.of(values[0]).pipeline == 0  # it was dropped before
     assert made == [*values, values[0]]
 
 

@@ -1,7 +1,8 @@
-"""Whatever an agent says: its stream ends as the contract lists or not at all, and nobody else is touched.
+"""Random messages of an agent: its stream ends as the contract lists or not at all, and nobody else is
+affected.
 
 Valid messages are changed at random, field by field, and some in their bytes. They go through the adapter
-into a real coordinator with a real store; only the wire is left out.
+into a real coordinator with a real store; only the transport is left out.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class _EndedError(Exception):
 
 
 class _Context:
-    """A stream's server side: keeps what was written; `answered` is set by the answer to a heartbeat."""
+    """A stream's server side: keeps the written messages; `answered` is set by the answer to a heartbeat."""
 
     def __init__(self) -> None:
         self.written: list[wire.ConnectResponse] = []
@@ -60,7 +61,7 @@ class _Context:
         self.status: grpc.Status | None = None
 
     async def send_initial_metadata(self, _: object) -> None:
-        """Nobody hears them."""
+        """Do nothing: nobody reads them."""
 
     async def write(self, message: wire.ConnectResponse) -> None:
         self.written.append(message)
@@ -199,13 +200,14 @@ def requests(draw: Callable[[st.SearchStrategy[Any]], Any]) -> wire.ConnectReque
         text = bytearray(request.SerializeToString())
         for _ in range(draw(st.integers(1, 3))):
             text[draw(st.integers(0, len(text) - 1))] = draw(st.integers(0, 255))
-        with suppress(DecodeError):  # that, gRPC itself would refuse
+        with suppress(DecodeError):  # gRPC itself would refuse that
             request = wire.ConnectRequest.FromString(bytes(text))
     return request
 
 
 def beginning(rank: Coordinates) -> list[wire.ConnectRequest]:
-    """What a rank says until the baseline is measured: then there are offers, with start iterations."""
+    """Return a rank's messages until the baseline is measured: then there are offers, with start
+    iterations."""
     return [joined(rank), *(telemetry(rank, sequence) for sequence in range(1, BEGINNING + 1))]
 
 
@@ -214,7 +216,7 @@ def offered(context: _Context) -> bool:
 
 
 async def output_of(coordinator: Coordinator, rank: Coordinates) -> tuple[object, ...]:
-    """What a job knows of a rank from its own agent."""
+    """Return what a job knows of a rank from its own agent."""
     found = next(
         each for _, each in await coordinator.jobs.ranks("job", RankFilter(), 0) if each.coordinates == rank
     )
@@ -222,7 +224,7 @@ async def output_of(coordinator: Coordinator, rank: Coordinates) -> tuple[object
 
 
 async def converse(coordinator: Coordinator, instance_id: str, output: list[wire.ConnectRequest]) -> _Context:
-    """Say it all on one stream, and wait until it is answered or the stream has ended."""
+    """Send all messages on one stream, and wait until they are answered or the stream has ended."""
     context = _Context()
 
     async def speak() -> AsyncIterator[wire.ConnectRequest]:
@@ -257,7 +259,7 @@ async def check(path: Path, output: list[wire.ConnectRequest]) -> None:
             await over.wait()
             others.answered.clear()
             yield telemetry(THEIRS, BEGINNING + 1)
-            await coordinator.flush()  # as the acknowledgement does, and the heartbeat's answer does not
+            await coordinator.flush()  # as for an acknowledgement; a heartbeat's answer does not wait for it
             yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
             await others.answered.wait()
 
@@ -294,7 +296,7 @@ async def check(path: Path, output: list[wire.ConnectRequest]) -> None:
         await asyncio.gather(running, return_exceptions=True)
         await coordinator.close()
         await store.close()
-    # What was stored can be loaded, and gone on with.
+    # The stored state can be loaded and continued.
     again = await SqlStore.open(path)
     restarted = Coordinator(again, *unused_solvers(), RULES, Retention())
     await restarted.start()
@@ -303,7 +305,7 @@ async def check(path: Path, output: list[wire.ConnectRequest]) -> None:
 
 
 def hostile() -> list[wire.ConnectRequest]:
-    """What once ended a coordinator, or kept it from starting again."""
+    """Messages that once ended a coordinator, or kept it from starting again."""
     far = joined(MINE)
     far.rank_joined.iteration = 2**63 - 1
     long = telemetry(MINE, BEGINNING + 1)
@@ -318,7 +320,7 @@ def hostile() -> list[wire.ConnectRequest]:
     return [long, dear, slow, late, far]
 
 
-async def test_what_was_hostile_once_ends_nothing_but_itself(tmp_path: Path) -> None:
+async def test_formerly_harmful_messages_affect_only_their_sender(tmp_path: Path) -> None:
     with calling(ANYBODY):
         await check(tmp_path / "jobs.db", hostile())
 
@@ -326,7 +328,7 @@ async def test_what_was_hostile_once_ends_nothing_but_itself(tmp_path: Path) -> 
 @pytest.mark.slow("every example starts a coordinator and its store twice")
 @pytest.mark.timeout(600)
 @given(output=st.lists(requests(), min_size=1, max_size=12))
-def test_nothing_that_an_agent_says_ends_more_than_itself(
+def test_random_messages_of_an_agent_affect_only_itself(
     tmp_path_factory: Any, output: list[wire.ConnectRequest]
 ) -> None:
     with calling(ANYBODY), patch.object(writer, "GATHERING_S", 0.0):

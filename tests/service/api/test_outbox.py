@@ -1,4 +1,4 @@
-"""What waits for a slow agent stays small."""
+"""The messages that wait for a slow agent stay few."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ def accepted(job_id: str) -> ConnectResponse:
     return ConnectResponse(rank_accepted=agent_service_pb2.RankAccepted(job_id=job_id))
 
 
-async def test_of_the_offers_for_a_rank_only_the_latest_waits_and_answers_go_first() -> None:
+async def test_only_the_latest_offer_for_a_rank_waits_and_answers_go_first() -> None:
     box = Outbox()
     box.replace("rank 0", offer(1))
     box.replace("rank 1", offer(2))
@@ -38,14 +38,14 @@ async def test_taking_waits_for_the_next_message() -> None:
     assert await taking == ([accepted("a")], False)
 
 
-async def test_a_closed_outbox_still_sends_what_waits() -> None:
+async def test_a_closed_outbox_still_sends_waiting_messages() -> None:
     box = Outbox()
     box.enqueue(accepted("a"))
     box.close()
     assert await box.take() == ([accepted("a")], True)
 
 
-async def test_an_ended_outbox_sends_nothing_and_tells_the_first_reason() -> None:
+async def test_an_ended_outbox_sends_nothing_and_raises_the_first_reason() -> None:
     box = Outbox()
     box.enqueue(accepted("a"))
     box.end(LeaseExpiredError(instance_id="x", lease_s=3))
@@ -54,21 +54,23 @@ async def test_an_ended_outbox_sends_nothing_and_tells_the_first_reason() -> Non
         await box.take()
 
 
-async def test_an_agent_that_asks_on_without_reading_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_stream_of_an_agent_that_never_reads_answers_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outbox, "BYTES_LIMIT", 1000)
     box = Outbox()
     while not box.ended.done():
         box.enqueue(accepted("a" * 63))
     assert len(box._queue) == 0
-    for _ in range(3):  # nothing gathers any more
+    for _ in range(3):  # nothing accumulates any more
         box.enqueue(accepted("b"))
         box.replace("rank 0", offer(1))
     assert (len(box._queue), len(box._latest)) == (0, 0)
-    with pytest.raises(ReaderTooSlowError, match="more than 1000 bytes"):
+    with pytest.raises(ReaderTooSlowError, match="more than 1000 unread bytes"):
         await box.take()
 
 
-async def test_what_is_replaced_dropped_or_taken_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replaced_dropped_and_taken_messages_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "BYTES_LIMIT", 1000)
     box = Outbox()
     for version in range(1, 100):
@@ -93,10 +95,10 @@ async def test_the_latest_acknowledgement_follows_the_answers() -> None:
     assert (last, ack.telemetry_ack.sequence) == (accepted(str(outbox._TAKE_BATCH)), 2)
     box.end(ReaderTooSlowError(limit=1))
     box.acknowledge(3)
-    assert box._acknowledged is None, "nobody takes it any more"
+    assert box._acknowledged is None, "nobody will take it"
 
 
-async def test_a_message_that_is_larger_than_all_may_be_together_is_sent(
+async def test_a_message_larger_than_the_whole_limit_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outbox, "BYTES_LIMIT", 10)

@@ -1,4 +1,4 @@
-"""Pages: what fits on one, and whose token is whose."""
+"""Pages: their items, and the requests that their tokens belong to."""
 
 import base64
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def test_pages_follow_each_other_until_the_last_has_no_token(count: int, pages: 
     assert found == pages
 
 
-def test_no_more_items_are_made_than_the_page_and_one() -> None:
+def test_at_most_one_item_beyond_the_page_is_made() -> None:
     endless = ranks(0, 10**12)
     page, _ = Page.asked(REQUEST).fill(endless)
     assert len(page) == 3
@@ -44,7 +44,7 @@ def test_no_more_items_are_made_than_the_page_and_one() -> None:
 
 def test_a_page_ends_before_it_is_too_large_for_a_message() -> None:
     page, token = Page.asked(ListRanksRequest(page_size=1000)).fill(ranks(0, 1000, "h" * 10_000))
-    assert 2 * PAGE_BYTES <= 4 * 1024 * 1024, "what a gRPC client takes by default"
+    assert 2 * PAGE_BYTES <= 4 * 1024 * 1024, "the default limit of a gRPC client"
     assert PAGE_BYTES - 20_000 < sum(rank.ByteSize() for rank in page) <= PAGE_BYTES
     assert Page.asked(ListRanksRequest(page_token=token)).first_number == len(page)
 
@@ -80,7 +80,7 @@ def test_another_requests_token_is_refused(
 
 
 @pytest.mark.parametrize("place", ["", "-1", "x", "١", "1e3", "9" * 19])
-def test_a_token_made_up_is_refused(place: str) -> None:
+def test_an_invented_token_is_refused(place: str) -> None:
     digest = base64.urlsafe_b64decode(token_of(REQUEST))[:8]
     request = ListRanksRequest(job_id="job", states=REQUEST.states)
     request.page_token = base64.urlsafe_b64encode(digest + place.encode()).decode()
@@ -89,7 +89,7 @@ def test_a_token_made_up_is_refused(place: str) -> None:
 
 
 @pytest.mark.parametrize("token", ["%%%", "é", "AAAA", base64.urlsafe_b64encode(b"12345678\xff").decode()])
-def test_what_is_no_token_is_refused(token: str) -> None:
+def test_an_invalid_token_is_refused(token: str) -> None:
     with pytest.raises(InvalidFieldError, match="page_token"):
         Page.asked(ListJobsRequest(page_token=token))
 

@@ -84,7 +84,7 @@ async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Client
 
 @asynccontextmanager
 async def planned(client: Client) -> AsyncIterator[FakeAgent]:
-    """A job under plans, whose ranks say that each draws 100 W."""
+    """Return a job under plans, whose ranks report that each draws 100 W."""
     await client.register()
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
@@ -95,7 +95,7 @@ async def planned(client: Client) -> AsyncIterator[FakeAgent]:
 
 
 class FleetClock:
-    """The time by which budgets begin and end, which a test puts forward."""
+    """The time by which budgets begin and end, which a test advances."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -163,7 +163,7 @@ async def test_budgets_are_listed_in_pages_and_cancelled_once(tmp_path: Path) ->
         ({"feed": "cellar"}, "FEED_NOT_FOUND", {"feed": "cellar", "expected": "default, hall"}),
     ],
 )
-async def test_what_can_not_be_is_refused(
+async def test_invalid_budgets_are_refused(
     tmp_path: Path, parts: dict[str, Any], reason: str, expected: dict[str, str]
 ) -> None:
     async with serving(tmp_path, feeds=FEEDS) as (_, power):
@@ -173,7 +173,7 @@ async def test_what_can_not_be_is_refused(
         assert not (await power.listed()).budgets
 
 
-async def test_a_budget_needs_an_amount_and_one_that_is_not_there_can_not_be_cancelled(
+async def test_a_budget_needs_an_amount_and_an_unknown_one_is_not_cancelled(
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path) as (_, power):
@@ -189,7 +189,7 @@ async def test_a_budget_needs_an_amount_and_one_that_is_not_there_can_not_be_can
         )
 
 
-async def test_a_principal_has_no_more_budgets_than_it_may(tmp_path: Path) -> None:
+async def test_the_budgets_of_a_principal_are_limited(tmp_path: Path) -> None:
     async with serving(tmp_path, limit_budgets=2) as (_, power):
         await power.set("b0")
         await power.set("b1")
@@ -199,7 +199,7 @@ async def test_a_principal_has_no_more_budgets_than_it_may(tmp_path: Path) -> No
         await power.set("b2")
 
 
-async def test_a_percentage_is_of_what_the_feed_bears(tmp_path: Path) -> None:
+async def test_a_percentage_refers_to_the_feeds_limit(tmp_path: Path) -> None:
     async with serving(tmp_path, feeds=FEEDS) as (_, power):
         budget = await power.set(percent=75.0, feed="hall")
         assert (budget.limit_w, budget.percent) == (3750.0, 75.0)
@@ -234,7 +234,7 @@ async def test_plans_outlast_the_coordinator_where_the_last_plan_is_the_fail_saf
         assert leases_s == {"hold": {30.0}, "stage_plan": {lease_s}}
 
 
-async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_path: Path) -> None:
+async def test_a_budget_slows_a_job_down_survives_a_restart_and_releases_it(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         power = Budgets(client)
@@ -286,9 +286,9 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_p
 @pytest.mark.parametrize(
     ("damage", "limits_w"),
     [
-        # Nothing of it can be read: on which feed it was, and what it allowed.
+        # Nothing of it is readable, neither its feed nor its limit.
         ("UPDATE budgets SET budget = substr(budget, 5)", {"default": 0.0, "hall": 0.0}),
-        # Of another version, say.
+        # For example, one of another version.
         ("""UPDATE budgets SET budget = replace(budget, '"principal"', '"who"')""", {"hall": 1000.0}),
         ("""UPDATE budgets SET budget = replace(budget, '"limit_w":', '"limit_w":-')""", {"hall": 0.0}),
         (
@@ -298,7 +298,7 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_p
         ("UPDATE budgets SET over_time_s = 'soon'", {"hall": 1000.0}),
     ],
 )
-async def test_a_budget_that_can_not_be_read_limits_to_the_safe_side_until_somebody_ends_it(
+async def test_an_unreadable_budget_is_enforced_conservatively_until_it_is_cancelled(
     tmp_path: Path, damage: str, limits_w: dict[str, float]
 ) -> None:
     settings = make_settings(tmp_path, feeds=FEEDS)
@@ -334,7 +334,7 @@ async def test_a_budget_that_can_not_be_read_limits_to_the_safe_side_until_someb
 
 
 def reading(agent: FakeAgent, each_w: float, **others_w: float) -> dict[str, pb_agents.PowerReading]:
-    """What the agent's GPUs draw, each the same, and others."""
+    """Report the draw of the agent's GPUs, all the same, and of others."""
     powers_w = {service_fakes.make_gpu(place).uuid: each_w for place in agent.ranks} | others_w
     return {
         "power_reading": pb_agents.PowerReading(
@@ -343,7 +343,7 @@ def reading(agent: FakeAgent, each_w: float, **others_w: float) -> dict[str, pb_
     }
 
 
-async def test_what_gpus_draw_is_known_from_their_agents_before_any_iteration_is(tmp_path: Path) -> None:
+async def test_agents_report_power_before_any_iteration(tmp_path: Path) -> None:
     async with serving(tmp_path, feeds=FEEDS) as (client, power):
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -352,7 +352,7 @@ async def test_what_gpus_draw_is_known_from_their_agents_before_any_iteration_is
 
         async def is_known() -> bool:
             await agent.send(**reading(agent, 250.0, idle=60.0, foreign=400.0))
-            # Means over some seconds, of which the first ones knew nothing.
+            # Means over some seconds, the first of which had no readings.
             return 1100.0 < (await power.feed("hall")).unmanaged_w <= 4 * 250 + 460.001
 
         await until(is_known)
@@ -360,7 +360,7 @@ async def test_what_gpus_draw_is_known_from_their_agents_before_any_iteration_is
 
 
 def max_clocks_mhz(agent: FakeAgent) -> list[int]:
-    """All that the agent was told since it joined; 0 for none."""
+    """Return all maximum clocks that the agent received since it joined; 0 for none."""
     reported = [(m.rank_accepted, m.rank_max_clock, m.WhichOneof("message")) for m in agent.received]
     return [
         (accepted if kind == "rank_accepted" else limited).max_clock.clock_mhz
@@ -390,7 +390,7 @@ async def test_a_restart_lifts_no_max_clock_of_a_job_without_plans(tmp_path: Pat
         await agent.join()
 
         async def is_known() -> bool:
-            await agent.send(**reading(agent, 100.0))  # under the ceiling there is room
+            await agent.send(**reading(agent, 100.0))  # there is room under the power cap
             return (await Budgets(client).feed()).unmanaged_w > 390.0
 
         await until(is_known)
@@ -399,7 +399,7 @@ async def test_a_restart_lifts_no_max_clock_of_a_job_without_plans(tmp_path: Pat
 
 
 class AgentOfAnother(FakeAgent):
-    """Its GPUs are no others' of the same places."""
+    """An agent with other GPUs for the same ranks."""
 
     def joined(self, rank: service_fakes.FakeRank) -> pb_agents.RankJoined:
         message = super().joined(rank)
@@ -409,7 +409,7 @@ class AgentOfAnother(FakeAgent):
 
 @asynccontextmanager
 async def held_beside_another(tmp_path: Path) -> AsyncIterator[tuple[FakeAgent, float]]:
-    """What stays of a coordinator: a job that a budget holds to its slowest pace, beside an unplanned one."""
+    """Run a coordinator until a budget slows a job down fully, beside an unplanned job; yield its remains."""
     async with connected(make_settings(tmp_path)) as client:
         async with planned(client) as agent:
             power_w = (await client.job()).figures.power_w
@@ -423,7 +423,7 @@ async def held_beside_another(tmp_path: Path) -> AsyncIterator[tuple[FakeAgent, 
                 job = await client.job()
                 return is_held_at(job, job.t_slow_s)
 
-            await until(is_slowest)  # what the other one draws may be known a moment later
+            await until(is_slowest)  # the other job's draw may become known a moment later
             slowest_s = (await client.job()).t_slow_s
             await agent.iterate(4)
         await other.end()
@@ -434,41 +434,41 @@ def is_held_at(job: job_pb2.Job, iteration_time_s: float) -> bool:
     return job.budget_target_iteration_time_s == pytest.approx(iteration_time_s)
 
 
-async def is_reckoned_with(client: Client, agent: FakeAgent) -> bool:
+async def has_managed_power(client: Client, agent: FakeAgent) -> bool:
     await agent.iterate()
     return (await Budgets(client).feed()).managed_w > 0
 
 
-async def test_a_restart_lifts_no_target_while_nothing_is_known_of_another_job(
+async def test_a_restart_lifts_no_target_while_another_jobs_power_is_unknown(
     tmp_path: Path, clock: FleetClock
 ) -> None:
-    """That one may train on before its agent is back, and draw what would otherwise be given away."""
+    """That job may train on before its agent is back, and its draw would be given away otherwise."""
     async with (
         held_beside_another(tmp_path) as (agent, slowest_s),
         connected(make_settings(tmp_path, lease_s=10 * TIMEOUT_S)) as client,
     ):
         agent.use(client)
         await agent.join()
-        await until(lambda: is_reckoned_with(client, agent))
+        await until(lambda: has_managed_power(client, agent))
         assert is_held_at(await client.job(), slowest_s)
 
         async def is_faster() -> bool:
             await agent.iterate()
             return (await client.job()).budget_target_iteration_time_s < 0.99 * slowest_s
 
-        clock.ahead_s = 10 * TIMEOUT_S  # the other one's lease is over
+        clock.ahead_s = 10 * TIMEOUT_S  # the other job's lease has expired
         await until(is_faster)
         await agent.end()
 
 
-async def test_a_budget_that_ends_after_a_restart_lets_go_whatever_is_not_known(tmp_path: Path) -> None:
+async def test_a_budget_that_ends_after_a_restart_releases_jobs_despite_unknown_power(tmp_path: Path) -> None:
     async with (
         held_beside_another(tmp_path) as (agent, _),
         connected(make_settings(tmp_path, lease_s=10 * TIMEOUT_S)) as client,
     ):
         agent.use(client)
         await agent.join()
-        await until(lambda: is_reckoned_with(client, agent))
+        await until(lambda: has_managed_power(client, agent))
         assert await is_held(client)
         await Budgets(client).cancel()
         await until(lambda: is_free(client))
@@ -476,14 +476,14 @@ async def test_a_budget_that_ends_after_a_restart_lets_go_whatever_is_not_known(
 
 
 def asked_s(agent: FakeAgent) -> float:
-    """How often the agent is to report what its GPUs draw."""
+    """Return the interval at which the agent is to report its GPUs' draw."""
     heartbeats_s = [
         m.heartbeat.power_interval_s for m in agent.received if m.WhichOneof("message") == "heartbeat"
     ]
     return max([agent.welcome.power_interval_s, *heartbeats_s])
 
 
-async def test_until_a_budget_is_set_nothing_looks_at_feeds_and_no_agent_is_asked(
+async def test_without_a_budget_feeds_are_not_read_and_agents_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
@@ -500,7 +500,7 @@ async def test_until_a_budget_is_set_nothing_looks_at_feeds_and_no_agent_is_aske
         await agent.send(heartbeat=pb_agents.Heartbeat())
         await agent.until(lambda: any(m.WhichOneof("message") == "heartbeat" for m in agent.received))
         assert asked_s(agent) == 0.0
-        assert len(looks) == 1, "at the start, which tells the limits that are configured"
+        assert len(looks) == 1, "only at the start, to find the configured limits"
         idle, drawn_w = await power.feed(), (await client.job()).figures.power_w
         assert drawn_w > 0
         assert (idle.measured_w, idle.managed_w, idle.unmanaged_w) == pytest.approx((drawn_w, drawn_w, 0.0))
@@ -511,7 +511,7 @@ async def test_until_a_budget_is_set_nothing_looks_at_feeds_and_no_agent_is_aske
             return (await power.feed()).HasField("power_cap_w")
 
         await until(is_falling)
-        assert (await power.feed()).power_cap_w == pytest.approx(drawn_w, rel=0.02), "from what is drawn"
+        assert (await power.feed()).power_cap_w == pytest.approx(drawn_w, rel=0.02), "starting at the draw"
     async with connected(settings) as client:
         agent.received.clear()
         agent.use(client)
@@ -520,7 +520,7 @@ async def test_until_a_budget_is_set_nothing_looks_at_feeds_and_no_agent_is_aske
         await agent.end()
 
 
-async def test_who_watches_feeds_is_told_what_is_drawn_though_nothing_is_configured(tmp_path: Path) -> None:
+async def test_watchers_of_feeds_see_the_power_without_any_configuration(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, power), planned(client) as agent:
         call: Any = power.stub.WatchFeeds(pb.WatchFeedsRequest(), timeout=TIMEOUT_S)
         assert (await call.read()).feed.managed_w > 0
@@ -531,7 +531,7 @@ async def test_who_watches_feeds_is_told_what_is_drawn_though_nothing_is_configu
         call.cancel()
 
 
-async def test_what_is_told_of_this_second_counts_and_not_the_latest_iteration(tmp_path: Path) -> None:
+async def test_readings_of_this_second_count_instead_of_the_latest_iteration(tmp_path: Path) -> None:
     async with serving(tmp_path, feeds=FEEDS) as (client, power), planned(client) as agent:
         iteration_w = (await client.job()).figures.power_w
 
@@ -542,7 +542,7 @@ async def test_what_is_told_of_this_second_counts_and_not_the_latest_iteration(t
         await until(is_more)
 
 
-async def test_a_reading_that_cannot_be_is_refused_by_itself(tmp_path: Path) -> None:
+async def test_an_invalid_reading_is_refused_by_itself(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _):
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -554,7 +554,7 @@ async def test_a_reading_that_cannot_be_is_refused_by_itself(tmp_path: Path) -> 
         await agent.end()
 
 
-async def test_a_tolerance_is_kept_exactly_and_the_feed_says_that_its_limit_is_not(tmp_path: Path) -> None:
+async def test_a_tolerance_is_kept_exactly_and_the_feed_reports_its_limit_as_not_kept(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, power), planned(client) as agent:
         before = await client.job()
         terms = job_pb2.BudgetTerms(tolerance_percent=5.0, weight=3.0)
@@ -578,7 +578,7 @@ async def test_a_tolerance_is_kept_exactly_and_the_feed_says_that_its_limit_is_n
         await until(is_sent)
 
 
-async def test_a_budget_that_ends_lets_go_by_itself(tmp_path: Path, clock: FleetClock) -> None:
+async def test_the_end_of_a_budget_releases_its_jobs(tmp_path: Path, clock: FleetClock) -> None:
     async with serving(tmp_path) as (client, power), planned(client):
         await power.set(limit_w=1.0, end_s=time.time() + 10 * TIMEOUT_S)
         await until(lambda: is_held(client))
@@ -605,7 +605,7 @@ async def test_a_wall_clock_that_jumps_ahead_and_back_ends_no_budget(
         await power.set(budget_id="another", limit_w=2.0, end_s=end_s)
 
 
-async def test_a_fault_of_the_fleet_s_machine_ends_nothing_and_budgets_count_again(
+async def test_a_fault_of_the_fleets_machine_ends_nothing_and_budgets_still_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -624,7 +624,7 @@ async def test_a_fault_of_the_fleet_s_machine_ends_nothing_and_budgets_count_aga
         assert (await client.job()).state == job_pb2.JOB_STATE_PLANNED
 
 
-async def test_who_watches_is_told_how_feeds_stand_and_what_changes(tmp_path: Path) -> None:
+async def test_watchers_get_the_state_of_feeds_and_their_changes(tmp_path: Path) -> None:
     async with serving(tmp_path, feeds=FEEDS) as (_, power):
         call: Any = power.stub.WatchFeeds(pb.WatchFeedsRequest(), timeout=TIMEOUT_S)
         first = [(await call.read()).feed for _ in range(2)]
@@ -639,7 +639,7 @@ async def test_who_watches_is_told_how_feeds_stand_and_what_changes(tmp_path: Pa
         assert (await refusal(other.read()))[1] == "FEED_NOT_FOUND"
 
 
-async def test_an_allocation_is_found_beside_the_loop_and_statuses_once_for_all_who_watch(
+async def test_allocations_run_beside_the_loop_and_statuses_are_made_once_for_all_watchers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_in = set()
@@ -664,10 +664,10 @@ async def test_an_allocation_is_found_beside_the_loop_and_statuses_once_for_all_
         monkeypatch.setattr(FleetMachine, "_status", counted)
         for _ in range(100):
             await power.feed()
-        assert count < 50, "of looks, once a second, and not of readers"
+        assert count < 50, "one per tick, once a second, and not one per reader"
 
 
-async def test_a_feed_says_what_it_bears_and_its_default(tmp_path: Path) -> None:
+async def test_a_feed_shows_its_limit_and_its_default(tmp_path: Path) -> None:
     feeds = {"hall": {"hosts": ["*"], "limit_w": 5000.0, "default_w": 4000.0}}
     async with serving(tmp_path, feeds=feeds) as (_, power):
         hall = await power.feed("hall")

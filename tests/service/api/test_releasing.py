@@ -1,4 +1,4 @@
-"""Of a request that was refused nothing is left: not even until Python looks for garbage."""
+"""A refused request is released at once, without waiting for a garbage collection."""
 
 import gc
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -16,7 +16,7 @@ decoded: WeakSet["Request"] = WeakSet()
 
 
 class Request:
-    """Counted as long as anybody refers to it."""
+    """Counted as long as something refers to it."""
 
     def __init__(self, _: bytes) -> None:
         decoded.add(self)
@@ -60,7 +60,7 @@ def uncollected() -> Iterator[None]:
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("kind", HANDLERS)
-async def test_a_refused_request_is_let_go_of_at_once(kind: str) -> None:
+async def test_a_refused_request_is_released_at_once(kind: str) -> None:
     server = grpc.aio.server(interceptors=[Releasing()])
     server.add_generic_rpc_handlers((Handlers(),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -69,7 +69,7 @@ async def test_a_refused_request_is_let_go_of_at_once(kind: str) -> None:
         for _ in range(COUNT):
             with pytest.raises(grpc.aio.AioRpcError, match="Request"):
                 await call(channel, kind)
-    await server.stop(grace=10)  # the caller hears of the end a moment before the call is over
+    await server.stop(grace=10)  # the caller sees the end a moment before the call is over
     assert not decoded
 
 

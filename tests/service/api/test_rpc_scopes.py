@@ -1,4 +1,4 @@
-"""The table of calls and scopes has every call of every service that is served, and no other."""
+"""The table of scopes has every call of every service that is served, and no other."""
 
 import importlib
 from pathlib import Path

@@ -36,7 +36,7 @@ GATHERING: set[type[errors.CoordinatorError]] = {
 
 
 def statuses() -> dict[type[Exception], tuple[str, str, bool]]:
-    """Every error class that can be raised, with its status code, its reason and whether to try again."""
+    """Return every error class that can be raised, with its status code, its reason and whether to retry."""
     found: dict[type[Exception], tuple[str, str, bool]] = {
         error: (*SOLVER_STATUSES[error], False) for error in descendants(SolverError)
     }
@@ -75,11 +75,11 @@ def test_a_status_carries_reason_domain_and_every_value(
     assert (info.domain, info.reason, dict(info.metadata)) == ("perseus", reason, metadata)
 
 
-def test_a_retryable_error_says_when_to_try_again_and_others_do_not() -> None:
+def test_only_a_retryable_error_has_a_retry_delay() -> None:
     assert delays_s(errors.JobNotFoundError(job_id="a")) == []
     reported_s = [delay_s for _ in range(20) for delay_s in delays_s(errors.SolverBusyError(limit=3))]
     assert all(1.0 <= delay_s < 2.0 for delay_s in reported_s)
-    assert len(set(reported_s)) > 10, "who is refused together does not come again together"
+    assert len(set(reported_s)) > 10, "clients that are refused together don't come again together"
 
 
 def delays_s(error: errors.CoordinatorError) -> list[float]:
@@ -109,7 +109,7 @@ class _Aborting:
         self.status = status
 
 
-async def test_what_nobody_thought_of_is_internal_and_logged_with_its_traceback() -> None:
+async def test_an_unexpected_error_is_internal_and_logged_with_its_traceback() -> None:
     @mapped
     async def broken(self: object, request: object, context: object) -> None:
         raise OverflowError("cannot convert float infinity to integer")
@@ -134,7 +134,7 @@ async def test_what_nobody_thought_of_is_internal_and_logged_with_its_traceback(
 
 
 def test_every_reason_is_documented() -> None:
-    """What is expected here is the table as it should stand in the page."""
+    """The expected text is the table as it must be in the page."""
     page = (Path(__file__).parents[3] / "docs" / "errors.md").read_text()
     rows = [
         f"| `{reason}` | {code} | {'retry' if is_retryable else 'permanent'} | {_first_line(error)} |"

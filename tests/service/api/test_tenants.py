@@ -1,4 +1,4 @@
-"""What one tenant's agents say takes nothing from another tenant: power, GPUs, the names of jobs."""
+"""One tenant's agents can't take anything from another tenant: power, GPUs, or names of jobs."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -37,7 +37,7 @@ async def agent_of(
 
 
 async def report_powers(agent: FakeAgent, **powers_w: float) -> None:
-    """Say what GPUs draw, and wait until that has been heard."""
+    """Report the draw of GPUs, and wait until the coordinator has handled that."""
     reading = agent_service_pb2.PowerReading(
         duration_s=1.0, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
     )
@@ -47,7 +47,7 @@ async def report_powers(agent: FakeAgent, **powers_w: float) -> None:
     await agent.until(lambda: any(message.HasField("heartbeat") for message in agent.received))
 
 
-async def test_made_up_gpus_count_for_nobody(site: Site) -> None:
+async def test_invented_gpus_do_not_count(site: Site) -> None:
     made_up = {f"GPU-made-up-{number}": MADE_UP_W for number in range(256)}
     own = {service_fakes.make_gpu(place).uuid: 250.0 for place in ALL_PLACES}
     async with (
@@ -62,7 +62,7 @@ async def test_made_up_gpus_count_for_nobody(site: Site) -> None:
         async def is_known() -> bool:
             await report_powers(liar, **made_up)
             await report_powers(honest, **own)
-            # A mean over some seconds, of which the first knew nothing.
+            # A mean over some seconds, the first of which had no readings.
             return (await power.feed()).unmanaged_w > 900.0
 
         await until(is_known)
@@ -73,11 +73,11 @@ async def test_made_up_gpus_count_for_nobody(site: Site) -> None:
         assert state.conflicting_gpu_count == 0
 
 
-async def test_a_tenant_s_own_gpus_count_with_what_they_can_draw_at_most(site: Site) -> None:
+async def test_a_tenants_own_gpus_count_with_at_most_their_highest_power(site: Site) -> None:
     gpus = {service_fakes.make_gpu(place).uuid: MADE_UP_W for place in ALL_PLACES}
     async with agent_of(site, "agent:a-*", "a-1") as liar, site.as_(site.operator) as operator:
         power = Budgets(operator)
-        await power.set(limit_w=1e6)  # no agent is heard of its GPUs before there is a budget
+        await power.set(limit_w=1e6)  # agents report no readings before there is a budget
         await liar.join_ranks()
 
         async def is_known() -> bool:
@@ -96,7 +96,7 @@ async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(
         site.as_(site.operator) as operator,
     ):
         power = Budgets(operator)
-        await power.set(limit_w=1e6)  # no agent is heard of its GPUs before there is a budget
+        await power.set(limit_w=1e6)  # agents report no readings before there is a budget
 
         async def is_known() -> bool:
             await report_powers(agent, idle=60.0)
@@ -105,7 +105,7 @@ async def test_readings_of_gpus_without_a_rank_count_from_the_credential_s_host(
         await until(is_known)
 
 
-async def test_an_agent_is_refused_on_a_host_that_its_credential_is_not_for(site: Site) -> None:
+async def test_an_agent_is_refused_on_a_host_outside_its_credential(site: Site) -> None:
     async with site.as_(await site.new("nodes", "agent:*@node-1,node-2*")) as client:
         agent = FakeAgent(client, "agent", ALL_PLACES)
         await agent.send(hello=agent_service_pb2.Hello(instance_id="agent", hostname="host"))
@@ -114,15 +114,15 @@ async def test_an_agent_is_refused_on_a_host_that_its_credential_is_not_for(site
         assert metadata == {"principal": "token nodes", "hostname": "host"}
 
 
-async def test_a_gpu_that_another_tenant_claims_is_not_taken_from_its_own(site: Site) -> None:
+async def test_a_gpu_claimed_by_another_tenant_is_not_taken_from_its_own(site: Site) -> None:
     async with agent_of(site, "agent:a-*", "a-1") as thief, agent_of(site, "agent:b-*", "b-1") as victim:
         await thief.join_ranks()
-        assert len(thief.accepted) == 4, "it says the UUIDs that the other's GPUs have"
+        assert len(thief.accepted) == 4, "it claims the UUIDs of the other's GPUs"
         await victim.join_ranks()
         assert len(victim.accepted) == 4
 
 
-async def test_a_gpu_is_refused_by_the_name_of_a_job_of_one_s_own(site: Site) -> None:
+async def test_the_refusal_of_a_gpu_names_a_job_of_the_same_tenant(site: Site) -> None:
     places = ALL_PLACES[:1]
     async with (
         agent_of(site, "agent:a-*", "a-1") as first,
@@ -137,11 +137,11 @@ async def test_a_gpu_is_refused_by_the_name_of_a_job_of_one_s_own(site: Site) ->
         assert {refused.metadata["job_id"] for refused in first.refused} == {"a-1"}
         other = FakeAgent(again, "other", list(places), job_id="a-2")
         await other.join()
-        assert len(other.accepted) == 1, "what another credential says is another's word"
+        assert len(other.accepted) == 1, "a claim under another credential does not count"
         other.call.cancel()
 
 
-async def test_a_restart_gives_nobody_s_gpus_to_who_claims_them(
+async def test_a_restart_gives_no_tenants_gpus_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_site(tmp_path, monkeypatch) as site:
@@ -153,7 +153,7 @@ async def test_a_restart_gives_nobody_s_gpus_to_who_claims_them(
             await thief.join()
             thief.call.cancel()
     async with open_site(tmp_path, monkeypatch) as site, site.as_(theirs) as client, site.as_(ours) as nodes:
-        # It is back, and says nothing of most of its ranks: their leases go on with its stream.
+        # It is back, and is silent about most of its ranks: its stream keeps their leases alive.
         thief = FakeAgent(client, "thief", ALL_PLACES[:1], job_id="a-1")
         await thief.hello()
         victim = FakeAgent(nodes, "victim", ALL_PLACES, job_id="b-1")

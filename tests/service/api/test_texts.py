@@ -1,4 +1,5 @@
-"""No text enters that is too long or not printable: every text field of every request, by the descriptors."""
+"""No text is accepted that is too long or not printable: every text field of every request, by the
+descriptors."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ UNARY = [each for service in SERVICES for each in service.methods if not each.cl
 
 
 def texts(descriptor: Descriptor, above: Path_ = ()) -> Iterator[Path_]:
-    """The way to every text field in a message."""
+    """Return the path of every text field in a message."""
     for field in descriptor.fields:
         path = (*above, field)
         if field.type == FieldDescriptor.TYPE_STRING:
@@ -40,7 +41,7 @@ def texts(descriptor: Descriptor, above: Path_ = ()) -> Iterator[Path_]:
 
 
 def put(message: Message, path: Path_, text: str) -> str:
-    """Put a text there, and return the field's name as errors have it."""
+    """Put a text there, and return the field's name as errors contain it."""
     names = []
     part: Any = message
     for field in path[:-1]:
@@ -107,13 +108,13 @@ async def answer(
 SENT = [
     pytest.param(path, id=".".join(field.name for field in path))
     for path in texts(ConnectRequest.DESCRIPTOR)
-    # Words for people, which are only logged (and made printable there): refusing them helps nobody.
+    # Texts for people, which are only logged (and made printable there): refusing them helps nobody.
     if path[0].name not in {"message_refused", "goodbye"}
 ]
 
 
 @pytest.mark.parametrize("path", SENT)
-async def test_what_an_agent_says_with_such_a_text_is_refused_by_itself(path: Path_, tmp_path: Path) -> None:
+async def test_an_agents_message_with_such_a_text_is_refused_by_itself(path: Path_, tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         for text in HOSTILE:
             call = client.agents.Connect()
@@ -142,7 +143,7 @@ async def test_what_an_agent_says_with_such_a_text_is_refused_by_itself(path: Pa
 
 
 def fill(output: ConnectRequest) -> str:
-    """What a message must hold beside its text, to be about a rank or GPU and otherwise fine."""
+    """Fill in everything besides the text that makes a message about a rank or GPU valid."""
     kind = str(output.WhichOneof("message"))
     part = getattr(output, kind)
     if kind == "power_reading":
@@ -163,6 +164,6 @@ def fill(output: ConnectRequest) -> str:
     return kind
 
 
-def test_what_holds_no_text_is_not_walked() -> None:
+def test_messages_without_texts_are_not_walked() -> None:
     assert not holds_text(job_service_pb2.CaughtUp.DESCRIPTOR)
     check_texts(job_service_pb2.GetJobRequest(job_id="fine"))

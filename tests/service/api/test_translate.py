@@ -1,4 +1,4 @@
-"""Between messages and values, both ways."""
+"""Translation between messages and values, both ways."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ def spec_through_the_wire(spec: JobSpec) -> JobSpec:
 
 @pytest.mark.parametrize("name", ScheduleName)
 @pytest.mark.parametrize("percent", [0.0, 12.5])
-def test_a_named_specification_comes_back(name: ScheduleName, percent: float) -> None:
+def test_a_named_specification_survives_translation(name: ScheduleName, percent: float) -> None:
     schedule = NamedSchedule(name, 8, 2 * (name is INTERLEAVED))
     work = ("embedding", "", "12 layers", "head")
     spec = JobSpec("a.b-c_1", Parallelism(3, 4, 2), schedule, OperatingPolicy(percent), work)
@@ -63,7 +63,7 @@ def test_a_named_specification_comes_back(name: ScheduleName, percent: float) ->
 
 
 @pytest.mark.parametrize("name", ScheduleName)
-def test_a_named_problem_is_what_its_orders_say(name: ScheduleName) -> None:
+def test_a_named_problem_equals_its_explicit_orders(name: ScheduleName) -> None:
     chunk_count = 2 * (name is INTERLEAVED)
     schedule = named_schedule(name, 2, 4, chunk_count)
     measured = (Measurement(1000, 0.1, 10.0), Measurement(800, 0.12, 8.0))
@@ -89,20 +89,20 @@ def test_a_named_problem_is_what_its_orders_say(name: ScheduleName) -> None:
         (ScheduleName.DUAL_PIPE_V, (3, 0), "microbatch_count: expected at least 4, two for each stage"),
     ],
 )
-def test_counts_that_a_named_schedule_can_not_have(
+def test_invalid_counts_of_a_named_schedule_are_refused(
     name: ScheduleName, counts: tuple[int, int], message: str
 ) -> None:
     with pytest.raises((InvalidFieldError, ScheduleError), match=message):
         build_schedule(NamedSchedule(name, *counts), 2)
 
 
-def test_an_explicit_specification_of_every_kind_comes_back() -> None:
+def test_an_explicit_specification_of_every_kind_survives_translation() -> None:
     order = tuple(Computation(0, kind, m, chunk) for kind in Kind for m in (0, 1) for chunk in (0, 1))
     spec = JobSpec("job", Parallelism(1, 1, 1), ExplicitSchedule((order,)))
     assert spec_through_the_wire(spec) == spec
 
 
-def test_the_paths_of_a_specification_come_back() -> None:
+def test_the_paths_of_a_specification_survive_translation() -> None:
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     orders = tuple(
         tuple(Computation(stage, kind, 0, chunk) for kind in kinds for chunk in (0, 1)) for stage in (0, 1)
@@ -113,7 +113,7 @@ def test_the_paths_of_a_specification_come_back() -> None:
 
 
 def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
-    """The maps are made by name at import; this pins that none of the wire's values is left out."""
+    """The maps are made by name at import; this checks that no value of the contract is left out."""
     pairs = [
         (model.JobState, job_pb2.JobState),
         (model.RankState, rank_pb2.RankState),
@@ -126,7 +126,7 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
         assert len(list(values)) == len(numbers.keys()) - 1
 
 
-def test_a_problem_with_fixed_computations_comes_back_and_solves_the_same() -> None:
+def test_a_problem_with_fixed_computations_survives_translation_and_solves_the_same() -> None:
     message = frontier_to_proto(FRONTIER)
     assert message.points[message.t_star_index].iteration_time_s <= message.t_star_s
     problem = problem_from_proto(frontier_pb2.Frontier.FromString(message.SerializeToString()).problem)
@@ -135,7 +135,7 @@ def test_a_problem_with_fixed_computations_comes_back_and_solves_the_same() -> N
     assert solve(problem, point_count=8).points == FRONTIER.points
 
 
-def test_a_problem_with_a_lag_comes_back_and_solves_the_same() -> None:
+def test_a_problem_with_a_lag_survives_translation_and_solves_the_same() -> None:
     frontier = solve(with_lag(FRONTIER.pipeline, 1 / 300), point_count=8)
     assert frontier.t_min_s > FRONTIER.t_min_s
     message = frontier_pb2.Frontier.FromString(frontier_to_proto(frontier).SerializeToString())
@@ -185,14 +185,14 @@ def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: st
         ]
 
 
-def test_stock_up_to_a_max_clock_is_offered_as_stock_and_urgency_is_said() -> None:
+def test_stock_below_a_maximum_clock_is_offered_as_stock_and_urgency_is_sent() -> None:
     offer = model.Offer(4, 17, model.StockClocks(900), is_urgent=True)
     message = offer_to_proto("job", Coordinates(0, 1, 0), offer, "epoch", 30.0)
     assert message.WhichOneof("clocks") == "stock"
     assert message.is_urgent
 
 
-def test_a_max_clock_is_said_and_none_is_left_out() -> None:
+def test_a_maximum_clock_is_translated_and_none_is_left_out() -> None:
     assert max_clock_to_proto(None) is None
     message = max_clock_to_proto(model.MaxClock(900, outlasts_lease=True))
     assert message is not None
@@ -239,7 +239,7 @@ def test_a_row_of_no_kind_is_named() -> None:
         telemetry_from_proto(agent_service_pb2.TelemetryBatch(sequence=1, computations=columns), "agent")
 
 
-def test_a_filter_says_what_is_wanted() -> None:
+def test_a_filter_of_events_is_translated() -> None:
     assert event_filter_from_proto(ListJobEventsRequest()) == model.EventFilter(frozenset())
     request = ListJobEventsRequest(
         types=[event_pb2.JOB_EVENT_TYPE_SOLVED, event_pb2.JOB_EVENT_TYPE_SOLVED],
@@ -265,6 +265,6 @@ UNKNOWN: Any = [99]
         (ListJobEventsRequest(end_time=Timestamp(seconds=2**62)), "end_time: expected a time"),
     ],
 )
-def test_what_can_not_be_asked_for_is_named(request_: ListJobEventsRequest, expected: str) -> None:
+def test_errors_name_invalid_filters(request_: ListJobEventsRequest, expected: str) -> None:
     with pytest.raises(InvalidFieldError, match=expected):
         event_filter_from_proto(request_)

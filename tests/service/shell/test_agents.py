@@ -16,7 +16,7 @@ RANK = Coordinates(0, 0, 0)
 
 @dataclass
 class Jobs:
-    """The runs of jobs of one rank, which is live until its agent says that it has left."""
+    """The runs of jobs of one rank, which is live until its agent reports that it has left."""
 
     handled: list[tuple[str, Input]] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ def join(agents: Agents, job_id: str) -> None:
     agents.join(job_id, RankJoined(RANK, "agent", "host", gpu, 0, "", 0, 0))
 
 
-async def test_a_heartbeat_feeds_none_of_a_thousand_jobs_that_have_finished() -> None:
+async def test_a_heartbeat_reaches_none_of_a_thousand_finished_jobs() -> None:
     jobs = Jobs()
     agents, _ = await greeted(jobs)
     for number in range(1000):
@@ -85,7 +85,7 @@ async def test_a_heartbeat_feeds_none_of_a_thousand_jobs_that_have_finished() ->
     assert fed == ["lives", "lives, too"]
 
 
-async def test_a_job_without_a_live_rank_is_forgotten_however_it_came_to_that() -> None:
+async def test_a_job_is_dropped_once_it_has_no_live_rank() -> None:
     jobs = Jobs()
     agents, port = await greeted(jobs)
     for job_id in ("deleted", "lost", "lives"):

@@ -48,7 +48,7 @@ async def periods(client: Client) -> Sequence[job_pb2.ReportPeriod]:
     return (await client.jobs.GetReport(request, timeout=TIMEOUT_S)).periods
 
 
-async def test_a_running_job_is_in_the_ledger_with_all_that_it_has_used(tmp_path: Path) -> None:
+async def test_a_running_job_is_in_the_ledger_with_all_its_energy(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, price_per_kwh=0.25, intensity_g_per_kwh=400.0)
     async with connected(settings) as client:
         agent = await planned(client)
@@ -73,7 +73,7 @@ async def test_a_running_job_is_in_the_ledger_with_all_that_it_has_used(tmp_path
         assert entry.end_time.seconds - seconds in (HOUR_S, 2 * HOUR_S)
 
 
-async def test_a_job_that_ended_or_was_deleted_keeps_what_it_has_used(tmp_path: Path) -> None:
+async def test_the_ledger_keeps_ended_and_deleted_jobs(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         agent = await planned(client)
@@ -90,7 +90,7 @@ async def test_a_job_that_ended_or_was_deleted_keeps_what_it_has_used(tmp_path: 
         assert (await listed(client)).entries == [deleted]
 
 
-async def test_a_mistake_over_the_totals_ends_nothing_but_them(
+async def test_a_fault_in_the_totals_ends_only_the_totals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> NoReturn:
@@ -115,7 +115,7 @@ async def test_a_restart_counts_nothing_twice_and_leaves_nothing_out(tmp_path: P
         before = (await listed(client)).total
         await agent.end()
     async with connected(make_settings(tmp_path, price_per_kwh=0.25)) as client:
-        # What was used without a price is taken at the price that is set now.
+        # Energy used without a price is counted at the price that is configured now.
         priced = (await listed(client)).total
         assert not before.HasField("cost")
         assert priced.cost == pytest.approx(0.25 * before.energy_kwh)
@@ -127,7 +127,7 @@ async def test_a_restart_counts_nothing_twice_and_leaves_nothing_out(tmp_path: P
         assert after.energy_kwh > before.energy_kwh
 
 
-async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Path) -> None:
+async def test_the_savings_of_a_job_without_a_baseline_are_unknown(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, baseline_iterations=100)) as client:
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -141,7 +141,7 @@ async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Pa
 
 
 @pytest.mark.slow("runs through many hours of a job")
-async def test_the_ledger_comes_in_pages_and_for_a_part_of_the_time(tmp_path: Path) -> None:
+async def test_the_ledger_is_listed_in_pages_and_by_time(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         agent = await planned(client)
         await client.finish()
@@ -162,7 +162,7 @@ async def test_the_ledger_comes_in_pages_and_for_a_part_of_the_time(tmp_path: Pa
         await agent.end()
 
 
-async def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+async def test_invalid_requests_to_the_ledger_are_refused(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         earlier, later = {"seconds": 3600}, {"seconds": 7200}
         for wanted, field in (

@@ -36,7 +36,7 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         assert job.planned_iteration_time_s[0] == job.t_min_s
         assert job.t_min_s < job.planned_iteration_time_s[1] <= 1.2 * job.t_min_s
         versions = [rank.in_force_version for rank in await client.ranks()]
-        # Where a better plan was made meanwhile, a stage that it leaves as it is keeps its version.
+        # Where a better plan was made meanwhile, a stage that it leaves unchanged keeps its version.
         assert versions[0] == versions[1] < min(versions[2:])
 
         clear = job_service_pb2.ClearStragglerRequest(job_id="job", pipeline=0)
@@ -75,6 +75,6 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         assert states[0] == job_pb2.JOB_STATE_BASELINE
         assert states[-1] == job_pb2.JOB_STATE_PLANNED
         planned = [period for period in periods if period.state == job_pb2.JOB_STATE_PLANNED]
-        # How many periods each of them has depends on when better plans were there.
+        # The number of their periods depends on when better plans were found.
         stretches = [has_straggler for has_straggler, _ in groupby(p.has_straggler for p in planned)]
         assert stretches == [False, True, False]

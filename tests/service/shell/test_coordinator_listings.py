@@ -62,7 +62,7 @@ async def test_jobs_are_listed_in_pages_and_by_state(client: Client) -> None:
         assert await job_pages(client, pb.ListJobsRequest(page_size=2, states=states)) == pages
 
 
-async def test_a_job_is_told_in_a_summary_or_in_full(client: Client) -> None:
+async def test_a_job_is_returned_in_summary_or_in_full(client: Client) -> None:
     registered = await client.register()
     assert registered == await client.job()
     assert registered.spec == spec_message_as_registered()
@@ -106,7 +106,7 @@ async def test_ranks_are_listed_in_pages(client: Client) -> None:
     assert counts == job_pb2.RankCounts(connected_count=3, expected_count=1)
 
 
-async def test_a_report_comes_in_pages_with_what_was_saved(client: Client) -> None:
+async def test_a_report_comes_in_pages_with_savings(client: Client) -> None:
     await client.register()
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
@@ -135,13 +135,13 @@ async def test_a_report_comes_in_pages_with_what_was_saved(client: Client) -> No
     times_ns = [moment.ToNanoseconds() for each in periods for moment in (each.start_time, each.end_time)]
     assert [registered_ns, *times_ns] == sorted([registered_ns, *times_ns])
     assert (await client.job()).baseline.energy_j == pytest.approx(stock.energy_j)
-    # The emulated iterations all take as long, whatever the clocks.
+    # The emulated iterations all take equally long, whatever the clocks.
     assert plan.saving.baseline_period_number == 0
     assert plan.saving.energy_percent == pytest.approx(0.0)
     assert plan.saving.slowdown_se_percent == pytest.approx(0.0)
 
 
-async def test_a_finished_job_says_when_and_why(client: Client) -> None:
+async def test_a_finished_job_shows_when_and_why(client: Client) -> None:
     registered = await client.register()
     assert not registered.HasField("finish_time")
     await finish(client, "job")
@@ -151,7 +151,7 @@ async def test_a_finished_job_says_when_and_why(client: Client) -> None:
     assert job.last_event_sequence == registered.last_event_sequence + 1
 
 
-async def test_what_can_not_be_listed_is_refused(client: Client) -> None:
+async def test_invalid_listings_are_refused(client: Client) -> None:
     await client.register()
     jobs = client.jobs
     token = (await jobs.ListRanks(pb.ListRanksRequest(job_id="job", page_size=1))).next_page_token
@@ -182,7 +182,7 @@ async def test_what_can_not_be_listed_is_refused(client: Client) -> None:
 
 
 @pytest.mark.parametrize("run_number", [2, -1])
-async def test_a_run_that_there_was_not_is_not_found(client: Client, run_number: int) -> None:
+async def test_an_unknown_run_of_a_report_is_not_found(client: Client, run_number: int) -> None:
     await client.register()
     for call in (
         client.jobs.GetJob(pb.GetJobRequest(job_id="job", run_number=run_number)),
@@ -218,7 +218,7 @@ async def test_ten_jobs_of_4096_ranks_are_a_small_page(client: Client) -> None:
 async def test_jobs_in_full_are_listed_in_pages_of_limited_size(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is scaled down with the schedules, which grow to megabytes in earnest."""
+    """The limit is scaled down with the schedules, which take megabytes in real jobs."""
     monkeypatch.setattr(paging, "PAGE_BYTES", 4_000)
     forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
     order = [

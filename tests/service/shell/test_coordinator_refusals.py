@@ -1,4 +1,5 @@
-"""Bad requests over gRPC: each ends with its status, a stable reason and the values, and breaks nothing."""
+"""Invalid requests over gRPC: each ends with its status, a stable reason and the values, and breaks
+nothing."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -55,7 +56,7 @@ def explicit(
     return computation_pb2.Schedule(explicit=computation_pb2.ExplicitSchedule(stages=orders, paths=flows))
 
 
-async def test_specifications_that_cannot_be_are_refused(client: Client) -> None:
+async def test_invalid_specifications_are_refused(client: Client) -> None:
     no_name = computation_pb2.Schedule(named=computation_pb2.NamedSchedule(microbatch_count=4))
     cases: list[tuple[job_pb2.JobSpec, str, dict[str, str]]] = [
         (spec_message(job_id="Upper"), "INVALID_JOB_ID", {"job_id": "Upper"}),
@@ -121,7 +122,7 @@ async def test_specifications_that_cannot_be_are_refused(client: Client) -> None
 
 
 @pytest.mark.slow("orders of hundreds of thousands of computations")
-async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> None:
+async def test_invalid_explicit_orders_are_refused(client: Client) -> None:
     forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
     unspecified = computation_pb2.COMPUTATION_KIND_UNSPECIFIED
     fixed = computation_pb2.COMPUTATION_KIND_FIXED
@@ -152,7 +153,7 @@ async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> Non
         assert metadata.items() <= details.items()
 
 
-async def test_registering_again_is_answered_with_the_job(client: Client) -> None:
+async def test_registering_again_returns_the_job(client: Client) -> None:
     assert (await client.register()) == (await client.job())
 
 
@@ -200,7 +201,7 @@ async def test_an_impossible_straggler_is_refused(
     assert (code, reason, metadata["field"]) == (INVALID, "INVALID_FIELD", field)
 
 
-async def test_other_requests_that_do_not_fit_are_refused(client: Client) -> None:
+async def test_other_invalid_requests_are_refused(client: Client) -> None:
     pb, jobs, frontiers = job_service_pb2, client.jobs, client.frontiers
     precondition = grpc.StatusCode.FAILED_PRECONDITION
     straggler = pb.ReportStragglerRequest(job_id="job", pipeline=2, slowdown_factor=1.2)
@@ -250,7 +251,7 @@ async def test_other_requests_that_do_not_fit_are_refused(client: Client) -> Non
         assert (await refusal(call))[:2] == (code, reason)
 
 
-async def test_problems_that_cannot_be_solved_are_refused(client: Client) -> None:
+async def test_unsolvable_problems_are_refused(client: Client) -> None:
     spec = spec_message(stages=1, microbatches=2)
     kinds = (computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD)
 

@@ -1,4 +1,4 @@
-"""A coordinator that is killed and started again goes on where it was."""
+"""A coordinator that is killed and started again continues where it was."""
 
 import asyncio
 import os
@@ -66,7 +66,7 @@ async def test_agents_resume_after_a_restart_without_a_new_profile(tmp_path: Pat
         assert longer[len(report) - 1].iteration_count == report[-1].iteration_count + 4
 
 
-async def test_telemetry_that_was_taken_is_not_taken_twice(tmp_path: Path) -> None:
+async def test_telemetry_is_not_taken_twice(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, baseline_iterations=100)) as client:
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -141,7 +141,7 @@ async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_pa
 
         code, events = await coordinator.stop(signal.SIGTERM)
         assert code == 0
-        # The end of its agents' streams is still stored, and said.
+        # The end of its agents' streams is still stored and logged.
         assert [event for event in events if event != "job event"][-2:] == ["stopping", "stopped"]
         assert events[-1] == "stopped"
         assert agent.received[-1].HasField("drain")
@@ -165,7 +165,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and so on of a process; nothing if there is none."""
+    """Return state, parent and so on of a process; nothing if it doesn't exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

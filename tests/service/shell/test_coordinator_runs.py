@@ -1,4 +1,4 @@
-"""Runs of jobs over gRPC: what registrations lead to, who may join, and what stays of what has ended."""
+"""Runs of jobs over gRPC: the outcome of registrations, who may join, and the remains of ended runs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,13 +24,13 @@ from tests.service.grpc_fakes import (
 )
 
 OTHER = {"max_slowdown_percent": 5.0}
-"""What makes another specification."""
+"""Makes another specification."""
 
 Restart = Callable[[], Awaitable[Client]]
 
 
 class Service:
-    """A coordinator that can be started again on what it has stored."""
+    """A coordinator that can be restarted on its stored state."""
 
     def __init__(self, directory: Path) -> None:
         self._settings = make_settings(directory)
@@ -55,7 +55,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 
 async def planned(client: Client, spec_fingerprint: str = "") -> FakeAgent:
-    """An agent with all ranks of the job, which runs under plans."""
+    """Return an agent with all ranks of the job, which runs under plans."""
     agent = FakeAgent(client, "agent", ALL_PLACES, spec_fingerprint=spec_fingerprint)
     await agent.join()
     await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
@@ -64,7 +64,7 @@ async def planned(client: Client, spec_fingerprint: str = "") -> FakeAgent:
 
 
 async def leave(agent: FakeAgent) -> None:
-    """Every trainer is gone, as after a crash; the agent is there."""
+    """End all trainers, as in a crash; the agent stays."""
     for rank in agent.ranks.values():
         left = agent_service_pb2.RankLeft(
             job_id=agent.job_id,
@@ -82,7 +82,7 @@ async def all_lost(client: Client) -> None:
 
 
 async def reasons(client: Client, run_number: int) -> list[str]:
-    """Why the states of a run that has ended were entered."""
+    """Return the reasons of the state changes of a run that has ended."""
     events = await client.events(run_number=run_number)
     changes = [event for event in events if event.type == event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
     return [change.message.partition(": ")[2] for change in changes]
@@ -139,7 +139,7 @@ async def test_a_registration_is_answered_only_when_it_is_durable(
         first = asyncio.create_task(client.register("first"))
         await asyncio.wait_for(writing.wait(), TIMEOUT_S)
         others = [asyncio.create_task(client.register(request)) for request in ("first", "second")]
-        # Answers to calls on one connection that came later show that these had their chance.
+        # Answers to later calls on the same connection show that these had their chance.
         for _ in range(3):
             await client.job()
         assert not any(task.done() for task in (first, *others))
@@ -156,7 +156,7 @@ async def test_another_specification_is_refused_while_ranks_are_live_and_its_ran
     client = service.client
     await client.register("first", "work")
     agent = await planned(client, "work")
-    # Two places of the old training are free: the other one's ranks would get its plans there.
+    # Two ranks of the old training are free: ranks of the other one would get its plans there.
     for place in ALL_PLACES[:2]:
         left = agent_service_pb2.RankLeft(
             job_id="job", rank=agent.place(place), reason=rank_pb2.RANK_LEFT_REASON_TRAINER_GONE
@@ -236,11 +236,11 @@ async def test_another_specification_with_no_live_rank_begins_a_new_run_and_the_
         assert list(listed) == events
         assert (await client.job()).run_number == 2
         assert (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods == []
-        # A late retry of the first training changes nothing.
+        # A late retry of the first training's request changes nothing.
         assert (await client.register("first", "work")).run_number == 1
         assert (await client.job()) == (await client.job(run_number=2))
 
-    # Ranks of the old training may not join, those of the new one are offered newer versions only.
+    # Ranks of the old training may not join; those of the new one are offered newer versions only.
     old = FakeAgent(client, "old", ALL_PLACES, spec_fingerprint="work")
     await old.join()
     assert {refused.reason for refused in old.refused} == {"SPEC_MISMATCH"}
@@ -254,7 +254,7 @@ async def test_another_specification_with_no_live_rank_begins_a_new_run_and_the_
     await new.end()
 
 
-async def test_a_rank_that_is_served_and_now_computes_something_else_is_lost(service: Service) -> None:
+async def test_a_served_rank_that_now_computes_something_else_is_lost(service: Service) -> None:
     client = service.client
     await client.register("first", "work")
     agent = FakeAgent(client, "agent", ALL_PLACES, spec_fingerprint="work")
@@ -320,7 +320,7 @@ async def test_runs_are_listed_in_pages_the_latest_first(service: Service) -> No
         assert metadata["field"] == "page_token"
 
 
-async def test_a_run_that_is_not_there_is_not_found(service: Service) -> None:
+async def test_an_unknown_run_is_not_found(service: Service) -> None:
     client, pb = service.client, job_service_pb2
     await client.register()
     calls: list[Awaitable[object]] = [
@@ -342,7 +342,7 @@ async def test_a_run_that_is_not_there_is_not_found(service: Service) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 65, "tab\t", "naïve"])
-async def test_what_identifies_no_request_is_refused(service: Service, request_id: str) -> None:
+async def test_invalid_request_identifiers_are_refused(service: Service, request_id: str) -> None:
     client = service.client
     await client.register()
     baseline = job_service_pb2.MeasureBaselineRequest(job_id="job", request_id=request_id)
@@ -357,7 +357,7 @@ async def test_what_identifies_no_request_is_refused(service: Service, request_i
     assert code is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_retried_baseline_is_measured_once_also_after_a_restart(service: Service) -> None:
+async def test_a_retried_baseline_request_is_measured_once_even_after_a_restart(service: Service) -> None:
     client = service.client
     await client.register()
     agent = await planned(client)
@@ -378,9 +378,7 @@ async def test_a_retried_baseline_is_measured_once_also_after_a_restart(service:
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-async def test_a_job_is_deleted_once_it_has_finished_and_nothing_of_it_stays(
-    service: Service, is_restarted: bool
-) -> None:
+async def test_a_finished_job_is_deleted_completely(service: Service, is_restarted: bool) -> None:
     client, jobs = service.client, service.client.jobs
     await client.register("first", "work")
     agent = await planned(client, "work")
@@ -406,7 +404,7 @@ async def test_a_job_is_deleted_once_it_has_finished_and_nothing_of_it_stays(
     for number in (0, 1, 2):
         code, _, _ = await refusal(client.job(run_number=number))
         assert code is grpc.StatusCode.NOT_FOUND
-    # What comes under its name is another job; but agents may remember versions of the one before.
+    # A job of the same name is another job, but agents may remember versions of the one before.
     assert (await client.register("first", "work")).run_number == 1
     assert (await client.register("second", "work")).run_number == 1
     agent = FakeAgent(client, "new", ALL_PLACES, spec_fingerprint="work")
@@ -446,7 +444,7 @@ async def test_a_job_at_stock_resumes_at_the_baseline(tmp_path: Path) -> None:
 
 
 async def adopted(client: Client, job_id: str) -> list[event_pb2.ProfileAdopted]:
-    """Evidence of adopted profiles of a job that has ended."""
+    """Return the event details of adopted profiles of a job that has ended."""
     events = await client.events(job_id)
     kind = event_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED
     return [event.profile_adopted for event in events if event.type == kind]
@@ -474,7 +472,7 @@ async def test_a_new_run_adopts_the_profile_of_the_one_before(service: Service, 
     await agent.end()
 
 
-async def test_a_new_run_of_the_very_same_work_is_planned_without_profiling(
+async def test_a_new_run_of_the_same_work_is_planned_without_profiling(
     service: Service,
 ) -> None:
     client, work = service.client, ["12 layers", "11 layers"]
@@ -493,7 +491,7 @@ async def test_a_new_run_of_the_very_same_work_is_planned_without_profiling(
     await agent.end()
 
 
-async def test_a_stage_is_known_by_its_work_in_another_job(service: Service) -> None:
+async def test_a_stage_is_recognised_by_its_work_in_another_job(service: Service) -> None:
     client = service.client
     await client.register("first", job_id="before", stage_work=["12 layers", "11 layers"])
     agent = FakeAgent(client, "agent", ALL_PLACES, job_id="before")
@@ -501,7 +499,7 @@ async def test_a_stage_is_known_by_its_work_in_another_job(service: Service) -> 
     await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
     await client.finish("before")
     await agent.end()
-    # The second stage computes something else; a job without a word of its work is not like either.
+    # The second stage computes something else; a job without fingerprints of its work matches neither.
     for job_id, stage_work, stages in (
         ("changed", ["12 layers", "10 layers"], [[0]]),
         ("unknown", [], []),

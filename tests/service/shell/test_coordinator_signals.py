@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from perseus.v1.ledger_service_pb2_grpc import LedgerServiceAsyncStub
 
 DIRTY, CLEAN = (500.0, 500.0, *[100.0] * 30), (100.0, 100.0, *[500.0] * 30)
-"""The second hour is as the first, which may end while a test runs."""
+"""The second hour equals the first, which may end while a test runs."""
 
 LEAST_CARBON = job_pb2.OperatingPolicy(
     least_carbon=job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=10, horizon_s=86_400))
@@ -92,7 +92,7 @@ async def signal_events(client: Client) -> list[event_pb2.SignalTargetSet]:
     return [event.signal_target_set for event in (await client.jobs.ListJobEvents(request)).events]
 
 
-async def test_a_job_is_slow_while_energy_is_dirty_and_not_once_nothing_is_known(tmp_path: Path) -> None:
+async def test_a_job_is_slow_while_energy_is_dirty_but_not_without_a_signal(tmp_path: Path) -> None:
     write(tmp_path / "carbon.csv", DIRTY)
     async with connected(settings(tmp_path)) as client, planned(client) as agent:
         before_s = (await client.job()).max_planned_iteration_time_s
@@ -108,7 +108,7 @@ async def test_a_job_is_slow_while_energy_is_dirty_and_not_once_nothing_is_known
         write(tmp_path / "carbon.csv", DIRTY)
         await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_FOLLOWING, slow=True))
         write(tmp_path / "carbon.csv", (400.0,), begin_s=time.time() - 5 * HOUR_S)
-        # What was told of later hours goes with a file that tells of earlier ones only.
+        # Forecasts of later hours disappear with a file that contains earlier ones only.
         await until(runs(client, job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, slow=False))
 
         async def are_reported() -> bool:
@@ -128,7 +128,7 @@ async def test_a_job_is_slow_while_energy_is_dirty_and_not_once_nothing_is_known
         assert not (await client.job()).HasField("signal_target")
 
 
-async def test_a_policy_may_be_in_the_specification_and_a_job_without_a_signal_is_blind(
+async def test_a_policy_may_be_in_the_specification_and_have_no_signal(
     tmp_path: Path,
 ) -> None:
     by_price = job_pb2.OperatingPolicy(
@@ -144,7 +144,7 @@ async def test_a_policy_may_be_in_the_specification_and_a_job_without_a_signal_i
         assert reported.end_time == by_price.least_cost.work_until.end_time
 
 
-async def test_a_restart_goes_on_with_the_window_and_what_is_done(tmp_path: Path) -> None:
+async def test_a_restart_keeps_the_window_and_its_progress(tmp_path: Path) -> None:
     write(tmp_path / "carbon.csv", DIRTY)
     async with connected(settings(tmp_path)) as client, planned(client) as agent:
         await set_policy(client, LEAST_CARBON)
@@ -162,7 +162,7 @@ async def test_a_restart_goes_on_with_the_window_and_what_is_done(tmp_path: Path
         assert again.iteration_count == reported.iteration_count
         assert again.done_count == 11
         assert again.iteration_time_s == reported.iteration_time_s
-        assert len(await signal_events(client)) == 1, "nothing is told anew for nothing"
+        assert len(await signal_events(client)) == 1, "an unchanged target is not sent again"
         await agent.end()
 
 
@@ -184,7 +184,7 @@ async def test_the_ledger_takes_the_signals_value_of_the_hour(tmp_path: Path) ->
 
 
 class Scripted:
-    """A source that says one thing after the other, and then the last one again and again."""
+    """A source that returns one result after the other, and then repeats the last one."""
 
     period_s = 0.001
 
@@ -221,7 +221,7 @@ async def read_through(signals: Signals, sources: Sequence[Scripted], count: int
     return [(line["event"], line.get("cause", "")) for line in logs if line["log_level"] != "debug"]
 
 
-async def test_a_source_that_fails_is_said_once_and_its_last_value_counts_on() -> None:
+async def test_a_failing_source_is_logged_once_and_its_last_value_still_counts() -> None:
     source = Scripted(
         constant(100.0),
         *[SourceError("it is down")] * 3,
@@ -262,7 +262,7 @@ async def test_each_feed_has_its_own_signal_or_the_one_for_all() -> None:
     assert signals.rates_at({"hall": 0.25, "default": 0.75}, 0.0) == Rates(None, 200.0)
     assert signals.rates_at({"hall": 1.0}, 0.0) == Rates(-0.5, 500.0)
     assert signals.rates_at({}, 0.0) == Rates(None, 100.0)
-    assert signals.rates_at({"hall": 1.0}, 100 * HOUR_S) == Rates(None, 400.0), "where nothing is known"
+    assert signals.rates_at({"hall": 1.0}, 100 * HOUR_S) == Rates(None, 400.0), "without a signal's value"
     max_on_hall = signals.history(SignalKind.CARBON, {"default": 0.4, "annex": 0.6})
     assert max_on_hall is not None
     assert max_on_hall.value_at(0.0) == 500.0

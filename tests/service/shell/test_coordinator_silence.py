@@ -1,4 +1,4 @@
-"""A client in whatever language that leaves out what profiling needs is told so, over real gRPC."""
+"""A client, in any language, whose telemetry lacks what profiling needs gets the reason, over real gRPC."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ BUDGET_ITERATIONS = 60
 
 
 class AgentWithoutEstimates(FakeAgent):
-    """Joins, follows offers and reports iterations and computations; of energy it knows nothing."""
+    """Joins, follows offers and reports iterations and computations, but never estimates of energy."""
 
     def telemetry(self, rank: FakeRank) -> agent_service_pb2.TelemetryBatch:
         message = super().telemetry(rank)
@@ -18,7 +18,7 @@ class AgentWithoutEstimates(FakeAgent):
         return message
 
 
-async def test_a_job_without_energy_estimates_ends_at_stock_within_its_budget_and_says_why(
+async def test_a_job_without_energy_estimates_ends_at_stock_within_its_budget_with_a_reason(
     tmp_path: Path,
 ) -> None:
     settings = make_settings(tmp_path, profile_iterations=3, profile_budget_iterations=BUDGET_ITERATIONS)

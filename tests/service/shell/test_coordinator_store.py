@@ -57,7 +57,7 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
         bystander = FakeAgent(client, "bystander", [])
         bystander.commit_marker = early_marker
         await bystander.hello()
-        assert bystander.epoch == old_epoch  # nothing tells it yet
+        assert bystander.epoch == old_epoch  # it does not know of the loss yet
         agent.use(client)
         agent.offers.clear()
         await agent.hello()
@@ -66,7 +66,7 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
             message = agent.joined(rank)
             message.in_force_epoch = old_epoch if rank.in_force.version else ""
             await agent.send(rank_joined=message)
-        with pytest.raises(grpc.aio.AioRpcError, match="has lost state"):
+        with pytest.raises(grpc.aio.AioRpcError, match="has lost acknowledged state"):
             await bystander.reader
         await agent.until(lambda: len(agent.accepted) == len(agent.ranks))
         await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
@@ -82,7 +82,7 @@ async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_i
         await agent.end()
 
 
-async def test_a_job_that_can_not_be_read_stays_out_until_it_is_deleted(tmp_path: Path) -> None:
+async def test_an_unreadable_job_is_unavailable_until_it_is_deleted(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         for job_id in ("broken", "whole"):
@@ -110,14 +110,14 @@ async def test_a_job_that_can_not_be_read_stays_out_until_it_is_deleted(tmp_path
     connection.close()
 
 
-async def test_a_job_that_is_being_deleted_is_brought_back_by_no_reader(
+async def test_no_reader_brings_back_a_job_that_is_being_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         await client.register(request_id="first")
         await client.finish()
-        monkeypatch.setattr(writer, "GATHERING_S", 0.2)  # its rows stay in the store so long
+        monkeypatch.setattr(writer, "GATHERING_S", 0.2)  # its rows stay in the store that long
         request = job_service_pb2.DeleteJobRequest(job_id="job")
         deleting = asyncio.ensure_future(client.jobs.DeleteJob(request, timeout=TIMEOUT_S))
 
@@ -134,15 +134,15 @@ async def test_a_job_that_is_being_deleted_is_brought_back_by_no_reader(
         codes = [code for code, _, _ in await asyncio.gather(*asking, refusal(client.job()))]
         assert set(codes) == {grpc.StatusCode.NOT_FOUND}
         registered = await client.register(request_id="first")
-        assert registered.state is not job_pb2.JOB_STATE_FINISHED, "it is known nowhere any more"
+        assert registered.state is not job_pb2.JOB_STATE_FINISHED, "nothing of it is known any more"
 
 
 LATER_TYPE: Any = 1_000
 LATER_DETAILS = b"\x82\x3f\x03abc"
-"""A field of number 1008."""
+"""An unknown field of number 1008."""
 
 
-async def test_an_event_of_a_later_version_is_listed_as_it_is_and_hides_no_other(tmp_path: Path) -> None:
+async def test_an_event_of_a_later_version_is_listed_unchanged_and_hides_no_other(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         await client.register()
@@ -187,7 +187,7 @@ async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_
         assert (await client.register(request_id="second")).run_number == 2
 
 
-async def test_an_orderly_stop_stores_what_gathers_for_the_next_commit(
+async def test_an_orderly_stop_stores_the_pending_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connected(make_settings(tmp_path)) as client:
@@ -207,7 +207,7 @@ async def are_lost(client: Client) -> bool:
 
 
 async def serve_without_the_file(settings: CoordinatorSettings) -> None:
-    """Serve until the database's file is gone, which is soon."""
+    """Serve until the database's file is removed, which happens soon."""
     async with running_here(settings) as (address, background), connected_to(address) as client:
         await client.register()
         os.unlink(settings.database)

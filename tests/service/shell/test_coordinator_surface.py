@@ -75,7 +75,7 @@ async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_i
         (job_pb2.JOB_VIEW_FULL, True),
     ],
 )
-async def test_a_watch_tells_as_much_of_the_job_as_is_asked_for(
+async def test_a_watch_shows_the_job_in_the_requested_view(
     client: Client, view: job_pb2.JobView.ValueType, is_full: bool
 ) -> None:
     await client.register()
@@ -84,7 +84,7 @@ async def test_a_watch_tells_as_much_of_the_job_as_is_asked_for(
     assert (first.job.job_id, first.job.HasField("spec")) == ("job", is_full)
 
 
-async def test_a_watcher_is_told_of_events_that_were_deleted(tmp_path: Path) -> None:
+async def test_a_watcher_gets_gaps_for_deleted_events(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         await client.register()
@@ -107,7 +107,7 @@ async def test_a_watcher_is_told_of_events_that_were_deleted(tmp_path: Path) -> 
     assert kinds == ["gap", "event", "event", "gap", "event", "event", "caught_up"]
 
 
-async def test_a_watcher_that_goes_away_is_forgotten(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watcher_that_leaves_is_dropped(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     watchers: list[weakref.ref[watching.Watcher]] = []
     begin = watching.Watcher.__init__
 
@@ -185,7 +185,7 @@ SERVICES = ("perseus.v1.AgentService", "perseus.v1.FrontierService", "perseus.v1
 async def reflected(
     client: Client, package: str, request: reflection_pb2.ServerReflectionRequest
 ) -> reflection_pb2.ServerReflectionResponse:
-    """Ask the reflection service of a package; the messages of both are the same."""
+    """Call the reflection service of a package; both have the same messages."""
     method: grpc.aio.StreamStreamMultiCallable[
         reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
     ] = client.channel.stream_stream(
@@ -208,7 +208,7 @@ async def listed_services(client: Client, package: str) -> set[str]:
 
 
 async def test_reflection_answers_under_its_stable_name_and_describes_itself(client: Client) -> None:
-    """As to a client that knows `grpc.reflection.v1` only and builds everything from what it is told."""
+    """For a client that knows `grpc.reflection.v1` only and builds everything from its answers."""
     names = await listed_services(client, "v1")
     assert names == await listed_services(client, "v1alpha")
     assert {
@@ -238,7 +238,7 @@ def add(
     file: descriptor_pb2.FileDescriptorProto,
     answer: reflection_pb2.ServerReflectionResponse,
 ) -> None:
-    """Add a file after those that it needs."""
+    """Add a file after its dependencies."""
     texts = answer.file_descriptor_response.file_descriptor_proto
     others = {each.name: each for each in map(descriptor_pb2.FileDescriptorProto.FromString, texts)}
     for needed in file.dependency:

@@ -1,4 +1,4 @@
-"""A run that has ended gives up its state machine, and is shown as before, after a restart, too."""
+"""A run that has ended gives up its state machine, and looks as before, after a restart, too."""
 
 import gc
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.service.grpc_fakes import (
 
 
 async def train(client: Client, job_id: str) -> FakeAgent:
-    """Register a job and run some iterations of it; return its agent, which is there still."""
+    """Register a job and run some iterations of it; return its agent, which stays connected."""
     await client.register(job_id=job_id, request_id=f"request-{job_id}")
     agent = FakeAgent(client, f"agent-{job_id}", ALL_PLACES, job_id=job_id)
     await agent.join()
@@ -49,7 +49,7 @@ def machines(job_id: str) -> list[JobMachine]:
 
 
 async def shown(client: Client, job_id: str) -> list[object]:
-    """What is told of a job's latest run."""
+    """Return everything that clients see of a job's latest run."""
     report = pb.GetReportRequest(job_id=job_id)
     return [
         await client.job(job_id),
@@ -63,7 +63,7 @@ def refuse(*_: object, **__: object) -> None:
     raise AssertionError("a state machine is made")
 
 
-async def test_it_is_shown_as_before_and_no_machine_is_made_for_it(
+async def test_an_ended_run_looks_as_before_and_no_machine_is_made_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(tmp_path)
@@ -102,7 +102,7 @@ async def test_runs_are_listed_without_a_machine(tmp_path: Path, monkeypatch: py
             await agents[-1].iterate(4)
             await client.finish()
             if number % 2:
-                await leave(client, agents[-1])  # the others' ranks are served still as the next run begins
+                await leave(client, agents[-1])  # the others' ranks are still served when the next run begins
             else:
                 await agents[-1].end()
         await client.register(request_id="the last")
@@ -125,7 +125,7 @@ async def test_runs_are_listed_without_a_machine(tmp_path: Path, monkeypatch: py
                 assert (full.create_time, full.spec.job_id) == (run.create_time, "job")
 
 
-async def test_what_is_not_stored_is_kept_of_the_latest_runs_to_have_ended(
+async def test_unstored_details_are_kept_of_the_latest_ended_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_runs, "_KEPT_MEASURED", 1)

@@ -1,4 +1,4 @@
-"""The time that jobs live by does not pass while the coordinator stands still."""
+"""The jobs' clock stands still while the coordinator does."""
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,7 @@ def clock() -> tuple[JobClock, Source]:
     return JobClock(PERIOD_S, source), source
 
 
-def test_it_goes_with_its_source_while_ticks_are_in_time() -> None:
+def test_the_clock_follows_its_source_while_ticks_are_on_time() -> None:
     jobs, source = clock()
     for _ in range(100):
         assert jobs.tick() <= TOLERANCE_S
@@ -33,7 +33,7 @@ def test_it_goes_with_its_source_while_ticks_are_in_time() -> None:
 
 
 @pytest.mark.parametrize("is_asked_first", [True, False])
-def test_a_stop_is_taken_out_whether_a_tick_or_a_message_comes_first(is_asked_first: bool) -> None:
+def test_a_stop_is_left_out_whether_a_tick_or_a_message_comes_first(is_asked_first: bool) -> None:
     jobs, source = clock()
     jobs.tick()
     before_s = jobs.now_s()
@@ -56,14 +56,14 @@ def test_a_loop_that_is_busy_without_ticking_is_credited_at_the_tick_and_never_g
         busy_s = jobs.now_s()
     assert jobs.tick() == pytest.approx(4.0)
     assert jobs.now_s() == busy_s
-    for _ in range(5):  # it stands until what it has told is true
+    for _ in range(5):  # it stands until the time that it returned is true
         source.now_s += PERIOD_S
         jobs.tick()
     assert jobs.now_s() - start_s == pytest.approx(10.0 - 4.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ask", "tick"]), st.floats(0, 100)), max_size=50))
-def test_it_never_goes_back_and_never_runs_ahead(steps: list[tuple[str, float]]) -> None:
+def test_the_clock_never_goes_back_and_never_runs_ahead(steps: list[tuple[str, float]]) -> None:
     jobs, source = clock()
     first_s = last_s = jobs.now_s()
     for step, time_s in steps:
@@ -76,17 +76,17 @@ def test_it_never_goes_back_and_never_runs_ahead(steps: list[tuple[str, float]])
     assert last_s - first_s <= source.now_s - 1000.0
 
 
-def test_it_stands_while_what_agents_say_is_kept_waiting_longer_and_longer() -> None:
+def test_the_clock_stands_while_messages_wait_longer_and_longer() -> None:
     jobs, source = clock()
     jobs.tick()
     before_s = jobs.now_s()
-    for kept_s in (1.0, 2.0, 3.0, 4.0):  # nobody is heard for four seconds
+    for kept_s in (1.0, 2.0, 3.0, 4.0):  # no agent is heard for four seconds
         source.now_s += PERIOD_S
         assert jobs.tick(kept_s) == 0.0
         assert jobs.now_s() == before_s
 
 
-def test_it_goes_on_while_the_wait_stays_and_does_not_leap_when_it_ends() -> None:
+def test_the_clock_runs_while_the_wait_is_constant_and_does_not_leap_when_it_ends() -> None:
     jobs, source = clock()
     jobs.tick()
     source.now_s += PERIOD_S
@@ -95,7 +95,7 @@ def test_it_goes_on_while_the_wait_stays_and_does_not_leap_when_it_ends() -> Non
     for kept_s in (5.0, 5.1, 4.9, 5.0, 5.2):
         source.now_s += PERIOD_S
         jobs.tick(kept_s)
-    while source.now_s - jobs.now_s() > 5.0:  # what was told before that tick can't be taken back
+    while source.now_s - jobs.now_s() > 5.0:  # a time returned before that tick can't be taken back
         source.now_s += PERIOD_S
         jobs.tick(5.0)
     passed_s, before_s = source.now_s, jobs.now_s()

@@ -49,7 +49,7 @@ def reason_of(call: Any) -> str:
     return str(info.reason)
 
 
-async def test_of_thirty_hellos_of_one_instance_at_once_one_stream_stays(tmp_path: Path) -> None:
+async def test_one_stream_stays_of_thirty_simultaneous_hellos_of_one_instance(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         calls = [Call(client.agents.Connect()) for _ in range(30)]
         await asyncio.gather(*(call.write(hello("agent")) for call in calls))
@@ -75,7 +75,7 @@ async def test_of_thirty_hellos_of_one_instance_at_once_one_stream_stays(tmp_pat
         assert len(reasons) == len(calls) - 1
 
 
-# A client that keeps no more than this for a reader who doesn't come.
+# A client that buffers no more than this for a reader who doesn't read.
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
 
 
@@ -84,7 +84,7 @@ async def read_to_the_end(call: Call) -> None:
         pass
 
 
-async def test_an_agent_that_never_reads_is_ended_with_a_reason(
+async def test_the_stream_of_an_agent_that_never_reads_is_ended_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "BYTES_LIMIT", 2**13)
@@ -97,9 +97,9 @@ async def test_an_agent_that_never_reads_is_ended_with_a_reason(
         unknown = agent_service_pb2.RankJoined(job_id="X" * 256, rank=rank_pb2.RankCoordinates())
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             for _ in range(3000):
-                async with asyncio.timeout(5):  # it is read no faster than an agent may speak
+                async with asyncio.timeout(5):  # messages are read no faster than the rate limit
                     await call.write(ConnectRequest(rank_joined=unknown))
-        # What was on its way comes before the status.
+        # Messages already on their way come before the status.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(read_to_the_end(call), TIMEOUT_S)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -107,7 +107,7 @@ async def test_an_agent_that_never_reads_is_ended_with_a_reason(
 
 
 class Clock:
-    """The coordinator's time, which stands still but for what a test puts it forward."""
+    """The coordinator's time, which moves only when a test advances it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -120,7 +120,7 @@ class Clock:
         return time.time()
 
     async def go_on(self) -> None:
-        """Go on by less than what counts as standing still, and let the coordinator look round."""
+        """Advance by less than counts as standing still, and let the coordinator tick."""
         self.now_s += 0.9 * TOLERANCE_S
         await asyncio.sleep(2 * coordinator.TICK_S)
 
@@ -133,7 +133,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def test_a_process_that_was_stopped_for_longer_than_the_lease_loses_no_rank(
+async def test_a_process_stopped_for_longer_than_the_lease_loses_no_rank(
     tmp_path: Path, clock: Clock
 ) -> None:
     lease_s = 0.5
@@ -146,7 +146,7 @@ async def test_a_process_that_was_stopped_for_longer_than_the_lease_loses_no_ran
         clock.now_s += 1.4 * lease_s  # to a process that is stopped all time passes at once
         after = await client.ranks()
         assert [rank.state for rank in after] == [rank.state for rank in before]
-        await clock.go_on()  # the ticks that follow let no lease run out either
+        await clock.go_on()  # the following ticks must not let a lease expire either
         await agent.send(heartbeat=agent_service_pb2.Heartbeat())
         await agent.iterate()
         assert not agent.reader.done()
@@ -170,7 +170,7 @@ async def _health(address: str) -> object:
 
 
 class HeldStore:
-    """Lets what is written wait, or fail."""
+    """Makes writes wait or fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = asyncio.Event()
@@ -207,7 +207,7 @@ class HeldStore:
         return self.writer is not None and self.writer.is_overloaded
 
 
-async def test_health_says_not_serving_while_nothing_gets_stored_and_serving_again(
+async def test_health_reports_not_serving_while_nothing_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -233,14 +233,12 @@ async def test_health_says_not_serving_while_nothing_gets_stored_and_serving_aga
                 held.go.set()
                 await registering
                 await until(is_serving)
-    late = [line for line in logs if "health says NOT_SERVING" in line["event"]]
-    again = [line for line in logs if "health says SERVING" in line["event"]]
+    late = [line for line in logs if "health reports NOT_SERVING" in line["event"]]
+    again = [line for line in logs if "health reports SERVING" in line["event"]]
     assert len(late) == len(again) == 1
 
 
-async def test_a_store_that_is_behind_keeps_all_agents_together_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_store_makes_all_agents_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream_count, batch_count = 6, 40
     monkeypatch.setattr(writers, "MAX_WAITING", 10)
     held = HeldStore(monkeypatch)
@@ -255,7 +253,7 @@ async def test_a_store_that_is_behind_keeps_all_agents_together_waiting(
             batch = agent_service_pb2.TelemetryBatch(job_id="nobody", sequence=sequence)
             await asyncio.gather(*(call.write(ConnectRequest(telemetry=batch)) for call in calls))
         await until(held.is_overloaded)
-        await asyncio.sleep(0.1)  # nothing follows what waits by now
+        await asyncio.sleep(0.1)  # by now nothing new happens
         assert writers.MAX_WAITING < held.later_count <= writers.MAX_WAITING + stream_count
         held.go.set()
         for call in calls:
@@ -265,7 +263,7 @@ async def test_a_store_that_is_behind_keeps_all_agents_together_waiting(
                 acknowledged = max(acknowledged, answer.telemetry_ack.sequence)
 
 
-async def test_an_agent_whose_words_wait_for_longer_than_the_lease_loses_no_rank(
+async def test_an_agent_whose_messages_wait_for_longer_than_the_lease_loses_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     lease_s = 0.5
@@ -289,14 +287,14 @@ async def test_an_agent_whose_words_wait_for_longer_than_the_lease_loses_no_rank
             await agent.send(heartbeat=agent_service_pb2.Heartbeat())
             await clock.go_on()
             assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
-        assert not any(message.HasField("heartbeat") for message in agent.received)  # nobody was heard
+        assert not any(message.HasField("heartbeat") for message in agent.received)  # no message was handled
         held.go.set()
         await agent.iterate()
         assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
         flood.cancel()
 
 
-async def test_a_store_that_fails_ends_the_coordinator_and_all_that_runs_in_it(
+async def test_a_failing_store_ends_the_coordinator_and_all_its_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = HeldStore(monkeypatch)
@@ -318,7 +316,7 @@ async def test_a_store_that_fails_ends_the_coordinator_and_all_that_runs_in_it(
 
 
 class Flood:
-    """An agent that says so much at a time, over and over, and counts the answers."""
+    """An agent that sends so many messages at a time, over and over, and counts the answers."""
 
     AHEAD = 100
 
@@ -348,7 +346,7 @@ class Flood:
             self.room.release()
 
 
-async def test_a_jobs_flood_keeps_itself_waiting_and_nobody_else(tmp_path: Path) -> None:
+async def test_a_flood_of_one_job_delays_only_itself(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path, limit_stream_messages_per_s=1e6)) as client:
         await client.register()
         quiet = FakeAgent(client, "quiet", ALL_PLACES[:1])
@@ -371,6 +369,6 @@ async def test_a_jobs_flood_keeps_itself_waiting_and_nobody_else(tmp_path: Path)
         for task in flooding:
             task.cancel()
         await asyncio.gather(*flooding, return_exceptions=True)
-        # What floods say waits for all that they have said before.
+        # A flood's messages wait for all of its earlier messages.
         assert statistics.median(waits) < len(floods) * Flood.AHEAD
         await quiet.end()

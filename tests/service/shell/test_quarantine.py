@@ -1,6 +1,6 @@
-"""A fault of the coordinator's own in one job puts that job aside, and nothing else is disturbed.
+"""A fault of the coordinator in one job quarantines that job, and nothing else is disturbed.
 
-Over real gRPC, by each part that may fail.
+Over real gRPC, for each part that may fail.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from tests.service.grpc_fakes import (
 
 
 class BrokenError(Exception):
-    """A mistake of ours, in one job."""
+    """A bug in the coordinator that affects one job."""
 
 
 def break_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def break_view(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views, "job", failing)
 
 
-async def test_a_job_that_can_not_be_put_on_the_wire_hides_no_other(
+async def test_a_job_that_cannot_be_serialised_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connected(make_settings(tmp_path)) as client:
@@ -123,7 +123,7 @@ def break_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def trigger(client: Client, agent: FakeAgent) -> None:
-    """Let all that may fail of the job happen; what does is refused."""
+    """Do everything that may fail for the job; the failing calls are refused."""
     for _ in range(40):
         if (await client.job()).state == job_pb2.JOB_STATE_STOCK:
             return
@@ -176,7 +176,7 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
             assert type(lines[0]["exc_info"]).__name__ == error
             listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
             assert [each.job_id for each in listed.jobs] == ["job", "other"]
-            assert not both.reader.done(), "the agent's stream goes on"
+            assert not both.reader.done(), "the agent's stream continues"
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await client.jobs.ReportStraggler(
                     job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=0, slowdown_factor=2),
@@ -188,7 +188,7 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
             assert info.reason == "JOB_QUARANTINED"
         assert not background.done()
 
-        # Once its cause is gone, it goes on from what is stored; the agents ask again on their own.
+        # Once the cause is gone, it resumes from what is stored; the agents join again on their own.
         resume = job_service_pb2.ResumeJobRequest(job_id="job")
         await asyncio.gather(*(client.jobs.ResumeJob(resume, timeout=TIMEOUT_S) for _ in range(3)))
         for rank in both.ranks.values():
@@ -209,7 +209,7 @@ async def test_a_fault_quarantines_its_job_until_it_is_resumed(
         await other.end()
 
 
-async def test_what_is_stored_and_cannot_be_gone_on_with_keeps_no_other_job_from_its_start(
+async def test_a_stored_run_that_cannot_be_restored_keeps_no_other_job_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(tmp_path)
@@ -271,7 +271,7 @@ async def test_a_quarantined_run_is_replayed_offline_to_the_same_fault(
     assert (done.exit_code, done.stderr) == (1, "error: the replay ended without a fault\n")
 
 
-async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(
+async def test_a_run_that_cannot_be_restored_is_replayed_to_the_same_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(tmp_path)
@@ -286,7 +286,7 @@ async def test_a_run_that_cannot_be_gone_on_with_is_replayed_to_the_same_fault(
     assert "the same fault occurred again" in done.stdout
 
 
-async def test_what_is_not_recorded_is_not_replayed(tmp_path: Path) -> None:
+async def test_an_unrecorded_run_is_not_replayed(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with running_here(settings) as (address, _), connected_to(address) as client:
         await client.register()

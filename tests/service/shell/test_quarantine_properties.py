@@ -1,4 +1,4 @@
-"""Whatever fails at random of one job: the agents and watchers of another see what they see without it."""
+"""Random faults in one job: agents and watchers of another job see the same as without it."""
 
 import asyncio
 import pickle
@@ -36,7 +36,7 @@ from tests.service.service_fakes import FakeRank, make_spec
 
 
 class BrokenError(Exception):
-    """A mistake of ours, in one job."""
+    """A bug in the coordinator that affects one job."""
 
 
 RULES = Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=1)
@@ -45,7 +45,7 @@ ITERATIONS = 24
 
 
 class InlineSolver(WorkerPool):
-    """It remembers: the jobs are the same in every example."""
+    """Remembers its answers: the jobs are the same in every example."""
 
     _known: ClassVar[dict[bytes, Frontier]] = {}
 
@@ -65,7 +65,7 @@ class InlineSolver(WorkerPool):
 
 
 class Dice:
-    """What fails of the faulty job, one throw each time that anything may."""
+    """The faults of the faulty job: one throw for each point where one may occur."""
 
     def __init__(self, seed: int, share: float) -> None:
         self.random = random.Random(seed)
@@ -79,7 +79,7 @@ class Dice:
 
 
 class Port:
-    """An agent's end, as the coordinator sees it: follows offers, and writes down all that it is told."""
+    """An agent's end, as the coordinator sees it: follows offers, and records all messages."""
 
     epoch = ""
 
@@ -172,7 +172,7 @@ class World:
             self.agents.pass_telemetry(self.spec.job_id, event.batch.sequence)
 
     async def seen(self) -> list[object]:
-        """All that agents and watchers have seen of the job; times on the wall clock aside."""
+        """Everything that agents and watchers have seen of the job, apart from wall-clock times."""
         view = await self.coordinator.jobs.job(self.spec.job_id, LATEST, is_full=True)
         found = await self.coordinator.live._store.events(self.spec.job_id, view.run_number, 0, 10_000)
         for event in found:
@@ -183,7 +183,7 @@ class World:
 async def live(
     path: Path, dice: Dice, *, with_faulty: bool
 ) -> tuple[list[object], job_pb2.JobState.ValueType]:
-    """Let both jobs live for a while, and return what was seen of the quiet one."""
+    """Run both jobs for a while, and return the observations of the quiet one."""
     store = await SqlStore.open(path)
     coordinator = Coordinator(
         store, InlineSolver(JOBS, 0, 60.0), WorkerPool(REQUESTS, 0, 60.0), RULES, Retention()
@@ -223,7 +223,7 @@ async def live(
 
 @pytest.fixture
 def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
-    """Let machines fail as the dice in the list say: before an input, after it, and while they are shown."""
+    """Make machines fail as the dice in the list decide: before an input, after it, and in views."""
     current: list[Dice] = []
     handle, job = JobMachine.handle, views.job
     next_deadline_s, is_on_gpu = Run.next_deadline_s, views.is_on_gpu
@@ -256,7 +256,7 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
 
 @pytest.fixture
 def alone() -> list[object]:
-    """What is seen of the quiet job where there is no other; filled by the first example."""
+    """The observations of the quiet job without another one; filled by the first example."""
     return []
 
 
@@ -264,7 +264,7 @@ def alone() -> list[object]:
 @pytest.mark.timeout(600)
 @settings(phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), share=st.sampled_from([0.002, 0.02, 0.2]))
-def test_whatever_fails_of_one_job_another_goes_on_as_if_it_were_alone(
+def test_faults_of_one_job_do_not_change_another(
     tmp_path_factory: pytest.TempPathFactory,
     faults_at_random: list[Dice],
     alone: list[object],
@@ -273,7 +273,7 @@ def test_whatever_fails_of_one_job_another_goes_on_as_if_it_were_alone(
 ) -> None:
     faults_at_random[:] = [Dice(seed, share)]
     path = tmp_path_factory.mktemp("store")
-    with capture_logs():  # tracebacks take longer to print than all else here
+    with capture_logs():  # printing tracebacks would take longer than everything else here
         if not alone:  # it is the same every time
             alone[:] = asyncio.run(live(path / "alone.db", faults_at_random[0], with_faulty=False))
         beside = asyncio.run(live(path / "beside.db", faults_at_random[0], with_faulty=True))

@@ -1,4 +1,4 @@
-"""What each principal has at once: counted both ways, whatever order things end in, and apart from others."""
+"""The resources of each principal: counted up and down, in any order, and apart from others."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -24,7 +24,7 @@ LIMITS = Limits(limit_streams=3, limit_solves=2, limit_jobs=3, limit_ranks=10, l
         max_size=60,
     )
 )
-def test_counts_are_what_is_open(steps: list[tuple[str, str | int]]) -> None:
+def test_counts_match_the_open_uses(steps: list[tuple[str, str | int]]) -> None:
     quotas = Quotas(LIMITS, lambda: 0.0)
     of_kind: dict[str, Callable[[str], AbstractContextManager[object]]] = {
         "stream": quotas.stream,
@@ -64,15 +64,15 @@ def test_a_principals_jobs_count_together() -> None:
             quotas.check_job("a", two, others)
 
 
-def test_a_stream_is_as_fast_as_it_and_all_of_its_principal_may_be() -> None:
+def test_a_stream_keeps_its_own_rate_and_its_principals() -> None:
     now_s = 10.0
     quotas = Quotas(Limits(limit_messages_per_s=100, limit_stream_messages_per_s=20), lambda: now_s)
     with ExitStack() as stack:
         streams = [stack.enter_context(quotas.stream("a")) for _ in range(10)]
         other = stack.enter_context(quotas.stream("b"))
-        # Twenty at once, and then each stream by its own pace.
+        # Twenty at once, and then each stream at its own rate.
         assert [streams[0].take() for _ in range(22)][19:] == pytest.approx([0.0, 0.05, 0.1])
-        # The others of its principal have what is left of a hundred; after that all wait.
+        # The other streams of its principal share the rest of a hundred; after that all wait.
         for stream in streams[1:5]:
             stream.take(19)
         assert streams[5].take(2) == pytest.approx(0.0)

@@ -1,4 +1,4 @@
-"""A large job is registered while the loop goes on; who registers it twice meanwhile has one run."""
+"""A large job is registered while the loop runs on; concurrent registrations of it lead to one run."""
 
 import asyncio
 import sys
@@ -34,7 +34,7 @@ def spec(microbatches: int, stages: int = 16) -> JobSpec:
 LARGE = spec(_LARGE_SIZE // 32)
 
 
-async def test_a_large_job_is_made_beside_the_loop_and_once(
+async def test_a_large_job_is_made_once_and_beside_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_in: list[threading.Thread] = []
@@ -60,7 +60,7 @@ async def test_a_large_job_is_made_beside_the_loop_and_once(
             coordinator.jobs.register(spec(8), Registration("request-4")),
             return_exceptions=True,
         )
-        # The small one is there first; the large one is another specification then, and no rank is live.
+        # The small one is registered first; the large one then has another specification, with no live rank.
         assert not isinstance(first, BaseException)
         assert not isinstance(other, BaseException)
         assert {first.run_number, other.run_number} == {2, 3}
@@ -77,7 +77,7 @@ def test_a_larger_job_is_refused_before_anything_is_laid_out() -> None:
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """How many functions of Python's and C's are called."""
+    """Return how many Python and C functions are called."""
     count = 0
 
     def note(_frame: object, event: str, _argument: object) -> None:
@@ -92,7 +92,7 @@ def calls_of(work: Callable[[], object]) -> int:
     return count
 
 
-def test_a_machine_costs_what_the_job_is_large() -> None:
+def test_the_cost_of_a_machine_grows_with_the_job() -> None:
     small = calls_of(lambda: JobMachine(Run(spec(64), 1, RULES, "epoch", 0.0, 0.0)))
     large = calls_of(lambda: JobMachine(Run(spec(256), 1, RULES, "epoch", 0.0, 0.0)))
     assert large < 4.4 * small

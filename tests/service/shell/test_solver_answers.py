@@ -1,4 +1,4 @@
-"""What a worker process answers gets to the job: exact plans, and that no lag explains a slow one."""
+"""A worker process's answers reach the job: exact plans, and the finding that no lag explains a slow plan."""
 
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ async def reaching(client: Client, state: int) -> FakeAgent:
     return agent
 
 
-async def test_the_exact_plan_of_a_worker_takes_the_place_of_the_next_one(
+async def test_a_workers_exact_plan_replaces_the_nearest_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few points, what lies between them is far from exact."""
+    """With few points, plans between them are far from exact."""
     monkeypatch.setattr("perseus.service.shell.run_tasks.POINT_COUNT", 3)
     made: list[tuple[Refinement, Plan]] = []
     refine = WorkerPool.refine
@@ -61,7 +61,7 @@ async def test_the_exact_plan_of_a_worker_takes_the_place_of_the_next_one(
         assert {rank.in_force_version for rank in await client.ranks()} == {agent.offers[-1].version}
 
 
-async def test_that_no_lag_explains_a_plan_is_told_and_the_job_goes_to_stock(
+async def test_an_unexplained_plan_is_reported_and_the_job_goes_to_stock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times_s = {

@@ -1,6 +1,6 @@
-"""Many jobs want to be solved, and the solver's workers die: all jobs have their plans in the end.
+"""Many jobs want to be solved while the solver's workers die: in the end all jobs have their plans.
 
-With workers that are no processes; `tests.torture.solving` has it with those that are, and many more jobs.
+The workers are threads here; `tests.torture.solving` uses processes, and many more jobs.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MortalWorker(ThreadWorker):
-    """It dies of every other problem."""
+    """It dies at every other problem."""
 
     def __init__(self) -> None:
         super().__init__()

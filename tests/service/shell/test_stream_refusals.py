@@ -1,4 +1,4 @@
-"""Bad input on agents' streams: what is refused, by which reason, and what goes on all the same."""
+"""Invalid messages on agents' streams: which are refused, for which reason, and what continues regardless."""
 
 import math
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ async def ended(agent: FakeAgent) -> tuple[grpc.StatusCode, str, dict[str, str]]
     return await refusal(agent.reader)
 
 
-async def test_a_stream_begins_with_hello_and_has_it_once(client: Client) -> None:
+async def test_a_stream_begins_with_its_only_hello(client: Client) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.send(heartbeat=agent_service_pb2.Heartbeat())
     assert await ended(agent) == (INVALID, "HELLO_EXPECTED", {"found": "heartbeat"})
@@ -39,7 +39,7 @@ async def test_a_stream_begins_with_hello_and_has_it_once(client: Client) -> Non
     assert (await ended(agent))[:2] == (INVALID, "INVALID_FIELD")
 
 
-async def test_ranks_that_do_not_fit_are_refused_and_the_stream_goes_on(client: Client) -> None:
+async def test_invalid_ranks_are_refused_and_the_stream_continues(client: Client) -> None:
     agent = FakeAgent(client, "agent", [Coordinates(0, 0, 0)])
     await agent.hello()
     joined = agent.joined(agent.ranks[Coordinates(0, 0, 0)])
@@ -136,9 +136,7 @@ def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:
         "dropped_batch_count",
     ],
 )
-async def test_telemetry_that_cannot_be_is_refused_by_itself_and_not_taken(
-    client: Client, field: str
-) -> None:
+async def test_invalid_telemetry_is_refused_by_itself(client: Client, field: str) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
     await agent.iterate()
@@ -158,7 +156,7 @@ async def test_telemetry_that_cannot_be_is_refused_by_itself_and_not_taken(
     assert again.welcome.acknowledged_sequence == batch.sequence
 
 
-async def test_an_iteration_without_length_and_a_rank_outside_its_job_cost_a_node_nothing_else(
+async def test_an_invalid_iteration_and_a_rank_outside_its_job_affect_nothing_else_of_a_node(
     client: Client,
 ) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -199,10 +197,10 @@ async def test_a_batch_without_a_sequence_is_refused_and_nothing_is_acknowledged
     assert agent.acknowledged == agent.sequence
 
 
-async def test_telemetry_of_what_this_agent_does_not_serve_is_refused(client: Client) -> None:
+async def test_telemetry_of_a_rank_that_the_agent_does_not_serve_is_refused(client: Client) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES[:2])
     await agent.join()
-    other_user = FakeAgent(client, "stranger", ALL_PLACES[:1])
+    other_user = FakeAgent(client, "other", ALL_PLACES[:1])
     await other_user.hello()
     for each, changes in (
         (other_user, {}),

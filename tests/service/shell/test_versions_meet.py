@@ -1,4 +1,5 @@
-"""Agents of other versions, and agents that err: what is not understood is refused by itself, and said."""
+"""Agents of other versions, and faulty agents: only the message that is not understood is refused, with a
+reason."""
 
 import math
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from perseus.v1 import agent_service_pb2, job_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, make_settings
 
-# Field 99 of the oneof, with a message of its own in it.
+# Field 99 of the oneof, with its own message in it.
 NEWER = ConnectRequest.FromString(b"\x9a\x06\x02\x08\x01")
 
 
@@ -29,7 +30,7 @@ async def write(agent: FakeAgent, request: ConnectRequest) -> None:
         await agent.call.write(request)
 
 
-async def test_a_newer_agent_is_served_and_told_what_is_not_understood(client: Client) -> None:
+async def test_a_newer_agent_is_served_and_its_unknown_messages_are_refused(client: Client) -> None:
     with capture_logs() as logs:
         agent = FakeAgent(client, "agent", ALL_PLACES)
         await agent.hello(protocol_version=7)
@@ -60,14 +61,14 @@ async def test_a_newer_agent_is_served_and_told_what_is_not_understood(client: C
     assert "99: expected a message of protocol version 1, found field 99" in output
 
 
-async def test_an_agent_that_says_no_version_speaks_the_first(client: Client) -> None:
+async def test_an_agent_without_a_version_speaks_the_first(client: Client) -> None:
     with capture_logs() as logs:
         agent = FakeAgent(client, "agent", ALL_PLACES)
         await agent.hello(protocol_version=0)
     assert [line for line in logs if "protocol_version" in line] == []
 
 
-async def test_what_an_agent_refuses_is_said_once_and_never_answered(client: Client) -> None:
+async def test_an_agents_refusals_are_logged_once_and_never_answered(client: Client) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
     refused = agent_service_pb2.MessageRefused(
@@ -82,7 +83,7 @@ async def test_what_an_agent_refuses_is_said_once_and_never_answered(client: Cli
     assert (line["reason"], line["field"], len(line["expected"])) == ("UNKNOWN_MESSAGE", "12", 256)
 
 
-async def test_one_invalid_batch_among_hundreds_is_refused_and_nothing_else(client: Client) -> None:
+async def test_only_the_invalid_batch_among_hundreds_is_refused(client: Client) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
     bad_sequence = 0
@@ -126,7 +127,7 @@ async def test_one_invalid_batch_among_hundreds_is_refused_and_nothing_else(clie
         ({"gpu_error": {"reason": 99}}, "gpu_error.reason"),
     ],
 )
-async def test_a_mistake_in_a_message_refuses_that_message(
+async def test_an_invalid_message_is_refused(
     client: Client, message: dict[str, dict[str, Any]], field: str
 ) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -154,7 +155,7 @@ async def test_a_mistake_in_a_message_refuses_that_message(
 
 
 @pytest.mark.parametrize("iteration", [2**63 - 1, -2])
-async def test_a_mistake_in_an_announcement_refuses_that_rank(client: Client, iteration: int) -> None:
+async def test_an_invalid_announcement_refuses_its_rank(client: Client, iteration: int) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.hello()
     message = agent.joined(agent.ranks[ALL_PLACES[0]])
@@ -166,7 +167,7 @@ async def test_a_mistake_in_an_announcement_refuses_that_rank(client: Client, it
     await agent.join_ranks()
 
 
-async def test_a_fault_of_the_coordinators_own_costs_one_message(
+async def test_a_fault_of_the_coordinator_costs_one_message(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)

@@ -1,4 +1,4 @@
-"""What a watcher is told, step by step, without a coordinator: nothing twice, nothing left out unsaid."""
+"""A watcher's updates, step by step, without a coordinator: none comes twice, none is lost without a gap."""
 
 from collections.abc import Iterable
 
@@ -50,7 +50,7 @@ def events(sequences: Iterable[int]) -> list[JobEvent]:
 
 
 def caught_up(last_sequence: int = 0) -> WatchState:
-    """A reader who knows all there is, at time 0."""
+    """A reader who has received everything, at time 0."""
     state = WatchState(last_sequence, last_sequence, has_ended=False)
     assert steps(state) == [DeliverJob(), Deliver(marker(last_sequence))]
     state.note_snapshot(last_sequence)
@@ -58,7 +58,7 @@ def caught_up(last_sequence: int = 0) -> WatchState:
 
 
 def steps(state: WatchState, now_s: float = 0.0) -> list[Step]:
-    """All steps up to one that waits for something."""
+    """Return all steps up to one that waits."""
     found: list[Step] = []
     while not isinstance(step := state.next_step(now_s), Wait | End):
         found.append(step)
@@ -67,7 +67,7 @@ def steps(state: WatchState, now_s: float = 0.0) -> list[Step]:
     return found
 
 
-def test_history_comes_from_the_store_then_the_marker_then_what_is_new() -> None:
+def test_stored_events_come_first_then_caught_up_then_news() -> None:
     state = WatchState(0, 3, has_ended=False)
     state.push(event(4))
     assert steps(state) == [DeliverJob(), Fetch(0, PAGE_SIZE)]
@@ -78,7 +78,7 @@ def test_history_comes_from_the_store_then_the_marker_then_what_is_new() -> None
     assert state.next_step(0.0) == Wait(None)
 
 
-def test_large_news_is_dropped_and_fetched_long_before_there_is_much_of_it() -> None:
+def test_large_news_is_dropped_early_and_fetched_later() -> None:
     state = caught_up()
     message = "x" * 150_000
     large = [event(sequence, message) for sequence in range(1, 11)]
@@ -91,10 +91,10 @@ def test_large_news_is_dropped_and_fetched_long_before_there_is_much_of_it() -> 
     for sequence in range(11, 11 + QUEUE_LIMIT):
         state.push(event(sequence))
     reported = [Deliver(event(sequence)) for sequence in range(11, 11 + QUEUE_LIMIT)]
-    assert steps(state) == reported, "what was told takes no room any more"
+    assert steps(state) == reported, "delivered items take no room any more"
 
 
-def test_what_the_reader_knows_is_left_out() -> None:
+def test_known_events_are_left_out() -> None:
     state = WatchState(2, 3, has_ended=False)
     assert steps(state) == [DeliverJob(), Fetch(2, PAGE_SIZE)]
     state.take_page([event(3)])
@@ -106,11 +106,11 @@ def test_what_the_reader_knows_is_left_out() -> None:
     assert steps(ahead) == [Deliver(event(8))]
 
 
-def test_a_job_without_events_is_caught_up_with_at_once() -> None:
+def test_a_reader_is_caught_up_at_once_without_events() -> None:
     assert steps(WatchState(0, 0, has_ended=False)) == [DeliverJob(), Deliver(marker(0))]
 
 
-def test_an_ended_job_is_told_to_its_last_event() -> None:
+def test_an_ended_job_is_delivered_to_its_last_event() -> None:
     state = WatchState(0, 2, has_ended=True)
     assert steps(state) == [DeliverJob(), Fetch(0, PAGE_SIZE)]
     state.note_snapshot(2)
@@ -129,7 +129,7 @@ def test_the_watch_ends_after_the_last_event_and_a_snapshot_that_shows_it() -> N
     assert state.next_step(SNAPSHOT_INTERVAL_S) == End()
 
 
-def test_the_job_is_told_when_it_changes_but_not_more_often_than_its_interval() -> None:
+def test_the_job_is_delivered_when_it_changes_but_not_more_often_than_its_interval() -> None:
     state = caught_up()
     for _ in range(100):
         state.change_job()
@@ -143,7 +143,7 @@ def test_the_job_is_told_when_it_changes_but_not_more_often_than_its_interval() 
     assert state.next_step(7.0) == DeliverJob()
 
 
-def test_a_slow_reader_is_caught_up_from_the_store_and_told_what_it_missed() -> None:
+def test_a_slow_reader_catches_up_from_the_store_and_gets_its_gaps() -> None:
     state = caught_up()
     news = [event(n) if n % 2 else iteration(n) for n in range(1, QUEUE_LIMIT + 1)]
     last = max(each.sequence for each in news if isinstance(each, JobEvent))
@@ -164,7 +164,7 @@ def test_a_slow_reader_is_caught_up_from_the_store_and_told_what_it_missed() -> 
     assert steps(state)[-3:] == [Deliver(event(last)), Deliver(missed), Deliver(iteration(9999))]
 
 
-def test_deleted_events_are_a_gap_at_the_begin_in_the_middle_and_at_the_end() -> None:
+def test_deleted_events_are_a_gap_at_the_beginning_in_the_middle_and_at_the_end() -> None:
     state = WatchState(0, 9, has_ended=False)
     assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
     state.take_page(events([3, 4, 7]))
@@ -179,7 +179,7 @@ def test_deleted_events_are_a_gap_at_the_begin_in_the_middle_and_at_the_end() ->
     ]
 
 
-def test_what_overflows_while_a_page_is_on_its_way_is_not_missing() -> None:
+def test_events_that_overflow_during_a_fetch_are_not_missing() -> None:
     state = WatchState(0, 1, has_ended=False)
     assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
     for sequence in range(2, QUEUE_LIMIT + 3):
@@ -265,7 +265,7 @@ class Watching(RuleBasedStateMachine):
         return step
 
     def teardown(self) -> None:
-        """Let the reader read to the end of what there is: it has all of it then."""
+        """Let the reader read to the end: it then has received everything."""
         if not hasattr(self, "state"):
             return
         for _ in range(10_000):
@@ -293,7 +293,7 @@ class Watching(RuleBasedStateMachine):
         assert self.reported.count(marker(self.first_last)) == 1
 
     def known(self) -> list[int]:
-        """The numbers of events that were told, or told to be missing, as they came."""
+        """Return the sequences that were delivered, or reported as missing, in order."""
         found: list[int] = []
         for update in self.reported:
             if isinstance(update, JobEvent):

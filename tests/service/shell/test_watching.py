@@ -1,4 +1,4 @@
-"""A watcher waits for news and takes its steps; which steps, is tested with `watch_state`."""
+"""A watcher waits for news and takes its steps; the choice of steps is tested with `watch_state`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ async def fetch(after_sequence: int, limit: int) -> Sequence[JobEvent]:
     return STORED[after_sequence:][:limit]
 
 
-async def test_a_reader_gets_what_is_stored_and_wakes_up_for_news() -> None:
+async def test_a_reader_gets_stored_events_and_wakes_up_for_news() -> None:
     watcher = Watcher(WatchState(0, 2, has_ended=False))
     updates = watcher.follow(lambda: VIEW, fetch)
     assert [await anext(updates) for _ in range(4)] == [VIEW, *STORED[:2], CaughtUp(last_event_sequence=2)]
@@ -34,7 +34,7 @@ async def test_a_reader_gets_what_is_stored_and_wakes_up_for_news() -> None:
     assert await waiting == news
 
 
-async def test_a_reader_is_told_why_the_watch_is_over() -> None:
+async def test_a_reader_gets_the_reason_for_the_end_of_a_watch() -> None:
     watcher = Watcher(WatchState(3, 3, has_ended=False))
     updates = watcher.follow(lambda: VIEW, fetch)
     assert [await anext(updates), await anext(updates)] == [VIEW, CaughtUp(last_event_sequence=3)]

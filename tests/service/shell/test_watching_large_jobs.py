@@ -1,4 +1,5 @@
-"""What a watcher of a large job is sent: events and summaries, and nothing that grows with every rank."""
+"""Messages to a watcher of a large job: events and summaries, and nothing that grows with the number of
+ranks."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +32,7 @@ SPEC = job_pb2.JobSpec(
 
 
 async def join_node(client: Client, pipeline: int, stage: int) -> Any:
-    """Join the ranks of one node as its agent does, under names as long as real ones; return the stream."""
+    """Join the ranks of one node as its agent does, with names as long as real ones; return the stream."""
     call = client.agents.Connect()
     instance_id = f"{pipeline:02x}{stage:02x}{0:028x}"
     hello = agent_service_pb2.Hello(
@@ -56,8 +57,10 @@ async def join_node(client: Client, pipeline: int, stage: int) -> Any:
     return call
 
 
-async def test_through_all_joins_of_a_large_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One reader reads as it comes; another begins when all is over, long after its queue ran over."""
+async def test_a_watcher_through_all_joins_of_a_large_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reader reads along; another begins when everything is over, long after its queue overflowed."""
     monkeypatch.setattr(jobs, "WatchState", partial(WatchState, queue_limit=QUEUE_LIMIT))
 
     def watch(client: Client) -> AsyncIterator[job_service_pb2.WatchJobResponse]:

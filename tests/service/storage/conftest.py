@@ -18,7 +18,7 @@ def postgresql_server() -> Iterator[postgresql.Server]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
-    """An empty database, as the setting names it."""
+    """An empty database, as settings name it."""
     if request.param == "sqlite":
         return tmp_path / "jobs.db"
     server: postgresql.Server = request.getfixturevalue("postgresql_server")

@@ -15,11 +15,11 @@ import psycopg
 _PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[4]))
 
 MISSING = None if _PROGRAMS else "no PostgreSQL in /usr/lib/postgresql (see tests/service/storage/install)"
-"""Why there can be no server, None if there can."""
+"""The reason why there can be no server; None if there can."""
 
 
 class Server:
-    """A server on a Unix socket; `databases` are made anew for every test."""
+    """A server on a Unix socket; every test gets a new database."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class Server:
         return f"postgresql://tester@/{database}?host={self._folder}"
 
     def new_database(self) -> str:
-        """Make a database, and return its URL."""
+        """Create a database, and return its URL."""
         name = f"test_{uuid.uuid4().hex}"
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}"')
@@ -41,14 +41,14 @@ class Server:
         self.start_again()
 
     def start_again(self) -> None:
-        # Nothing here outlives the machine; what a killed server has lost, fsync would not have saved.
+        # Nothing here outlives the machine: fsync would not protect against a killed server.
         options = "-c fsync=off -c full_page_writes=off -c autovacuum=off "
         options += f"-c listen_addresses='' -c unix_socket_directories='{self._folder}' -c max_connections=20"
         log = self._folder / "log"
         self._run(self._programs / "pg_ctl", "-D", self.data, "-l", log, "-w", "-o", options, "start")
 
     def stop(self, mode: str = "immediate") -> None:
-        """Stop it: `immediate` is as a crash."""
+        """Stop it; `immediate` simulates a crash."""
         self._run(self._programs / "pg_ctl", "-D", self.data, "-m", mode, "-w", "stop")
 
     def _run(self, *command: object) -> None:
@@ -71,7 +71,7 @@ class Server:
 @contextmanager
 def running() -> Iterator[Server]:
     """Run a server for the length of the block."""
-    # Not in pytest's folders: these are closed to other users, and too long for a socket's name.
+    # Not in pytest's folders: other users can't enter these, and they are too long for a socket's name.
     folder = Path(tempfile.mkdtemp(prefix="perseus-pg-"))
     if os.getuid() == 0:
         os.chown(folder, _unprivileged(), -1)

@@ -1,4 +1,4 @@
-"""Whole databases out of one engine and into another, and the check that says what is wrong with one."""
+"""Whole databases exported from one engine and imported into another, and the check of a database."""
 
 import asyncio
 import io
@@ -33,14 +33,14 @@ def planned_job() -> list[Entry]:
 
 
 def fill(database: Path | str, entries: Sequence[Entry]) -> str:
-    """Return the check word after it."""
+    """Return the commit marker after the write."""
 
     async def write() -> str:
         store = await SqlStore.open(database)
         await store.write(entries)
-        word = store.commit_marker
+        marker = store.commit_marker
         await store.close()
-        return word
+        return marker
 
     return asyncio.run(write())
 
@@ -53,25 +53,25 @@ def exported(database: Path | str) -> str:
     return text
 
 
-def test_what_is_exported_is_the_same_in_every_engine(database: Path | str, tmp_path: Path) -> None:
-    word = fill(database, planned_job())
+def test_exports_are_the_same_from_every_engine(database: Path | str, tmp_path: Path) -> None:
+    marker = fill(database, planned_job())
     text = exported(database)
     other = tmp_path / "other.db"
     assert import_database(other, io.StringIO(text)) == text.count("\n") - 2
     assert exported(other) == text
     assert check_database(other) == check_database(database) == []
 
-    async def word_is_known() -> bool:
+    async def is_marker_known() -> bool:
         store = await SqlStore.open(other)
         try:
-            return not store.has_lost(word)
+            return not store.has_lost(marker)
         finally:
             await store.close()
 
-    assert asyncio.run(word_is_known())
+    assert asyncio.run(is_marker_known())
 
 
-def test_what_comes_from_sqlite_goes_into_every_engine(database: Path | str, tmp_path: Path) -> None:
+def test_every_engine_imports_an_export_of_sqlite(database: Path | str, tmp_path: Path) -> None:
     source = tmp_path / "source.db"
     fill(source, planned_job())
     text = exported(source)
@@ -79,7 +79,7 @@ def test_what_comes_from_sqlite_goes_into_every_engine(database: Path | str, tmp
     assert exported(database) == text
 
 
-def test_a_database_with_anything_in_it_is_not_filled(database: Path | str) -> None:
+def test_a_database_that_is_not_empty_is_not_filled(database: Path | str) -> None:
     fill(database, [NewRun(make_spec(), 1, 1.0)])
     text = exported(database)
     with pytest.raises(ArchiveError, match="expected an empty database, found"):
@@ -137,7 +137,7 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, chang
         ("UPDATE ranks SET rank = json_set(rank, '$[1].offered_version', 9999)", "expected versions up to"),
     ],
 )
-def test_the_check_finds_what_is_wrong(tmp_path: Path, statement: str, finding: str) -> None:
+def test_the_check_finds_faults(tmp_path: Path, statement: str, finding: str) -> None:
     path = tmp_path / "jobs.db"
     fill(path, planned_job())
     assert check_database(path) == []

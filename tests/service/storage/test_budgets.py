@@ -1,4 +1,4 @@
-"""Power budgets are kept as they were accepted, as long as they are to be, on every engine."""
+"""Power budgets are stored as they were accepted, for as long as retention keeps them, on every engine."""
 
 import sqlite3
 from dataclasses import replace
@@ -21,7 +21,7 @@ ENDING = BudgetRecord(
 )
 
 
-async def test_budgets_are_there_after_a_restart_as_they_were_written_last(database: Path | str) -> None:
+async def test_budgets_survive_a_restart_as_last_written(database: Path | str) -> None:
     store = await SqlStore.open(database)
     assert await store.load_budgets() == []
     await store.write([BudgetEntry(OPEN), BudgetEntry(ENDING)])
@@ -40,7 +40,7 @@ async def pruned(store: SqlStore, retention: Retention, now_s: float) -> list[st
     return [record.budget.budget_id for record in found if isinstance(record, BudgetRecord)]
 
 
-async def test_ended_budgets_go_by_age_and_count_and_others_never(database: Path | str) -> None:
+async def test_only_ended_budgets_are_pruned_by_age_and_count(database: Path | str) -> None:
     store = await SqlStore.open(database)
     ended = [
         BudgetRecord(Budget(f"b{n}", "default", 1.0, NOW_S, NOW_S + n), "r", "", NOW_S) for n in range(1, 6)
@@ -61,7 +61,7 @@ async def test_ended_budgets_go_by_age_and_count_and_others_never(database: Path
     await store.close()
 
 
-async def test_of_a_budget_that_can_not_be_read_there_is_what_can_be_and_the_check_tells(
+async def test_the_readable_part_of_an_unreadable_budget_is_kept_and_the_check_reports_it(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "jobs.db"
@@ -95,5 +95,5 @@ async def test_of_a_budget_that_can_not_be_read_there_is_what_can_be_and_the_che
     (nameless,) = UnreadableBudget("\n", None, "hall-a", 5.0, "").in_its_place({"hall-a"})
     assert nameless.budget_id.startswith("unreadable-")
     cancelled = BudgetRecord(OPEN.budget, "r", "", NOW_S, cancel_time_s=NOW_S + 86400)
-    assert cancelled.is_over(NOW_S), "the clock that it was cancelled by had jumped ahead"
+    assert cancelled.is_over(NOW_S), "the clock at its cancellation had jumped ahead"
     await store.close()

@@ -1,4 +1,4 @@
-"""Documents that another release has written: what can be understood is, and nothing else is guessed at."""
+"""Documents written by another release: they are read as far as they can be understood, and never guessed."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def change(path: Path, table: str, column: str, changed: Callable[[Any], Any]) -> None:
-    """Change a column's documents, of the job or the budget that is not named other."""
+    """Change a column's documents, of the job or budget not named other."""
     key = "budget_id" if table == "budgets" else "job_id"
     with sqlite3.connect(path) as connection:
         found = connection.execute(f"SELECT DISTINCT {column} FROM {table} WHERE {key} <> 'other'").fetchall()
@@ -70,7 +70,7 @@ def change(path: Path, table: str, column: str, changed: Callable[[Any], Any]) -
 
 
 async def read(path: Path) -> tuple[StoredJob | RunSnapshot | UnreadableJob, BudgetRecord | UnreadableBudget]:
-    """Return what is not named other, once it is seen that the others can be read."""
+    """Return the one not named other, after a check that the others can be read."""
     store = await SqlStore.open(path)
     job, other_job = await store.load_jobs()
     budget, other_budget = await store.load_budgets()
@@ -81,7 +81,7 @@ async def read(path: Path) -> tuple[StoredJob | RunSnapshot | UnreadableJob, Bud
 
 
 def with_more(value: Any) -> Any:
-    """Return a document with a field more in each of its objects."""
+    """Return a document with an additional field in each of its objects."""
     match value:
         case dict():
             return {name: with_more(part) for name, part in value.items()} | {"added_later": [{"x": 1}]}
@@ -113,7 +113,7 @@ async def test_a_field_that_was_not_there_yet_has_its_default(path: Path) -> Non
 
 
 @pytest.mark.parametrize(("table", "column"), COLUMNS)
-async def test_a_job_with_a_document_of_a_later_version_can_not_be_read_and_no_other_is_hidden(
+async def test_a_job_with_a_document_of_a_later_version_is_unreadable_and_hides_no_other(
     path: Path, table: str, column: str
 ) -> None:
     change(path, table, column, lambda document: [2, *document[1:]])
@@ -134,7 +134,7 @@ async def test_a_job_with_a_document_of_a_later_version_can_not_be_read_and_no_o
         ("plans", "clocks_type", "plan", "beamed up", "offer.clocks: expected one of stock, hold, plan"),
     ],
 )
-async def test_a_job_with_a_value_that_is_not_known_can_not_be_read_and_the_cause_names_it(
+async def test_a_job_with_an_unknown_value_is_unreadable_and_the_cause_names_it(
     path: Path, table: str, column: str, old: str, new: str, cause: str
 ) -> None:
     with sqlite3.connect(path) as connection:
@@ -148,7 +148,7 @@ async def test_a_job_with_a_value_that_is_not_known_can_not_be_read_and_the_caus
     assert job.cause.endswith("found 'beamed up'")
 
 
-async def test_a_budget_of_a_later_version_limits_to_the_safe_side_by_what_can_be_read(path: Path) -> None:
+async def test_a_budget_of_a_later_version_is_enforced_conservatively(path: Path) -> None:
     change(path, "budgets", "budget", lambda document: [2, *document[1:]])
     _, budget = await read(path)
     assert isinstance(budget, UnreadableBudget)

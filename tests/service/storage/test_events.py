@@ -28,7 +28,7 @@ JOB_NUMBERS = count()
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqlStore]:
-    """One for all examples, each of which has jobs of its own."""
+    """One store for all examples, each of which has its own jobs."""
     database: Path | str = tmp_path_factory.mktemp("events") / "jobs.db"
     if request.param == "postgresql":
         database = request.getfixturevalue("postgresql_server").new_database()
@@ -36,7 +36,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     async def open_it() -> SqlStore:
         store = await SqlStore.open(database)
         await store.write([])
-        await store.run_numbers("job")  # its threads begin here, and not in a test
+        await store.run_numbers("job")  # starts its threads here, and not in a test
         return store
 
     opened = asyncio.run(open_it())
@@ -67,10 +67,10 @@ KNOWN = [
 ]
 LATER_TYPE: Any = 1_000
 LATER_DETAILS = b"\x82\x3f\x03abc"
-"""A field of number 1008 that this version does not know."""
+"""A field of number 1008, which this version does not know."""
 
 
-async def test_events_come_back_as_they_were_those_of_a_later_version_too(store: SqlStore) -> None:
+async def test_events_are_read_back_unchanged_even_of_a_later_version(store: SqlStore) -> None:
     job_id = f"job-{next(JOB_NUMBERS)}"
     later = JobEvent(sequence=4, create_time=TIME, message="new", type=LATER_TYPE)
     written = [*KNOWN, JobEvent.FromString(later.SerializeToString() + LATER_DETAILS)]
@@ -86,7 +86,7 @@ async def test_events_come_back_as_they_were_those_of_a_later_version_too(store:
     assert await read(of_later_type) == [written[-1].SerializeToString()]
 
 
-async def test_an_event_that_can_not_be_read_is_listed_with_what_is_known_of_it(tmp_path: Path) -> None:
+async def test_an_unreadable_event_is_listed_with_its_known_parts(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     store = await SqlStore.open(path)
     await store.write([NewRun(make_spec(), 1, 1.0), *entries("job", 1, KNOWN)])
@@ -120,7 +120,7 @@ FILTERS = st.builds(
 
 
 @given(EVENTS, FILTERS, st.integers(1, 7), st.integers(0, 30))
-def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
+def test_pages_contain_the_wanted_events_in_order_even_if_the_clock_was_set_back(
     store: SqlStore, drawn: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int
 ) -> None:
     def is_wanted(event: JobEvent) -> bool:
@@ -162,7 +162,7 @@ def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
         (EventFilter(start_time_s=3.0), "COVERING INDEX events_by_time"),
     ],
 )
-async def test_no_page_is_looked_for_among_all_events(
+async def test_no_page_is_found_by_a_scan_of_all_events(
     tmp_path: Path, wanted: EventFilter, index: str
 ) -> None:
     await (await SqlStore.open(tmp_path / "jobs.db")).close()

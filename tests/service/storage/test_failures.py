@@ -1,4 +1,4 @@
-"""Databases that fail under a running store: it says so, in one line, and promises nothing more."""
+"""Databases that fail under a running store: it reports that, in one line, and guarantees nothing more."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from tests.service.storage.postgresql import Server
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    """A file system of its own of a megabyte."""
+    """A separate file system of one megabyte."""
     folder = Path(tempfile.mkdtemp(prefix="perseus-disk-"))
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "perseus-test", str(folder)]
     if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
@@ -48,7 +48,7 @@ def event(number: int, length: int) -> EventEntry:
     return EventEntry("job", 1, event_pb2.JobEvent(sequence=number, message="x" * length))
 
 
-async def test_a_full_disk_ends_the_store_and_what_was_acknowledged_stays(
+async def test_a_full_disk_ends_the_store_and_acknowledged_writes_stay(
     small_disk: Path, tmp_path: Path
 ) -> None:
     path = small_disk / "jobs.db"
@@ -142,7 +142,7 @@ async def test_a_corrupt_file_ends_the_store(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-async def test_a_log_without_its_end_opens_without_what_was_in_it_and_the_check_word_tells(
+async def test_a_log_without_its_end_opens_without_its_last_commits_and_the_commit_marker_reveals_it(
     tmp_path: Path,
 ) -> None:
     path, copy = tmp_path / "jobs.db", tmp_path / "copy.db"
@@ -154,7 +154,7 @@ async def test_a_log_without_its_end_opens_without_what_was_in_it_and_the_check_
     late = store.commit_marker
     shutil.copy(path, copy)
     shutil.copy(f"{path}-wal", f"{copy}-wal")
-    os.truncate(f"{copy}-wal", size + 100)  # in the midst of a page
+    os.truncate(f"{copy}-wal", size + 100)  # in the middle of a page
     assert not store.has_lost(late)
     await store.close()
 
@@ -166,7 +166,7 @@ async def test_a_log_without_its_end_opens_without_what_was_in_it_and_the_check_
 
 
 @pytest.mark.slow("a database's server stops and starts again")
-async def test_a_server_that_is_gone_ends_the_store_and_everything_acknowledged_is_there_after(
+async def test_a_server_that_stops_ends_the_store_and_acknowledged_writes_stay(
     postgresql_server: Server,
 ) -> None:
     url = postgresql_server.new_database()
@@ -227,7 +227,7 @@ async def test_a_database_that_a_user_may_only_read_is_refused_or_fails_clearly(
         ("/nowhere/jobs.db", r"/nowhere/jobs\.db: its file can't be opened"),
     ],
 )
-async def test_what_is_no_database_is_refused_in_one_line_without_its_password(
+async def test_an_invalid_database_is_refused_in_one_line_without_its_password(
     database: str, message: str
 ) -> None:
     with pytest.raises(DatabaseUnavailableError, match=message) as caught:
@@ -236,8 +236,8 @@ async def test_what_is_no_database_is_refused_in_one_line_without_its_password(
     assert "secret" not in str(caught.value)
 
 
-async def test_a_failing_disk_is_no_reason_to_lose_the_cause(tmp_path: Path) -> None:
-    """What SQLite itself limits stands for a disk without room where none can be mounted."""
+async def test_a_failing_disk_does_not_hide_the_cause(tmp_path: Path) -> None:
+    """A limit of SQLite itself replaces a full disk where none can be mounted."""
     path = tmp_path / "jobs.db"
     store = await SqlStore.open(path)
     await store.write([NewRun(make_spec(), 1, 1.0)])

@@ -55,7 +55,7 @@ async def keys(store: SqlStore, wanted: HourFilter = HourFilter()) -> list[tuple
     return [(group.job_id, group.deletion, group.run_number) for group in await store.ledger(wanted)]
 
 
-async def test_hours_of_a_run_come_back_in_sums_by_baseline_and_rates(store: SqlStore) -> None:
+async def test_hours_of_a_run_are_summed_by_baseline_and_rates(store: SqlStore) -> None:
     entries: list[Entry] = [new_run(), hour(10, None), hour(10), hour(11), hour(12, rates=Rates())]
     await store.write(entries)
     found = await store.ledger(HourFilter())
@@ -67,7 +67,7 @@ async def test_hours_of_a_run_come_back_in_sums_by_baseline_and_rates(store: Sql
     ]
 
 
-async def test_an_hour_that_is_written_again_replaces_itself(store: SqlStore) -> None:
+async def test_a_rewritten_hour_replaces_the_older_one(store: SqlStore) -> None:
     later = EnergyHour(10, replace(REFERENCE, iteration_count=11), replace(SUMS, iteration_count=6), RATES)
     await store.write([new_run(), hour(10)])
     await store.write([JobEntry("job", 1, later)])
@@ -75,7 +75,7 @@ async def test_an_hour_that_is_written_again_replaces_itself(store: SqlStore) ->
     assert (found.sums.iteration_count, found.reference) == (6, later.reference)
 
 
-async def test_a_part_of_the_ledger_can_be_asked_for(store: SqlStore) -> None:
+async def test_a_part_of_the_ledger_can_be_read(store: SqlStore) -> None:
     await store.write([new_run(), new_run("other"), *map(hour, (10, 11, 12)), hour(11, job_id="other")])
 
     async def hours(**wanted: object) -> list[tuple[str, int, int]]:
@@ -88,7 +88,7 @@ async def test_a_part_of_the_ledger_can_be_asked_for(store: SqlStore) -> None:
     assert await hours(first_hour=13) == []
 
 
-async def test_a_run_goes_on_with_its_latest_hour(store: SqlStore) -> None:
+async def test_a_run_continues_its_latest_hour(store: SqlStore) -> None:
     renewed = replace(REFERENCE, number=7)
     await store.write([new_run(), hour(10), hour(11), hour(11, renewed)])
     found = await store.load_run("job", 1)
@@ -99,7 +99,7 @@ async def test_a_run_goes_on_with_its_latest_hour(store: SqlStore) -> None:
     assert loaded.latest_hour == found.latest_hour
 
 
-async def test_what_a_deleted_job_has_used_stays_and_another_of_its_name_begins_anew(
+async def test_a_deleted_jobs_energy_stays_and_a_new_job_of_its_name_starts_at_zero(
     database: Path | str,
 ) -> None:
     store = await SqlStore.open(database)
@@ -133,7 +133,7 @@ async def test_hours_of_no_run_are_found(database: Path | str) -> None:
     assert check_database(database) == ["ledger: 1 rows belong to no run"]
 
 
-async def test_what_could_not_be_read_back_is_refused_by_name(store: SqlStore) -> None:
+async def test_values_that_could_not_be_read_back_are_refused_by_name(store: SqlStore) -> None:
     broken = EnergyHour(10, REFERENCE, replace(SUMS, compared_energy_j=math.inf))
     with pytest.raises(UnstorableEntryError, match="compared_energy_j: expected a finite number, found inf"):
         await store.write([new_run(), JobEntry("job", 1, broken)])

@@ -1,4 +1,4 @@
-"""One coordinator on a database at a time, however the one before it ended."""
+"""Only one coordinator at a time on a database, however the one before it ended."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ sys.stdin.read()
 
 @contextmanager
 def held_elsewhere(database: Path | str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Another process holds a database, until it is killed at the latest at the end of the block."""
+    """Lock a database in another process, which is killed at the end of the block, if not before."""
     command = [sys.executable, "-c", HOLD, str(database)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -45,7 +45,7 @@ def test_a_killed_coordinator_holds_nothing(database: Path | str, monkeypatch: p
         process.kill()
         process.wait()
         connect(database).close()
-        # Nor did the one that was refused, or the one after it, take the lock with it.
+        # Neither the refused one nor the one after it has released the lock.
         with held_elsewhere(database), pytest.raises(DatabaseUnavailableError, match="locked"):
             connect(database)
 
@@ -65,7 +65,7 @@ def test_a_link_leads_to_the_same_lock(tmp_path: Path) -> None:
         opened.close()
 
 
-def test_a_lock_file_that_can_not_be_made_is_said_in_one_line(tmp_path: Path) -> None:
+def test_an_error_in_making_the_lock_file_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     (tmp_path / "jobs.db-lock").mkdir()
     with pytest.raises(DatabaseUnavailableError) as caught:
@@ -75,7 +75,7 @@ def test_a_lock_file_that_can_not_be_made_is_said_in_one_line(tmp_path: Path) ->
 
 @pytest.fixture
 def read_only_folder() -> Iterator[Path]:
-    """A folder with a database in it where this process may make no file."""
+    """A folder with a database in which this process may create no file."""
     folder = Path(tempfile.mkdtemp(prefix="perseus-read-only-"))  # pytest's own are closed to other users
     (folder / "empty.db").touch()
     connect(folder / "used.db").close()
@@ -84,7 +84,7 @@ def read_only_folder() -> Iterator[Path]:
         path.chmod(0o555 if path == folder else 0o666)
     is_root = os.geteuid() == 0
     try:
-        if is_root:  # who may write everywhere
+        if is_root:  # root may write everywhere
             os.seteuid(65534)
         yield folder
     finally:
@@ -102,7 +102,7 @@ def read_only_folder() -> Iterator[Path]:
         ("new.db", "its file can't be opened: does the folder exist, and is it writable?"),
     ],
 )
-def test_a_folder_that_is_read_only_is_said_in_one_line(
+def test_an_error_about_a_read_only_folder_is_one_line(
     read_only_folder: Path, name: str, message: str
 ) -> None:
     with pytest.raises(DatabaseUnavailableError, match=message) as caught:

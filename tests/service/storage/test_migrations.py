@@ -1,4 +1,4 @@
-"""A new database is of the present schema; one of another schema, or of others, is refused and left alone."""
+"""A new database has the present schema; any other schema, or application, is refused and left unchanged."""
 
 import asyncio
 import sqlite3
@@ -15,7 +15,7 @@ from perseus.service.storage.checking import check_database
 from perseus.service.storage.sql_store import SqlStore
 
 
-def test_a_new_database_is_of_the_schema_that_migrations_lead_to(database: Path | str) -> None:
+def test_a_new_database_has_the_schema_that_migrations_lead_to(database: Path | str) -> None:
     async def make() -> None:
         await (await SqlStore.open(database)).close()
 
@@ -46,7 +46,7 @@ TOO_OLD = "which is older than the first release and can't be migrated: start wi
 
 
 def named(schema: str) -> str:
-    """Return statements that give a database's schema a name."""
+    """Return statements that set a database's revision."""
     return (
         f"CREATE TABLE alembic_version (version_num TEXT); INSERT INTO alembic_version VALUES ('{schema}');"
     )
@@ -55,7 +55,7 @@ def named(schema: str) -> str:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        # As numbered during development, and before that.
+        # Revisions as they were numbered during development, and before that.
         (OURS + named("0011"), f"expected schema v0003, found 0011, {TOO_OLD}"),
         (OURS + "PRAGMA user_version = 4", f"expected schema v0003, found one without a name, {TOO_OLD}"),
         (named("v0099"), "expected schema v0003, found v0099, which is newer than this Perseus"),
@@ -69,7 +69,7 @@ def named(schema: str) -> str:
         ),
     ],
 )
-async def test_what_can_not_be_migrated_is_refused_in_one_line_and_left_alone(
+async def test_an_unknown_schema_is_refused_in_one_line_and_left_unchanged(
     tmp_path: Path, statement: str, message: str
 ) -> None:
     path = tmp_path / "jobs.db"
@@ -86,7 +86,7 @@ async def test_what_can_not_be_migrated_is_refused_in_one_line_and_left_alone(
     connection.close()
 
 
-def test_the_check_says_of_which_schema_a_database_is(tmp_path: Path) -> None:
+def test_the_check_reports_a_databases_schema(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     connection = sqlite3.connect(path)
     connection.executescript(OURS + named("0011"))

@@ -1,4 +1,4 @@
-"""Plans are stored once for all pipelines that have them; what can't be read back is not stored."""
+"""Plans are stored once for all pipelines that have them; values that can't be read back are not stored."""
 
 import asyncio
 import math
@@ -50,7 +50,7 @@ async def plan_count(store: SqlStore) -> int:
     return int(count or 0)
 
 
-async def test_a_plan_is_stored_once_and_goes_when_nobody_has_it(database: Path | str) -> None:
+async def test_a_plan_is_stored_once_and_deleted_with_its_last_offer(database: Path | str) -> None:
     store = await SqlStore.open(database)
     everybody = range(PIPELINES)
     await store.write([NewRun(make_spec(pipelines=PIPELINES, stages=1), 1, 1.0)])
@@ -60,7 +60,7 @@ async def test_a_plan_is_stored_once_and_goes_when_nobody_has_it(database: Path 
     assert await plan_count(store) == 2
     await offer(store, everybody, 3, HoldClocks((1200,)))
     assert await plan_count(store) == 1
-    await offer(store, everybody, 4, planned(0.1))  # it is not there any more
+    await offer(store, everybody, 4, planned(0.1))  # it was deleted before
     await store.close()
 
     store = await SqlStore.open(database)
@@ -101,7 +101,7 @@ def broken_rows(duration_s: float = 1.0, energy_j: float = 1.0) -> IterationRows
         (StageProfile(0, 1200, {}, None, math.nan), r"profile\.blocking_power_se_w"),
     ],
 )
-async def test_a_number_that_can_not_be_read_back_is_refused_by_name_and_nothing_is_written(
+async def test_an_unstorable_number_is_refused_by_name_and_nothing_is_written(
     database: Path | str, record: Record, field: str
 ) -> None:
     store = await SqlStore.open(database)
@@ -110,14 +110,14 @@ async def test_a_number_that_can_not_be_read_back_is_refused_by_name_and_nothing
         await store.write([TelemetrySequence("agent", 7), JobEntry("job", 1, record)])
     assert (caught.value.job_id, caught.value.run_number) == ("job", 1)
     assert await store.telemetry_sequence("agent") == 0
-    await store.write([TelemetrySequence("agent", 7)])  # it goes on
+    await store.write([TelemetrySequence("agent", 7)])  # the store still works
     (job,) = await store.load_jobs()
     assert isinstance(job, StoredJob)
     assert job.record == RECORD
     await store.close()
 
 
-async def test_names_that_look_like_numbers_are_none(database: Path | str) -> None:
+async def test_names_that_look_like_numbers_stay_names(database: Path | str) -> None:
     store = await SqlStore.open(database)
     rank = Rank(Coordinates(0, 0, 0), instance_id="NaN", hostname="Infinity")
     measured = {(0, Kind.FORWARD): Measurement(1200, 0.1, 10.0)}
@@ -129,7 +129,7 @@ async def test_names_that_look_like_numbers_are_none(database: Path | str) -> No
     await store.close()
 
 
-def test_a_job_begun_again_in_one_group_has_only_what_came_after(database: Path | str) -> None:
+def test_a_job_deleted_and_begun_in_one_group_has_only_the_later_rows(database: Path | str) -> None:
     async def write_and_read() -> StoredJob:
         store = await SqlStore.open(database)
         held = OfferRecord(0, PipelineOffer((1,), 1, HoldClocks((1200,))))

@@ -1,4 +1,4 @@
-"""What is no longer kept goes in small steps; reports, adoptable profiles and the numbers of events stay."""
+"""Pruning deletes in small steps; reports, adoptable profiles and the numbers of events stay."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def events(job_id: str, count: int, time_s: float, first: int = 1) -> list[Event
 
 
 async def prune(store: SqlStore, retention: Retention, now_s: float = NOW_S) -> list[tuple[str, int]]:
-    """A whole round; none of its steps deletes more than it may."""
+    """Do a whole round; none of its steps deletes more than it may."""
     archived: list[tuple[str, int]] = []
     while not (pruned := await store.prune(retention, now_s)).is_done:
         assert pruned.row_count <= STEP_ROWS
@@ -81,7 +81,7 @@ async def store(database: Path | str) -> SqlStore:
     return await SqlStore.open(database, clock=lambda: NOW_S)
 
 
-async def test_events_go_by_age_and_by_number_but_for_the_last(store: SqlStore) -> None:
+async def test_events_are_pruned_by_age_and_count_except_the_last(store: SqlStore) -> None:
     await store.write(
         [
             *(NewRun(make_spec(job_id), 1, 1.0) for job_id in ("many", "new", "old")),
@@ -98,13 +98,13 @@ async def test_events_go_by_age_and_by_number_but_for_the_last(store: SqlStore) 
 
     assert await left("many") == list(range(1101, 1201))
     assert await left("new") == list(range(6, 11))
-    assert await left("old") == [700]  # numbers go on from it
+    assert await left("old") == [700]  # later numbers continue from it
     jobs = {job.spec.job_id: job for job in await store.load_jobs() if isinstance(job, StoredJob)}
     assert [jobs[name].last_sequence for name in ("many", "new", "old")] == [1200, 10, 700]
     await store.close()
 
 
-async def test_of_a_run_that_ended_long_ago_the_report_and_adoptable_profiles_stay(
+async def test_an_archived_run_keeps_its_report_and_adoptable_profiles(
     store: SqlStore, database: Path | str
 ) -> None:
     long_ago_s = NOW_S - 100 * DAY_S
@@ -146,7 +146,7 @@ async def test_of_a_run_that_ended_long_ago_the_report_and_adoptable_profiles_st
     assert check_database(database) == []
 
 
-async def test_what_is_recorded_of_a_run_is_kept_until_the_run_is_archived_or_deleted(
+async def test_a_runs_recorded_inputs_are_kept_until_it_is_archived_or_deleted(
     store: SqlStore, database: Path | str
 ) -> None:
     entries: list[Entry] = []
@@ -160,7 +160,7 @@ async def test_what_is_recorded_of_a_run_is_kept_until_the_run_is_archived_or_de
     assert found == {"deleted": {}, "kept": {1: "latest"}, "old": {}}
 
 
-async def test_of_many_runs_that_ended_the_latest_are_kept(store: SqlStore) -> None:
+async def test_the_latest_of_many_ended_runs_are_kept(store: SqlStore) -> None:
     entries: list[Entry] = []
     for number in range(5):
         entries += finished(f"job-{number}", NOW_S - number)
@@ -169,7 +169,7 @@ async def test_of_many_runs_that_ended_the_latest_are_kept(store: SqlStore) -> N
     await store.close()
 
 
-async def test_agents_are_forgotten_by_the_time_of_their_last_word_and_by_number(
+async def test_agents_are_pruned_by_age_and_count(
     database: Path | str,
 ) -> None:
     now_s = 0.0
@@ -189,7 +189,7 @@ async def test_agents_are_forgotten_by_the_time_of_their_last_word_and_by_number
     await store.close()
 
 
-async def test_the_file_stops_growing_when_as_much_goes_as_comes(tmp_path: Path) -> None:
+async def test_the_file_stops_growing_when_rows_are_deleted_as_fast_as_written(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     store = await SqlStore.open(path)
     await store.write([NewRun(make_spec(), 1, 1.0)])
@@ -203,7 +203,7 @@ async def test_the_file_stops_growing_when_as_much_goes_as_comes(tmp_path: Path)
 
 
 @given(st.lists(st.floats(0, 100), max_size=30), st.integers(0, 10), st.floats(1, 50))
-def test_a_run_is_due_if_it_is_old_or_more_than_enough_have_ended_after_it(
+def test_a_run_is_due_if_it_is_old_or_enough_runs_have_ended_after_it(
     times_s: list[float], count: int, age_s: float
 ) -> None:
     retention = Retention(keep_finished_count=count, keep_finished_days=age_s / DAY_S)

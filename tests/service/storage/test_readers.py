@@ -26,7 +26,7 @@ def event_count(connection: Connection) -> int:
     return connection.scalar(select(func.count()).select_from(schema.events)) or 0
 
 
-async def test_a_read_that_takes_long_sees_one_state_and_keeps_no_commit_waiting(
+async def test_a_long_read_sees_one_state_and_delays_no_commit(
     database: Path | str,
 ) -> None:
     store = await SqlStore.open(database)
@@ -46,7 +46,7 @@ async def test_a_read_that_takes_long_sees_one_state_and_keeps_no_commit_waiting
     assert not reading.done()
     may_end.set()
     assert await reading == (1, 1)
-    assert await store._read(event_count) == 11, "what was committed is there for the next one"
+    assert await store._read(event_count) == 11, "the next read sees what was committed"
     await store.close()
 
 
@@ -62,10 +62,10 @@ async def test_a_reader_writes_nothing(database: Path | str) -> None:
 def read_until(has_begun: threading.Event, is_written: threading.Event, connection: Connection) -> None:
     event_count(connection)
     has_begun.set()
-    is_written.wait(0.1)  # in vain where commits take turns with readers
+    is_written.wait(0.1)  # times out where commits take turns with readers
 
 
-async def test_readers_who_follow_each_other_closely_do_not_let_the_log_grow_for_ever(
+async def test_overlapping_readers_do_not_let_the_log_grow_without_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_bytes = 5 * 2**20  # the log is written back from 4 MB on

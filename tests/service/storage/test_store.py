@@ -1,4 +1,4 @@
-"""What any store must do, on every engine."""
+"""The contract of any store, on every engine."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -125,7 +125,7 @@ async def test_the_epoch_stays_when_the_store_is_opened_again(open_store: Open) 
     await again.close()
 
 
-async def test_a_database_tells_its_size(open_store: Open) -> None:
+async def test_a_database_reports_its_size(open_store: Open) -> None:
     store = await open_store()
     before_bytes = await store.size_bytes()
     assert before_bytes > 0
@@ -134,7 +134,7 @@ async def test_a_database_tells_its_size(open_store: Open) -> None:
     await store.close()
 
 
-async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> None:
+async def test_a_whole_job_is_read_back_as_it_was_written(open_store: Open) -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
@@ -161,7 +161,7 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     await store.close()
 
 
-async def test_an_explicit_schedule_and_all_kinds_come_back(open_store: Open) -> None:
+async def test_an_explicit_schedule_and_all_kinds_are_read_back(open_store: Open) -> None:
     order = (
         Computation(0, Kind.FIXED, 0),
         Computation(0, Kind.FORWARD, 0),
@@ -284,7 +284,7 @@ async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_lo
     await store.close()
 
 
-async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open_store: Open) -> None:
+async def test_only_the_used_versions_of_a_deleted_job_are_kept(open_store: Open) -> None:
     store = await open_store()
     rank = Rank(Coordinates(0, 0, 0))
     profile = StageProfile(0, 1200, {}, 60.0, 0.5)
@@ -320,7 +320,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
     assert await store.known_requests() == {"stays": {"request 1": 1, "request 2": 2}}
     assert await store.known_profiles(["work of gone"]) == []
     assert await store.events("gone", 1, 0, 10) == []
-    # What comes under its name finds nothing of it.
+    # A new job of its name finds nothing of it.
     await store.write([NewRun(make_spec("gone"), 1, 3.0)])
     again = await stored_run(store, "gone", 1)
     assert again is not None
@@ -329,7 +329,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
     await store.close()
 
 
-async def test_a_profile_that_is_forgotten_is_found_by_nobody_and_another_may_follow(
+async def test_a_forgotten_profile_is_not_found_and_another_may_follow(
     open_store: Open,
 ) -> None:
     store = await open_store()
@@ -372,7 +372,7 @@ async def test_profiles_are_found_by_the_work_of_each_stage_the_youngest_first(o
             *(JobEntry("young", 2, profile(1, clock_mhz, 0.2)) for clock_mhz in (1300, 900)),
             JobEntry("young", 2, profile(0, 1300, 0.3)),
             JobEntry("young", 2, ProfiledWork(1, "light")),
-            # Not known by any key: its run is not done with it.
+            # Known by no key: its run has not finished profiling it.
             NewRun(make_spec("younger"), 1, 4.0),
             JobEntry("younger", 1, profile(0, 1200, 0.4)),
         ]
@@ -431,19 +431,19 @@ async def test_a_database_in_use_is_refused(database: Path | str) -> None:
     await (await SqlStore.open(database)).close()
 
 
-async def test_a_lock_that_the_server_is_about_to_release_is_waited_for(
+async def test_connecting_waits_for_a_lock_that_the_server_is_about_to_release(
     postgresql_server: postgresql.Server,
 ) -> None:
     database = postgresql_server.new_database()
     store = await SqlStore.open(database)
     opening = asyncio.create_task(SqlStore.open(database))
     done, _ = await asyncio.wait({opening}, timeout=0.5)
-    assert not done, "it is held"
+    assert not done, "the lock is held"
     await store.close()
     await (await opening).close()
 
 
-async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_a_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     path.write_text("something else " * 100)
     with pytest.raises(DatabaseUnavailableError, match=str(path)):

@@ -1,4 +1,4 @@
-"""Bearer tokens are kept as they are, and one that can't be read is good for nothing."""
+"""Bearer tokens are stored as they are, and an unreadable one is not accepted."""
 
 import sqlite3
 from dataclasses import replace
@@ -14,7 +14,7 @@ AGENT = Token("agents", digest_of(SECRET), Grant(Scope.AGENT, ("llama-*", "opt")
 OPERATOR = Token("operator", digest_of("perseus_other"), Grant(Scope.OPERATOR), 2.0)
 
 
-async def test_tokens_are_there_after_a_restart_as_they_were_written_last(database: Path | str) -> None:
+async def test_tokens_survive_a_restart_as_last_written(database: Path | str) -> None:
     store = await SqlStore.open(database)
     assert await store.load_tokens() == []
     await store.write([TokenEntry(OPERATOR), TokenEntry(AGENT)])
@@ -26,7 +26,7 @@ async def test_tokens_are_there_after_a_restart_as_they_were_written_last(databa
     await store.close()
 
 
-async def test_a_token_that_can_not_be_read_is_left_out_and_the_check_tells(tmp_path: Path) -> None:
+async def test_an_unreadable_token_is_left_out_and_the_check_reports_it(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     store = await SqlStore.open(path)
     await store.write([TokenEntry(OPERATOR), TokenEntry(AGENT)])

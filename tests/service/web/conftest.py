@@ -1,4 +1,4 @@
-"""What holds for every test of the page."""
+"""Fixtures for all tests of the page's server."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from perseus.service.web import json_text
 
 @pytest.fixture(scope="session", autouse=True)
 def _json_thread() -> None:
-    """The one thread that makes large answers is the process's, and starts with the first of them."""
+    """The one thread that makes large answers belongs to the process, and starts with the first of them."""
     json_text._maker.submit(int).result()

@@ -1,4 +1,4 @@
-"""The page's server over a real socket, without gRPC beside it; and what a browser would do with it."""
+"""The page's server over a real socket, without gRPC beside it; and a client that behaves like a browser."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ async def serving(
     is_at_rest: bool = False,
     files: Mapping[str, PageFile] = FILES,
 ) -> AsyncIterator[PageServer]:
-    """Serve the page; `is_open`: nobody is asked who they are; `is_at_rest`: no lease runs."""
+    """Serve the page; `is_open`: without authentication; `is_at_rest`: leases do not expire."""
     store = await SqlStore.open(folder / "jobs.db")
     job_solver, request_solver = (
         WorkerPool(JOBS, 1, 60.0, new_worker=ThreadWorker),
@@ -124,7 +124,7 @@ async def ask(
     body: object = None,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """Make a request; a body is sent as JSON, or as it is where it is bytes."""
+    """Make a request; a body is sent as JSON, or unchanged if it is bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"Content-Type": "application/json", **(headers or {})} if body is not None else headers
     async with session.request(

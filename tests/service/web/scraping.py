@@ -10,7 +10,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def parsed(text: str) -> Samples:
-    """By a sample's name and labels."""
+    """Return the value of a sample by its name and labels."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -21,7 +21,7 @@ def parsed(text: str) -> Samples:
 async def get(
     url: str, headers: Mapping[str, str] | None = None, context: ssl.SSLContext | None = None
 ) -> tuple[int, str]:
-    """Status and body."""
+    """Return status and body."""
     async with (
         aiohttp.ClientSession() as session,
         session.get(url, headers=headers, ssl=context if context is not None else True) as response,

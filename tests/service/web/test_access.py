@@ -1,4 +1,5 @@
-"""Who may scrape, where others can reach it: a reader or an operator, by token or certificate."""
+"""Authentication of scrapes on an address that others can reach: a reader or an operator, by token or
+certificate."""
 
 import asyncio
 import time
@@ -61,13 +62,13 @@ async def test_scopes(tokens: Tokens) -> None:
     assert (await answer(app(), {"Authorization": f"Bearer {reader}"}))[0] == 401
 
 
-async def test_nobody_is_asked_where_there_is_no_need() -> None:
+async def test_no_authentication_is_needed_on_loopback() -> None:
     status, text = await answer(make_app(Scrape(nothing), None))
     assert status == 200
     assert "process_cpu_seconds_total" in text
 
 
-async def test_a_fault_is_answered_and_told_in_the_log_only() -> None:
+async def test_the_details_of_a_fault_are_only_in_the_log() -> None:
     async def failing() -> Readings:
         raise ArithmeticError("planted")
 
@@ -76,7 +77,7 @@ async def test_a_fault_is_answered_and_told_in_the_log_only() -> None:
     assert "planted" not in text
 
 
-async def test_those_who_ask_at_once_share_an_answer() -> None:
+async def test_simultaneous_scrapes_share_an_answer() -> None:
     count = 0
 
     async def counted() -> Readings:

@@ -1,4 +1,4 @@
-"""Connections of the HTTP port: nobody's keep others out."""
+"""Connections of the HTTP port: no client can keep others out."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ def _all_closed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("message", [b"", HALF, HALF_BODY])
-async def test_who_says_half_keeps_nobody_out_for_long(tmp_path: Path, message: bytes) -> None:
+async def test_half_a_request_keeps_nobody_out_for_long(tmp_path: Path, message: bytes) -> None:
     async with serving(tmp_path) as site, asyncio.timeout(20), aiohttp.ClientSession() as session:
         with capture_logs() as logs:
             silent = [await opened(site.url, message) for _ in range(8)]
@@ -69,18 +69,18 @@ async def test_who_says_half_keeps_nobody_out_for_long(tmp_path: Path, message: 
         assert [line["reason"] for line in reported] == ["TOO_MANY_CONNECTIONS"], "once in a while"
 
 
-async def test_a_stream_of_events_is_no_quiet_connection(tmp_path: Path) -> None:
+async def test_an_event_stream_is_not_a_quiet_connection(tmp_path: Path) -> None:
     async with serving(tmp_path) as site, aiohttp.ClientSession() as session:
         async with session.get(f"{site.url}/api/watch/jobs") as stream:
             assert await stream.content.readline()
-            await asyncio.sleep(1.0)  # more than a quiet one may last
+            await asyncio.sleep(1.0)  # longer than a quiet connection may last
             assert not stream.content.at_eof()
             assert not stream.connection.transport.is_closing()  # type: ignore[union-attr]
         async with session.get(f"{site.url}/metrics") as answer:
             assert answer.status == 200
 
 
-async def test_a_client_that_ends_no_tls_does_not_outlast_the_server(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_end_tls_does_not_outlast_the_server(tmp_path: Path) -> None:
     security = Security(tmp_path / "security")
     settings = make_secured_settings(tmp_path, security, http=f"127.0.0.1:{free_port()}")
     host, _, port = str(settings.http).partition(":")
@@ -93,18 +93,18 @@ async def test_a_client_that_ends_no_tls_does_not_outlast_the_server(tmp_path: P
             its_own = {socket_of(client.fileno())}
             theirs = connected_to(int(port)) - its_own
             assert theirs
-        assert connected_to(int(port)) <= its_own, "nobody waits for its word"
+        assert connected_to(int(port)) <= its_own, "nobody waits for its answer"
         client.close()
 
 
 def socket_of(descriptor: int | str) -> str:
-    with suppress(OSError):  # the listing's own
+    with suppress(OSError):  # the listing's own descriptor
         return os.readlink(f"/proc/self/fd/{descriptor}")
     return ""
 
 
 def connected_to(port: int) -> set[str]:
-    """The sockets of this process with that port at either end, that do not listen."""
+    """Return this process's sockets with that port at either end, except listening ones."""
     found = set()
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         parts = line.split()

@@ -1,4 +1,4 @@
-"""Messages as JSON and back: protobuf's own, in pieces or at once, and nothing else is taken for one."""
+"""Messages as JSON and back: protobuf's mapping, in pieces or at once, and other texts are refused."""
 
 import json
 from contextlib import suppress
@@ -26,7 +26,7 @@ def test_pieces_are_the_same_as_the_whole(value: object) -> None:
     assert "".join(json_text._pieces(value)) == json_text.as_json(value)
 
 
-async def test_a_large_message_is_told_as_a_small_one() -> None:
+async def test_a_large_message_is_written_like_a_small_one() -> None:
     plan = Plan()
     for stage in range(8):
         computations = plan.plan.stages.add().computations
@@ -52,14 +52,14 @@ async def test_a_large_message_is_told_as_a_small_one() -> None:
     | st.text(max_size=50).map(str.encode)
     | plain.map(lambda v: json.dumps(v).encode())
 )
-def test_whatever_comes_is_a_message_or_refused(body: bytes) -> None:
+def test_any_body_is_a_message_or_refused(body: bytes) -> None:
     for kind in (job_service_pb2.RegisterJobRequest, job_service_pb2.ListJobEventsRequest):
         with suppress(MalformedMessageError):
             message = from_json(body, kind)
             assert from_json(to_json(message).encode(), kind) == message
 
 
-# Names that the contract knows lead further into a message than others; half a surrogate pair is no text.
+# Names from the contract reach deeper into a message than others; half a surrogate pair is not a text.
 texts = st.text(max_size=3) | st.sampled_from(["\ud800", "\udfff", "1", "1.5", "SCHEDULE_NAME_1F1B"])
 near = st.dictionaries(
     st.sampled_from(["spec", "job_id", "request_id", "page_size"]) | texts,
@@ -81,7 +81,7 @@ near = st.dictionaries(
 
 
 @given(near.map(lambda value: json.dumps(value).encode()))
-def test_what_is_nearly_a_message_is_one_or_refused(body: bytes) -> None:
+def test_an_almost_valid_body_is_a_message_or_refused(body: bytes) -> None:
     with suppress(MalformedMessageError):
         message = from_json(body, job_service_pb2.RegisterJobRequest)
         assert from_json(to_json(message).encode(), job_service_pb2.RegisterJobRequest) == message

@@ -1,4 +1,4 @@
-"""What the HTTP server says of those who speak something else to its port."""
+"""The HTTP server's reaction to clients that speak something else on its port."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from perseus.tls.address import host_and_port
 from perseus.tls.files import Role, TlsFiles, TlsSource
 from tests.tls.pairs import authority, issue
 
-# As a gRPC client speaks that was told the page's port.
+# The beginning of a gRPC client's connection to the page's port.
 HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 
 
@@ -33,7 +33,7 @@ async def spoken_to(app: web.Application, request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("request_bytes", [HTTP_2, b"GET / HTTP/1.1\r\nno header\r\n\r\n"])
-async def test_what_is_no_http_is_refused_without_a_traceback(
+async def test_malformed_http_is_refused_without_a_traceback(
     request_bytes: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with capture_logs() as reported:
@@ -43,7 +43,7 @@ async def test_what_is_no_http_is_refused_without_a_traceback(
     assert [line["log_level"] for line in reported] == ["info", "debug"]  # the first: that it listens
 
 
-async def test_a_fault_of_ours_is_told_as_all_others_are() -> None:
+async def test_a_fault_in_the_server_is_logged_like_all_others() -> None:
     async def fail(_: web.Request) -> web.Response:
         raise RuntimeError("a fault")
 
@@ -57,7 +57,7 @@ async def test_a_fault_of_ours_is_told_as_all_others_are() -> None:
 
 
 async def spoken_plainly(host: str, port: int, words: bytes) -> None:
-    """Connect, say something, and wait until the other side hangs up."""
+    """Connect, send something, and wait until the other side hangs up."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(words)
     if not words:
@@ -68,7 +68,8 @@ async def spoken_plainly(host: str, port: int, words: bytes) -> None:
 
 
 async def shaken(host: str, port: int, context: ssl.SSLContext) -> bool:
-    """Whether an answer comes; with TLS 1.3 a client's certificate is judged after its own handshake."""
+    """Return whether an answer comes; with TLS 1.3 a client's certificate is checked after its own
+    handshake."""
     try:
         reader, writer = await asyncio.open_connection(host, port, ssl=context)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -80,7 +81,7 @@ async def shaken(host: str, port: int, context: ssl.SSLContext) -> bool:
 
 
 def distrust(host: str, port: int, context: ssl.SSLContext) -> None:
-    """Refuse the server's certificate, and say so, which asyncio's clients don't."""
+    """Refuse the server's certificate with an alert, which asyncio's clients don't send."""
     with (
         pytest.raises(ssl.SSLCertVerificationError),
         socket.create_connection((host, port)) as plain,
@@ -98,7 +99,7 @@ def of_client(trusted: Path | None, own: TlsFiles | None, version: ssl.TLSVersio
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_a_handshake_that_is_refused_is_told_once_for_each_kind_without_a_traceback(
+async def test_refused_handshakes_are_logged_once_per_kind_without_a_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, version: ssl.TLSVersion
 ) -> None:
     ours, theirs = authority(tmp_path, "ours"), authority(tmp_path, "theirs")
@@ -120,9 +121,9 @@ async def test_a_handshake_that_is_refused_is_told_once_for_each_kind_without_a_
             for _ in range(2):
                 await spoken_plainly(*place, b"GET / HTTP/1.1\r\n\r\n")
             await spoken_plainly(*place, HTTP_2)
-            await spoken_plainly(*place, b"")  # as what looks whether the port is open
+            await spoken_plainly(*place, b"")  # like a port scan
             assert await shaken(*place, of_client(ca, good, version))
-    gc.collect()  # an exception that nobody has looked at is told when its task goes
+    gc.collect()  # asyncio reports an exception that was not retrieved when its task is collected
     refused = [line for line in reported if line["log_level"] not in ("debug", "info")]
     assert {line["log_level"] for line in refused} == {"warning"}
     assert {line["event"] for line in refused} == {"TLS handshake refused"}
@@ -138,7 +139,7 @@ async def test_a_handshake_that_is_refused_is_told_once_for_each_kind_without_a_
     assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
 
 
-async def test_a_connection_is_shown_the_certificate_that_there_is_when_it_comes(tmp_path: Path) -> None:
+async def test_a_new_connection_gets_the_present_certificate(tmp_path: Path) -> None:
     first, second = authority(tmp_path, "first"), authority(tmp_path, "second")
     files = issue(first)
     assert files.certificate is not None

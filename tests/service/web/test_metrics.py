@@ -1,4 +1,4 @@
-"""What is scraped of a coordinator is what it says over gRPC, under the names that there are."""
+"""The coordinator's metrics agree with its answers over gRPC, under the documented names."""
 
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -28,7 +28,7 @@ from tests.service.grpc_fakes import (
 )
 from tests.service.web.scraping import Samples, get, scrape, value
 
-# Told only where there is something to tell.
+# Metrics that exist only where there is something to report.
 PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MAX, names.JOB_PROFILING_LEFT}
 CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, names.JOB_BUDGET_TARGET_TIME, *PROFILING}
 UNLIMITED = {names.FEED_LIMIT, names.FEED_POWER_CAP}
@@ -36,7 +36,7 @@ CARBON = {"kind": "carbon", "csv": "/nonexistent/carbon.csv", "column": "g"}
 
 
 def series_of(samples: Samples, metrics: tuple[names.Metric, ...]) -> dict[str, set[frozenset[str]]]:
-    """The labels' names of our samples, by metric; of histograms those beside the bucket's bound."""
+    """Return the label names of our samples, by metric; for histograms without the bucket's bound."""
     found: dict[str, set[frozenset[str]]] = {}
     for sample, labels in samples:
         for metric in metrics:
@@ -46,7 +46,7 @@ def series_of(samples: Samples, metrics: tuple[names.Metric, ...]) -> dict[str, 
     return found
 
 
-async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
+async def test_a_jobs_metrics_agree_with_grpc(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
     settings = make_settings(tmp_path, http=http, metrics_ranks=True, signals={"grid": CARBON})
     async with connected(settings) as client:
@@ -109,7 +109,7 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
             samples = await scrape(f"http://{http}/metrics")
             return of_job("stragglers", source="reported") == 1
 
-        await until(is_reported)  # an answer serves for a second
+        await until(is_reported)  # an answer is reused for a second
         assert of_job("straggler_seconds") == pytest.approx(1.2 * job.t_min_s)
         await client.finish()
 
@@ -122,7 +122,7 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
         assert not any(("job_id", "job") in labels for _, labels in samples), "an ended job has no series"
 
 
-async def test_the_ledgers_totals_are_told_and_outlast_jobs_and_restarts(
+async def test_the_ledgers_totals_outlast_jobs_and_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("perseus.service.shell.ledger.TOTALS_S", 0.05)
@@ -176,11 +176,11 @@ async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) ->
                 counts[job_id] = sum(("job_id", job_id) in labels for _, labels in samples)
                 return counts[job_id] > 0
 
-            await until(has_job)  # an answer serves for a second
+            await until(has_job)  # an answer is reused for a second
     assert counts["job-1"] == counts["job-64"]
 
 
-async def test_how_far_profiling_is_is_told_while_it_goes_on(tmp_path: Path) -> None:
+async def test_metrics_show_the_progress_of_profiling(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
     async with connected(make_settings(tmp_path, http=http)) as client:
         await client.register()
@@ -216,7 +216,7 @@ async def test_no_work_over_ranks_is_done_unless_asked_for(
     assert value(samples, "perseus_job_measured_seconds", job_id="job") > 0
 
 
-async def test_a_job_that_can_not_be_read_is_quarantined_and_the_others_are_told(
+async def test_a_job_that_fails_a_scrape_is_quarantined_and_the_others_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from perseus.service.job.iterations.iteration_log import IterationLog
@@ -242,7 +242,9 @@ async def test_a_job_that_can_not_be_read_is_quarantined_and_the_others_are_told
     assert value(samples, "perseus_job_state", job_id="good", state="waiting") == 1
 
 
-async def test_of_too_many_jobs_the_newest_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_newest_of_too_many_jobs_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("perseus.service.web.collector.MAX_JOBS", 2)
     http = f"127.0.0.1:{free_port()}"
     async with connected(make_settings(tmp_path, http=http)) as client:
@@ -261,7 +263,7 @@ def client_context(security: Security) -> ssl.SSLContext:
     return context
 
 
-async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
+async def test_tls_uses_grpcs_certificates_and_their_renewals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("perseus.service.listening._POLL_S", 0.02)
@@ -280,7 +282,7 @@ async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
             await get(url, context=ssl.create_default_context(cafile=str(security.ca)))
         other = Authority.create(tmp_path / "other", "another", timedelta(days=2))
         renewed = other.folder / "ca.pem"
-        # Another authority's: it shows that what is served has changed.
+        # Another authority's: that shows that a different certificate is served.
         certificate, key = other.issue(
             tmp_path / "renewed",
             ["localhost", "127.0.0.1"],
@@ -302,7 +304,7 @@ async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
         await until(is_renewed)
 
 
-async def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
+async def test_the_error_names_an_address_in_use(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
     async with running_here(make_settings(tmp_path / "..", database=tmp_path / "a.db", http=http)):
         with pytest.raises(AddressUnavailableError, match=http):

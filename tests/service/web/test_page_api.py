@@ -1,4 +1,4 @@
-"""What the page asks: the services' calls as JSON, the page's own files, and how mistakes are answered."""
+"""The page's requests: the services' calls as JSON, the page's own files, and answers to invalid requests."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def assert_refused(answer: Answer, status: int, code: str, reason: str) -> None:
     assert "Traceback" not in answer.text
 
 
-async def test_what_is_told_is_what_grpc_tells(tmp_path: Path) -> None:
+async def test_answers_agree_with_grpc(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     async with (
         connected(make_settings(tmp_path, http=url.removeprefix("http://"))) as client,
@@ -59,7 +59,7 @@ async def test_what_is_told_is_what_grpc_tells(tmp_path: Path) -> None:
         await same("GetTimeline", job_id="job", pipeline=1)
         await same("GetTimeline", job_id="job", pipeline=1, from_baseline=True)
 
-        # Fields at their default are there, those that can be absent are not; numbers of 64 bits are texts.
+        # Default values are present, optional fields may be absent; numbers of 64 bits are texts.
         job = (await ask(session, "POST", f"{url}/api/JobService/GetJob", {"job_id": "job"})).json["job"]
         assert job["straggler_count"] == 0
         assert "finish_time" not in job
@@ -76,7 +76,7 @@ async def test_what_is_told_is_what_grpc_tells(tmp_path: Path) -> None:
         answer = await ask(session, "POST", f"{url}/api/FrontierService/GetPlan", plan)
         assert len(answer.json["plan"]["stages"]) == 2
 
-        # Controls, as gRPC's.
+        # Controls work as over gRPC.
         straggler = {"job_id": "job", "pipeline": 0, "slowdown_factor": 1.2}
         path = f"{url}/api/JobService/ReportStraggler"
         assert_refused(
@@ -86,7 +86,7 @@ async def test_what_is_told_is_what_grpc_tells(tmp_path: Path) -> None:
         assert answer.json["job"]["straggler_count"] == (await client.job()).straggler_count == 1
 
 
-async def test_the_timeline_of_the_baseline_stays_beside_the_latest_one(tmp_path: Path) -> None:
+async def test_the_baselines_timeline_is_kept_beside_the_latest_one(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -108,7 +108,9 @@ async def test_the_timeline_of_the_baseline_stays_beside_the_latest_one(tmp_path
         assert len(under.blocking_power_w) == 2
 
 
-async def test_a_mistake_is_answered_as_grpc_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_requests_are_answered_like_grpc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
         api = f"{server.url}/api/JobService"
 
@@ -190,7 +192,7 @@ async def test_the_pages_files(tmp_path: Path) -> None:
                 assert absent.status == 404, path
 
 
-async def test_every_answer_says_what_the_page_may_do(tmp_path: Path) -> None:
+async def test_every_answer_restricts_the_page(tmp_path: Path) -> None:
     async with serving(tmp_path, is_open=False) as server, aiohttp.ClientSession() as session:
         statuses = set()
         for method, path in (
@@ -215,7 +217,7 @@ async def test_every_answer_says_what_the_page_may_do(tmp_path: Path) -> None:
 
 
 async def test_the_grid_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_flight_cache, "MAX_FRESH_S", 0.0)  # each is made anew
+    monkeypatch.setattr(single_flight_cache, "MAX_FRESH_S", 0.0)  # each answer is made again
     url = f"http://127.0.0.1:{free_port()}"
     async with (
         connected(make_settings(tmp_path, http=url.removeprefix("http://"))) as client,

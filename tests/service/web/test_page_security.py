@@ -1,4 +1,4 @@
-"""Who may ask the page's server what: logins, their ends, and requests that another site's page makes."""
+"""Access to the page's server: logins, their ends, and requests that another site's page makes."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ NOBODY = {"name": "", "scope": "", "requires_login": True, "may_control": False}
 
 
 def browser() -> aiohttp.ClientSession:
-    # Browsers keep the cookies of addresses, too.
+    # Browsers keep cookies for IP addresses, too.
     return aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
 
 
@@ -66,7 +66,7 @@ async def test_a_login_and_its_end(tmp_path: Path) -> None:
         assert (await ask(session, "GET", f"{url}/session")).json == me
         assert (await ask(session, "POST", get_jobs, {})).status == 200
 
-        # A reader may not control, whatever is shown.
+        # A reader may not control, whatever the page shows.
         finish = await ask(session, "POST", f"{url}/api/JobService/FinishJob", {"job_id": "a"}, server.origin)
         assert_refused(finish, 403, "PERMISSION_DENIED", "SCOPE_TOO_NARROW")
 
@@ -78,7 +78,7 @@ async def test_a_login_and_its_end(tmp_path: Path) -> None:
             assert (await ask(other, "POST", get_jobs, {}, stolen)).status == 401
 
 
-async def test_who_can_not_log_in(tmp_path: Path) -> None:
+async def test_failed_logins(tmp_path: Path) -> None:
     async with serving(tmp_path, is_open=False) as server, browser() as session:
         path, origin = f"{server.url}/session", server.origin
         wrong = await ask(session, "POST", path, {"token": "perseus_wrong"}, origin)
@@ -136,7 +136,7 @@ async def test_an_operator_controls_from_our_own_page_only(tmp_path: Path) -> No
         assert (await ask(session, "POST", f"{url}/api/JobService/ListJobs", {})).json["jobs"] == []
         assert (await ask(session, "POST", register, registration(), server.origin)).status == 200
 
-        # A program shows its token itself, and no browser does that for another site.
+        # A program sends its token itself; no browser does that for another site.
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}) as program:
             assert (await ask(program, "POST", register, registration("b"))).status == 200
             refused = await ask(program, "POST", register, registration("c"), {"Origin": "http://evil"})
@@ -145,7 +145,7 @@ async def test_an_operator_controls_from_our_own_page_only(tmp_path: Path) -> No
             assert (await ask(program, "POST", register, registration("b"))).status == 401
 
 
-async def test_a_name_that_was_lent_is_refused(tmp_path: Path) -> None:
+async def test_a_rebound_name_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
         port = server.url.rpartition(":")[2]
         for host in (
@@ -163,7 +163,7 @@ async def test_a_name_that_was_lent_is_refused(tmp_path: Path) -> None:
         for host in hosts:
             found = await ask(session, "GET", f"{server.url}/session", headers={"Host": host})
             assert found.status == 200, host
-        # An own page by that name has that origin.
+        # Our page under that name has that origin.
         board = {"Host": f"board:{port}", "Origin": f"http://board:{port}"}
         register = f"{server.url}/api/JobService/RegisterJob"
         assert (await ask(session, "POST", register, registration(), board)).status == 200
@@ -171,7 +171,7 @@ async def test_a_name_that_was_lent_is_refused(tmp_path: Path) -> None:
         assert (await ask(session, "POST", register, registration(), mixed)).status == 403
 
 
-async def test_nobody_is_asked_under_insecure(tmp_path: Path) -> None:
+async def test_no_login_is_needed_under_insecure(tmp_path: Path) -> None:
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
         everybody = {"name": "anybody", "scope": "operator", "requires_login": False, "may_control": True}
         assert (await ask(session, "GET", f"{server.url}/session")).json == everybody
@@ -246,7 +246,7 @@ async def test_over_tls_the_cookie_is_for_tls_and_this_host_only(tmp_path: Path)
         assert downgraded.status == 403
 
 
-async def test_a_coordinator_on_loopback_asks_who_looks_and_lets_anybody_scrape(tmp_path: Path) -> None:
+async def test_a_coordinator_on_loopback_requires_a_login_but_lets_anybody_scrape(tmp_path: Path) -> None:
     http, file = f"127.0.0.1:{free_port()}", tmp_path / "operator.token"
     settings = make_settings(
         tmp_path, http=http, http_hosts="Board, other", insecure=False, operator_token_file=file
@@ -264,7 +264,7 @@ async def test_a_coordinator_on_loopback_asks_who_looks_and_lets_anybody_scrape(
             assert answer.status == status, host
 
 
-# ---------------------------------------------------------------------- sessions by themselves
+# ---------------------------------------------------------------------- sessions alone
 
 
 async def test_sessions_end_with_time_and_with_their_token(
@@ -280,7 +280,7 @@ async def test_sessions_end_with_time_and_with_their_token(
         with pytest.raises(CredentialMissingError):
             some.find(session_id)
         session_id, _ = some.begin(secret)
-        assert len(some) == 1, "what has ended is forgotten"
+        assert len(some) == 1, "ended sessions are dropped"
         with pytest.raises(CredentialMissingError):
             some.find(session_id + "x")
         await server.coordinator.tokens.revoke("me")
@@ -296,7 +296,7 @@ async def test_sessions_end_with_time_and_with_their_token(
             some.find(session_id)
 
 
-async def test_sessions_are_bounded_and_the_oldest_of_the_same_makes_way(
+async def test_sessions_are_bounded_and_replace_their_tokens_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS_PER_TOKEN", 3)
@@ -319,7 +319,7 @@ def test_attempts_come_back_with_time_and_are_bounded_by_address() -> None:
     attempts = LoginRateLimiter(lambda: now_s[0])
     for _ in range(sessions.MAX_ATTEMPTS):
         attempts.take("10.0.0.1")
-    for _ in range(100):  # insisting makes it no longer
+    for _ in range(100):  # more attempts do not prolong the wait
         with pytest.raises(LimitReachedError):
             attempts.take("10.0.0.1")
     attempts.take("10.0.0.2")

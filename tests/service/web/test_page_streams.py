@@ -1,4 +1,4 @@
-"""Server-sent events: all jobs, one job, who comes late or again, who does not read, and the end."""
+"""Server-sent events: all jobs, one job, late and returning readers, readers that don't read, and the end."""
 
 import asyncio
 import logging
@@ -24,12 +24,12 @@ from tests.service.web.page_server import Stream, ask, serving, streaming
 from tests.service.web.test_page_api import assert_refused, registration
 
 OF_OTHERS = 1
-"""Who paces jobs by signals follows changes of jobs, too."""
+"""The task that sets signal targets follows changes of jobs, too."""
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is gathered is sent soon."""
+    """Send gathered news soon."""
     monkeypatch.setattr(event_sources, "LIST_PERIOD_S", 0.05)
     monkeypatch.setattr(event_sources, "GATHER_S", 0.05)
     monkeypatch.setattr(event_sources, "FIGURES_S", 0.1)
@@ -46,7 +46,7 @@ async def watched(folder: Path) -> AsyncIterator[tuple[Client, str, aiohttp.Clie
 
 
 async def caught_up(stream: Stream) -> list[dict[str, Any]]:
-    """Return the updates up to the one that says that this was all."""
+    """Return the updates up to CaughtUp."""
     found: list[dict[str, Any]] = []
     while not any("caught_up" in each for each in found):
         name, data = await stream.next()
@@ -55,7 +55,7 @@ async def caught_up(stream: Stream) -> list[dict[str, Any]]:
     return found
 
 
-async def test_all_jobs_first_and_then_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_jobs_come_first_and_then_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(tmp_path) as (client, url, session):
         await client.register(job_id="one")
         await client.register(job_id="two")
@@ -82,12 +82,12 @@ async def test_all_jobs_first_and_then_what_changes(tmp_path: Path, monkeypatch:
             _, gone = await stream.next()
             assert (gone["jobs"], gone["removed"]) == ([], ["two"])
 
-            # Whoever comes later is told what there is now, though nothing changes.
+            # A later reader gets the present jobs, though nothing changes.
             async with streaming(session, f"{url}/api/watch/jobs") as late:
                 _, whole = await late.next()
             assert [job["job_id"] for job in whole["jobs"]] == ["one", "three"]
 
-            # Measured figures are news, too.
+            # New measured figures are news, too.
             agent = FakeAgent(client, "agent", ALL_PLACES, job_id="one")
             await agent.join()
             await agent.iterate(3)
@@ -96,7 +96,7 @@ async def test_all_jobs_first_and_then_what_changes(tmp_path: Path, monkeypatch:
                     _, changed = await stream.next()
 
 
-async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
+async def test_nothing_is_made_without_readers_or_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
@@ -128,13 +128,13 @@ async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
             await register("c")
             reported = await asyncio.gather(first.next(), second.next())
             assert reported[0] == reported[1]
-            assert made == ["c"], "jobs that have not changed are not looked at"
+            assert made == ["c"], "unchanged jobs are not read"
             assert len(live._followers) == OF_OTHERS + 1
 
         async def is_over() -> bool:
             return len(live._followers) == OF_OTHERS
 
-        await register("d")  # that nobody reads any more shows when something is told
+        await register("d")  # the end of the readers shows at the next event
         await until(is_over)
         made.clear()
         await register("e")
@@ -142,7 +142,7 @@ async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
         assert made == []
 
 
-async def test_one_job_as_grpc_tells_it(tmp_path: Path) -> None:
+async def test_one_jobs_stream_agrees_with_grpc(tmp_path: Path) -> None:
     async with watched(tmp_path) as (client, url, session):
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -177,14 +177,14 @@ async def test_one_job_as_grpc_tells_it(tmp_path: Path) -> None:
         assert {(each["pipeline"], each["iteration_time_s"]) for each in measured} == {(0, 0.8), (1, 0.8)}
         assert shown[-1]["figures"]["iteration_time_s"] == 0.8
 
-        # A run that has ended is told to its end.
+        # A run that has ended is delivered to its end.
         async with streaming(session, watching) as late:
             assert len(await caught_up(late)) == len(by_grpc) + 2
             assert await late.next() == ("end", {"reason": "RUN_ENDED"})
 
 
 async def rest(stream: Stream) -> list[dict[str, Any]]:
-    """Return the updates up to the end, which is the run's."""
+    """Return the updates up to the end of the run."""
     found: list[dict[str, Any]] = []
     while True:
         name, data = await stream.next()
@@ -194,7 +194,9 @@ async def rest(stream: Stream) -> list[dict[str, Any]]:
         found += data["updates"]
 
 
-async def test_who_comes_again_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_returning_reader_continues_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(event_sources, "FIRST_EVENTS", 2)
     async with watched(tmp_path) as (client, url, session):
         await client.register()
@@ -229,7 +231,7 @@ async def test_who_comes_again_goes_on_where_it_was(tmp_path: Path, monkeypatch:
         assert_refused(missing, 404, "NOT_FOUND", "JOB_NOT_FOUND")
 
 
-async def test_those_who_look_at_the_same_job_share_one_watcher(tmp_path: Path) -> None:
+async def test_readers_of_the_same_job_share_one_watcher(tmp_path: Path) -> None:
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
         register = f"{server.url}/api/JobService/RegisterJob"
         await ask(session, "POST", register, registration(), server.origin)
@@ -241,7 +243,7 @@ async def test_those_who_look_at_the_same_job_share_one_watcher(tmp_path: Path) 
         factors = count(1.2, 0.01)
 
         async def is_over() -> bool:
-            # That they are gone shows when something is told.
+            # Their end shows at the next event.
             path = f"{server.url}/api/JobService/ReportStraggler"
             straggler = {"job_id": "job", "pipeline": 0, "slowdown_factor": next(factors)}
             await ask(session, "POST", path, straggler, server.origin)
@@ -250,7 +252,7 @@ async def test_those_who_look_at_the_same_job_share_one_watcher(tmp_path: Path) 
         await until(is_over)
 
 
-async def test_who_does_not_read_is_cut_off_and_nobody_else(
+async def test_only_a_reader_that_does_not_read_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_stream, "MAX_WAITING_BYTES", 200_000)
@@ -291,7 +293,7 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else(
                 assert slow_one._end_reason == "READER_TOO_SLOW"
                 assert not slow_one._waiting
                 assert maximum <= 200_000
-                # What the kernel took is there to read; then the connection is gone.
+                # The part that the kernel took can still be read; then the connection is gone.
                 async with asyncio.timeout(20):
                     with suppress(ConnectionResetError):
                         while await loop.sock_recv(slow, 65_536):
@@ -307,7 +309,7 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else(
 
 
 @pytest.mark.parametrize("watching", ["jobs", "jobs/job"])
-async def test_who_leaves_before_the_first_word_is_no_error(
+async def test_leaving_before_the_first_event_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watching: str
 ) -> None:
     asked, answered = asyncio.Event(), asyncio.Event()
@@ -339,7 +341,7 @@ async def test_who_leaves_before_the_first_word_is_no_error(
                 writer.transport.abort()
                 await answered.wait()
             monkeypatch.undo()
-            # Its place is free again, and others are told what there is.
+            # Its place is free again, and others get the present jobs.
             async with streaming(session, f"{server.url}/api/watch/{watching}") as stream:
                 await stream.next()
         assert logs == []
@@ -361,7 +363,7 @@ async def test_streams_end_when_the_coordinator_stops(tmp_path: Path) -> None:
         job.close()
 
 
-async def test_a_stream_without_news_shows_that_it_lives(
+async def test_a_stream_without_news_sends_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_stream, "CHECK_S", 0.01)

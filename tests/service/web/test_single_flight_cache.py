@@ -1,4 +1,4 @@
-"""Answers that are made once for all who ask."""
+"""Answers that are made once for all callers."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from perseus.service.web.single_flight_cache import SingleFlightCache
 
 
 class Maker:
-    """Makes numbers, each in so many seconds of the clock."""
+    """Makes numbers; each takes so many seconds of the clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,7 +26,7 @@ class Maker:
         return self.count
 
 
-async def test_those_who_ask_at_once_share_an_answer_while_it_is_fresh() -> None:
+async def test_simultaneous_callers_share_a_fresh_answer() -> None:
     maker = Maker()
     answers: SingleFlightCache[int] = SingleFlightCache(4, lambda: maker.now_s)
     assert set(await asyncio.gather(*(answers.get("a", maker.make) for _ in range(5)))) == {1}
@@ -38,7 +38,7 @@ async def test_those_who_ask_at_once_share_an_answer_while_it_is_fresh() -> None
 
 
 @pytest.mark.parametrize(("took_s", "fresh_s"), [(0.05, 5.0), (3.0, single_flight_cache.MAX_FRESH_S)])
-async def test_what_takes_long_serves_for_long(took_s: float, fresh_s: float) -> None:
+async def test_an_expensive_answer_is_kept_longer(took_s: float, fresh_s: float) -> None:
     maker = Maker()
     answers: SingleFlightCache[int] = SingleFlightCache(4, lambda: maker.now_s)
     maker.took_s = took_s
@@ -49,7 +49,7 @@ async def test_what_takes_long_serves_for_long(took_s: float, fresh_s: float) ->
     assert await answers.get("a", maker.make) == 2
 
 
-async def test_what_fails_is_not_kept_and_the_oldest_makes_way() -> None:
+async def test_failures_are_not_kept_and_the_oldest_answer_is_dropped() -> None:
     maker = Maker()
     answers: SingleFlightCache[int] = SingleFlightCache(2, lambda: maker.now_s)
     maker.fails = True

@@ -11,7 +11,7 @@ import { kind } from "./words.js";
 
 const REFRESH_MS = 4_000;
 const NO_STOCK =
-  "The coordinator has lost its iteration of the stock baseline in a restart; measure the baseline again to get one.";
+  "The stock baseline's iteration is kept only until the coordinator restarts; measure the baseline again to get one.";
 const COLOURS = {
   power: { words: "power", ramp: "heat", value: (entry) => entry.power_w ?? 0, format: n.watts },
   clock: { words: "clock", ramp: "cool", value: (entry) => entry.clock_mhz, format: (mhz) => `${n.fixed(mhz)} MHz` },

@@ -1,4 +1,4 @@
-"""Check words: whatever part of the past is lost, a word of it tells; nothing else does."""
+"""Commit markers: whatever part of the past is lost, a marker of it reveals that; nothing else does."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ SECRET = "5ec4e7"
 
 @dataclass
 class Database:
-    """What a database would remember: starts, and the number of commits."""
+    """The memory of a database: boots, and the number of commits."""
 
     boots: list[Boot] = field(default_factory=list)
     commit_number: int = 0
@@ -49,7 +49,7 @@ STEPS = st.lists(st.sampled_from(["start", "commit"]), max_size=12)
 
 
 def go(database: Database, steps: list[str], tokens: Tokens) -> list[str]:
-    """Take steps; return the word after each."""
+    """Take steps; return the marker after each."""
     words = []
     for step in steps:
         if step == "start":
@@ -61,7 +61,7 @@ def go(database: Database, steps: list[str], tokens: Tokens) -> list[str]:
 
 
 @given(STEPS, STEPS, STEPS)
-def test_only_what_is_lost_is_told_as_lost_however_far_the_older_copy_has_gone_on(
+def test_only_lost_commits_count_as_lost_however_far_the_older_copy_has_advanced(
     before: list[str], lost: list[str], after: list[str]
 ) -> None:
     tokens = Tokens()
@@ -71,13 +71,13 @@ def test_only_what_is_lost_is_told_as_lost_however_far_the_older_copy_has_gone_o
     copy = database.copy()
     gone = go(database, lost, tokens)
     assert not any(database.has_lost(marker) for marker in [*known, *gone])
-    copy.start(tokens())  # it is opened, after all
+    copy.start(tokens())  # opening it begins a boot
     own = [copy.marker, *go(copy, after, tokens)]
     assert not any(copy.has_lost(marker) for marker in [*known, *own])
     assert all(copy.has_lost(marker) for marker in gone)
 
 
-def test_a_word_that_is_not_of_this_database_tells_nothing() -> None:
+def test_a_marker_of_another_database_proves_nothing() -> None:
     database = Database()
     database.start("aa")
     own = History("epoch", SECRET, (Boot(1, "aa", 0),))
@@ -88,7 +88,7 @@ def test_a_word_that_is_not_of_this_database_tells_nothing() -> None:
         assert not database.has_lost(nonsense)
 
 
-def test_starts_that_are_forgotten_count_as_fine() -> None:
+def test_markers_of_forgotten_boots_count_as_valid() -> None:
     boots = tuple(Boot(number, f"{number:02x}", number) for number in (5, 6))
     history = History("epoch", SECRET, boots)
     forgotten = History("epoch", SECRET, (Boot(4, "99", 0),)).marker(10**6)

@@ -1,15 +1,15 @@
-"""Where what a recorded run gives out now is another than what was recorded."""
+"""Differences between a recorded run's current and recorded outputs."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
 _TOLERANCE = 1e-9
-"""Of figures: processors add up in other orders."""
+"""Relative tolerance of figures: processors add in different orders."""
 
 
 def differences(expected: Any, found: Any, path: str = "") -> Iterator[str]:
-    """Yield where what goes out is another than what was recorded; figures may differ by rounding."""
+    """Yield the places where an output differs from the recorded one; figures may differ by rounding."""
     match expected, found:
         case (dict(), dict()):
             for name in expected.keys() | found.keys():

@@ -1,4 +1,4 @@
-"""What another process says in its log of JSON lines."""
+"""Another process's log of JSON lines."""
 
 import json
 import time
@@ -9,11 +9,11 @@ TIMEOUT_S = 60.0
 
 
 def logged(log: Path, event: str) -> dict[str, Any]:
-    """Return the first entry of that event as soon as it is there, which may be any time after others."""
+    """Return the first entry of an event as soon as it is there."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         lines = log.read_text().splitlines(keepends=True)
-        # A line that is only begun may be half an entry.
+        # The last line may be incomplete.
         entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
         for entry in entries:
             if entry["event"] == event:

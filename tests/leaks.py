@@ -1,6 +1,6 @@
-"""What a test leaves behind fails it: threads, processes, open files and unfinished tasks.
+"""Fail tests that leave threads, processes, open files or unfinished tasks behind.
 
-What a fixture of a wider scope makes is that fixture's, also where this test is the first to ask for it.
+Objects made by a fixture of a wider scope belong to that fixture, even if this test is the first to use it.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ import pytest
 import pytest_asyncio
 
 TIMEOUT_S = 3.0
-"""For what ends by itself, on a machine that does other work, too."""
+"""Time for objects to end by themselves, even on a busy machine."""
 
 _OPEN_FILES = "/proc/self/fd"
 _OF_POLLERS = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]")
-"""gRPC makes pollers when it is busy, and keeps them; an event loop that is left is known by its sockets."""
+"""gRPC makes pollers when it is busy, and keeps them; a leaked event loop is detected by its sockets."""
 
 _known = pytest.StashKey[set[str]]()
-"""What was there before the test that runs, and what fixtures of a wider scope have made since."""
+"""Objects from before the running test, and those that fixtures of a wider scope have made since."""
 
 
 def held() -> set[str]:
@@ -36,12 +36,12 @@ def held() -> set[str]:
 
 def _threads() -> Iterator[str]:
     for thread in threading.enumerate():
-        if not thread.name.startswith("asyncio_"):  # the event loop's, and end with it
+        if not thread.name.startswith("asyncio_"):  # those belong to the event loop, and end with it
             yield f"thread {thread.name!r}"
 
 
 def _processes() -> Iterator[str]:
-    # After every test: by the system's calls it takes a third of what pathlib takes.
+    # This runs after every test: system calls take a third of pathlib's time.
     parent = str(os.getpid()).encode()
     for number in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
@@ -63,7 +63,7 @@ def _files() -> Iterator[str]:
 
 
 def _added(now: set[str], before: set[str]) -> set[str]:
-    """Return what is new, and did not come in the place of another of its kind: a daemon, started anew."""
+    """Return new objects, except replacements of the same kind, such as a restarted daemon."""
     if not (new := now - before):
         return new
     more = Counter(map(_kind, now)) - Counter(map(_kind, before))
@@ -75,13 +75,13 @@ def _kind(name: str) -> str:
 
 
 def pytest_configure() -> None:
-    """Start what a process has once, and keeps."""
+    """Start objects that a process has once, and keeps."""
     resource_tracker.ensure_running()
     grpc.aio.init_grpc_aio()
 
 
 def pytest_collection_finish() -> None:
-    # What was imported stays, and takes a quarter of a second each time that garbage is looked for.
+    # Imported objects stay, and would cost a quarter of a second in each garbage collection.
     gc.collect()
     gc.freeze()
 
@@ -117,7 +117,7 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _is_kept_by_grpc(task: asyncio.Task[object]) -> bool:
-    # grpcio 1.85 leaves it pending now and then where a stream is cancelled while its channel closes.
+    # grpcio 1.85 sometimes leaves it pending if a stream is cancelled while its channel closes.
     return "_AioCall._handle_status_once_received" in repr(task)
 
 
@@ -151,6 +151,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and pytest_asyncio.is_async_test(item):
             marker = item.get_closest_marker("asyncio")
             scope = "function" if marker is None else marker.kwargs.get("loop_scope", "function")
-            # The loop comes up with it, and has to be gone when the other one looks.
+            # The loop starts with it, and must be gone when the other fixture checks.
             after = item.fixturenames.index(_nothing_is_left.__name__) + 1
             item.fixturenames.insert(after, f"_no_task_is_left_in_{scope}")

@@ -1,8 +1,8 @@
-"""Ports for servers of tests: 0, which the kernel fills in, or one of this worker's own.
+"""Ports for tests' servers: 0, for which the kernel picks one, or one of this worker's own.
 
-Workers share the machine. A port that a test makes up is another test's, too, and one that the kernel gave
-and got back may be anybody's a moment later. So each worker has ports of its own, below those that Linux
-gives by itself (net.ipv4.ip_local_port_range begins at 32,768), and a test that binds any other fails.
+Workers share the machine. Another test may use the same hard-coded port, and a port that the kernel gave and
+got back may belong to anybody a moment later. So each worker has its own ports, below those that Linux
+assigns (net.ipv4.ip_local_port_range begins at 32,768), and a test that binds any other fails.
 """
 
 import os
@@ -22,14 +22,14 @@ _next_port = cycle(_OWN)
 
 
 class SharedPortError(Exception):
-    """A test binds a port that other tests may want at the same time."""
+    """A test binds a port that other tests may bind at the same time."""
 
     def __init__(self, port: int) -> None:
         super().__init__(f"expected port 0, or one from tests.ports.free_port(), found {port}")
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on; it comes again only after all others of this worker."""
+    """Return a port that nothing listens on; it is reused only after all others of this worker."""
     for _ in _OWN:
         port = next(_next_port)
         try:
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 def pytest_sessionstart() -> None:
     sys.addaudithook(_check_bind)
-    # gRPC's servers bind in C, where no audit event tells of it.
+    # gRPC's servers bind in C, without an audit event.
     for server in (aio_server.Server, sync_server._Server):
         for name in ("add_insecure_port", "add_secure_port"):
             setattr(server, name, _checked(getattr(server, name)))

@@ -1,4 +1,4 @@
-"""Where the published measurements are: beside the checkout, not in it."""
+"""Location of the published measurements: beside the checkout, not in it."""
 
 from pathlib import Path
 

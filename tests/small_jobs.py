@@ -1,6 +1,6 @@
-"""Small jobs in real processes, of two stages each, and what tests ask while they train.
+"""Small jobs in real processes, of two stages each, and helpers for tests during their training.
 
-On a busy machine emulated GPUs are late now and then; that plans keep their promises is tested elsewhere.
+On a busy machine emulated GPUs are sometimes late; other tests check that plans keep their predictions.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ PLANNED_TIMEOUT_S = 240.0
 TIMEOUT_S = 40.0
 
 _TOLERANCE_PERCENT = 1000.0
-"""Of a plan's promise."""
+"""Tolerance of a plan's prediction."""
 
 _SOON = {
     "BASELINE_ITERATIONS": "3",
@@ -34,7 +34,7 @@ _SOON = {
 
 
 def small_job(job_id: str, *stage_weights: float) -> Workload:
-    """Return what a job trains: iterations of some 0.3 s on the emulated GPUs of one pipeline."""
+    """Return a job's workload: iterations of some 0.3 s on the emulated GPUs of one pipeline."""
     return Workload(
         job_id=job_id,
         pipeline_count=1,
@@ -52,7 +52,7 @@ JOBS = (small_job("first", 0.7, 1.0), small_job("second", 1.0, 0.8))
 
 @contextmanager
 def planned_soon(guard_tolerance_percent: float = _TOLERANCE_PERCENT) -> Iterator[None]:
-    """Let coordinators that start here measure as little as they can plan with."""
+    """Let coordinators that start here measure only the minimum for planning."""
     settings = {**_SOON, "GUARD_TOLERANCE_PERCENT": f"{guard_tolerance_percent:g}"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
@@ -62,7 +62,7 @@ def planned_soon(guard_tolerance_percent: float = _TOLERANCE_PERCENT) -> Iterato
 
 @contextmanager
 def training(folder: Path, *workloads: Workload) -> Iterator[tuple[Cluster, str]]:
-    """Train jobs under one coordinator; give the cluster that it is in, and its address."""
+    """Train jobs under one coordinator; yield its cluster and address."""
     with planned_soon(), ExitStack() as stack:
         clusters = []
         for each in workloads:
@@ -85,7 +85,7 @@ def training(folder: Path, *workloads: Workload) -> Iterator[tuple[Cluster, str]
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = TIMEOUT_S) -> float:
-    """Wait for something; return how many seconds it took."""
+    """Wait for a condition; return the time, seconds."""
     begun_s = time.monotonic()
     while not await condition():
         assert time.monotonic() < begun_s + timeout_s, what
@@ -110,12 +110,12 @@ async def until_planned(client: Client, *workloads: Workload) -> None:
 
 
 async def power_w(client: Client, *workloads: Workload) -> float:
-    """What jobs drew together in their latest iterations."""
+    """Return the total power of jobs in their latest iterations."""
     return sum([(await client.job(each.job_id)).figures.power_w for each in workloads])
 
 
 async def mean_power_w(client: Client, duration_s: float, *workloads: Workload) -> float:
-    """The mean of that over a time from now on."""
+    """Return the mean of that over a time from now on."""
     found = []
     ends_s = time.monotonic() + duration_s
     while time.monotonic() < ends_s:

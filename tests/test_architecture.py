@@ -1,7 +1,7 @@
-"""What is pure, what each folder needs of other distributions, and what the base install needs.
+"""Pure modules, each folder's dependencies on other distributions, and those of the base install.
 
-Who may import whom is in `pyproject.toml` ([tool.importlinter]), which `make check` checks. No contract can
-say there that a folder imports this and nothing else of other distributions, or what is pure.
+`pyproject.toml` ([tool.importlinter]) defines which packages may import each other, and `make check` checks
+it. Its contracts can't express purity, or a list of permitted distributions for a folder.
 """
 
 import ast
@@ -17,7 +17,7 @@ import pytest
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "perseus"
 
-# What reads the time, draws by lot, waits, or reaches outside of the process.
+# Modules that read the time, draw random numbers, wait, or reach outside of the process.
 IMPURE = frozenset(
     {
         "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "io", "logging", "mmap",
@@ -29,10 +29,10 @@ IMPURE = frozenset(
 
 @dataclass(frozen=True)
 class PackageRules:
-    """What the modules of a folder may import beside Perseus and the standard library.
+    """The imports that a folder's modules may have beside Perseus and the standard library.
 
-    `needs`: modules of other distributions. A pure one uses nothing of the standard library that is IMPURE,
-    and of Perseus only what is pure.
+    `needs`: modules of other distributions. A pure module uses no IMPURE modules of the standard library, and
+    only pure ones of Perseus.
     """
 
     needs: frozenset[str]
@@ -47,8 +47,8 @@ def pure(*needs: str) -> PackageRules:
     return PackageRules(frozenset(needs), is_pure=True)
 
 
-# The rules of a module are those of the longest name that begins its own. No rules hold for all: a new folder
-# has to be named here.
+# A module has the rules of the longest matching prefix. There are no default rules: a new folder has to be
+# named here.
 RULES: Mapping[str, PackageRules] = {
     "perseus": pure(),
     "v1": pure("google", "grpc"),  # its messages are values; its services (`*_pb2_grpc`) are not
@@ -100,7 +100,7 @@ RULES: Mapping[str, PackageRules] = {
     "service.listening": allowed("grpc", "structlog"),
     "service.server": allowed("grpc", "grpc_health", "structlog"),
     "service.watchdog": allowed("structlog"),
-    # Both processes on a GPU node meet in the link only.
+    # The two processes on a GPU node share only the link.
     "agent.link": pure(),
     # The training process.
     "agent": allowed(),
@@ -122,7 +122,7 @@ RULES: Mapping[str, PackageRules] = {
     "agent.slurm.job": pure(),
     "grid": allowed("aiomqtt", "google", "grpc", "joserfc", "pydantic", "pydantic_settings", "structlog"),
     "grid.dsx_flex": pure(),
-    # Reads and writes texts of times: a calendar, and no clock.
+    # Parses and formats times: a calendar, and no clock.
     "grid.contract": allowed("pydantic", "pydantic_core"),
     "simulation": allowed("numpy", "pydantic"),
     "simulation.replay": pure("numpy"),
@@ -133,10 +133,10 @@ RULES: Mapping[str, PackageRules] = {
     "cli": allowed("google", "grpc", "grpc_health", "pynvml", "rich", "typer"),
 }
 
-# These are nothing but the `__init__` that leads to the packages.
+# These are only the `__init__` above the packages.
 PARENTS = frozenset({"perseus", "agent", "service"})
 
-# A reader of the solver's own file format; and a constant that is beside what reads files.
+# A reader of the solver's own file format; and a constant beside code that reads files.
 EXCEPTIONS = frozenset({("solver.profile_csv", "pathlib"), ("doctor.checks", "perseus.tls.files")})
 
 # Generated, and checked by `test_stubs`.
@@ -144,7 +144,7 @@ GENERATED = "v1"
 
 
 def package_of(module: str) -> str | None:
-    """The longest name in RULES that a module belongs to, without `perseus.`; None if it has none."""
+    """Return the longest name in RULES that a module belongs to, without `perseus.`; None without one."""
     if module in RULES:
         return module
     found = [name for name in RULES if name not in PARENTS and module.startswith(f"{name}.")]
@@ -160,7 +160,7 @@ MODULES: Mapping[str, Path] = {
 
 
 def imports(source: str) -> Iterator[str]:
-    """Every module that a source names in an import, however deep in it; names from `perseus` resolved."""
+    """Yield every module that a source imports, at any depth; names from `perseus` are resolved."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -171,7 +171,7 @@ def imports(source: str) -> Iterator[str]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What a module imports that its rules forbid."""
+    """Return a module's forbidden imports."""
     name = package_of(module)
     if name is None:
         return [f"perseus.{module} has no rules"]
@@ -241,7 +241,7 @@ PLANTED = {
 """For each contract on imports, in their order, one that breaks it."""
 
 
-def test_what_is_planted_breaks_each_contract_on_imports(tmp_path: Path) -> None:
+def test_planted_imports_break_each_import_contract(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "perseus", ignore=shutil.ignore_patterns("page", "__pycache__"))
     shutil.copy(PACKAGE.parent / "pyproject.toml", tmp_path)
     for path, imported in PLANTED.items():
@@ -255,7 +255,7 @@ def test_what_is_planted_breaks_each_contract_on_imports(tmp_path: Path) -> None
 # ---------------------------------------------------------------------- extras
 
 
-# Stands in for the base install: the extras' modules can't be found.
+# Simulates the base install: the extras' modules can't be found.
 WITHOUT_EXTRAS = """
 import sys
 

@@ -1,4 +1,4 @@
-"""The table of docs/frameworks.md is what its tests measured."""
+"""The table of docs/frameworks.md has its tests' measurements."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ CASE = CaseResult(
 )
 
 
-def test_the_page_has_the_table_of_what_was_measured() -> None:
+def test_the_page_has_the_measured_table() -> None:
     assert PAGE.read_text() == filled(PAGE.read_text(), RESULTS)
 
 
-def test_every_case_that_is_told_has_equal_losses_and_lost_no_time() -> None:
+def test_every_published_case_has_equal_losses_and_no_slowdown() -> None:
     cases = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
     assert cases
     for case in cases:

@@ -1,4 +1,4 @@
-"""Settings: which source wins, and how a mistake is named."""
+"""Settings: precedence of sources, and errors."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The contract that is promised: `buf breaking` holds every change against it."""
+"""The stable contract: `buf breaking` checks every change against it."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ PREDICTED = ROOT / "protos" / "contract.binpb"
 
 
 def breaking(folder: Path) -> str:
-    """What buf says against the contract in a folder; nothing if it keeps the promise."""
+    """Return buf's findings on the contract in a folder; empty if it is compatible."""
     found = subprocess.run(
         [BUF, "breaking", "--against", PREDICTED], cwd=folder, capture_output=True, text=True, check=False
     )
@@ -36,11 +36,11 @@ def change(folder: Path, file: str, pattern: str, replacement: str) -> None:
     path.write_text(text)
 
 
-def test_the_contract_keeps_its_promise(copy: Path) -> None:
+def test_the_contract_is_compatible(copy: Path) -> None:
     assert breaking(copy) == ""
 
 
-def test_what_is_added_breaks_nothing(copy: Path) -> None:
+def test_additions_break_nothing(copy: Path) -> None:
     change(copy, "rank.proto", r"(int32 tensor = 3;)", r"\1\n  // New.\n  int32 novelty = 4;")
     assert breaking(copy) == ""
 
@@ -57,6 +57,6 @@ def test_what_is_added_breaks_nothing(copy: Path) -> None:
     ],
     ids=["removed", "renumbered", "retyped", "renamed", "value removed", "value renumbered"],
 )
-def test_what_is_taken_away_or_changed_fails(copy: Path, pattern: str, replacement: str) -> None:
+def test_removals_and_changes_fail(copy: Path, pattern: str, replacement: str) -> None:
     change(copy, "rank.proto", pattern, replacement)
     assert "rank.proto" in breaking(copy)

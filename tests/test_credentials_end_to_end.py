@@ -26,7 +26,7 @@ AGENT_NAMES = [f"agent-{pipeline}" for pipeline in range(SMALL.pipeline_count)]
 
 
 class Logs:
-    """What processes have said so far."""
+    """The processes' logs so far."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,7 +39,7 @@ class Logs:
         return Counter(line["event"] for line in self.lines(name))
 
     async def until_all(self, event: str, count: int) -> None:
-        """Wait until every agent has said something so many times."""
+        """Wait until every agent has logged an event this many times."""
 
         async def have_logged() -> bool:
             return all(self.counts(name)[event] >= count for name in AGENT_NAMES)
@@ -52,7 +52,7 @@ def texts(folder: Path, pattern: str) -> list[str]:
 
 
 async def iterations(observer: Observer) -> int:
-    """Wait for iterations of all pipelines that begin from now on; return the last."""
+    """Wait for iterations of all pipelines that begin after now; return the last."""
     begun = observer.next_whole_iteration
     numbers = range(begun, begun + 3)
     await observer.until("iterations", lambda: observer.measurements.are_complete(numbers), LIMIT_S)
@@ -60,14 +60,14 @@ async def iterations(observer: Observer) -> int:
 
 
 async def renew_certificates(cluster: Cluster, observer: Observer, logs: Logs, address: str) -> None:
-    """No plan is lost, and newcomers get to see the new certificate."""
+    """Renew the certificates: no plan is lost, and new clients get the new certificate."""
     event_count = len(observer.events)
     cluster.security.renew_coordinator()
     cluster.security.renew_client()
     await logs.until_all("connected", 2)
     await iterations(observer)
     assert observer.state == job_pb2.JOB_STATE_PLANNED
-    # Ranks are away and back within a moment; their plans stay what they were.
+    # Ranks disconnect and return within a moment; their plans don't change.
     kinds = {event.type for event in observer.events[event_count:]}
     assert event_pb2.JOB_EVENT_TYPE_STATE_CHANGED not in kinds
     for name in AGENT_NAMES:
@@ -86,7 +86,7 @@ async def renew_certificates(cluster: Cluster, observer: Observer, logs: Logs, a
 async def revoke_token(
     cluster: Cluster, tokens: "TokenServiceAsyncStub", observer: Observer, logs: Logs, address: str
 ) -> int:
-    """Both sides say it; with another token agents come back. Return an iteration after that."""
+    """Revoke the token: both sides log it; agents return with another. Return an iteration after that."""
     request = token_service_pb2.RevokeTokenRequest(name=AGENTS)
     await tokens.RevokeToken(request, timeout=30)
     await logs.until_all("no coordinator", 1)

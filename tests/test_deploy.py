@@ -1,4 +1,4 @@
-"""What deploy/ says to systemd is what the command line understands."""
+"""The files in deploy/ match the command line and its settings."""
 
 import configparser
 import json
@@ -39,7 +39,7 @@ def unit(path: Path = UNIT) -> configparser.SectionProxy:
 
 
 def shown_settings(path: Path) -> dict[str, object]:
-    """The settings that a unit's comment shows, as TOML."""
+    """Return the settings in a unit's comment, as TOML."""
     lines = path.read_text().splitlines()
     return tomllib.loads(
         "\n".join(line.removeprefix("#     ") for line in lines if line.startswith("#     "))
@@ -48,7 +48,7 @@ def shown_settings(path: Path) -> dict[str, object]:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """The install script, and a wheel that is none."""
+    """Return the install script with a fake wheel."""
     folder = tmp_path / "bundle"
     (folder / "wheels").mkdir(parents=True)
     (folder / "wheels" / "perseus_energy-1-py3-none-any.whl").touch()
@@ -58,7 +58,7 @@ def bundle(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 @pytest.mark.parametrize("is_writable", [False, True])
-def test_root_installs_into_no_folder_that_is_anybody_elses(
+def test_root_installs_into_no_folder_of_another_user(
     bundle: Path, tmp_path: Path, is_writable: bool
 ) -> None:
     planted = tmp_path / "perseus" / "bin" / "python"
@@ -87,7 +87,7 @@ def test_the_install_script_loads_nothing_from_the_current_folder(bundle: Path, 
     assert not (tmp_path / "ran").exists()
 
 
-def test_everybody_looks_where_the_install_script_puts_it() -> None:
+def test_units_and_scripts_use_the_install_script_s_folder() -> None:
     assert f"folder=${{2:-{INSTALLED.removesuffix('/bin/perseus')}}}" in (DEPLOY / "install").read_text()
     for script in ("prolog", "epilog"):
         assert f'"${{perseus:-{INSTALLED}}}"' in (DEPLOY / "slurm" / script).read_text()
@@ -104,14 +104,14 @@ def test_commands_are_parsed(key: str) -> None:
     assert context.params["restore"] == (key == "ExecStopPost")
 
 
-def test_the_settings_that_it_shows_are_settings() -> None:
+def test_the_settings_in_the_unit_s_comment_are_valid() -> None:
     settings = configuration.load(AgentSettings, None, shown_settings(UNIT))
     assert settings.tls_files == TlsFiles(
         Path("/etc/perseus/agent.pem"), Path("/etc/perseus/agent.key"), Path("/etc/perseus/ca.pem")
     )
 
 
-def test_the_coordinators_command_is_parsed_and_its_settings_are_settings() -> None:
+def test_the_coordinator_s_command_and_settings_are_valid() -> None:
     perseus, name, *flags = unit(COORDINATOR_UNIT)["ExecStart"].split()
     assert (perseus, name) == (INSTALLED, "coordinator")
     command = typer.main.get_group(app).get_command(None, name)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_the_coordinators_command_is_parsed_and_its_settings_are_settings() -> N
 
 
 @pytest.mark.slow("processes of a coordinator, and of a command that asks it")
-def test_the_coordinator_runs_with_the_settings_that_its_unit_shows(tmp_path: Path) -> None:
+def test_the_coordinator_runs_with_the_settings_in_its_unit(tmp_path: Path) -> None:
     security = Security(tmp_path / "security")
     given = {
         **shown_settings(COORDINATOR_UNIT),
@@ -172,11 +172,11 @@ def test_records_outlive_the_service() -> None:
     assert service["KillMode"] == "mixed"
 
 
-def test_a_stop_is_over_before_systemd_ends_it() -> None:
+def test_a_stop_finishes_before_systemd_s_time_out() -> None:
     assert int(unit()["TimeoutStopSec"]) >= STOP_S + 2
 
 
-def test_every_capability_that_is_kept_has_its_reason() -> None:
+def test_every_kept_capability_has_its_reason() -> None:
     text = UNIT.read_text()
     kept = re.findall(
         r"CAP_[A-Z_]+", " ".join(re.findall(r"^CapabilityBoundingSet=(.*)$", text, re.MULTILINE))
@@ -186,7 +186,7 @@ def test_every_capability_that_is_kept_has_its_reason() -> None:
     assert len(kept) == len(set(kept)) > 0
 
 
-def test_files_for_all_connections_and_nothing_for_others() -> None:
+def test_file_limits_and_permissions() -> None:
     service = unit()
     assert int(service["LimitNOFILE"]) >= 2 * _MAX_CONNECTIONS + _FILES_FOR_ALL_ELSE
     assert service["UMask"] == "0077"
@@ -200,7 +200,7 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 @needs_systemd
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_systemd_understands_the_unit(path: Path, tmp_path: Path) -> None:
-    # It looks whether the program is there: one that is, for ours.
+    # It checks that the program exists: use an existing one.
     copied = tmp_path / path.name
     copied.write_text(path.read_text().replace(INSTALLED, "/usr/bin/env"))
     done = subprocess.run(
@@ -214,8 +214,8 @@ def test_systemd_understands_the_unit(path: Path, tmp_path: Path) -> None:
 
 @needs_systemd
 @pytest.mark.parametrize(("path", "threshold"), [(UNIT, 41), (COORDINATOR_UNIT, 20)])
-def test_systemd_finds_it_little_exposed(path: Path, threshold: int) -> None:
-    """What is left is what the unit gives reasons for; a service without any of it has 9.6."""
+def test_systemd_rates_the_exposure_as_low(path: Path, threshold: int) -> None:
+    """The unit gives reasons for the remaining exposure; a service without any protection has 9.6."""
     done = subprocess.run(
         [
             "systemd-analyze",
@@ -239,7 +239,7 @@ def test_systemd_finds_it_little_exposed(path: Path, threshold: int) -> None:
 
 
 def run_hook(name: str, folder: Path, status: int, **environment: str) -> tuple[int, str]:
-    """The exit code of a script of Slurm's, and how it called Perseus, which ends with `status`."""
+    """Return the exit code of a Slurm script, and its call of Perseus, which ends with `status`."""
     perseus = folder / "perseus"
     perseus.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
     perseus.chmod(0o755)
@@ -250,21 +250,21 @@ def run_hook(name: str, folder: Path, status: int, **environment: str) -> tuple[
 
 
 @pytest.mark.parametrize("name", ["prolog", "epilog"])
-def test_a_job_without_gpus_is_none_of_our_business(name: str, tmp_path: Path) -> None:
+def test_a_job_without_gpus_is_ignored(name: str, tmp_path: Path) -> None:
     assert run_hook(name, tmp_path, 1) == (0, "")
 
 
-def test_a_job_runs_whatever_the_prolog_says(tmp_path: Path) -> None:
+def test_a_job_runs_even_if_the_prolog_fails(tmp_path: Path) -> None:
     status, called = run_hook("prolog", tmp_path, 1, SLURM_JOB_GPUS="0")
     assert (status, called) == (0, "slurm prolog --config /etc/perseus/agent.toml\n")
 
 
-def test_the_prolog_starts_an_agent_where_it_is_told_to(tmp_path: Path) -> None:
+def test_the_prolog_starts_an_agent_if_configured(tmp_path: Path) -> None:
     _, called = run_hook("prolog", tmp_path, 0, SLURM_JOB_GPUS="0", perseus_start_agent="/var/log/agent.log")
     assert called == "slurm prolog --config /etc/perseus/agent.toml --start-agent /var/log/agent.log\n"
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_gpu_that_is_not_back_drains_the_node(status: int, tmp_path: Path) -> None:
+def test_a_gpu_that_is_not_restored_drains_the_node(status: int, tmp_path: Path) -> None:
     found, called = run_hook("epilog", tmp_path, status, SLURM_JOB_GPUS="0", perseus_config="/agent.toml")
     assert (found, called) == (status, "slurm epilog --config /agent.toml\n")

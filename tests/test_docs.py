@@ -1,4 +1,4 @@
-"""What the documentation names is there."""
+"""Modules, files and settings in the documentation exist."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ DOTTED = re.compile(r"(?<!--)\bperseus(?:\.(?!db\b)[a-z_0-9]+)+")
 
 
 def exists(dotted: str) -> bool:
-    """Whether a dotted name is a module, a package, or (its last part) something in one."""
+    """Whether a dotted name is a module, a package, or (its last part) a name in one."""
     parts = dotted.split(".")
     for end in (len(parts), len(parts) - 1):
         path = ROOT.joinpath(*parts[:end])
@@ -25,7 +25,7 @@ def exists(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_modules_that_a_page_names_are_there(page: Path) -> None:
+def test_modules_named_on_a_page_exist(page: Path) -> None:
     text = page.read_text()
     missing = [name for name in MODULE.findall(text) if not (ROOT / "perseus" / name).exists()]
     missing += [name for name in DOTTED.findall(text) if not exists(name)]
@@ -33,11 +33,11 @@ def test_modules_that_a_page_names_are_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_a_page_links_to_are_there(page: Path) -> None:
+def test_files_linked_from_a_page_exist(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_page_of_settings_is_that_of_the_models() -> None:
+def test_the_page_of_settings_matches_the_models() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "settings_page.py"))["page"]()
     assert (ROOT / "docs" / "settings.md").read_text() == made, "make settings"

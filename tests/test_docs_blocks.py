@@ -1,4 +1,4 @@
-"""What pages show is what there is: commands and flags, Python, TOML, JSON and YAML in their code blocks."""
+"""Code blocks of the documentation are valid: commands and flags, Python, TOML, JSON and YAML."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ GENERATED = ROOT / "docs" / "reference" / "commands.md"
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELLS = {"sh", "console"}
-# What ends a command: another one, a pipe, a redirection, or the rest of a sentence in a comment.
+# Ends of a command: another command, a pipe, a redirection, or a comment.
 END = {"|", ";", "&&", "||", ">", ">>", "<", "&", "2>"}
 
 
@@ -48,7 +48,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def commands(text: str, *, has_prompt: bool) -> Iterator[list[str]]:
-    """The words of each `perseus …` in a shell's block; where lines have prompts, of those lines."""
+    """Yield the words of each `perseus …` in a shell block; with prompts, only from lines with one."""
     for line in text.replace("\\\n", " ").splitlines():
         if has_prompt and not line.startswith(("$ ", "# ")):
             continue
@@ -60,7 +60,7 @@ def commands(text: str, *, has_prompt: bool) -> Iterator[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Refuse a command or a flag that is not there."""
+    """Refuse an unknown command or flag."""
     command: Any = get_command(app)
     words = list(words)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
@@ -72,14 +72,14 @@ def check_command(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("sh", "console"), ids=str)
-def test_commands_and_their_flags_are_there(block: Block) -> None:
+def test_commands_and_their_flags_exist(block: Block) -> None:
     has_prompt = block.language == "console"
     for words in commands(block.text, has_prompt=has_prompt):
         check_command(words)
 
 
 @pytest.mark.parametrize("block", blocks("python", "toml", "json", "yaml"), ids=str)
-def test_what_is_of_a_language_can_be_read_as_such(block: Block) -> None:
+def test_blocks_of_a_language_can_be_parsed(block: Block) -> None:
     match block.language:
         case "python":
             ast.parse(block.text)
@@ -91,7 +91,7 @@ def test_what_is_of_a_language_can_be_read_as_such(block: Block) -> None:
             list(yaml.safe_load_all(block.text))
 
 
-def test_names_that_python_blocks_import_are_there() -> None:
+def test_names_imported_in_python_blocks_exist() -> None:
     missing = []
     for block in blocks("python"):
         for node in ast.walk(ast.parse(block.text)):
@@ -106,7 +106,7 @@ def test_names_that_python_blocks_import_are_there() -> None:
     assert missing == []
 
 
-def test_a_command_that_is_not_there_is_found() -> None:
+def test_an_unknown_command_is_detected() -> None:
     (words,) = commands("perseus jobs list --state planned | head", has_prompt=False)
     assert words == ["jobs", "list", "--state", "planned"]
     check_command(words)

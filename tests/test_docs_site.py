@@ -1,4 +1,4 @@
-"""The documentation site is built without a warning, and nothing is missing in it."""
+"""The documentation site builds without warnings, and is complete."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ def build(pages: Path, site: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow("makes all pages, and the reference from the code")
 @pytest.mark.timeout(300)
 def test_every_page_is_in_the_site(tmp_path: Path) -> None:
-    # Apart from the checkout: something is written where the pages are.
+    # Outside the checkout: the build writes files beside the pages.
     tree = tmp_path
     for name in ("docs", "protos", "benchmarks", "deploy", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("node_modules"))
@@ -37,7 +37,7 @@ def test_every_page_is_in_the_site(tmp_path: Path) -> None:
 
 @pytest.mark.slow("a process that makes a site, with the settings of the real one")
 @pytest.mark.timeout(300)
-def test_a_link_that_leads_nowhere_fails(tmp_path: Path) -> None:
+def test_a_broken_link_fails(tmp_path: Path) -> None:
     pages = tmp_path / "docs"
     pages.mkdir()
     shutil.copy(ROOT / "docs" / "conf.py", pages)

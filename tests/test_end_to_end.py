@@ -1,4 +1,4 @@
-"""The whole loop with real processes, sockets, streams and a real database: the demo's story, shorter."""
+"""The whole loop with real processes, sockets, streams and a real database: a shorter demo scenario."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ STORY = [STOCK, PROFILING, PLAN, STRAGGLER, ANSWERED, RECOVERED]
 
 
 class Notes:
-    """A display that only takes note of the steps."""
+    """A display that only records the steps."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -38,7 +38,7 @@ class Notes:
 
 
 async def reported(folder: Path) -> tuple[list[str], dict[str, Phase]]:
-    """Train and tell; return the steps in their order, and each one's figures."""
+    """Run the scenario; return the steps in order, and each one's figures."""
     notes = Notes()
     plot = Script(straggler=1, slowdown=1.3, watched_iterations=5)
     with planned_soon():
@@ -53,7 +53,7 @@ async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_pa
     steps, phases = await reported(tmp_path)
 
     assert steps == STORY
-    # How much is saved, and at which speed, is shown below, where the machine does nothing else.
+    # The test below checks saving and speed, on an otherwise idle machine.
     assert phases[STRAGGLER].iteration_time_s > phases[PLAN].iteration_time_s
 
     written = json.loads((tmp_path / "summary.json").read_text())
@@ -70,7 +70,7 @@ async def test_a_plan_saves_at_the_same_speed_and_more_around_a_straggler(tmp_pa
 
     assert phases[PLAN].slowdown_percent < 5
     assert phases[PLAN].saving_percent > 3
-    assert phases[STRAGGLER].iteration_count <= 4, "found without a word, and answered"
+    assert phases[STRAGGLER].iteration_count <= 4, "detected without a report, and answered"
     assert phases[STRAGGLER].slowdown_percent > 15
     assert phases[ANSWERED].iteration_time_s < 1.3 * phases[PLAN].iteration_time_s * 1.05
     assert phases[ANSWERED].saving_percent > 0

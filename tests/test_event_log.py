@@ -1,4 +1,4 @@
-"""Entries are found whenever they come, and only whole ones are read."""
+"""Entries are found whenever they come, and only complete ones are read."""
 
 import threading
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests import event_log
 
 
-def test_an_entry_that_comes_later_is_waited_for(tmp_path: Path) -> None:
+def test_a_later_entry_is_awaited(tmp_path: Path) -> None:
     log = tmp_path / "agent.log"
     log.write_text('not JSON\n{"event": "started"}\n{"event": "serv')
     found = []
@@ -20,7 +20,7 @@ def test_an_entry_that_comes_later_is_waited_for(tmp_path: Path) -> None:
     assert found == [{"event": "served", "port": 7}]
 
 
-def test_what_never_comes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_entry_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "agent.log"
     log.write_text('{"event": "started"}\n')
     monkeypatch.setattr(event_log, "TIMEOUT_S", 0.0)

@@ -1,4 +1,4 @@
-"""What GPUs can really do, with real processes: clocks that take long to set, a power limit that changes."""
+"""Limits of real GPUs, with real processes: slow clock changes, and a changing power limit."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ class Running:
         return (await self.jobs.GetJob(request, timeout=TIMEOUT_S)).job
 
     async def until(self, is_so: Callable[[job_pb2.Job], bool]) -> job_pb2.Job:
-        """Wait until the job is registered and as wanted."""
+        """Wait until the job is registered and meets a condition."""
         async with asyncio.timeout(STEP_TIMEOUT_S):
             while True:
                 self.cluster.check()
@@ -80,7 +80,7 @@ class Running:
                 await asyncio.sleep(0.1)
 
     async def events(self, *types: event_pb2.JobEventType.ValueType) -> list[event_pb2.JobEvent]:
-        """All of these types, once there are any: they are listed as soon as they are stored."""
+        """Return all events of these types, once there are any: they are listed once they are stored."""
         request = job_service_pb2.ListJobEventsRequest(job_id="job", types=types, page_size=1000)
         async with asyncio.timeout(STEP_TIMEOUT_S):
             while True:
@@ -98,7 +98,7 @@ async def running(gpu: GpuModel, folder: Path) -> AsyncIterator[Running]:
     with (
         planned_soon(),
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
-        # The host may be busy: what a promise is worth is not looked at here.
+        # The host may be busy: this test does not check predictions.
         Cluster(workload(gpu), Path(run_dir), folder / "logs", guard_tolerance_percent=100) as cluster,
     ):
         address = cluster.start_coordinator()
@@ -118,25 +118,25 @@ def is_planned(job: job_pb2.Job) -> bool:
 
 
 def shortest_run_s(stage: frontier_pb2.StagePlan) -> float:
-    """How long a clock is kept at least, that at the iteration's end aside."""
+    """Return the shortest time that a clock is held, except at the iteration's end."""
     clocked = [each for each in stage.computations if each.clock_mhz]
     starts_s = [next(run).start_s for _, run in groupby(clocked, key=lambda each: each.clock_mhz)]
     return min((later_s - earlier_s for earlier_s, later_s in pairwise(starts_s)), default=float("inf"))
 
 
 async def keep_clocks(job: Running) -> job_pb2.Job:
-    """Plans change clocks no sooner than these can be set; return the job as it is planned."""
+    """Check that plans hold clocks for at least the set latency; return the planned job."""
     planned = await job.until(lambda now: is_planned(now) and now.set_latency_s > 0)
     assert LATENCY_S <= planned.set_latency_s < 1.5 * LATENCY_S
     (*_, solved) = await job.events(event_pb2.JOB_EVENT_TYPE_SOLVED)
     assert solved.solved.set_latency_s == planned.set_latency_s
     period = await job.planned_for(20)
     assert period.latency_cost_percent > 0, "against clocks that change at once"
-    # On a shared machine both are noisy; that plans are not slower, and what they save with such a
-    # latency, is shown exactly in the solver's tests.
+    # On a shared machine both are noisy; the solver's tests check exactly that plans are not slower, and
+    # their saving with such a latency.
     assert period.saving.slowdown_percent < 5
     assert period.saving.energy_percent > -2 * period.saving.energy_se_percent
-    now = await job.job()  # the profile may have been corrected since
+    now = await job.job()  # the profile may have been corrected in the meantime
     plan = await job.plan(now.t_min_s)
     assert plan.iteration_time_s <= now.t_min_s
     assert min(map(shortest_run_s, plan.stages)) >= 2 * now.set_latency_s
@@ -149,7 +149,7 @@ async def keep_clocks(job: Running) -> job_pb2.Job:
 
 
 async def measure_anew(job: Running, before: job_pb2.Job) -> None:
-    """A power limit that changes under way leads to another profile, and other plans."""
+    """Check that a changed power limit leads to another profile and other plans."""
     gpu = EmulatedGpu(job.cluster.gpu_file(0, 1))
     gpu.limit_power(LIMIT_W)
     gpu.close()
@@ -159,7 +159,7 @@ async def measure_anew(job: Running, before: job_pb2.Job) -> None:
     assert changed.gpu_limits_changed.before_power_limit_w == A100_SXM.board_power_w
     assert changed.gpu_limits_changed.power_limit_w == LIMIT_W
     after = await job.until(is_planned)
-    assert after.t_min_s > 1.1 * before.t_min_s, "what the GPU can do under its limit"
+    assert after.t_min_s > 1.1 * before.t_min_s, "the GPU's capability under its limit"
     period = await job.planned_for(20)
     assert period.saving.slowdown_percent < 5, "against stock under the limit"
     profiled = await job.events(event_pb2.JOB_EVENT_TYPE_PROFILING_ENDED)
@@ -175,6 +175,6 @@ async def measure_anew(job: Running, before: job_pb2.Job) -> None:
 @pytest.mark.slow("real processes train, are planned, and are measured and planned once more")
 @pytest.mark.serial
 @pytest.mark.timeout(400)
-async def test_plans_keep_clocks_that_take_long_to_set_and_follow_a_power_limit(tmp_path: Path) -> None:
+async def test_plans_hold_slow_clocks_and_follow_a_power_limit(tmp_path: Path) -> None:
     async with running(replace(QUICK_GPU, set_latency_s=LATENCY_S), tmp_path) as job:
         await measure_anew(job, await keep_clocks(job))

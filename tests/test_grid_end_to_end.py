@@ -1,4 +1,4 @@
-"""Two jobs in real processes: under a load target by MQTT, of which the door tells; then under a signal."""
+"""Two jobs in real processes: under a load target by MQTT, which the gateway reports; then under a signal."""
 
 import asyncio
 import json
@@ -37,17 +37,17 @@ def feed(data: dict[str, Any]) -> dict[str, Any]:
 
 
 async def breach_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, limit_w: float) -> None:
-    """Send a target that no plan can keep, wait for a breach and its hints, and lift it."""
+    """Send an infeasible target, wait for a breach and its hints, and lift it."""
     sent = isv.envelope(time.time(), {"targets": [target_of(limit_w)]})
     await mqtt.publish(isv.topic, json.dumps(sent), qos=1)
 
     async def is_reported(count: int) -> bool:
         return len(heard.alerts()) >= count
 
-    await until(lambda: is_reported(1), "the breach is told")
+    await until(lambda: is_reported(1), "the breach is reported")
     lifted = isv.envelope(time.time(), {"targets": [target_of(None)]})
     await mqtt.publish(isv.topic, json.dumps(lifted), qos=1)
-    await until(lambda: is_reported(2), "its end is told")
+    await until(lambda: is_reported(2), "its end is reported")
     (active, resolved) = [data for _, data in heard.alerts()]
     assert (active["status"], resolved["status"]) == ("active", "resolved")
     assert active["severity"] == "critical"
@@ -63,7 +63,7 @@ async def breach_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, limit_w: fl
 
 
 async def keep_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, client: Client) -> float:
-    """Send a target of less by 30 percent, and then its end; return what was drawn before."""
+    """Send a target 30 percent below the draw, and then its end; return the draw before it."""
     before_w = await mean_power_w(client, 3.0, *JOBS)
     limit_w = 0.7 * before_w
     sent_s = time.time()
@@ -79,7 +79,7 @@ async def keep_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, client: Clien
     def is_kept(envelope: dict[str, Any], data: dict[str, Any]) -> bool:
         return bool(feed(data)["event"] == "end_ramp_down")
 
-    reported = feed(await heard.status(is_kept, "the ramp's end is told"))
+    reported = feed(await heard.status(is_kept, "the ramp's end is reported"))
     assert reported["compliant"]
     assert not reported["in_flight"]
     assert reported["calculated_load"]["value"] <= limit_w
@@ -96,7 +96,7 @@ async def keep_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, client: Clien
     def is_over(envelope: dict[str, Any], data: dict[str, Any]) -> bool:
         return bool(feed(data)["event"] == "end_ramp_up")
 
-    reported = feed(await heard.status(is_over, "the end is told"))
+    reported = feed(await heard.status(is_over, "the end is reported"))
     assert reported["compliant"]
     assert reported["targets"] == []
 
@@ -116,20 +116,20 @@ async def keep_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, client: Clien
 
 
 class Measured(NamedTuple):
-    """Medians over some iterations: others use this machine, too."""
+    """Medians over some iterations: the machine is shared."""
 
     iteration_time_s: float
     power_w: float
 
 
 async def steered(client: Client, *, is_slow: bool) -> tuple[job_pb2.Job, Measured]:
-    """Wait until a job's pace is as wanted, and measure iterations under it."""
+    """Wait until a job has the wanted target iteration time, and measure iterations under it."""
 
     async def is_so() -> bool:
         return (await client.job(STEERED)).signal_target.HasField("iteration_time_s") == is_slow
 
     await until(is_so, "the job is slow" if is_slow else "the job is as fast as it can be")
-    # Those under way, and those at the pace before, are over.
+    # Iterations under way, and those at the previous target, are over.
     begun = (await client.job(STEERED)).signal_target.done_count + 3
     found: dict[int, tuple[float, float]] = {}
 
@@ -139,12 +139,12 @@ async def steered(client: Client, *, is_slow: bool) -> tuple[job_pb2.Job, Measur
             found[job.signal_target.done_count] = (job.figures.iteration_time_s, job.figures.power_w)
         return len(found) >= MEASURED_ITERATIONS
 
-    await until(are_measured, "iterations at this pace")
+    await until(are_measured, "iterations at this target")
     return await client.job(STEERED), Measured(*map(median, zip(*found.values(), strict=True)))
 
 
 async def follow_signal(client: Client, csv: Path) -> None:
-    """Let a job follow a signal: slower while energy is dirty, and not once nothing is known."""
+    """Let a job follow a signal: slower while energy is dirty, and at full speed without a signal."""
     write(csv, DIRTY)
     request = job_service_pb2.SetPolicyRequest(job_id=STEERED, policy=LEAST_CARBON)
     await client.jobs.SetPolicy(request)
@@ -173,7 +173,7 @@ async def follow_signal(client: Client, csv: Path) -> None:
 
 
 @pytest.mark.timeout(500)
-async def test_jobs_keep_a_load_target_tell_a_breach_and_follow_a_signal(
+async def test_jobs_keep_a_load_target_report_a_breach_and_follow_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     csv = tmp_path / "carbon.csv"

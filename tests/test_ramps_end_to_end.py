@@ -1,4 +1,4 @@
-"""A job whose number of microbatches changes, with a real agent and a real coordinator: it is followed."""
+"""Perseus follows a job whose number of microbatches changes, with a real agent and a real coordinator."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ _WORKS = {Kind.FORWARD: Work(0.016, 0.004, 1.0), Kind.BACKWARD: Work(0.030, 0.01
 
 
 class Stages:
-    """What the stages of one pipeline have in common: what they are to compute, in step.
+    """State shared by the stages of one pipeline, to compute in step.
 
     All take the same number of microbatches in each iteration.
     """
@@ -39,7 +39,7 @@ class Stages:
         self._next = (self.microbatch_count, self.is_over)
 
     def next_iteration(self) -> tuple[int, bool]:
-        """How many microbatches it has, and whether it is none any more; the same for all stages."""
+        """Return its number of microbatches, and whether training has ended; the same for all stages."""
         if self._barrier.wait(60) == 0:
             self._next = (self.microbatch_count, self.is_over)
         self._barrier.wait(60)
@@ -47,7 +47,7 @@ class Stages:
 
 
 class Training:
-    """One trainer per stage, each on a thread; `again` detaches them all, and attaches them at once."""
+    """One trainer per stage, each on a thread; `again` detaches them all, and attaches them again at once."""
 
     def __init__(self, node: Node) -> None:
         self.stages = Stages()
@@ -80,7 +80,7 @@ class Training:
                             attachment.begin(kind, microbatch)
                             gpu.execute(_WORKS[kind])
                             attachment.end(kind, microbatch)
-                    # Not in step with the counters, so that these tell the kinds apart.
+                    # Not in step with the counters, so that they distinguish the kinds.
                     time.sleep((0.03 + 0.04 * jitter.random()) * (1 + stage))
                     attachment.end_iteration()
             if stage == 0:
@@ -89,7 +89,7 @@ class Training:
 
 
 async def until_clocked(client: Client, run_number: int) -> job_pb2.Job:
-    """Wait until a run has measured its baseline, in iterations that are as registered."""
+    """Wait until a run has measured its baseline, in regular iterations."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):  # it is not registered yet
@@ -102,7 +102,7 @@ async def until_clocked(client: Client, run_number: int) -> job_pb2.Job:
 @pytest.mark.slow("a training that is measured at stock three times, by real clocks")
 @pytest.mark.serial
 @pytest.mark.timeout(300)
-async def test_a_ramp_is_followed_and_who_detaches_may_attach_at_once(
+async def test_a_ramp_is_followed_and_detached_ranks_may_attach_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = Node(tmp_path, "a")

@@ -1,4 +1,4 @@
-"""What is logged once in a while: each kind, with what was left out, and in bounded memory."""
+"""The rate-limited log: each kind, with the number of omitted entries, in bounded memory."""
 
 import structlog
 from hypothesis import given
@@ -15,7 +15,7 @@ class Clock:
         return self.now_s
 
 
-def test_the_like_is_logged_again_after_the_period_with_how_often_it_was_left_out() -> None:
+def test_a_kind_is_logged_again_after_the_period_with_its_omitted_count() -> None:
     clock = Clock()
     with capture_logs() as logs:
         limited = RateLimitedLog(structlog.get_logger(), 10.0, monotonic=clock)
@@ -28,7 +28,7 @@ def test_the_like_is_logged_again_after_the_period_with_how_often_it_was_left_ou
     assert logs == [alike | {"uid": 1}, alike | {"uid": 2}, alike | {"uid": 1, "left_out": 999}]
 
 
-def test_events_and_kinds_are_told_apart_and_errors_have_their_level() -> None:
+def test_events_and_kinds_are_distinct_and_errors_have_their_level() -> None:
     with capture_logs() as logs:
         limited = RateLimitedLog(structlog.get_logger(), monotonic=Clock())
         for attempt in range(2):
@@ -42,7 +42,7 @@ def test_events_and_kinds_are_told_apart_and_errors_have_their_level() -> None:
     ]
 
 
-def test_without_a_kind_details_tell_them_apart_and_row_numbers_do_not() -> None:
+def test_without_a_kind_details_distinguish_entries_but_row_numbers_do_not() -> None:
     with capture_logs() as logs:
         limited = RateLimitedLog(structlog.get_logger(), monotonic=Clock())
         limited.warning("not read", gpu="GPU-0", field="rows[1].time_s")
@@ -51,7 +51,7 @@ def test_without_a_kind_details_tell_them_apart_and_row_numbers_do_not() -> None
     assert [line["gpu"] for line in logs] == ["GPU-0", "GPU-1"]
 
 
-def test_after_a_reset_all_is_news() -> None:
+def test_a_reset_forgets_all_kinds() -> None:
     with capture_logs() as logs:
         limited = RateLimitedLog(structlog.get_logger(), monotonic=Clock())
         limited.warning("no coordinator", "nobody there")
@@ -61,7 +61,7 @@ def test_after_a_reset_all_is_news() -> None:
 
 
 @given(kinds=st.lists(st.integers(0, 9), max_size=60), max_kinds=st.integers(1, 5))
-def test_no_more_kinds_are_remembered_and_the_oldest_makes_room(kinds: list[int], max_kinds: int) -> None:
+def test_the_number_of_kinds_is_bounded_and_the_oldest_is_dropped(kinds: list[int], max_kinds: int) -> None:
     remembered: list[int] = []
     with capture_logs() as logs:
         limited = RateLimitedLog(structlog.get_logger(), 10.0, max_kinds, lambda: 0.0)

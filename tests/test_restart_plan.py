@@ -1,4 +1,4 @@
-"""How a training is launched again and again in the frameworks' tests."""
+"""The plan of repeated launches in the frameworks' tests."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ seeds = st.integers(0, 2**32)
 
 
 @given(seeds)
-def test_every_launch_spreads_all_layers_over_ranks_that_there_are(seed: int) -> None:
+def test_every_launch_spreads_all_layers_over_existing_ranks(seed: int) -> None:
     for launch in launches(30, seed):
         layout = launch.layout
         assert sum(layout.layers) == LAYERS
@@ -21,14 +21,14 @@ def test_every_launch_spreads_all_layers_over_ranks_that_there_are(seed: int) ->
 
 
 @given(seeds)
-def test_a_launch_is_other_than_the_one_before_unless_nothing_changed(seed: int) -> None:
+def test_a_launch_differs_from_the_previous_one_unless_nothing_changed(seed: int) -> None:
     every = list(launches(30, seed))
     for before, after in pairwise(every):
         assert (before.layout == after.layout) == (after.change == "nothing")
     assert every == list(launches(30, seed)), "the same for everybody"
 
 
-def test_the_short_sequence_has_kills_and_changes_and_the_long_one_all_there_are() -> None:
+def test_the_short_sequence_has_kills_and_changes_and_the_long_one_every_kind() -> None:
     """The seeds of the two tests."""
     short, long = list(launches(4, seed=4)), list(launches(30, seed=30))
     assert sum(each.is_killed for each in short) >= 2

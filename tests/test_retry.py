@@ -1,9 +1,9 @@
-"""The one retry policy: ever longer delays, by lot where that is wanted, forgotten and given up in time."""
+"""The common retry policy: increasing delays with optional jitter, reset after success, and a time limit."""
 
 from perseus.retry import Retry
 
 
-def test_what_fails_is_tried_again_ever_more_rarely_and_for_so_long() -> None:
+def test_retries_become_rarer_until_the_limit() -> None:
     retry = Retry(0.01, 0.5, give_up_after_s=2.0)
     now_s, delays_s = 100.0, []
     while not retry.is_over(now_s):
@@ -13,7 +13,7 @@ def test_what_fails_is_tried_again_ever_more_rarely_and_for_so_long() -> None:
     assert now_s > 102.0
 
 
-def test_one_success_and_all_is_forgotten() -> None:
+def test_a_success_resets_the_delays() -> None:
     retry = Retry(0.1, 10.0, give_up_after_s=1.0)
     assert [retry.failed(0.0), retry.failed(0.1)] == [0.1, 0.2]
     retry.succeeded()
@@ -24,14 +24,14 @@ def test_one_success_and_all_is_forgotten() -> None:
     assert retry.is_over(51.0)
 
 
-def test_what_failed_long_ago_is_another_failure() -> None:
+def test_a_failure_long_ago_does_not_count() -> None:
     retry = Retry(1.0, 60.0, forget_after_s=120.0, give_up_after_s=200.0)
     assert [retry.failed(0.0), retry.failed(30.0), retry.failed(150.0)] == [1.0, 2.0, 4.0]
     assert retry.failed(271.0) == 1.0
     assert not retry.is_over(470.0), "the row began anew"
 
 
-def test_what_fails_on_and_on_is_tried_however_often() -> None:
+def test_without_a_limit_retries_never_end() -> None:
     retry = Retry(1.0, 60.0, forget_after_s=120.0)
     now_s, delays_s = 0.0, []
     for _ in range(9):
@@ -40,7 +40,7 @@ def test_what_fails_on_and_on_is_tried_however_often() -> None:
     assert delays_s == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_a_share_of_the_delay_is_drawn_by_lot() -> None:
+def test_a_share_of_the_delay_is_random() -> None:
     drawn = iter([0.0, 0.5, 0.75, 0.75])
     full = Retry(1.0, 3.0, jitter=1.0, random=lambda: next(drawn))
     assert [full.failed() for _ in range(4)] == [0.0, 1.0, 2.25, 2.25]

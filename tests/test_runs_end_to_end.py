@@ -1,4 +1,4 @@
-"""Two trainings under one identifier, with real agents and a real coordinator: only one of them is served."""
+"""Two trainings with one identifier, with real agents and a real coordinator: only one of them is served."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 
 class Training:
-    """One trainer per stage, each on a thread: one microbatch per iteration, until told to stop."""
+    """One trainer per stage, each on a thread: one microbatch per iteration, until a request to stop."""
 
     def __init__(self, node: "Node", stage_work: Sequence[str]) -> None:
         self._node = node
@@ -40,7 +40,7 @@ class Training:
             thread.start()
 
     async def crash(self) -> None:
-        """All trainers die, without a word."""
+        """Let all trainers die silently."""
         self._stop.set()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
@@ -104,7 +104,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 @pytest.mark.slow("trainings that are measured and profiled, one after another")
 @pytest.mark.serial
 @pytest.mark.timeout(240)
-async def test_another_split_of_the_same_order_is_another_run_and_has_no_plan_of_the_one_before(
+async def test_another_split_of_the_same_order_is_another_run_without_the_previous_plan(
     tmp_path: Path,
 ) -> None:
     first_node, second_node = Node(tmp_path, "a"), Node(tmp_path, "b")
@@ -120,7 +120,7 @@ async def test_another_split_of_the_same_order_is_another_run_and_has_no_plan_of
         second = Training(second_node, ["16 layers", "8 layers"])
         await until(lambda: second.is_registered is not None, "an answer")
         assert second.is_registered is False
-        await asyncio.sleep(1.5)  # the second one's ranks are announced every second
+        await asyncio.sleep(1.5)  # the second training's ranks are announced every second
         both = await client.job()
         assert both.run_number == 1
         assert both.rank_counts.connected_count == STAGE_COUNT

@@ -1,4 +1,4 @@
-"""The committed stubs are those that the contract generates."""
+"""The committed stubs match the contract."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ def generated(folder: Path) -> dict[str, str]:
 
 
 def test_stubs_match_the_contract(tmp_path: Path) -> None:
-    # With the environment that runs the tests, which is not to be installed anew.
+    # With the environment of the tests, without installing another one.
     own = [f"VENV={sys.prefix}", f"--assume-old={sys.prefix}/.installed"]
     subprocess.run(["make", "--silent", *own, "protos", f"OUT={tmp_path}"], cwd=ROOT, check=True)
     fresh, committed = generated(tmp_path / "perseus" / "v1"), generated(ROOT / "perseus" / "v1")

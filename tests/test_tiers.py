@@ -1,4 +1,4 @@
-"""What no test may do fails: shown by a run of pytest on tests that do it, with shorter limits."""
+"""Forbidden behaviour of tests fails: run pytest on tests that show it, with shorter limits."""
 
 from pathlib import Path
 
@@ -127,7 +127,7 @@ def test_leaks_long_tests_and_shared_ports_fail(run: pytest.Pytester) -> None:
     for line in result.outlines:
         if line.startswith(("FAILED ", "ERROR ")):
             test, _, reason = line.partition("::")[2].partition(" - ")
-            # A test that failed may also leave behind what it had no time to close.
+            # A failed test may also leave behind objects that it had no time to close.
             found.setdefault(test, "")
             found[test] += reason
     assert found.keys() == FAILURES.keys()

@@ -1,7 +1,7 @@
-"""A budget set while ranks without a plan are in the midst of a long iteration: in force before its end.
+"""A budget set while ranks without a plan run a long iteration: in force before the iteration's end.
 
 Agents are processes, over sockets and streams; trainers are threads, and the coordinator runs here, so that
-it can be looked into.
+the test can inspect it.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from tests.service.grpc_fakes import make_settings
 
 MODEL = A100_SXM.with_clocks(4)
 LIMIT_SHARE = 0.75
-"""Of the power that is drawn."""
+"""Share of the drawn power."""
 PIPELINES, STAGES, MICROBATCHES = 2, 2, 2
 FORWARD_S, BACKWARD_S = 0.25, 0.5
 """At the highest clock. (stages + microbatches - 1) times both, and the optimizer's 0.3 s, make 2.6 s."""
@@ -96,7 +96,7 @@ class Processes:
         return self._folder / f"agent-{pipeline}.sock"
 
     def clocks_mhz(self) -> set[int]:
-        """What the GPUs have, each asked by itself."""
+        """Return the clocks of the GPUs, each read separately."""
         return {gpu.sm_clock_mhz() for gpu in self.gpus}
 
     def _gpu(self, pipeline: int, stage: int) -> EmulatedGpu:
@@ -135,7 +135,7 @@ class Processes:
 
 
 class Ordering:
-    """The job as the coordinator has it, and the way to set a budget."""
+    """The coordinator's job, and methods to set a budget."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -152,7 +152,7 @@ class Ordering:
 
     @property
     def max_clock_mhz(self) -> int:
-        """The clock that the job's ceiling leaves to the GPUs."""
+        """The job's maximum clock on its GPUs."""
         max_clock = self.machine.record.max_clock
         assert max_clock is not None
         lower = (clock_mhz for clock_mhz in MODEL.clocks_mhz if clock_mhz <= max_clock.clock_mhz)
@@ -167,7 +167,7 @@ class Ordering:
         return sum(1 for _ in self.machine.run.ranks.select(wanted)) if self.is_registered else 0
 
     def are_all_in_force(self) -> bool:
-        """Whether all ranks have said that what they are offered is in force."""
+        """Whether all ranks have reported that their offers are in force."""
         ranks = (rank for _, rank in self.machine.run.ranks.select(RankFilter(), 0))
         return all(rank.in_force_version == rank.offered_version > 0 for rank in ranks)
 
@@ -211,7 +211,7 @@ async def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> float:
-    """Wait for something; return how long that took."""
+    """Wait for a condition; return the time that it took."""
     begun_s = time.monotonic()
     while not condition():
         assert time.monotonic() < begun_s + timeout_s, what
@@ -221,21 +221,21 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = STA
 
 @pytest.mark.slow("agents in real processes, and iterations long enough to act within one")
 @pytest.mark.timeout(300)
-async def test_a_budget_s_max_clock_is_in_force_within_an_iteration_and_on_an_agent_that_comes_back(
+async def test_a_budget_s_max_clock_is_in_force_within_an_iteration_and_on_a_returning_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Trainers look sooner whether there is an agent again.
+    # Let trainers check sooner for a new agent.
     monkeypatch.setattr(rejoin, "PERIOD_NS", 5 * 10**8)
     async with serving(tmp_path, monkeypatch) as (ordering, processes):
-        # The first one has the time in it that the trainers took to start.
+        # The first one includes the trainers' start.
         await until(lambda: ordering.iteration_count() >= 2, "two iterations")
-        await asyncio.sleep(FORWARD_S)  # all ranks are in the midst of the next one
+        await asyncio.sleep(FORWARD_S)  # all ranks are within the next one
         assert processes.clocks_mhz() == {MODEL.highest_clock_mhz}
         before = ordering.iteration_count()
         await ordering.set_budget()
-        await until(lambda: ordering.machine.record.max_clock is not None, "the ceiling is ordered")
+        await until(lambda: ordering.machine.record.max_clock is not None, "the maximum clock is ordered")
         await until(
-            lambda: processes.clocks_mhz() == {ordering.max_clock_mhz}, "all clocks are at the ceiling"
+            lambda: processes.clocks_mhz() == {ordering.max_clock_mhz}, "all clocks are at the maximum clock"
         )
         await until(ordering.are_all_in_force, "the coordinator knows")
         assert ordering.iteration_count() == before, "and that within the iteration"
@@ -245,7 +245,7 @@ async def test_a_budget_s_max_clock_is_in_force_within_an_iteration_and_on_an_ag
                 ordering.machine.run.log.latest is not None
                 and ordering.machine.run.log.latest.has_clock_change
             ),
-            "the iteration that it touched is told as such",
+            "the affected iteration is reported as such",
         )
         assert ordering.machine.record.state is JobState.BASELINE
         assert ordering.machine.record.baseline is None
@@ -255,7 +255,7 @@ async def test_a_budget_s_max_clock_is_in_force_within_an_iteration_and_on_an_ag
         processes.start_agent(0)
         await until(lambda: ordering.connected_count() < PIPELINES * STAGES, "the agent is gone")
         await until(lambda: ordering.connected_count() == PIPELINES * STAGES, "it is back")
-        await until(lambda: processes.clocks_mhz() == {ordering.max_clock_mhz}, "and knows of the ceiling")
+        await until(lambda: processes.clocks_mhz() == {ordering.max_clock_mhz}, "and has the maximum clock")
         assert ordering.max_clock_mhz < MODEL.highest_clock_mhz
 
         await ordering.cancel_budget()

@@ -1,10 +1,10 @@
-"""Two tiers: `make test` leaves out what is marked slow, and `make test-all` runs everything.
+"""Two tiers: `make test` leaves out tests marked slow, and `make test-all` runs everything.
 
-`slow("why")` is for a test that takes more than a second. The one that is also marked `smoke` shows the whole
-loop in real processes, and is in both tiers. One that is also marked `serial` measures a training: it runs
-after the others, when nothing else needs the processors. Without the marker a test fails that takes longer
-than the limits, which leave room for a machine that does other work. Fixtures of a wider scope do not count,
-and property tests may take longer where a run asks for more examples than by default.
+`slow("why")` is for tests of more than a second. The one that is also marked `smoke` runs the whole loop in
+real processes, and is in both tiers. Tests also marked `serial` measure a training: they run after the
+others, when nothing else needs the processors. An unmarked test that exceeds the limits fails; the limits
+leave room for other work on the machine. Fixtures of a wider scope do not count, and property tests may take
+longer in a run with more examples than the default.
 """
 
 import os
@@ -21,14 +21,14 @@ MAX_CLOCK_S = 5.0
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _PRESSURE = Path("/proc/pressure/cpu")
 _CHILDREN_S = 0.1
-"""Of the processor: with less they were hardly there."""
+"""CPU time of children below which their waiting does not count."""
 
 
 class _Stopwatch:
-    """Seconds of the processor, children that have ended included, and seconds by the clock.
+    """CPU seconds, including ended children, and wall-clock seconds.
 
-    What is waited for a processor on a busy machine is not the test's: by this thread, and where the test
-    has children, by anybody, as nothing tells of theirs.
+    Time waiting for a processor on a busy machine does not count: this thread's, and if the test has
+    children, that of all processes, as the children's own is unknown.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class _Stopwatch:
 
 
 def _waited_s() -> float:
-    """How long this thread was ready to run, and did not (proc(5), schedstat)."""
+    """Return how long this thread was ready but did not run (proc(5), schedstat)."""
     return int(_SCHEDSTAT.read_text().split()[1]) / 1e9 if _SCHEDSTAT.exists() else 0.0
 
 
 def _anybody_waited_s() -> float:
-    """How long anybody was, of the whole machine (Linux' pressure stall information)."""
+    """Return how long any thread of the machine was (Linux' pressure stall information)."""
     try:
         return int(_PRESSURE.read_text().splitlines()[0].rpartition("=")[2]) / 1e6
     except OSError:  # a kernel without it
@@ -61,7 +61,7 @@ def _anybody_waited_s() -> float:
 
 
 _test = _Stopwatch()
-"""Of the test that runs; one runs at a time."""
+"""Stopwatch of the running test; one runs at a time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

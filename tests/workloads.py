@@ -1,4 +1,4 @@
-"""Jobs that several tests run as the demo does, in real processes."""
+"""Jobs that several tests run in real processes, like the demo."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from perseus.demo.workload import Workload
 from perseus.emulation.physics import A100_SXM, Work
 
 QUICK_GPU = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
-"""Few clocks and a quick counter: what computations need at a clock is known after a few iterations."""
+"""Few clocks and a fast counter: times and energies at a clock are known after a few iterations."""
 
 SMALL = Workload(
     job_id="small",

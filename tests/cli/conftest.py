@@ -1,4 +1,4 @@
-"""What tests of several commands need."""
+"""Fixtures for tests of several commands."""
 
 import importlib
 import os
@@ -21,14 +21,14 @@ PROFILE = """stage,instruction,frequency,time,energy
 
 @pytest.fixture(scope="session", autouse=True)
 def _commands_are_imported() -> None:
-    """They import what they need when they run: seconds, which are no test's."""
+    """Import the commands beforehand: their imports take seconds, which no test should be charged for."""
     for module in ("perseus.agent.sidecar.shell", "perseus.service.server", "perseus.solver"):
         importlib.import_module(module)
 
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """How an operator reaches a coordinator that has no jobs."""
+    """Environment of an operator of a coordinator without jobs."""
     run_dir = tmp_path_factory.mktemp("coordinator")
     with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
         address = cluster.start_coordinator()
@@ -37,7 +37,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.fixture
 def full_device(tmp_path: Path) -> Path:
-    """A device that is always full; root, who could replace the machine's by mistake, gets another."""
+    """A device that is always full; root, who could replace /dev/full by mistake, gets another one."""
     if os.geteuid() != 0:
         return Path("/dev/full")
     path = tmp_path / "full"

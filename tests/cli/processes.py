@@ -1,4 +1,4 @@
-"""Calls of the command as a user makes them: a process of its own, with its streams."""
+"""Calls of the command as by a user: in its own process, with its streams."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ COMMAND = [sys.executable, "-m", "perseus.cli"]
 
 
 class Ended(NamedTuple):
-    """How a process ended, and what it said."""
+    """A process's exit status and output."""
 
     exit_code: int
     stdout: bytes

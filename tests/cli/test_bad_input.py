@@ -230,7 +230,7 @@ def test_a_plan_is_not_expanded_beyond_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["ca/ca", "link"])
-def test_an_authority_is_not_written_over(
+def test_an_authority_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -246,7 +246,7 @@ def test_an_authority_is_not_written_over(
     assert (tmp_path / "elsewhere.pem").read_bytes().startswith(b"-----BEGIN")
 
 
-def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
+def test_solving_stops_at_its_time_limit(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text(PROFILE)
     ended = call(
         "solve", "p.csv", "--microbatches", 4000, "--limit-s", 0.05, "--output", "f.json", cwd=tmp_path
@@ -256,7 +256,7 @@ def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["p.csv"]
 
 
-def test_a_coordinator_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perseus.tls.channels.diagnose", partial(diagnose, timeout_s=0.1))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -274,7 +274,7 @@ def test_a_coordinator_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) 
         ("PERSEUS_\x1b", ""),
     ],
 )
-def test_a_variable_that_nobody_reads_is_told_of(name: str, hint: str, tmp_path: Path) -> None:
+def test_an_unknown_variable_gives_a_warning(name: str, hint: str, tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text(PROFILE)
     result = run("solve", tmp_path / "p.csv", "--microbatches", 1, **{name: "x"})
     assert result.exit_code == 0
@@ -283,7 +283,7 @@ def test_a_variable_that_nobody_reads_is_told_of(name: str, hint: str, tmp_path:
     assert f"warning: environment variable {shown} is unknown to Perseus{hint}" in warned
 
 
-def test_variables_that_are_read_are_not_told_of(tmp_path: Path) -> None:
+def test_known_variables_give_no_warning(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text(PROFILE)
     known = {
         "PERSEUS_TOKEN": "x",

@@ -1,4 +1,4 @@
-"""`perseus demo`, where it can't even begin."""
+"""`perseus demo` with input with which it can't begin."""
 
 from pathlib import Path
 

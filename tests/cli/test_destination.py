@@ -1,4 +1,4 @@
-"""Where outputs go: what a shell's `>` does, and nothing half done."""
+"""Destinations of outputs: like a shell's `>`, and never half written."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.usefixtures("_umask")
-def test_a_new_file_has_the_umask_and_one_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_new_file_has_the_umask_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_bytes(b"before")
     old.chmod(0o604)
@@ -44,7 +44,7 @@ def test_a_new_file_has_the_umask_and_one_that_is_there_keeps_its_mode(tmp_path:
     assert new.read_bytes() == old.read_bytes() == CONTENT
 
 
-def test_links_are_followed_to_where_they_lead(tmp_path: Path) -> None:
+def test_links_are_followed_to_their_end(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "there").write_bytes(b"before")
     (tmp_path / "first").symlink_to("second")
@@ -83,7 +83,7 @@ def test_a_device_is_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/dev/fd/{}", "/proc/self/fd/{}"])
-def test_an_open_file_goes_on_where_it_is(tmp_path: Path, name: str) -> None:
+def test_output_is_appended_to_an_open_file(tmp_path: Path, name: str) -> None:
     with (tmp_path / "log").open("wb", buffering=0) as log:
         log.write(b"first, ")
         write(Path(name.format(log.fileno())))
@@ -98,7 +98,9 @@ def test_a_socket_is_written_to() -> None:
         assert theirs.recv(100) == CONTENT
 
 
-def test_a_full_device_is_named_and_stays(full_device: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_device_is_named_and_not_replaced(
+    full_device: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(typer.Exit) as end:
         write(full_device)
     assert end.value.exit_code == 1
@@ -110,7 +112,7 @@ def test_a_full_device_is_named_and_stays(full_device: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt(), SystemExit(143)])
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_fails_leaves_everything_as_it_was(tmp_path: Path, error: BaseException, is_there: bool) -> None:
+def test_a_failed_write_changes_nothing(tmp_path: Path, error: BaseException, is_there: bool) -> None:
     path = tmp_path / "file"
     if is_there:
         path.write_bytes(b"before")
@@ -133,7 +135,7 @@ def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-def test_input_is_known_under_every_name(tmp_path: Path) -> None:
+def test_the_input_is_recognised_under_every_name(tmp_path: Path) -> None:
     path, other = tmp_path / "file", tmp_path / "hard"
     path.touch()
     other.hardlink_to(path)

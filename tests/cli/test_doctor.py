@@ -32,7 +32,7 @@ def doctor(environment: dict[str, str], *arguments: str) -> Result:
     )
 
 
-def test_a_set_up_that_is_well_is_said_to_be_so(environment: dict[str, str]) -> None:
+def test_a_good_set_up_is_reported_as_good(environment: dict[str, str]) -> None:
     reported = doctor(environment)
     assert reported.exit_code == 0, reported.output
     assert "it answers, over TLS" in reported.stdout
@@ -42,7 +42,7 @@ def test_a_set_up_that_is_well_is_said_to_be_so(environment: dict[str, str]) -> 
     assert "clocks" in [row["subject"] for row in rows]
 
 
-def test_what_is_bad_ends_in_1_and_says_what_to_do(agent: dict[str, str]) -> None:
+def test_problems_end_in_1_with_advice(agent: dict[str, str]) -> None:
     reported = doctor(agent, "--node", "--format", "csv")
     assert reported.exit_code == 1
     found = {row["subject"].partition(" /")[0]: row for row in csv.DictReader(reported.stdout.splitlines())}
@@ -52,7 +52,7 @@ def test_what_is_bad_ends_in_1_and_says_what_to_do(agent: dict[str, str]) -> Non
     assert "✘" in doctor(agent, "--node").stdout
 
 
-def test_a_credential_s_file_that_holds_none_is_a_finding(agent: dict[str, str], tmp_path: Path) -> None:
+def test_an_empty_token_file_is_a_finding(agent: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "token").write_text("")
     rows = json.loads(
         doctor(
@@ -64,7 +64,7 @@ def test_a_credential_s_file_that_holds_none_is_a_finding(agent: dict[str, str],
     assert "expected a token, found none" in rows[-1]["found"]
 
 
-def test_a_token_file_that_is_missing_is_a_row_of_the_table_beside_what_is_seen_without_it(
+def test_a_missing_token_file_is_a_row_beside_the_checks_without_a_token(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     missing = tmp_path / "missing.token"
@@ -86,7 +86,7 @@ def test_a_token_file_that_is_missing_is_a_row_of_the_table_beside_what_is_seen_
     assert table.stderr == ""
 
 
-def test_a_certificate_that_can_not_be_used_is_a_row_of_the_table(tmp_path: Path) -> None:
+def test_an_unusable_certificate_is_a_row_of_the_table(tmp_path: Path) -> None:
     reported = doctor({"PERSEUS_TLS_CA": str(tmp_path / "missing.pem")}, "--format", "json")
     assert reported.exit_code == 1
     (row,) = json.loads(reported.stdout)
@@ -102,7 +102,7 @@ def test_a_certificate_that_can_not_be_used_is_a_row_of_the_table(tmp_path: Path
         (("--node", "--config", "missing.toml"), "missing.toml"),
     ],
 )
-def test_what_is_wrong_with_flags_is_said_in_a_line(arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_flags_give_one_line(arguments: tuple[str, ...], message: str) -> None:
     done = doctor({}, *arguments)
     assert done.exit_code == 2
     assert message in done.stderr

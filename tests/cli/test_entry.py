@@ -1,4 +1,4 @@
-"""How every command ends: its streams, its signals, its exit code. In processes: that is what it is about."""
+"""The end of every command: streams, signals, exit code. In processes, as those are under test."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("profile_file")
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-def test_an_output_that_is_full_gets_one_line(tmp_path: Path, full_device: Path, form: str) -> None:
+def test_a_full_output_gives_one_line(tmp_path: Path, full_device: Path, form: str) -> None:
     with full_device.open("wb") as full:
         ended = call(*SOLVE, "--format", form, cwd=tmp_path, stdout=full)
     assert (ended.exit_code, ended.error) == (
@@ -27,7 +27,7 @@ def test_an_output_that_is_full_gets_one_line(tmp_path: Path, full_device: Path,
     )
 
 
-def test_an_output_that_is_closed_gets_one_line_and_no_other_file(tmp_path: Path) -> None:
+def test_a_closed_output_gives_one_line_and_writes_to_no_other_file(tmp_path: Path) -> None:
     ended = call(
         *SOLVE,
         "--output",
@@ -57,7 +57,7 @@ def test_a_missing_standard_error_disturbs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-def test_a_reader_that_is_gone_ends_it_without_a_word(tmp_path: Path, form: str) -> None:
+def test_a_command_ends_silently_without_a_reader(tmp_path: Path, form: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:
@@ -66,23 +66,23 @@ def test_a_reader_that_is_gone_ends_it_without_a_word(tmp_path: Path, form: str)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-16"])
-def test_any_encoding_will_do(tmp_path: Path, encoding: str) -> None:
+def test_every_output_encoding_works(tmp_path: Path, encoding: str) -> None:
     table = call(*SOLVE, cwd=tmp_path, environment={"PYTHONIOENCODING": encoding})
     assert (table.exit_code, table.stderr) == (0, "")
     assert "T_slow" in table.stdout.decode(encoding)
 
 
-def test_help_needs_no_more_than_ascii(tmp_path: Path) -> None:
+def test_help_is_ascii(tmp_path: Path) -> None:
     shown = call("jobs", "--help", cwd=tmp_path, environment={"PYTHONIOENCODING": "ascii"})
     assert shown.exit_code == 0, shown.stderr
 
 
-def test_output_on_standard_output_is_nothing_else(tmp_path: Path) -> None:
+def test_standard_output_contains_only_the_output(tmp_path: Path) -> None:
     ended = call(*SOLVE, "--output", "/dev/stdout", cwd=tmp_path)
     assert json.loads(ended.stdout)["tMinS"] > 0
 
 
-def test_output_on_a_standard_output_that_is_a_file_is_nothing_else(tmp_path: Path) -> None:
+def test_standard_output_to_a_file_contains_only_the_output(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as file:
         assert call(*SOLVE, "--output", "/dev/stdout", cwd=tmp_path, stdout=file).exit_code == 0
     assert json.loads((tmp_path / "out").read_bytes())["tMinS"] > 0
@@ -98,7 +98,7 @@ def test_output_on_a_standard_output_that_is_a_file_is_nothing_else(tmp_path: Pa
         ("solving", signal.SIGTERM),
     ],
 )
-def test_a_signal_ends_it_at_any_time_without_a_word(
+def test_a_signal_ends_a_command_silently_at_any_time(
     tmp_path: Path, number: signal.Signals, when: str
 ) -> None:
     flags = ["--microbatches", "1500", "--limit-s", "90", "--output", "frontier.json"]
@@ -107,12 +107,12 @@ def test_a_signal_ends_it_at_any_time_without_a_word(
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Whoever runs the tests in the background has it ignored, and then so have we.
+        # A run of the tests in the background ignores the signal, and its children inherit that.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup ignores one of them
     )
     try:
         maps = Path(f"/proc/{process.pid}/maps")
-        # The first of our own that is imported, and the last that is needed.
+        # The first import of our own, and the last.
         wanted = {"importing": "_socket", "solving": "igraph/_igraph"}[when]
         deadline_s = time.monotonic() + 60
         while wanted not in maps.read_text():
@@ -149,7 +149,7 @@ with mock.patch("perseus.cli.main.main", command):
 
 
 @pytest.mark.slow("starts a command as a process")
-def test_a_signal_ends_it_also_where_an_object_is_being_deleted(tmp_path: Path) -> None:
+def test_a_signal_ends_a_command_while_an_object_is_being_deleted(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DELETED_AT_A_SIGNAL],
         cwd=tmp_path,

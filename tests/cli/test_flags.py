@@ -1,4 +1,4 @@
-"""Every setting of a process is a flag of its command, but for those that can be none; what flags say."""
+"""Every setting of a process is a flag of its command, except for a few; and the help of flags."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -16,7 +16,7 @@ from perseus.cli.main import app
 from perseus.grid.settings import DsxFlexSettings
 from perseus.service.settings import CoordinatorSettings
 
-# A secret is not for the command line, which everybody sees; a table is for the configuration's file.
+# Everybody can see the command line, so it takes no secrets; tables go into the configuration file.
 NO_FLAGS = {"token", "certificate_scopes", "feeds", "signals"}
 
 COMMANDS = [
@@ -28,7 +28,7 @@ COMMANDS = [
 RECORDED = Path(__file__).with_name("flags.txt")
 """A line for each flag of these."""
 
-# What of defaults is this user's.
+# Defaults that depend on the user.
 FOLDERS: list[tuple[type[BaseSettings], str]] = [
     (CoordinatorSettings, "operator_token_file"),
     (AgentSettings, "restore_folder"),
@@ -37,7 +37,7 @@ FOLDERS: list[tuple[type[BaseSettings], str]] = [
 
 
 def flags(names: list[str]) -> Iterator[str]:
-    """Say of each flag of a command how it is given, what stands where it is not, and its help."""
+    """Yield each flag of a command with its default and its help."""
     command: Any = get_group(app)
     for name in names:
         command = command.get_command(None, name)
@@ -76,7 +76,7 @@ def tree(command: Any) -> Iterator[Any]:
 
 
 def test_variables_of_flags_are_named_like_the_flags() -> None:
-    # `perseus.cli.environment` knows them by their names.
+    # `perseus.cli.environment` identifies them by their names.
     read = {
         (each.name, each.envvar)
         for command in tree(get_group(app))

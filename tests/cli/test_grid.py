@@ -21,8 +21,8 @@ def perseus(*arguments: object, **environment: str) -> Result:
 @pytest.fixture
 def given(tmp_path: Path) -> list[object]:
     """The required settings of a gateway."""
-    key = tmp_path / "door.jwk"
-    assert perseus("grid", "new-key", key, "--kid", "door-1").exit_code == 0
+    key = tmp_path / "gateway.jwk"
+    assert perseus("grid", "new-key", key, "--kid", "gateway-1").exit_code == 0
     return [
         "--identifier=a",
         f"--keys={tmp_path}",
@@ -31,7 +31,7 @@ def given(tmp_path: Path) -> list[object]:
     ]
 
 
-def test_what_is_missing_is_named_and_no_secret_with_it() -> None:
+def test_a_missing_setting_is_named_without_secrets() -> None:
     done = perseus("grid", "dsx-flex", PERSEUS_GRID_TOKEN="s3cret")
     assert done.exit_code == 2
     assert "PERSEUS_GRID_IDENTIFIER: expected a value, found none" in done.stderr
@@ -49,7 +49,7 @@ def test_what_is_missing_is_named_and_no_secret_with_it() -> None:
         (["--heartbeat-s=0"], "--heartbeat-s: Input should be greater than or equal to 1"),
     ],
 )
-def test_what_is_wrong_is_said(given: list[object], arguments: list[str], message: str) -> None:
+def test_a_wrong_setting_is_reported(given: list[object], arguments: list[str], message: str) -> None:
     done = perseus("grid", "dsx-flex", *given, *arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
@@ -63,7 +63,9 @@ def test_what_is_wrong_is_said(given: list[object], arguments: list[str], messag
         (["--broker-tls-ca=none"], "none: can't be read: No such file"),
     ],
 )
-def test_a_file_that_is_not_there_is_named(given: list[object], arguments: list[str], message: str) -> None:
+def test_a_missing_file_is_named_by_the_gateway(
+    given: list[object], arguments: list[str], message: str
+) -> None:
     done = perseus("grid", "dsx-flex", *given, *arguments)
     assert done.exit_code == 1
     assert message in " ".join(done.stderr.split())
@@ -77,14 +79,14 @@ def test_a_second_gateway_with_the_same_state_is_refused(given: list[object], tm
     assert "state.db: expected a file of this gateway alone" in " ".join(done.stderr.split())
 
 
-def test_a_new_key_is_its_user_s_alone_and_never_written_over(tmp_path: Path) -> None:
-    path = tmp_path / "door.jwk"
-    made = perseus("grid", "new-key", path, "--kid", "door-1")
+def test_a_new_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.jwk"
+    made = perseus("grid", "new-key", path, "--kid", "gateway-1")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (public,) = json.loads(made.stdout)["keys"]
-    assert (public["kid"], "d" in public) == ("door-1", False)
+    assert (public["kid"], "d" in public) == ("gateway-1", False)
     signed = Signer(path).sign(b"{}")
-    assert jws.deserialize_compact(signed, ECKey.import_key(public)).headers()["kid"] == "door-1"
-    again = perseus("grid", "new-key", path, "--kid", "door-1")
+    assert jws.deserialize_compact(signed, ECKey.import_key(public)).headers()["kid"] == "gateway-1"
+    again = perseus("grid", "new-key", path, "--kid", "gateway-1")
     assert again.exit_code == 2
     assert "File exists" in again.stderr

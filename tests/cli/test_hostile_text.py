@@ -1,4 +1,4 @@
-"""Nothing that others have written moves a cursor, colours a line or ends a command, in any view."""
+"""Text from others never moves a cursor, colours a line or ends a command, in any view."""
 
 import io
 import itertools
@@ -65,12 +65,12 @@ METHODS = {
     for method in service.methods
 }
 
-# What rich itself writes on a terminal: styles, and nothing that moves.
+# Rich itself writes only styles to a terminal, and no cursor movement.
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def filled(descriptor: Descriptor, texts: Iterator[str], depth: int = 0) -> Message:
-    """A message with the next text wherever there may be one, and small numbers."""
+    """Return a message with the next text in every text field, and small numbers."""
     message = message_factory.GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if field.message_type is not None:
@@ -91,14 +91,14 @@ def filled(descriptor: Descriptor, texts: Iterator[str], depth: int = 0) -> Mess
 
 
 class HostileCoordinator(grpc.GenericRpcHandler):
-    """Answers every call of the services that are looked at with `texts`, or fails with one."""
+    """Answers every call of the tested services with `texts`, or fails with one of them."""
 
     def __init__(self) -> None:
         self.texts = [""]
         self.fails_with: str | None = None
 
     def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
-        """A handler for whatever method."""
+        """Return a handler for any method."""
         method = METHODS[details.method.rpartition("/")[2]]
 
         def answers(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -119,7 +119,7 @@ class HostileCoordinator(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(lambda request, context: next(answers(request, context)))
 
 
-# Every command that shows what a coordinator says.
+# Every command that shows a coordinator's answers.
 VIEWS = {
     "list": ["jobs", "list"],
     "runs": ["jobs", "runs", "job"],
@@ -142,7 +142,7 @@ VIEWS = {
 }
 
 
-def test_no_view_is_forgotten() -> None:
+def test_every_view_is_tested() -> None:
     from perseus.cli import jobs
 
     commands = {
@@ -157,7 +157,7 @@ def serving() -> Iterator[tuple[HostileCoordinator, str]]:
     hostile = HostileCoordinator()
     pool = futures.ThreadPoolExecutor(2)
     both = threading.Barrier(2)
-    for waiting in [pool.submit(both.wait) for _ in range(2)]:  # no thread comes later, in a test's time
+    for waiting in [pool.submit(both.wait) for _ in range(2)]:  # start all threads now, outside of any test
         waiting.result()
     server = grpc.server(pool)
     server.add_generic_rpc_handlers((hostile,))
@@ -177,7 +177,7 @@ def coordinator() -> Iterator[tuple[HostileCoordinator, str]]:
 
 
 def check_screen(text: str) -> None:
-    """Nothing but printable lines, but for styles."""
+    """Check that there are only printable lines, apart from styles."""
     for line in STYLE.sub("", text).split("\n"):
         assert line.isprintable(), repr(line)
 
@@ -194,7 +194,7 @@ def run(address: str, view: list[str]) -> Any:
 @pytest.mark.parametrize("view", VIEWS)
 @settings(suppress_health_check=list(HealthCheck))
 @given(texts=st.lists(SHORT, min_size=1, max_size=20))
-def test_every_view_is_readable_whatever_it_is_told(
+def test_every_view_is_readable_for_any_text(
     coordinator: tuple[HostileCoordinator, str], view: str, texts: list[str]
 ) -> None:
     hostile, address = coordinator
@@ -209,7 +209,7 @@ def test_the_doctor_shows_text_as_text(coordinator: tuple[HostileCoordinator, st
     hostile, address = coordinator
     for hostile.texts, hostile.fails_with in (([text], None), ([""], f"no {text} here")):
         result = run(address, ["doctor"])
-        assert result.exit_code == 1, "such a coordinator is not well"
+        assert result.exit_code == 1, "such a coordinator is not healthy"
         check_screen(result.output)
 
 
@@ -223,7 +223,7 @@ def test_a_refusal_is_shown_as_text(coordinator: tuple[HostileCoordinator, str],
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_was_said_is_still_there_to_read(coordinator: tuple[HostileCoordinator, str], text: str) -> None:
+def test_escaped_text_is_still_readable(coordinator: tuple[HostileCoordinator, str], text: str) -> None:
     hostile, address = coordinator
     hostile.texts, hostile.fails_with = [text], None
     assert printable(text) in run(address, ["jobs", "show", "job"]).output
@@ -231,7 +231,7 @@ def test_what_was_said_is_still_there_to_read(coordinator: tuple[HostileCoordina
 
 
 @given(st.text())
-def test_printable_text_is_left_alone_and_all_else_is_told(text: str) -> None:
+def test_printable_text_is_unchanged_and_the_rest_is_escaped(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     if text.isprintable():

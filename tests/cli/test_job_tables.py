@@ -1,4 +1,4 @@
-"""What `perseus jobs` prints of the coordinator's messages."""
+"""Tables of `perseus jobs` for the coordinator's messages."""
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console, RenderableType
@@ -44,7 +44,7 @@ JOB = job_pb2.Job(
 
 
 def lines(shown: RenderableType) -> list[str]:
-    """The lines, blanks and frames aside."""
+    """Return the lines without blanks and frames."""
     console = Console(width=200)
     with console.capture() as printed:
         console.print(shown)
@@ -55,7 +55,7 @@ def test_a_job_is_one_line() -> None:
     assert "gpt3 stock 6 × 2 × 1 11 of 12 1.000 s 1" in lines(job_table([JOB]))
 
 
-def test_facts_are_told_as_they_are_and_only_if_they_are_known() -> None:
+def test_only_known_facts_are_shown() -> None:
     facts = lines(job_facts(JOB))
     assert "state stock: no frontier: expected [2] clocks, found [/1]" in facts
     assert "ranks 11 connected, 1 lost" in facts
@@ -66,7 +66,7 @@ def test_facts_are_told_as_they_are_and_only_if_they_are_known() -> None:
     assert not any(line.startswith(("finished", "clocks measured")) for line in facts)
 
 
-def test_how_a_job_runs_by_its_signal_is_said_and_how_far_it_is() -> None:
+def test_a_job_s_signal_and_progress_are_shown() -> None:
     job = job_pb2.Job(policy=job_pb2.OperatingPolicy(least_carbon=MIN), signal_target=SIGNAL_TARGET)
     facts = lines(job_facts(job))
     assert "policy least carbon within 5 % more time over 24 h" in facts
@@ -90,7 +90,7 @@ def test_how_a_job_runs_by_its_signal_is_said_and_how_far_it_is() -> None:
     assert expected in lines(job_facts(job))
 
 
-def test_what_is_no_slowdown_is_said_with_what_says_so() -> None:
+def test_no_slowdown_is_shown_with_its_basis() -> None:
     all_max = job_pb2.NoSlowdownTime(iteration_time_s=1.02, basis=job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX)
     measured = job_pb2.NoSlowdownTime(iteration_time_s=1.01, basis=job_pb2.NO_SLOWDOWN_BASIS_BASELINE)
     assert no_slowdown(all_max) == "up to 1.020 s: every computation at its highest clock, as planned with"
@@ -102,7 +102,7 @@ def test_what_is_no_slowdown_is_said_with_what_says_so() -> None:
     assert not any(line.startswith("no slowdown") for line in lines(job_facts(JOB)))
 
 
-def test_plans_are_held_against_stock_not_against_t_min() -> None:
+def test_plans_are_compared_with_stock_not_with_t_min() -> None:
     job = job_pb2.Job()
     job.CopyFrom(JOB)
     job.no_slowdown_time.iteration_time_s = 1.1
@@ -111,7 +111,7 @@ def test_plans_are_held_against_stock_not_against_t_min() -> None:
     assert "0–2, 4–5 1.100 s +0.0 %" in found
 
 
-def test_profiling_says_how_far_it_is_and_when_it_is_done() -> None:
+def test_profiling_shows_its_progress_and_remaining_time() -> None:
     progress = job_pb2.ProfilingProgress(tried_clock_count=5, max_clock_count=12)
     assert progress_text(progress) == "5 of at most 12 clocks tried"
     progress.remaining_s = 40.4
@@ -136,7 +136,7 @@ def test_a_rank_is_one_line_whatever_its_host_is_called() -> None:
     assert "1 0 2 lost [red] 7 stock" in lines(rank_table([rank]))
 
 
-def test_what_bounds_a_gpu_is_said_with_its_rank() -> None:
+def test_the_limits_of_a_gpu_are_shown_with_its_rank() -> None:
     rank = rank_pb2.Rank(
         state=rank_pb2.RANK_STATE_CONNECTED,
         power_limit_w=300.0,
@@ -150,7 +150,7 @@ def test_what_bounds_a_gpu_is_said_with_its_rank() -> None:
     )
 
 
-def test_what_setting_clocks_takes_is_said_with_the_job_and_below_the_report() -> None:
+def test_set_latency_is_shown_with_the_job_and_below_the_report() -> None:
     job = job_pb2.Job(set_latency_s=0.0201, latency_cost_percent=0.618)
     assert "set latency 20 ms" in lines(job_facts(job))
     job.t_min_s = 1.0
@@ -204,7 +204,7 @@ def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
     assert "5 planned 9 48 1 05-07 00:00:07 – 00:00:07 1.000 0 +2.0" in found
 
 
-def test_what_lies_between_iterations_is_one_line() -> None:
+def test_gaps_between_iterations_are_one_line() -> None:
     period = job_pb2.ReportPeriod(
         number=3,
         plan_versions=[1],
@@ -220,7 +220,7 @@ def test_what_lies_between_iterations_is_one_line() -> None:
     assert not any("between" in each for each in lines(report_table([period, job_pb2.ReportPeriod()])))
 
 
-def test_irregular_iterations_are_said_below_the_table() -> None:
+def test_irregular_iterations_are_listed_below_the_table() -> None:
     periods = [
         job_pb2.ReportPeriod(number=number, irregular_count=count, irregular_time_s=1.5)
         for number, count in enumerate((0, 7, 2))
@@ -231,7 +231,7 @@ def test_irregular_iterations_are_said_below_the_table() -> None:
     ) in " ".join(lines(report_table(periods)))
 
 
-def test_an_event_is_one_line_even_of_a_type_that_is_not_known() -> None:
+def test_an_event_is_one_line_even_of_an_unknown_type() -> None:
     solved = event_pb2.JobEvent(sequence=7, type=event_pb2.JOB_EVENT_TYPE_SOLVED, message="from [1] to [/2]")
     solved.create_time.FromSeconds(1_767_225_600)
     newer = event_pb2.JobEvent(sequence=8, type=99, message="new")  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_an_event_is_one_line_even_of_a_type_that_is_not_known() -> None:
     assert "9 1970-01-01 00:00:00 measurements_unexplained 0.2 s remain" in lines(event_table([found]))
 
 
-def test_a_gap_is_said_plainly() -> None:
+def test_a_gap_is_described_in_plain_words() -> None:
     gap = job_service_pb2.WatchGap
     deleted = gap_text(gap(first_missed_sequence=3, last_missed_sequence=9))
     assert deleted == "events 3 to 9 are no longer stored"

@@ -22,7 +22,7 @@ from perseus.v1 import computation_pb2, job_pb2, job_service_pb2, job_service_pb
 
 
 class Coordinator(NamedTuple):
-    """Where it is, and what its clients must show."""
+    """A coordinator's address, and its clients' credentials."""
 
     address: str
     security: Security
@@ -82,7 +82,7 @@ def test_list_can_be_limited_to_states(coordinator: Coordinator, state: str, is_
     assert ("gpt3" in result.output) is is_listed
 
 
-def test_show_tells_why_a_job_is_where_it_is(coordinator: Coordinator) -> None:
+def test_show_has_the_reason_of_a_job_s_state(coordinator: Coordinator) -> None:
     result = run(coordinator, "show", "gpt3")
     assert result.exit_code == 0
     assert "waiting: some ranks have not joined yet" in result.output
@@ -99,20 +99,18 @@ def test_show_tells_why_a_job_is_where_it_is(coordinator: Coordinator) -> None:
         (["--state", "lost", "--state", "connected"], 0),
     ],
 )
-def test_ranks_lists_the_ranks_that_are_asked_for(
-    coordinator: Coordinator, limits: list[object], count: int
-) -> None:
+def test_ranks_lists_the_requested_ranks(coordinator: Coordinator, limits: list[object], count: int) -> None:
     result = run(coordinator, "ranks", "gpt3", *limits)
     assert result.exit_code == 0
     assert result.output.count("expected") == count
 
 
-def test_show_says_why_the_job_does_not_get_on(coordinator: Coordinator) -> None:
+def test_show_has_the_reason_of_a_stalled_job(coordinator: Coordinator) -> None:
     shown = " ".join(run(coordinator, "show", "gpt3").output.split())
     assert "all 8 ranks are missing, since 2" in shown
 
 
-def test_report_tells_what_profiling_took_and_may_take(coordinator: Coordinator) -> None:
+def test_report_has_the_cost_of_profiling_and_its_budget(coordinator: Coordinator) -> None:
     found = " ".join(run(coordinator, "report", "gpt3").output.split())
     assert "profiling took 0 iterations" in found
     assert "at most 1000 iterations, 360 s more" in found
@@ -275,7 +273,7 @@ def test_runs_are_listed_shown_and_deleted_together(coordinator: Coordinator) ->
     assert run(coordinator, "show", "again").exit_code == 2
 
 
-def test_no_coordinator_is_said_plainly() -> None:
+def test_a_missing_coordinator_is_reported() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -319,7 +317,7 @@ def test_agent_with_emulated_gpus_needs_their_folder() -> None:
 @pytest.mark.parametrize(
     "view", ["list", "runs gpt3", "show gpt3", "ranks gpt3", "events gpt3", "report gpt3"]
 )
-def test_whatever_is_listed_or_shown_is_there_for_scripts(coordinator: Coordinator, view: str) -> None:
+def test_every_list_and_view_has_a_format_for_scripts(coordinator: Coordinator, view: str) -> None:
     as_json = run(coordinator, *view.split(), "--format", "json")
     assert (as_json.exit_code, as_json.stderr) == (0, "")
     found = json.loads(as_json.stdout)

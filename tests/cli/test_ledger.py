@@ -37,7 +37,7 @@ SUMS = EnergySums(
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """How an operator reaches a coordinator that knows a job, a deleted one, and one at stock."""
+    """Environment of an operator of a coordinator with a job, a deleted one, and one at stock."""
     run_dir = tmp_path_factory.mktemp("coordinator")
     baseline = Reference(0, 25, 4.0e4, 1e6 * 24)
     used = EnergyHour(HOUR, baseline, SUMS, Rates(0.25, 400.0))
@@ -70,7 +70,7 @@ def perseus(environment: dict[str, str], *arguments: str) -> Result:
     )
 
 
-def test_a_table_has_a_line_for_each_run_the_total_and_what_is_assumed(environment: dict[str, str]) -> None:
+def test_a_table_has_a_line_for_each_run_the_total_and_the_assumptions(environment: dict[str, str]) -> None:
     done = perseus(environment, "ledger")
     assert done.exit_code == 0
     lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
@@ -122,7 +122,7 @@ def test_csv_has_a_column_for_each_figure_and_ends_with_the_total(environment: d
         (["--since", "2026-08-31T02:00+02:00", "--until", "2026-08-31T03:00+02:00"], 18.0),
     ],
 )
-def test_a_part_of_the_time_is_asked_for(
+def test_the_ledger_of_a_time_span_is_listed(
     environment: dict[str, str], flags: list[str], energy_kwh: float
 ) -> None:
     found = json.loads(perseus(environment, "ledger", "--format", "json", *flags).stdout)
@@ -138,15 +138,13 @@ def test_a_part_of_the_time_is_asked_for(
         (["--job", "not a job"], "not a job"),
     ],
 )
-def test_what_can_not_be_asked_for_is_said_in_a_line(
-    environment: dict[str, str], flags: list[str], message: str
-) -> None:
+def test_an_invalid_query_gives_one_line(environment: dict[str, str], flags: list[str], message: str) -> None:
     done = perseus(environment, "ledger", *flags)
     assert done.exit_code == 2
     assert message in done.stderr
 
 
-def test_a_report_ends_with_what_the_run_has_used(environment: dict[str, str]) -> None:
+def test_a_report_ends_with_the_run_s_ledger(environment: dict[str, str]) -> None:
     shown = perseus(environment, "jobs", "report", "gpt3").stdout
     assert "used 18.000 kWh; saved 4.000 ± 0.101 kWh, +18.2 ± 0.4 %" in shown
     assert "cost 4.500, saved 1.000 ± 0.0252" in shown
@@ -155,7 +153,7 @@ def test_a_report_ends_with_what_the_run_has_used(environment: dict[str, str]) -
     assert "saving unknown" in perseus(environment, "jobs", "report", "bare").stdout
 
 
-def test_words_say_what_is_not_known_and_hide_no_small_figure() -> None:
+def test_words_show_unknown_values_and_small_figures() -> None:
     lines = account_lines(LedgerAccount(energy_kwh=0.0004, unmeasured_iteration_count=2))
     assert lines[0] == "used 0.0004 kWh; saving unknown"
     assert "2 iterations were not measured on all GPUs" in lines

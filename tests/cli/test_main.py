@@ -1,4 +1,4 @@
-"""The overview of all commands, and what it costs to start one."""
+"""The overview of all commands, and the imports of each."""
 
 import os
 import subprocess
@@ -33,5 +33,5 @@ def imported(*arguments: str) -> set[str]:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["solve", "--help"]], ids=" ".join)
-def test_help_waits_for_nothing_heavy(arguments: list[str]) -> None:
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert HEAVY & imported(*arguments) == set()

@@ -32,7 +32,7 @@ def test_a_budget_is_set_listed_seen_on_its_feed_and_cancelled(environment: dict
     assert "evt-1" in perseus(environment, "power", "list").stdout
 
     reported = ""
-    while '"limit_w": 900.0' not in reported:  # at the coordinator's next look
+    while '"limit_w": 900.0' not in reported:  # at the coordinator's next tick
         reported = perseus(environment, "power", "feeds", "--format", "json").stdout
     (feed,) = json.loads(reported)
     assert (feed["feed"], feed["is_compliant"]) == ("default", True)
@@ -54,7 +54,7 @@ def test_a_budget_is_set_listed_seen_on_its_feed_and_cancelled(environment: dict
         (("cancel", "no"), "there is no power budget 'no'"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(
+def test_a_wrong_budget_gives_one_line(
     environment: dict[str, str], arguments: tuple[str, ...], message: str
 ) -> None:
     done = perseus(environment, "power", *arguments)
@@ -63,7 +63,7 @@ def test_what_is_wrong_is_said_in_a_line(
     assert done.stderr.count("error:") == 1
 
 
-def test_a_feed_s_line_says_what_is_kept_and_who_is_held_back() -> None:
+def test_a_feed_s_line_has_its_compliance_and_the_slowed_jobs() -> None:
     feed = FeedState(feed="hall", measured_w=812.4, is_compliant=True)
     assert feed_line(feed) == "hall: 812 W drawn, no limit"
     feed.limit_w, feed.power_cap_w = 800.0, 800.0

@@ -1,4 +1,4 @@
-"""Signs of life: on a terminal, of what takes a while, and nowhere else."""
+"""Progress is shown only on a terminal, and only for work that takes a while."""
 
 import io
 from typing import Any
@@ -10,16 +10,14 @@ from rich.progress import Progress
 from perseus.cli import progress
 
 
-def test_nothing_is_shown_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_shown_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.working("Working", is_measured=True) as report:
         report(0.5)
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("passed_s", "is_shown"), [(0.4, False), (0.6, True)])
-def test_what_is_quick_shows_nothing(
-    monkeypatch: pytest.MonkeyPatch, passed_s: float, is_shown: bool
-) -> None:
+def test_quick_work_shows_nothing(monkeypatch: pytest.MonkeyPatch, passed_s: float, is_shown: bool) -> None:
     now_s = 7.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     shown = progress._DelayedProgress()
@@ -29,7 +27,7 @@ def test_what_is_quick_shows_nothing(
     assert bool(list(shown.get_renderables())) == is_shown
 
 
-def test_how_far_it_is_is_shown_on_a_terminal(
+def test_progress_is_shown_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "has_terminal", lambda: True)
@@ -44,7 +42,7 @@ def test_how_far_it_is_is_shown_on_a_terminal(
     assert capsys.readouterr() == ("", "")
 
 
-def test_steps_that_nobody_would_see_are_not_drawn_and_the_last_one_is(
+def test_invisible_steps_are_not_drawn_but_the_last_one_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: list[float] = []

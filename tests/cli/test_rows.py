@@ -1,4 +1,4 @@
-"""Rows for scripts: complete, with the contract's names, and whole words for people."""
+"""Rows for scripts are complete, with the contract's names; tables for people don't cut words."""
 
 import csv
 import io
@@ -47,7 +47,7 @@ def test_json_has_the_contracts_names_and_plain_values() -> None:
     assert set(row) == {field.name for field in job_pb2.Job.DESCRIPTOR.fields}
 
 
-def test_what_is_optional_is_null_and_of_a_choice_only_what_is_set_is_there() -> None:
+def test_an_unset_optional_is_null_and_a_oneof_has_only_its_set_field() -> None:
     saving = row_of(job_pb2.Saving(energy_percent=12.5))
     assert (saving["energy_percent"], saving["energy_se_percent"]) == (12.5, None)
     event = event_pb2.JobEvent(sequence=1, state_changed=event_pb2.StateChanged())
@@ -55,7 +55,7 @@ def test_what_is_optional_is_null_and_of_a_choice_only_what_is_set_is_there() ->
     assert "registered" not in row_of(event)
 
 
-def test_a_value_that_only_a_newer_coordinator_knows_is_a_number() -> None:
+def test_an_unknown_enum_value_is_a_number() -> None:
     assert row_of(job_pb2.Job(state=99))["state"] == "99"  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def test_an_events_details_are_one_cell(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("form", [Format.JSON, Format.CSV])
-def test_every_kind_that_is_listed_can_be(form: Format, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_listed_kind_can_be_shown(form: Format, capsys: pytest.CaptureFixture[str]) -> None:
     for message in (JOB, rank_pb2.Rank(), job_pb2.ReportPeriod(), token_service_pb2.Token()):
         show_message(form, message, list)
         text = shown(capsys)

@@ -38,7 +38,7 @@ def scenario(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_table_says_what_was_done_and_what_was_not_kept(scenario: Path) -> None:
+def test_a_table_has_the_results_and_violated_limits(scenario: Path) -> None:
     result = run("simulate", scenario)
     assert result.exit_code == 0, result.output
     assert "2 hours of 1 jobs" in text(result)

@@ -1,4 +1,4 @@
-"""`perseus slurm`: exit codes and the one line that says what is wrong."""
+"""`perseus slurm`: exit codes and one-line errors."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def run(name: str, config: Path, environment: dict[str, str | None]) -> tuple[in
 
 
 @pytest.mark.parametrize("name", ["prolog", "epilog"])
-def test_outside_of_slurm_it_says_what_is_missing(name: str, config: Path) -> None:
+def test_outside_of_slurm_the_missing_variable_is_named(name: str, config: Path) -> None:
     status, os_error_text = run(name, config, {**JOB, "SLURM_JOB_ID": None})
     assert (status, os_error_text) == (
         2,
@@ -47,7 +47,7 @@ def test_without_an_agent_the_job_has_its_grant(config: Path, tmp_path: Path) ->
     assert not (tmp_path / "grants" / "slurm-17").exists()
 
 
-def test_a_gpu_that_is_not_there_is_named(config: Path) -> None:
+def test_a_missing_gpu_is_named(config: Path) -> None:
     status, os_error_text = run("prolog", config, {**JOB, "SLURM_JOB_GPUS": "1"})
     assert (status, os_error_text) == (1, "error: SLURM_JOB_GPUS: expected GPUs of this node (0), found 1\n")
 

@@ -28,12 +28,12 @@ def run(*arguments: object) -> Result:
 
 
 def text(result: Result) -> str:
-    """All that was printed, without the line breaks of a narrow terminal."""
+    """Return the whole output, without the line breaks of a narrow terminal."""
     return " ".join(result.output.split())
 
 
 def rows(stage_count: int = 2) -> list[str]:
-    """A profile in which the last stage is heavier and every stage can save energy by slowing down."""
+    """Return a profile whose last stage is heavier; every stage can save energy by slowing down."""
     lines = []
     for stage in range(stage_count):
         weight = 1.0 + 0.5 * (stage == stage_count - 1)
@@ -110,7 +110,7 @@ def test_every_schedule_is_offered_solved_and_planned(tmp_path: Path, name: Sche
     assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "frontiers.md").read_text()
 
 
-def test_chunks_that_the_schedule_has_not_are_refused(tmp_path: Path) -> None:
+def test_chunks_beyond_the_schedule_s_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.csv"
     lines = [f"{row},{chunk}" for row in rows() for chunk in (0, 1)]
     path.write_text(HEADER.strip() + ",chunk\n" + "\n".join(lines) + "\n")
@@ -119,7 +119,7 @@ def test_chunks_that_the_schedule_has_not_are_refused(tmp_path: Path) -> None:
     assert "chunk_count: expected 1 on each stage for 1f1b, found 2" in text(result)
 
 
-def test_what_the_schedule_computes_has_to_be_measured(profile: Path) -> None:
+def test_every_computation_of_the_schedule_must_be_measured(profile: Path) -> None:
     result = run("solve", profile, "--microbatches", 4, "--schedule", "zb-h1")
     assert result.exit_code == 2
     assert "stage 0, chunk 0, backward-input: expected at least one measured clock" in text(result)
@@ -130,7 +130,7 @@ def test_plot_is_an_image(profile: Path, tmp_path: Path) -> None:
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compared_plans_stand_beside_the_frontier(profile: Path, tmp_path: Path) -> None:
+def test_baselines_are_shown_beside_the_frontier(profile: Path, tmp_path: Path) -> None:
     flags = ("--microbatches", 4, "--blocking-power-w", 50, "--compare")
     result = run("solve", profile, *flags, "--plot", tmp_path / "frontier.svg", "--format", "json")
     assert result.exit_code == 0, result.output
@@ -147,14 +147,14 @@ def test_compared_plans_stand_beside_the_frontier(profile: Path, tmp_path: Path)
     assert "<svg" in drawn
 
 
-def test_a_hull_tolerance_lowers_the_bound_alone(profile: Path, tmp_path: Path) -> None:
+def test_a_hull_tolerance_lowers_only_the_bound(profile: Path, tmp_path: Path) -> None:
     found = []
     for percent in (0, 40):
         path = tmp_path / f"{percent}.json"
         flags = ("--microbatches", 4, "--hull-tolerance-percent", percent, "--output", path)
         result = run("solve", profile, *flags)
         assert result.exit_code == 0
-        # It is told how much that may cost, and what it did.
+        # The output has the possible cost, and the actual one.
         os_error_text = " ".join(result.output.split())
         assert ("lower by at most 40 % of each computation's energy" in os_error_text) == bool(percent)
         assert ("the bounds are lower by at most" in os_error_text) == bool(percent)
@@ -165,7 +165,7 @@ def test_a_hull_tolerance_lowers_the_bound_alone(profile: Path, tmp_path: Path) 
     assert 0.6 * bounds_j[0] <= bounds_j[1] <= bounds_j[0]
 
 
-def test_plan_is_made_for_the_asked_time(frontier: Path, tmp_path: Path) -> None:
+def test_plan_is_made_for_the_requested_time(frontier: Path, tmp_path: Path) -> None:
     t_min_s = load(frontier)["tMinS"]
     asked_s = t_min_s * 1.0731
     result = run("plan", frontier, "--iteration-time", asked_s, "--output", tmp_path / "plan.json")

@@ -1,4 +1,4 @@
-"""`perseus solve` and `perseus plan` where settings are more than a clock, from profile to plan."""
+"""`perseus solve` and `perseus plan` with settings beyond a clock, from profile to plan."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ from tests.cli.test_solve import HEADER, load, rows, run, text
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "settings" / "profile.csv"
 FLAGS = ("--microbatches", 8, "--gpus-per-stage", 8, "--blocking-power-w", 85)
-# Of `perseus solve` on the example's rows without a power limit: the same profile, of clocks alone.
+# Result of `perseus solve` on the example's rows without a power limit: the same profile with only clocks.
 UNLIMITED = "400"
 
 Change = Callable[[Any], None]
@@ -61,8 +61,8 @@ def test_every_setting_of_the_plans_file_is_a_row_of_the_profile(frontier: Path,
     assert {200.0, 400.0} <= limits_w
 
 
-def test_a_power_limit_saves_what_a_clock_alone_does_not(frontier: Path, tmp_path: Path) -> None:
-    """Also what docs/frontiers.md says of the example."""
+def test_a_power_limit_saves_more_than_clocks_alone(frontier: Path, tmp_path: Path) -> None:
+    """This also checks the statements of docs/frontiers.md on the example."""
     clocks = tmp_path / "clocks.csv"
     lines = [
         ",".join(row[column] for column in ("stage", "instruction", "frequency", "time", "energy"))
@@ -85,7 +85,7 @@ def blocks_of_the_page(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_page_shows_what_there_is(frontier: Path, tmp_path: Path) -> None:
+def test_the_page_matches_the_output(frontier: Path, tmp_path: Path) -> None:
     (shown_rows,) = (block for block in blocks_of_the_page("text") if block.startswith("stage,"))
     assert set(shown_rows.splitlines()) <= set(EXAMPLE.read_text().splitlines())
     assert run("plan", frontier, "--no-slowdown", "--output", tmp_path / "plan.json").exit_code == 0
@@ -100,7 +100,7 @@ def test_the_pages_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Setting(clock_mhz=1410, further=(('power_limit_w', 300.0),))" in capsys.readouterr().out
 
 
-def test_rows_for_scripts_have_the_values_that_are_used(frontier: Path) -> None:
+def test_rows_for_scripts_have_the_used_values(frontier: Path) -> None:
     result = run("plan", frontier, "--no-slowdown", "--format", "json")
     first, *_, last = json.loads(result.stdout)
     assert (first["stage"], first["kind"], first["power_limit_w"]) == (0, "backward", [200.0, 400.0])
@@ -116,13 +116,13 @@ def test_a_table_has_a_column_for_each_further_setting(frontier: Path) -> None:
     assert "200, 400" in text(result)
 
 
-def test_what_settings_are_of_is_no_part_of_the_data(tmp_path: Path) -> None:
+def test_the_note_on_settings_is_not_part_of_the_data(tmp_path: Path) -> None:
     result = run("solve", EXAMPLE, *FLAGS, "--format", "json")
     assert json.loads(result.stdout)[0]["point"] == "all-max"
     assert "Settings are of frequency and power_limit_w" in " ".join(result.stderr.split())
 
 
-def test_one_setting_for_all_is_compared_with(tmp_path: Path) -> None:
+def test_one_setting_for_all_is_a_baseline(tmp_path: Path) -> None:
     result = run("solve", EXAMPLE, *FLAGS, "--compare", "--plot", tmp_path / "f.svg", "--format", "json")
     assert result.exit_code == 0, result.output
     names = {row["point"] for row in json.loads(result.stdout)}
@@ -213,7 +213,7 @@ def test_a_frontier_with_wrong_settings_is_named(
     assert expected in text(result)
 
 
-def test_other_names_than_those_before_are_refused(frontier: Path, tmp_path: Path) -> None:
+def test_differing_setting_names_are_refused(frontier: Path, tmp_path: Path) -> None:
     document = load(frontier)
     document["problem"]["profiles"][1]["measurements"][2]["furtherSettings"] = {"kernel": "a"}
     broken = tmp_path / "broken.json"
@@ -224,7 +224,7 @@ def test_other_names_than_those_before_are_refused(frontier: Path, tmp_path: Pat
     assert f'{where}: expected an object of power_limit_w, found {{"kernel":' in text(result)
 
 
-def test_a_member_that_stands_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_member_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_text('{"problem": {"stageCount": 1, "stageCount": 2}}')
     result = run("plan", path, "--no-slowdown")
@@ -232,14 +232,14 @@ def test_a_member_that_stands_twice_is_refused(tmp_path: Path) -> None:
     assert "expected a frontier as JSON, found: member 'stageCount' twice in one object" in text(result)
 
 
-def test_numbers_may_lose_their_point_on_the_way(frontier: Path, tmp_path: Path) -> None:
+def test_floats_may_come_back_as_integers(frontier: Path, tmp_path: Path) -> None:
     path = tmp_path / "frontier.json"
     path.write_text(frontier.read_text().replace('"power_limit_w": 400.0', '"power_limit_w": 400'))
     assert pipeline_from_text(path.read_text(), 10_000) == pipeline_from_text(frontier.read_text(), 10_000)
 
 
 def test_the_contract_takes_no_further_settings(frontier: Path) -> None:
-    """Whoever sends such a problem to a coordinator is told, however unknown members are treated."""
+    """A coordinator rejects such a problem, however it treats unknown members."""
     with pytest.raises(json_format.ParseError, match="furtherSettings"):
         json_format.Parse(frontier.read_text(), frontier_pb2.Frontier())
     message = json_format.Parse(frontier.read_text(), frontier_pb2.Frontier(), ignore_unknown_fields=True)
@@ -255,7 +255,7 @@ TEXTS = st.text(
 
 @st.composite
 def profile_texts(draw: st.DrawFn) -> str:
-    """CSV of one or two stages, a few rows a computation; settings differ from row to row."""
+    """Draw a CSV of one or two stages, with a few rows a computation; settings differ from row to row."""
     names = draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
     columns = ["stage", "instruction", "frequency", "time", "energy", *names]
     order = draw(st.permutations(columns))
@@ -286,7 +286,7 @@ def profile_texts(draw: st.DrawFn) -> str:
 
 
 @given(profile_texts(), st.floats(0.0, 1.0))
-def test_settings_survive_the_way_from_the_profile_to_the_plans_file(content: str, share: float) -> None:
+def test_settings_survive_from_the_profile_to_the_plan_s_file(content: str, share: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.csv"
         path.write_text(content, encoding="utf-8", newline="")

@@ -31,7 +31,7 @@ def database(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", [["store", "check"], ["coordinator", "--check-store"]])
-def test_the_check_says_what_is_wrong_by_its_exit_code(database: Path, command: list[str]) -> None:
+def test_the_check_reports_problems_by_its_exit_code(database: Path, command: list[str]) -> None:
     call = [*command, "--database", str(database)]
     done = RUNNER.invoke(app, call)
     assert (done.exit_code, done.stdout) == (0, "the store is consistent\n")
@@ -43,7 +43,7 @@ def test_the_check_says_what_is_wrong_by_its_exit_code(database: Path, command: 
     assert "job 'job', run 1: can't be read" in done.stdout
 
 
-def test_the_check_tells_scripts_what_it_found(database: Path) -> None:
+def test_the_check_has_findings_for_scripts(database: Path) -> None:
     call = ["store", "check", "--database", str(database), "--format"]
     whole = RUNNER.invoke(app, [*call, "json"])
     assert (whole.exit_code, json.loads(whole.stdout)) == (0, [])
@@ -58,7 +58,7 @@ def test_the_check_tells_scripts_what_it_found(database: Path) -> None:
     assert (as_csv.exit_code, list(csv.DictReader(as_csv.stdout.splitlines()))) == (1, [finding])
 
 
-def test_a_store_goes_out_and_into_another(database: Path, tmp_path: Path) -> None:
+def test_a_store_is_exported_and_imported(database: Path, tmp_path: Path) -> None:
     file, other = tmp_path / "jobs.jsonl", tmp_path / "other.db"
     done = RUNNER.invoke(app, ["store", "export", str(file), "--database", str(database)])
     assert (done.exit_code, done.stdout) == (0, f"exported 3 rows to {file}\n")
@@ -78,7 +78,7 @@ def test_a_store_goes_out_and_into_another(database: Path, tmp_path: Path) -> No
         (["import", "{folder}/none.jsonl"], 1, "No such file"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_line_and_not_made(
+def test_a_missing_file_gives_one_line_and_is_not_created(
     tmp_path: Path, command: list[str], exit_code: int, message: str
 ) -> None:
     absent = tmp_path / "absent.db"

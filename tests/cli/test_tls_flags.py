@@ -66,7 +66,7 @@ def test_mistakes_get_one_line_and_exit_code_2(arguments: list[str], expected: s
     assert "Traceback" not in result.output
 
 
-def test_files_that_can_not_be_used_end_the_coordinator_and_the_agent(tmp_path: Path) -> None:
+def test_unusable_files_end_the_coordinator_and_the_agent(tmp_path: Path) -> None:
     security = Security(tmp_path / "security")
     other = Security(tmp_path / "other")
     mixed = {"PERSEUS_COORDINATOR_TLS_KEY": str(other.coordinator_key)}
@@ -84,7 +84,7 @@ def test_files_that_can_not_be_used_end_the_coordinator_and_the_agent(tmp_path: 
         assert "Traceback" not in done.stderr
 
 
-async def test_insecure_is_said_at_every_start(tmp_path: Path) -> None:
+async def test_insecure_gives_a_warning_at_every_start(tmp_path: Path) -> None:
     (tmp_path / "gpus").mkdir()
     coordinator = CoordinatorSettings(listen="0.0.0.0:0", database=tmp_path / "x.db", insecure=True)
     flags = {
@@ -109,7 +109,7 @@ def test_a_command_warns_as_well() -> None:
     assert "warning: --insecure: plaintext to 192.0.2.1:1, on another machine" in result.output
 
 
-def test_health_says_whether_a_coordinator_serves_and_why_not(
+def test_health_reports_whether_a_coordinator_serves_and_the_reason(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     healthy = run("health", **environment)
@@ -151,7 +151,7 @@ def test_a_small_authority(tmp_path: Path) -> None:
     assert agent.with_suffix(".pem").read_bytes() != before
 
 
-def test_whoever_could_read_a_key_can_read_the_renewed_one(tmp_path: Path) -> None:
+def test_a_renewed_key_keeps_its_readers(tmp_path: Path) -> None:
     folder, stem = tmp_path / "ca", tmp_path / "coordinator"
     key = stem.with_suffix(".key")
     assert run("certificates", "authority", "--folder", folder).exit_code == 0

@@ -1,4 +1,4 @@
-"""`perseus tokens`, and where commands and agents find their token, against a real coordinator process."""
+"""`perseus tokens`, and the search for tokens by commands and agents, with a real coordinator process."""
 
 import csv
 import json
@@ -51,7 +51,7 @@ def test_a_token_is_made_used_and_revoked(environment: Mapping[str, str], tmp_pa
     assert "token 'dash' already exists" in again.stderr
 
 
-def test_scripts_are_told_of_a_token_and_of_its_end(environment: Mapping[str, str], tmp_path: Path) -> None:
+def test_scripts_get_a_token_and_its_revocation(environment: Mapping[str, str], tmp_path: Path) -> None:
     made = perseus(
         environment,
         *("tokens", "create", "ci", "--scope=agent", "--jobs=llama-*", "--hosts=node-1*", "--format=json"),
@@ -75,7 +75,7 @@ def test_scripts_are_told_of_a_token_and_of_its_end(environment: Mapping[str, st
     assert "secret" not in ended
 
 
-def test_scripts_are_told_whether_it_serves(environment: Mapping[str, str]) -> None:
+def test_scripts_get_the_health(environment: Mapping[str, str]) -> None:
     serves = perseus(environment, "health", "--format=json")
     assert (serves.exit_code, json.loads(serves.stdout)) == (
         0,
@@ -108,7 +108,7 @@ def test_mistakes_get_one_line(environment: Mapping[str, str], arguments: list[s
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_token_file_that_is_not_there_is_said(environment: Mapping[str, str], tmp_path: Path) -> None:
+def test_a_missing_token_file_is_named(environment: Mapping[str, str], tmp_path: Path) -> None:
     done = perseus({**environment, "PERSEUS_TOKEN_FILE": str(tmp_path / "none")}, "jobs", "list")
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "none: can't be read: No such file" in done.stderr

@@ -1,4 +1,4 @@
-"""`perseus top`: what is on its screen, and that it lives and ends in a real terminal."""
+"""`perseus top`: its screen, and its life and end in a real terminal."""
 
 import io
 import os
@@ -45,7 +45,7 @@ def shown(snapshot: Snapshot, row_count: int = 100, trouble: str = "") -> list[s
     return console.file.getvalue().splitlines()
 
 
-def test_who_draws_most_is_first_and_who_has_ended_is_not_there() -> None:
+def test_jobs_are_sorted_by_power_without_ended_ones() -> None:
     jobs = [make_job("small", 900.0), make_job("large", 90_000.0), make_job("over", 0.0, state=FINISHED)]
     lines = shown(Snapshot(jobs))
     assert lines[0] == "2 jobs (2 planned), 14 GPUs served, 90.9 kW"
@@ -53,7 +53,7 @@ def test_who_draws_most_is_first_and_who_has_ended_is_not_there() -> None:
     assert lines[2].split()[1:] == ["planned", "7/8", "1.250", "s", "-0.1", "%", "-12.5", "%", "90.00", "kW"]
 
 
-def test_nothing_measured_is_nothing_shown() -> None:
+def test_a_job_without_measurements_shows_none() -> None:
     (line,) = shown(
         Snapshot([job_pb2.Job(job_id="new", state=job_pb2.JOB_STATE_WAITING, state_reason="so")])
     )[2:]
@@ -61,7 +61,7 @@ def test_nothing_measured_is_nothing_shown() -> None:
     assert summary([]) == "0 jobs, 0 GPUs served, 0.0 kW"
 
 
-def test_what_holds_a_job_is_said() -> None:
+def test_the_reasons_of_a_slower_job_are_shown() -> None:
     jobs = [
         make_job("a", 3.0, straggler_count=2, budget_target_iteration_time_s=1.5),
         make_job("b", 2.0, state=STOCK, state_reason="the [model] fails"),
@@ -81,7 +81,7 @@ def test_only_feeds_with_a_limit_are_shown() -> None:
     assert "free" not in "".join(lines)
 
 
-def test_what_has_no_room_is_counted_and_trouble_is_on_top() -> None:
+def test_hidden_rows_are_counted_and_trouble_is_on_top() -> None:
     jobs = [make_job(f"job-{number}", number) for number in range(5)]
     ranks = [rank_pb2.Rank(coordinates=rank_pb2.RankCoordinates(stage=stage)) for stage in range(4)]
     lines = shown(Snapshot(jobs, (), ranks), row_count=2, trouble="no answer for 4 s")
@@ -90,7 +90,7 @@ def test_what_has_no_room_is_counted_and_trouble_is_on_top() -> None:
     assert lines[-1] == "… and 2 more"
 
 
-def test_without_a_terminal_it_tells_once(environment: dict[str, str]) -> None:
+def test_without_a_terminal_it_prints_once(environment: dict[str, str]) -> None:
     done = CliRunner().invoke(app, ["top"], env=environment, catch_exceptions=False)
     assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "0 jobs, 0 GPUs served, 0.0 kW")
     unknown = CliRunner().invoke(app, ["top", "--job", "none"], env=environment, catch_exceptions=False)
@@ -98,7 +98,7 @@ def test_without_a_terminal_it_tells_once(environment: dict[str, str]) -> None:
     assert "none" in unknown.stderr
 
 
-def test_in_a_pipe_no_word_is_cut_however_narrow_that_is(
+def test_in_a_narrow_pipe_no_word_is_cut(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "a-job-with-a-long-name"
@@ -110,7 +110,7 @@ def test_in_a_pipe_no_word_is_cut_however_narrow_that_is(
 
 
 @pytest.mark.slow("a coordinator and a command start and end as processes")
-def test_in_a_terminal_it_lives_through_a_coordinators_end_until_ctrl_c(tmp_path: Path) -> None:
+def test_in_a_terminal_it_survives_the_coordinator_s_end_until_ctrl_c(tmp_path: Path) -> None:
     with Cluster(DEMO, tmp_path, tmp_path / "logs") as site:
         address = site.start_coordinator()
         watch_its_end(site, {**site.security.of_operator(), "PERSEUS_COORDINATOR": address})

@@ -1,4 +1,4 @@
-"""What `perseus jobs watch` prints, of updates as a coordinator sends them."""
+"""Output of `perseus jobs watch` for a coordinator's updates."""
 
 import io
 import json
@@ -29,7 +29,7 @@ UPDATES = [
 ]
 
 
-def test_each_clock_that_was_tried_is_told_where_no_bar_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_bar_each_tried_clock_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with Watching(as_json=False) as watching:
         for update in UPDATES:
             watching.show(update)

@@ -27,7 +27,7 @@ def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
     gpu.close()
 
 
-def test_computations_take_the_gpu_s_time_and_energy_whatever_they_take_themselves(
+def test_computations_take_the_gpu_s_time_and_energy_not_their_own(
     gpu: EmulatedGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect = emulated_connect(tmp_path / "gpu", WORKS)

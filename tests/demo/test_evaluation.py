@@ -1,4 +1,4 @@
-"""What a trainer does between its iterations, which nobody marks, runs at stock and costs no time."""
+"""A trainer's unmarked work between its iterations runs at stock, and plans cost it no time."""
 
 import asyncio
 import json
@@ -104,7 +104,7 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
 
         await until(lambda: len(gaps()) > 0, "telemetry", 30)
         coordinator.send(plan(start_iteration=max(row[0] for row in gaps()) + 4))
-        # Under its plan the GPU is below stock, and in the midst of an evaluation it is not.
+        # The GPU is below stock under its plan, and at stock during an evaluation.
         await until(lambda: gpu.sm_clock_mhz() == PLANNED_MHZ, "the planned clock", 30)
         first = max(row[0] for row in gaps()) // INTERVAL * INTERVAL + 2 * INTERVAL
         await until(lambda: is_known(first - 1), "the iteration before the evaluation", 60)
@@ -119,7 +119,7 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
     gpu.close()
     evaluations = dict(json.loads(evaluations_file(tmp_path, 0, 0).read_text()))
     assert {first - 1, first + INTERVAL - 1} <= evaluations.keys()
-    # A busy host adds to what is measured, but nothing like a clock that would be kept.
+    # A busy host adds some time, but far less than a low clock would.
     stretch = A100_SXM.highest_clock_mhz / PLANNED_MHZ
     at_planned_clock_s = EVALUATION_S * (0.8 * stretch + 0.2)
     assert at_planned_clock_s > 1.6 * EVALUATION_S

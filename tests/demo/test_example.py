@@ -1,4 +1,4 @@
-"""Which scripts can be shown, and by whose hook."""
+"""Scripts that the demo can run, and their hooks."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def test_every_example_has_its_hook_and_each_hook_its_example() -> None:
     assert sorted(map(hook_of, scripts)) == sorted(HOOKS)
 
 
-def test_examples_know_nothing_of_the_demonstration() -> None:
+def test_examples_contain_nothing_of_the_demo() -> None:
     for script in EXAMPLES.rglob("*.py"):
         code = script.read_text()
         assert "perseus.demo" not in code, script
@@ -30,7 +30,7 @@ def test_examples_know_nothing_of_the_demonstration() -> None:
         ("\0", "expected a Python script: "),
     ],
 )
-async def test_a_script_that_can_not_be_shown_is_refused_before_anything_starts(
+async def test_an_unusable_script_is_refused_before_anything_starts(
     code: str, found: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"

@@ -1,4 +1,4 @@
-"""A script run as one rank: what its `attach` connects to, and that it is otherwise as torchrun starts it."""
+"""A script run as one rank: its `attach` uses an emulated GPU; the rest is as under torchrun."""
 
 import json
 import subprocess

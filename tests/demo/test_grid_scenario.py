@@ -1,4 +1,4 @@
-"""The demo of a power budget, judged: from samples alone, and once with all its processes."""
+"""Evaluation of the power budget demo: from samples only, and once with all its processes."""
 
 import asyncio
 import json
@@ -37,18 +37,18 @@ def outcome(power_w: Callable[[str], float]) -> GridOutcome:
     return GridOutcome(PowerLog(samples), PHASES)
 
 
-def test_budgets_that_were_kept_and_ended_are_fine() -> None:
+def test_kept_and_ended_budgets_are_accepted() -> None:
     assert judge_grid(outcome({FREE: 1000.0, CUT: 890.0, DEEPER: 801.0, OVER: 990.0}.__getitem__)) == []
 
 
-def test_a_budget_that_was_not_kept_and_power_that_stays_away_are_said() -> None:
+def test_a_violated_budget_and_missing_power_are_reported() -> None:
     (cut, over) = judge_grid(outcome({FREE: 1000.0, CUT: 960.0, DEEPER: 790.0, OVER: 800.0}.__getitem__))
     assert cut == "budget: expected at most 900 W and 2 %, found 960 W"
     assert over == "budget over: expected 1000 W again, found 800 W"
 
 
 class Witness:
-    """Notes the steps, and how often it was refreshed."""
+    """Records the steps, and the number of refreshes."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -61,10 +61,10 @@ class Witness:
         self.refresh_count += 1
 
 
-@pytest.mark.slow("three jobs train in real processes, and what they draw under budgets is measured")
+@pytest.mark.slow("three jobs train in real processes, and their power under budgets is measured")
 @pytest.mark.serial
 @pytest.mark.timeout(500)
-def test_the_whole_story_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_scenario_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = [replace(job, gpu=replace(job.gpu, counter_period_s=0.02)) for job in grid_scenario.JOBS]
     monkeypatch.setattr(grid_scenario, "JOBS", quick)
     script = GridScript((0.87, 0.78), free_s=4.0, budget_s=10.0, over_s=8.0, ramp_time_s=1.0, settled_s=6.0)
@@ -77,5 +77,5 @@ def test_the_whole_story_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     phases = json.loads((tmp_path / "summary.json").read_text())["phases"]
     assert [phase["name"] for phase in phases] == list(STEPS[1:])
     speeds = phases[2]["speeds"]
-    assert speeds["easy"] < speeds["usual"] < speeds["strict"], "as tolerances and weights say"
+    assert speeds["easy"] < speeds["usual"] < speeds["strict"], "in the order of tolerances and weights"
     assert (tmp_path / "power.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What the demo says when its job can't go on."""
+"""Errors of the demo when its job can't continue."""
 
 import grpc.aio
 import pytest
@@ -16,7 +16,7 @@ class FakeJobs:
         return job_service_pb2.GetJobResponse(job=job)
 
 
-async def test_a_job_that_is_put_back_to_stock_is_not_waited_for() -> None:
+async def test_waiting_ends_when_a_job_goes_back_to_stock() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         observer = Observer(channel, "job", Measurements(1), lambda: None)
         observer._jobs = FakeJobs()  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What is made of a site's seconds."""
+"""Evaluation of a site's samples."""
 
 import math
 
@@ -8,7 +8,7 @@ from perseus.demo.power_log import PowerLog, Sample, summary
 
 
 def log_of(*powers_w: float, limit_w: float = math.inf) -> PowerLog:
-    """A sample a second, from the first second's end on, of two jobs that draw the same."""
+    """Return a sample a second, from the end of the first, of two jobs with equal power."""
     return PowerLog(
         [
             Sample(
@@ -32,16 +32,16 @@ def test_means_are_of_the_seconds_that_end_within() -> None:
 def test_the_worst_mean_is_of_a_whole_window() -> None:
     log = log_of(100.0, 100.0, 400.0, 300.0, 100.0)
     assert log.worst_mean_w(0.0, 5.0, window_s=2.0) == 350.0
-    assert log.worst_mean_w(0.0, 5.0, window_s=60.0) == 200.0, "all of it, where it is shorter"
+    assert log.worst_mean_w(0.0, 5.0, window_s=60.0) == 200.0, "the whole span, if it is shorter"
 
 
-def test_one_second_under_a_limit_is_not_under_it() -> None:
+def test_one_second_under_a_limit_is_not_enough() -> None:
     log = log_of(500.0, 300.0, 500.0, 300.0, 290.0, 300.0)
     assert log.under_s(300.0, 0.0) == 4.0
     assert log.under_s(100.0, 0.0) is None
 
 
-def test_a_summary_says_no_limit_where_there_is_none() -> None:
+def test_a_summary_without_a_limit_shows_none() -> None:
     (free,) = summary(log_of(100.0, 300.0), [("free", 0.0, 2.0)], ["a"])
     assert free == {
         "name": "free",

@@ -1,4 +1,4 @@
-"""`perseus.demo.rehearsal`: a job on emulated GPUs that agents of one's own serve."""
+"""`perseus.demo.rehearsal`: a job on emulated GPUs with separately started agents."""
 
 import signal
 import subprocess
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="perseus-") as run_dir:
-        nodes = replace(DEMO, stage_weights=())  # its GPUs are made by the rehearsal
+        nodes = replace(DEMO, stage_weights=())  # the rehearsal makes its GPUs
         with Cluster(nodes, Path(run_dir), tmp_path / "logs") as cluster:
             yield cluster
 
@@ -38,7 +38,7 @@ def test_a_job_trains_on_the_gpus_of_two_agents_until_it_is_stopped(cluster: Clu
     nodes = []
     for pipeline in range(DEMO.pipeline_count):
         folder = cluster.gpu_file(pipeline, 0).parent
-        for _ in range(2):  # what is there stays
+        for _ in range(2):  # existing GPUs stay
             assert main(["gpus", str(folder), "2"]) == 0
         nodes += ["--node", cluster.socket(pipeline), folder]
     with planned_soon():
@@ -65,7 +65,7 @@ def test_a_job_trains_on_the_gpus_of_two_agents_until_it_is_stopped(cluster: Clu
         training.kill()
 
 
-def test_nodes_that_have_no_gpus_or_not_as_many_are_told(
+def test_nodes_with_no_or_unequal_gpus_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     some, none = str(tmp_path / "a"), str(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Phases and their judgement, from iterations as they come in."""
+"""Phases and their evaluation, from incoming iterations."""
 
 import pytest
 
@@ -64,7 +64,7 @@ def test_latest_iterations() -> None:
     assert Measurements(2).latest_of(0) is None
 
 
-def test_slow_or_wasteful_phases_are_complained_about() -> None:
+def test_slow_or_wasteful_phases_are_reported() -> None:
     found = measurements(
         *two_pipelines(1, 0, 2.0, 100.0), *two_pipelines(2, 7, 2.1, 80.0), *two_pipelines(3, 8, 2.0, 110.0)
     )

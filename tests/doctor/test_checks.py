@@ -1,4 +1,4 @@
-"""The rules that need nothing but figures."""
+"""Rules that need only figures."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from perseus.doctor.checks import BAD_SKEW_S, MAX_SKEW_S, Verdict, clock_check, 
 
 DAY_S = 86400.0
 ROUNDING_S = 1e-6
-"""Times since 1970 are multiples of a quarter of a microsecond, and three of them are added up."""
+"""Times since 1970 have a resolution of a quarter of a microsecond, and three of them are added."""
 
 
 @given(
@@ -16,7 +16,7 @@ ROUNDING_S = 1e-6
     st.floats(0, 30, allow_nan=False),
     st.floats(0, 1, allow_nan=False),
 )
-def test_no_clock_is_blamed_for_what_the_way_took(skew_s: float, way_s: float, share: float) -> None:
+def test_transit_time_is_not_clock_skew(skew_s: float, way_s: float, share: float) -> None:
     asked_s = 1.7e9
     check = clock_check(asked_s, asked_s + share * way_s + skew_s, asked_s + way_s)
     if abs(skew_s) <= MAX_SKEW_S - ROUNDING_S:
@@ -27,12 +27,12 @@ def test_no_clock_is_blamed_for_what_the_way_took(skew_s: float, way_s: float, s
         assert check.advice
 
 
-def test_a_clock_that_is_a_little_off_is_a_warning() -> None:
+def test_a_small_clock_skew_is_a_warning() -> None:
     check = clock_check(100.0, 90.1, 100.2)
     assert (check.verdict, check.found) == (Verdict.WARNING, "the coordinator's clock is behind by 9.9 s")
 
 
-def test_releases_that_differ_are_a_warning() -> None:
+def test_different_releases_are_a_warning() -> None:
     assert version_check("1.2.0", "1.2.0").verdict is Verdict.GOOD
     check = version_check("1.2.0", "1.3.0")
     assert check.verdict is Verdict.WARNING
@@ -40,7 +40,7 @@ def test_releases_that_differ_are_a_warning() -> None:
     assert "1.3.0" in check.found
 
 
-def test_certificates_are_told_by_how_long_they_last() -> None:
+def test_certificates_are_judged_by_their_remaining_time() -> None:
     now_s = 1.7e9
     checks = expiry_checks(
         {"c.pem": now_s - 1, "a.pem": now_s + 90 * DAY_S, "b.pem": now_s + 3 * DAY_S}, now_s
@@ -53,7 +53,7 @@ def test_certificates_are_told_by_how_long_they_last() -> None:
     assert [bool(check.advice) for check in checks] == [False, True, True]
 
 
-def test_the_commands_that_are_advised_are_there() -> None:
+def test_the_advised_commands_exist() -> None:
     (check,) = expiry_checks({"a.pem": 0.0}, 1.0)
     _, command = check.advice.rstrip(")").split("(perseus certificates ")
     assert set(command.split(" or ")) <= {

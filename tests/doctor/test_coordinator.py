@@ -48,7 +48,9 @@ async def test_all_is_well_with_certificates_and_an_operators_token(address: str
     assert checks["credential"].found.endswith("scope operator")
 
 
-async def test_a_token_of_another_scope_and_an_unknown_one_are_told(address: str, security: Security) -> None:
+async def test_a_token_of_another_scope_and_an_unknown_one_are_reported(
+    address: str, security: Security
+) -> None:
     await asyncio.to_thread(security.admit_agents, address)
     agent = TokenSource(path=security.agent_token_file)
     checks = await checked(Channels(address, security.client_files, agent), ("agent", "operator"))
@@ -65,14 +67,14 @@ async def test_a_token_of_another_scope_and_an_unknown_one_are_told(address: str
     assert "clocks" not in checks
 
 
-async def test_a_clock_that_is_wrong_here_is_told(address: str, security: Security) -> None:
+async def test_a_wrong_clock_is_reported(address: str, security: Security) -> None:
     channels = security.channels(address)
     checks = await asyncio.to_thread(lambda: list(coordinator_checks(channels, clock=lambda: 0.0)))
     (clocks,) = [check for check in checks if check.subject == "clocks"]
     assert (clocks.verdict, "ahead" in clocks.found) == (BAD, True)
 
 
-async def test_nobody_there_and_tls_that_is_not_spoken_are_told(address: str, tmp_path: Path) -> None:
+async def test_a_missing_coordinator_and_missing_tls_are_reported(address: str, tmp_path: Path) -> None:
     check = (await checked(Channels("127.0.0.1:1")))["coordinator"]
     assert check.verdict is BAD
     assert "Connection refused" in check.found
@@ -82,14 +84,14 @@ async def test_nobody_there_and_tls_that_is_not_spoken_are_told(address: str, tm
     assert "does it run there" not in check.advice
 
 
-async def test_plaintext_on_this_machine_is_well_and_without_a_token_one_is_anybody(tmp_path: Path) -> None:
+async def test_local_plaintext_is_good_and_a_client_without_a_token_is_anybody(tmp_path: Path) -> None:
     async with running(make_settings(tmp_path)) as (address, _):
         checks = await checked(Channels(address))
     assert checks["coordinator"].found == "it answers, on this machine"
     assert checks["credential"].found == "anybody, scope operator"
 
 
-async def test_a_wrong_authority_is_told_by_name(address: str, security: Security, tmp_path: Path) -> None:
+async def test_a_wrong_authority_is_named(address: str, security: Security, tmp_path: Path) -> None:
     other = Security(tmp_path / "another")
     files = TlsFiles(security.client_certificate, security.client_key, other.ca)
     check = (await checked(Channels(address, files)))["coordinator"]

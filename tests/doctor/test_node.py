@@ -1,4 +1,4 @@
-"""What is said of a node: with an agent that runs, without one, and after one that has died."""
+"""Checks of a node: with a running agent, without one, and after one has died."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ def verdicts(checks: dict[str, Check]) -> dict[str, Verdict]:
     return {subject: check.verdict for subject, check in checks.items()}
 
 
-async def test_a_node_whose_agent_runs_is_well(settings: AgentSettings) -> None:
+async def test_a_node_with_a_running_agent_is_good(settings: AgentSettings) -> None:
     async with serving(settings):
         checks = await asyncio.to_thread(checked, settings)
     names = ["GPUs", "privileges", "clocks left changed", "socket", "agent"]
@@ -57,7 +57,7 @@ async def test_a_node_whose_agent_runs_is_well(settings: AgentSettings) -> None:
     assert checks["agent"].found == "GPUs: 1; ranks: 0; not connected to 127.0.0.1:1"
 
 
-def test_without_an_agent_the_socket_is_missing_and_nobody_is_asked(settings: AgentSettings) -> None:
+def test_without_an_agent_the_socket_is_missing_and_nothing_is_queried(settings: AgentSettings) -> None:
     checks = checked(settings)
     assert verdicts(checks)["socket"] is BAD
     assert "agent" not in checks
@@ -65,7 +65,7 @@ def test_without_an_agent_the_socket_is_missing_and_nobody_is_asked(settings: Ag
     assert checked(settings)["socket"].found == "the path is not a socket"
 
 
-async def test_a_socket_that_nobody_listens_at_is_told(settings: AgentSettings, tmp_path: Path) -> None:
+async def test_a_socket_without_a_listener_is_reported(settings: AgentSettings, tmp_path: Path) -> None:
     async with serving(settings):
         os.link(settings.socket, tmp_path / "left.sock")
     os.rename(tmp_path / "left.sock", settings.socket)
@@ -76,7 +76,7 @@ async def test_a_socket_that_nobody_listens_at_is_told(settings: AgentSettings, 
     )
 
 
-def test_gpus_that_a_dead_agent_left_are_named_and_not_touched(settings: AgentSettings) -> None:
+def test_gpus_left_by_a_dead_agent_are_named_and_not_touched(settings: AgentSettings) -> None:
     folder = RecordFolder(settings.restore_folder)
     held = folder.write(Record("GPU-0", None))
     check = checked(settings)["clocks left changed"]
@@ -89,7 +89,7 @@ def test_gpus_that_a_dead_agent_left_are_named_and_not_touched(settings: AgentSe
     assert folder.gpu_uuids() == ["GPU-0"]
 
 
-def test_what_is_no_emulated_gpu_and_a_node_without_any_are_told(
+def test_an_invalid_emulated_gpu_and_a_node_without_gpus_are_reported(
     settings: AgentSettings, tmp_path: Path
 ) -> None:
     (tmp_path / "gpus" / "folder").mkdir()
@@ -99,7 +99,7 @@ def test_what_is_no_emulated_gpu_and_a_node_without_any_are_told(
     assert checked(none)["GPUs"].found == "there is none, or none visible here"
 
 
-def test_a_driver_that_hangs_is_told_and_not_waited_for(
+def test_a_hanging_driver_is_reported_without_waiting(
     settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = threading.Event()
@@ -117,7 +117,7 @@ def test_a_driver_that_hangs_is_told_and_not_waited_for(
     ("observe", "backend", "may_set", "verdict"),
     [(True, "nvml", False, GOOD), (False, "nvml", True, GOOD), (False, "nvml", False, UNKNOWN)],
 )
-def test_privileges_are_those_of_who_asks(
+def test_privileges_are_the_caller_s(
     settings: AgentSettings,
     monkeypatch: pytest.MonkeyPatch,
     observe: bool,

@@ -1,9 +1,9 @@
-"""The table of cases in docs/frameworks.md: what the tests measured, one file a case.
+"""The table of cases in docs/frameworks.md, from the tests' measurements, one file per case.
 
     python -m tests.frameworks.case_table docs/frameworks.md
 
-puts it between its markers. Where $FRAMEWORKS_RESULTS names a folder, as `make test-frameworks` does, each
-test leaves its case there when all in it has held: only what has passed is told.
+puts it between its markers. If $FRAMEWORKS_RESULTS names a folder, as in `make test-frameworks`, each test
+writes its case there once all its checks have passed: only passed cases are published.
 """
 
 import json
@@ -24,20 +24,20 @@ _SECTION = re.compile(f"{_BEGIN}.*?{_END}", re.DOTALL)
 
 
 class PageError(Exception):
-    """A page that has no place for the table."""
+    """A page without a place for the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One line. Times and energies are of an iteration of the whole job: seconds, joules of all its GPUs.
+    """One line. Times and energies are per iteration of the whole job: seconds, joules of all its GPUs.
 
     Attributes:
-        position: where in the table.
-        base: what it is compared with: stock, or the same in words.
-        iteration_count: how many the figures with Perseus are the median of.
-        packages: whose versions it is of.
-        note: what the figures do not say.
-        budget_percent: how much slower than its base it may be by its policy.
+        position: position in the table.
+        base: its reference: stock, or another one in words.
+        iteration_count: number of iterations behind the medians with Perseus.
+        packages: packages whose versions are listed.
+        note: additional information.
+        budget_percent: slowdown against its base that its policy permits.
     """
 
     name: str
@@ -56,7 +56,7 @@ class CaseResult:
     budget_percent: float = 0.0
 
     def keep(self) -> None:
-        """Leave it in the folder of results, if there is to be one."""
+        """Write it to the folder of results, if there is one."""
         if (folder := os.environ.get(RESULTS_VARIABLE)) is None:
             return
         reported = {
@@ -71,13 +71,13 @@ class CaseResult:
 
 def _version(package: str) -> str | None:
     try:
-        return version(package).partition("+")[0]  # without what the build was for
+        return version(package).partition("+")[0]  # without the build's target
     except PackageNotFoundError:
         return None
 
 
 def table(results: Path) -> str:
-    """The table of all cases in a folder, in Markdown."""
+    """Return the table of all cases in a folder, in Markdown."""
     cases = [json.loads(path.read_text()) for path in results.glob("*.json")]
     cases.sort(key=lambda case: (case["position"], case["name"]))
     lines = [
@@ -114,7 +114,7 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def filled(text: str, results: Path) -> str:
-    """A page's text with the table in its place. PageError where that is not there once."""
+    """Return a page's text with the table filled in. PageError unless its place is there exactly once."""
     if len(_SECTION.findall(text)) != 1:
         raise PageError(
             f"expected {_BEGIN} and {_END} once, found {text.count(_BEGIN)} and {text.count(_END)}"
@@ -123,7 +123,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Fill the page that is named."""
+    """Fill the named page."""
     (page,) = map(Path, arguments)
     page.write_text(filled(page.read_text(), RESULTS))
     return 0

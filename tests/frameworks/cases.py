@@ -1,4 +1,4 @@
-"""Training jobs that every framework's tests run, and how what they showed is judged."""
+"""Training jobs of every framework's tests, and the checks of their results."""
 
 import json
 import subprocess
@@ -21,14 +21,14 @@ from tests.frameworks.trainers import TrainerTask
 from tests.frameworks.versions import beside
 
 MICROBATCHES = 4
-"""Of most cases: so many that the order of a stage's computations shows, and that accumulating does."""
+"""Microbatches of most cases: enough to show the order of a stage's computations and accumulation."""
 STEADY_MICROBATCHES = 6
-"""With four stages, so many that the first of them alternates, too."""
+"""With four stages: enough that the first stage alternates, too."""
 WATCHED = 15
 GPU = A100_SXM.with_clocks(4)
 UNEVEN = (0.8, 0.9, 0.85, 1.0)
-# What a message takes on a CPU is in no prediction. Where all stages but one are so light that they keep some
-# slack under any plan, it hardly adds up.
+# Predictions don't include messages on a CPU. If all stages but one are so light that they keep some slack
+# under any plan, their times hardly add up.
 LIGHT = (0.6, 0.65, 0.6, 1.0)
 HALF_LIGHT = (0.6, 1.0)
 _IDLE = Work(compute_s=1.0, memory_s=0.0)
@@ -36,9 +36,9 @@ _IDLE = Work(compute_s=1.0, memory_s=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schedule, its layout and what its computations cost on the heaviest stage at the top clock.
+    """A schedule, its layout and the cost of its computations on the heaviest stage at the highest clock.
 
-    `trainer` is the program that trains it, a module of this folder.
+    `trainer` is the module of this folder that trains it.
     """
 
     trainer: str
@@ -47,17 +47,17 @@ class Case:
     chunk_count: int
     forward_s: float
     backward_s: float
-    """Of which half is the input's and half the weights' gradient where they are computed apart."""
+    """Half of it is for the input's gradient and half for the weights', if they are computed separately."""
     pipeline_count: int = 1
     beside: Sequence[str] = ()
-    """Folders of the environment, which hold other versions than those installed."""
+    """Folders of the environment with versions other than those installed."""
     microbatch_count: int = MICROBATCHES
     logs_one_loss: bool = False
-    """For an iteration, not for each microbatch."""
+    """Per iteration, not per microbatch."""
 
     @property
     def losses_per_iteration(self) -> int:
-        """How many losses the rank that has them leaves."""
+        """Losses that the rank with the losses writes per iteration."""
         return 1 if self.logs_one_loss else self.microbatch_count
 
     @property
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def works(self) -> list[list[tuple[int, int, float, float, float]]]:
-        """Every stage's works, as the trainer takes them: a fifth of each is bound by memory."""
+        """Every stage's work in the trainer's format: a fifth of each is bound by memory."""
         times_s = {
             Kind.FORWARD: self.forward_s,
             Kind.BACKWARD: self.backward_s,
@@ -92,7 +92,7 @@ class Case:
         ]
 
     def alone(self, folder: Path, iteration_count: int) -> TrainerTask:
-        """Its training without anything of ours."""
+        """Return its training without Perseus."""
         folder.mkdir()
         return TrainerTask(
             run_dir=str(folder),
@@ -107,7 +107,7 @@ class Case:
         )
 
     def command(self, *tasks: TrainerTask) -> list[str]:
-        """What trains tasks, as arguments of Python."""
+        """Return Python's arguments to train tasks."""
         return [
             *beside(*self.beside),
             f"tests.frameworks.{self.trainer}",
@@ -116,7 +116,7 @@ class Case:
 
 
 def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:
-    """What starts the case's trainer, attached, in a cluster."""
+    """Return a function that starts the case's attached trainer in a cluster."""
     alone = case.alone(tmp_path / "attached", 0)
 
     def start_trainers(cluster: Cluster, run_dir: Path) -> None:
@@ -139,7 +139,7 @@ def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:
 def keep(
     case: Case, name: str, position: int, title: str, compared: Figures | None, found: Figures, **more: Any
 ) -> None:
-    """Tell of a case in which all has held, its losses included."""
+    """Write the result of a case whose checks have passed, including those of losses."""
     assert compared is not None
     CaseResult(
         name,
@@ -157,7 +157,7 @@ def keep(
 
 
 def check_losses(case: Case, tmp_path: Path) -> None:
-    """Train as many iterations without us, and compare."""
+    """Train as many iterations without Perseus, and compare."""
     found = losses_in(tmp_path / "attached")
     assert len(found) == case.pipeline_count
     per_iteration = case.losses_per_iteration
@@ -168,12 +168,12 @@ def check_losses(case: Case, tmp_path: Path) -> None:
 
 
 def losses_in(folder: Path) -> list[list[str]]:
-    """Every pipeline's losses, bit for bit."""
+    """Return every pipeline's losses, bit for bit."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("losses-*.json"))]
 
 
 def check_identities(run: RealRun, expected: Sequence[Sequence[Identity]]) -> None:
-    """Every computation of every iteration has arrived, under its identity and in its order."""
+    """Check that every computation of every iteration has arrived, with its identity and in order."""
     assert run.registered() == [list(order) for order in expected]
     for pipeline in range(run.workload.pipeline_count):
         iterations = sorted(number for of, number in run.seen if of == pipeline)
@@ -184,13 +184,13 @@ def check_identities(run: RealRun, expected: Sequence[Sequence[Identity]]) -> No
 
 
 async def check_plan(run: RealRun, *, max_excess_saving: float = 2) -> Figures:
-    """Watch the plan keep its promise: no slower than stock by 2 %, its energy, and its time; return it.
+    """Check the plan's prediction: at most 2 % slower than stock, its energy, and its time; return it.
 
-    What lies between computations is in no prediction. It takes as long under the plan as at stock.
+    Predictions exclude the time between computations. It is the same under the plan as at stock.
 
     Args:
         run: has its plan in force.
-        max_excess_saving: by how many percentage points more may be saved than was promised.
+        max_excess_saving: percentage points by which the saving may exceed the prediction.
     """
     plan = await run.plan_beside_stock(WATCHED)
     assert run.stock is not None
@@ -201,7 +201,7 @@ async def check_plan(run: RealRun, *, max_excess_saving: float = 2) -> Figures:
     print(
         f"\n{run.workload.job_id}: iteration predicted {point.iteration_time_s:.4f} s, measured "
         f"{plan.time_s:.4f} s ({100 * (plan.time_s / point.iteration_time_s - 1):+.2f} %), at stock "
-        f"{run.stock.time_s:.4f} s ({100 * (plan.time_s / run.stock.time_s - 1):+.2f} %); energy promised "
+        f"{run.stock.time_s:.4f} s ({100 * (plan.time_s / run.stock.time_s - 1):+.2f} %); energy predicted "
         f"-{predicted_percent:.2f} % ({stock.energy_j:.1f} to {point.energy_j:.1f} J), measured "
         f"-{saved_percent:.2f} % ({run.stock.energy_j:.1f} to {plan.energy_j:.1f} J)"
     )
@@ -213,5 +213,5 @@ async def check_plan(run: RealRun, *, max_excess_saving: float = 2) -> Figures:
 
 
 def identities(schedule: solver.Schedule) -> list[list[Identity]]:
-    """The solver's own idea of a schedule, as identities."""
+    """Return the solver's own version of a schedule, as identities."""
     return [[(int(Kind[c.kind.name]), c.microbatch, c.chunk) for c in order] for order in schedule.orders]

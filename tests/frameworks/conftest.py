@@ -1,8 +1,8 @@
-"""Holds the table of versions against what the tests really trained with, attached.
+"""Compare the table of versions with those that the attached tests really trained with.
 
-Every rank of `trainers` leaves that in a file. It goes along with the report of its test, so that the process
-that runs the tests knows of all, also of those that ran in other workers. Where all files of this folder
-have run, and passed, the table has to say the same; with $WRITE_VERSIONS it is written.
+Every rank of `trainers` writes them to a file, which is attached to the report of its test, so that the main
+process gets those of all workers. If all files of this folder have run and passed, the table must be equal;
+with $WRITE_VERSIONS it is written.
 """
 
 import json
@@ -24,7 +24,7 @@ _table = pytest.StashKey["_Table"]()
 
 
 class _Table:
-    """What the session's tests have trained with, and whether they were all."""
+    """The versions that the session's tests have trained with, and whether all tests have run."""
 
     def __init__(self) -> None:
         self.ran: set[Run] = set()
@@ -32,7 +32,7 @@ class _Table:
         self._files: set[str] = set()
 
     def take(self, report: pytest.TestReport) -> None:
-        """Take what a test has told."""
+        """Take a test's report."""
         self._files.add(Path(report.nodeid.partition("::")[0]).name)
         reported: dict[str, Any] = dict(report.user_properties)
         is_as_expected = report.passed or hasattr(report, "wasxfail")
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Reports:
-    """Hears of all tests, whoever runs them."""
+    """Receives the reports of all tests from all workers."""
 
     def __init__(self, table: _Table) -> None:
         self._table = table

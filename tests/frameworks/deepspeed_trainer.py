@@ -20,7 +20,7 @@ VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 def train(task: TrainerTask, rank: int) -> None:
     """Train one rank."""
     torch.set_num_threads(1)
-    # Else DeepSpeed would compile its collectives for shared memory now.
+    # Otherwise DeepSpeed would compile its shared-memory collectives now.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(task.rank_count))
     deepspeed.init_distributed(

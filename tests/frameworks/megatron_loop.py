@@ -1,4 +1,4 @@
-"""Megatron-LM's own loop, of a release that has it, wrapped; nothing is trained: `-m …megatron_loop`."""
+"""Wrap Megatron-LM's own loop, of a release that has it, without training: `-m …megatron_loop`."""
 
 import typing
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from perseus.agent.megatron import wrap_training
 
 
 def check() -> None:
-    """Wrap it: what `pretrain` calls comes to `attach`, with its configuration, before all else."""
+    """Wrap it: a call of `pretrain` first reaches `attach`, with its configuration."""
     # The release is for Python 3.12.
     typing.override = typing_extensions.override  # type: ignore[attr-defined,unused-ignore]
     from megatron.training import training

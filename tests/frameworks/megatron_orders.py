@@ -1,6 +1,6 @@
-"""Train a little under Megatron-Core's schedules, attached to a notebook only: `-m …megatron_orders TASK`.
+"""Train a little under Megatron-Core's schedules, attached only to a notebook: `-m …megatron_orders TASK`.
 
-Two ranks. What stage 0 registered, and what each rank marked, is left in one file for each rank.
+Two ranks. Each rank writes a file with its marks, and stage 0's registration.
 """
 
 import json
@@ -27,7 +27,7 @@ ITERATIONS = 3
 
 
 def iterate(task: TrainerTask, chunks: list[Any], optimizer: Any) -> list[list[float]]:
-    """The training of one schedule; the losses of its iterations and evaluations."""
+    """Train one schedule; return the losses of its iterations and evaluations."""
     losses = []
     for iteration in range(ITERATIONS):
         losses.append(step(task, chunks, seed=iteration))
@@ -39,7 +39,7 @@ def iterate(task: TrainerTask, chunks: list[Any], optimizer: Any) -> list[list[f
 
 
 def loop_of(task: TrainerTask, timers: CountingTimers) -> Any:
-    """A stand-in for the module of Megatron-LM's loop, its `train` called as theirs is."""
+    """Return a stand-in for the module of Megatron-LM's loop, whose `train` is called like theirs."""
 
     class Loop(ModuleType):
         def pretrain(self, chunks: list[Any], optimizer: Any, config: Any) -> list[list[float]]:
@@ -62,7 +62,7 @@ def loop_of(task: TrainerTask, timers: CountingTimers) -> Any:
 
 
 def check_refusals_in_the_loop(config: Any, notebook: Notebook) -> None:
-    """Once for a process, and never by timers, which the loop sets itself."""
+    """Check that attaching works once per process, and never by timers, which the loop sets itself."""
     from perseus.agent.megatron import attach
 
     with pytest.raises(ValueError, match=r"expected 'schedules', as Megatron-LM's own loop"):
@@ -73,7 +73,7 @@ def check_refusals_in_the_loop(config: Any, notebook: Notebook) -> None:
 
 
 def train(task: TrainerTask, rank: int) -> None:
-    """One rank, through all schedules."""
+    """Train one rank through all schedules."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
     from megatron.core import __version__, parallel_state
@@ -107,7 +107,7 @@ def train(task: TrainerTask, rank: int) -> None:
                     attachment.detach()
             if is_attached:
                 assert vars(schedules) == untouched
-                step(task, chunks, seed=ITERATIONS)  # it still trains
+                step(task, chunks, seed=ITERATIONS)  # training still works
             assert config.timers is timers
             forwards = (2 * ITERATIONS + is_attached) * task.microbatch_count * chunk_count
             assert timers.counts["forward-compute"] == 2 * forwards, "each start, each stop"

@@ -1,4 +1,4 @@
-"""A tiny GPT of Megatron-Core, really trained on CPUs: `-m …megatron_trainer TASK`.
+"""Train a tiny GPT of Megatron-Core on CPUs: `-m …megatron_trainer TASK`.
 
 Its schedules: "1f1b" through the schedules seam, "1f1b-timers" through that of the timers, "interleaved".
 """
@@ -70,7 +70,7 @@ def prepare(_task: TrainerTask) -> None:
 
 
 def step(task: TrainerTask, chunks: list[Any], seed: int, *, forward_only: bool = False) -> list[float]:
-    """One iteration, or evaluation; the losses of its microbatches on the rank that has them."""
+    """Run one iteration or evaluation; return its microbatches' losses on the rank that has them."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
@@ -89,7 +89,7 @@ def step(task: TrainerTask, chunks: list[Any], seed: int, *, forward_only: bool 
 
 
 class CountingTimers:
-    """Timers of the user's own, which are to go on: counts the starts and stops of each."""
+    """The user's own timers, which must keep working: counts the starts and stops of each."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -107,7 +107,7 @@ class CountingTimers:
 
 
 def make_chunks(task: TrainerTask) -> tuple[Any, list[Any]]:
-    """This rank's chunks of the model and their configuration, in a parallel state made for them."""
+    """Return this rank's chunks of the model and their configuration, in a parallel state made for them."""
     from megatron.core import parallel_state
 
     virtual = task.chunk_count if task.chunk_count > 1 else None
@@ -129,7 +129,7 @@ def _config(task: TrainerTask) -> Any:
         pipeline_model_parallel_size=task.stage_count,
         virtual_pipeline_model_parallel_size=task.chunk_count if task.chunk_count > 1 else None,
         pipeline_dtype=torch.float32,
-        # With two stages, Megatron wants sends and receives to overlap where there are virtual ones.
+        # With two stages and virtual ones, Megatron requires sends and receives to overlap.
         overlap_p2p_comm=task.chunk_count > 1,
         batch_p2p_comm=task.chunk_count == 1,
     )
@@ -143,7 +143,7 @@ def _chunk(config: Any, task: TrainerTask, stage: int, chunk: int) -> Any:
     position, count = chunk * task.stage_count + stage, task.stage_count * task.chunk_count
     arguments = {}
     if task.chunk_count > 1:
-        # Up to 0.12 a chunk learns its place from the parallel state, later from an argument.
+        # Up to 0.12 a chunk gets its place from the parallel state, later from an argument.
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
         if "vp_stage" in inspect.signature(GPTModel).parameters:
             arguments["vp_stage"] = chunk

@@ -1,4 +1,4 @@
-"""A notebook in place of an agent: what a framework's hook marks and registers."""
+"""A notebook in place of an agent, for a framework hook's marks and registration."""
 
 from typing import Any
 
@@ -51,5 +51,5 @@ class Notebook:
         assert self.is_finished
 
     def connect(self, **_arguments: Any) -> "Notebook":
-        """What `attach` takes for `Probe.connect`."""
+        """Replace `Probe.connect` for `attach`."""
         return self

@@ -1,7 +1,7 @@
 """Real-time priority for ranks on emulated GPUs.
 
-An emulated GPU is as punctual as its process: other work on this machine's cores must not be its wait. Such
-ranks sleep nearly all the time, so whatever else runs hardly notices.
+An emulated GPU is as punctual as its process, so it must not wait for other work on this machine's cores.
+Such ranks sleep nearly all the time, so they hardly disturb other processes.
 """
 
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def make_punctual(process: int) -> None:
-    """Put a process, and what it forks from now on, before all others, where this is allowed."""
+    """Give a process and its future children priority over all others, if permitted."""
     for thread in os.listdir(f"/proc/{process}/task"):
         with suppress(PermissionError, ProcessLookupError):
             os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
 
 
 def descendants(command: str) -> list[int]:
-    """The processes below this one that have this in their command line."""
+    """Return the descendants of this process whose command line contains a text."""
     parents: dict[int, int] = {}
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,6 +1,6 @@
-"""One real training job under a real coordinator and real agents, from stock to its plan, as values.
+"""One real training job under a real coordinator and real agents, from stock to its plan, with its figures.
 
-The frameworks' tests start their own trainer on it, and judge what it found.
+The frameworks' tests start their own trainer on it, and check its figures.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ _START_TIMEOUT_S = 60.0
 _PROFILING_TIMEOUT_S = 240.0
 STEP_TIMEOUT_S = 60.0
 GUARD_TOLERANCE_PERCENT = 10.0
-"""What stages and parts wait for each other is the machine's, and in no prediction: where it does other work,
-the guard would withdraw plans that are no slower than stock at the same moment, which the tests look at."""
+"""Waits between stages and parts depend on the machine, and predictions exclude them: with other work on the
+machine, the guard would withdraw plans that the tests compare with stock at the same time."""
 _NORMAL_DEVIATIONS = 1.4826
 """A normal standard deviation, in median absolute deviations."""
 _MEDIAN_ERRORS = 1.2533
-"""The standard error of a normal sample's median, in that of its mean."""
+"""Standard error of a normal sample's median, relative to that of its mean."""
 
 Identity = tuple[int, int, int]
-"""(kind, microbatch, chunk) of a computation, by the wire's numbers."""
+"""(kind, microbatch, chunk) of a computation, as numbers on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class Figures:
 
 
 def is_no_slower(found: Figures, than: Figures, allowed: float = 1.02) -> bool:
-    """Whether iterations take no longer than others by a factor, as far as their spread tells."""
+    """Whether iterations exceed others by no more than a factor, given their spread."""
     error_s = math.hypot(found.time_se_s, allowed * than.time_se_s)
     return found.time_s <= allowed * than.time_s + 2 * error_s
 
 
 @dataclass(slots=True)
 class RealRun:
-    """What a run has shown so far, and the way to ask for more."""
+    """A run's observations so far, and methods to get more."""
 
     workload: Workload
     cluster: Cluster
@@ -73,10 +73,10 @@ class RealRun:
     channel: grpc.aio.Channel
     stock: Figures | None = None
     seen: dict[tuple[int, int], list[list[Identity]]] = field(default_factory=dict)
-    """(pipeline, iteration) → what the coordinator knows that each stage has executed, in order."""
+    """(pipeline, iteration) → each stage's executed computations, in order, according to the coordinator."""
 
     async def until_planned(self) -> None:
-        """Wait until every rank has the plan in force that follows from profiling."""
+        """Wait until the plan after profiling is in force on every rank."""
         observer = self.observer
         await observer.until(
             "the stock baseline", lambda: observer.state >= job_pb2.JOB_STATE_PROFILING, _START_TIMEOUT_S
@@ -89,7 +89,7 @@ class RealRun:
         )
 
     def why_unmeasured(self) -> str | None:
-        """Why profiling gave clocks up, if it has ended without enough to plan on."""
+        """Return why profiling gave up clocks, if it ended without enough of them for a plan."""
         events = self.observer.events
         is_enough = all(
             event.profiling_ended.is_enough
@@ -100,15 +100,16 @@ class RealRun:
         return None if is_enough or not given_up else given_up[-1].message
 
     async def watch(self, count: int) -> Figures:
-        """Watch the next `count` iterations that begin from now on."""
+        """Measure the next `count` iterations that begin after now."""
         first = self.observer.next_whole_iteration
         return await self.when_known(range(first, first + count))
 
     async def plan_beside_stock(self, count: int) -> Figures:
-        """Watch so many iterations of the plan, which are to be no slower than stock; return them.
+        """Measure `count` iterations of the plan, which must be no slower than stock; return them.
 
-        What else the machine does may change between the first baseline and the plan: where the plan seems
-        slower, stock is measured again, and the plan right after it. A plan that is slower is so every time.
+        Other load on the machine may change between the first baseline and the plan. If the plan seems
+        slower, measure stock again, and the plan right after it. A plan that really is slower is so every
+        time.
         """
         plan = await self.watch(count)
         assert self.stock is not None
@@ -139,7 +140,7 @@ class RealRun:
         return self.figures(observer.measurements.under(stock))
 
     async def when_known(self, numbers: Sequence[int]) -> Figures:
-        """The figures of these iterations, once all pipelines have reported them."""
+        """Return the figures of these iterations, once all pipelines have reported them."""
         measurements = self.observer.measurements
         await self.observer.until(
             f"iterations {numbers[0]} to {numbers[-1]}",
@@ -149,7 +150,7 @@ class RealRun:
         return self.figures(numbers)
 
     def figures(self, numbers: Sequence[int]) -> Figures:
-        """The medians over these iterations, of those that all pipelines reported."""
+        """Return the medians over those of these iterations that all pipelines reported."""
         rows = self.observer.measurements.whole(numbers)
         times_s = [max(each.time_s for each in row.values()) for row in rows]
         time_s = median(times_s)
@@ -162,13 +163,13 @@ class RealRun:
         )
 
     async def frontier(self) -> frontier_pb2.Frontier:
-        """The frontier that the coordinator plans on."""
+        """Return the coordinator's frontier."""
         stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
         request = frontier_service_pb2.GetFrontierRequest(job_id=self.workload.job_id)
         return (await stub.GetFrontier(request, timeout=STEP_TIMEOUT_S)).frontier
 
     async def set_policy(self, policy: job_pb2.OperatingPolicy) -> None:
-        """Set the operating policy, and wait until the plan that follows from it is in force."""
+        """Set the operating policy, and wait until its plan is in force."""
         stub = job_service_pb2_grpc.JobServiceStub(self.channel)
         observer = self.observer
         request = job_service_pb2.SetPolicyRequest(job_id=self.workload.job_id, policy=policy)
@@ -177,7 +178,7 @@ class RealRun:
         await self._until_newer_plan(f"a plan of the policy {policy} in force", before)
 
     async def report_no_straggler(self, pipeline: int) -> None:
-        """Say that a pipeline is as fast as planned, which overrides what is found; wait for that plan."""
+        """Report that a pipeline is as fast as planned, which overrides detection; wait for that plan."""
         stub = job_service_pb2_grpc.JobServiceStub(self.channel)
         request = job_service_pb2.ReportStragglerRequest(
             job_id=self.workload.job_id, pipeline=pipeline, slowdown_factor=1.0
@@ -193,19 +194,19 @@ class RealRun:
         )
 
     def registered(self) -> list[list[Identity]]:
-        """The order of every stage, as the job was registered with it."""
+        """The registered order of every stage."""
         assert self.observer.job is not None
         stages = self.observer.job.spec.schedule.explicit.stages
         return [[(c.kind, c.microbatch, c.chunk) for c in stage.computations] for stage in stages]
 
     def paths(self) -> list[list[tuple[int, int]]]:
-        """How activations flow, as the job was registered with it."""
+        """The registered paths of activations."""
         assert self.observer.job is not None
         paths = self.observer.job.spec.schedule.explicit.paths
         return [[(step.stage, step.chunk) for step in path.steps] for path in paths]
 
     async def keep_timelines(self) -> None:
-        """Keep what was executed in every iteration, as long as this runs."""
+        """Record the executed computations of every iteration while this runs."""
         kept = dict.fromkeys(range(self.workload.pipeline_count), -1)
         while True:
             for pipeline, before in kept.items():
@@ -215,7 +216,7 @@ class RealRun:
             await asyncio.sleep(0.1)
 
     async def _keep_timeline(self, pipeline: int, before: int) -> int:
-        """Keep the latest iteration of a pipeline; its number, or `before` if no whole one is there yet."""
+        """Record a pipeline's latest iteration; return its number, or `before` without a whole one."""
         try:
             found = await self.observer.timeline(pipeline)
         except grpc.aio.AioRpcError as error:
@@ -236,7 +237,7 @@ async def real_run(
     log_dir: Path,
     start_trainers: Callable[[Cluster, Path], None],
 ) -> AsyncIterator[RealRun]:
-    """Coordinator, agents and trainers on loopback, observed; the job ends in good order with the block."""
+    """Run and observe coordinator, agents and trainers on loopback; the job finishes with the block."""
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as folder,
         Cluster(workload, Path(folder), log_dir, guard_tolerance_percent=GUARD_TOLERANCE_PERCENT) as cluster,

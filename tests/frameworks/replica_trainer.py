@@ -1,6 +1,6 @@
-"""A tiny model on CPUs that data-parallel ranks train without pipelines: `-m …replica_trainer TASK`.
+"""Train a tiny model on CPUs with data-parallel ranks, without pipelines: `-m …replica_trainer TASK`.
 
-The task's schedule says how they share it: `ddp` (a whole replica each, `DistributedDataParallel`) or `fsdp2`
+The task's schedule sets how they share it: `ddp` (a whole replica each, `DistributedDataParallel`) or `fsdp2`
 (a shard each, `fully_shard`).
 """
 
@@ -20,24 +20,24 @@ from tests.frameworks.trainers import TrainerTask, main
 
 WIDTH, BATCH = 32, 4
 
-# What a microbatch is trained in: with True gradients are reduced over the ranks, else only accumulated.
+# Context of a microbatch: with True, gradients are reduced over the ranks, else only accumulated.
 Reducing = Callable[[bool], AbstractContextManager[object]]
 
 
 def make_layers(count: int) -> list[nn.Module]:
-    """So many hidden layers, and the last."""
+    """Return `count` hidden layers, and the last one."""
     hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(count)]
     return [*hidden, nn.Linear(WIDTH, 1)]
 
 
 def replicated() -> tuple[nn.Module, Reducing]:
-    """A whole model on every rank."""
+    """Return a whole model on every rank."""
     model = DistributedDataParallel(nn.Sequential(*make_layers(1)))
     return model, lambda reduces: nullcontext() if reduces else model.no_sync()
 
 
 def sharded() -> tuple[nn.Module, Reducing]:
-    """A shard on every rank; the layers are gathered one after the other."""
+    """Return a shard on every rank; layers are gathered one after another."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     layers = make_layers(2)
     for layer in layers[:-1]:
@@ -86,7 +86,8 @@ def train(task: TrainerTask, rank: int) -> None:
     if attachment is not None:
         attachment.detach()
     task.leave_losses(rank, losses)
-    # Before the group: whose last owner is a model that goes, waits for a thread of gloo's that waits for it.
+    # Before the group: if the model is the last owner of the group, its deletion deadlocks with a thread of
+    # gloo.
     del model, reducing, optimizer, loss, attachment
     distributed.destroy_process_group()
 

@@ -1,27 +1,27 @@
-"""A job that is started again and again, each time with a random change: which, for a seed. Pure."""
+"""The random changes of a job that is restarted repeatedly, from a seed. Pure."""
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 LAYERS = 6
-"""Of the model, in whatever split."""
+"""Layers of the model, in any split."""
 MAX_RANKS = 6
 _STAGES = (2, 3, 4)
 _MICROBATCHES = (2, 3, 4, 6)
 _REPLICAS = (1, 2)
 _LONG_SHARE = 0.7
 _KILLED_SHARE = 0.5
-# How many iterations after it is attached a short launch ends: in the baseline, in profiling, or after it.
+# Iterations after attaching at which a short launch ends: in the baseline, in profiling, or after it.
 _SHORT_ITERATIONS = (3, 8, 20, 60)
 _CHANGES = ("nothing", "microbatches", "split", "stages", "replicas")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is trained, and how it is spread: the layers of every stage, in so many replicas.
+    """The layers of every stage, and the number of replicas.
 
-    As torch's 1F1B wants it, there are no fewer microbatches than stages.
+    As torch's 1F1B requires, there are no fewer microbatches than stages.
     """
 
     pipeline_count: int
@@ -34,13 +34,13 @@ class Layout:
 
     @property
     def stage_count(self) -> int:
-        """Stages of each replica."""
+        """Number of stages of each replica."""
         return len(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One of the runs. `short_iterations`: after so many it ends; None: once its plan has been watched."""
+    """One of the runs. `short_iterations`: it ends after that many; None: once its plan has been measured."""
 
     number: int
     change: str
@@ -57,7 +57,7 @@ class Launch:
 
 
 def launches(count: int, seed: int) -> Iterator[Launch]:
-    """So many launches, the same for a seed; the first of them is long."""
+    """Yield `count` launches, the same for a seed; the first of them is long."""
     chance = random.Random(seed)
     layout = Layout(1, _split(chance, 2), 4)
     for number in range(count):
@@ -88,7 +88,7 @@ def _changed(chance: random.Random, before: Layout, change: str) -> Layout:
 
 
 def _split(chance: random.Random, stage_count: int) -> tuple[int, ...]:
-    """The layers over so many stages, at least one each, and no more than half of them on one."""
+    """Split the layers over stages, at least one each, and no more than half of them on one."""
     while True:
         cuts = sorted(chance.sample(range(1, LAYERS), stage_count - 1))
         layers = tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, LAYERS], strict=True))

@@ -1,11 +1,12 @@
-"""The transformer of `torch_trainer`, told iteration by iteration: `-m …restart_trainer TASK`.
+"""Train the transformer of `torch_trainer`, with a report of each iteration: `-m …restart_trainer TASK`.
 
-Its first iterations run on the emulated GPUs without an agent, at stock; from then on it is attached. So a
-run has its own measure of stock, by the same processes on the same machine. Every rank writes one line an
-iteration, which a kill leaves behind.
+Its first iterations run on the emulated GPUs without an agent, at stock; after that it is attached. So a run
+has its own measurement of stock, by the same processes on the same machine. Every rank writes one line per
+iteration, which survives a kill.
 
-While it trains, a number in the file `microbatches` of the run's folder is a ramp: from the next iteration on
-there are so many, by a schedule of their own: again without an agent at first, and then attached anew.
+During training, a number in the file `microbatches` of the run's folder starts a ramp: the following
+iterations have that number of microbatches, with a new schedule: at first without an agent, and then attached
+again.
 """
 
 import json
@@ -35,7 +36,7 @@ _GO_ON, _STOP = 0, -1
 
 
 def report_file(folder: Path, pipeline: int, stage: int) -> Path:
-    """Where a rank tells its iterations: `[begin_s, end_s, energy_j, microbatch_count, losses]` each."""
+    """Return the file of a rank's iterations: `[begin_s, end_s, energy_j, microbatch_count, losses]` each."""
     return folder / f"told-{pipeline}-{stage}.jsonl"
 
 
@@ -57,7 +58,7 @@ class Rank:
         self._gpu = EmulatedGpu(Path(task.gpu_files[self.pipeline][self.stage])) if task.gpu_files else None
 
     def train_attached(self) -> None:
-        """Train at stock without an agent, and then with one until there is a word to stop."""
+        """Train at stock without an agent, and then with one until a request to stop."""
         message = self._task.microbatch_count
         while message != _STOP:
             if message != self._task.microbatch_count:
@@ -70,7 +71,7 @@ class Rank:
                 message = self._train(self._heard)
 
     def train_alone(self, microbatch_counts: list[int]) -> None:
-        """Train iterations of so many microbatches each."""
+        """Train iterations with these numbers of microbatches."""
         for count in microbatch_counts:
             if count != self._task.microbatch_count:
                 self._take(count)
@@ -94,7 +95,7 @@ class Rank:
         return attachment
 
     def _train(self, hear: Callable[[], int]) -> int:
-        """Train until rank 0 hears something, and return that on all ranks."""
+        """Train until rank 0 receives a request, and return it on all ranks."""
         message = _GO_ON
         while message == _GO_ON:
             begin_s = time.monotonic()

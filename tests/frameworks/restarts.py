@@ -1,8 +1,8 @@
-"""One job's identifier, launched again and again, under one coordinator and its agents: what each took.
+"""Repeated launches under one job identifier, with one coordinator and its agents, and the time of each.
 
-A launch's measure of stock is its own: its first iterations run on the same emulated GPUs, by the same
-processes, without an agent (`restart_trainer`). All iterations after it has attached count against that, but
-those of the stock baseline and of profiling, which have their own budget.
+Each launch measures stock itself: its first iterations run on the same emulated GPUs, by the same processes,
+without an agent (`restart_trainer`). All later iterations are compared with that, except those of the stock
+baseline and of profiling, which have their own budget.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ WATCHED = 15
 _END_TIMEOUT_S = 30.0
 _POLL_S = 0.1
 _RPC_TIMEOUT_S = 10.0
-# Processes that have just started, and the call that registers the job, are no matter of clocks.
+# Starting processes, and the call that registers the job, have nothing to do with clocks.
 _WARMING_UP = 3
-# A clock that is held for profiling is let go of at the begin of an iteration a little later.
+# A clock that profiling holds is released at the begin of a slightly later iteration.
 _LETTING_GO = 3
 _STANDSTILL = 1.5  # times the median
 _MEASURING = (job_pb2.JOB_STATE_BASELINE, job_pb2.JOB_STATE_PROFILING)
@@ -58,7 +58,7 @@ _MEASURING = (job_pb2.JOB_STATE_BASELINE, job_pb2.JOB_STATE_PROFILING)
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """An iteration as a rank told it; `energy_j` is its GPU's counter at the end."""
+    """An iteration from a rank's report; `energy_j` is its GPU's counter at the end."""
 
     begin_s: float
     end_s: float
@@ -69,7 +69,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Iterations that count together: how many, their median time, all GPUs' mean energy and its error."""
+    """Iterations evaluated together: their number, median time, and all GPUs' mean energy with its error."""
 
     iteration_count: int
     time_s: float
@@ -79,7 +79,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a launch has shown. `unplanned`: outside of baseline and profiling, but before its plan."""
+    """The result of a launch. `unplanned`: outside of baseline and profiling, but before its plan."""
 
     launch: Launch
     run_number: int
@@ -91,7 +91,7 @@ class Outcome:
 
     @property
     def slowdowns_percent(self) -> dict[str, float]:
-        """Of what counts, against stock."""
+        """Slowdowns of the counted stretches, against stock."""
         stretches = {"before its plan": self.unplanned, "under its plan": self.planned}
         return {
             name: 100 * (some.time_s / self.stock.time_s - 1)
@@ -101,12 +101,12 @@ class Outcome:
 
     @property
     def saving_percent(self) -> float | None:
-        """Energy of an iteration under the plan, against stock."""
+        """Energy saving of an iteration under the plan, against stock."""
         return None if self.planned is None else 100 * (1 - self.planned.energy_j / self.stock.energy_j)
 
     @property
     def saving_error_percent(self) -> float:
-        """Its standard error: a launch has few iterations at stock."""
+        """Standard error of the saving: a launch has few iterations at stock."""
         if self.planned is None:
             return 0.0
         stretches = self.planned, self.stock
@@ -132,13 +132,13 @@ class Job:
         self._folder = folder
         self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
         self._seen: list[tuple[float, int, int]] = []
-        """(when, run, state), the coordinator's, time and again."""
+        """(time, run, state) from the coordinator, polled repeatedly."""
 
     async def launch(self, launch: Launch, ramp: Sequence[int] = ()) -> list[Outcome]:
-        """Train as a launch says, end it so, and train as much again without us to compare the losses.
+        """Train a launch and end it, then train as much again without Perseus to compare the losses.
 
-        `ramp`: while it trains, other numbers of microbatches, each once the plan before was watched. There
-        is an outcome for each number.
+        `ramp`: further numbers of microbatches during training, each after the previous plan was measured.
+        There is an outcome for each number.
         """
         folder = self._folder / f"launch-{launch.number}"
         folder.mkdir()
@@ -170,7 +170,7 @@ class Job:
         ]
 
     async def _watch(self, launch: Launch, folder: Path, trainers: subprocess.Popen[bytes]) -> float | None:
-        """Look on until a launch has run for as long as it is to; when all its ranks had its plan."""
+        """Wait until the end of a launch; return when all its ranks had its plan."""
         first, planned_s = report_file(folder, 0, 0), None
         begun = len(read_report(first))
         enough: int | None = None
@@ -189,7 +189,7 @@ class Job:
         return planned_s
 
     async def _is_planned(self, layout: Layout) -> bool:
-        """Take note of the job's state; whether all ranks of this layout have its plan."""
+        """Record the job's state; return whether all ranks of this layout have its plan."""
         try:
             request = job_service_pb2.GetJobRequest(job_id=JOB_ID)
             job = (await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job
@@ -211,14 +211,14 @@ class Job:
         )
 
     async def _why(self) -> str:
-        """Why it isn't planned, as the coordinator says."""
+        """Return the coordinator's reason why the job isn't planned."""
         job = (
             await self._jobs.GetJob(job_service_pb2.GetJobRequest(job_id=JOB_ID), timeout=_RPC_TIMEOUT_S)
         ).job
         return f"expected a plan, found {job_pb2.JobState.Name(job.state)}: {job.state_reason}"
 
     async def _until_gpus_are_at_stock(self) -> None:
-        """Whoever trained has gone: within a few seconds no GPU has another clock than stock's."""
+        """Wait until all GPUs are at stock, which must happen within seconds after the trainers have gone."""
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         for pipeline, stage in NODES.ranks:
             gpu = EmulatedGpu(self._cluster.gpu_file(pipeline, stage))
@@ -259,7 +259,7 @@ class Job:
     def _losses_are_equal(
         self, task: TrainerTask, folder: Path, reported: dict[tuple[int, int], list[Reported]]
     ) -> bool:
-        """Whether as many iterations without us have the same losses, bit for bit."""
+        """Whether as many iterations without Perseus have the same losses, bit for bit."""
         alone = folder / "alone"
         alone.mkdir()
         count = min(len(iterations) for iterations in reported.values())
@@ -313,13 +313,13 @@ class Job:
         )
 
     def _is_measuring(self, iteration: Reported) -> bool:
-        """Whether the baseline was measured, or profiled, at any time of an iteration, as far as was seen."""
+        """Whether baseline or profiling was observed at any time of an iteration."""
         begin_s, end_s = iteration.begin_s - 2 * _POLL_S, iteration.end_s + 2 * _POLL_S
         return any(begin_s <= at_s <= end_s and state in _MEASURING for at_s, _, state in self._seen)
 
 
 def legs(reported: Sequence[Sequence[Reported]]) -> list[list[Sequence[Reported]]]:
-    """What all ranks told, cut where the number of microbatches changed."""
+    """Split all ranks' reports at changes of the number of microbatches."""
     count = min(map(len, reported))
     first = reported[0][:count]
     cuts = [i for i in range(1, count) if first[i].microbatch_count != first[i - 1].microbatch_count]
@@ -327,13 +327,13 @@ def legs(reported: Sequence[Sequence[Reported]]) -> list[list[Sequence[Reported]
 
 
 def stretch(reported: Sequence[Sequence[Reported]], indices: Sequence[int]) -> Stretch | None:
-    """What these iterations took, by the first rank's clock and all GPUs' counters; None for a few."""
+    """Return these iterations' figures, by the first rank's clock and all counters; None for too few."""
     if len(indices) < 3:
         return None
     times_s = [reported[0][index].end_s - reported[0][index].begin_s for index in indices]
     time_s = median(times_s)
-    # Counters move every 100 ms and say little of single iterations, so means count. One in which the machine
-    # stood still for seconds is no matter of clocks.
+    # Counters are updated every 100 ms and say little about single iterations, so means count. An iteration
+    # in which the machine stalled for seconds has nothing to do with clocks.
     usual = [i for i, each_s in zip(indices, times_s, strict=True) if each_s <= _STANDSTILL * time_s]
     energies_j = [sum(rank[i].energy_j - rank[i - 1].energy_j for rank in reported) for i in usual]
     error_j = stdev(energies_j) / math.sqrt(len(energies_j)) if len(energies_j) > 1 else math.inf
@@ -341,7 +341,7 @@ def stretch(reported: Sequence[Sequence[Reported]], indices: Sequence[int]) -> S
 
 
 def read_report(file: Path) -> list[Reported]:
-    """What a rank has told so far; a line that a kill cut off is none."""
+    """Return a rank's iterations so far, without a line that a kill truncated."""
     if not file.exists():
         return []
     lines = file.read_text().split("\n")[:-1]
@@ -354,7 +354,7 @@ def read_report(file: Path) -> list[Reported]:
 
 
 def start_trainers(task: TrainerTask, log: BinaryIO) -> subprocess.Popen[bytes]:
-    """All ranks, in a group of processes of their own."""
+    """Start all ranks in their own process group."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.frameworks.restart_trainer", task.to_json()],
         stdin=subprocess.DEVNULL,
@@ -366,7 +366,7 @@ def start_trainers(task: TrainerTask, log: BinaryIO) -> subprocess.Popen[bytes]:
 
 
 async def check_launches(count: int, seed: int, folder: Path) -> list[Outcome]:
-    """So many launches in sequence: none is slower than stock by more than 2 %, every long one is planned."""
+    """Check launches in sequence: none is more than 2 % slower than stock, every long one is planned."""
     outcomes: list[Outcome] = []
     async with restarted_job(folder) as job:
         for launch in launches(count, seed):
@@ -378,7 +378,7 @@ async def check_launches(count: int, seed: int, folder: Path) -> list[Outcome]:
 
 
 async def check_ramp(counts: Sequence[int], folder: Path) -> list[Outcome]:
-    """A training whose number of microbatches grows: the same is asked of each."""
+    """Check a training whose number of microbatches grows, with the same criteria for each."""
     launch = Launch(0, "nothing", Layout(1, (1, 2, 3), counts[0]), None, is_killed=False)
     async with restarted_job(folder) as job:
         outcomes = await job.launch(launch, counts[1:])
@@ -388,8 +388,8 @@ async def check_ramp(counts: Sequence[int], folder: Path) -> list[Outcome]:
 
 
 def check_outcomes(outcomes: Sequence[Outcome]) -> None:
-    """None is slower than stock by more than 2 %, losses are equal, every long one is planned, none surely
-    costs energy, and together they save."""
+    """Check that none is more than 2 % slower than stock, losses are equal, every long one is planned, none
+    certainly costs energy, and together they save."""
     too_slow = [
         str(each)
         for each in outcomes
@@ -406,7 +406,7 @@ def check_outcomes(outcomes: Sequence[Outcome]) -> None:
 
 @asynccontextmanager
 async def restarted_job(folder: Path) -> AsyncIterator[Job]:
-    """Coordinator and agents for as many ranks as a launch may have."""
+    """Run coordinator and agents for the largest number of ranks of a launch."""
     assert len(NODES.ranks) >= MAX_RANKS
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
@@ -422,8 +422,8 @@ async def restarted_job(folder: Path) -> AsyncIterator[Job]:
 
 
 def keep_launches(outcomes: Sequence[Outcome], name: str, position: int) -> None:
-    """Tell of a sequence of launches: the means of those that were planned. A single one has few iterations
-    at stock, and a counter that moves every 100 ms, so its energy says little."""
+    """Write the result of a sequence of launches: the means of the planned ones. A single launch has few
+    iterations at stock, and a counter that is updated every 100 ms, so its energy says little."""
     planned = [(each.stock, each.planned) for each in outcomes if each.planned is not None]
     slowest_percent = max(100 * (plan.time_s / stock.time_s - 1) for stock, plan in planned)
     killed_count = sum(each.launch.is_killed for each in outcomes)
@@ -445,7 +445,7 @@ def keep_launches(outcomes: Sequence[Outcome], name: str, position: int) -> None
 
 
 def keep_ramp(outcomes: Sequence[Outcome], name: str, position: int) -> None:
-    """Tell of a ramp: its last number of microbatches."""
+    """Write the result of a ramp, for its last number of microbatches."""
     last = outcomes[-1]
     assert last.planned is not None
     counts = " to ".join(str(each.launch.layout.microbatch_count) for each in outcomes)

@@ -1,4 +1,4 @@
-"""Every example, shown as its users are told to: on emulated GPUs, from stock to its plan."""
+"""Every example, run as documented: on emulated GPUs, from stock to its plan."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("name", "framework"), [("torch_pipeline", "torch"), ("megatron", "megatron"), ("deepspeed", "deepspeed")]
 )
-async def test_an_example_shows_what_its_plan_saves(name: str, framework: str, tmp_path: Path) -> None:
+async def test_an_example_shows_its_plan_s_saving(name: str, framework: str, tmp_path: Path) -> None:
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed; `make test-frameworks` has it")
     output: list[str] = []

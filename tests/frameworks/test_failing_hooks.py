@@ -1,6 +1,6 @@
-"""Whatever fails in a hook, on one rank or all: training goes on as without it, and the log says who and why.
+"""Any failure in a hook, on one rank or all: training continues without it, and the log has rank and reason.
 
-No rank waits for one that has given up, in no step of attaching nor later: the trainings end.
+No rank ever waits for one that has given up, during attaching or later: the trainings end.
 """
 
 import re
@@ -20,7 +20,7 @@ from tests.frameworks.cases import Case, losses_in
 
 pytestmark = pytest.mark.slow("trains for real, with the framework")
 
-# Where a hook may fail: attaching, following the training, and the store that stages meet in.
+# Places where a hook may fail: attaching, following the training, and the stages' common store.
 OF_EACH = (
     "perseus.agent.{hook}.warn_if_untested",
     "perseus.agent.{hook}.connect_marks",
@@ -51,7 +51,7 @@ OF_TORCHTITAN = (
     "perseus.agent.torch.connect_marks",
     *OF_EACH[2:],
 )
-ITERATIONS = 25  # an order that does not come is given up after 20
+ITERATIONS = 25  # ranks give up waiting for an order after 20
 TWO_STAGES = (1.0, 1.0)
 PIPELINES = Case("torch_trainer", "1F1B", TWO_STAGES, 1, 0.0, 0.0, pipeline_count=2)
 
@@ -72,7 +72,7 @@ PIPELINES = Case("torch_trainer", "1F1B", TWO_STAGES, 1, 0.0, 0.0, pipeline_coun
     ],
     ids=["pipelining", "DistributedDataParallel", "fully_shard", "torchtitan", "Megatron-Core", "DeepSpeed"],
 )
-def test_training_goes_on_with_equal_losses_and_it_is_said_who_failed_and_why(
+def test_training_continues_with_equal_losses_and_the_log_has_rank_and_reason(
     case: Case, hook: str, places: Sequence[str], tmp_path: Path
 ) -> None:
     alone = case.alone(tmp_path / "alone", ITERATIONS)
@@ -92,7 +92,7 @@ def test_training_goes_on_with_equal_losses_and_it_is_said_who_failed_and_why(
         logs = [(folder / f"log-{rank}").read_text() for rank in ranks]
         for rank in task.planted_ranks:
             assert "training continues at stock clocks: planted" in logs[rank], task.planted
-        # Who is beside it, in the same pipeline, learns of it where the orders are not exchanged by then.
+        # The other rank of the pipeline sees the failure if the orders have not been exchanged by then.
         is_late = task.planted.endswith((".register", ".look"))
         if case is PIPELINES and task.planted_ranks == [1] and not is_late:
             why = re.search(r"training continues at stock clocks: (rank|stage) 1: (.+)", logs[0])
@@ -100,7 +100,7 @@ def test_training_goes_on_with_equal_losses_and_it_is_said_who_failed_and_why(
             assert why[2] in ("planted", "its order is missing"), task.planted
 
 
-def test_a_step_that_raises_on_one_rank_and_is_caught_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_caught_error_of_a_step_on_one_rank_blocks_no_rank(tmp_path: Path) -> None:
     alone = PIPELINES.alone(tmp_path / "alone", ITERATIONS)
     attached = replace(PIPELINES.alone(tmp_path / "attached", ITERATIONS), planted="step", planted_ranks=[1])
     subprocess.run([sys.executable, *PIPELINES.command(alone, attached)], check=True, timeout=60)

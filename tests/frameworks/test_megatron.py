@@ -37,7 +37,8 @@ INTERLEAVED = Case("megatron_trainer", "interleaved", HALF_LIGHT, 2, 0.045, 0.09
 async def test_1f1b_seen_by_timers(tmp_path: Path) -> None:
     async with real_run(BY_TIMERS.workload, tmp_path / "logs", start(BY_TIMERS, tmp_path)) as run:
         await run.until_planned()
-        # A waiting GPU draws less at a lower clock, which predictions leave out: most where much is waited.
+        # A waiting GPU draws less at a lower clock, which predictions leave out; it matters most with long
+        # waits.
         plan = await check_plan(run, max_excess_saving=3)
         check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
     check_losses(BY_TIMERS, tmp_path)

@@ -1,4 +1,4 @@
-"""Megatron-Core in every version that is supported, training a little under each of its schedules."""
+"""Megatron-Core in every supported version, training a little under each of its schedules."""
 
 import json
 import subprocess
@@ -26,12 +26,12 @@ VERSIONS = [
     NEWEST_TORCH,
     "",
 ]
-"""Folders beside what is installed; none: that itself."""
+"""Folders with other versions; none: the installed one."""
 
 
 @pytest.mark.parametrize("folder", VERSIONS)
-def test_every_version_is_registered_as_it_executes_and_left_as_it_was(folder: str, tmp_path: Path) -> None:
-    """Without agents: all schedules by all seams, with evaluations between the iterations."""
+def test_every_version_registers_its_executed_order_and_detaches_cleanly(folder: str, tmp_path: Path) -> None:
+    """Run all schedules by all seams without agents, with evaluations between the iterations."""
     folders = [folder] if folder else []
     skip_unless_there(*folders)
     case = Case("megatron_orders", "all", (1.0, 1.0), 1, 0.0, 0.0, beside=folders)
@@ -68,7 +68,7 @@ def test_every_version_is_registered_as_it_executes_and_left_as_it_was(folder: s
 
 
 def test_the_loop_of_a_release_is_wrapped() -> None:
-    """Releases have it since after 0.16; it trains on GPUs only."""
+    """Releases after 0.16 have it; it trains only on GPUs."""
     skip_unless_there(NEWEST)
     command = [sys.executable, *beside(NEWEST), "tests.frameworks.megatron_loop"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)

@@ -1,4 +1,4 @@
-"""A training that is started again and again, each time with a random change, and one that changes itself."""
+"""A training that restarts repeatedly, each time with a random change, and one that changes itself."""
 
 from importlib.util import find_spec
 from pathlib import Path

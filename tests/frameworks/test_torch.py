@@ -41,14 +41,14 @@ pytestmark = pytest.mark.slow("trains for real, with the framework")
 
 ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.04, 0.08, microbatch_count=STEADY_MICROBATCHES)
 # Two stages wait for each other at every step. The light one is light enough to keep some slack under any
-# plan, or else what a message takes on a CPU, and no prediction knows, would add up.
+# plan; otherwise the times of messages on a CPU, which predictions exclude, would add up.
 HALF_LIGHT = (0.6, 1.0)
 INTERLEAVED = Case("torch_trainer", "Interleaved1F1B", HALF_LIGHT, 2, 0.045, 0.09)
 V_SHAPED = Case("torch_trainer", "ZBVZeroBubble", HALF_LIGHT, 2, 0.045, 0.09)
 REPLICATED = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.06, 0.12, pipeline_count=2)
 DATA_PARALLEL = Case("replica_trainer", "ddp", (1.0,), 1, 0.04, 0.1, pipeline_count=4)
 # FSDP2 waits between parts: three of each forward, four or five of each backward take these times. All ranks
-# meet after each of them, and really compute a little then: so there is a core for each, and parts are few.
+# synchronise after each part, and then compute a little: so each has its own core, and parts are few.
 FULLY_SHARDED = Case("replica_trainer", "fsdp2", (1.0,), 1, 0.08, 0.16, pipeline_count=2, microbatch_count=1)
 STRAGGLER, SLOWDOWN = 1, 1.3
 BUDGET_PERCENT = 20
@@ -96,7 +96,7 @@ async def test_zbv(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_a_straggling_replica_is_found_and_answered(tmp_path: Path) -> None:
+async def test_a_straggling_replica_is_detected_and_answered(tmp_path: Path) -> None:
     async with real_run(REPLICATED.workload, tmp_path / "logs", start(REPLICATED, tmp_path)) as run:
         await run.until_planned()
         plan = await check_plan(run)
@@ -126,7 +126,7 @@ async def test_a_straggling_replica_is_found_and_answered(tmp_path: Path) -> Non
 async def test_replicas_without_pipelines_keep_a_slowdown_budget_and_answer_a_straggler(
     case: Case, position: int, title: str, tmp_path: Path
 ) -> None:
-    """What the fast ones wait for a slow one is in none of their computations."""
+    """The fast replicas' wait for a slow one is not part of their computations."""
     opened = run_where_measured if case is FULLY_SHARDED else real_run
     async with opened(case.workload, tmp_path / "logs", start(case, tmp_path)) as run:
         await run.until_planned()
@@ -155,10 +155,11 @@ async def test_replicas_without_pipelines_keep_a_slowdown_budget_and_answer_a_st
 async def run_where_measured(
     workload: Workload, log_dir: Path, start_trainers: Callable[[Cluster, Path], None]
 ) -> AsyncIterator[RealRun]:
-    """A real run that is expected to fail where profiling gives up all clocks but one.
+    """A real run that is expected to fail if profiling gives up all clocks but one.
 
     Parts that wait for each other take nearly the same times in every iteration, and then a rank's counter
-    may not tell computing from waiting: its estimate stays incomplete, and no clock is measured without it.
+    may not distinguish computing from waiting: its estimate stays incomplete, and no clock is measured
+    without it.
     """
     why: str | None = None
     try:
@@ -174,26 +175,26 @@ async def run_where_measured(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a slow replica costs while the others are slowed to match it, and while they are not."""
+    """The cost of a slow replica with and without slowing the others to match it."""
 
     after_iterations: int
     planned_s: float
-    """What the plans of the others make of an iteration, answered."""
+    """Iteration time under the others' answering plans."""
     unanswered: Figures
     answered: Figures
 
     def keep(self, case: Case, name: str, position: int, title: str) -> None:
-        """Tell of it: compared with the same straggler without an answer."""
+        """Write the result, compared with the same straggler without an answer."""
         plural = "" if self.after_iterations == 1 else "s"
         note = f"answered after {self.after_iterations} iteration{plural}"
         keep(case, name, position, title, self.unanswered, self.answered, base="unanswered", note=note)
 
 
 async def answer_to_straggler(run: RealRun, plan: Figures) -> Answer:
-    """Slow a replica down, wait until that is found and answered, and have the answer taken back again.
+    """Slow a replica down, wait for detection and answer, and then withdraw the answer.
 
-    Between the slowness and its answer are too few iterations to compare with: an operator's word, which
-    overrides what is found, gives as many without an answer as with one.
+    There are too few iterations between the slowdown and its answer for a comparison. An operator's report,
+    which overrides detection, gives as many iterations without an answer as with one.
     """
     observer = run.observer
     run.cluster.degrade(STRAGGLER, SLOWDOWN)
@@ -222,10 +223,10 @@ async def answer_to_straggler(run: RealRun, plan: Figures) -> Answer:
 
 
 @pytest.mark.parametrize("folders", [[], [NEWEST_TORCH]])
-def test_every_schedule_is_registered_as_it_is_executed_and_left_as_it_was(
+def test_every_schedule_registers_its_executed_order_and_detaches_cleanly(
     folders: list[str], tmp_path: Path
 ) -> None:
-    """All that torch has, without agents: the solver takes orders and paths, and marks follow the orders."""
+    """Run all of torch's schedules without agents: the solver takes the orders, and marks follow them."""
     skip_unless_there(*folders)
     case = Case("torch_orders", "all", (1.0, 1.0), 1, 0.0, 0.0, beside=folders)
     done = subprocess.run(

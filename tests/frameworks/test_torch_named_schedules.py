@@ -19,7 +19,7 @@ STAGE_COUNTS = (1, 2, 3, 4, 6)
 
 
 def torch_orders(name: str, stage_count: int, microbatch_count: int) -> tuple[tuple[Computation, ...], ...]:
-    """Torch's table; what it overlaps in the order in which it names it: forward, then backward."""
+    """Return torch's table; overlapped computations in the order of their names: forward, then backward."""
     visualizer = import_module("torch.distributed.pipelining._schedule_visualizer")
     table = visualizer.get_schedule_ops(name, stage_count, microbatch_count, num_stages_per_rank=2)
     return tuple(

@@ -46,10 +46,8 @@ async def test_1f1b(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("schedule", "folders"), [("1F1B", []), ("Interleaved1F1B", [NEWEST_TORCH])])
-def test_whatever_the_configuration_builds_is_attached(
-    schedule: str, folders: list[str], tmp_path: Path
-) -> None:
-    """Registered as it is executed; detached at the end; with equal losses. 0.2 is installed, 0.3 beside."""
+def test_every_configured_schedule_is_attached(schedule: str, folders: list[str], tmp_path: Path) -> None:
+    """The executed order is registered, the end detaches, losses are equal. 0.2 is installed, 0.3 beside."""
     skip_unless_there(*folders)
     case = Case("torchtitan_orders", schedule, (1.0, 1.0), 1, 0.0, 0.0, beside=folders)
     for name in ("alone", "attached"):

@@ -1,4 +1,4 @@
-"""What is done with an attached model is as without us, bit for bit: copies, pickles, compilers."""
+"""Copies, pickles and compilers treat an attached model as one without Perseus, bit for bit."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Net(nn.Sequential):  # type: ignore[misc]
-    """With a forward of its own: torch compiles none of its own code."""
+    """A model with its own forward: torch doesn't compile its own code."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs)
@@ -52,7 +52,7 @@ def make_model(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
 
 
 class Training:
-    """Of a model, by what calls it; attached or not."""
+    """Training of a model through the callable under test; attached or not."""
 
     def __init__(self, model: nn.Module, *, is_attached: bool) -> None:
         self.model = model
@@ -89,7 +89,7 @@ def outputs(model: Callable[..., Any]) -> list[float]:
 
 
 def both(what: Callable[[Training], Any], kind: type[nn.Sequential] = nn.Sequential) -> tuple[Any, Any]:
-    """What is found without us, and attached."""
+    """Return the results without Perseus, and attached."""
     plain, attached = (Training(make_model(kind), is_attached=is_attached) for is_attached in (False, True))
     found = what(plain), what(attached)
     assert attached.begun[:2] == MARKED
@@ -115,7 +115,7 @@ def test_a_copy_is_not_marked() -> None:
     assert training.begun == []
 
 
-def test_a_whole_model_is_saved_and_loaded_where_we_are_not(tmp_path: Path) -> None:
+def test_a_whole_model_is_saved_and_loaded_without_perseus(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
 
     def saved(training: Training) -> list[Any]:
@@ -144,7 +144,7 @@ def test_a_model_that_is_compiled_in_place_is_marked(is_full_graph: bool) -> Non
 
 
 @pytest.mark.parametrize("is_full_graph", [False, True])
-def test_a_compiled_model_is_marked_if_it_is_what_is_attached(is_full_graph: bool) -> None:
+def test_a_compiled_model_is_marked_if_it_is_the_attached_one(is_full_graph: bool) -> None:
     plain = Training(make_model(Net), is_attached=False)
     expected = plain.train(torch.compile(plain.model, backend="eager", fullgraph=is_full_graph))
     model = torch.compile(make_model(Net), backend="eager", fullgraph=is_full_graph)
@@ -154,7 +154,7 @@ def test_a_compiled_model_is_marked_if_it_is_what_is_attached(is_full_graph: boo
 
 
 @pytest.mark.parametrize("is_full_graph", [False, True])
-def test_a_model_that_is_compiled_once_attached_computes_as_before_and_says_what_to_attach(
+def test_a_model_compiled_after_attaching_computes_as_before_and_the_log_has_advice(
     is_full_graph: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, attached = (Training(make_model(Net), is_attached=is_attached) for is_attached in (False, True))
@@ -167,7 +167,7 @@ def test_a_model_that_is_compiled_once_attached_computes_as_before_and_says_what
     assert "the Net that is attached was not called" in caplog.text
 
 
-def test_scripts_traces_slices_and_functional_calls_are_those_of_the_model() -> None:
+def test_scripts_traces_slices_and_functional_calls_match_the_model() -> None:
     def found(training: Training) -> list[Any]:
         training.train()
         model, inputs = training.model, torch.ones(2, 8)

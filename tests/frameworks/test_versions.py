@@ -1,4 +1,4 @@
-"""The table of versions is one, on the page and in the hooks. That it is what was run, `conftest` says."""
+"""The page and the hooks have the same table of versions. `conftest` compares it with the tested ones."""
 
 from perseus.agent.probe.tested_versions import RUNS
 from tests.frameworks.versions import MODULE, PAGE, literal, table, written

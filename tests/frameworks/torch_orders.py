@@ -1,6 +1,6 @@
-"""Train a little under every schedule that torch has, attached to a notebook only: `-m …torch_orders TASK`.
+"""Train a little under all of torch's schedules, attached only to a notebook: `-m …torch_orders TASK`.
 
-Two ranks. What stage 0 registered, and what each rank marked, is left in one file for each rank.
+Two ranks. Each rank writes a file with its marks, and stage 0's registration.
 """
 
 import json
@@ -32,7 +32,7 @@ ITERATIONS = 3
 
 
 def step(schedule: Any, task: TrainerTask, stage: int, seed: int, *, evaluates: bool = False) -> list[str]:
-    """One iteration, or evaluation; the losses, bit for bit."""
+    """Run one iteration or evaluation; return the losses, bit for bit."""
     size = (task.microbatch_count * MICROBATCH_SIZE, LENGTH + 1)
     tokens = torch.randint(0, VOCABULARY, size, generator=torch.Generator().manual_seed(seed))
     inputs = [tokens[:, :-1]] if stage == 0 else []
@@ -44,7 +44,7 @@ def step(schedule: Any, task: TrainerTask, stage: int, seed: int, *, evaluates: 
 
 
 def train(task: TrainerTask, rank: int) -> None:
-    """One rank, through all schedules."""
+    """Train one rank through all schedules."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=task.rendezvous, rank=rank, world_size=task.stage_count
@@ -72,7 +72,7 @@ def train(task: TrainerTask, rank: int) -> None:
                 wrapped = {"step", "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"}
                 for owner, old in zip(owners, before, strict=True):
                     assert not wrapped & vars(owner).keys() - old.keys()
-                step(schedule, task, rank, ITERATIONS)  # it still trains
+                step(schedule, task, rank, ITERATIONS)  # training still works
         assert notebook.is_finished
         found[name] = {
             "registration": notebook.registration,

@@ -1,4 +1,4 @@
-"""A tiny transformer, trained with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
+"""Train a tiny transformer with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -44,13 +44,13 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def make_schedule(task: TrainerTask, stage: int, group: Any) -> tuple[Any, list[nn.Module]]:
-    """This rank's schedule, and the chunks of the model that it trains."""
+    """Return this rank's schedule, and its chunks of the model."""
     chunks = make_chunks(task, stage)
     return schedule_of(task, stage, chunks, group), chunks
 
 
 def make_chunks(task: TrainerTask, stage: int) -> list[nn.Module]:
-    """The chunks of the model that a stage trains."""
+    """Return a stage's chunks of the model."""
     chunks = []
     for position in _positions(task, stage):
         torch.manual_seed(position)
@@ -60,7 +60,7 @@ def make_chunks(task: TrainerTask, stage: int) -> list[nn.Module]:
 
 
 def schedule_of(task: TrainerTask, stage: int, chunks: Sequence[nn.Module], group: Any) -> Any:
-    """What trains a stage's chunks."""
+    """Return the schedule of a stage's chunks."""
     count = task.stage_count * task.chunk_count
     stages = [
         PipelineStage(chunk, position, count, torch.device("cpu"), group=group)
@@ -78,7 +78,7 @@ def _positions(task: TrainerTask, stage: int) -> list[int]:
 
 
 class HiccupError(Exception):
-    """Comes with the first iteration, once all is computed."""
+    """Raised in the first iteration, after all computations."""
 
 
 def failing_once(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,12 +104,12 @@ def train(task: TrainerTask, rank: int) -> None:
         schedule.step = failing_once(schedule.step)
     attachment = None
     if task.is_attached:
-        # Without a mesh ranks meet as they attach.
+        # Without a mesh, ranks synchronise when they attach.
         device_mesh = None if task.planted else mesh
         attachment = attach(schedule, device_mesh=device_mesh, **task.attach_arguments(pipeline, stage))
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    # The model's last chunk says what the losses are: in a V it is on the first stage.
+    # The model's last chunk has the losses: in a V it is on the first stage.
     has_losses = any(chunk.head is not None for chunk in chunks)
     losses: list[float] = []
     iteration, goes_on = 0, True

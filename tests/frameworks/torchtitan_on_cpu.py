@@ -1,6 +1,6 @@
-"""torchtitan's debug model on CPUs with random tokens, as a configuration for each way that torchtitan has.
+"""torchtitan's debug model on CPUs with random tokens, for both of torchtitan's ways of configuration.
 
-Its releases have neither tokenizer nor data set: those are in its repository only.
+Its releases have neither tokenizer nor data set, which are only in its repository.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ NAME = "debugmodel_on_cpu"
 
 
 def do_without_cuda() -> None:
-    """Let torchtitan find the CPU as its device; to be called before it is imported."""
+    """Let torchtitan use the CPU as its device; call it before importing torchtitan."""
     import torch._utils as utils
 
     utils._get_available_device_type = lambda: "cpu"
@@ -61,11 +61,11 @@ class RandomTokens:
 
 
 def arguments(schedule: str, stage_count: int, microbatch_count: int, dump_folder: str) -> list[str]:
-    """What the command line of this version of torchtitan takes."""
+    """Return the command line for this version of torchtitan."""
     common = {
         "training.local_batch_size": microbatch_count,
         "training.seq_len": LENGTH,
-        "training.steps": 100_000,  # the learning rate depends on it, and stays where it is for a while
+        "training.steps": 100_000,  # the learning rate depends on it, and stays constant for a while
         "training.mixed_precision_param": "float32",
         "parallelism.pipeline_parallel_degree": stage_count,
         "parallelism.pipeline_parallel_schedule": schedule,
@@ -85,12 +85,12 @@ def arguments(schedule: str, stage_count: int, microbatch_count: int, dump_folde
 
 
 def is_configured_in_python() -> bool:
-    """From 0.3 on; before, options of the command line are all there is."""
+    """Whether it is 0.3 or later; earlier versions only have command-line options."""
     return version_key(metadata.version("torchtitan")) >= (0, 3)
 
 
 def prepare() -> None:
-    """Have the model ready for its name on the command line, which torchtitan may read at its import."""
+    """Register the model for its name on the command line, which torchtitan may read during its import."""
     if is_configured_in_python():
         _prepare_attention()
     else:
@@ -98,7 +98,7 @@ def prepare() -> None:
 
 
 def debugmodel_on_cpu() -> Any:
-    """A configuration for torchtitan 0.3."""
+    """Return a configuration for torchtitan 0.3."""
     from dataclasses import dataclass
 
     from torchtitan.components.dataloader import BaseDataLoader
@@ -139,7 +139,7 @@ def debugmodel_on_cpu() -> Any:
 
 
 def _prepare_attention() -> None:
-    """Flexible attention has no backward on CPUs: causal attention, which is the same for one document."""
+    """Use causal attention: flexible attention has no backward on CPUs, and is the same for one document."""
     from torch.nn.attention import flex_attention
     from torch.nn.functional import scaled_dot_product_attention
     from torchtitan.models.common import attention
@@ -152,7 +152,7 @@ def _prepare_attention() -> None:
 
 
 def _register_model() -> None:
-    """The debug model, with our data, for torchtitan 0.2."""
+    """Register the debug model with our data for torchtitan 0.2."""
     from dataclasses import replace
 
     from torchtitan.components.dataloader import BaseDataLoader

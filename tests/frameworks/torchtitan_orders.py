@@ -1,6 +1,6 @@
-"""torchtitan's debug model, a little under a schedule, attached to a notebook: `-m …torchtitan_orders TASK`.
+"""Train torchtitan's debug model a little, attached to a notebook: `-m …torchtitan_orders TASK`.
 
-Two ranks. What stage 0 registered, what each rank marked and what it lost is left in a file for each rank.
+Two ranks. Each rank writes a file with its marks and losses, and stage 0's registration.
 """
 
 import json
@@ -15,7 +15,7 @@ from tests.frameworks.trainers import TrainerTask, main
 
 
 def train(task: TrainerTask, rank: int) -> None:
-    """One rank; alone if the job's name says so."""
+    """Train one rank; alone if the job's name says so."""
     torch.set_num_threads(1)
     be_a_rank(task, rank)
     notebook = Notebook()

@@ -14,7 +14,7 @@ from tests.frameworks.trainers import TrainerTask, main
 
 
 def train(task: TrainerTask, rank: int) -> None:
-    """One rank, from torchtitan's command line on."""
+    """Train one rank, starting with torchtitan's command line."""
     torch.set_num_threads(1)
     be_a_rank(task, rank)
     losses = run(task, rank)
@@ -31,14 +31,14 @@ def prepare(task: TrainerTask) -> None:
 
 
 def arguments(task: TrainerTask) -> list[str]:
-    """What the task is on torchtitan's command line."""
+    """Return the task as torchtitan's command line."""
     return torchtitan_on_cpu.arguments(
         task.schedule, task.stage_count, task.microbatch_count, task.losses_dir
     )
 
 
 def be_a_rank(task: TrainerTask, rank: int) -> None:
-    """What torchrun says to a rank, and nobody says of a CPU."""
+    """Set up a rank as torchrun does, but for a CPU."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(task.rank_count))
     init = distributed.init_process_group
 
@@ -49,7 +49,7 @@ def be_a_rank(task: TrainerTask, rank: int) -> None:
 
 
 def run(task: TrainerTask, rank: int, connect: Connect | None = None) -> list[float]:
-    """Train, attached where the task or `connect` says so; the losses that torchtitan would log."""
+    """Train, attached if the task or `connect` requires it; return the losses that torchtitan would log."""
     from torchtitan import train as titan
     from torchtitan.components.metrics import MetricsProcessor
 

@@ -1,8 +1,8 @@
-"""What the frameworks' trainers share: the task on their command line, and a process for every rank of it.
+"""The common part of the frameworks' trainers: the task on the command line, and a process for every rank.
 
-Attached, computations take as long as emulated GPUs say, and the ranks train until the run's folder holds a
-file named `stop`; alone, they train a number of iterations, as fast as they can. Either way the rank of every
-pipeline that has the losses leaves them, bit for bit, in a file.
+Attached, computations take as long as on emulated GPUs, and the ranks train until the run's folder holds a
+file named `stop`; alone, they train a number of iterations, as fast as they can. In both cases the rank of
+every pipeline that has the losses writes them, bit for bit, to a file.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 @dataclass(frozen=True, slots=True)
 class TrainerTask:
-    """What to train, and how. `sockets[p]` is the agent of a pipeline; none: alone."""
+    """A training task. `sockets[p]` is the agent of a pipeline; none: alone."""
 
     run_dir: str
     losses_dir: str
@@ -46,32 +46,32 @@ class TrainerTask:
     works: Sequence[Sequence[tuple[int, int, float, float, float]]] = ()
     """For every stage: kind, chunk, and the work's compute-bound and memory-bound seconds and activity."""
     layers: Sequence[int] = ()
-    """How many layers each stage has; none: one each."""
+    """Layers of each stage; none: one each."""
     planted: str = ""
-    """A function of Perseus that raises on `planted_ranks`, or the first "step"; no agent is there."""
+    """A function of Perseus that raises on `planted_ranks`, or the first "step"; without an agent."""
     planted_ranks: Sequence[int] = ()
 
     def to_json(self) -> str:
-        """For the command line."""
+        """Return the task as text for the command line."""
         return json.dumps(asdict(self))
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is somebody to attach to."""
+        """Whether there is something to attach to."""
         return bool(self.sockets or self.planted)
 
     @property
     def rendezvous(self) -> str:
-        """Where the ranks find each other, as torch.distributed takes it."""
+        """The ranks' rendezvous, in torch.distributed's format."""
         return f"file://{self.losses_dir}/rendezvous"
 
     @property
     def rank_count(self) -> int:
-        """Ranks of the whole job."""
+        """Number of ranks of the whole job."""
         return self.pipeline_count * self.stage_count
 
     def attach_arguments(self, pipeline: int, stage: int) -> dict[str, Any]:
-        """Keyword arguments of every framework's `attach`; the agent's socket goes into the environment."""
+        """Return arguments for every framework's `attach`; put the agent's socket into the environment."""
         if not self.sockets:
             os.environ[SOCKET_VARIABLE] = f"{self.losses_dir}/no-agent.sock"
             return {"job_id": self.job_id, "connect": Probe.connect}
@@ -83,7 +83,7 @@ class TrainerTask:
         }
 
     def is_over(self, iteration_count: int) -> bool:
-        """Whether to stop after so many iterations; one rank asks and tells the others."""
+        """Whether to stop after this many iterations; one rank checks and informs the others."""
         if self.sockets:
             return Path(self.run_dir, STOP_FILE).exists()
         return iteration_count == self.iteration_count
@@ -97,9 +97,9 @@ class TrainerTask:
 def main(
     train: Callable[[TrainerTask, int], None], prepare: Callable[[TrainerTask], None] | None = None
 ) -> int:
-    """Fork a process for every rank of the command line's tasks, one after the other; 0 if all went well.
+    """Fork a process for every rank of the command line's tasks, one task after another; return 0 on success.
 
-    `prepare` comes before: what it imports is imported once for all ranks, and in nobody's way.
+    `prepare` runs before: its imports happen once for all ranks, and don't delay any of them.
     """
     tasks = [TrainerTask(**json.loads(text)) for text in sys.argv[1:]]
     if prepare is not None:
@@ -118,7 +118,7 @@ def _fork(train: Callable[[TrainerTask, int], None], task: TrainerTask, rank: in
     process = os.fork()
     if process != 0:
         return process
-    # Whoever ends the parent ends its ranks.
+    # The ranks die with their parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     status = 1
     try:

@@ -1,7 +1,7 @@
-"""Frameworks in other versions than the environment's own, beside it, and the table of all that were run.
+"""Frameworks in versions other than the environment's own, beside it, and the table of all tested ones.
 
-`-m tests.frameworks.versions FOLDER… -- MODULE ARGUMENT…` runs a module with what these folders of the
-environment hold in place of what is installed.
+`-m tests.frameworks.versions FOLDER… -- MODULE ARGUMENT…` runs a module with the packages in these folders of
+the environment in place of the installed ones.
 """
 
 import runpy
@@ -16,7 +16,7 @@ from perseus.agent.probe import tested_versions
 from perseus.agent.probe.tested_versions import FRAMEWORKS, Run, version_key
 
 NEWEST_TORCH = "torch-2.15.0"
-"""The folder beside what is installed that has the newest torch, and the torchtitan that needs it."""
+"""The folder with the newest torch, and the torchtitan that needs it."""
 
 ROOT = Path(__file__).parents[2]
 MODULE = Path(tested_versions.__file__)
@@ -26,19 +26,19 @@ _IN_PAGE = ("<!-- Written by `make framework-versions`. -->\n", "<!-- End of wha
 
 
 def beside(*folders: str) -> list[str]:
-    """What goes before a module and its arguments, for Python; nothing for no folders."""
+    """Return Python's arguments before a module and its arguments; nothing without folders."""
     return ["-m", "tests.frameworks.versions", *folders, "--"] if folders else ["-m"]
 
 
 def skip_unless_there(*folders: str) -> None:
-    """Skip the test where something is not installed beside the environment."""
+    """Skip the test if a folder is not installed beside the environment."""
     for folder in folders:
         if not Path(sys.prefix, folder).exists():
             pytest.skip(f"{folder} is not installed beside; `make test-frameworks` has it")
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The table of docs/frameworks.md: a row for every hook and version of torch."""
+    """Return the table of docs/frameworks.md: a row for every hook and version of torch."""
     lines = ["| hook | with | on torch |", "|---|---|---|"]
     for (hook, torch), some in groupby(in_order(runs), key=lambda run: (run[0], run[2])):
         versions = ", ".join(version for _, version, _ in some)
@@ -50,24 +50,24 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def in_order(runs: Sequence[Run]) -> list[Run]:
-    """By hook, by torch's version, by the framework's."""
+    """Sort by hook, by torch's version, by the framework's."""
     return sorted(runs, key=lambda run: (run[0], version_key(run[2]), version_key(run[1])))
 
 
 def literal(runs: Sequence[Run]) -> str:
-    """The table of `tested_versions`."""
+    """Return the table of `tested_versions`."""
     rows = "".join(f'    ("{hook}", "{version}", "{torch}"),\n' for hook, version, torch in in_order(runs))
     return f"RUNS: Sequence[Run] = (\n{rows})\n"
 
 
 def written(file: Path) -> str:
-    """What stands between the marks of the module or the page."""
+    """Return the text between the marks of the module or the page."""
     _, _, rest = file.read_text().partition(_marks(file)[0])
     return rest.partition(_marks(file)[1])[0]
 
 
 def write(runs: Sequence[Run]) -> None:
-    """Put it into the module and the page."""
+    """Write the table into the module and the page."""
     for file, text in ((MODULE, literal(runs)), (PAGE, table(runs))):
         first, last = _marks(file)
         file.write_text(file.read_text().replace(f"{first}{written(file)}{last}", f"{first}{text}{last}"))

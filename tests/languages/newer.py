@@ -1,7 +1,7 @@
-"""Stands between an agent and a coordinator, and makes each look newer to the other.
+"""A proxy between an agent and a coordinator that makes each look newer to the other.
 
-Every message of both, and every message inside it, gets a field that nobody knows; every stream of an agent
-gets a message that nobody knows, each way.
+Every message of both, and every message inside it, gets an unknown field; every stream of an agent gets an
+unknown message in each direction.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ async def newer_ends(coordinator: Channels) -> AsyncIterator[str]:
 
 
 class _Forwarder(grpc.GenericRpcHandler):
-    """A handler of whatever method; every call is a stream both ways as far as HTTP/2 knows."""
+    """A handler for any method; for HTTP/2, every call is a stream in both directions."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -84,7 +84,7 @@ async def _send(method: str, requests: AsyncIterator[bytes], call: Any) -> None:
 
 
 def _grown(method: str, data: bytes, *, is_request: bool) -> bytes:
-    """Return a message with a field more than its type has, and each message in it likewise."""
+    """Return a message with one more field than its type has, and the same for each message in it."""
     service, name = method[1:].split("/")
     if service not in SERVICES:
         return data

@@ -19,19 +19,19 @@ from tests.ports import free_port
 
 TIMEOUT_S = 60.0
 
-# Clients of other languages show certificates, and no tokens.
+# Clients in other languages present certificates, and no tokens.
 _CLIENT_IS_OPERATOR = {"PERSEUS_COORDINATOR_CERTIFICATE_SCOPES": '{"client": "operator"}'}
 
 
 class CoordinatorProcess:
-    """A coordinator on a port of its own, which it keeps when it is killed and started again.
+    """A coordinator on its own port, which it keeps across restarts.
 
-    It wants mutual TLS, unless its client can't: then it is plaintext.
+    It requires mutual TLS, unless its client doesn't support it: then it uses plaintext.
     """
 
     def __init__(self, folder: Path, *, has_tls: bool = True) -> None:
         port = free_port()
-        # A name, as certificates are mostly for: Node.js warns of TLS to an address.
+        # A name, like most certificates: Node.js warns of TLS to an address.
         self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder
         self.security = Security(folder / "security") if has_tls else None
@@ -49,7 +49,7 @@ class CoordinatorProcess:
         self._process.wait(TIMEOUT_S)
 
     def start(self) -> None:
-        """Start it on what is stored, and wait until it listens."""
+        """Start it on its database, and wait until it listens."""
         database = self._folder / "perseus.db"
         with (self._folder / "coordinator.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -70,26 +70,26 @@ class CoordinatorProcess:
         return {**self.security.of_coordinator(), **_CLIENT_IS_OPERATOR}
 
     def kill(self) -> None:
-        """End it without any warning."""
+        """Kill it without warning."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(TIMEOUT_S)
 
     @property
     def channels(self) -> Channels:
-        """The way there."""
+        """The way to the coordinator."""
         if self.security is None:
             return Channels(self.address)
         return self.security.channels(self.address)
 
     @property
     def of_client(self) -> Mapping[str, str]:
-        """What a client's environment says of the certificates that it is to use."""
+        """A client's environment variables for certificates."""
         return self.security.of_operator() if self.security is not None else {}
 
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:
-        """What it says of jobs."""
+        """Connect to its job service."""
         with self.channels.open_blocking() as channel:
             yield JobServiceStub(channel)
 
@@ -99,7 +99,7 @@ class CoordinatorProcess:
 
 
 class ClientProcess:
-    """A client; what it prints goes to a file, and can be read while it runs."""
+    """A client whose output goes to a file, which can be read while it runs."""
 
     def __init__(self, command: Sequence[str], folder: Path, log: Path, **environment: str) -> None:
         self._log = log
@@ -125,11 +125,11 @@ class ClientProcess:
 
     @property
     def text(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return self._log.read_text()
 
     def wait_for(self, text: str) -> None:
-        """Wait until it has printed this; an error if it ends before."""
+        """Wait until it has printed a text; raise an error if it ends before."""
         wait_until(
             lambda: text in self.text or self._process.poll() is not None,
             f"{text!r} in\n{self.text}",
@@ -137,17 +137,17 @@ class ClientProcess:
         assert text in self.text, self.text
 
     def wait(self) -> str:
-        """Wait until it ends well, and return what it printed."""
+        """Wait until it ends successfully, and return its output."""
         assert self._process.wait(TIMEOUT_S) == 0, self.text
         return self.text
 
     async def wait_async(self) -> str:
-        """The same beside what else runs on the event loop."""
+        """Do the same without blocking the event loop."""
         return await asyncio.to_thread(self.wait)
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait for something that happens in another process."""
+    """Wait for a condition in another process."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert time.monotonic() < deadline_s, f"expected {what}"
@@ -155,7 +155,7 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
 
 
 def check_story(coordinator: CoordinatorProcess, job_id: str) -> list[event_pb2.JobEvent]:
-    """Check what the coordinator says afterwards of the job that a client has told the whole story with.
+    """Check the coordinator's final state of a job after a client's whole scenario.
 
     Returns its events.
     """

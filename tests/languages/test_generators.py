@@ -1,4 +1,4 @@
-"""The common generators take the contract, and what they make is named as docs/protocol.md says."""
+"""The common generators accept the contract, and their output has the names of docs/protocol.md."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# What begins a file of each language, and two files that must be there.
+# The beginning of a file of each language, and two files that must exist.
 NAMES = {
     "java": (r"^package perseus\.v1;$", ["perseus/v1/JobServiceGrpc.java", "perseus/v1/TelemetryBatch.java"]),
     "csharp": (r"^namespace Perseus\.V1 ", ["Perseus/V1/JobService.cs", "Perseus/V1/AgentService.cs"]),
@@ -28,7 +28,7 @@ COMMANDS = ("protoc", "grpc_java_plugin", "grpc_php_plugin", "grpc_ruby_plugin")
     not all(map(shutil.which, COMMANDS)),
     reason="protoc and its plugins are not installed here; `make test-languages` installs them",
 )
-def test_stubs_are_named_as_their_languages_want(tmp_path: Path) -> None:
+def test_stubs_have_their_languages_names(tmp_path: Path) -> None:
     buf = Path(sys.executable).with_name("buf")
     subprocess.run([buf, "generate", f"--output={tmp_path}"], cwd=ROOT, check=True)
     folder = tmp_path / "build" / "languages"

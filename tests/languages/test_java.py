@@ -18,7 +18,7 @@ SOURCES = Path(__file__).parent / "java"
 JARS = Path("/usr/share/java")
 SPEED = "5"
 
-# What Debian's packages have of gRPC and all that it needs at run time.
+# Debian's packages of gRPC and of its run-time dependencies.
 CLASSPATH = [
     *(JARS / f"{name}.jar" for name in ("grpc-api", "grpc-context", "grpc-core", "grpc-netty", "grpc-stub")),
     *(JARS / f"{name}.jar" for name in ("grpc-protobuf", "grpc-protobuf-lite", "protobuf", "guava")),
@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def classpath(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the client and all that it needs are, compiled."""
+    """Compile the client; return the classpath with all its dependencies."""
     folder = tmp_path_factory.mktemp("java")
     classes = folder / "classes"
     classes.mkdir()
@@ -59,7 +59,7 @@ def generate(what: Path, folder: Path) -> None:
 
 
 def standard_services() -> bytes:
-    """Return health and reflection as descriptors: their Java classes are in no Debian package."""
+    """Return health and reflection as descriptors: no Debian package has their Java classes."""
     files = FileDescriptorSet()
     for module in (health_pb2, reflection_pb2):
         module.DESCRIPTOR.CopyToProto(files.file.add())
@@ -74,11 +74,11 @@ def start(classpath: str, target: str, folder: Path) -> ClientProcess:
 
 
 def coordinator_of(folder: Path) -> CoordinatorProcess:
-    """In plaintext: Debian's build of netty has no ALPN, without which gRPC speaks no TLS."""
+    """Return a plaintext coordinator: Debian's build of netty lacks ALPN, which gRPC needs for TLS."""
     return CoordinatorProcess(folder, has_tls=False)
 
 
-def test_the_whole_story(classpath: str, tmp_path: Path) -> None:
+def test_the_whole_scenario(classpath: str, tmp_path: Path) -> None:
     with (
         coordinator_of(tmp_path) as coordinator,
         start(classpath, coordinator.address, tmp_path) as client,
@@ -93,12 +93,12 @@ def test_the_whole_story(classpath: str, tmp_path: Path) -> None:
     assert refused[0].iteration >= refused[0].start_iteration
 
 
-async def test_unknown_fields_and_messages_of_both_do_not_matter(classpath: str, tmp_path: Path) -> None:
+async def test_unknown_fields_and_messages_are_ignored(classpath: str, tmp_path: Path) -> None:
     with coordinator_of(tmp_path) as coordinator:
         async with newer_ends(coordinator.channels) as address:
             with start(classpath, address, tmp_path) as client:
                 printed = await client.wait_async()
         check_story(coordinator, "story")
-    assert printed.count("a message that is not known here was refused") == 1
+    assert printed.count("refused an unknown message") == 1
     assert printed.count("message refused: UNKNOWN_MESSAGE") == 1
     assert "stream ended" not in printed

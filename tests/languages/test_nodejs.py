@@ -34,7 +34,7 @@ def start(target: str, folder: Path, environment: Mapping[str, str] | None = Non
     )
 
 
-def test_the_whole_story(tmp_path: Path) -> None:
+def test_the_whole_scenario(tmp_path: Path) -> None:
     with (
         CoordinatorProcess(tmp_path) as coordinator,
         start(coordinator.address, tmp_path, coordinator.of_client) as client,
@@ -48,12 +48,12 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert "report PLANNED" in printed
 
 
-def test_a_coordinator_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_a_coordinator_is_killed_and_restarted(tmp_path: Path) -> None:
     with (
         CoordinatorProcess(tmp_path) as coordinator,
         start(coordinator.address, tmp_path, coordinator.of_client) as client,
     ):
-        client.wait_for("→ planned: ")  # the plans are offered, and not yet in force
+        client.wait_for("→ planned: ")  # the plans are offered, but not yet in force
         coordinator.kill()
         coordinator.start()
         printed = client.wait()
@@ -62,13 +62,13 @@ def test_a_coordinator_that_is_killed_and_comes_back(tmp_path: Path) -> None:
     assert printed.count("connected: ") == 2
 
 
-async def test_unknown_fields_and_messages_of_both_do_not_matter(tmp_path: Path) -> None:
+async def test_unknown_fields_and_messages_are_ignored(tmp_path: Path) -> None:
     with CoordinatorProcess(tmp_path) as coordinator:
         async with newer_ends(coordinator.channels) as address:
             with start(address, tmp_path) as client:
                 printed = await client.wait_async()
         check_story(coordinator, "story")
-    assert printed.count("a message that is not known here was refused") == 1
+    assert printed.count("refused an unknown message") == 1
     assert printed.count("message refused: UNKNOWN_MESSAGE") == 1
     assert "stream ended" not in printed
 
@@ -77,7 +77,7 @@ def test_the_rules_of_offers() -> None:
     subprocess.run(["node", "--test"], cwd=EXAMPLE, check=True)
 
 
-def test_the_stable_reason_of_an_error_is_read(tmp_path: Path) -> None:
+def test_the_stable_reason_of_an_error_is_decoded(tmp_path: Path) -> None:
     script = """
         import { Coordinator, reasonOf } from './coordinator.js';
         const coordinator = new Coordinator(process.argv[1]);

@@ -1,11 +1,10 @@
-"""`make torture-coordinator`: a coordinator killed many times under load, and what it lost.
+"""`make torture-coordinator`: kill a coordinator many times under load, and check for losses.
 
 python -m tests.torture.coordinator COUNT [REPORT] [--malformed COUNT]
 
-Agents load it from a process of their own (`benchmarks.load`), and keep a book of all that they are told.
-What is killed is the process, by SIGKILL, at random times: while jobs are measured, profiled, planned, while
-stragglers come and go, and while it starts. Then databases fail it, one gets malformed messages, and one has
-hostile tenants.
+Agents load it from another process (`benchmarks.load`), and record all messages that they receive. The
+process is killed by SIGKILL at random times: while jobs are measured, profiled and planned, while stragglers
+come and go, and while it starts. After that come failing databases, malformed messages and hostile tenants.
 """
 
 import argparse
@@ -42,18 +41,18 @@ RECONNECT_WITHIN_S = 0.3
 JOB_EVERY = 10
 """Kills until another job begins."""
 JOBS = 2
-"""That live at a time; with another the oldest one ends."""
+"""Number of jobs at a time; another one ends the oldest."""
 
 _MAX_DELAY_S = 1.5
 _MAX_START_S = 1.2
-"""While it starts, a kill comes at most so late."""
+"""Latest time of a kill during a start."""
 _START_KILLS = 0.2
 _UNFINISHED_COMEBACKS = 0.3
-"""Share of kills that don't wait for all agents to be back from the one before."""
+"""Share of kills that don't wait for all agents to be back from the previous one."""
 _LIMIT_S = 120.0
 _HOSTILE_S = 60.0
 _POSTGRESQL_SHARE, _SERVER_SHARE = 0.25, 0.1
-"""Of all kills: so many once more on PostgreSQL, and so many of its server."""
+"""Shares of the number of kills: those repeated on PostgreSQL, and those of its server."""
 
 
 class DatabaseServer(Protocol):
@@ -68,17 +67,17 @@ class DatabaseServer(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of all the kills."""
+    """The result of all kills."""
 
     kill_count: int = 0
     start_kill_count: int = 0
     server_kill_count: int = 0
     batch_count: int = 0
     return_s: list[float] = field(default_factory=list)
-    """From listening until all agents were back and nothing waited that was sent again."""
+    """From listening until all agents were back and all resent batches were acknowledged."""
     version_count: int = 0
     left_out_count: int = 0
-    """Iterations that no report counts, though the one before ran under the same plans."""
+    """Iterations that no report counts, although the previous one ran under the same plans."""
     states: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -94,16 +93,16 @@ def torture(
     server_kill_count: int = 0,
     check_store: Callable[[str], list[str]],
 ) -> Outcome:
-    """Kill the coordinator of a database so many times, and hold everything against what it told.
+    """Kill the coordinator of a database repeatedly, and compare its state with its messages.
 
     Args:
-        database: what `--database` is given.
-        server: what keeps it, killed as many times as `server_kill_count` says, in between.
-        check_store: what is wrong with the database, once nobody has it open.
+        database: the value of `--database`.
+        server: its server, which is killed `server_kill_count` times in between.
+        check_store: returns the problems of the database, once nobody has it open.
     """
     chance = random.Random(seed)
     outcome = Outcome()
-    # Which kills take the server as well: spread evenly.
+    # Kills that include the server, spread evenly.
     server_kills = {round((n + 0.5) * kill_count / server_kill_count) for n in range(server_kill_count)}
     with CoordinatorProcess(folder, database, FLAGS, is_pinned=False) as coordinator:
         coordinator.start()
@@ -176,7 +175,7 @@ def _come_back(coordinator: CoordinatorProcess, agents: Agents, killed_s: float,
 
 
 def _end_without_database(coordinator: CoordinatorProcess, outcome: Outcome) -> None:
-    """A coordinator whose server is gone ends by itself, with a failure, or waits for it: either is well."""
+    """Accept that a coordinator without its server ends by itself with a failure, or waits for the server."""
     deadline_s = time.monotonic() + 2.0
     while coordinator.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -185,7 +184,7 @@ def _end_without_database(coordinator: CoordinatorProcess, outcome: Outcome) -> 
 
 
 def _settle(agents: Agents, restart_counts: Mapping[str, int], outcome: Outcome) -> None:
-    """Jobs are planned in the end. Then hold everything against what was told, and end them."""
+    """Wait until jobs are planned, compare everything with the messages, and end the jobs."""
     for job_id, restart_count in restart_counts.items():
         try:
             agents.ask("planned", job_id=job_id, limit_s=_LIMIT_S)
@@ -203,7 +202,7 @@ def _settle(agents: Agents, restart_counts: Mapping[str, int], outcome: Outcome)
 
 
 def check_by_command(database: str) -> list[str]:
-    """What the coordinator's own check finds wrong with a database."""
+    """Return the findings of the coordinator's own check of a database."""
     command = [sys.executable, "-m", "perseus.cli", "coordinator", "--check-store", "--database", database]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
     return [] if done.returncode == 0 else [f"store check: {done.stdout}{done.stderr}"]
@@ -215,7 +214,7 @@ def torture_sqlite(folder: Path, kill_count: int, seed: int) -> Outcome:
 
 
 def torture_postgresql(folder: Path, kill_count: int, server_kill_count: int, seed: int) -> Outcome:
-    """Kill a coordinator whose database a server keeps, and the server too."""
+    """Kill a coordinator whose database is on a server, and the server too."""
     with postgresql.running() as server:
         return torture(
             folder,
@@ -244,7 +243,7 @@ def _fault_rows(outcomes: Iterable[FaultOutcome]) -> str:
     rows = []
     for each in outcomes:
         message = each.lines[-1].replace("|", "/") if FAULTS[each.name].has_to_end and each.lines else "–"
-        message = re.sub(r"/\S+/(?=jobs\.db)", "", message)  # in which folder it was tells nobody anything
+        message = re.sub(r"/\S+/(?=jobs\.db)", "", message)  # the folder is irrelevant
         ended = "–" if each.status is None else str(each.status)
         problems = "; ".join(each.problems) or "none"
         rows.append(f"| {each.name} | {ended} | {message} | {each.stock_after_s:.1f} s | {problems} |")
@@ -252,7 +251,7 @@ def _fault_rows(outcomes: Iterable[FaultOutcome]) -> str:
 
 
 def report(outcomes: dict[str, Outcome], faults: Iterable[FaultOutcome], seed: int, took_s: float) -> str:
-    """The figures as a page."""
+    """Return the figures as a page."""
     rows = [
         f"| {name} | {each.kill_count} | {each.start_kill_count} | {each.server_kill_count} | "
         f"{each.batch_count} | {each.version_count} | {each.left_out_count} | "
@@ -298,7 +297,7 @@ Last run: {today}, {took_s / 60:.0f} minutes, {cores} cores, Python {platform.py
 
 
 def main(count: int, path: Path | None, seed: int, malformed_count: int) -> None:
-    """Kill, and write down what came of it."""
+    """Kill the coordinator, and write the report."""
     print(f"seed {seed}", flush=True)
     raise_file_limit()
     begun_s = time.monotonic()

@@ -1,8 +1,8 @@
-"""What a coordinator does when its database fails it, with a real agent and many emulated ones on it.
+"""A coordinator with a failing database, with a real agent and many emulated ones.
 
-Each fault strikes a coordinator under load whose database is on a small disk of its own. Said of each: how
-the coordinator ended and in which words, when the real agent's GPU was back at stock, and whether anything
-that was acknowledged is gone once the fault is mended and the coordinator started again.
+Each fault strikes a coordinator under load whose database is on its own small disk. The outcome of each: how
+the coordinator ended and its last words, when the real agent's GPU was back at stock, and whether any
+acknowledged data is lost after the fault is repaired and the coordinator restarted.
 """
 
 import os
@@ -22,7 +22,7 @@ from perseus.v1.job_service_pb2_grpc import JobServiceStub
 from tests.nvml.stack import Stack
 
 LEASE_S = 5.0
-"""Long enough that agents on a busy machine are not taken for silent."""
+"""Long enough that agents on a busy machine don't count as silent."""
 FLAGS = (
     *("--lease-s", f"{LEASE_S:g}", "--guard-tolerance-percent", "1000"),
     *("--baseline-iterations", "2", "--profile-iterations", "2", "--profile-clocks", "2"),
@@ -36,7 +36,7 @@ _LIMIT_S = 60.0
 
 @dataclass(slots=True)
 class FaultOutcome:
-    """What one fault came to.
+    """The outcome of one fault.
 
     Attributes:
         name: of the fault.
@@ -44,7 +44,7 @@ class FaultOutcome:
         lines: the last lines that it wrote.
         ended_after_s: from the fault.
         stock_after_s: from the coordinator's end until the GPU was at stock.
-        problems: what should not be so.
+        problems: violated expectations.
     """
 
     name: str
@@ -60,20 +60,20 @@ class Node(Stack):
 
     def __init__(self, folder: Path, library: Path, coordinator: CoordinatorProcess) -> None:
         super().__init__(folder, library)
-        self._environment = nvml_stub.environment(library, self.gpu_folder)  # that coordinator is plaintext
+        self._environment = nvml_stub.environment(library, self.gpu_folder)  # that coordinator uses plaintext
         self._watched = coordinator
 
     @property
     def address(self) -> str:
-        """The coordinator's."""
+        """The coordinator's address."""
         return self._watched.address
 
     def start_coordinator(self) -> None:
-        """It runs already."""
+        """Do nothing: it runs already."""
 
 
 class Disk:
-    """A small disk; a coordinator's database lies on it."""
+    """A small disk with a coordinator's database."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Disk:
         self._filler = folder / "filler"
 
     def fill(self) -> None:
-        """Leave no room."""
+        """Fill the disk."""
         with self._filler.open("wb", buffering=0) as filler, suppress(OSError):
             while filler.write(bytes(4096)):
                 pass
@@ -121,14 +121,14 @@ def _database_removed(disk: Disk, _: CoordinatorProcess) -> None:
 
 
 def _read_only(disk: Disk, coordinator: CoordinatorProcess) -> None:
-    """Nobody can make it so under a writer: it is found at the next start."""
+    """A file can't become read-only under a writer: the coordinator notices it at its next start."""
     coordinator.kill()
     disk.remount("ro")
     coordinator.launch()
 
 
 def _log_truncated(disk: Disk, coordinator: CoordinatorProcess) -> None:
-    """As a disk does that lied about what it had written."""
+    """Truncate the log, like a disk that lied about completed writes."""
     coordinator.kill()
     os.truncate(disk.log(), disk.log().stat().st_size // 2)
 
@@ -140,7 +140,7 @@ def _log_lost(disk: Disk, coordinator: CoordinatorProcess) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """How it strikes, and is mended; whether the coordinator has to end by itself, and state may be gone."""
+    """How it strikes and is repaired; whether the coordinator has to end by itself, and may lose state."""
 
     strike: Callable[[Disk, CoordinatorProcess], None]
     mend: Callable[[Disk], None] = lambda _: None
@@ -161,7 +161,7 @@ def strike(folder: Path, library: Path, *names: str) -> list[FaultOutcome]:
     """Let faults strike a coordinator under load, one after another.
 
     Raises:
-        AssertionError: after one the GPU was not back at stock when the lease had run out.
+        AssertionError: after a fault the GPU was not back at stock when the lease had expired.
     """
     outcomes = [FaultOutcome(name) for name in names]
     with (
@@ -196,7 +196,7 @@ def strike(folder: Path, library: Path, *names: str) -> list[FaultOutcome]:
 
 
 def _has_slowdown(address: str, job_id: str) -> bool:
-    """Let a job run at the lowest energy; false while it is not registered.
+    """Let a job run at the lowest energy; return false while it is not registered.
 
     A stage on its own has no slack: without a slowdown its GPU is locked only while clocks are profiled.
     """
@@ -229,7 +229,7 @@ def _watch_end(coordinator: CoordinatorProcess, fault: Fault, struck_s: float, o
 
 
 def _hold_against(agents: Agents, ended_s: float, fault: Fault, outcome: FaultOutcome) -> None:
-    """What was acknowledged is there; or else every agent was shown that state is gone, by another epoch."""
+    """Check that acknowledged data is there, or that every agent learned of the loss by another epoch."""
     try:
         agents.ask("back", since_s=ended_s, limit_s=_LIMIT_S)
     except GeneratorError as error:
@@ -244,7 +244,7 @@ def _hold_against(agents: Agents, ended_s: float, fault: Fault, outcome: FaultOu
 
 
 def strike_all(folder: Path) -> list[FaultOutcome]:
-    """Every fault once; none where nobody may mount a disk."""
+    """Run every fault once; none if this user may not mount a disk."""
     if os.geteuid() != 0:
         print("faults of the disk: skipped, only root may mount one")
         return []

@@ -1,4 +1,4 @@
-"""A PostgreSQL server that is killed while a coordinator works on it."""
+"""A PostgreSQL server that is killed while a coordinator uses it."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ class KilledServer:
         self._server = server
 
     def kill(self) -> None:
-        """SIGKILL to the server, which its workers don't outlive."""
+        """Send SIGKILL to the server; its workers don't outlive it."""
         pid = int((self._server.data / "postmaster.pid").read_text().split()[0])
         workers = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         for each in (pid, *workers):
@@ -27,7 +27,7 @@ class KilledServer:
         ends_s = time.monotonic() + _LIMIT_S
         while any(_is_alive(each) for each in (pid, *workers)) and time.monotonic() < ends_s:
             time.sleep(0.01)
-        # As long as nobody has waited for the dead process, its locks would look like ones that are held.
+        # Until its parent has waited for the dead process, its locks would seem to be held.
         folder = self._server.data
         for lock in (folder / "postmaster.pid", *folder.parent.glob(".s.PGSQL.*.lock")):
             lock.unlink(missing_ok=True)
@@ -38,7 +38,7 @@ class KilledServer:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether it runs; one that its parent has not waited for doesn't."""
+    """Whether it runs; a zombie doesn't."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

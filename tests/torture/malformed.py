@@ -1,10 +1,10 @@
-"""What a coordinator makes of malformed messages: nothing, if all is well.
+"""Send malformed messages to a coordinator, which must ignore them.
 
 python -m tests.torture.malformed COUNT [--seed N] [--page PAGE]
 
-They go to a real coordinator with TLS and tokens, from somebody who has an operator's: nothing is turned away
-at the door. Meanwhile an agent with a token of its own goes on with its job, health is asked for all the
-time, and the coordinator's memory is read.
+They go to a real coordinator with TLS and tokens, from a client with an operator's token, so that the access
+check refuses none of them. Meanwhile an agent with its own token continues its job, a thread checks health
+all the time, and another reads the coordinator's memory.
 """
 
 import argparse
@@ -45,12 +45,12 @@ SHARES = {"bounds": 0.4, "random": 0.3, "order": 0.2, "frames": 0.1}
 HEALTH_LIMIT_S = 1.0
 _HEALTH_PERIOD_S = 0.05
 _SETTLED_SHARE = 0.4
-"""Of the messages: from then on, for a while, the coordinator has its size."""
+"""Share of the messages after which the coordinator's size is measured for a while."""
 _GROWTH_BYTES = 48 * 2**20
-"""That counts as none: the allocator's, and what the jobs keep of their latest iterations and events."""
+"""Tolerated growth: the allocator's, and the jobs' latest iterations and events."""
 
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Has glibc give back at once what is freed, so that resident memory is memory in use."""
+"""Makes glibc return freed memory at once, so that resident memory is memory in use."""
 
 _TITLE = "## Malformed messages"
 
@@ -59,30 +59,30 @@ _SENDERS = 6
 _PER_STREAM = 40
 _CALL_LIMIT_S = 60.0
 _END_LIMIT_S = 5.0
-"""For a stream to end by itself: one that has said too much is slowed down, perhaps for minutes."""
+"""For a stream to end by itself: the rate limit may delay it for minutes."""
 _REST_S = 5.0
-"""In which what the last messages took is given back."""
+"""Time to free the memory of the last messages."""
 _WATCH_S = 0.05
 _SOLVE_LIMIT_S = 2.0
-"""What is asked of the solver may be as large as is allowed, and would take minutes."""
+"""Solver requests may be as large as permitted, and would take minutes."""
 _OWN_ERROR = "Internal error from Core"
-"""The client's own, of a stream that ends while it is written to."""
+"""The client's own error for a stream that ends during a write."""
 _FAULTS = ("Traceback", "unexpected error", "quarantined", "the coordinator is late")
 _SHOWN_LINES = 25
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of it.
+    """The outcome.
 
     Attributes:
         sent: messages, by kind.
         ends: how calls and streams ended, by status or reason.
-        health_s: what each question for health took, but for the time in which the machine ran others.
-        slowest_health_s: the longest, that included.
+        health_s: duration of each health check, without the time in which the machine ran other processes.
+        slowest_health_s: the longest, including that time.
         settled_bytes, end_bytes: the coordinator's memory.
-        iteration_count: that the agent with a job went through meanwhile.
-        problems: what should not be so.
+        iteration_count: iterations of the agent with a job meanwhile.
+        problems: violated expectations.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -97,7 +97,7 @@ class Outcome:
 
 
 def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
-    """Send so many to a coordinator of its own, and hold against it what it must not do."""
+    """Send messages to a separate coordinator, and collect its violations."""
     security = Security(folder / "security")
     flags = (
         "--lease-s",
@@ -132,7 +132,7 @@ def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
 def _asking_for_health(
     security: Security, coordinator: CoordinatorProcess, outcome: Outcome
 ) -> Iterator[None]:
-    """Ask all the time, in a thread, as a probe would."""
+    """Check health all the time, in a thread, like a probe."""
     is_over = threading.Event()
 
     def ask() -> None:
@@ -162,14 +162,14 @@ def _asking_for_health(
 
 
 class _Waiting:
-    """For how long threads of some processes are ready, and the machine runs others."""
+    """Time in which threads of some processes are ready, but the machine runs others."""
 
     def __init__(self, *process_ids: int) -> None:
         self._process_ids = process_ids
         self._begun_ns = [self._threads_ns(process_id) for process_id in process_ids]
 
     def max_s(self) -> float:
-        """Of the thread of each process that waited most, since the beginning, together; seconds."""
+        """Return the time of each process's longest-waiting thread so far, summed over processes; seconds."""
         total_ns = 0
         for process_id, begun_ns in zip(self._process_ids, self._begun_ns, strict=True):
             now_ns = self._threads_ns(process_id)
@@ -186,7 +186,7 @@ class _Waiting:
 
 
 def _faults(log: Path) -> list[str]:
-    """Lines that tell of a fault of the coordinator's own; each kind once."""
+    """Return log lines on internal errors of the coordinator, each kind once."""
     lines = log.read_text().splitlines()
     found = [
         "\n".join(lines[number : number + _SHOWN_LINES])
@@ -197,7 +197,7 @@ def _faults(log: Path) -> list[str]:
 
 
 class _Attack:
-    """All that is sent, and who watches meanwhile."""
+    """All messages, and the observers."""
 
     def __init__(
         self, coordinator: CoordinatorProcess, security: Security, outcome: Outcome, count: int, seed: int
@@ -238,7 +238,7 @@ class _Attack:
     # ------------------------------------------------------------------ watching
 
     async def _witness(self, agent: FakeAgent) -> None:
-        """An agent that does nothing wrong, and is not to be disturbed."""
+        """Run a well-behaved agent, which must not be disturbed."""
         while not self._is_over.is_set():
             await agent.iterate()
             self._outcome.iteration_count += 1
@@ -250,7 +250,7 @@ class _Attack:
     async def _keep_job(self, client: Client) -> None:
         """Register the job of all the messages whenever one of them has ended it."""
         while not self._is_over.is_set():
-            with suppress(grpc.aio.AioRpcError):  # for now, it is another's of that name
+            with suppress(grpc.aio.AioRpcError):  # another job has that name for now
                 await client.register(job_id=messages.JOB)
             await asyncio.sleep(0.2)
 
@@ -261,9 +261,9 @@ class _Attack:
             if _SETTLED_SHARE <= outcome.sent.total() / self._count <= _SETTLED_SHARE + 0.3 or not settled:
                 settled.append(_memory_bytes(self._coordinator.pid))
             await asyncio.sleep(0.1)
-        outcome.settled_bytes = min(settled[1:], default=settled[0])  # large messages leave room behind
+        outcome.settled_bytes = min(settled[1:], default=settled[0])  # large messages leave free memory
         over_s = time.monotonic()
-        while True:  # what is being answered now will be let go of
+        while True:  # memory of pending answers will be freed
             outcome.end_bytes = _memory_bytes(self._coordinator.pid)
             has_room = outcome.end_bytes <= outcome.settled_bytes + _GROWTH_BYTES
             if has_room or time.monotonic() > over_s + _REST_S:
@@ -275,14 +275,14 @@ class _Attack:
     # ------------------------------------------------------------------ sending
 
     def _may_send(self, kind: str) -> bool:
-        """Whether one more of a kind is wanted; it then counts as sent."""
+        """Whether to send one more of a kind; it then counts as sent."""
         if self._outcome.sent[kind] >= self._quota[kind]:
             return False
         self._outcome.sent[kind] += 1
         return True
 
     async def _send_bounds(self, channel: grpc.aio.Channel) -> None:
-        """Every field of every request, and then of every message of the stream, from the beginning again."""
+        """Send every field of every request, then of every message of the stream, repeatedly."""
         todo = self._bounds()
         senders = (self._send_bounds_of(channel, todo) for _ in range(_SENDERS))
         await asyncio.gather(*senders)
@@ -325,7 +325,7 @@ class _Attack:
         return messages.mangled(data, chance) if chance.random() < 0.6 else data
 
     async def _send_streams(self, channel: grpc.aio.Channel, kind: str) -> None:
-        """Conversations of random messages, or of proper ones in any order."""
+        """Send streams of random messages, or of valid ones in any order."""
         chance = self._chance
         talking = _Talk(channel, self._note_end)
         while self._may_send(kind):
@@ -399,7 +399,7 @@ class _Attack:
             self._note_end(rpc, error)
 
     def _note_end(self, rpc: str, error: grpc.aio.AioRpcError) -> None:
-        """Count how a call ended; a fault of the coordinator's own, and no answer at all, are problems."""
+        """Count how a call ended; an internal error of the coordinator and a missing answer are problems."""
         if error.details() == _OWN_ERROR:
             return
         end = _reason(error) or error.code().name
@@ -412,7 +412,7 @@ class _Attack:
 
 
 class _Talk:
-    """Streams to Connect, one after another: each goes on until the coordinator ends it."""
+    """Streams to Connect, one after another: each lasts until the coordinator ends it."""
 
     def __init__(self, channel: Any, note_end: Callable[[str, grpc.aio.AioRpcError], None]) -> None:
         self._channel = channel
@@ -421,7 +421,7 @@ class _Talk:
         self._reading: asyncio.Task[None] | None = None
 
     async def send(self, data: bytes, *, has_hello: bool = True) -> None:
-        """Say something, on a new stream if there is none."""
+        """Send a message, on a new stream if there is none."""
         if self._reading is not None and self._reading.done():
             await self.end()
         if self._call is None:
@@ -432,7 +432,7 @@ class _Talk:
         await self._write(data)
 
     async def end(self) -> None:
-        """End the stream, and take what it ends with."""
+        """End the stream, and read its status."""
         if self._call is None:
             return
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -444,7 +444,7 @@ class _Talk:
         self._call = self._reading = None
 
     async def _write(self, data: bytes) -> None:
-        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has ended: reading says why
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # ended: the reader gets the reason
             await self._call.write(data)
 
     async def _read(self, call: Any) -> None:
@@ -467,7 +467,7 @@ async def _agent_token(channel: grpc.aio.Channel) -> str:
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:
-    """The stable reason of a status; empty if it is gRPC's own."""
+    """Return the stable reason of a status; empty for gRPC's own."""
     info = ErrorInfo()
     status = rpc_status.from_call(error)
     is_ours = status is not None and any(detail.Unpack(info) for detail in status.details)
@@ -480,7 +480,7 @@ def _memory_bytes(process_id: int) -> int:
 
 
 def section(outcome: Outcome, seed: int) -> str:
-    """The figures as a part of a page."""
+    """Return the figures as a section of a page."""
     kinds = {
         "bounds": "every field of every request and stream message, at its bounds and beyond",
         "random": "random protocol buffers, and random bytes",
@@ -512,14 +512,14 @@ iterations. Problems: {problems}. {outcome.took_s / 60:.1f} minutes, seed {seed}
 
 
 def in_page(page: str, section: str) -> str:
-    """A page with a section in place of the one of that title, at its end if there is none."""
+    """Return a page with the section replaced, or appended if there is none."""
     before, _, rest = page.partition(section.partition("\n")[0])
     _, is_last, after = rest.partition("\n## ")
     return f"{before.rstrip()}\n\n{section}" + (f"\n## {after}" if is_last else "")
 
 
 def main(count: int, seed: int, page: Path | None) -> None:
-    """Send them, say what came of it, and write it into a page."""
+    """Send the messages, print the outcome, and write it to a page."""
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         outcome = torture_malformed(Path(folder), count, seed)
     text = section(outcome, seed)

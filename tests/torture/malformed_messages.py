@@ -1,6 +1,6 @@
-"""What no client should send: every field at its bounds and beyond, random protocol buffers, broken frames.
+"""Malformed messages: every field at its bounds and beyond, random protocol buffers, broken frames.
 
-Fields are found by walking the contract's descriptors, so none is forgotten. Everything follows from a seed.
+Fields come from the contract's descriptors, so none is missing. Everything follows from a seed.
 """
 
 import random
@@ -28,7 +28,7 @@ from perseus.v1 import (
 from perseus.v1.agent_service_pb2 import ConnectRequest
 
 JOB = "fuzzed"
-"""The job that all of it is about, so that it gets past the first check."""
+"""The job of all messages, so that they pass the first check."""
 
 _SERVICES = (
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
@@ -49,13 +49,13 @@ _TEXTS = (
 )  # fmt: skip
 _LENGTHS = (0, 1, 2, 3, 100, 5000)
 _FULL_BYTES = 4_000_000
-"""As large as a message may be by default, about."""
+"""About the default size limit of a message."""
 
 Path = tuple[FieldDescriptor, ...]
 
 
 def unary_methods() -> Mapping[str, type[Message]]:
-    """Every call that is no stream of requests, by its full name: what is sent."""
+    """Return the request type of every call without a request stream, by its full name."""
     return {
         f"/{service.full_name}/{method.name}": message_factory.GetMessageClass(method.input_type)
         for service in _SERVICES
@@ -64,7 +64,7 @@ def unary_methods() -> Mapping[str, type[Message]]:
 
 
 def is_streaming(rpc: str) -> bool:
-    """Whether a call is answered by a stream."""
+    """Whether a call's answer is a stream."""
     return any(
         rpc.endswith(f"/{method.name}") and method.server_streaming
         for service in _SERVICES
@@ -73,7 +73,7 @@ def is_streaming(rpc: str) -> bool:
 
 
 def valid(kind: type[Message]) -> Message:
-    """A message that is nothing special."""
+    """Return an ordinary message."""
     if kind is job_service_pb2.RegisterJobRequest:
         return job_service_pb2.RegisterJobRequest(spec=_spec(), request_id="request")
     if kind is frontier_service_pb2.SolveRequest:
@@ -119,7 +119,7 @@ def _problem() -> frontier_pb2.PipelineProblem:
 
 
 def conversation() -> list[ConnectRequest]:
-    """One message of each kind, as an agent may say them, in their order."""
+    """Return one message of each kind from an agent, in a valid order."""
     place = rank_pb2.RankCoordinates(pipeline=1)
     forward = computation_pb2.COMPUTATION_KIND_FORWARD
     wire = agent_service_pb2
@@ -170,7 +170,7 @@ def conversation() -> list[ConnectRequest]:
 
 
 def paths(descriptor: Descriptor, above: Path = ()) -> Iterator[Path]:
-    """Yield every field of a message, and of those in it."""
+    """Yield every field of a message, and of its submessages."""
     for field in descriptor.fields:
         yield (*above, field)
         inner = field.message_type
@@ -180,7 +180,7 @@ def paths(descriptor: Descriptor, above: Path = ()) -> Iterator[Path]:
 
 
 def extremes(field: FieldDescriptor) -> Sequence[Any]:
-    """The values of a field that are at a bound, or beyond one; those that its type can hold."""
+    """Return a field's values at and beyond its bounds, as far as its type can hold them."""
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_BOOL:
             return (False, True)
@@ -222,7 +222,7 @@ def filled(make: Callable[[], Message]) -> Iterator[Message]:
         if not field.is_repeated:
             continue
         message = make()
-        # As bytes, since that is a hundred times as fast: many empty ones, or one column of many zeros.
+        # As bytes, which is a hundred times as fast: many empty ones, or one column of many zeros.
         tag = _varint(field.number << 3 | 2)
         if field.message_type is not None or field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             data = (tag + b"\x00") * (_FULL_BYTES // (len(tag) + 1))
@@ -269,7 +269,7 @@ def _lengthen(holder: Message, name: str, length: int) -> None:
 
 
 def _holder(message: Message, path: Path) -> Message:
-    """The message that a field is of; what is not there on the way is made."""
+    """Return the message that holds a field; create missing parents."""
     for field in path[:-1]:
         part = getattr(message, field.name)
         if field.is_repeated:
@@ -284,7 +284,7 @@ def _holder(message: Message, path: Path) -> Message:
 
 
 def random_message(kind: type[Message], chance: random.Random, depth: int = 0) -> Message:
-    """A message with fields of any values of their types."""
+    """Return a message with random values of the fields' types."""
     message = kind()
     for field in cast(Descriptor, kind.DESCRIPTOR).fields:
         if chance.random() < 0.3 + 0.1 * depth:
@@ -308,7 +308,7 @@ def random_message(kind: type[Message], chance: random.Random, depth: int = 0) -
 
 
 def mangled(data: bytes, chance: random.Random) -> bytes:
-    """Bytes flipped, cut, doubled, put in or made up."""
+    """Return data with bytes flipped, cut, duplicated, inserted or replaced."""
     text = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(text) + 1)
@@ -338,7 +338,7 @@ def _headers(path: str, token: str, *, extra: bytes = b"") -> bytes:
 
 
 def frames(chance: random.Random, path: str, token: str, body: bytes) -> list[bytes]:
-    """What is written on one connection: HTTP/2 that is cut, contradicts itself or is none at all."""
+    """Return the writes on one connection: HTTP/2 that is truncated, contradictory or invalid."""
     good = b"\x00" + len(body).to_bytes(4) + body
     block = _headers(path, token)
     begun = [OPENING, frame(1, 4, 1, block)]
@@ -348,14 +348,14 @@ def frames(chance: random.Random, path: str, token: str, body: bytes) -> list[by
         case 1:  # cut anywhere
             whole = b"".join((*begun, frame(0, 1, 1, good)))
             return [whole[: chance.randrange(len(whole))]]
-        case 2:  # a message that states another length than it has
+        case 2:  # a message with a wrong length
             lie = b"\x00" + chance.choice((0, 1, 2**32 - 1, 4 * 2**20 + 1, len(body) + 9)).to_bytes(4) + body
             return [*begun, frame(0, chance.choice((0, 1)), 1, lie)]
-        case 3:  # said to be compressed, by nobody
+        case 3:  # marked as compressed, but not compressed
             return [*begun, frame(0, 1, 1, chance.choice((b"\x01", b"\xff")) + good[1:])]
         case 4:  # frames of any kind, flags and stream
             return [*begun, *(_any_frame(chance) for _ in range(8))]
-        case 5:  # a frame that states another length than it has
+        case 5:  # a frame with a wrong length
             cut = bytearray(frame(0, 1, 1, good))
             cut[:3] = chance.choice((0, 1, 2**14 + 1, 2**24 - 1)).to_bytes(3)
             return [*begun, bytes(cut)]
@@ -366,7 +366,7 @@ def frames(chance: random.Random, path: str, token: str, body: bytes) -> list[by
         case 8:  # streams begun and dropped at once
             calls = ((frame(1, 4, n, block), frame(3, 0, n, bytes(4))) for n in range(1, 80, 2))
             return [OPENING, *(each for call in calls for each in call)]
-        case 9:  # streams of even numbers, zero, or going back
+        case 9:  # streams with even, zero or decreasing numbers
             return [OPENING, *(frame(1, 5, chance.choice((0, 2, 1, 7, 3)), block) for _ in range(4))]
         case 10:  # windows beyond their size
             return [*begun, *(frame(8, 0, chance.choice((0, 1)), b"\x7f\xff\xff\xff") for _ in range(3))]

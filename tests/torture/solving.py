@@ -1,4 +1,4 @@
-"""Many jobs want to be solved at once, and the solver's processes die: every job has its plans in the end.
+"""Many jobs need the solver at once, and its processes die: every job gets its plans in the end.
 
 `python -m tests.torture.solving [JOBS [KILLED]]` restarts a coordinator that has JOBS planned jobs (200), and
 one that has KILLED of them (20), whose solver is killed once during each solve. Each has one solver process.
@@ -30,14 +30,14 @@ from tests.service.service_fakes import START_S, Cluster, make_spec
 _TIMEOUT_S = 1800.0
 _TURN_S = 0.005
 _TURNS = 20
-"""How often a disturber is asked before the jobs are looked at."""
+"""Calls of a disturber before each check of the jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the jobs.
+    """The outcome of the jobs.
 
-    `planned_count`: those that have a frontier and their plans; `retried_count`: those that tell of a retry.
+    `planned_count`: those with a frontier and plans; `retried_count`: those with a retry.
     """
 
     job_count: int
@@ -48,7 +48,7 @@ class Outcome:
 
 
 async def fill(path: Path, job_count: int, microbatches: int) -> None:
-    """Write a database as a coordinator with so many planned jobs leaves it."""
+    """Write a database like that of a coordinator with `job_count` planned jobs."""
     cluster = Cluster(make_spec(microbatches=microbatches))
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
@@ -73,7 +73,7 @@ async def _coordinator(
     path: Path, new_worker: Callable[[], Worker]
 ) -> AsyncIterator[tuple[Coordinator, WorkerPool]]:
     store = await SqlStore.open(path)
-    # The ranks are gone, and their leases must not run out before the last job is solved.
+    # The ranks are gone, and their leases must not expire before the last job is solved.
     rules = Cluster(make_spec()).rules.model_copy(update={"lease_s": 2 * _TIMEOUT_S})
     jobs = WorkerPool(JOBS, 1, _TIMEOUT_S, new_worker=new_worker)
     requests = WorkerPool(REQUESTS, 1, _TIMEOUT_S)
@@ -117,7 +117,7 @@ async def restarted(
 
 
 class KillOnce:
-    """Kills the process that solves a job, some time after it has begun: once for each job."""
+    """Kills the process that solves a job, some time after it began, once for each job."""
 
     def __init__(self, seed: int = 0) -> None:
         self._draw = random.Random(seed)
@@ -136,7 +136,7 @@ class KillOnce:
 
 
 async def main(job_count: int, killed_count: int) -> None:
-    """Print what became of the jobs; fail if not all are planned."""
+    """Print the outcome of the jobs; fail if not all are planned."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "many.db"
         await fill(path, job_count, 3)

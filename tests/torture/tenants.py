@@ -1,10 +1,11 @@
-"""What one tenant can take from another: nothing, if all is well.
+"""Hostile tenants, who must not harm other tenants.
 
 python -m tests.torture.tenants SECONDS [--page PAGE]
 
-To a real coordinator with TLS, tokens, a feed and the page, and a real door to the grid with a broker. A
-tenant trains; another one, whose token is for other jobs, makes up GPUs and claims the first one's, a sender
-of grid targets floods the door, and somebody without any token opens the page's port as often as they can.
+They attack a real coordinator with TLS, tokens, a feed and the page, and a real grid gateway with a broker.
+One tenant trains. Another, whose token is for other jobs, invents GPUs and claims the first one's; a sender
+of load targets floods the gateway; and a client without a token connects to the page's port as often as
+possible.
 """
 
 import argparse
@@ -41,12 +42,12 @@ from tests.torture.malformed import in_page
 
 GPU_W, MADE_UP_W = 250.0, 1e7
 MADE_UP_COUNT = 256
-"""GPUs in a reading, as many as it may have."""
+"""Largest permitted number of GPUs in a reading."""
 LIARS = 8
 FEED_W, TARGET_W = 100e3, 20e3
 FLOOD_MESSAGES, FLOOD_SLOTS = 200, 64
 CONNECTIONS, HALF_REQUESTS = 3000, 128
-"""To the page's port; the first of them say half a request, and the others nothing."""
+"""Connections to the page's port; the first ones send half a request, and the others nothing."""
 _PERIOD_S = 0.05
 _ANSWER_LIMIT_S = 60.0
 _TITLE = "## Hostile tenants"
@@ -54,7 +55,7 @@ _TITLE = "## Hostile tenants"
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of it, and what should not be so."""
+    """The outcome, and violated expectations."""
 
     reading_count: int = 0
     max_measured_w: float = 0.0
@@ -73,7 +74,7 @@ async def torture_tenants(
     flood_messages: int = FLOOD_MESSAGES,
     connection_count: int = CONNECTIONS,
 ) -> Outcome:
-    """Attack for so long, in turn, and hold against the coordinator what a tenant lost by it."""
+    """Run the attacks in turn for some time, and collect a tenant's losses."""
     outcome = Outcome()
     page = f"127.0.0.1:{free_port()}"
     feeds = {"hall": {"hosts": ["ho*"], "limit_w": FEED_W}}
@@ -111,7 +112,7 @@ async def _tenant(coordinator: CoordinatorProcess, operator: aio.Channel, name: 
 async def _lie(
     coordinator: CoordinatorProcess, operator: aio.Channel, seconds: float, outcome: Outcome
 ) -> None:
-    """Somebody makes up GPUs, and says that those of others are theirs."""
+    """Invent GPUs, and claim those of others."""
     made_up = {f"GPU-made-up-{number}": MADE_UP_W for number in range(MADE_UP_COUNT)}
     own = {service_fakes.make_gpu(place).uuid: GPU_W for place in ALL_PLACES}
     async with (
@@ -162,7 +163,7 @@ async def _flood(
     message_count: int,
     outcome: Outcome,
 ) -> None:
-    """One sender fills the door with targets for each minute of years; another one has one to be kept."""
+    """Flood the gateway with a sender's targets for each minute of years; another's single one must hold."""
     flood, acme = senders
     power, now_s = PowerServiceStub(operator), time.time()
     async with broker.client("senders") as client:
@@ -196,7 +197,7 @@ async def _flood(
 async def _hold_page(
     coordinator: CoordinatorProcess, page: str, connection_count: int, outcome: Outcome
 ) -> None:
-    """Somebody opens the page's port, says half a request or nothing, and waits; agents come in."""
+    """Open connections to the page's port, send half a request or nothing, and wait; agents connect."""
     host, _, port = page.partition(":")
     context = client_context(coordinator.security)
     log_before, held = coordinator.log.stat().st_size, []
@@ -233,7 +234,7 @@ async def _hold_page(
 
 
 def section(outcome: Outcome, seconds: float) -> str:
-    """The figures as a part of a page."""
+    """Return the figures as a section of a page."""
     gpu_count, target_count = LIARS * MADE_UP_COUNT, FLOOD_MESSAGES * FLOOD_SLOTS
     rows = (
         (
@@ -272,7 +273,7 @@ Problems: {"; ".join(outcome.problems) or "none"}.
 
 
 def main(seconds: float, page: Path | None) -> None:
-    """Attack, and write down what came of it."""
+    """Attack, and write the report."""
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         outcome = asyncio.run(torture_tenants(Path(folder), seconds))
     text = section(outcome, seconds)

@@ -129,7 +129,7 @@ final class Agent implements StreamObserver<ConnectResponse> {
             case MESSAGE_REFUSED -> Client.say("message refused: " + response.getMessageRefused().getReason());
             case HEARTBEAT, DRAIN -> {}
             default -> {
-                Client.say("a message that is not known here was refused");
+                Client.say("refused an unknown message");
                 send(ConnectRequest.newBuilder()
                         .setMessageRefused(MessageRefused.newBuilder().setReason("UNKNOWN_MESSAGE")));
             }

@@ -1,13 +1,13 @@
-"""A clock that moves only when somebody sleeps."""
+"""A clock that advances only in sleeps."""
 
 from collections.abc import Callable
 
 
 class FakeTime:
-    """Injected for time.monotonic and time.sleep; `at` runs an action when a sleep passes a moment."""
+    """A substitute for time.monotonic and time.sleep; `at` schedules an action during a sleep."""
 
     MIN_SLEEP_S = 1e-6
-    """Even a sleep of nothing takes a moment."""
+    """Sleep; even zero seconds take a moment."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s

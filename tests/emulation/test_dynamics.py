@@ -20,7 +20,7 @@ def test_waiting_draws_blocking_power() -> None:
     assert state.energy_j == pytest.approx(3 * A40.blocking_power_w(HIGH_MHZ))
 
 
-def test_work_ends_at_its_exact_moment_however_late_anybody_looks() -> None:
+def test_work_ends_at_its_exact_moment_however_late_the_state_is_read() -> None:
     state = stock()
     state.begin(WORK)
     assert state.finish_s(A40) == pytest.approx(50.1)
@@ -55,7 +55,7 @@ def test_work_progresses_by_the_clock_in_force_at_each_moment() -> None:
     )
 
 
-def test_a_set_that_comes_into_force_after_the_work_changes_nothing_for_it() -> None:
+def test_a_set_in_force_after_the_work_does_not_affect_it() -> None:
     state = stock()
     state.begin(WORK)
     state.advance(A40, 50.095)
@@ -63,7 +63,7 @@ def test_a_set_that_comes_into_force_after_the_work_changes_nothing_for_it() -> 
     assert state.finish_s(A40) == pytest.approx(50.1)
 
 
-def test_the_newest_set_replaces_one_under_way() -> None:
+def test_the_newest_set_replaces_a_pending_one() -> None:
     state = stock()
     state.set_clock(A40, LOW_MHZ)
     state.advance(A40, 50.005)
@@ -83,7 +83,7 @@ def test_a_slowdown_stretches_the_work_and_not_its_power() -> None:
     assert state.power_w(A40) == A40.power_w(0.9, HIGH_MHZ)
 
 
-def test_the_counter_shows_the_energy_of_its_last_tick() -> None:
+def test_the_counter_has_the_energy_of_its_latest_update() -> None:
     state = stock()
     blocking_w = A40.blocking_power_w(HIGH_MHZ)
     seen_j = []
@@ -93,7 +93,7 @@ def test_the_counter_shows_the_energy_of_its_last_tick() -> None:
     assert seen_j == pytest.approx([blocking_w * shown_s for shown_s in (0, 0, 0.1, 0.1, 0.2, 3.4)])
 
 
-def test_a_tick_is_seen_by_who_looks_at_its_very_moment() -> None:
+def test_an_update_is_visible_at_its_exact_time() -> None:
     """In floating point (50.3 − 50) / 0.1 is less than 3, and 50 + 3 · 0.1 is 50.3."""
     state = stock()
     for now_s in (50.3, 50.35):
@@ -129,7 +129,7 @@ commands = st.lists(
 
 
 @given(commands=commands, looks=looks)
-def test_nothing_depends_on_how_often_or_by_whom_the_state_is_advanced(
+def test_the_result_does_not_depend_on_how_often_the_state_is_advanced(
     commands: list[tuple[float, int | float | Work]], looks: list[float]
 ) -> None:
     lazy, eager = stock(), stock()

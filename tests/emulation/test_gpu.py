@@ -91,7 +91,7 @@ def test_degraded_work_takes_longer(gpu: EmulatedGpu, tmp_path: Path, fake_time:
     other = reopen(tmp_path, fake_time)
     fake_time.at(1000.05, lambda: other.degrade(1.5, clock_event_reasons=0x40))
     gpu.execute(WORK)
-    # What ran when the degradation began was to end 0.05 s later; seen at the next look, at most 10 ms on.
+    # The work in progress was to end 0.05 s later; the degradation is seen at the next poll, within 10 ms.
     assert fake_time.now_s == pytest.approx(1000.125, abs=1e-5)
     assert gpu.clock_event_reasons() == 0x40
     other.degrade(1.0)
@@ -102,20 +102,20 @@ def test_degraded_work_takes_longer(gpu: EmulatedGpu, tmp_path: Path, fake_time:
     assert gpu.clock_event_reasons() == 0
 
 
-def test_a_cap_holds_the_clock_down_and_gives_its_reasons(gpu: EmulatedGpu, fake_time: FakeTime) -> None:
+def test_a_cap_limits_the_clock_and_reports_its_reasons(gpu: EmulatedGpu, fake_time: FakeTime) -> None:
     gpu.cap(LOW_MHZ, clock_event_reasons=0x20)
     assert (gpu.sm_clock_mhz(), gpu.clock_event_reasons()) == (LOW_MHZ, 0x20)
     begin_s = fake_time.now_s
     gpu.execute(WORK)
     assert fake_time.now_s - begin_s == pytest.approx(0.16, abs=1e-5)
     gpu.set_clock_mhz(LOW_MHZ)
-    assert gpu.clock_event_reasons() == 0, "nothing more was asked of it"
+    assert gpu.clock_event_reasons() == 0, "the requested clock is below the cap"
     gpu.reset_clock()
     gpu.cap(None)
     assert (gpu.sm_clock_mhz(), gpu.clock_event_reasons()) == (HIGH_MHZ, 0)
 
 
-def test_a_power_limit_caps_the_clock_at_which_all_work_keeps_it(gpu: EmulatedGpu) -> None:
+def test_a_power_limit_caps_the_clock_so_that_all_work_keeps_it(gpu: EmulatedGpu) -> None:
     assert gpu.power_limit_w() == MODEL.board_power_w
     gpu.limit_power(200.0)
     assert gpu.power_limit_w() == 200.0
@@ -135,7 +135,7 @@ def test_an_impossible_slowdown_is_refused(gpu: EmulatedGpu, slowdown: float) ->
         gpu.degrade(slowdown)
 
 
-def test_the_counter_moves_every_100_ms(gpu: EmulatedGpu, fake_time: FakeTime) -> None:
+def test_the_counter_updates_every_100_ms(gpu: EmulatedGpu, fake_time: FakeTime) -> None:
     readings_j = []
     for _ in range(100):
         fake_time.sleep(0.0101)
@@ -168,7 +168,7 @@ def test_a_gpu_is_not_created_twice(gpu: EmulatedGpu, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["gpu"]
 
 
-def test_an_absent_file_is_no_gpu(tmp_path: Path) -> None:
+def test_an_absent_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(GpuNotFoundError, match="nowhere: expected an emulated GPU, found no such file"):
         EmulatedGpu(tmp_path / "nowhere")
 
@@ -251,7 +251,7 @@ def test_a_trainer_in_another_process_progresses_by_the_agent_s_clock(tmp_path: 
             return float(times_s.readline())
 
         # In force some 10 ms after the start, 1/30 done; then the whole takes 0.2 · 2 + 0.1 = 0.5 s.
-        # A busy machine may stand still at any time, but not three times.
+        # A busy machine may stall at any time, but not three times.
         for _ in range(3):
             agent.set_clock_mhz(MODEL.highest_clock_mhz)
             slowed_s = execute(then_set_mhz=LOW_MHZ)

@@ -105,7 +105,7 @@ def test_impossible_work_is_refused(compute_s: float, memory_s: float, activity:
 def test_the_clock_of_least_energy_is_where_it_was_measured(
     model: GpuModel, file: str, instruction: str, compute_share: float
 ) -> None:
-    """The A40's compute shares stand for its power cap too, which flattens its measured times at the top."""
+    """The A40's compute shares also model its power cap, which flattens its measured times at the top."""
     if not PROFILES.is_dir():
         pytest.skip(f"the published profiles are not at {PROFILES}")
     with (PROFILES / file).open() as lines:

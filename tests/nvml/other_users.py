@@ -1,6 +1,6 @@
-"""Another user of the node, who means harm: what they try on a running job of somebody else's.
+"""Attacks by another user of the node on a running job.
 
-`attack` runs as them, in a process of its own, and prints what came of it as JSON. Numbers of connections and
+`attack` runs as that user in a separate process and prints the outcomes as JSON. Numbers of connections and
 packets are arguments: few in `make test`, many in `make torture`.
 """
 
@@ -42,7 +42,7 @@ _PACKETS_PER_CONNECTION = 20
 
 @dataclass(slots=True)
 class Attempts:
-    """What came of them: the reasons of refusals, by what was tried."""
+    """The outcomes: reasons of refusals by attempt."""
 
     claims: dict[str, str] = field(default_factory=dict)
     records: str = ""
@@ -51,13 +51,13 @@ class Attempts:
     packet_count: int = 0
     accepted_count: int = 0
     hello_count: int = 0
-    """Answered, of those that were said as fast as possible."""
+    """The answered ones of the hellos that were sent as fast as possible."""
     mark_count: int = 0
-    """Sent as fast as possible, on a GPU of their own."""
+    """Marks sent as fast as possible, on the attacker's own GPU."""
 
 
 def train(task: str) -> None:
-    """A rank of the demo's, for whoever runs this."""
+    """A rank of the demo's job."""
     trainer.train(RankTask(**json.loads(task)))
 
 
@@ -72,7 +72,7 @@ def attack(
     packets: str,
     flood_s: str,
 ) -> None:
-    """Try everything, in turn."""
+    """Make all attempts in turn."""
     done = Attempts()
     mine = Rank("mine", 0, 0, 0)
     done.claims["the GPU that is trained on"] = claim(path, Hello(mine, gpu_uuid))
@@ -91,7 +91,7 @@ def attack(
 
 
 def squat(path: str, gpu_uuid: str) -> None:
-    """Claim an idle GPU before its owner comes, mark as if one trained on it, and say how it ends."""
+    """Claim an idle GPU before its owner, send marks as if training on it, and report the end."""
     with connected(path) as line:
         line.send(encode(Hello(Rank("squatted", 0, 0, 0), gpu_uuid)))
         reply = receive(line)
@@ -114,7 +114,7 @@ def squat(path: str, gpu_uuid: str) -> None:
 
 
 def marks(iteration: int) -> list[Message]:
-    """Those of an iteration of one computation."""
+    """Return the marks of an iteration with one computation."""
     now_ns = time.monotonic_ns()
     computation = Computation(Kind.FORWARD, 0)
     return [
@@ -126,16 +126,16 @@ def marks(iteration: int) -> list[Message]:
 
 
 def connected(path: str) -> socket.socket:
-    """A connection to the agent."""
+    """Open a connection to the agent."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line.connect(path)  # waits for its turn; with a timeout set it would not
+    line.connect(path)  # blocks until accepted; with a timeout set it would not
     line.settimeout(_REPLY_S)
     return line
 
 
 def receive(line: socket.socket) -> Reply:
-    """The agent's next word, or what stands for its silence."""
-    for _ in range(3):  # Linux reports a reset once, before what is still queued
+    """Return the agent's next reply, or a substitute if there is none."""
+    for _ in range(3):  # Linux reports a reset once, before the queued packets
         try:
             packet = line.recv(MAX_PACKET_BYTES)
         except ConnectionResetError:
@@ -147,7 +147,7 @@ def receive(line: socket.socket) -> Reply:
 
 
 def claim(path: str, message: Message) -> str:
-    """The agent's answer to a first message."""
+    """Return the agent's answer to a first message."""
     with connected(path) as line:
         line.send(encode(message))
         reply = receive(line)
@@ -155,7 +155,7 @@ def claim(path: str, message: Message) -> str:
 
 
 def lock(records: str) -> str:
-    """Try to hold a record, so that it can't be restored by."""
+    """Try to lock a record so that nobody can restore from it."""
     try:
         for name in os.listdir(records):
             fcntl.flock(os.open(Path(records) / name, os.O_RDONLY), fcntl.LOCK_EX)
@@ -165,14 +165,14 @@ def lock(records: str) -> str:
 
 
 def hold_connections(path: str, count: int, done: Attempts) -> None:
-    """As many connections as can be had, all at once, and silent."""
+    """Open as many silent connections as possible at once."""
     held: list[socket.socket] = []
     for _ in range(count):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.connect(path)  # waits for its turn
+        line.connect(path)  # blocks until accepted
         done.connection_count += 1
         held.append(line)
-        if len(held) >= 500:  # this process may have so many files only
+        if len(held) >= 500:  # this process's limit on open files
             held = still_open(held)
     until_s = time.monotonic() + HELLO_TIMEOUT_S - 1
     while len(held) > MAX_CONNECTIONS_PER_USER and time.monotonic() < until_s:
@@ -183,7 +183,7 @@ def hold_connections(path: str, count: int, done: Attempts) -> None:
 
 
 def still_open(lines: list[socket.socket]) -> list[socket.socket]:
-    """Those that the agent has neither refused nor closed; the others are closed here, too."""
+    """Return the connections that the agent has neither refused nor closed; close the others."""
     time.sleep(0.05)
     kept = []
     for line in lines:
@@ -200,7 +200,7 @@ def still_open(lines: list[socket.socket]) -> list[socket.socket]:
 
 
 def send_malformed(path: str, chance: random.Random, count: int, done: Attempts) -> None:
-    """What is no message, several on one connection: the agent ends it at the first."""
+    """Send malformed packets, several on one connection: the agent ends it at the first."""
     try:
         with connected(path) as line:
             for _ in range(count):
@@ -214,7 +214,7 @@ def send_malformed(path: str, chance: random.Random, count: int, done: Attempts)
 
 
 def flood_with_hellos(path: str, closed_uuid: str, flood_s: float, done: Attempts) -> None:
-    """Claim a GPU that has to be looked into, on as many connections as are let in, again and again."""
+    """Repeatedly claim a GPU that must be inspected, on as many connections as the agent accepts."""
     lines: list[socket.socket] = []
     ends_s = time.monotonic() + flood_s
     while time.monotonic() < ends_s:
@@ -230,9 +230,9 @@ def flood_with_hellos(path: str, closed_uuid: str, flood_s: float, done: Attempt
 
 
 def flood_with_marks(path: str, own_uuid: str, flood_s: float, done: Attempts) -> None:
-    """Mark computations on a GPU of their own, as fast as the socket takes them."""
+    """Mark computations on the attacker's own GPU, as fast as the socket accepts them."""
     answer = Reply(False)
-    while not answer.ok:  # What they said before is counted for a while.
+    while not answer.ok:  # Earlier traffic counts for a while.
         line = connected(path)
         line.send(encode(Hello(Rank("own", 0, 0, 0), own_uuid)))
         answer = receive(line)
@@ -257,7 +257,7 @@ _HELLO = encode(Hello(Rank("job", 0, 0, 0), "GPU-0"))
 
 
 def malformed(chance: random.Random) -> bytes:
-    """A packet that can't be: random bytes, half a message, a mutated one, a bomb, too deep, too long."""
+    """Return an invalid packet: random bytes, half a message, a mutated one, a bomb, too deep, too long."""
     match chance.randrange(8):
         case 0:
             return chance.randbytes(chance.randrange(1, 200))

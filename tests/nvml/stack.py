@@ -1,7 +1,7 @@
-"""A whole node with its coordinator, in real processes that can be killed one by one and started again.
+"""A whole node with its coordinator, in real processes that can be killed individually and restarted.
 
-One emulated GPU behind the NVML stub, an agent (and its supervisor), a trainer and a coordinator of its own:
-what happens to one stack concerns no other, so that several can be tried at once.
+Each stack has its own emulated GPU behind the NVML stub, agent with supervisor, trainer and coordinator:
+stacks are independent, so several can run at once.
 """
 
 import json
@@ -29,7 +29,7 @@ from tests.agent.other_users import command_as
 UUID = "GPU-0"
 LEASE_S = 2.0
 START_TIMEOUT_S = 60.0
-# Few clocks and a quick counter, so that a job is profiled and planned within a second or two.
+# Few clocks and a fast counter, so that a job is profiled and planned within a second or two.
 MODEL = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _POLL_S = 0.01
@@ -38,9 +38,9 @@ _LASTING_S = 1.0
 
 
 class Stack:
-    """Everything from GPU to coordinator, in a folder. `start` starts what does not run.
+    """Everything from GPU to coordinator, in a folder. `start` starts absent processes.
 
-    The trainer is of the user who runs the tests, or of `trainer_uid`.
+    The trainer runs as the tests' user, or as `trainer_uid`.
     """
 
     def __init__(self, folder: Path, library: Path, trainer_uid: int | None = None) -> None:
@@ -58,13 +58,13 @@ class Stack:
             **self.security.of_agent(),
         }
         if trainer_uid is not None:
-            # The device is open to all; who computes on it is noted by its user alone.
+            # The device is open to all; only its user records the processes that compute on it.
             self.gpu_file.chmod(0o666)
             os.chown(self.gpu_folder, trainer_uid, trainer_uid)
         self._port = 0
         self._job_count = 0
         self.trainers_have_children = False
-        """Those that are started from now on; children live on when their trainer dies."""
+        """Set the trainers started from now on; children outlive their trainer."""
         self.coordinator: subprocess.Popen[bytes] | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.trainer: subprocess.Popen[bytes] | None = None
@@ -82,16 +82,16 @@ class Stack:
 
     @property
     def job_id(self) -> str:
-        """The job that the trainer trains, or trained last."""
+        """The trainer's current or latest job."""
         return f"job-{self._job_count}"
 
     @property
     def address(self) -> str:
-        """The coordinator's."""
+        """The coordinator's address."""
         return f"127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start whatever does not run; a trainer without its agent starts anew, with a new job."""
+        """Start absent processes; a trainer without its agent restarts with a new job."""
         if not _runs(self.coordinator):
             self.start_coordinator()
         if not _runs(self.supervisor):
@@ -113,7 +113,7 @@ class Stack:
         self.until(self.socket.exists, "agent")
 
     def run_agent_command(self, *flags: str) -> subprocess.CompletedProcess[str]:
-        """`perseus agent` with flags that let it end by itself."""
+        """Run `perseus agent` with flags with which it ends by itself."""
         command = [sys.executable, "-m", "perseus.cli", "agent", f"--restore-folder={self.restore_folder}"]
         return subprocess.run(
             [*command, *flags],
@@ -138,25 +138,25 @@ class Stack:
         return int(found[0])
 
     def kill_agent(self) -> None:
-        """SIGKILL to the agent; its supervisor lives."""
+        """Kill the agent with SIGKILL; its supervisor lives."""
         os.kill(self.agent_pid(), signal.SIGKILL)
-        self.socket.unlink(missing_ok=True)  # the next one's is awaited
+        self.socket.unlink(missing_ok=True)  # to wait for the next agent's
 
     def is_locked(self) -> bool:
         """Whether the GPU is under any lock."""
         return Locks.read(self.gpu_file) != NO_LOCKS
 
     def has_record(self) -> bool:
-        """Whether a record of what to restore is on disk."""
+        """Whether a restore record is on disk."""
         return self.restore_folder.exists() and any(self.restore_folder.glob("*.json"))
 
     def is_at_stock(self) -> bool:
-        """Unlocked, at the highest clock, and nothing left to restore."""
+        """Whether the GPU is unlocked at its highest clock, without a restore record."""
         clock_mhz = self._gpu.sm_clock_mhz()
         return not self.is_locked() and clock_mhz == MODEL.highest_clock_mhz and not self.has_record()
 
     def until(self, is_true: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Wait; the seconds that it took. AssertionError after `timeout_s`."""
+        """Wait; return the seconds it took. AssertionError after `timeout_s`."""
         begun_s = time.monotonic()
         while not is_true():
             waited_s = time.monotonic() - begun_s
@@ -165,7 +165,7 @@ class Stack:
         return time.monotonic() - begun_s
 
     def until_lasting_stock(self, what: str, timeout_s: float) -> float:
-        """Wait for stock that lasts; the seconds that it took to come. AssertionError after `timeout_s`."""
+        """Wait for lasting stock; return the seconds until it began. AssertionError after `timeout_s`."""
         begun_s = time.monotonic()
         while True:
             came_after_s = time.monotonic() - begun_s + self.until(self.is_at_stock, what, timeout_s)
@@ -178,7 +178,7 @@ class Stack:
             )
 
     def _state(self) -> str:
-        """What there is to know of a wait that has failed: nobody will find the folder."""
+        """Return all logs after a failed wait, since the folder is deleted."""
         logs = [
             f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-_LAST_LINES:])
             for path in sorted(self.folder.glob("*.log"))
@@ -187,12 +187,12 @@ class Stack:
         return "\n".join([f"{locks}, at {clock_mhz} MHz, a record: {self.has_record()}", *logs])
 
     def log(self, name: str) -> list[dict[str, object]]:
-        """What a process has logged so far."""
+        """Return a process's log so far."""
         lines = (self.folder / f"{name}.log").read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
     def events(self) -> list[str]:
-        """The messages of the coordinator's event log so far."""
+        """Return the messages of the job's events so far."""
         return [str(entry["message"]) for entry in self.log("coordinator") if entry["event"] == "job event"]
 
     def start_coordinator(self) -> None:
@@ -250,7 +250,7 @@ class Stack:
             )
 
     def have_trainer(self, *, with_children: bool) -> None:
-        """Let the next `start` have one with children, or without."""
+        """Replace the trainer at the next `start`, with or without children."""
         if with_children != self.trainers_have_children:
             self.trainers_have_children = with_children
             self._end_trainer()
@@ -260,7 +260,7 @@ class Stack:
         if self.trainer is not None and self.trainer.poll() is None:
             self.trainer.kill()
             self.trainer.wait()
-            # What it had begun ends, as kernels do that are queued already; the next one needs a free GPU.
+            # Work in progress runs to its end, like queued kernels; the next trainer needs a free GPU.
             time.sleep(0.1)
 
     def _start(
@@ -323,7 +323,7 @@ def all_sigkill(stack: Stack) -> None:
     stack.kill_agent()
 
 
-# kill → within how many seconds the GPU must be at stock.
+# kill → seconds within which the GPU must be at stock.
 KILLS: dict[str, tuple[Callable[[Stack], None], float]] = {
     "agent SIGKILL": (agent_sigkill, 5.0),
     "agent SIGTERM": (agent_sigterm, 5.0),
@@ -356,7 +356,7 @@ def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
     kill(stack)
     if (
         kill is coordinator_sigkill
-    ):  # training goes on, and may be at stock for a moment before the lease ends
+    ):  # training continues, possibly at stock for a moment before the lease ends
         restored_after_s = stack.until_lasting_stock(f"stock after {name}", limit_s)
     else:
         restored_after_s = stack.until(stack.is_at_stock, f"stock after {name}", limit_s)
@@ -367,7 +367,7 @@ def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
     if kill in (trainer_sigkill, trainer_with_children_sigkill, all_sigkill):
         assert stack.trainer is not None
         stack.trainer.wait(10)
-        time.sleep(0.1)  # what it had begun ends
+        time.sleep(0.1)  # work in progress ends
     if kill in (coordinator_sigkill, all_sigkill):
         assert stack.coordinator is not None
         stack.coordinator.wait(10)
@@ -375,7 +375,7 @@ def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
     if kill is trainer_hangs:
         assert stack.trainer is not None
         stack.trainer.send_signal(signal.SIGCONT)
-        stack.until(stack.is_locked, "a clock for the trainer, which goes on")
+        stack.until(stack.is_locked, "a clock for the trainer, which continues")
     return Outcome(was_locked, restored_after_s)
 
 

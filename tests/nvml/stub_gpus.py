@@ -1,4 +1,4 @@
-"""The emulated GPUs that the tests look at through the NVML stub."""
+"""The emulated GPUs that the tests read through the NVML stub."""
 
 from perseus.emulation.physics import A100_SXM
 

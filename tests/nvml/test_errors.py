@@ -1,4 +1,4 @@
-"""Whatever NVML answers: training goes on, the agent lives, and the coordinator's log says what it was."""
+"""After any error of NVML training continues, the agent lives, and the job's events name the error."""
 
 import asyncio
 import threading
@@ -40,7 +40,7 @@ SCHEDULE = NamedSchedule("1f1b", 1)
 ALL_CODES = sorted(
     code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_") and isinstance(code, int)
 )
-# What is called when a GPU is opened, while training runs, and when the GPU is let go.
+# Functions called when a GPU is opened, while training runs, and when the GPU is closed.
 FUNCTIONS = [
     "nvmlInit",
     "nvmlDeviceGetHandleByUUID",
@@ -60,7 +60,7 @@ FUNCTIONS = [
     "nvmlDeviceGetFieldValues",
     "nvmlShutdown",
 ]
-# Functions of what a GPU need not have: "not supported" is an answer like any other.
+# Functions of optional features: "not supported" is a normal answer.
 OPTIONAL = {
     "nvmlDeviceGetMigMode",
     "nvmlDeviceGetPersistenceMode",
@@ -70,7 +70,7 @@ OPTIONAL = {
 
 
 class Trainer:
-    """Trains on a thread, one forward and one backward an iteration, until told to stop."""
+    """Trains on a thread, one forward and one backward per iteration, until stopped."""
 
     def __init__(self, socket: Path, gpu_file: Path, job_id: str) -> None:
         self.iteration_count = 0
@@ -98,7 +98,7 @@ class Trainer:
         def connect() -> Probe:
             return Probe.connect(socket, job_id=job_id, pipeline=0, stage=0, gpu_uuid=UUID)
 
-        while not (probe := connect()).is_connected:  # the agent may still be busy with the rank before
+        while not (probe := connect()).is_connected:  # the agent may still be ending the previous rank
             time.sleep(0.01)
         with probe:
             assert probe.register(pipeline_count=1, stage_count=1, schedule=SCHEDULE)
@@ -130,10 +130,10 @@ class Site:
         return self.stub / "gpu-0"
 
     async def train_under(self, instruction: str, reason: str | None) -> None:
-        """Train one job while NVML errs, until the log names the `reason`; for None, until it has a plan."""
+        """Train one job with NVML errors until an event has the `reason`; for None, until it has a plan."""
         self.job_count += 1
         job_id = f"job-{self.job_count}"
-        if self.job_count > 1:  # the first error is told before the coordinator knows the job
+        if self.job_count > 1:  # the first error is reported before the coordinator knows the job
             spec = job_spec(
                 job_id,
                 pipeline_count=1,
@@ -205,7 +205,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture
 def gpu_files(tmp_path: Path) -> list[Path]:
-    """One GPU with few clocks and a quick counter."""
+    """One GPU with few clocks and a fast counter."""
     folder = tmp_path / "gpus"
     folder.mkdir()
     model = replace(MODEL.with_clocks(3), counter_period_s=0.02, set_latency_s=0.002)
@@ -249,7 +249,7 @@ async def test_an_error_when_a_gpu_is_opened(tmp_path: Path, stub: Path) -> None
         ("nvmlDeviceSetGpuLockedClocks", pynvml.NVML_ERROR_NO_PERMISSION, 0, "NO_PERMISSION"),
         ("nvmlDeviceSetMemoryLockedClocks", pynvml.NVML_ERROR_IN_USE, 1, "IN_USE"),
         ("nvmlDeviceGetTotalEnergyConsumption", pynvml.NVML_ERROR_GPU_IS_LOST, 0, "LOST"),
-        # A poll comes again anyway.
+        # Polls are repeated anyway.
         ("nvmlDeviceGetCurrentClocksEventReasons", pynvml.NVML_ERROR_UNKNOWN, 1, None),
     ],
 )
@@ -261,12 +261,12 @@ async def test_an_error_while_training_runs(
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceResetGpuLockedClocks", "nvmlShutdown"])
-async def test_an_error_when_a_gpu_is_let_go(tmp_path: Path, stub: Path, function: str) -> None:
+async def test_an_error_when_a_gpu_is_closed(tmp_path: Path, stub: Path, function: str) -> None:
     async with site(tmp_path, stub) as one:
         await one.train_under(f"error {function} {pynvml.NVML_ERROR_GPU_IS_LOST} 0 0", "LOST")
 
 
-# What means that a GPU or driver has no such thing.
+# Errors for a missing feature of a GPU or driver.
 ABSENT = {
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -275,7 +275,7 @@ ABSENT = {
 
 
 def failures() -> list[GpuError]:
-    """What a GPU's life from its opening to its closing raises; anything but a GpuError ends the test."""
+    """Return the GpuErrors of a GPU from its opening to its closing; other errors fail the test."""
     failed: list[GpuError] = []
     try:
         gpu = NvmlGpu(UUID)
@@ -299,7 +299,7 @@ def failures() -> list[GpuError]:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_error_of_every_call_is_a_gpu_error(stub: Path, function: str) -> None:
-    # Power can be read in another way; that a lock which was set can't be reset is no answer.
+    # Power can be read in another way; a lock that was set must be resettable.
     answers = {*OPTIONAL, "nvmlDeviceGetFieldValues"} - {"nvmlDeviceResetMemoryLockedClocks"}
     for code in ALL_CODES:
         instruct(stub, [MEMORY_CHOICE, f"error {function} {code} 0 0"])

@@ -1,4 +1,4 @@
-"""Whatever dies, the GPU goes back to stock, and nothing is left to restore. `make torture` kills more."""
+"""After any process's death the GPU returns to stock without a record. `make torture` kills more."""
 
 import random
 import signal
@@ -25,31 +25,31 @@ def stack(tmp_path: Path, stub_library: Path) -> Iterator[Stack]:
 @pytest.mark.timeout(300)
 def test_the_gpu_is_at_stock_after_every_kill(tmp_path: Path, stub_library: Path) -> None:
     seed = random.randrange(2**32)
-    print(f"seed {seed}")  # shown if it fails
+    print(f"seed {seed}")  # shown on failure
     outcomes = try_kills(tmp_path, stub_library, list(KILLS), 1, seed, AT_A_TIME)
     assert {name: len(each) for name, each in outcomes.items()} == dict.fromkeys(KILLS, 1)
     assert any(outcome.was_locked for each in outcomes.values() for outcome in each)
 
 
 @pytest.mark.timeout(180)
-def test_agent_and_supervisor_killed_the_next_agent_restores_and_goes_on(stack: Stack) -> None:
+def test_after_agent_and_supervisor_are_killed_the_next_agent_restores_and_continues(stack: Stack) -> None:
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
     assert stack.supervisor is not None
-    stack.supervisor.send_signal(signal.SIGSTOP)  # so that it neither restores nor is heard
+    stack.supervisor.send_signal(signal.SIGSTOP)  # so that it neither restores nor notices
     stack.kill_agent()
     stack.supervisor.kill()
     stack.supervisor.wait()
     time.sleep(0.5)
     assert stack.has_record()
-    assert stack.is_locked(), "nobody is left"
+    assert stack.is_locked(), "no process is left"
     stack.start_agent()
     stack.until(stack.is_at_stock, "stock", 5.0)
     stack.until(stack.is_locked, "a clock for the trainer, which has joined again")
 
 
 @pytest.mark.timeout(180)
-def test_restored_by_hand_to_the_range_that_the_operator_keeps(stack: Stack) -> None:
+def test_restoring_by_hand_to_the_operators_range(stack: Stack) -> None:
     stack.start_coordinator()
     stack.start_agent("--restore-clocks=800,1200")
     stack.start()
@@ -61,7 +61,9 @@ def test_restored_by_hand_to_the_range_that_the_operator_keeps(stack: Stack) -> 
     stack.supervisor.wait()
     done = stack.run_agent_command("--restore")
     assert (done.returncode, done.stderr) == (0, "GPU GPU-0: restored\n")
-    assert Locks.read(stack.gpu_file) == Locks((800, 1200), (0, 0)), "what the record says, not the flags"
+    assert Locks.read(stack.gpu_file) == Locks((800, 1200), (0, 0)), (
+        "the range of the record, not of the flags"
+    )
     assert not stack.has_record()
     done = stack.run_agent_command("--restore")
     assert (done.returncode, done.stderr) == (0, "")
@@ -75,4 +77,4 @@ def test_an_agent_whose_supervisor_is_killed_restores_and_ends(stack: Stack) -> 
     stack.supervisor.kill()
     stack.until(stack.is_at_stock, "stock", 5.0)
     assert stack.trainer is not None
-    assert stack.trainer.poll() is None, "training goes on"
+    assert stack.trainer.poll() is None, "training continues"

@@ -1,4 +1,4 @@
-"""As another user of the node, on a real socket: nothing is had, and the owner's training is undisturbed."""
+"""Attacks as another user of the node, on a real socket: none succeeds or disturbs the owner's training."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ PACKET_COUNT = 2000
 FLOOD_S = 3.0
 CLOSED_UUID, OPEN_UUID = "GPU-closed", "GPU-open"
 _SLACK = 1.5
-"""Of what may be read in a time: sockets hold some, too."""
+"""On top of the bytes read in a time: sockets buffer some, too."""
 
 
 @pytest.fixture
@@ -32,12 +32,12 @@ def stack(stub_library: Path) -> Iterator[Stack]:
 
 
 def other_users_stack(folder: Path, library: Path, *, trainer_uid: int) -> Stack:
-    """For a job of a user's; all may open the GPU that it is on and an idle one, but not the third."""
+    """A stack with a user's job; all users may open its GPU and an idle one, but not the third."""
     stack = Stack(folder / "node", library, trainer_uid=trainer_uid)
     for name, uuid, mode in (("gpu-closed", CLOSED_UUID, 0o600), ("gpu-open", OPEN_UUID, 0o666)):
         EmulatedGpu.create(stack.gpu_folder / name, MODEL, uuid).close()
         (stack.gpu_folder / name).chmod(mode)
-    nvml_stub.environment(library, stack.gpu_folder)  # makes their devices' nodes
+    nvml_stub.environment(library, stack.gpu_folder)  # creates their device nodes
     return stack
 
 
@@ -50,9 +50,9 @@ def test_another_user_gets_nothing_and_disturbs_nobody(stack: Stack) -> None:
 def attack_and_check(
     stack: Stack, connection_count: int, packet_count: int, flood_s: float
 ) -> dict[str, Any]:
-    """A stranger attacks a job that has its clocks set; AssertionError if anything comes of it.
+    """Attack a job with set clocks as another user; AssertionError if any attempt succeeds.
 
-    Returns the `strangers.Attempts`, as a dictionary.
+    Returns the `other_users.Attempts` as a dictionary.
     """
     stack.start_coordinator()
     stack.start_agent("--socket-mode=0666")
@@ -91,7 +91,7 @@ def attack_and_check(
     assert stack.trainer.poll() is None
     trainer_log = (stack.folder / "trainer.log").read_text()
     assert "stock" not in trainer_log, trainer_log
-    if not any("→ stock" in event for event in stack.events()):  # a busy host may not let it be measured
+    if not any("→ stock" in event for event in stack.events()):  # on a busy host it may not be measurable
         stack.until(stack.is_locked, "the owner's clocks, still set")
     assert stack.supervisor is not None
     stack.supervisor.terminate()
@@ -102,7 +102,7 @@ def attack_and_check(
 
 @needs_root
 @pytest.mark.timeout(300)
-def test_an_idle_gpu_can_not_be_kept_from_its_owner(stack: Stack) -> None:
+def test_an_idle_gpu_can_not_be_withheld_from_its_owner(stack: Stack) -> None:
     stack.start_coordinator()
     stack.start_agent("--socket-mode=0666")
     with start_as(NOBODY, "tests.nvml.other_users", "squat", [str(stack.socket), UUID]) as squatter:
@@ -126,7 +126,7 @@ def test_by_default_another_user_does_not_even_connect(stack: Stack) -> None:
 
 
 def try_to_connect(path: str) -> None:
-    """In a process of its own, as another user."""
+    """Run in a separate process, as another user."""
     from tests.nvml.other_users import connected
 
     try:

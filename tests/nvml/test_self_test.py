@@ -1,4 +1,4 @@
-"""`perseus agent --self-test` on the stub: it reads, says what it found, and sets nothing."""
+"""`perseus agent --self-test` on the stub: it reads, reports its findings and sets nothing."""
 
 import json
 import threading
@@ -50,7 +50,7 @@ def test_a_table_for_people_and_json_for_programs(stub: Path, gpu_files: list[Pa
     assert Locks.read(gpu_files[0]) == NO_LOCKS
 
 
-def test_a_gpu_that_can_not_be_used_says_why(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_gpu_has_a_reason(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instruct(stub, ["property mig_mode 1"])
     pynvml.nvmlInit()
     findings = self_test.gpu_findings(UUIDS[0])
@@ -61,7 +61,7 @@ def test_a_gpu_that_can_not_be_used_says_why(stub: Path, monkeypatch: pytest.Mon
     assert "expected MIG mode off" in found["usable"].problem
 
 
-def test_one_question_that_is_not_answered_leaves_the_others(
+def test_one_failed_question_does_not_affect_the_others(
     stub: Path, gpu_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(self_test, "_WATCH_S", 0.05)
@@ -89,7 +89,7 @@ def test_one_question_that_is_not_answered_leaves_the_others(
     assert not findings.is_usable
 
 
-def test_without_nvml_it_says_so(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_nvml_is_reported(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSEUS_NVML_STUB", str(stub / "nowhere"))
     done = run()
     assert done.exit_code == 1
@@ -114,7 +114,7 @@ def test_a_lost_gpu_does_not_hide_its_neighbours(stub: Path) -> None:
     assert sorted(gpus[uuid]["usable"]["value"] for uuid in UUIDS[1:]) == [False, True]
 
 
-async def test_a_gpu_that_hangs_does_not_keep_others_from_being_asked() -> None:
+async def test_a_hanging_gpu_does_not_block_the_others() -> None:
     hang = threading.Event()
 
     def find(uuid: str) -> self_test.GpuFindings:

@@ -1,4 +1,4 @@
-"""The stand-in for libnvidia-ml.so.1 against the emulated GPU whose file it shares."""
+"""The stub of libnvidia-ml.so.1 against the emulated GPU whose file it shares."""
 
 import json
 import math
@@ -42,7 +42,7 @@ events = st.one_of(
 
 @given(model=st.sampled_from([A40, A100_SXM]), steps=st.lists(st.tuples(durations_s, events), max_size=20))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(model=A40, steps=[(0.3, ("set", 0)), (0.05, ("set", 0))])  # looks at the very moment of a tick
+@example(model=A40, steps=[(0.3, ("set", 0)), (0.05, ("set", 0))])  # reads at the exact time of an update
 def test_its_physics_are_those_of_the_emulated_gpu(
     stub_library: Path, model: GpuModel, steps: list[tuple[float, tuple[str, object]]]
 ) -> None:
@@ -128,7 +128,7 @@ def test_energy_power_and_events_are_those_of_the_shared_gpu(stub: Path, gpu_fil
         assert instant.value.uiVal == math.floor(gpu.power_w() * 1000)
         assert pynvml.nvmlDeviceGetPowerUsage(handle) == instant.value.uiVal
         assert average.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
-        # The counter may move between two looks at it.
+        # The counter may update between two reads.
         seen_mj = [0, 0, 0]
         while not seen_mj[0] or seen_mj[0] != seen_mj[2]:
             seen_mj = [
@@ -157,13 +157,13 @@ def test_limits_profiles_and_caps_are_those_of_the_shared_gpu(stub: Path, gpu_fi
         gpu.cap(None)
         assert (seen.sm_clock_mhz(), seen.clock_event_reasons()) == (A100_SXM.highest_clock_mhz, 0)
         instruct(stub, ["property workload_power_profiles 0"])
-        assert seen.power_profiles() == (), "of a GPU that knows none"
+        assert seen.power_profiles() == (), "of a GPU without any"
     finally:
         seen.close()
         gpu.close()
 
 
-def test_errors_delays_and_properties_are_instructed_while_it_runs(stub: Path) -> None:
+def test_errors_delays_and_properties_can_be_injected_at_run_time(stub: Path) -> None:
     pynvml.nvmlInit()
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -188,7 +188,7 @@ def test_errors_delays_and_properties_are_instructed_while_it_runs(stub: Path) -
         pynvml.nvmlShutdown()
 
 
-def test_each_of_many_instructions_in_a_row_is_followed(stub: Path) -> None:
+def test_many_instructions_in_a_row_are_all_followed(stub: Path) -> None:
     pynvml.nvmlInit()
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)

@@ -19,7 +19,7 @@ AT_A_TIME = 3
 
 
 def report(outcomes: dict[str, list[Outcome]], seed: int, took_s: float) -> str:
-    """The figures as a page."""
+    """Return the results as a page."""
     rows = []
     for name, tried in outcomes.items():
         times_s = [outcome.restored_after_s for outcome in tried]
@@ -52,7 +52,7 @@ Last run: {today}, {took_s / 60:.0f} minutes, {cores} cores, {python}, seed {see
 
 
 def main(count: int, path: Path) -> None:
-    """Kill, and write down what came of it."""
+    """Kill, and write the results."""
     seed = random.randrange(2**32)
     print(f"seed {seed}", flush=True)
     begun_s = time.monotonic()

@@ -17,7 +17,7 @@ FLOOD_S = 60.0
 
 
 def main(connection_count: int, packet_count: int, path: Path) -> None:
-    """Attack, and write the report."""
+    """Run the attack and write the report."""
     if os.geteuid() != 0:
         sys.exit("torture_other_users: expected to run as root, to be other users")
     begun_s = time.monotonic()

@@ -1,7 +1,7 @@
-"""The emulated trainer as trainers often are: with children that live on when it dies.
+"""The emulated trainer with children that outlive it, as trainers often have.
 
-One was forked, as data loaders and checkpoint writers are. The other holds the connection to the agent, as
-one does that a library forked, past Python's knowledge. Both end by themselves after a while.
+One is forked, like data loaders and checkpoint writers. The other holds the connection to the agent, like a
+child forked by a library without Python's knowledge. Both end by themselves after a while.
 
 python -m tests.nvml.trainer_with_children TASK
 """
@@ -20,16 +20,16 @@ CHILDREN_LIVE_S = 20
 
 
 def have_children(connection: int) -> None:
-    """Two, of which one holds the connection."""
+    """Start two children, one of which holds the connection."""
     if os.fork() == 0:
-        os.closerange(3, 1024)  # the emulated GPU's lock is not to outlive the trainer
+        os.closerange(3, 1024)  # the emulated GPU's lock must not outlive the trainer
         time.sleep(CHILDREN_LIVE_S)
         os._exit(0)
     subprocess.Popen(["sleep", str(CHILDREN_LIVE_S)], pass_fds=[connection])
 
 
 class ProbeWithChildren(Probe):
-    """Has them once it is connected."""
+    """A probe that starts the children once it is connected."""
 
     def register(self, **arguments: Any) -> bool:
         done = super().register(**arguments)

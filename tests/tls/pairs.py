@@ -1,4 +1,4 @@
-"""Certificates as they should and should not be, and a coordinator's port that shows them."""
+"""Valid and invalid certificates, and a coordinator's port that uses them."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,7 +28,7 @@ def issue(
     begins_days: float = -1,
     ends_days: float = 30,
 ) -> TlsFiles:
-    """A certificate with its key, and the CA that signed it; begins and ends in so many days."""
+    """Write a certificate, its key and its CA, valid between two days from now."""
     now = datetime.now(UTC)
     certificate, key = by.issue(
         by.folder / stem,

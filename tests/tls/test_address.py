@@ -1,4 +1,4 @@
-"""Which addresses stay on this machine, and that plaintext to others has to be meant."""
+"""Local addresses, and explicit permission for plaintext to others."""
 
 import pytest
 
@@ -24,7 +24,7 @@ from perseus.tls.rules import check_insecure, check_needs, check_plaintext, chec
         "unix-abstract:perseus",
     ],
 )
-def test_these_stay_here(address: str) -> None:
+def test_local_addresses(address: str) -> None:
     assert is_local(address)
     assert check_plaintext(address, has_tls=False, insecure=False, wanted="tls_ca") == address
 
@@ -49,7 +49,7 @@ def test_these_stay_here(address: str) -> None:
         "",
     ],
 )
-def test_these_may_not(address: str) -> None:
+def test_other_addresses(address: str) -> None:
     assert not is_local(address)
     expected = "expected tls_ca, or insecure, for an address that other machines can reach"
     with pytest.raises(ValueError, match=expected):
@@ -65,7 +65,7 @@ def test_these_may_not(address: str) -> None:
         "unix:///a b", "unix-abstract:a", "dns:///host:7", "ipv4:10.0.0.1:7,10.0.0.2:7",
     ],
 )  # fmt: skip
-def test_an_address_is_taken_as_it_is(address: str) -> None:
+def test_a_valid_address_is_returned_unchanged(address: str) -> None:
     assert check_address(address) == address
 
 
@@ -92,7 +92,7 @@ def test_an_address_is_taken_as_it_is(address: str) -> None:
         (f"unix:/{'a' * 107}", "a path of 1 to 107 bytes"),
     ],
 )
-def test_what_is_no_address_is_refused(address: str, expected: str) -> None:
+def test_invalid_addresses_are_refused(address: str, expected: str) -> None:
     with pytest.raises(ValueError, match=r"^expected") as refused:
         check_address(address)
     assert expected in str(refused.value)

@@ -1,4 +1,4 @@
-"""What is said when nobody gets through: each usual mistake, by a real handshake with a real port."""
+"""Diagnoses of failed connections: each usual mistake, with a real handshake on a real port."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ NOTHING = "/nothing/Here"
 
 
 class Case(NamedTuple):
-    """Both ends, and what the client's is told. `server`: its files, and the CA that clients need, if any."""
+    """Both ends, and the expected diagnosis. `server`: its files, and the clients' CA, if any."""
 
     server: Callable[[Authority, Authority], tuple[TlsFiles | None, Path | None]]
     client: Callable[[Authority, Authority], TlsFiles | None]
@@ -109,12 +109,12 @@ def _pair(files: TlsFiles) -> tuple[Path | None, Path | None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_each_mistake_is_told_from_the_others(
+async def test_each_mistake_has_its_diagnosis(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
     ours, theirs = authority(tmp_path, "ours"), authority(tmp_path, "theirs")
-    # What a coordinator refuses to start with it may still hold when its time is over.
+    # A coordinator refuses to start with an expired certificate, but keeps one that expires later.
     monkeypatch.setattr("perseus.tls.files._check_dates", lambda *_: None)
     monkeypatch.setattr("perseus.service.listening.Role", _AnyRole(ours, case))
     files, client_ca = case.server(ours, theirs)
@@ -128,14 +128,14 @@ async def test_each_mistake_is_told_from_the_others(
 
 
 class _AnyRole:
-    """Lets a port show a client's certificate, which it would refuse at its start."""
+    """A port with a client's certificate, which it would refuse at its start."""
 
     def __init__(self, ours: Authority, case: Case) -> None:
         self.SERVER = Role.CLIENT if case is CASES["a client's certificate"] else Role.SERVER
 
 
 @pytest.mark.parametrize("server", [sound, mutual])
-async def test_nothing_is_found_where_nothing_is_wrong(
+async def test_a_working_connection_has_no_diagnosis(
     server: Callable[[Authority, Authority], tuple[TlsFiles | None, Path | None]], tmp_path: Path
 ) -> None:
     ours = authority(tmp_path)
@@ -151,7 +151,7 @@ async def test_nothing_is_found_where_nothing_is_wrong(
         assert answered_too.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_plaintext_to_plaintext_is_none_of_tls(tmp_path: Path) -> None:
+async def test_plaintext_to_plaintext_has_no_diagnosis(tmp_path: Path) -> None:
     async with listening(None) as address:
         assert await asyncio.to_thread(diagnose, address, None) is None
 
@@ -173,7 +173,7 @@ def call_blocking(address: str, files: TlsFiles | None) -> None:
         channel.unary_unary(NOTHING, bytes, bytes)(b"", timeout=5)
 
 
-def test_nobody_there_and_sockets_are_not_for_us_to_explain(tmp_path: Path) -> None:
+def test_absent_servers_and_sockets_have_no_diagnosis(tmp_path: Path) -> None:
     files = TlsFiles(ca=authority(tmp_path).folder / "ca.pem")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -182,8 +182,8 @@ def test_nobody_there_and_sockets_are_not_for_us_to_explain(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("responses", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_it_takes_no_longer_than_it_may(responses: bytes, tmp_path: Path) -> None:
-    """Against what accepts and then says nothing, or a byte now and then."""
+def test_a_diagnosis_has_a_time_limit(responses: bytes, tmp_path: Path) -> None:
+    """Against a server that accepts and then sends nothing, or an occasional byte."""
     files = TlsFiles(ca=authority(tmp_path).folder / "ca.pem")
     with socket.create_server(("127.0.0.1", 0)) as server:
         held = contextlib.ExitStack()
@@ -207,7 +207,7 @@ def test_it_takes_no_longer_than_it_may(responses: bytes, tmp_path: Path) -> Non
         accepting.join()
 
 
-async def test_nothing_older_than_tls_1_2_is_spoken(tmp_path: Path) -> None:
+async def test_versions_before_tls_1_2_are_refused(tmp_path: Path) -> None:
     ours = authority(tmp_path)
 
     def version(newest: ssl.TLSVersion) -> str | None:
@@ -233,10 +233,10 @@ async def test_nothing_older_than_tls_1_2_is_spoken(tmp_path: Path) -> None:
             await asyncio.to_thread(version, ssl.TLSVersion.TLSv1_1)
 
 
-# --- The sentences themselves -------------------------------------------------------------------------------
+# --- The sentences ------------------------------------------------------------------------------------------
 
 
-def test_a_ca_that_has_expired_is_not_taken_for_the_certificate() -> None:
+def test_an_expired_ca_is_not_mistaken_for_the_certificate() -> None:
     shown = Shown(ends_s=2000.0)
     assert trouble(10, "", "host", shown, 1000.0) == (
         "the CA that signed the coordinator's certificate has expired"
@@ -244,7 +244,7 @@ def test_a_ca_that_has_expired_is_not_taken_for_the_certificate() -> None:
     assert trouble(10, "", "host", Shown(), 1000.0) == "the coordinator's certificate has expired"
 
 
-def test_what_is_not_known_is_said_in_openssls_words() -> None:
+def test_unknown_errors_have_openssls_text() -> None:
     assert trouble(23, "certificate revoked", "host", Shown(), 0) == (
         "the coordinator's certificate is not accepted: certificate revoked"
     )

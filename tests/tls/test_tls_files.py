@@ -1,4 +1,4 @@
-"""Certificate files: what is refused before it is used, and what happens when they are renewed."""
+"""Certificate files: refusals before use, and renewal."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def broken(files: TlsFiles, text: bytes, which: str) -> TlsFiles:
 
 
 def damaged(path: Path) -> bytes:
-    """The PEM file with its middle gone."""
+    """Remove the middle of a PEM file."""
     lines = path.read_bytes().splitlines(keepends=True)
     return b"".join(lines[:2] + lines[-1:])
 
@@ -43,7 +43,7 @@ def encrypted(folder: Path) -> TlsFiles:
     return files
 
 
-# What each mistake is, and what is said of it.
+# Each mistake, and its error.
 MISTAKES: dict[str, tuple[Callable[[Path], TlsFiles], str]] = {
     "key of another": (mismatch, r"two\.key: expected the key of .*one\.pem, found another's"),
     "expired": (
@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], TlsFiles], str]] = {
 
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 DOCUMENTED = sorted(
-    set(MISTAKES) - {"absent", "no CA", "key in the certificate's place", "damaged key"}  # told alike
+    set(MISTAKES) - {"absent", "no CA", "key in the certificate's place", "damaged key"}  # the same error
 )
 
 
@@ -125,12 +125,12 @@ def test_an_unreadable_key_is_named(tmp_path: Path) -> None:
         check(files, Role.SERVER, time.time())
 
 
-def test_a_servers_certificate_is_none_for_clients(tmp_path: Path) -> None:
+def test_a_servers_certificate_is_not_for_clients(tmp_path: Path) -> None:
     with pytest.raises(TlsError, match=r"may be a client's"):
         check(issue(authority(tmp_path)), Role.CLIENT, time.time())
 
 
-def test_sound_files_tell_when_they_expire(tmp_path: Path) -> None:
+def test_valid_files_have_expiry_times(tmp_path: Path) -> None:
     files = issue(authority(tmp_path), is_server=False, ends_days=30)
     material = check(files, Role.CLIENT, time.time())
     assert material.certificate == files.certificate.read_bytes()  # type: ignore[union-attr]
@@ -138,13 +138,13 @@ def test_sound_files_tell_when_they_expire(tmp_path: Path) -> None:
     assert days == pytest.approx([30, 100], abs=0.1)
 
 
-def test_a_ca_alone_is_enough_for_clients_and_so_is_a_server_trusted_by_itself(tmp_path: Path) -> None:
+def test_clients_need_only_a_ca_or_the_servers_own_certificate(tmp_path: Path) -> None:
     files = issue(authority(tmp_path))
     assert check(TlsFiles(ca=files.ca), Role.CLIENT, time.time()).certificate is None
     assert check(TlsFiles(ca=files.certificate), Role.CLIENT, time.time()).expiries_s == {}
 
 
-def test_renewed_files_are_taken_and_half_written_ones_are_waited_for(tmp_path: Path) -> None:
+def test_renewed_files_are_loaded_once_complete(tmp_path: Path) -> None:
     ca = authority(tmp_path)
     files = issue(ca)
     source = TlsSource(files, Role.SERVER)
@@ -179,7 +179,7 @@ def test_renewed_files_are_taken_and_half_written_ones_are_waited_for(tmp_path: 
     assert [line["event"] for line in logs] == ["certificates reloaded"]
 
 
-def test_an_expired_renewal_is_not_taken(tmp_path: Path) -> None:
+def test_an_expired_renewal_is_not_loaded(tmp_path: Path) -> None:
     ca = authority(tmp_path)
     source = TlsSource(issue(ca), Role.SERVER)
     issue(ca, ends_days=-0.1)
@@ -188,7 +188,7 @@ def test_an_expired_renewal_is_not_taken(tmp_path: Path) -> None:
     assert "expired on" in logs[0]["reason"]
 
 
-def test_the_end_is_announced_a_week_before_once_a_day(tmp_path: Path) -> None:
+def test_expiry_is_logged_daily_from_a_week_before(tmp_path: Path) -> None:
     begun_s = now_s = time.time()
     source = TlsSource(issue(authority(tmp_path), ends_days=8.1), Role.SERVER, lambda: now_s)
     message = []

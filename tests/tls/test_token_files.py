@@ -10,9 +10,7 @@ from perseus.tls.tokens import TokenFileError, read_token
 
 
 @pytest.mark.parametrize(("mode", "warnings"), [(0o600, 0), (0o640, 0), (0o644, 1)])
-def test_a_token_that_everybody_can_read_is_used_and_told_of(
-    tmp_path: Path, mode: int, warnings: int
-) -> None:
+def test_a_token_readable_by_all_is_used_with_a_warning(tmp_path: Path, mode: int, warnings: int) -> None:
     path = tmp_path / "token"
     path.write_text("secret\n")
     path.chmod(mode)
@@ -21,7 +19,7 @@ def test_a_token_that_everybody_can_read_is_used_and_told_of(
     assert [line["event"] for line in logs] == warnings * ["every user of this machine can read a token"]
 
 
-def test_nobody_waits_for_the_other_end_of_a_fifo(tmp_path: Path) -> None:
+def test_a_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token")
     with pytest.raises(TokenFileError, match="token: can't be read: expected a regular file, found prw"):
         read_token(tmp_path / "token")

@@ -8,8 +8,8 @@ A grant file has one grant per line, and comments after `#`:
 
 A word with `=` is a label of the jobs that are registered under this grant.
 
-A file with a mistake grants nothing, and while there is one, nobody may claim a GPU without a grant. Nothing
-here reads files; the agent rereads them for every claim.
+A file with a mistake grants nothing, and while there is one, every claim needs a grant. Nothing here reads
+files; the agent rereads them for every claim.
 """
 
 import re

@@ -152,7 +152,7 @@ class Agent:
                 parts.create_task(self._restorer.keep_restoring())
 
     def close(self) -> None:
-        """End the threads of an agent that has served nobody."""
+        """End the threads of an agent that has not served any trainer."""
         self._access.close()
         self.ranks.close()
 

@@ -1,1 +1,1 @@
-"""Agent process: the gRPC stream to the coordinator, and what is said on it."""
+"""Agent process: the gRPC stream to the coordinator and its messages."""

@@ -119,7 +119,7 @@ class Registrar:
         return await self._register(request)
 
     def rank_accepted(self, rank: Rank) -> Reply | None:
-        """Note that the coordinator accepts a rank; return a notice if its trainer was told otherwise."""
+        """Note that the coordinator accepts a rank; return a notice if its trainer knows of a refusal."""
         self._served.add(rank.job_id)
         self._refusals.pop(rank, None)
         if rank not in self._notified:

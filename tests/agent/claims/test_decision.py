@@ -1,4 +1,4 @@
-"""The table of cases: who may have a GPU, and why not."""
+"""The table of cases: who may have a GPU, and the reasons of refusals."""
 
 import pytest
 
@@ -42,9 +42,7 @@ GPU = ("GPU-b", 1)
         ("bob: 0", ("/x: line 1",), GRANTS_NOT_UNDERSTOOD),
     ],
 )
-def test_what_the_operator_says(
-    output: str, problems: tuple[str, ...], expected: Allowed | str | None
-) -> None:
+def test_judging_by_grants(output: str, problems: tuple[str, ...], expected: Allowed | str | None) -> None:
     verdict = by_grant(Grants(parse(output), problems), ALICE, *GPU)
     assert (verdict.reason if isinstance(verdict, Refused) else verdict) == expected
 
@@ -67,17 +65,17 @@ HERS, HIS = frozenset({ALICE.uid}), frozenset({BOB_UID})
         (GpuObservation(CLOSED, "closed", NOBODY), False, NOT_OPENABLE),
         (GpuObservation(CLOSED, "closed", HERS), False, NOT_OPENABLE),
         (GpuObservation(UNKNOWN, "no idea", NOBODY), False, NOT_OPENABLE),
-        # A claim that was seen to be good is not taken away by whoever comes later.
+        # A proven claim does not end for a process that comes later.
         (GpuObservation(OPEN, owners=HERS | HIS), True, Allowed(is_running=True)),
         (GpuObservation(OPEN, owners=HIS), True, Allowed(is_running=True)),
     ],
 )
-def test_what_is_seen(observation: GpuObservation, stands: bool, expected: Allowed | str) -> None:
+def test_judging_by_observation(observation: GpuObservation, stands: bool, expected: Allowed | str) -> None:
     verdict = by_observation(ALICE, GPU[0], observation, stands=stands)
     assert (verdict.reason if isinstance(verdict, Refused) else verdict) == expected
 
 
-def test_a_refusal_says_what_was_expected_and_found() -> None:
+def test_a_refusal_has_expectation_and_finding() -> None:
     refused = by_observation(
         ALICE, "GPU-b", GpuObservation(CLOSED, "/dev/nvidia1 is closed to them"), stands=False
     )

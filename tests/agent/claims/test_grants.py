@@ -20,13 +20,13 @@ grants = st.lists(st.tuples(users, st.lists(gpus, min_size=1, max_size=5)), max_
 
 
 @given(grants, st.sampled_from(["\n", "\r\n", "  # why\n", "\n\n# a comment: 1\n"]))
-def test_what_is_written_is_what_is_granted(message: list[tuple[str, list[str]]], end: str) -> None:
+def test_written_grants_are_read_back(message: list[tuple[str, list[str]]], end: str) -> None:
     text = "".join(f"{user}:  {' '.join(names)} {end}" for user, names in message)
     assert parse(text) == tuple(Grant(user, frozenset(names)) for user, names in message)
 
 
 @given(st.text())
-def test_anything_else_is_one_clear_mistake(text: str) -> None:
+def test_any_other_text_raises_one_error(text: str) -> None:
     try:
         found = parse(text)
     except MalformedGrantError as error:
@@ -60,14 +60,14 @@ def test_a_mistake_is_named(text: str, mistake: str) -> None:
     ("line", "is_hers"),
     [("alice: 0", True), ("1004: 0", True), ("bob: 0", False), ("100: 0", False), ("Alice: 0", False)],
 )
-def test_whom_a_grant_is_for(line: str, is_hers: bool) -> None:
+def test_the_user_of_a_grant(line: str, is_hers: bool) -> None:
     (grant,) = parse(line)
     assert grant.is_for(ALICE) is is_hers
 
 
-def test_a_number_is_no_name() -> None:
+def test_a_number_is_not_a_name() -> None:
     (grant,) = parse("1004: 0")
-    assert not grant.is_for(User(7, "1004")), "a user whom the node has given a number for a name"
+    assert not grant.is_for(User(7, "1004")), "a user whose name is a number"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_which_gpus_a_grant_covers(line: str, covers: bool) -> None:
     assert grant.covers("GPU-b", 1) is covers
 
 
-def test_labels_stand_among_the_gpus() -> None:
+def test_labels_may_be_mixed_with_gpus() -> None:
     (grant,) = parse("bob: 2 slurm-job=17 GPU-a slurm-account=physics.ml  # why")
     assert grant == Grant(
         "bob", frozenset({"2", "GPU-a"}), (("slurm-account", "physics.ml"), ("slurm-job", "17"))
@@ -103,6 +103,6 @@ def test_labels_stand_among_the_gpus() -> None:
         ("a: 0 " + " ".join(f"k{i}=v" for i in range(17)), "line 1: expected at most 16 labels, found 17"),
     ],
 )
-def test_a_label_that_is_none_is_named(text: str, mistake: str) -> None:
+def test_a_malformed_label_is_named(text: str, mistake: str) -> None:
     with pytest.raises(MalformedGrantError, match=mistake):
         parse(text)

@@ -1,4 +1,4 @@
-"""Two users on one node: who has a GPU and a job, and who gives way."""
+"""Two users on one node: claims to GPUs and jobs, and which of them yields."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def outcome(holder: Claim, newcomer: Claim) -> str:
 @pytest.mark.parametrize(
     ("holder", "newcomer", "expected"),
     [
-        # One user's.
+        # Of one user.
         (claim(ALICE, "a", 0, "G0"), claim(ALICE, "a", 1, "G1"), "both"),
         (claim(ALICE, "a", 0, "G0", RUNNING), claim(ALICE, "a", 0, "G1", GRANTED), RANK_TAKEN),
         (claim(ALICE, "a", 0, "G0", SEEN), claim(ALICE, "b", 0, "G0", GRANTED), GPU_TAKEN),
@@ -43,7 +43,7 @@ def outcome(holder: Claim, newcomer: Claim) -> str:
         (claim(BOB, "b", 0, "G0", RUNNING), claim(ALICE, "a", 0, "G0", GRANTED), "gives way"),
         (claim(BOB, "b", 0, "G0", GRANTED), claim(ALICE, "a", 0, "G0", RUNNING), GPU_TAKEN),
         (claim(BOB, "b", 0, "G0", GRANTED), claim(ALICE, "a", 0, "G0", GRANTED), GPU_TAKEN),
-        # A GPU that can't be used is nobody's.
+        # Nobody holds an unusable GPU.
         (claim(BOB, "b", 0, "G0", None), claim(ALICE, "a", 0, "G0", SEEN), "both"),
         # The same job.
         (claim(BOB, "a", 0, "G0", SEEN), claim(ALICE, "a", 0, "G1", SEEN), JOB_TAKEN),
@@ -53,7 +53,7 @@ def outcome(holder: Claim, newcomer: Claim) -> str:
         (claim(BOB, "a", 0, "G0", GRANTED), claim(ALICE, "a", 1, "G1", None), JOB_TAKEN),
     ],
 )
-def test_who_gives_way(holder: Claim, newcomer: Claim, expected: str) -> None:
+def test_which_claim_yields(holder: Claim, newcomer: Claim, expected: str) -> None:
     assert outcome(replace(holder), newcomer) == expected
 
 
@@ -67,9 +67,7 @@ def test_who_gives_way(holder: Claim, newcomer: Claim, expected: str) -> None:
         ([False, True], RUNNING, JOB_TAKEN),
     ],
 )
-def test_what_the_coordinator_says_of_a_job_counts(
-    answers: list[bool], holder: Allowed, expected: str
-) -> None:
+def test_the_coordinators_answer_counts(answers: list[bool], holder: Allowed, expected: str) -> None:
     registry = ClaimRegistry()
     held = claim(BOB, "a", 0, "G0", holder)
     registry.enter(held)
@@ -90,7 +88,7 @@ claims = st.builds(
 
 
 @given(st.lists(claims, max_size=12))
-def test_a_gpu_a_rank_and_a_job_are_one_users_at_a_time(newcomers: list[Claim]) -> None:
+def test_a_gpu_a_rank_and_a_job_belong_to_one_user_at_a_time(newcomers: list[Claim]) -> None:
     registry = ClaimRegistry()
     for newcomer in newcomers:
         found = registry.conflicts(newcomer)

@@ -1,4 +1,4 @@
-"""Calls that never return take nobody with them but their own GPU."""
+"""Calls that never return block only their own GPU."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.agent.coordinator_stub import until
 
 @pytest.fixture
 def hang() -> Iterator[threading.Event]:
-    """What a call waits for that hangs."""
+    """The event that a hanging call waits for."""
     event = threading.Event()
     yield event
     event.set()
@@ -23,7 +23,7 @@ def threads_of(gpu_uuid: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == f"driver: {gpu_uuid}"]
 
 
-async def test_answers_and_errors_come_back() -> None:
+async def test_results_and_errors_are_returned() -> None:
     executor = GpuExecutor()
     assert await executor.run("GPU-a", lambda: 7) == 7
 
@@ -35,7 +35,7 @@ async def test_answers_and_errors_come_back() -> None:
     assert await executor.run("GPU-a", lambda: 8) == 8
 
 
-async def test_calls_for_one_gpu_go_one_after_the_other_and_those_for_others_beside(
+async def test_calls_for_one_gpu_are_serial_and_for_several_parallel(
     hang: threading.Event,
 ) -> None:
     executor = GpuExecutor()
@@ -49,7 +49,7 @@ async def test_calls_for_one_gpu_go_one_after_the_other_and_those_for_others_bes
     assert await second
 
 
-async def test_a_call_that_hangs_is_waited_for_once_and_its_late_answer_is_not_lost(
+async def test_a_hanging_call_is_waited_for_once_and_its_late_result_is_kept(
     hang: threading.Event,
 ) -> None:
     executor = GpuExecutor(timeout_s=0.5)
@@ -60,14 +60,14 @@ async def test_a_call_that_hangs_is_waited_for_once_and_its_late_answer_is_not_l
     for _ in range(20):
         with pytest.raises(GpuHungError):
             await executor.run("GPU-a", lambda: 1)
-    assert asyncio.get_running_loop().time() - begun_s < 5.0, "none waited, which takes 0.5 s each"
+    assert asyncio.get_running_loop().time() - begun_s < 5.0, "none waited 0.5 s"
     assert await executor.run("GPU-b", lambda: 1) == 1
     hang.set()
     await until(lambda: late == [True], "the late answer")
     assert await executor.run("GPU-a", lambda: 1) == 1
 
 
-async def test_who_is_cancelled_leaves_the_lane_in_order(hang: threading.Event) -> None:
+async def test_a_cancelled_caller_does_not_disturb_later_calls(hang: threading.Event) -> None:
     executor = GpuExecutor()
     late: list[bool] = []
     waiting = asyncio.create_task(executor.run("GPU-a", hang.wait, late.append))
@@ -81,7 +81,7 @@ async def test_who_is_cancelled_leaves_the_lane_in_order(hang: threading.Event) 
     await until(lambda: late == [True], "the late answer")
 
 
-async def test_a_late_error_is_nobody_s(hang: threading.Event) -> None:
+async def test_a_late_error_is_dropped(hang: threading.Event) -> None:
     executor = GpuExecutor(timeout_s=0.5)
     handed_over: list[None] = []
 
@@ -94,4 +94,4 @@ async def test_a_late_error_is_nobody_s(hang: threading.Event) -> None:
     hang.set()
     await until(lambda: not threads_of("GPU-a"), "the end of the call")
     assert await executor.run("GPU-a", lambda: True)
-    assert handed_over == [], "there is no answer"
+    assert handed_over == [], "there is no result"

@@ -33,7 +33,7 @@ RESET_MEMORY = ("nvmlDeviceResetMemoryLockedClocks", "handle")
 
 
 class FakeNvml:
-    """The module pynvml with one GPU: constants are the real ones, calls are recorded, answers prepared."""
+    """The module pynvml with one GPU: real constants, recorded calls, prepared answers."""
 
     def __init__(self, **answers: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -106,7 +106,7 @@ def test_each_method_is_one_call(
     assert nvml.calls == [call]
 
 
-def test_power_profiles_are_those_that_are_enforced() -> None:
+def test_power_profiles_are_the_enforced_ones() -> None:
     def enforce(_handle: str, profiles: Any) -> None:
         current = profiles._obj
         current.requestedProfilesMask.mask[0] = 0b111
@@ -139,7 +139,7 @@ def test_power_without_the_field_is_the_power_usage() -> None:
 MEMORY_CHOICE = {"nvmlDeviceGetSupportedMemoryClocks": [405, 7251, 6251]}
 
 
-def test_memory_is_locked_once_at_its_top_clock_where_there_is_a_choice() -> None:
+def test_memory_is_locked_once_at_its_top_clock_if_it_has_several() -> None:
     nvml = FakeNvml(**MEMORY_CHOICE)
     gpu = NvmlGpu("GPU-a", nvml=nvml)
     nvml.calls.clear()
@@ -168,7 +168,7 @@ def test_memory_is_locked_once_at_its_top_clock_where_there_is_a_choice() -> Non
         {"nvmlDeviceSetMemoryLockedClocks": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)},
     ],
 )
-def test_memory_that_can_not_be_locked_is_left_alone(answers: dict[str, Any]) -> None:
+def test_memory_that_can_not_be_locked_is_not_touched(answers: dict[str, Any]) -> None:
     nvml = FakeNvml(**MEMORY_CHOICE, **answers)
     gpu = NvmlGpu("GPU-a", nvml=nvml)
     gpu.set_clock_mhz(1725)
@@ -180,8 +180,8 @@ def test_memory_that_can_not_be_locked_is_left_alone(answers: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("is_own_lock", [True, False])
-def test_a_reset_that_is_not_supported_is_no_answer_where_a_lock_is(is_own_lock: bool) -> None:
-    """A lock of this process's, or one that another, dead by now, may have left."""
+def test_an_unsupported_reset_is_an_error_if_memory_can_be_locked(is_own_lock: bool) -> None:
+    """The lock may be this process's, or left by another that is dead."""
     nvml = FakeNvml(
         **MEMORY_CHOICE,
         nvmlDeviceResetMemoryLockedClocks=pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
@@ -197,7 +197,7 @@ def test_a_reset_that_is_not_supported_is_no_answer_where_a_lock_is(is_own_lock:
     gpu.reset_clock()
 
 
-def test_a_reset_that_is_not_supported_is_an_answer_where_no_lock_can_be() -> None:
+def test_an_unsupported_reset_is_fine_if_memory_can_not_be_locked() -> None:
     refused = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     nvml = FakeNvml(
         **MEMORY_CHOICE, nvmlDeviceResetMemoryLockedClocks=refused, nvmlDeviceSetMemoryLockedClocks=refused
@@ -205,7 +205,7 @@ def test_a_reset_that_is_not_supported_is_an_answer_where_no_lock_can_be() -> No
     NvmlGpu("GPU-a", nvml=nvml).reset_clock()
 
 
-def test_graphics_and_memory_are_locked_both_or_neither() -> None:
+def test_graphics_and_memory_are_locked_together_or_not_at_all() -> None:
     refused = pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
     nvml = FakeNvml(**MEMORY_CHOICE, nvmlDeviceSetGpuLockedClocks=refused)
     gpu = NvmlGpu("GPU-a", nvml=nvml)
@@ -315,7 +315,7 @@ def test_without_a_driver_there_is_nothing_to_shut_down(code: int, advice: str) 
         ),
     ],
 )
-def test_an_unfit_gpu_is_refused_and_let_go(
+def test_an_unfit_gpu_is_refused_and_closed(
     uuid: str, nvml: FakeNvml, error_class: type[GpuError], message: str
 ) -> None:
     with pytest.raises(error_class, match=message):
@@ -324,7 +324,7 @@ def test_an_unfit_gpu_is_refused_and_let_go(
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetMigMode", "nvmlDeviceGetPersistenceMode"])
-def test_a_gpu_that_knows_no_such_mode_is_fit(function: str) -> None:
+def test_a_gpu_without_such_a_mode_is_fit(function: str) -> None:
     nvml = failing(function, pynvml.NVML_ERROR_NOT_SUPPORTED)
     NvmlGpu("GPU-a", nvml=nvml)
     assert nvml.calls == CONNECT

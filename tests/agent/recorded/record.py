@@ -1,6 +1,6 @@
-"""Records the lives of ranks anew: `python -m tests.agent.recorded.record [NAME…]`.
+"""Records the runs of ranks again: `python -m tests.agent.recorded.record [NAME…]`.
 
-To be run where ranks are meant to answer otherwise: then the commit's message says what differs.
+To be used after intended changes of the ranks' behaviour; the commit's message then names the differences.
 """
 
 import inspect

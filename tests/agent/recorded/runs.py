@@ -1,6 +1,6 @@
-"""Recorded lives of ranks on a node: what trainers, GPUs and the coordinator say, and what goes out.
+"""Recorded runs of ranks on a node: messages of trainers, GPUs and the coordinator, and the output.
 
-A life is a list of steps, each with its time: a rank that is served from then on, a packet of its trainer,
+A run is a list of steps, each with its time: a rank that is served from then on, a packet of its trainer,
 what its GPU says, a message of the coordinator's, the end of a stream. `Life` takes them one after another
 with the agent's own rank sessions and its own connection logic; only sockets, threads and GPUs are left out.
 What goes out is written as it leaves: messages as the contract writes them, clocks, notices to trainers. The
@@ -43,12 +43,12 @@ _BARE = {
 
 
 def place_of(rank: Rank) -> list[Any]:
-    """Return a rank as steps name it."""
+    """Return a rank in the form of steps."""
     return [rank.job_id, rank.pipeline, rank.stage, rank.tensor]
 
 
 class _Stream:
-    """A stream that is open or not; keeps what is said on it."""
+    """A stream that is open or not; keeps its messages."""
 
     def __init__(self) -> None:
         self.is_connected = False
@@ -60,7 +60,7 @@ class _Stream:
 
 
 class _Line:
-    """A trainer's end."""
+    """A trainer's end of its connection."""
 
     def __init__(self, rank: Rank, out: list[Any]) -> None:
         self._rank = rank
@@ -71,7 +71,7 @@ class _Line:
 
 
 class _Served:
-    """A rank's session, whose GPU is the life's to emulate."""
+    """A rank's session, whose GPU the run emulates."""
 
     def __init__(self, recorded_run: "RecordedRun", session: Session) -> None:
         self.session = session
@@ -109,7 +109,7 @@ class _Served:
 
 
 class RecordedRun:
-    """A node's ranks; one agent after another."""
+    """A node's ranks, under one agent after another."""
 
     def __init__(self) -> None:
         self._start()
@@ -123,7 +123,7 @@ class RecordedRun:
         self.now_s = 0.0
 
     def take(self, step: Step) -> list[Any]:
-        """Let a step happen; return what goes out."""
+        """Execute a step and return its output."""
         self.now_s = step["at_s"]
         match step:
             case {"serve": place, "gpu": gpu, **options}:
@@ -202,13 +202,13 @@ def _shown(request: wire.ConnectRequest) -> Any:
 
 
 def save(name: str, steps: list[tuple[Step, list[Any]]]) -> None:
-    """Write a life into its file, one line for each step and what went out."""
+    """Write a run into its file, one line for each step and its output."""
     FILES.mkdir(exist_ok=True)
     text = "\n".join(json.dumps(step) for step in steps)
     (FILES / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def load(name: str) -> list[tuple[Step, list[Any]]]:
-    """Return a life's steps, and what went out after each."""
+    """Return a run's steps, and the output after each."""
     text = gzip.decompress((FILES / f"{name}.jsonl.gz").read_bytes()).decode()
     return [(step, went) for step, went in map(json.loads, text.splitlines())]

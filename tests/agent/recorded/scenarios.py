@@ -1,4 +1,4 @@
-"""What happens to the ranks whose lives are recorded: each function is one life, on an emulated GPU each."""
+"""Scenarios of the recorded runs: each function is one run, with an emulated GPU for each rank."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class _Gpu:
 
 
 class Node:
-    """Takes steps, keeps them with what went out, and emulates the GPUs: their sets, counters and watts."""
+    """Executes steps, keeps them with their output, and emulates the GPUs: sets, counters and power."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[Step, list[Any]]] = []
@@ -42,7 +42,7 @@ class Node:
         self._iterations: dict[Rank, int] = {}
 
     def do(self, rank: Rank | None = None, **step: Any) -> list[Any]:
-        """Let something happen, to a rank if one is named."""
+        """Execute a step, of a rank if one is named."""
         if rank is not None:
             step["rank"] = place_of(rank)
         step["at_s"] = self.now_s
@@ -56,7 +56,7 @@ class Node:
         return went
 
     def pass_time(self, duration_s: float) -> None:
-        """Let time pass: GPUs set their clocks and count, ticks come."""
+        """Let time pass: GPUs set clocks and count energy, and ticks occur."""
         end_s = self.now_s + duration_s
         while True:
             due = [
@@ -98,7 +98,7 @@ class Node:
         self.do(serve=place_of(rank), gpu=gpu, observe=observe, is_registered=is_registered)
 
     def leave(self, rank: Rank = FIRST) -> None:
-        """Its trainer's process is gone."""
+        """End the trainer's process."""
         self.do(gone=place_of(rank))
         del self._gpus[rank]
 
@@ -118,7 +118,7 @@ class Node:
         left_out: int | None = None,
         waits: bool = False,
     ) -> None:
-        """Whole iterations: each computation takes a time by its clock; with `left_out` one is not there."""
+        """Run complete iterations; a computation's time depends on its clock; `left_out` omits one."""
         for _ in range(count):
             number = self._iterations[rank]
             self._iterations[rank] += 1
@@ -151,7 +151,7 @@ class Node:
         self.do(lost=True)
 
     def about(self, kind: str, rank: Rank = FIRST, **message: Any) -> None:
-        """A message of the coordinator's about a rank."""
+        """Send a message of the coordinator about a rank."""
         place = {"pipeline": rank.pipeline, "stage": rank.stage, "tensor": rank.tensor}
         self.do(hears={kind: {"job_id": rank.job_id, "rank": place, **message}})
 
@@ -193,7 +193,7 @@ class Node:
         self.hears(telemetry_ack={"sequence": max(sequences)})
 
     def joined(self, rank: Rank = FIRST) -> "Node":
-        """A rank that is served and accepted."""
+        """Start a rank that is served and accepted."""
         self.welcome()
         self.serve(rank)
         self.accept(rank)

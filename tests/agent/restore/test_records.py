@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> RecordFolder:
 
 
 def leave_behind(folder: RecordFolder, stock: ClockRange | None = None, uuid: str = UUID) -> None:
-    """What an agent leaves that dies."""
+    """Leave a record like an agent that dies."""
     folder.write(Record(uuid, stock)).release()
 
 
@@ -68,7 +68,7 @@ def test_a_record_is_read_as_it_was_written(stock: ClockRange | None) -> None:
         b'{"version": 1, "gpu_uuid": "GPU-0", "stock": {"lowest_mhz": 2, "highest_mhz": 1}}',
     ],
 )
-def test_what_is_no_record_is_not_taken_for_one(folder: RecordFolder, content: bytes) -> None:
+def test_invalid_records_are_refused(folder: RecordFolder, content: bytes) -> None:
     with pytest.raises(ValueError, match=r"expect|Expect|decode"):
         Record.decode(content)
     folder.path.mkdir(parents=True)
@@ -111,7 +111,7 @@ def test_a_gpu_that_was_not_changed_is_not_reset(folder: RecordFolder) -> None:
     assert not folder.path.exists()
 
 
-def test_an_operators_lock_is_what_a_gpu_goes_back_to(folder: RecordFolder) -> None:
+def test_a_gpu_returns_to_an_operators_lock(folder: RecordFolder) -> None:
     gpu = FakeGpu()
     guarded = GuardedGpu(gpu, folder, ClockRange(600, 1200))
     guarded.set_clock_mhz(1000)
@@ -127,7 +127,7 @@ def test_a_record_is_never_overwritten(folder: RecordFolder) -> None:
     guarded = GuardedGpu(gpu, folder, None)
     guarded.set_clock_mhz(1000)
     guarded.reset_clock()
-    assert gpu.sets == [1000, 1400], "back to what the dead agent found"
+    assert gpu.sets == [1000, 1400], "back to the clocks that the dead agent found"
     assert folder.gpu_uuids() == []
 
 
@@ -153,7 +153,7 @@ def test_a_refused_first_set_leaves_no_record_and_a_failed_one_does(
     guarded.set_clock_mhz(1200)
     with pytest.raises(type(error)):
         guarded.set_clock_mhz(1000)
-    assert folder.gpu_uuids() == [UUID], "the clock before is still locked"
+    assert folder.gpu_uuids() == [UUID], "the previous clock is still locked"
     guarded.close()
 
 
@@ -174,7 +174,7 @@ def test_a_reset_that_fails_keeps_the_record_until_one_succeeds(folder: RecordFo
 
 
 def test_without_a_record_no_clock_is_set(folder: RecordFolder) -> None:
-    (folder.path / f".{UUID}.json.{os.getpid()}").mkdir(parents=True)  # in the way of the draft
+    (folder.path / f".{UUID}.json.{os.getpid()}").mkdir(parents=True)  # blocks the draft
     gpu = FakeGpu()
     guarded = GuardedGpu(gpu, folder, None)
     with pytest.raises(RecordError, match=r"GPU-fake.json.*so no clock is set"):
@@ -191,13 +191,13 @@ def test_two_agents_do_not_set_one_gpu(folder: RecordFolder, monkeypatch: pytest
     for change in (second.reset_clock, lambda: second.set_clock_mhz(1000)):
         with pytest.raises(RecordHeldError, match="another running agent"):
             change()
-    assert restore_found(folder, lambda _: gpu) == [], "the first one lives"
+    assert restore_found(folder, lambda _: gpu) == [], "the first one is alive"
     assert gpu.sets == []
     first.close()
     assert restore_found(folder, lambda _: gpu) == [Restoration(UUID, None)]
 
 
-def test_a_record_that_is_held_for_a_moment_is_waited_for(folder: RecordFolder) -> None:
+def test_a_briefly_held_record_is_waited_for(folder: RecordFolder) -> None:
     leave_behind(folder)
     looking = folder.find(UUID)
     assert looking is not None
@@ -222,7 +222,7 @@ def test_the_record_of_a_killed_process_is_free(folder: RecordFolder) -> None:
     assert gpu.sets == [None]
 
 
-def test_each_record_is_seen_to_whatever_becomes_of_the_others(folder: RecordFolder) -> None:
+def test_each_record_is_restored_independently_of_the_others(folder: RecordFolder) -> None:
     gpu = FakeGpu()
     mistake: Exception = RuntimeError("a mistake of ours")
 
@@ -244,7 +244,7 @@ def test_each_record_is_seen_to_whatever_becomes_of_the_others(folder: RecordFol
     }
     assert folder.gpu_uuids() == ["GPU-error", "GPU-gone"]
     mistake = GpuNotFoundError("held by nobody")
-    assert len(restore_found(folder, open_gpu)) == 2, "the records are not held any more"
+    assert len(restore_found(folder, open_gpu)) == 2, "the records are released"
 
 
 @pytest.mark.parametrize("uuid", ["../GPU-0", "", ".hidden", "a/b"])
@@ -253,10 +253,10 @@ def test_a_uuid_names_a_file_in_the_folder_or_nothing(folder: RecordFolder, uuid
         folder.write(Record(uuid, None))
 
 
-# --- Strangers ----------------------------------------------------------------------------------------------
+# --- Other users --------------------------------------------------------------------------------------------
 
 
-def test_records_are_their_users_alone_whatever_the_umask(folder: RecordFolder) -> None:
+def test_records_belong_to_their_user_alone_despite_the_umask(folder: RecordFolder) -> None:
     before = os.umask(0)
     try:
         leave_behind(folder)
@@ -315,7 +315,7 @@ def put_truth(path: Path) -> None:
     [put_fifo, put_folder, put_link, put_device, put_nested, put_huge, put_another, put_truth],
     ids=lambda put: put.__name__.removeprefix("put_"),
 )
-def test_what_lies_in_a_records_place_is_neither_believed_nor_waited_for(
+def test_foreign_files_in_a_records_place_neither_count_nor_block(
     folder: RecordFolder, put: Callable[[Path], None]
 ) -> None:
     leave_behind(folder, uuid="GPU-good")
@@ -350,7 +350,7 @@ def test_a_folder_behind_a_link_or_of_another_user_is_refused(tmp_path: Path) ->
 
 
 def hold(path: str) -> None:
-    """In a process of its own, as another user."""
+    """Run in a separate process, as another user."""
     try:
         file = os.open(path, os.O_RDONLY)
     except PermissionError:
@@ -368,7 +368,7 @@ def passable() -> Iterator[Path]:
 
 
 @needs_root
-def test_another_users_lock_does_not_keep_a_gpu_from_being_restored(passable: Path) -> None:
+def test_another_users_lock_does_not_block_restoring(passable: Path) -> None:
     folder = RecordFolder(passable / "restore")
     leave_behind(folder)
     path = folder.path / f"{UUID}.json"
@@ -379,7 +379,7 @@ def test_another_users_lock_does_not_keep_a_gpu_from_being_restored(passable: Pa
     with other_user() as refused:
         assert refused.stdout is not None
         assert refused.stdout.readline() == "refused\n"
-    # As an earlier version has left it.
+    # As left by an earlier version.
     folder.path.chmod(0o755)
     path.chmod(0o644)
     with other_user() as holder:

@@ -1,4 +1,4 @@
-"""What dead agents leave, brought back by one that runs."""
+"""A running agent restores the GPUs of dead ones."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> RecordFolder:
 
 
 def restorer(folder: RecordFolder, *answers: FakeGpu | Exception) -> Restorer:
-    """Whose GPU opens as the answers say, one after the other; the last one again and again."""
+    """Return a restorer whose GPU opens with the answers in order, and then repeats the last."""
     left = list(answers)
 
     def open_gpu(uuid: str) -> Gpu:
@@ -47,7 +47,7 @@ def restorer(folder: RecordFolder, *answers: FakeGpu | Exception) -> Restorer:
     return Restorer(folder, open_gpu, GpuExecutor(timeout_s=TIMEOUT_S), retry_s=0.0)
 
 
-async def test_restoring_is_tried_until_it_succeeds(folder: RecordFolder) -> None:
+async def test_restoring_is_retried_until_it_succeeds(folder: RecordFolder) -> None:
     gpu = FakeGpu()
     restoring = restorer(folder, GpuDriverError("not yet"), GpuDriverError("not yet"), gpu)
     await restoring.restore_all()
@@ -57,7 +57,7 @@ async def test_restoring_is_tried_until_it_succeeds(folder: RecordFolder) -> Non
     assert restoring.not_restored == set()
 
 
-async def test_a_gpu_that_stays_away_is_said_once_and_keeps_its_record(folder: RecordFolder) -> None:
+async def test_a_missing_gpu_is_logged_once_and_keeps_its_record(folder: RecordFolder) -> None:
     restoring = restorer(folder, GpuDriverError("not yet"), GpuLostError("fell off the bus"))
     with capture_logs() as logs, pytest.raises(RecordError, match="fell off the bus"):
         await restoring.restore_all()
@@ -81,7 +81,7 @@ async def test_a_folder_that_can_not_be_read_is_an_error(tmp_path: Path) -> None
         await restorer(RecordFolder(tmp_path / "file"), FakeGpu()).restore_all()
 
 
-async def test_a_gpu_that_is_served_is_left_alone_until_it_is_given_back(folder: RecordFolder) -> None:
+async def test_a_served_gpu_is_skipped_until_it_is_given_back(folder: RecordFolder) -> None:
     gpu = FakeGpu()
     restoring = restorer(folder, gpu)
     assert await restoring.take(UUID, lambda _: gpu) is gpu
@@ -119,7 +119,7 @@ async def test_a_gpu_that_can_not_be_closed_is_given_back(folder: RecordFolder) 
     assert not restoring.is_taken(UUID)
 
 
-async def test_a_gpu_whose_driver_hangs_is_taken_for_as_long_as_it_does(folder: RecordFolder) -> None:
+async def test_a_gpu_stays_taken_while_its_driver_hangs(folder: RecordFolder) -> None:
     hang = threading.Event()
 
     def close() -> None:
@@ -139,7 +139,7 @@ async def test_a_gpu_whose_driver_hangs_is_taken_for_as_long_as_it_does(folder: 
     assert gpu.sets == [None]
 
 
-async def test_a_gpu_that_hangs_keeps_no_other_from_being_brought_back(folder: RecordFolder) -> None:
+async def test_a_hanging_gpu_does_not_block_restoring_others(folder: RecordFolder) -> None:
     folder.write(Record("GPU-hung", None)).release()
     hang, hung, gpu = threading.Event(), FakeGpu(), FakeGpu()
 
@@ -155,16 +155,16 @@ async def test_a_gpu_that_hangs_keeps_no_other_from_being_brought_back(folder: R
     assert await restoring.take(UUID, lambda _: gpu) is gpu, "and from being served"
     await restoring.give_back(UUID, gpu.close)
     folder.write(Record(UUID, None)).release()
-    await until(lambda: gpu.sets == [None, None], "the other's restoring, once more")
+    await until(lambda: gpu.sets == [None, None], "the other's restoring again")
     with pytest.raises(RecordError, match=r"GPU GPU-hung: expected the driver to answer within 0\.5 s"):
         await restoring.restore_all()
     hang.set()
-    await until(lambda: hung.sets == [None], "the restoring of the one that hung")
+    await until(lambda: hung.sets == [None], "the restoring of the GPU that hung")
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_a_mistake_of_ours_ends_no_restoring(folder: RecordFolder) -> None:
+async def test_a_bug_does_not_end_restoring(folder: RecordFolder) -> None:
     gpu = FakeGpu()
     await restorer(folder, RuntimeError("a mistake"), RuntimeError("a mistake"), gpu).restore_all()
     assert gpu.sets == [None]
@@ -179,7 +179,7 @@ async def test_a_gpu_is_opened_only_when_nothing_is_being_restored(folder: Recor
     served = FakeGpu()
     taken = asyncio.create_task(restoring.take(UUID, opening(served, lambda: gpu.sets == [None])))
     await asyncio.sleep(0)
-    assert restoring.is_taken(UUID), "from the moment that it was asked for"
+    assert restoring.is_taken(UUID), "from the request on"
     gpu.permit.set()
     assert await taken is served
     await restored
@@ -193,7 +193,7 @@ def opening(gpu: FakeGpu, is_time: Callable[[], bool]) -> Callable[[str], Gpu]:
     return open_gpu
 
 
-async def test_what_is_left_while_an_agent_runs_is_brought_back(folder: RecordFolder) -> None:
+async def test_gpus_of_agents_that_die_later_are_restored(folder: RecordFolder) -> None:
     gpu = FakeGpu()
     keeping = asyncio.create_task(restorer(folder, gpu).keep_restoring())
     await until(lambda: folder.gpu_uuids() == [], "restored")

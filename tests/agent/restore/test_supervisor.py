@@ -1,4 +1,4 @@
-"""The supervisor with a stand-in for the agent: a shell script that gets the agent's arguments."""
+"""The supervisor with a shell script in place of the agent, which gets the agent's arguments."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 SUPERVISOR = [sys.executable, "-m", "perseus.agent.restore.supervisor"]
 
-# Notes how it is called. Called to restore, it fails as often as the file `failures` has lines.
+# Records its arguments. With --restore, it fails as often as the file `failures` has lines.
 AGENT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -42,7 +42,7 @@ os.read(int(os.environ["PERSEUS_LIFELINE"]), 1)
 """
 
 
-# The same, with less patience.
+# The same, with shorter timeouts.
 HASTY = """
 import sys
 from perseus.agent.restore import supervisor
@@ -64,7 +64,7 @@ class Supervised:
         return int(self.until("pid"))
 
     def until(self, name: str) -> str:
-        """Wait for what the agent writes."""
+        """Wait for a file of the agent and return its content."""
         deadline_s = time.monotonic() + 10
         while not (path := self.folder / name).exists() or not path.read_text():
             assert time.monotonic() < deadline_s, f"no {name}"
@@ -72,7 +72,7 @@ class Supervised:
         return path.read_text()
 
     def end(self) -> tuple[int, list[str]]:
-        """The exit status, and the calls of the agent."""
+        """Return the exit status and the agent's calls."""
         status = self.process.wait(20)
         return status, (self.folder / "calls").read_text().splitlines()
 
@@ -95,20 +95,20 @@ def test_a_killed_agents_gpus_are_restored_with_its_own_settings(tmp_path: Path)
     assert supervised.end() == (128 + signal.SIGKILL, ["serve", "serve --restore"])
 
 
-def test_restoring_is_tried_again_until_it_succeeds(tmp_path: Path) -> None:
+def test_restoring_is_retried_until_it_succeeds(tmp_path: Path) -> None:
     supervised = Supervised(tmp_path, "fail", failures=2, supervisor=[sys.executable, "-c", HASTY])
     assert supervised.end() == (3, ["fail", *["fail --restore"] * 3])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_end_is_handed_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_termination_signal_is_forwarded(tmp_path: Path, number: signal.Signals) -> None:
     supervised = Supervised(tmp_path, "serve")
     supervised.agent_pid()
     supervised.process.send_signal(number)
     assert supervised.end() == (0, ["serve"])
 
 
-def test_an_agent_learns_that_its_supervisor_was_killed(tmp_path: Path) -> None:
+def test_an_agent_notices_that_its_supervisor_was_killed(tmp_path: Path) -> None:
     supervised = Supervised(tmp_path, "serve")
     supervised.agent_pid()
     supervised.process.kill()
@@ -124,7 +124,7 @@ def test_an_agent_learns_that_its_supervisor_was_killed(tmp_path: Path) -> None:
         ("deaf", 0, False, 128 + signal.SIGKILL),
     ],
 )
-def test_a_stop_is_over_in_time_whatever_can_not_be_restored(
+def test_a_stop_ends_in_time_even_if_gpus_are_not_restored(
     tmp_path: Path, argument: str, failures: int, hangs: bool, status: int
 ) -> None:
     if hangs:
@@ -134,11 +134,11 @@ def test_a_stop_is_over_in_time_whatever_can_not_be_restored(
     supervised.process.send_signal(signal.SIGTERM)
     found, calls = supervised.end()
     assert found == status
-    assert len(calls) < 30, "tried for as long as there is time, and no longer"
+    assert len(calls) < 30, "tried only while there is time"
     assert calls[1] == f"{argument} --restore"
 
 
-def test_a_stop_ends_what_goes_on_since_an_agent_died(tmp_path: Path) -> None:
+def test_a_stop_ends_restoring_after_an_agents_death(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     supervised = Supervised(tmp_path, "fail", supervisor=[sys.executable, "-c", HASTY])
     while len((tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []) < 2:

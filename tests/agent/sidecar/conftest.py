@@ -1,4 +1,4 @@
-"""What the tests of a running agent share: its GPU, and coordinators."""
+"""Fixtures for the tests of a running agent: its GPU, and coordinators."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Starts coordinators, and stops those that still run when the test ends."""
+    """Starts coordinators, and stops those that still run at the test's end."""
     coordinators: list[CoordinatorStub] = []
 
     async def start(inbox: Inbox, port: int = 0) -> CoordinatorStub:

@@ -1,4 +1,4 @@
-"""An agent in this process on GPUs that fail as the test says."""
+"""An agent in this process on GPUs with injected faults."""
 
 import threading
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from perseus.agent.sidecar.backends import EmulatedBackend
 
 
 class Faults:
-    """What a GPU answers instead: for each method the error to raise, or the event to wait for first."""
+    """Injected faults of a GPU: for each method an error to raise, or an event to wait for first."""
 
     def __init__(self) -> None:
         self.by_method: dict[str, Exception | threading.Event] = {}
 
     @contextmanager
     def during(self, **faults: Exception | threading.Event) -> Iterator[None]:
-        """While these methods fail, or hang."""
+        """Let these methods fail or hang within the block."""
         self.by_method.update(faults)
         try:
             yield
@@ -26,7 +26,7 @@ class Faults:
                 self.by_method.pop(name, None)
 
     def meet(self, method: str) -> None:
-        """To be called before the method does what it does."""
+        """Apply a method's fault, if any, before its call."""
         match self.by_method.get(method):
             case threading.Event() as event:
                 event.wait()
@@ -35,7 +35,7 @@ class Faults:
 
 
 class FailingGpu:
-    """A GPU between the agent and an emulated one."""
+    """A proxy of an emulated GPU that applies faults."""
 
     def __init__(self, gpu: Gpu, faults: Faults) -> None:
         self._gpu = gpu
@@ -47,14 +47,14 @@ class FailingGpu:
 
 
 class FailingBackend(EmulatedBackend):
-    """Emulated GPUs; of each that is opened by the agent, the faults are in `faults`, by UUID."""
+    """Emulated GPUs; `faults` has the faults of each, by UUID."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.faults: dict[str, Faults] = {}
 
     def faults_of(self, uuid: str) -> Faults:
-        """Of one GPU."""
+        """Return the faults of one GPU."""
         return self.faults.setdefault(uuid, Faults())
 
     def open(self, uuid: str) -> Gpu:

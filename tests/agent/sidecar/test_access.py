@@ -1,4 +1,4 @@
-"""What the access checker finds, with real users, processes, files and cgroups."""
+"""The access checker with real users, processes, files and cgroups."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ UUID = "GPU-0"
 
 
 class Node:
-    """One GPU, as the test says."""
+    """A backend with one GPU with given properties."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Node:
         process_ids: tuple[int, ...] | None = (),
         later: tuple[int, ...] | None = None,
     ) -> None:
-        """`later`: the processes when it is looked at again, if they are others then."""
+        """`later` are the processes at a second inspection, if they differ."""
         self.use = GpuUse(0, str(node), process_ids)
         self._later = later
 
@@ -72,7 +72,7 @@ def process_of(uid: int) -> Iterator[tuple[Peer, int]]:
 
 
 def wait_for_end() -> None:
-    """In a process of its own."""
+    """Run in a separate process."""
     print("here", flush=True)
     input_left = os.read(0, 1)
     assert not input_left
@@ -128,7 +128,7 @@ async def test_another_user_must_be_able_to_open_the_device(
 
 
 @needs_root
-async def test_processes_of_others_are_seen(
+async def test_processes_of_other_users_are_seen(
     node: Path, tmp_path: Path, nobody: tuple[Peer, int], owner: tuple[Peer, int]
 ) -> None:
     peer, pid = nobody
@@ -176,7 +176,7 @@ async def test_a_process_that_has_ended_opens_nothing(node: Path, tmp_path: Path
         os.close(pidfd)
 
 
-async def test_across_pid_namespaces_the_user_is_all_there_is_and_that_is_said_once(
+async def test_across_pid_namespaces_only_the_user_is_known_which_is_logged_once(
     node: Path, tmp_path: Path
 ) -> None:
     checker = AccessChecker(Node(node), tmp_path / "none", GpuExecutor())
@@ -190,9 +190,7 @@ async def test_across_pid_namespaces_the_user_is_all_there_is_and_that_is_said_o
     checker.close()
 
 
-async def test_a_gpu_that_hangs_is_not_waited_for_by_those_who_want_another(
-    node: Path, tmp_path: Path
-) -> None:
+async def test_a_hanging_gpu_does_not_delay_claims_to_others(node: Path, tmp_path: Path) -> None:
     hang = threading.Event()
 
     class HungNode(Node):
@@ -223,7 +221,7 @@ def grant(folder: Path, name: str, text: str) -> Path:
     return folder
 
 
-async def test_grants_come_first_and_are_read_anew(node: Path, tmp_path: Path) -> None:
+async def test_grants_come_first_and_are_reread(node: Path, tmp_path: Path) -> None:
     me = user_of(os.geteuid()).name
     checker = AccessChecker(Node(node, None), tmp_path / "grants", GpuExecutor())
     peer = ours()
@@ -246,7 +244,7 @@ async def test_grants_come_first_and_are_read_anew(node: Path, tmp_path: Path) -
     checker.close()
 
 
-def test_a_folder_that_is_open_to_all_counts_on_a_read_only_mount(
+def test_a_folder_writable_by_all_counts_on_a_read_only_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "grant").write_text(f"{OWNER}: {UUID}\n")
@@ -258,11 +256,11 @@ def test_a_folder_that_is_open_to_all_counts_on_a_read_only_mount(
     found = read_grants(tmp_path)
     assert (len(found.grants), found.problems) == (1, ())
     (tmp_path / "grant").chmod(0o666)
-    assert read_grants(tmp_path).problems, "of files it is the mode that counts"
+    assert read_grants(tmp_path).problems, "files count by their mode"
 
 
 @pytest.mark.timeout(20)
-def test_only_files_that_nobody_else_writes_are_believed(tmp_path: Path) -> None:
+def test_only_files_that_nobody_else_can_write_count(tmp_path: Path) -> None:
     folder = grant(tmp_path / "grants", "good", "alice: 0")
     grant(folder, ".hidden", "mallory: 0")
     grant(folder, "backup~", "mallory: 0")
@@ -298,7 +296,7 @@ def test_only_files_that_nobody_else_writes_are_believed(tmp_path: Path) -> None
 # --- Peers --------------------------------------------------------------------------------------------------
 
 
-def test_the_kernel_says_who_connected() -> None:
+def test_the_kernel_identifies_the_peer() -> None:
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     peer = identify(a)
     assert (peer.uid, peer.gid, peer.pid) == (os.getuid(), os.getgid(), os.getpid())
@@ -317,7 +315,7 @@ def test_a_process_known_by_number_is_checked(monkeypatch: pytest.MonkeyPatch) -
         _opened_by_number(2**22 + 1, os.getuid())
     monkeypatch.setattr("time.clock_gettime", lambda _: 0.0)
     with pytest.raises(UnknownPeerError, match="has ended"):
-        _opened_by_number(os.getpid(), os.getuid())  # it began after we looked, so it is another
+        _opened_by_number(os.getpid(), os.getuid())  # it began after we looked, so it is another process
 
 
 def test_a_user_without_a_name_is_known_by_number() -> None:

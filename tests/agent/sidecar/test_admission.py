@@ -1,4 +1,4 @@
-"""Claims that are judged again while their trainers train."""
+"""Admission: the cost of hellos, and claims that are judged again during training."""
 
 import asyncio
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from perseus.agent.sidecar.roster import Roster, Trainer
 
 
 class FakeAccess:
-    """Can't look at a GPU once, and finds that it is another's then."""
+    """An access checker that fails once and then finds that the GPU belongs to another user."""
 
     def __init__(self) -> None:
         self.judged_count = 0
@@ -32,7 +32,7 @@ class FakeAccess:
 
 
 class SlowAccess:
-    """Lets everybody in, when it is told to; and counts whom it looks at."""
+    """An access checker that allows every claim once released, and counts inspections."""
 
     def __init__(self) -> None:
         self.looked_at: list[int] = []
@@ -48,7 +48,7 @@ class SlowAccess:
 
 
 class FakeConnection:
-    """A trainer's connection, of which no process is known."""
+    """A trainer's connection without a known process."""
 
     def __init__(self, uid: int) -> None:
         self.peer = SimpleNamespace(uid=uid, pid=0, pidfd=None, has_ended=False, time_namespace=None)
@@ -66,7 +66,7 @@ def admitting(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, SlowAccess, R
     return found, access, roster
 
 
-async def test_nobody_looks_into_a_hello_that_can_not_be_good(
+async def test_a_hello_that_must_be_refused_is_not_inspected(
     admitting: tuple[Admission, SlowAccess, Roster],
 ) -> None:
     admits, access, roster = admitting
@@ -83,7 +83,7 @@ async def test_nobody_looks_into_a_hello_that_can_not_be_good(
     assert access.looked_at == []
 
 
-async def test_of_a_user_one_hello_is_looked_into_at_a_time(
+async def test_a_users_hellos_are_inspected_one_at_a_time(
     admitting: tuple[Admission, SlowAccess, Roster],
 ) -> None:
     admits, access, roster = admitting
@@ -105,7 +105,7 @@ async def test_of_a_user_one_hello_is_looked_into_at_a_time(
     assert len(roster.trainers) == 6
 
 
-async def test_a_claim_is_judged_again_after_whatever_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_claim_is_judged_again_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_WATCH_UNPROVEN_S", 0.0)
     reported: list[object] = []
     line = SimpleNamespace(peer=SimpleNamespace(uid=1000), end=reported.append)

@@ -1,4 +1,4 @@
-"""What is scraped of an agent is what it does; and the files that tell dcgm-exporter of its jobs."""
+"""The agent's metrics describe its work; and the files that map its jobs for dcgm-exporter."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ def trusted(folder: Path) -> tuple[Path, Path, ssl.SSLContext]:
     return certificate, key, ssl.create_default_context(cafile=str(folder / "ca" / "ca.pem"))
 
 
-async def test_an_agent_at_work_is_told(
+async def test_the_metrics_of_an_agent_at_work(
     tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "_READING_S", 0.1)
@@ -119,7 +119,7 @@ async def test_an_agent_at_work_is_told(
         await coordinator.stop()
 
 
-def test_beyond_loopback_it_wants_tls_and_a_token() -> None:
+def test_beyond_loopback_it_requires_tls_and_a_token() -> None:
     assert (
         configuration.load(AgentSettings, None, {"metrics_listen": "9464"}).metrics_listen == "127.0.0.1:9464"
     )
@@ -152,7 +152,7 @@ def test_tls_and_token(tmp_path: Path) -> None:
         assert get(f"{url}/other", "perseus_second", context)[0] == 404
 
 
-def test_a_fault_concerns_one_scrape() -> None:
+def test_an_error_fails_only_one_scrape() -> None:
     failures = [True]
 
     def collect() -> Readings:
@@ -166,7 +166,7 @@ def test_a_fault_concerns_one_scrape() -> None:
         assert get(f"http://{host}:{port}/metrics")[0] == 200
 
 
-def test_those_who_say_nothing_keep_no_scraper_waiting() -> None:
+def test_silent_connections_do_not_delay_scrapers() -> None:
     with (
         serving_metrics("127.0.0.1", 0, Readings, OptionalParts()) as (host, port),
         contextlib.ExitStack() as stack,
@@ -176,7 +176,7 @@ def test_those_who_say_nothing_keep_no_scraper_waiting() -> None:
         assert get(f"http://{host}:{port}/metrics")[0] == 200
 
 
-def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
     absent = (
         "import sys\n"
         "sys.modules['prometheus_client'] = None\n"
@@ -199,7 +199,7 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_trainers_name_makes_no_series() -> None:
+def test_names_from_trainers_create_no_series() -> None:
     counters = AgentCounters()
     for number in range(1000):
         counters.note_error(f"GPU-made-up-{number}", GpuErrorReason.NOT_FOUND)
@@ -213,7 +213,7 @@ def test_what_trainers_name_makes_no_series() -> None:
 
 
 class TestJobMapping:
-    def test_files_of_others_stay(self, tmp_path: Path) -> None:
+    def test_files_of_other_programs_stay(self, tmp_path: Path) -> None:
         (tmp_path / "0").write_text("4711\n")
         mapping = JobMapping(tmp_path)
         mapping.enter(0, "job")
@@ -221,19 +221,19 @@ class TestJobMapping:
         mapping.leave(0)
         assert (tmp_path / "0").read_text() == "4711\n"
 
-    def test_what_an_agent_that_died_left_is_removed(self, tmp_path: Path) -> None:
+    def test_files_of_a_dead_agent_are_removed(self, tmp_path: Path) -> None:
         JobMapping(tmp_path).enter(3, "job")
         JobMapping(tmp_path).enter(4, "job")
-        (tmp_path / "4").write_text("4711\n")  # the batch system's, since
+        (tmp_path / "4").write_text("4711\n")  # now the batch system's
         JobMapping(tmp_path).clear()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["4"]
 
     @pytest.mark.parametrize("job_id", ['a"b', "a\nb", "a\\b", "../a", "", "a" * 64, "ä", "A"])
-    def test_what_is_no_identifier_is_not_written(self, tmp_path: Path, job_id: str) -> None:
+    def test_invalid_identifiers_are_not_written(self, tmp_path: Path, job_id: str) -> None:
         JobMapping(tmp_path).enter(0, job_id)
         assert list(tmp_path.iterdir()) == []
 
-    def test_the_exporter_can_read_it_whatever_the_umask(self, tmp_path: Path) -> None:
+    def test_the_exporter_can_read_it_despite_the_umask(self, tmp_path: Path) -> None:
         folder, before = tmp_path / "jobs", os.umask(0o077)
         try:
             mapping = JobMapping(folder)
@@ -244,7 +244,7 @@ class TestJobMapping:
         assert folder.stat().st_mode & 0o777 == 0o755
         assert (folder / "0").stat().st_mode & 0o777 == 0o644
 
-    def test_a_folder_that_can_not_be_had_stands_in_nobodys_way(self, tmp_path: Path) -> None:
+    def test_a_folder_that_can_not_be_created_is_only_logged(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         mapping = JobMapping(tmp_path / "file" / "folder")
         mapping.clear()

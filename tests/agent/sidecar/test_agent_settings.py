@@ -10,7 +10,7 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 
 
-def test_defaults_are_those_of_a_node() -> None:
+def test_defaults_suit_a_node() -> None:
     settings = load(AgentSettings, None, {})
     assert settings.socket == Path("/run/perseus/agent.sock")
     assert settings.gpu_backend == "nvml"

@@ -50,7 +50,7 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
         await coordinator.until(in_force(1), "plan 1 in force")
         assert coordinator.inbox.all("plan_answer")[-1].plan_answer.accepted
         await coordinator.until(measured_under(1), "telemetry under plan 1")
-        # A busy host may make a gap long, in which it is at stock.
+        # On a busy host a gap may be long, and the GPU is at stock in gaps.
         await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the held clock")
         under_plan = next(
             request.telemetry
@@ -87,10 +87,10 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
     assert not (tmp_path / "run" / "agent.sock").exists()
 
 
-async def test_a_trainer_that_left_is_told_of_before_the_one_that_came_after(
+async def test_a_departed_trainer_is_reported_before_its_successor(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    """Else the coordinator would take the farewell, and telemetry that is sent again, for the new one's."""
+    """Otherwise the coordinator would attribute RankLeft and resent telemetry to the new trainer."""
     coordinator = await start(Inbox())
     async with serving(settings(tmp_path, coordinator.port)):
         first = Trainer(tmp_path / "run" / "agent.sock", gpu)
@@ -102,7 +102,7 @@ async def test_a_trainer_that_left_is_told_of_before_the_one_that_came_after(
         second = await asyncio.to_thread(connected_probe, socket, is_registered=True)
         remembered = Inbox(acknowledged_sequence=coordinator.inbox.acknowledged_sequence)
         coordinator = await start(remembered, coordinator.port)
-        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry sent again")
+        await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "resent telemetry")
         (joined,) = coordinator.inbox.all("rank_joined")
         (left,) = coordinator.inbox.all("rank_left")
         (again, *_) = coordinator.inbox.all("telemetry")
@@ -121,7 +121,7 @@ async def test_a_stage_plan_sets_a_clock_per_computation(
         await coordinator.until(lambda inbox: len(inbox.all("telemetry")) > 0, "telemetry at stock")
         plan = frontier_pb2.StagePlan(
             computations=[
-                # Not the first one: after a gap that a busy host makes long it begins at stock.
+                # Not the first one: after a long gap on a busy host it begins at stock.
                 frontier_pb2.PlannedComputation(kind=ORDER[0].kind, clock_mhz=STOCK_MHZ),
                 frontier_pb2.PlannedComputation(kind=ORDER[1].kind, clock_mhz=HELD_MHZ),
             ]
@@ -137,10 +137,10 @@ async def test_a_stage_plan_sets_a_clock_per_computation(
             ),
             "computations at both clocks",
         )
-        # The agent is stopped while the plan is in force and the trainer goes on.
+        # The agent stops while the plan is in force and the trainer continues.
     assert gpu.sm_clock_mhz() == STOCK_MHZ
     trained = trainer.iteration_count
-    await until(lambda: trainer.iteration_count > trained, "training, which goes on without the agent")
+    await until(lambda: trainer.iteration_count > trained, "training that continues without the agent")
     await trainer.stop()
 
 
@@ -175,7 +175,7 @@ async def test_a_refused_registration_reaches_the_probe(
     assert "job 'job' has 4 stages, found 1" in caplog.text
 
 
-async def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to(
+async def test_a_rank_is_announced_once_its_trainer_has_sent_its_specification(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     coordinator = await start(Inbox())
@@ -194,7 +194,7 @@ async def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to(
         await trainer.stop()
 
 
-async def test_every_training_registers_by_a_request_of_its_own(
+async def test_every_training_registers_with_a_new_request(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     coordinator = await start(Inbox())
@@ -205,7 +205,7 @@ async def test_every_training_registers_by_a_request_of_its_own(
             trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
             await coordinator.until(lambda inbox: "job" in inbox.jobs, "the job registered")
             requests.append(coordinator.inbox.jobs["job"])
-            # A coordinator that lost its state is told again, by the same request.
+            # A coordinator that lost its state receives the same request again.
             coordinator.inbox.jobs.clear()
             refused = wire.RankRefused(job_id="job", rank=RANK, reason="JOB_NOT_FOUND")
             coordinator.send(wire.ConnectResponse(rank_refused=refused))
@@ -217,7 +217,7 @@ async def test_every_training_registers_by_a_request_of_its_own(
     assert (first.spec, first.spec_fingerprint) == (second.spec, second.spec_fingerprint)
 
 
-async def test_a_jobs_labels_are_those_of_the_grant_that_its_trainer_has(
+async def test_a_jobs_labels_are_those_of_its_trainers_grant(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     folder = tmp_path / "grants"
@@ -233,7 +233,7 @@ async def test_a_jobs_labels_are_those_of_the_grant_that_its_trainer_has(
     assert found == [("slurm-account", "physics"), ("slurm-job", "17")]
 
 
-async def test_what_a_hello_may_not_ask_for(
+async def test_hellos_that_are_refused(
     tmp_path: Path, gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "_LEAVE_S", 0.1)
@@ -265,7 +265,7 @@ async def test_what_a_hello_may_not_ask_for(
         again.close()
 
 
-async def test_an_agent_that_observes_refuses_clocks_and_measures(
+async def test_an_observing_agent_refuses_clocks_and_measures(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     gpu.set_clock_mhz(A100_SXM.clocks_mhz[5])
@@ -324,7 +324,7 @@ async def test_a_trainer_that_leaves_and_is_back_at_once_is_served(
         )
 
 
-async def test_a_rank_that_is_not_taken_is_said_in_the_trainers_own_log_once_and_when_that_is_over(
+async def test_a_lasting_refusal_of_a_rank_and_its_end_are_logged_once_by_the_trainer(
     tmp_path: Path,
     gpu: EmulatedGpu,
     start: Start,
@@ -344,11 +344,11 @@ async def test_a_rank_that_is_not_taken_is_said_in_the_trainers_own_log_once_and
         refused = wire.RankRefused(job_id="job", rank=RANK, reason="JOB_FINISHED", message="run 1 has ended")
         for _ in range(5):
             coordinator.send(wire.ConnectResponse(rank_refused=refused))
-        await until(lambda: bool(notices()), "a word in the trainer's log")
+        await until(lambda: bool(notices()), "a notice in the trainer's log")
         await coordinator.until(
-            lambda inbox: len(inbox.all("rank_joined")) > 1, "announced again, and accepted"
+            lambda inbox: len(inbox.all("rank_joined")) > 1, "announced again and accepted"
         )
-        await until(lambda: len(notices()) == 2, "another word")
+        await until(lambda: len(notices()) == 2, "another notice")
         await trainer.stop()
     assert notices() == [
         "job[pipeline 0, stage 0, tensor 0]: the coordinator does not accept the rank: run 1 has ended: "

@@ -36,12 +36,12 @@ OF_THE_NODE = "31 23 0:28 /../../.. /host/cgroup rw - cgroup2 cgroup2 rw\n"
         (V2, "0::/", "0::/odd name:with/colons", ["/sys/fs/cgroup/odd name:with/colons"]),
     ],
 )
-def test_what_cgroups_to_enter(mountinfo: str, own: str, other: str, expected: list[str] | None) -> None:
+def test_cgroups_to_enter(mountinfo: str, own: str, other: str, expected: list[str] | None) -> None:
     found = cgroups_to_enter(parse_mounts(mountinfo), parse_memberships(own), parse_memberships(other))
     assert (found if found is None else [*map(str, found)]) == expected
 
 
-def test_what_is_no_mount_is_left_out() -> None:
+def test_malformed_mounts_are_skipped() -> None:
     assert parse_mounts("nonsense\n1 2 3\n - - -\n") == []
     assert parse_memberships("3:cpu,devices:/x") == {False: PurePosixPath("/x")}
     assert parse_mounts(V2)[0].folder == Path("/sys/fs/cgroup")

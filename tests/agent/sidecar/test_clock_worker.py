@@ -15,7 +15,7 @@ from tests.agent.fake_gpu import FakeGpu
 
 
 def make_worker(gpu: FakeGpu) -> tuple[ClockWorker, list[ClockResult]]:
-    """A worker whose time moves on by a millisecond whenever it is looked at."""
+    """Return a worker whose time advances by a millisecond at every reading."""
     results: list[ClockResult] = []
     ticks = count()
     return ClockWorker(gpu, results.append, monotonic=lambda: next(ticks) / 1000), results
@@ -45,7 +45,7 @@ def test_a_set_is_in_force_when_the_effective_clock_has_changed() -> None:
 
 
 @pytest.mark.parametrize("effective_mhz", [1000, GpuLostError("gone")])
-def test_where_the_effective_clock_does_not_tell_the_call_does(effective_mhz: int | GpuLostError) -> None:
+def test_without_the_effective_clock_the_calls_return_counts(effective_mhz: int | GpuLostError) -> None:
     gpu = FakeGpu()
     gpu.effective_mhz = repeat(effective_mhz)
     worker, results = make_worker(gpu)
@@ -69,7 +69,7 @@ def test_a_scheduled_clock_is_set_when_it_is_due() -> None:
     worker.close()
 
 
-def test_a_request_takes_the_place_of_what_is_scheduled() -> None:
+def test_a_request_replaces_the_scheduled_clock() -> None:
     gpu = FakeGpu()
     worker, _ = make_worker(gpu)
     worker.schedule(1200, 1e9)
@@ -78,7 +78,7 @@ def test_a_request_takes_the_place_of_what_is_scheduled() -> None:
     assert gpu.sets == [1000]
 
 
-def test_a_scheduled_clock_that_is_due_overtakes_an_older_request() -> None:
+def test_a_due_scheduled_clock_replaces_an_older_request() -> None:
     gpu = FakeGpu()
     gpu.permit.clear()
     worker, _ = make_worker(gpu)
@@ -91,12 +91,12 @@ def test_a_scheduled_clock_that_is_due_overtakes_an_older_request() -> None:
     assert gpu.sets == [1000, 1400]
 
 
-def test_only_the_newest_wanted_clock_counts_and_the_caller_never_waits() -> None:
+def test_only_the_newest_requested_clock_is_set_and_the_caller_never_waits() -> None:
     gpu = FakeGpu()
     gpu.permit.clear()
     worker, results = make_worker(gpu)
     worker.request(1000)
-    assert gpu.begun.acquire(timeout=10)  # the first set is under way and cannot end
+    assert gpu.begun.acquire(timeout=10)  # the first set is in progress and cannot end
     for target_mhz in (1200, STOCK, 1000, 1400):
         worker.request(target_mhz)
     gpu.permit.set()
@@ -106,7 +106,7 @@ def test_only_the_newest_wanted_clock_counts_and_the_caller_never_waits() -> Non
     assert results[0].due_s < results[0].begun_at_s < results[1].due_s < results[1].begun_at_s
 
 
-def test_what_is_in_force_already_is_not_set_again() -> None:
+def test_a_clock_in_force_is_not_set_again() -> None:
     gpu = FakeGpu()
     gpu.permit.clear()
     worker, results = make_worker(gpu)
@@ -129,7 +129,7 @@ def test_the_first_reset_is_never_redundant() -> None:
     assert results[0].target_mhz is STOCK
 
 
-def test_after_an_error_nothing_is_known_to_be_in_force() -> None:
+def test_after_an_error_the_clock_in_force_is_unknown() -> None:
     gpu = FakeGpu()
     gpu.errors[1000] = error = GpuPermissionError("no")
     results: queue.Queue[ClockResult] = queue.Queue()
@@ -147,7 +147,7 @@ def test_after_an_error_nothing_is_known_to_be_in_force() -> None:
     assert gpu.sets == [1200, 1200]
 
 
-def test_a_failing_listener_does_not_keep_the_gpu_from_being_reset() -> None:
+def test_a_failing_listener_does_not_prevent_the_reset() -> None:
     gpu = FakeGpu()
 
     def on_result(_result: ClockResult) -> None:
@@ -163,7 +163,7 @@ def test_a_failing_listener_does_not_keep_the_gpu_from_being_reset() -> None:
     assert gpu.sets == [1000, STOCK]
 
 
-def test_nothing_is_taken_after_close() -> None:
+def test_requests_after_close_are_refused() -> None:
     worker, _ = make_worker(FakeGpu())
     worker.close()
     with pytest.raises(RuntimeError, match="GPU-fake: its clock worker is closed"):
@@ -171,7 +171,7 @@ def test_nothing_is_taken_after_close() -> None:
 
 
 class FailingGpu(FakeGpu):
-    """Whose sets fail so many times, and then no more."""
+    """A GPU whose first sets fail."""
 
     def __init__(self, error: Exception, times: int) -> None:
         super().__init__()
@@ -186,21 +186,21 @@ class FailingGpu(FakeGpu):
 
 
 @pytest.mark.parametrize("target_mhz", [1200, STOCK])
-def test_a_set_that_fails_for_a_moment_is_tried_again(target_mhz: int | None) -> None:
+def test_a_set_with_a_transient_error_is_retried(target_mhz: int | None) -> None:
     gpu = FailingGpu(GpuDriverError("unknown error"), 3)
     results: queue.Queue[ClockResult] = queue.Queue()
     worker = ClockWorker(gpu, results.put)
     worker.request(target_mhz)
     failed, done = results.get(timeout=10), results.get(timeout=10)
     worker.close()
-    assert failed.is_tried_again, "which is said once"
+    assert failed.is_tried_again, "reported once"
     assert (done.target_mhz, done.error) == (target_mhz, None)
     assert gpu.sets == [target_mhz]
     assert results.empty()
 
 
-def test_a_set_that_goes_on_failing_is_reported() -> None:
-    """Its time passes by three tenths of a second with every look."""
+def test_a_set_that_keeps_failing_is_reported() -> None:
+    """Time advances by 0.3 s at every reading."""
     ticks = count()
     gpu = FailingGpu(error := GpuDriverError("unknown error"), -1)
     results: queue.Queue[ClockResult] = queue.Queue()
@@ -213,7 +213,7 @@ def test_a_set_that_goes_on_failing_is_reported() -> None:
     assert results.empty()
 
 
-def test_a_set_that_goes_on_failing_is_reported_though_resets_succeed(
+def test_a_set_that_keeps_failing_is_reported_although_resets_succeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(clock_worker, "_GIVE_UP_S", 0.2)
@@ -236,7 +236,7 @@ def test_a_set_that_goes_on_failing_is_reported_though_resets_succeed(
     assert found.error is error
 
 
-def test_what_is_wanted_next_is_not_kept_waiting_by_what_failed() -> None:
+def test_a_failed_set_does_not_delay_the_next() -> None:
     gpu = FailingGpu(GpuDriverError("unknown error"), 1)
     results: queue.Queue[ClockResult] = queue.Queue()
     worker = ClockWorker(gpu, results.put)
@@ -249,7 +249,7 @@ def test_what_is_wanted_next_is_not_kept_waiting_by_what_failed() -> None:
 
 
 @pytest.mark.parametrize("error", [GpuPermissionError("no"), GpuLostError("gone"), RuntimeError("a mistake")])
-def test_a_reset_is_never_given_up_and_its_failure_told_once(error: Exception) -> None:
+def test_a_reset_is_retried_forever_and_its_failure_reported_once(error: Exception) -> None:
     gpu = FailingGpu(error, 6)
     results: queue.Queue[ClockResult] = queue.Queue()
     worker = ClockWorker(gpu, results.put)
@@ -260,7 +260,7 @@ def test_a_reset_is_never_given_up_and_its_failure_told_once(error: Exception) -
     assert gpu.sets == [STOCK]
 
 
-def test_a_failing_reset_does_not_keep_the_worker_from_closing() -> None:
+def test_a_failing_reset_does_not_prevent_closing() -> None:
     gpu = FailingGpu(GpuLostError("gone"), -1)
     worker, results = make_worker(gpu)
     worker.request(STOCK)
@@ -269,7 +269,7 @@ def test_a_failing_reset_does_not_keep_the_worker_from_closing() -> None:
     assert results
 
 
-def test_a_set_under_way_is_known_to_be() -> None:
+def test_a_set_in_progress_is_visible() -> None:
     gpu = FakeGpu()
     gpu.permit.clear()
     worker = ClockWorker(gpu, lambda _: None)
@@ -283,7 +283,7 @@ def test_a_set_under_way_is_known_to_be() -> None:
 
 
 @given(targets=st.lists(st.sampled_from([1000, 1200, 1400, STOCK]), min_size=1, max_size=30))
-def test_the_last_request_ends_up_in_force(targets: list[int | None]) -> None:
+def test_the_last_request_is_in_force_in_the_end(targets: list[int | None]) -> None:
     gpu = FakeGpu()
     worker, results = make_worker(gpu)
     for target_mhz in targets:
@@ -292,5 +292,5 @@ def test_the_last_request_ends_up_in_force(targets: list[int | None]) -> None:
     assert gpu.sets[-1] == targets[-1]
     assert all(left != right for left, right in zip(gpu.sets, gpu.sets[1:], strict=False))
     assert [result.target_mhz for result in results] == gpu.sets
-    wanted = iter(targets)  # what was set is a subsequence of what was wanted
+    wanted = iter(targets)  # the set clocks are a subsequence of the requested ones
     assert all(target_mhz in cast("list[int | None]", wanted) for target_mhz in gpu.sets)

@@ -37,18 +37,18 @@ def test_an_error_ends_the_polling_and_is_reported() -> None:
     assert errors.empty()
 
 
-def test_errors_that_pass_end_nothing() -> None:
+def test_transient_errors_do_not_end_the_polling() -> None:
     busy = [GpuDriverError("unknown error"), GpuInUseError("busy")]
     gpu = FakeGpu(readings=chain([1.0, 2.0, *busy, 3.0, 4.0], repeat(4.0)))
     changes: queue.Queue[CounterChange] = queue.Queue()
     poller = CounterPoller(gpu, changes.put, lambda error: pytest.fail(str(error)), interval_s=0.0001)
     first, second = changes.get(timeout=10), changes.get(timeout=10)
     poller.close()
-    assert (first.energy_j, second.energy_j) == (2.0, 4.0), "when it became 3 is not known"
+    assert (first.energy_j, second.energy_j) == (2.0, 4.0), "the time of the change to 3 is unknown"
 
 
-def test_errors_that_do_not_pass_are_reported_in_the_end() -> None:
-    """Time passes by a second with every look."""
+def test_lasting_errors_are_reported_in_the_end() -> None:
+    """Time advances by a second at every reading."""
     gpu = FakeGpu(readings=repeat(unknown := GpuDriverError("unknown error")))
     errors: queue.Queue[Exception] = queue.Queue()
     ticks = map(float, count())
@@ -57,7 +57,7 @@ def test_errors_that_do_not_pass_are_reported_in_the_end() -> None:
     poller.close()
 
 
-def test_a_mistake_of_ours_is_reported_too() -> None:
+def test_a_bug_is_reported_too() -> None:
     gpu = FakeGpu(readings=iter(()))
     errors: queue.Queue[Exception] = queue.Queue()
     poller = CounterPoller(gpu, lambda _: None, errors.put)
@@ -65,7 +65,7 @@ def test_a_mistake_of_ours_is_reported_too() -> None:
     poller.close()
 
 
-def test_an_unforeseen_error_in_the_limits_watch_costs_the_rank_nothing() -> None:
+def test_an_unforeseen_error_in_the_limits_watch_does_not_affect_the_rank() -> None:
     class Odd(FakeGpu):
         def power_limit_w(self) -> float:
             raise ValueError("nobody has foreseen this")

@@ -1,4 +1,4 @@
-"""Estimates on their own thread, of iterations that a simulated counter watched."""
+"""Estimates on a separate thread, from iterations with a simulated counter."""
 
 import queue
 import threading
@@ -17,7 +17,7 @@ KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
 
 
 def request(version: int) -> EstimateRequest:
-    """All of a simulated training as one long iteration."""
+    """Return a simulated training as one long iteration."""
     simulation = simulate(
         one_forward_one_backward(1, stage_count=4, microbatch_count=8), seed=version, iterations=20
     )
@@ -42,7 +42,7 @@ def test_an_estimate_comes_from_another_thread() -> None:
         assert sample.energy_j / sample.time_s == pytest.approx(POWER_W[sample.kind.name.lower()], rel=0.05)
 
 
-def test_of_requests_under_one_plan_the_newest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_request_under_a_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, permit = threading.Semaphore(0), threading.Event()
     taken: list[EstimateRequest] = []
 

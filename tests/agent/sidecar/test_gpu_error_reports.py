@@ -1,4 +1,4 @@
-"""What the coordinator is told of each way in which a GPU fails."""
+"""The reports of GPU errors to the coordinator."""
 
 from typing import Any, cast
 
@@ -49,7 +49,7 @@ def test_every_error_has_its_reason(error_class: type[GpuError], reason: GpuErro
     )
 
 
-def test_a_drivers_words_are_said_as_the_contract_allows_them() -> None:
+def test_a_drivers_message_is_made_to_fit_the_contract() -> None:
     error = GpuLostError("fell\noff the bus\x00" + "x" * 2000)
     text = gpu_error_report(Rank("job", 0, 0, 0), "GPU-0", error, "somebody").message
     assert text.startswith("fell off the bus xx")
@@ -59,7 +59,7 @@ def test_a_drivers_words_are_said_as_the_contract_allows_them() -> None:
 
 
 class Sent:
-    """Takes note of what is said to a coordinator."""
+    """Records messages to a coordinator."""
 
     def __init__(self) -> None:
         self.now: list[object] = []
@@ -72,7 +72,7 @@ class Sent:
         self.later += messages
 
 
-def test_a_report_that_comes_after_its_trainer_s_end_is_said_and_is_not_the_next_one_s() -> None:
+def test_a_report_after_its_trainers_end_is_sent_but_not_as_the_next_trainers() -> None:
     output, rank = Sent(), Rank("job", 0, 0, 0)
     reports = GpuReports(cast(Any, output), AgentCounters())
     report = gpu_error_report(rank, "GPU-0", GpuLostError("fell off the bus"), "somebody")

@@ -1,4 +1,4 @@
-"""Whatever a GPU does, and whatever we do wrong: it is not left at a foreign clock, and others are served."""
+"""Failing GPUs, and bugs of ours: no GPU stays at a foreign clock, and the others are served."""
 
 import asyncio
 import threading
@@ -55,7 +55,7 @@ def gpu(gpus: list[EmulatedGpu]) -> EmulatedGpu:
 
 @pytest.fixture
 def faults(tmp_path: Path, gpus: list[EmulatedGpu], monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Those of the first GPU."""
+    """The faults of the first GPU."""
     backend = FailingBackend(tmp_path / "gpus")
     monkeypatch.setattr(shell, "backend", lambda _: backend)
     return backend.faults_of(UUID)
@@ -77,7 +77,7 @@ def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_timeout(monkeypatch: pytest.MonkeyPatch) -> float:
-    """How long calls may take here before they count as hung."""
+    """Shorten the time after which calls count as hung."""
     timeout_s = 0.5
     monkeypatch.setattr(shell, "GpuExecutor", lambda: GpuExecutor(timeout_s))
     monkeypatch.setattr(served, "TIMEOUT_S", timeout_s)
@@ -107,14 +107,14 @@ def records(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "restore").glob("*.json"))
 
 
-async def test_a_reset_that_fails_is_tried_again_while_the_trainer_stays_and_its_rank_comes_back(
+async def test_a_failing_reset_is_retried_while_the_trainer_stays_and_its_rank_recovers(
     tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub
 ) -> None:
     async with serving(settings(tmp_path, coordinator.port)):
         trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
         with faults.during(total_energy_j=LOST, open=LOST):
             with faults.during(reset_clock=LOST):
-                left_mhz = gpu.sm_clock_mhz()  # that of the plan, unless a busy host left a gap just before
+                left_mhz = gpu.sm_clock_mhz()  # the plan's clock, unless a busy host caused a gap just before
                 await coordinator.until(lambda inbox: len(inbox.all("rank_left")) == 1, "rank left")
                 (left,) = coordinator.inbox.all("rank_left")
                 assert left.rank_left.reason == rank_pb2.RANK_LEFT_REASON_GPU_FAILED
@@ -123,7 +123,7 @@ async def test_a_reset_that_fails_is_tried_again_while_the_trainer_stays_and_its
             del faults.by_method["open"]
             await until(lambda: gpu.sm_clock_mhz() == STOCK_MHZ, "stock")
             await until(lambda: not records(tmp_path), "restored")
-        # It may have come back meanwhile, to fail once more or not: it stays once it goes on measuring.
+        # It may have recovered meanwhile and failed again; it stays once it measures.
         measured = len(coordinator.inbox.all("telemetry"))
         await coordinator.until(
             lambda inbox: (
@@ -137,7 +137,7 @@ async def test_a_reset_that_fails_is_tried_again_while_the_trainer_stays_and_its
     assert gpu.sm_clock_mhz() == STOCK_MHZ
 
 
-async def test_a_gpu_that_only_observing_is_left_of_is_reset_once_it_can_be(
+async def test_a_gpu_that_can_only_be_observed_is_reset_once_possible(
     tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub
 ) -> None:
     async with serving(settings(tmp_path, coordinator.port)):
@@ -156,7 +156,7 @@ async def test_a_gpu_that_only_observing_is_left_of_is_reset_once_it_can_be(
         await trainer.stop()
 
 
-async def test_errors_that_pass_cost_no_rank(
+async def test_transient_errors_do_not_end_a_rank(
     tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub
 ) -> None:
     async with serving(settings(tmp_path, coordinator.port)):
@@ -175,7 +175,7 @@ async def test_errors_that_pass_cost_no_rank(
         await trainer.stop()
 
 
-async def test_a_driver_that_hangs_costs_its_own_gpu_only(
+async def test_a_hanging_driver_affects_only_its_own_gpu(
     tmp_path: Path,
     gpus: list[EmulatedGpu],
     faults: Faults,
@@ -211,7 +211,7 @@ async def test_a_driver_that_hangs_costs_its_own_gpu_only(
         await until(lambda: not records(tmp_path), "restored")
 
 
-async def test_an_agent_ends_though_a_driver_hangs_and_says_that_a_gpu_is_left(
+async def test_an_agent_ends_despite_a_hanging_driver_and_reports_the_gpu(
     tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub, short_timeout: float
 ) -> None:
     hang = threading.Event()
@@ -220,13 +220,13 @@ async def test_an_agent_ends_though_a_driver_hangs_and_says_that_a_gpu_is_left(
     trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
     with faults.during(reset_clock=hang), pytest.raises(RecordError, match="not closed yet"):
         await agent.__aexit__(None, None, None)
-    assert records(tmp_path), "for whoever comes by"
+    assert records(tmp_path), "for the next agent"
     hang.set()
     await until(lambda: not records(tmp_path), "the reset")
     await trainer.stop()
 
 
-async def test_an_unexpected_error_when_a_gpu_is_opened_leaves_it_free(
+async def test_an_unexpected_error_on_opening_leaves_the_gpu_free(
     tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub
 ) -> None:
     async with serving(settings(tmp_path, coordinator.port)):
@@ -244,7 +244,7 @@ async def test_an_unexpected_error_when_a_gpu_is_opened_leaves_it_free(
         await trainer.stop()
 
 
-async def test_an_unexpected_error_in_a_session_brings_its_gpu_back_and_then_the_rank(
+async def test_an_unexpected_error_in_a_session_restores_its_gpu_and_then_the_rank(
     tmp_path: Path,
     gpu: EmulatedGpu,
     faults: Faults,

@@ -1,4 +1,4 @@
-"""Which GPUs there are, and what an agent says where there are none."""
+"""The inventory of GPUs, and an agent's health without any."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from perseus.emulation.physics import A100_SXM
 
 
 class Listing:
-    """A backend that lists what the test says."""
+    """A backend with a given list."""
 
     def __init__(self, *found: str | GpuError, error: GpuError | None = None) -> None:
         self.found = list(found)
@@ -55,9 +55,7 @@ class Listing:
         ),
     ],
 )
-async def test_what_there_is_and_is_wrong_is_told(
-    backend: Listing, expected: Found, reported: list[str]
-) -> None:
+async def test_gpus_and_problems_are_logged(backend: Listing, expected: Found, reported: list[str]) -> None:
     inventory = Inventory(backend, GpuExecutor())
     with capture_logs() as logs:
         await inventory.report()
@@ -66,13 +64,13 @@ async def test_what_there_is_and_is_wrong_is_told(
     assert [line["reason"] for line in logs if "reason" in line] == list(expected.problems)
 
 
-async def test_no_gpu_at_all_is_wrong_too() -> None:
+async def test_no_gpu_at_all_is_a_problem_too() -> None:
     found = await Inventory(Listing(), GpuExecutor()).refresh()
     assert found.gpu_count == 0
     assert "no GPU" in found.problems[0]
 
 
-async def test_who_asks_often_is_told_the_same_for_a_moment() -> None:
+async def test_the_inventory_is_cached_for_a_moment() -> None:
     now_s = 0.0
     backend = Listing(error=GpuError("no driver"))
     inventory = Inventory(backend, GpuExecutor(), lambda: now_s)
@@ -82,7 +80,7 @@ async def test_who_asks_often_is_told_the_same_for_a_moment() -> None:
     assert await inventory.refresh() == Found(1)
 
 
-async def test_an_agent_answers_whether_it_has_gpus(
+async def test_an_agents_health_depends_on_its_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus = tmp_path / "gpus"
@@ -95,7 +93,7 @@ async def test_an_agent_answers_whether_it_has_gpus(
         "restore_folder": tmp_path / "restore",
     }
     settings = configuration.load(AgentSettings, None, given)
-    # An agent in this process would log where the command answers.
+    # An agent in this process would log into the command's output.
     with capture_logs():
         async with serving(settings):
             answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)

@@ -1,4 +1,4 @@
-"""What one user may cost the agent: connections, silence, bytes, files, time on the loop."""
+"""Limits on a user's cost to the agent: connections, silence, bytes, files, time on the event loop."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ async def reply_to(probe: socket.socket) -> Reply:
     return reply
 
 
-async def test_a_user_has_so_many_connections_and_they_come_back(
+async def test_a_user_has_a_limited_number_of_connections_and_may_reuse_them(
     tmp_path: Path, knocks: list[socket.socket]
 ) -> None:
     path = tmp_path / "agent.sock"
@@ -89,10 +89,10 @@ async def test_a_user_has_so_many_connections_and_they_come_back(
     await server.close()
 
 
-async def test_without_files_left_nobody_is_lost(
+async def test_without_free_file_descriptors_clients_wait(
     tmp_path: Path, knocks: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running out of file descriptors is a pause: who waited is served when there are some again."""
+    """Running out of file descriptors only pauses: waiting clients are served once some are free."""
     path = tmp_path / "agent.sock"
     heard: asyncio.Queue[object] = asyncio.Queue()
 
@@ -113,7 +113,7 @@ async def test_without_files_left_nobody_is_lost(
         first.connect(str(path))
         first.send(encode(Finish(7)))
         await asyncio.sleep(0.3)
-        assert heard.empty(), "there is no room for it"
+        assert heard.empty(), "there is no descriptor for it"
     finally:
         for hog in hogs:
             os.close(hog)
@@ -133,7 +133,7 @@ async def test_more_files_may_be_open_than_a_login_shell_allows(tmp_path: Path) 
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_an_allowance_fills_at_a_rate_up_to_a_burst() -> None:
+def test_a_bucket_fills_at_a_rate_up_to_a_burst() -> None:
     bucket = TokenBucket(0.0)
     bucket.spend(BURST_BYTES, 0.0)
     assert bucket.wait_s() == 0.0
@@ -144,10 +144,10 @@ def test_an_allowance_fills_at_a_rate_up_to_a_burst() -> None:
     assert bucket.wait_s() == 0.0
     assert bucket.is_full(60.0)
     bucket.spend(BURST_BYTES, 1000.0)
-    assert bucket.wait_s() == 0.0, "what is not used up does not add up"
+    assert bucket.wait_s() == 0.0, "unused rate does not accumulate"
 
 
-def test_all_users_together_have_what_there_is_and_who_says_little_does_not_wait() -> None:
+def test_all_users_share_a_rate_and_quiet_ones_do_not_wait() -> None:
     of_all = TokenBucket(0.0, ALL_BYTES_PER_S)
     loud = [TokenBucket(0.0, of_all=of_all) for _ in range(10)]
     modest = TokenBucket(0.0, of_all=of_all)
@@ -163,13 +163,13 @@ def test_all_users_together_have_what_there_is_and_who_says_little_does_not_wait
         if step % 100 == 0:  # 10 packets a second
             modest.spend(packet, now_s)
             assert modest.wait_s() == 0.0
-    # Each has said the half of its burst before it waits for others.
+    # Each has spent half of its burst before it waits for others.
     maximum = ALL_BYTES_PER_S * 10 + BURST_BYTES * (1 + len(loud) / 2)
     assert sum(message.values()) <= 1.1 * maximum
     assert max(message.values()) <= 1.2 * min(message.values())
 
 
-async def test_hellos_are_looked_into_no_faster_than_marks_are_read() -> None:
+async def test_hellos_are_inspected_no_faster_than_marks_are_read() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     now_s = time.monotonic()
@@ -202,8 +202,8 @@ def worst_packets() -> list[bytes]:
 
 
 @pytest.mark.parametrize("index", range(5))
-async def test_reading_the_worst_does_not_hold_up_the_loop(index: int) -> None:
-    """The best of a few tries, since the loop's thread may not get a core: others use this machine, too."""
+async def test_the_worst_packets_do_not_block_the_loop(index: int) -> None:
+    """The best of a few attempts, since the loop's thread may have to wait for a core on a shared machine."""
     packet = worst_packets()[index]
     assert len(packet) <= MAX_PACKET_BYTES
     before_s = sys.getswitchinterval()
@@ -218,7 +218,7 @@ async def test_reading_the_worst_does_not_hold_up_the_loop(index: int) -> None:
 
 
 async def longest_without_a_turn_s(packet: bytes) -> float:
-    """CPU time of the process between two turns of the loop while a packet is read, at most."""
+    """Return the process's longest CPU time between two turns of the loop while a packet is read."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     line = ProbeConnection(ours, identify(ours))
@@ -240,23 +240,23 @@ async def longest_without_a_turn_s(packet: bytes) -> float:
 # --- The socket's file --------------------------------------------------------------------------------------
 
 
-async def test_a_group_that_is_none_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_unknown_group_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(NoSuchGroupError, match=r"socket_group: expected a group.*'no-such-group': this"):
         LocalServer(tmp_path / "agent.sock", SocketAccess(0o660, "no-such-group"), drain)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to any group")
-async def test_the_socket_belongs_to_the_group_that_is_named(tmp_path: Path) -> None:
+async def test_the_socket_belongs_to_the_configured_group(tmp_path: Path) -> None:
     server = LocalServer(tmp_path / "agent.sock", SocketAccess(0o660, "daemon"), drain)
     found = (tmp_path / "agent.sock").stat()
     assert (found.st_gid, stat.S_IMODE(found.st_mode)) == (grp.getgrnam("daemon").gr_gid, 0o660)
     await server.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who is told that nobody else may connect")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for whom this is logged")
 @pytest.mark.parametrize(("mode", "is_sent"), [(0o600, True), (0o660, True), (0o666, False), (0o602, False)])
-async def test_that_only_root_may_connect_is_said_where_it_is_so(
+async def test_a_socket_for_root_only_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_sent: bool
 ) -> None:
     monkeypatch.setattr(local, "DEFAULT_GROUP", "no-such-group")

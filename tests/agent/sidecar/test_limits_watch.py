@@ -1,4 +1,4 @@
-"""What others set that bounds a GPU is read now and then."""
+"""The limits that others set on a GPU are read periodically."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.agent.fake_gpu import FakeGpu
 
 
 class LimitedGpu(FakeGpu):
-    """A GPU that answers one limit after the other; an exception is raised."""
+    """A GPU with a sequence of limits, or exceptions to raise."""
 
     def __init__(self, limits: Iterator[GpuLimits | GpuDriverError]) -> None:
         super().__init__()
@@ -29,16 +29,16 @@ class LimitedGpu(FakeGpu):
         return self._profiles
 
 
-def test_only_changes_are_told_and_it_looks_only_so_often() -> None:
+def test_only_changes_are_reported_and_reads_are_limited() -> None:
     known, lower, profiled = GpuLimits(400.0), GpuLimits(300.0), GpuLimits(300.0, (7,))
     reported: list[GpuLimits] = []
     watch = LimitsWatch(LimitedGpu(iter([known, lower, lower, profiled])), known, reported.append)
-    for check in range(8):  # every second one comes too soon
+    for check in range(8):  # every second check comes too early
         watch.check(100.0 + check * LIMITS_INTERVAL_S / 2)
     assert reported == [lower, profiled]
 
 
-def test_what_can_not_be_read_stays_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_limits_stay_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
     known, busy = GpuLimits(400.0), GpuDriverError("busy")
     reported: list[GpuLimits] = []
     watch = LimitsWatch(LimitedGpu(iter([busy, busy, known, GpuLimits(250.0)])), known, reported.append)

@@ -21,7 +21,7 @@ async def drain(line: ProbeConnection) -> None:
 ACCESS = SocketAccess()
 
 
-async def test_the_socket_is_for_its_group_and_gone_at_the_end(tmp_path: Path) -> None:
+async def test_the_socket_is_for_its_group_and_removed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "run" / "perseus" / "agent.sock"
     server = LocalServer(path, ACCESS, drain)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -30,7 +30,7 @@ async def test_the_socket_is_for_its_group_and_gone_at_the_end(tmp_path: Path) -
     assert not path.exists()
 
 
-async def test_what_a_dead_agent_left_is_replaced(tmp_path: Path) -> None:
+async def test_a_dead_agents_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
     left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     left.bind(str(path))
@@ -74,7 +74,7 @@ async def test_a_packet_is_a_message_and_the_end_is_none() -> None:
     line.close()
 
 
-async def test_what_a_probe_said_before_it_left_in_a_hurry_is_heard() -> None:
+async def test_messages_before_an_abrupt_end_are_received() -> None:
     line, probe = pair()
     line.reply(Reply(True))  # never read: the kernel reports a reset first
     probe.send(encode(Finish(1)))
@@ -98,7 +98,7 @@ def started(command: list[str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
-async def test_the_end_of_a_process_is_seen_though_a_child_holds_its_connection(tmp_path: Path) -> None:
+async def test_the_end_of_a_process_is_seen_although_a_child_holds_its_connection(tmp_path: Path) -> None:
     heard: asyncio.Queue[object] = asyncio.Queue()
 
     async def serve(line: ProbeConnection) -> None:
@@ -126,7 +126,7 @@ async def test_a_packet_that_is_too_large_is_refused() -> None:
     probe.close()
 
 
-async def test_a_probe_that_reads_nothing_does_not_hold_up_a_reply() -> None:
+async def test_a_probe_that_reads_nothing_does_not_block_a_reply() -> None:
     line, probe = pair()
     for _ in range(1000):
         line.reply(Reply(True))

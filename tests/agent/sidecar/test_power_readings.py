@@ -1,4 +1,4 @@
-"""What GPUs draw, told once a second: of GPUs with a rank and without, where a coordinator wants to know."""
+"""Power readings at a coordinator's request, of GPUs with and without a rank."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.agent.sidecar.training import UUID, Start, Trainer, settings
 INTERVAL_S = 0.1
 
 
-async def test_the_power_of_a_rank_s_gpu_and_of_an_idle_one_is_told(
+async def test_the_power_of_a_ranks_gpu_and_of_an_idle_one_is_sent(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     idle = EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-idle")
@@ -56,7 +56,7 @@ async def test_the_power_of_a_rank_s_gpu_and_of_an_idle_one_is_told(
     idle.close()
 
 
-async def test_a_coordinator_is_told_nothing_until_it_asks(
+async def test_no_readings_are_sent_until_the_coordinator_requests_them(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
     coordinator = await start(Inbox(lease_s=0.9))
@@ -64,11 +64,11 @@ async def test_a_coordinator_is_told_nothing_until_it_asks(
         await coordinator.until(lambda inbox: len(inbox.all("heartbeat")) > 4, "more than a second to pass")
         assert not coordinator.inbox.all("power_reading")
         coordinator.send(wire.ConnectResponse(heartbeat=wire.Heartbeat(power_interval_s=INTERVAL_S)))
-        # Further heartbeats, which say nothing of it, change nothing.
+        # Further heartbeats without an interval change nothing.
         await coordinator.until(lambda inbox: len(inbox.all("power_reading")) > 4, "readings")
 
 
-async def test_an_unforeseen_error_in_power_readings_ends_nothing_and_they_go_on(
+async def test_an_unforeseen_error_in_power_readings_only_restarts_them(
     tmp_path: Path, gpu: EmulatedGpu, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optional, "_FIRST_DELAY_S", 0.05)
@@ -92,7 +92,7 @@ async def test_an_unforeseen_error_in_power_readings_ends_nothing_and_they_go_on
 
 
 class Failing(EmulatedBackend):
-    """A backend of which one GPU fails."""
+    """A backend with one failing GPU."""
 
     def open(self, uuid: str) -> Gpu:
         if uuid == "GPU-lost":
@@ -100,9 +100,7 @@ class Failing(EmulatedBackend):
         return super().open(uuid)
 
 
-def test_a_gpu_that_fails_is_left_out_and_one_that_is_served_is_let_go(
-    tmp_path: Path, gpu: EmulatedGpu
-) -> None:
+def test_a_failing_gpu_is_left_out_and_a_served_one_is_closed(tmp_path: Path, gpu: EmulatedGpu) -> None:
     EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-lost").close()
     others = OtherGpus(Failing(tmp_path / "gpus"))
     first = others.read(())

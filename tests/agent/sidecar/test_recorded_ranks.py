@@ -1,4 +1,4 @@
-"""Every recorded life of ranks goes as it went: the same messages, clocks and notices at every step."""
+"""Every recorded run of ranks replays the same messages, clocks and notices at every step."""
 
 from itertools import islice
 
@@ -11,14 +11,14 @@ NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in FILES.glob("*.jso
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recorded_run_of_ranks_goes_as_it_went(name: str) -> None:
+def test_a_recorded_run_of_ranks_replays_identically(name: str) -> None:
     recorded_run = RecordedRun()
     for number, (step, expected) in enumerate(load(name)):
         found = list(islice(differences(expected, recorded_run.take(step)), 5))
         assert not found, f"step {number}, {step}: " + "\n".join(found)
 
 
-def test_there_are_fifteen_of_all_kinds() -> None:
+def test_there_are_fifteen_runs_of_all_kinds() -> None:
     went = [each for name in NAMES for _, out in load(name) for each in out]
     message = {kind for each in went for kind in each.get("say", {})}
     assert len(NAMES) >= 15

@@ -1,4 +1,4 @@
-"""A trainer whose monotonic clock is another is told so at its hello."""
+"""A trainer with another monotonic clock is refused at its hello."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ async def trainer_output(tmp_path: Path, prefix: list[str]) -> str:
 
 @pytest.mark.usefixtures("needs_time_namespaces", "gpu")
 async def test_a_trainer_in_another_time_namespace_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """Its clock is 5 s behind, which a hello that was slow to come might be as well."""
+    """Its clock is 5 s behind, which could also be a slow hello."""
     async with serving(settings(tmp_path, 1)):
         text = await trainer_output(tmp_path, in_time_namespace(-5, []))
         assert text.endswith("refused\n")
@@ -60,7 +60,7 @@ async def test_a_trainer_in_another_time_namespace_is_refused_with_the_reason(tm
 @pytest.mark.parametrize(
     ("hello_ago_s", "is_fine"), [(0.0, True), (0.5, True), (29.0, True), (31.0, False), (-0.001, False)]
 )
-def test_of_a_process_that_can_not_be_seen_the_hello_tells(hello_ago_s: float, is_fine: bool) -> None:
+def test_the_hello_shows_the_clock_of_an_invisible_process(hello_ago_s: float, is_fine: bool) -> None:
     now_ns = 1000 * SECOND_NS
     refused = check_clock(UNSEEN, now_ns - int(hello_ago_s * SECOND_NS), now_ns)
     assert (refused is None) == is_fine
@@ -69,11 +69,11 @@ def test_of_a_process_that_can_not_be_seen_the_hello_tells(hello_ago_s: float, i
         assert ("ahead of" if hello_ago_s < 0 else "behind") in refused.message
 
 
-def test_an_older_probe_that_does_not_tell_is_believed() -> None:
+def test_an_older_probe_without_a_time_is_accepted() -> None:
     assert check_clock(UNSEEN, 0, 1000 * SECOND_NS) is None
 
 
-def test_what_the_kernel_says_comes_first() -> None:
-    """Ours is the same clock, however long the hello has waited."""
+def test_the_kernels_offset_takes_precedence() -> None:
+    """The clock is the same, however long the hello has waited."""
     ours = Peer(os.geteuid(), os.getegid(), (), os.getpid(), None)
     assert check_clock(ours, 1, time.monotonic_ns()) is None

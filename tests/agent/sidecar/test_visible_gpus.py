@@ -24,7 +24,7 @@ UUIDS = ["GPU-0a", "GPU-0b", "GPU-1c"]
         ("1,GPU-0b", []),
     ],
 )
-def test_what_cuda_leaves_visible(setting: str, expected: list[str]) -> None:
+def test_the_gpus_that_cuda_leaves_visible(setting: str, expected: list[str]) -> None:
     assert visible_uuids(setting, UUIDS) == expected
 
 
@@ -39,7 +39,7 @@ class Node:
         return [*UUIDS]
 
 
-def test_an_agent_serves_only_what_is_visible_to_it() -> None:
+def test_an_agent_serves_only_visible_gpus() -> None:
     gpus = VisibleGpus(Node(), "2,1")
     assert gpus.listed() == ["GPU-1c", "GPU-0b"]
     with pytest.raises(GpuNotFoundError, match="opened GPU-1c"):
@@ -58,11 +58,11 @@ class NodeWithLostGpus(Node):
         return [GpuLostError("lost") if i in self.lost else uuid for i, uuid in enumerate(UUIDS)]
 
 
-def test_a_gpu_that_is_lost_keeps_its_number() -> None:
+def test_a_lost_gpu_keeps_its_number() -> None:
     node = NodeWithLostGpus()
     gpus = VisibleGpus(node, "2,0,1")
     assert gpus.listed() == ["GPU-0b"]
     node.lost = ()
     assert gpus.listed() == ["GPU-1c", "GPU-0a", "GPU-0b"], "once all are there"
     node.lost = (1,)
-    assert gpus.listed() == ["GPU-1c", "GPU-0a", "GPU-0b"], "nobody is asked again"
+    assert gpus.listed() == ["GPU-1c", "GPU-0a", "GPU-0b"], "not listed again"

@@ -1,4 +1,4 @@
-"""A trainer of an agent that really runs, on an emulated GPU, and what coordinators say to it."""
+"""A trainer on an emulated GPU for a running agent, and messages of coordinators to it."""
 
 import asyncio
 import threading
@@ -29,9 +29,9 @@ Start = Callable[..., Awaitable[CoordinatorStub]]
 
 
 class Trainer:
-    """A training loop on a thread: one forward and one backward per iteration, until told to stop.
+    """A training loop on a thread: one forward and one backward per iteration, until stopped.
 
-    What a failed test has not stopped `stop_all` does.
+    `stop_all` stops the loops that a failed test has left.
     """
 
     _running: ClassVar[list["Trainer"]] = []
@@ -55,7 +55,7 @@ class Trainer:
 
     @classmethod
     def stop_all(cls) -> None:
-        """Before their GPU goes."""
+        """Stop all loops before their GPU is removed."""
         while cls._running:
             trainer = cls._running.pop()
             trainer._stop.set()
@@ -83,7 +83,7 @@ class Trainer:
 def connected_probe(
     socket: Path, *, is_registered: bool = False, stop: threading.Event | None = None
 ) -> Probe:
-    """A trainer's, once the agent is done with the one before; not connected if told to stop before."""
+    """Return a trainer's probe once the agent has ended the previous one; unconnected if stopped earlier."""
     while True:
         probe = Probe.connect(
             socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID, is_registered=is_registered

@@ -1,4 +1,4 @@
-"""Prolog and epilog on emulated GPUs, without Slurm: what they write, restore, wait for and say."""
+"""Prolog and epilog on emulated GPUs, without Slurm."""
 
 import os
 import stat
@@ -38,7 +38,7 @@ def settings(tmp_path: Path) -> AgentSettings:
 
 
 def lock(settings: AgentSettings, uuid: str) -> GuardedGpu:
-    """A GPU under a clock of an agent's, which lives."""
+    """A GPU under a clock of a living agent."""
     assert settings.emulated_gpus is not None
     gpu = EmulatedGpu(settings.emulated_gpus / uuid.lower().replace("-", ""))
     guarded = GuardedGpu(gpu, RecordFolder(settings.restore_folder), None)
@@ -59,7 +59,7 @@ def granted(settings: AgentSettings) -> dict[str, str]:
     return {path.name: path.read_text() for path in settings.grants.iterdir()}
 
 
-def test_a_job_is_granted_its_gpus_and_told_that_no_agent_serves(settings: AgentSettings) -> None:
+def test_a_job_is_granted_its_gpus_and_a_missing_agent_is_an_error(settings: AgentSettings) -> None:
     with pytest.raises(NoAgentError, match="the job will train at stock clocks"):
         prolog(JOB, settings)
     assert granted(settings) == {"slurm-17": "1004: GPU-1 slurm-job=17 slurm-account=physics\n"}
@@ -67,12 +67,12 @@ def test_a_job_is_granted_its_gpus_and_told_that_no_agent_serves(settings: Agent
     assert stat.S_IMODE(settings.grants.stat().st_mode) == 0o755
 
 
-def test_what_a_job_that_is_over_has_left_on_its_gpus_goes(settings: AgentSettings) -> None:
+def test_grants_of_ended_jobs_on_the_same_gpus_are_removed(settings: AgentSettings) -> None:
     settings.grants.mkdir()
     (settings.grants / "slurm-16").write_text("1005: GPU-1\n")
     (settings.grants / "slurm-15").write_text("1005: GPU-0\n")
     (settings.grants / "staff").write_text("1006: GPU-1\n")
-    os.mkfifo(settings.grants / "slurm-14")  # nobody waits for its other end
+    os.mkfifo(settings.grants / "slurm-14")  # must not block
     with pytest.raises(NoAgentError):
         prolog(JOB, settings)
     (settings.grants / "slurm-14").unlink()
@@ -80,7 +80,7 @@ def test_what_a_job_that_is_over_has_left_on_its_gpus_goes(settings: AgentSettin
 
 
 class LostAndFound:
-    """A node whose first GPU has no name any more, and whose second does not answer."""
+    """A node whose first GPU is lost and whose second does not answer."""
 
     def open(self, uuid: str) -> Gpu:
         raise AssertionError("no GPU is opened to grant it")
@@ -94,7 +94,7 @@ class LostAndFound:
         return [GpuLostError("GPU 0: fell off the bus"), "GPU-1", "GPU-2"]
 
 
-def test_a_lost_gpu_keeps_no_job_from_the_others(
+def test_a_lost_gpu_does_not_block_jobs_on_others(
     settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hooks, "backend", lambda _: LostAndFound())
@@ -112,7 +112,7 @@ def test_a_job_without_gpus_leaves_no_trace(settings: AgentSettings) -> None:
     epilog(job, settings)
 
 
-def test_the_epilog_restores_what_a_dead_agent_has_left(settings: AgentSettings) -> None:
+def test_the_epilog_restores_gpus_of_a_dead_agent(settings: AgentSettings) -> None:
     with pytest.raises(NoAgentError):
         prolog(JOB, settings)
     lock(settings, "GPU-1").close()
@@ -133,7 +133,7 @@ def test_the_epilog_knows_the_gpus_without_a_grant(
     held.close()
 
 
-def test_the_epilog_says_which_gpu_a_living_agent_keeps(
+def test_the_epilog_names_the_gpu_of_a_living_agent(
     settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hooks, "_RESTORE_S", 0.3)
@@ -142,11 +142,11 @@ def test_the_epilog_says_which_gpu_a_living_agent_keeps(
     held = lock(settings, "GPU-1")
     with pytest.raises(NotRestoredError, match="GPU GPU-1: not back at stock: an agent holds it"):
         epilog(JOB, settings)
-    assert granted(settings) == {}, "it is nobody's all the same"
+    assert granted(settings) == {}, "the grant is revoked all the same"
     held.close()
 
 
-def test_other_jobs_gpus_are_none_of_the_epilogs_business(settings: AgentSettings) -> None:
+def test_the_epilog_ignores_other_jobs_gpus(settings: AgentSettings) -> None:
     with pytest.raises(NoAgentError):
         prolog(JOB, settings)
     other = lock(settings, "GPU-0")
@@ -156,6 +156,6 @@ def test_other_jobs_gpus_are_none_of_the_epilogs_business(settings: AgentSetting
     other.close()
 
 
-def test_an_agent_for_all_jobs_hears_nothing_of_one() -> None:
+def test_an_agent_for_all_jobs_inherits_no_variables_of_one() -> None:
     message = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "1", "PATH": "/bin", "GPU_DEVICE_ORDINAL": "1"}
     assert for_all_jobs(message) == {"PATH": "/bin"}

@@ -1,4 +1,4 @@
-"""What slurmd says of a job, and the grant that follows from it."""
+"""A job from slurmd's variables, and its grant."""
 
 from collections.abc import Mapping
 
@@ -33,13 +33,13 @@ def test_a_job_without_gpus() -> None:
         ({"SLURM_JOB_GPUS": "0:1"}, "SLURM_JOB_GPUS: expected numbers of GPUs, found '0:1'"),
     ],
 )
-def test_what_is_none_of_slurmds_is_refused(wrong: Mapping[str, str], message: str) -> None:
+def test_other_environments_are_refused(wrong: Mapping[str, str], message: str) -> None:
     with pytest.raises(SlurmEnvironmentError, match=message):
         SlurmJob.of({**ENVIRONMENT, **wrong})
 
 
 @given(st.text(max_size=300), st.integers(0, 2**31 - 1))
-def test_whatever_the_account_is_called_the_grant_is_one(account: str, uid: int) -> None:
+def test_any_account_name_yields_a_valid_grant(account: str, uid: int) -> None:
     job = SlurmJob("17", uid, (0,), account)
     (grant,) = parse(job.grant(["GPU-a", "GPU-b"]))
     assert grant.is_for(User(uid, "anybody"))
@@ -59,6 +59,6 @@ def test_gpus_are_found_by_their_devices_wherever_they_are_listed() -> None:
     assert uuids_of((0, 10), nodes) == ["GPU-c", "GPU-b"]
 
 
-def test_a_gpu_that_the_driver_does_not_know_is_named() -> None:
+def test_a_gpu_unknown_to_the_driver_is_named() -> None:
     with pytest.raises(NoSuchGpuError, match=r"expected GPUs of this node \(0, 1\), found 3"):
         uuids_of((0, 3), {"GPU-a": "/dev/nvidia0", "GPU-b": "/dev/nvidia1"})

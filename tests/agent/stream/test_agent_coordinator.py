@@ -1,4 +1,4 @@
-"""What is said to a coordinator that comes and goes, on real streams."""
+"""Messages to a coordinator that comes and goes, on real streams."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ IN_FORCE = wire.PlanInForce(job_id="job", iteration=3)
 
 
 class Agent:
-    """A `Listener` that says something on every stream, and remembers what it hears."""
+    """A `Listener` that sends a message on every stream and records its calls."""
 
     def __init__(self, target: str) -> None:
         self.seen: list[Welcome | ToSession | str] = []
@@ -85,7 +85,7 @@ def output(server: CoordinatorStub) -> list[str | None]:
     return [name for name in names if name != "heartbeat"]
 
 
-async def test_what_is_said_without_a_stream_is_kept_or_forgotten(server: CoordinatorStub) -> None:
+async def test_messages_without_a_stream_are_kept_or_dropped(server: CoordinatorStub) -> None:
     agent = Agent(f"127.0.0.1:{server.port}")
     agent.coordinator.send(TELEMETRY)
     agent.coordinator.send(IN_FORCE)
@@ -102,7 +102,7 @@ async def test_what_is_said_without_a_stream_is_kept_or_forgotten(server: Coordi
     assert agent.coordinator.telemetry_sequence == 2
 
 
-async def test_what_was_not_acknowledged_is_said_again_on_the_next_stream(server: CoordinatorStub) -> None:
+async def test_unacknowledged_telemetry_is_resent_on_the_next_stream(server: CoordinatorStub) -> None:
     agent = Agent(f"127.0.0.1:{server.port}")
     async with running(agent):
         await until(lambda: agent.coordinator.is_connected, "connected")
@@ -121,7 +121,7 @@ async def test_what_was_not_acknowledged_is_said_again_on_the_next_stream(server
             assert [each.telemetry.sequence for each in restarted.inbox.all("telemetry")] == [2, 3]
 
 
-async def test_ranks_hear_what_concerns_them_and_the_rest_is_said_in_the_log(server: CoordinatorStub) -> None:
+async def test_messages_go_to_their_ranks_and_others_are_logged(server: CoordinatorStub) -> None:
     agent = Agent(f"127.0.0.1:{server.port}")
     refused = wire.RankRefused(job_id="job", rank=rank_pb2.RankCoordinates(), reason="R", message="why")
     with capture_logs() as logs:
@@ -144,7 +144,7 @@ async def test_ranks_hear_what_concerns_them_and_the_rest_is_said_in_the_log(ser
     assert "expected one welcome on a stream, found another" in reasons
 
 
-async def test_refused_telemetry_is_dropped_counted_said_once_and_all_goes_on(
+async def test_refused_telemetry_is_dropped_counted_and_logged_once(
     server: CoordinatorStub,
 ) -> None:
     agent = Agent(f"127.0.0.1:{server.port}")
@@ -163,7 +163,7 @@ async def test_refused_telemetry_is_dropped_counted_said_once_and_all_goes_on(
             server.send(wire.ConnectResponse(message_refused=wire.MessageRefused(reason="R", field="f")))
             server.send(wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=3)))
             heard = agent.seen.count("heard")
-            await until(lambda: agent.seen.count("heard") >= heard + 4, "all is heard")
+            await until(lambda: agent.seen.count("heard") >= heard + 4, "all messages")
             agent.coordinator.send(TELEMETRY)
             await server.until(lambda inbox: len(inbox.all("telemetry")) == 4, "telemetry")
     assert server.inbox.all("telemetry")[-1].telemetry.dropped_batch_count == 2

@@ -44,7 +44,7 @@ F0 = Computation(Kind.FORWARD, 0)
 WIRE_F0 = computation_pb2.Computation(kind=computation_pb2.COMPUTATION_KIND_FORWARD)
 
 
-def test_the_agents_numbers_are_those_of_the_contract() -> None:
+def test_the_agents_enums_match_the_contract() -> None:
     for ours, prefix, theirs in (
         (Kind, "COMPUTATION_KIND", computation_pb2.ComputationKind),
         (RankLeftReason, "RANK_LEFT_REASON", rank_pb2.RankLeftReason),
@@ -54,7 +54,7 @@ def test_the_agents_numbers_are_those_of_the_contract() -> None:
         assert {f"{prefix}_UNSPECIFIED": 0, **numbers} == dict(theirs.items())
 
 
-def test_what_a_session_says_goes_out_under_its_own_field() -> None:
+def test_a_sessions_message_goes_out_in_its_own_field() -> None:
     refusal = PlanRefusal(PlanRefusalReason.CLOCK_NOT_SUPPORTED, "no such\nclock", (800, 7))
     refused = plan_answer(RANK, PlanId("e", 3), refusal, 9)
     assert refused == wire.PlanAnswer(
@@ -209,7 +209,7 @@ def test_rows_become_columns() -> None:
         (wire.ConnectResponse(drain=wire.Drain(reason="r")), Drain("r")),
     ],
 )
-def test_what_the_coordinator_says(message: wire.ConnectResponse, expected: object) -> None:
+def test_messages_of_the_coordinator(message: wire.ConnectResponse, expected: object) -> None:
     assert translate.response(message) == expected
 
 
@@ -252,7 +252,7 @@ def test_an_urgent_offer() -> None:
 
 
 @pytest.mark.parametrize("clock_mhz", [0, -900, 100_001])
-def test_a_max_clock_that_is_no_clock_is_named(clock_mhz: int) -> None:
+def test_an_invalid_max_clock_is_named(clock_mhz: int) -> None:
     max_clock = wire.MaxClock(clock_mhz=clock_mhz)
     message = wire.ConnectResponse(
         rank_max_clock=wire.RankMaxClock(job_id="job", rank=COORDINATES, max_clock=max_clock)
@@ -263,7 +263,7 @@ def test_a_max_clock_that_is_no_clock_is_named(clock_mhz: int) -> None:
     assert caught.value.refused.rank == RANK
 
 
-def test_what_the_contract_does_not_allow_is_named() -> None:
+def test_violations_of_the_contract_are_named() -> None:
     def refused(message: wire.ConnectResponse) -> str:
         with pytest.raises(translate.MalformedMessageError) as caught:
             translate.response(message)

@@ -1,4 +1,4 @@
-"""How a stream ended, however the last write and the end of it met."""
+"""The status of an ended stream, in all races of the last write with the end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ class EndingCoordinator(agent_service_pb2_grpc.AgentServiceServicer):
 
 
 async def ends(reason: str, message_bytes: int) -> list[object]:
-    """Write all the time while reading, stream after stream; return how both ended."""
+    """Write continuously while reading, stream after stream; return how both ended."""
     server = grpc.aio.server()
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(EndingCoordinator(reason), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -54,19 +54,19 @@ async def ends(reason: str, message_bytes: int) -> list[object]:
 
 
 @pytest.mark.parametrize("message_bytes", [10, 65_536])
-async def test_what_the_coordinator_says_is_heard_though_a_write_fails(message_bytes: int) -> None:
+async def test_the_coordinators_status_survives_a_failing_write(message_bytes: int) -> None:
     seen = await ends("too many", message_bytes)
     reported = [one for one in seen if isinstance(one, grpc.aio.AioRpcError)]
     for error in reported:
         assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many")
         assert dict(error.trailing_metadata())["again"] == "later"
-    assert len(reported) >= _STREAM_COUNT, "every reader is told"
+    assert len(reported) >= _STREAM_COUNT, "every reader has the status"
     others = [one for one in seen if not isinstance(one, grpc.aio.AioRpcError)]
     assert all(isinstance(one, asyncio.InvalidStateError) for one in others), "writes after that"
 
 
 @pytest.mark.parametrize("message_bytes", [10, 65_536])
-async def test_a_stream_that_ends_well_does_so_though_a_write_fails(message_bytes: int) -> None:
+async def test_a_stream_ends_with_ok_although_a_write_fails(message_bytes: int) -> None:
     seen = await ends("", message_bytes)
     assert seen[1::2] == [None] * _STREAM_COUNT
     assert all(isinstance(one, asyncio.InvalidStateError) for one in seen[::2])

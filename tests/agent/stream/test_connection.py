@@ -30,7 +30,7 @@ def welcome(lease_s: float) -> wire.ConnectResponse:
 
 
 class Witness:
-    """A `Handler` that remembers."""
+    """A `Handler` that records its calls."""
 
     def __init__(self) -> None:
         self.seen: list[Incoming | str] = []
@@ -46,7 +46,7 @@ class Witness:
 
 
 class ScriptedCoordinator(agent_service_pb2_grpc.AgentServiceServicer):
-    """Each stream follows the next script; the last one again and again."""
+    """A server whose streams follow the scripts in order, and then repeat the last."""
 
     def __init__(self, *scripts: Script) -> None:
         self._scripts = list(scripts)
@@ -82,7 +82,7 @@ async def silent(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[
     await asyncio.sleep(30)
 
 
-async def test_a_leases_silence_ends_the_stream() -> None:
+async def test_silence_for_a_lease_ends_the_stream() -> None:
     witness = Witness()
     await converse(witness, lambda: len(witness.seen) >= 3, silent)
     assert witness.seen[:3] == [Welcome("e", 0.2, 0), "disconnected", Welcome("e", 0.2, 0)]
@@ -127,13 +127,13 @@ async def test_streams_that_end_fail_or_begin_wrongly_are_followed_by_another() 
     assert witness.seen[0] == Welcome("e", 0.2, 0)
 
 
-# Field 99 of the oneof, with a message of its own in it.
+# Field 99 of the oneof, containing a message.
 NEWER = wire.ConnectResponse.FromString(b"\x9a\x06\x02\x08\x01")
 RANK = rank_pb2.RankCoordinates(stage=1)
 
 
-async def test_a_newer_coordinator_is_followed_and_told_what_is_not_understood() -> None:
-    """Each malformed or unknown message is refused by itself, even before the welcome; the stream goes on."""
+async def test_unknown_messages_of_a_newer_coordinator_are_refused() -> None:
+    """Each malformed or unknown message is refused individually, even before the welcome."""
     reported: list[wire.MessageRefused] = []
     hello = wire.Hello()
     odd_kind = computation_pb2.Computation()
@@ -187,7 +187,7 @@ async def test_a_newer_coordinator_is_followed_and_told_what_is_not_understood()
 
 
 @pytest.mark.parametrize("lease_s", [1e308, 5e-324, math.nan])
-async def test_a_lease_that_can_not_be_is_no_welcome(lease_s: float) -> None:
+async def test_a_welcome_with_an_invalid_lease_is_refused(lease_s: float) -> None:
     async def odd(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
         yield welcome(lease_s=lease_s)
 
@@ -196,7 +196,7 @@ async def test_a_lease_that_can_not_be_is_no_welcome(lease_s: float) -> None:
     assert witness.seen[0] == Welcome("e", 0.2, 0)
 
 
-async def test_the_latest_check_word_is_said_on_the_next_stream() -> None:
+async def test_the_latest_commit_marker_is_sent_on_the_next_stream() -> None:
     output: list[str] = []
 
     async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
@@ -207,7 +207,9 @@ async def test_the_latest_check_word_is_said_on_the_next_stream() -> None:
         if len(output) == 1:
             yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, commit_marker="a"))
         elif len(output) == 2:
-            offer = wire.PlanOffer(commit_marker="o", version=-1)  # refused by itself, but told for all that
+            offer = wire.PlanOffer(
+                commit_marker="o", version=-1
+            )  # the offer is refused, but its marker counts
             yield wire.ConnectResponse(plan_offer=offer)
             yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
         elif len(output) == 4:
@@ -217,7 +219,7 @@ async def test_the_latest_check_word_is_said_on_the_next_stream() -> None:
     assert output[:5] == ["", "a", "o", "w3", "w4"]
 
 
-async def test_what_shows_that_it_is_the_same_agent_is_said_on_every_further_stream() -> None:
+async def test_the_instance_key_is_sent_on_every_further_stream() -> None:
     output: list[str] = []
     reported = ["key", "", "x" * 257, "newer", ""]
 
@@ -230,8 +232,8 @@ async def test_what_shows_that_it_is_the_same_agent_is_said_on_every_further_str
     assert output[:5] == ["", "key", "key", "key", "newer"]
 
 
-async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refusal that says when to come again is followed by the next attempt no sooner than that."""
+async def test_no_attempt_is_made_before_the_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a refusal with a retry delay, the next attempt waits for that delay."""
     pauses_s: list[float] = []
     sleep = asyncio.sleep
 
@@ -251,7 +253,7 @@ async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: p
             request_iterator: AsyncIterator[wire.ConnectRequest],
             context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
         ) -> AsyncIterator[wire.ConnectResponse]:
-            await anext(request_iterator)  # a call that ends while it is written to ends as INTERNAL
+            await anext(request_iterator)  # a call that ends during a write ends as INTERNAL
             if statuses:
                 await context.abort_with_status(rpc_status.to_status(statuses.pop(0)))
             yield welcome(30.0)
@@ -272,10 +274,12 @@ async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: p
     await asyncio.gather(running, return_exceptions=True)
     await server.stop(None)
     assert [each for each in pauses_s if each in (5.5, 300.0)] == [5.5, 5.5, 300.0]
-    assert {line["log_level"] for line in logs} <= {"warning", "info"}, "no error: it was told to come again"
+    assert {line["log_level"] for line in logs} <= {"warning", "info"}, (
+        "no error: the refusal had a retry delay"
+    )
 
 
-async def test_a_refusal_that_goes_on_is_logged_once_until_a_stream_was_open() -> None:
+async def test_a_repeated_refusal_is_logged_once_until_a_stream_opens() -> None:
     attempts = 0
 
     class Refusing(agent_service_pb2_grpc.AgentServiceServicer):
@@ -286,7 +290,7 @@ async def test_a_refusal_that_goes_on_is_logged_once_until_a_stream_was_open() -
         ) -> AsyncIterator[wire.ConnectResponse]:
             nonlocal attempts
             attempts += 1
-            await anext(request_iterator)  # a call that ends while it is written to ends as INTERNAL
+            await anext(request_iterator)  # a call that ends during a write ends as INTERNAL
             if attempts == 5:
                 yield welcome(30.0)
             text = "token 'a' is revoked" if attempts <= 8 else "token 'a' has expired"
@@ -314,7 +318,7 @@ async def test_a_refusal_that_goes_on_is_logged_once_until_a_stream_was_open() -
 
 
 class ClumsyWitness(Witness):
-    """Who makes mistakes."""
+    """A handler with bugs."""
 
     def __init__(self, on_connected: bool) -> None:
         super().__init__()
@@ -336,7 +340,7 @@ class ClumsyWitness(Witness):
         raise KeyError
 
 
-async def test_a_mistake_over_one_message_does_not_end_the_stream() -> None:
+async def test_a_bug_in_one_message_does_not_end_the_stream() -> None:
     async def acknowledges(
         requests: AsyncIterator[wire.ConnectRequest],
     ) -> AsyncIterator[wire.ConnectResponse]:
@@ -351,15 +355,15 @@ async def test_a_mistake_over_one_message_does_not_end_the_stream() -> None:
     assert "disconnected" not in witness.seen[:3]
 
 
-async def test_a_mistake_over_a_stream_ends_that_one_only() -> None:
+async def test_a_bug_in_a_stream_ends_only_that_stream() -> None:
     witness = ClumsyWitness(on_connected=True)
     await converse(witness, lambda: len(witness.seen) >= 3, silent)
     assert witness.mistake_count == 1
     assert witness.seen[:3] == [Welcome("e", 0.2, 0), "disconnected", Welcome("e", 0.2, 0)]
 
 
-async def test_what_grpc_cancels_by_itself_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cancellation that nobody asked for would end the agent's connection for good, without a word."""
+async def test_a_call_that_grpc_cancels_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unrequested cancellation would otherwise end the agent's connection silently and for good."""
     stream, count = Connection._stream, 0
 
     async def cancelled_at_first(self: Connection, *arguments: Any) -> Any:
@@ -375,7 +379,7 @@ async def test_what_grpc_cancels_by_itself_is_tried_again(monkeypatch: pytest.Mo
     assert witness.seen[0] == Welcome("e", 0.2, 0)
 
 
-async def test_a_channel_that_can_not_be_opened_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_channel_that_can_not_be_opened_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, count = Channels.open, 0
 
     def open_late(self: Channels, *arguments: Any) -> Any:

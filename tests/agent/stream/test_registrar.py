@@ -1,4 +1,4 @@
-"""Jobs registered with a coordinator on a real port, and again with one that does not know them."""
+"""Registering jobs with a coordinator on a real port, and again if it does not know them."""
 
 from collections.abc import AsyncIterator
 
@@ -45,9 +45,7 @@ async def test_a_job_is_registered_again_when_the_coordinator_does_not_know_it(
     assert coordinator.inbox.jobs == {"job": KNOWN}
 
     def is_known() -> bool:
-        registrar.rank_refused(
-            UNKNOWN
-        )  # announced again and again: one that comes while it is asked is no news
+        registrar.rank_refused(UNKNOWN)  # announced repeatedly: refusals during a registration have no effect
         return "job" in coordinator.inbox.jobs
 
     for _ in range(2):
@@ -77,7 +75,7 @@ async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
         ({"jobId": "job", "stages": 3}, "stages"),
     ],
 )
-async def test_what_can_not_be_a_registration_is_refused_and_changes_nothing(
+async def test_an_invalid_registration_is_refused_and_changes_nothing(
     coordinator: CoordinatorStub, registrar: Registrar, spec: dict[str, object], message: str
 ) -> None:
     assert await registrar.register("job", REGISTRATION) == Registered()
@@ -105,7 +103,7 @@ async def test_a_job_that_is_refused_or_forgotten_is_not_registered_again(
     coordinator.inbox.jobs.clear()
     registrar.rank_refused(UNKNOWN)
     registrar.rank_refused(RankRefused(Rank("other", 0, 0, 0), JOB_NOT_FOUND, ""))
-    # What were under way would be done by the time that this one is.
+    # A registration in progress would have ended before this one.
     assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()
     assert set(coordinator.inbox.jobs) == {"last"}
 
@@ -113,9 +111,7 @@ async def test_a_job_that_is_refused_or_forgotten_is_not_registered_again(
 FINISHED = RankRefused(RANK, JOB_FINISHED, "job 'job' has finished")
 
 
-async def test_a_request_whose_run_has_ended_before_it_came_to_anything_is_made_anew(
-    coordinator: CoordinatorStub, registrar: Registrar
-) -> None:
+async def test_a_spent_request_is_replaced(coordinator: CoordinatorStub, registrar: Registrar) -> None:
     assert await registrar.register("job", REGISTRATION) == Registered()
     coordinator.inbox.jobs.clear()
     assert registrar.rank_refused(FINISHED) is None
@@ -124,7 +120,7 @@ async def test_a_request_whose_run_has_ended_before_it_came_to_anything_is_made_
     assert coordinator.inbox.jobs["job"].spec == KNOWN.spec
 
 
-async def test_a_run_that_somebody_has_ended_stays_ended_and_its_trainer_is_told_once(
+async def test_a_run_ended_by_somebody_stays_ended_and_its_trainer_is_notified_once(
     coordinator: CoordinatorStub, registrar: Registrar
 ) -> None:
     assert await registrar.register("job", REGISTRATION) == Registered()
@@ -145,7 +141,7 @@ async def test_a_run_that_somebody_has_ended_stays_ended_and_its_trainer_is_told
     assert registrar.rank_accepted(RANK) is None
 
 
-async def test_a_refusal_is_said_once_for_each_reason(registrar: Registrar) -> None:
+async def test_a_refusal_is_notified_once_for_each_reason(registrar: Registrar) -> None:
     leased = RankRefused(RANK, "RANK_SERVED", "another agent's lease runs")
     with capture_logs() as logs:
         for refused in (leased, leased, UNKNOWN, UNKNOWN):
@@ -160,7 +156,7 @@ async def test_a_refusal_is_said_once_for_each_reason(registrar: Registrar) -> N
 
 
 @pytest.mark.parametrize("reason", [SPEC_MISMATCH, JOB_FINISHED])
-async def test_a_job_that_others_run_is_registered_by_the_same_request_when_they_are_gone(
+async def test_a_blocked_job_is_registered_with_the_same_request_later(
     coordinator: CoordinatorStub, registrar: Registrar, reason: str
 ) -> None:
     coordinator.inbox.refusal = "job 'job' has live ranks"
@@ -171,7 +167,7 @@ async def test_a_job_that_others_run_is_registered_by_the_same_request_when_they
     registrar.rank_refused(RankRefused(RANK, reason, ""))
     await registered(coordinator)
     assert coordinator.inbox.jobs == {"job": KNOWN}
-    # Its ranks are served now, and it has ended since: it is not for this agent to begin another run.
+    # Its ranks were served, and then it ended: this agent must not begin another run.
     registrar.rank_accepted(RANK)
     coordinator.inbox.jobs.clear()
     await registered_no_more(registrar, reason)
@@ -180,11 +176,11 @@ async def test_a_job_that_others_run_is_registered_by_the_same_request_when_they
 
 async def registered_no_more(registrar: Registrar, reason: str) -> None:
     registrar.rank_refused(RankRefused(RANK, reason, ""))
-    # What were under way would be done by the time that this one is.
+    # A registration in progress would have ended before this one.
     assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()
 
 
-async def test_a_limit_that_time_helps_against_is_waited_for(coordinator: CoordinatorStub) -> None:
+async def test_a_limit_with_a_retry_delay_is_waited_for(coordinator: CoordinatorStub) -> None:
     now_s = 100.0
     registrar = Registrar(Channels(f"127.0.0.1:{coordinator.port}"), lambda: now_s)
     inbox = coordinator.inbox
@@ -201,4 +197,4 @@ async def test_a_limit_that_time_helps_against_is_waited_for(coordinator: Coordi
     now_s = 105.0
     registrar.rank_refused(UNKNOWN)
     await registered(coordinator)
-    assert inbox.register_count == count + 1, "it was not asked before that"
+    assert inbox.register_count == count + 1, "no request before that"

@@ -28,14 +28,14 @@ def test_batches_are_numbered_from_1_and_sent_once() -> None:
     assert sequences(ring) == [3]
 
 
-def test_no_more_than_a_window_is_under_way() -> None:
+def test_at_most_a_window_is_in_flight() -> None:
     ring = filled(6)
     assert sequences(ring) == [1, 2, 3, 4]
     ring.acknowledge(3)
     assert sequences(ring) == [5, 6]
 
 
-def test_after_a_reconnect_everything_unacknowledged_is_sent_again() -> None:
+def test_after_a_reconnect_everything_unacknowledged_is_resent() -> None:
     ring = filled(3)
     assert sequences(ring) == [1, 2, 3]
     ring.acknowledge(1)
@@ -49,7 +49,7 @@ def test_a_full_ring_drops_the_oldest_and_counts() -> None:
     assert (batch.sequence, batch.dropped_batch_count) == (4, 3)
 
 
-def test_what_was_never_sent_can_not_be_acknowledged() -> None:
+def test_batches_never_sent_can_not_be_acknowledged() -> None:
     ring = filled(2)
     with pytest.raises(ValueError, match="expected an acknowledgement up to 2, found 3"):
         ring.acknowledge(3)
@@ -79,10 +79,10 @@ def test_a_refused_batch_is_dropped_counted_and_makes_room() -> None:
         )
     )
 )
-def test_nothing_is_lost_but_what_is_counted(steps: list[str | tuple[str, float]]) -> None:
-    """A coordinator that acknowledges what it got, in order, ends up with everything that was not dropped.
+def test_only_counted_batches_are_lost(steps: list[str | tuple[str, float]]) -> None:
+    """A coordinator that acknowledges batches in order receives all that were not dropped.
 
-    What it refuses is dropped.
+    Refused batches are dropped.
     """
     ring = TelemetryRing(capacity=8, window=4)
     appended = stored = sent = refused = 0
@@ -142,11 +142,11 @@ def test_large_batches_are_fewer() -> None:
     for _ in range(50):
         ring.append(TELEMETRY)
     kept = ring.sendable()
-    assert len(kept) == 50, "what was acknowledged or refused takes no room"
+    assert len(kept) == 50, "acknowledged and refused batches take no room"
     assert kept[-1].dropped_batch_count == 8
 
 
-def test_a_batch_that_is_larger_than_all_the_room_is_kept_until_the_next() -> None:
+def test_a_batch_larger_than_the_ring_is_kept_until_the_next() -> None:
     ring = TelemetryRing(capacity_bytes=1000)
     ring.append(large(1000))
     assert sequences(ring) == [1]

@@ -1,8 +1,7 @@
 """`perseus.v1.FrontierService`: a thin adapter over the coordinator.
 
 Problems and frontiers have up to tens of thousands of parts: they are translated in threads, so that the
-event
-loop runs on.
+event loop runs on.
 """
 
 # ruff: noqa: N802 (the contract names the methods)

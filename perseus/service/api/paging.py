@@ -2,8 +2,7 @@
 
 Every listing has a `page_size` and a `page_token`. A token encodes where the previous page ended, and its
 request: the type, and all fields besides these two. The token of another request is refused, as it would
-    begin
-somewhere in the wrong list.
+begin somewhere in the wrong list.
 """
 
 import base64

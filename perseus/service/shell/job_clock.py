@@ -45,8 +45,7 @@ class JobClock:
         """Note that the loop runs, one period after the last tick; return how late this tick is, seconds.
 
         `kept_s` is how long agents' messages are kept waiting now. Only its growth is credited: an agent
-        whose
-        messages always wait equally long is heard as often as it sends.
+        whose messages always wait equally long is heard as often as it sends.
         """
         seen_s = self._source()
         late_s = 0.0 if self._due_s is None else max(0.0, seen_s - self._due_s)

@@ -310,8 +310,7 @@ class LiveRuns:
 
         Raises:
             CoordinatorError: the run refuses the input (`JobMachine.handle`); nothing is stored. A
-            quarantined
-                run refuses too, whether this input or an earlier one made it fail.
+                quarantined run refuses too, whether this input or an earlier one made it fail.
         """
         try:
             commands = self._take(run, event)

@@ -11,10 +11,9 @@ number and bytes. Two numbers decide which way an event takes:
   began, and after the queue overflowed, the last one that was dropped.
 
 While the cursor is below the horizon, pages are fetched; after that the queue is used, without the events
-that
-a page contained. News is published once it is stored, so dropped events can be fetched. Iterations are not
-stored: dropped ones are counted, and the reader gets a `WatchGap`. It also gets one where stored sequences
-have a hole: those events were deleted before the reader came to them.
+that a page contained. News is published once it is stored, so dropped events can be fetched. Iterations are
+not stored: dropped ones are counted, and the reader gets a `WatchGap`. It also gets one where stored
+sequences have a hole: those events were deleted before the reader came to them.
 """
 
 from collections import deque

@@ -30,8 +30,7 @@ GATHERING_S = 0.02
 MAX_WAITING = 1024
 """How much work may wait. Above this, readers whose messages make more work must await admission first. They
 outnumber the one writer by thousands: without this bound, an overload would leave it no turn at all. It is
-two
-full groups: one gathers while the other is stored."""
+two full groups: one gathers while the other is stored."""
 
 _COMMIT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 

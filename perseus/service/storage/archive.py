@@ -2,8 +2,7 @@
 
 Lines of JSON. The first names the format: `{"format": "perseus-store", "schema": "v0003"}`. Then one line for
 each row, `{"table": "runs", "row": {...}}`, columns by name, bytes in base64; tables and rows are in the
-order
-of their keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
+order of their keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
 
 The state is moved, not copied: the file keeps the epoch, the versions and the agents' commit markers. If the
 old coordinator runs on after the export, agents will report lost state to the one that starts from the file.

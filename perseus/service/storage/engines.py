@@ -7,8 +7,7 @@ read: each of their transactions sees one state, and readers and the writer don'
 SQLite has a write-ahead log. A lock on a file beside the database keeps a second coordinator out: the kernel
 releases it with the process, however that ends, and nobody deletes the file, as another process may be about
 to lock it. If files were removed or replaced under a running coordinator, it would not notice, and would
-write
-to a file without a name; so every commit compares the open files with those under their names.
+write to a file without a name; so every commit compares the open files with those under their names.
 
 PostgreSQL is locked by an advisory lock of the session: it goes with the connection, and then the coordinator
 stops at its next commit. It never reconnects by itself, since another may have taken over.

@@ -177,8 +177,7 @@ tokens = _table(
 )
 
 # The energy of runs, by hours since 1970 (UTC) and the number of the baseline that it is compared with (-1
-# for
-# none): the values of `domain.ledger.EnergyHour`. Rows outlive their jobs: `deletion` is 0 while the job
+# for none): the values of `domain.ledger.EnergyHour`. Rows outlive their jobs: `deletion` is 0 while the job
 # exists, and then counts how many jobs of that name were deleted.
 ledger = _table(
     "ledger",

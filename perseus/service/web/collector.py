@@ -1,8 +1,7 @@
 """The coordinator's state, as readings. It only reads: it waits for nothing and counts nothing.
 
 The cost of a scrape grows with the number of jobs, not with their size; ranks are read only where the
-operator
-asks for them. Jobs are read in batches, between which the loop does other work. A job that makes the
+operator asks for them. Jobs are read in batches, between which the loop does other work. A job that makes the
 coordinator fail here is quarantined, as anywhere else.
 """
 

@@ -1,9 +1,8 @@
 """The sources of the page's event streams: the list of jobs, and one job's latest run.
 
 The list sends one text a second for all changed jobs, and reads no others. A job is watched as `WatchJob`
-does
-it; its news is gathered for a while and sent as one text. A new reader first gets the job as it is, and the
-events up to the last one that was sent: later chunks follow without a gap, and nothing comes twice.
+does it; its news is gathered for a while and sent as one text. A new reader first gets the job as it is, and
+the events up to the last one that was sent: later chunks follow without a gap, and nothing comes twice.
 """
 
 import asyncio

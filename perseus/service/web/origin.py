@@ -6,8 +6,7 @@ There are two ways to make such requests:
   also adds the page's `Origin`, which scripts can't choose. (The cookie is SameSite=Strict besides.)
 - *DNS rebinding*: the site's own name is resolved to our address, so that the browser takes us for that site.
   But the browser then sends that name as `Host`. Addresses and `localhost` can't be rebound this way; over
-  TLS
-  no name can, as the certificate is for ours.
+  TLS no name can, as the certificate is for ours.
 """
 
 import ipaddress

@@ -1,8 +1,7 @@
 """One response for all simultaneous scrapes: readings and text made for one serve the others.
 
 The readings are taken on the event loop, in batches; they are written in a thread, as that time grows with
-the
-number of series, and the loop must serve agents.
+the number of series, and the loop must serve agents.
 """
 
 import asyncio

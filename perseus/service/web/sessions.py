@@ -1,8 +1,7 @@
 """Logins of browsers: a token is presented once, and from then on a random session ID replaces it.
 
 Only the SHA-256 of the ID is kept, as of tokens. The session's token is looked up at every use, so the
-session
-ends with its token.
+session ends with its token.
 """
 
 import secrets

@@ -209,10 +209,10 @@ class OfThisProcess:
         """Return the existing attachment, if any; ValueError if it is of another job or seam."""
         if cls._latest is None:
             return None
-        attachment, *what = cls._latest
-        if what != [job_id, seam]:
+        attachment, *known = cls._latest
+        if known != [job_id, seam]:
             raise ValueError(
-                f"attach: expected job {what[0]!r} and seam {what[1]!r}, which this process has attached, "
+                f"attach: expected job {known[0]!r} and seam {known[1]!r}, which this process has attached, "
                 f"found {job_id!r} and {seam!r}; detach first"
             )
         _log.info("attached already: job %s", job_id)

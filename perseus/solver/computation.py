@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @functools.total_ordering
 class Kind(enum.Enum):
-    """What a computation does."""
+    """The kind of a computation."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

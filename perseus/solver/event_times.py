@@ -92,7 +92,7 @@ class AllCorners:
         return times_ps
 
     def until(self, iteration_time_ps: int) -> Int64Array:
-        """See :class:`EventTimes`; the plan is the best one, and takes exactly that time."""
+        """Return every event's time in ps in the best plan, which takes exactly that time."""
         after = _first_within(self.iteration_times_ps, iteration_time_ps)
         if after == 0:
             return self.at(0)
@@ -103,7 +103,7 @@ class AllCorners:
 
     @property
     def byte_count(self) -> int:
-        """See :class:`EventTimes`."""
+        """Memory use in bytes."""
         return sum(some.nbytes for some in self.written_out_ps) + sum(step.byte_count for step in self.steps)
 
 
@@ -118,7 +118,8 @@ class SomeCorners:
     times_ps: Sequence[Int64Array]
 
     def until(self, iteration_time_ps: int) -> Int64Array:
-        """See :class:`EventTimes`; it may take a little less than that time."""
+        """Return every event's time in ps in an interpolated plan, which may take a little less than that
+        time."""
         after = _first_within([int(times_ps[-1]) for times_ps in self.times_ps], iteration_time_ps)
         if after == 0:
             return self.times_ps[0].copy()
@@ -130,7 +131,7 @@ class SomeCorners:
 
     @property
     def byte_count(self) -> int:
-        """See :class:`EventTimes`."""
+        """Memory use in bytes."""
         return sum(some.nbytes for some in self.times_ps)
 
 

@@ -72,8 +72,8 @@ class Refinement:
     """The input for refining one plan in any process. Plain data: it can be pickled.
 
     Attributes:
-        pipeline: what the plan is for.
-        deadline_s: the iteration time that it is made for.
+        pipeline: the pipeline of the plan.
+        deadline_s: the iteration time for which it is made.
     """
 
     pipeline: Pipeline

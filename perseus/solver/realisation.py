@@ -95,7 +95,7 @@ class Target:
         deadline_ps: the iteration time to meet.
         relaxed_ps: the events' times in the relaxed plan.
         bound_j: the effective energy that no choice can go below.
-        energy_j: the same, and what the GPUs draw while they wait.
+        energy_j: the same plus the blocking energy.
     """
 
     deadline_ps: int

@@ -1,4 +1,4 @@
-"""A coordinator in the test's own process: records what agents say, answers what every coordinator must."""
+"""A coordinator in the test's own process: records agents' messages, and answers the mandatory ones."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from tests.ports import free_port
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
-    """Poll: what is waited for happens on other threads, or behind a socket."""
+    """Poll for a condition that other threads or processes fulfil."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
@@ -25,7 +25,7 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30)
 
 @dataclass
 class Inbox:
-    """What outlives a coordinator's restart: its jobs and telemetry; and what agents said to it."""
+    """State that outlives a coordinator's restart: its jobs and telemetry, and the agents' messages."""
 
     jobs: dict[str, job_service_pb2.RegisterJobRequest] = field(default_factory=dict)
     heard: list[wire.ConnectRequest] = field(default_factory=list)
@@ -56,7 +56,7 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
         job_service_pb2_grpc.add_JobServiceServicer_to_server(self, self._server)
 
     async def start(self, port: int) -> None:
-        """Serve on that port, or on a free one, on which a stub that comes after this one may serve."""
+        """Serve on that port, or on a free one that a later stub may reuse."""
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port or free_port()}")
         await self._server.start()
 

@@ -1,4 +1,4 @@
-"""A simulated GPU under a trainer: what its energy counter shows to a poller, and what it truly drew."""
+"""A simulated GPU under a trainer: its energy counter as polled, and its true energy."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A GPU that does as the test says."""
+"""A GPU that the test controls."""
 
 import threading
 from collections.abc import Iterator

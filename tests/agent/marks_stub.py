@@ -1,4 +1,4 @@
-"""What stands for a probe in tests of the frameworks' hooks."""
+"""A stand-in for a probe in tests of the frameworks' hooks."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from perseus.agent.link.computation import Kind
 
 
 class MarksStub:
-    """Takes note of all that is asked of it; raises `failure`, if there is one, at the method `failing`."""
+    """Records all calls; raises `failure`, if any, at the method `failing`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

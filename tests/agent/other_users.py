@@ -1,4 +1,4 @@
-"""Being another user in tests: real ones, which the node need not have names for."""
+"""Run code as another user in tests: real user ids, which need no names on the node."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ OWNER = 65533
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be other users")
 
-# Whatever is to be imported is, before: the interpreter's folder may be closed to the user.
+# Import everything before switching: the user may have no access to the interpreter's folder.
 _BECOME = """
 import importlib, os, sys
 uid, module, function = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -26,12 +26,12 @@ run(*sys.argv[4:])
 
 
 def command_as(uid: int, module: str, function: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The command that calls a function of a module as a user."""
+    """Return the command that calls a function of a module as a user."""
     return [sys.executable, "-c", _BECOME, str(uid), module, function, *arguments]
 
 
 def start_as(uid: int, module: str, function: str, arguments: Sequence[str] = ()) -> "subprocess.Popen[str]":
-    """Call a function of a module as a user, in a process of its own with its ends in pipes."""
+    """Call a function of a module as a user, in its own process with piped input and output."""
     return subprocess.Popen(
         command_as(uid, module, function, arguments),
         stdin=subprocess.PIPE,
@@ -42,7 +42,7 @@ def start_as(uid: int, module: str, function: str, arguments: Sequence[str] = ()
 
 @contextmanager
 def passable_folder() -> Iterator[Path]:
-    """A folder through which other users get to what is in it; pytest keeps its own closed to them."""
+    """A folder that other users can access; pytest's own folders are closed to them."""
     with tempfile.TemporaryDirectory(prefix="perseus-") as name:
         folder = Path(name)
         folder.chmod(0o711)

@@ -1,4 +1,4 @@
-"""The hook into DeepSpeed, on a stand-in for its engine; tests/frameworks has the real one."""
+"""The hook into DeepSpeed, with a stand-in for its engine; tests/frameworks uses the real one."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ class TwoMicrobatches:
 
 
 class Engine:
-    """Executes a schedule as DeepSpeed does: bound methods made from what its map has."""
+    """Executes a schedule as DeepSpeed does: by binding the functions in its map."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -101,7 +101,7 @@ ITERATION: list[tuple[Any, ...]] = [
 ]
 
 
-def test_an_engine_is_marked_and_does_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_is_marked_and_works_as_before(caplog: pytest.LogCaptureFixture) -> None:
     marks, engine = MarksStub(), Engine()
     mark_engine(attached(marks, table_of(TwoMicrobatches())), engine)
     assert engine.train_batch("data") == "loss of data"
@@ -138,7 +138,7 @@ def test_an_engine_without_a_pipeline_is_refused() -> None:
         attach(type("SimpleEngine", (), {})(), job_id="gpt")
 
 
-def test_an_engine_that_is_not_as_known_is_refused() -> None:
+def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"engine: expected train_batch, device, grid, .* without device, grid"
     ):
@@ -152,7 +152,7 @@ def test_an_engine_that_is_not_as_known_is_refused() -> None:
         attach(OtherEngine(), job_id="gpt")
 
 
-def test_what_instructions_are_given_and_return_passes_through() -> None:
+def test_arguments_and_results_of_instructions_pass_through() -> None:
     class NewerEngine(Engine):
         def _exec_forward(self, buffer_id: int, *, stream: str = "") -> str:  # type: ignore[override]
             return f"output {buffer_id} {stream}"

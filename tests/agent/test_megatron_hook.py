@@ -1,4 +1,4 @@
-"""The hooks into Megatron-Core, on stand-ins for its functions; tests/frameworks has the real ones."""
+"""The hooks into Megatron-Core, with stand-ins for its functions; tests/frameworks uses the real ones."""
 
 import copy
 import logging
@@ -41,7 +41,7 @@ class Tensor:
 
 
 class Megatron:
-    """A stand-in for `schedules`, which executes `steps` as Megatron does: by looks-up in the module."""
+    """A stand-in for `schedules`, which executes `steps` as Megatron does: by look-ups in the module."""
 
     def __init__(self, version: str, steps: Sequence[Step]) -> None:
         self.virtual_stage: int | None = None
@@ -85,7 +85,7 @@ def _forward_step_of_0_16(
     checkpoint_activations_microbatch: Any = None, is_first_microbatch: Any = False,
     current_microbatch: Any = None, vp_stage: Any = None, is_last_stage: Any = True,
 ) -> tuple[Any, int]:  # fmt: skip
-    # Where a stage has several inputs its output is a list.
+    # With several inputs, a stage's output is a list.
     return [Tensor()], 7
 
 
@@ -176,7 +176,7 @@ def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> Non
     assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
 
 
-def test_a_schedule_taken_before_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_obtained_before_attaching_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
     MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
     with caplog.at_level(logging.WARNING):
@@ -210,7 +210,7 @@ def test_a_megatron_without_a_schedule_is_refused() -> None:
         MarkedSchedules(megatron.module, lambda: None)
 
 
-def test_forward_only_is_found_wherever_it_stands() -> None:
+def test_forward_only_is_found_at_any_position() -> None:
     marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
 
     def run(step: Any, forward_only: bool = False) -> str:
@@ -222,7 +222,7 @@ def test_forward_only_is_found_wherever_it_stands() -> None:
     assert marks.calls == []
 
 
-def test_an_output_that_is_not_as_known_ends_marking_and_not_training(
+def test_an_unknown_output_ends_marking_but_not_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     marks, megatron = MarksStub(), Megatron("0.16", [])
@@ -244,7 +244,7 @@ def test_an_output_that_is_not_as_known_ends_marking_and_not_training(
 
 
 class UsersTimers:
-    """Timers that were there before."""
+    """Existing timers."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -271,7 +271,7 @@ def run_with_timers(timers: Any, steps: Sequence[Step]) -> None:
     timers("forward-backward").stop()
 
 
-def test_timers_are_marked_and_those_that_were_there_go_on() -> None:
+def test_timers_are_marked_and_existing_ones_keep_working() -> None:
     marks, users, alone = MarksStub(), UsersTimers(), UsersTimers()
     timers = MarkedTimers(attached(marks), users, lambda: True)
     for _ in range(2):
@@ -281,10 +281,10 @@ def test_timers_are_marked_and_those_that_were_there_go_on() -> None:
     assert users.calls == alone.calls
     assert timers.log(["forward-backward"]) == "times of forward-backward"
     assert timers("forward-compute").elapsed() == 1.5
-    assert timers("forward-compute").start() is alone("forward-compute").start(), "whatever it returns"
+    assert timers("forward-compute").start() is alone("forward-compute").start(), "results pass unchanged"
 
 
-def test_timers_are_marked_where_there_were_none() -> None:
+def test_timers_are_marked_without_existing_ones() -> None:
     marks = MarksStub()
     run_with_timers(MarkedTimers(attached(marks), None, lambda: True), ONE_CHUNK)
     assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
@@ -312,7 +312,7 @@ def test_a_configuration_with_marked_timers_can_be_copied() -> None:
 
 
 class Loop:
-    """A stand-in for Megatron-LM's `megatron.training.training`: what it calls, in its order."""
+    """A stand-in for Megatron-LM's `megatron.training.training`, with its calls in order."""
 
     def __init__(self, megatron: Megatron, iterations: int, ends: BaseException | None = None) -> None:
         self._megatron = megatron
@@ -321,7 +321,7 @@ class Loop:
         self.train = self._train
 
     def pretrain(self, config: Any) -> tuple[int, int]:
-        """As theirs it looks `train` up in its module, and passes all by position."""
+        """As in Megatron-LM, look up `train` in the module, and pass all arguments by position."""
         return self.train(None, ["chunk"], None, None, None, None, None, config, {}, None)
 
     def _train(
@@ -342,7 +342,7 @@ class Loop:
 
 
 def in_a_loop(marks: MarksStub, loop: Loop, megatron: Megatron) -> list[Any]:
-    """Wrap a loop's training; the configurations that it was attached with."""
+    """Wrap a loop's training; return the configurations with which it was attached."""
     configs = []
 
     def attach_config(config: Any) -> Attachment:
@@ -367,7 +367,7 @@ def test_megatron_lms_loop_is_attached_while_it_trains() -> None:
     assert vars(megatron.module) == untouched
 
 
-def test_a_loop_that_exits_at_an_interval_leaves_a_job_that_goes_on() -> None:
+def test_a_loop_that_exits_at_an_interval_leaves_the_job_unfinished() -> None:
     marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
     loop = Loop(megatron, 1, SystemExit(0))
     in_a_loop(marks, loop, megatron)

@@ -15,7 +15,7 @@ SIZES = {"pp_pg": 2, "dp_pg": 2, "beside": 3, "tp_pg": 2}
 
 
 def recipe() -> str:
-    """What finds a rank's place: the recipe's begin, down to its `marks`."""
+    """The recipe's beginning, down to its `marks`, which finds a rank's place."""
     _, _, section = PAGE.read_text().partition("## nanotron")
     return section.partition("```python\n")[2].partition("marks = ")[0]
 

@@ -1,4 +1,4 @@
-"""The hook into torch's schedules, on stand-ins for its stages; tests/frameworks has the real ones."""
+"""The hook into torch's schedules, with stand-ins for its stages; tests/frameworks uses the real ones."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.agent.marks_stub import MarksStub
 
 
 class Stage:
-    """As torch 2.13 has it; `is_first` with its own backward of weights, if it is."""
+    """A stage as in torch 2.13; with `is_first`, it has its own backward of weights."""
 
     def __init__(self, stage_index: int = 0, *, is_first: bool = False) -> None:
         self.stage_index = stage_index
@@ -36,7 +36,7 @@ class Stage:
 
 
 class NewerStage(Stage):
-    """Other positions, further arguments, and results where there were none."""
+    """Has other positions, further arguments, and additional results."""
 
     def forward_one_chunk(self, args: object, *, fwd_chunk_id: int, stream: str = "") -> str:  # type: ignore[override]
         return f"output {fwd_chunk_id} {args} {stream}"
@@ -48,7 +48,7 @@ class NewerStage(Stage):
 
 
 class Schedule:
-    """Executes one microbatch, the backward split."""
+    """Executes one microbatch with a split backward."""
 
     def __init__(self, stage: Any) -> None:
         self._stage = stage
@@ -76,7 +76,7 @@ def mark(schedule: Any) -> MarksStub:
         (True, [Kind.BACKWARD]),
     ],
 )
-def test_a_schedule_is_marked_and_does_what_it_did(is_first: bool, backward: list[Kind]) -> None:
+def test_a_schedule_is_marked_and_works_as_before(is_first: bool, backward: list[Kind]) -> None:
     alone, schedule = Schedule(Stage(is_first=is_first)), Schedule(Stage(is_first=is_first))
     marks = mark(schedule)
     assert schedule.step("inputs", target="target") == alone.step("inputs", target="target")
@@ -89,7 +89,7 @@ def test_a_schedule_is_marked_and_does_what_it_did(is_first: bool, backward: lis
     assert marks.calls == [], "an evaluation"
 
 
-def test_signatures_of_other_versions_pass_through_whole() -> None:
+def test_arguments_of_other_versions_pass_through_completely() -> None:
     schedule = Schedule(NewerStage())
     marks = mark(schedule)
     stage = schedule._stage
@@ -108,7 +108,7 @@ def test_signatures_of_other_versions_pass_through_whole() -> None:
     assert begun == {(Kind.FORWARD, 3), (Kind.BACKWARD_INPUT, 4)}
 
 
-def test_what_is_not_as_known_is_refused() -> None:
+def test_unknown_objects_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected one of torch\.distributed\.pipelining, found object"):
         stages_of(object())
     stage = Stage()

@@ -1,4 +1,4 @@
-"""The hook into torchtitan's trainers, on a stand-in; tests/frameworks has the real ones."""
+"""The hook into torchtitan's trainers, with a stand-in; tests/frameworks uses the real ones."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,19 +22,19 @@ class Trainer:
 
 
 def wrapped(marks: MarksStub) -> Any:
-    """A class of its own, wrapped, and one derived from it."""
+    """A fresh wrapped class, and a subclass of it."""
     trainer_class = type("Trainer", (Trainer,), {"train": Trainer.train})
     wrap_trainer(trainer_class, lambda _: Attachment(Placement(0, 1, 0, 1), marks, LocalExchange()))
     return type("Derived", (trainer_class,), {})
 
 
-def test_whatever_trainer_trains_is_attached_and_detached() -> None:
+def test_any_trainer_is_attached_while_it_trains() -> None:
     marks = MarksStub()
     assert wrapped(marks)().train(3) == "3 steps"
     assert marks.calls == [("finish",), ("close",)]
 
 
-def test_a_trainer_that_fails_leaves_a_job_that_goes_on() -> None:
+def test_a_failing_trainer_leaves_the_job_unfinished() -> None:
     marks = MarksStub()
     with pytest.raises(RuntimeError, match="out of data"):
         wrapped(marks)().train(3, fails=True)
@@ -52,7 +52,7 @@ def dims(**sizes: int) -> Any:
 
 
 def test_places_are_counted_as_torchtitan_lays_its_meshes_out() -> None:
-    """Pipelines are the replicas and shards, stages go slowest, and `cp` and `tp` share a stage."""
+    """Pipelines are the replicas and shards, stages vary slowest, and `cp` and `tp` share a stage."""
     of = dims(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
     found = [place_of(of, rank, "GPU-1") for rank in range(48)]
     assert found == [
@@ -67,7 +67,7 @@ def test_places_are_counted_as_torchtitan_lays_its_meshes_out() -> None:
         place_of(of, 48, "GPU-1")
 
 
-def test_our_arguments_are_taken_out() -> None:
+def test_our_arguments_are_split_off() -> None:
     ours, theirs = split_arguments(
         [
             *("--module", "llama3", "--perseus.job-id=llama"),
@@ -85,7 +85,7 @@ def test_our_arguments_are_taken_out() -> None:
         (["--perseus.job-id=x", "--perseus.job=y"], "found --perseus.job=y"),
     ],
 )
-def test_mistakes_in_our_arguments_are_told(
+def test_mistakes_in_our_arguments_are_reported(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

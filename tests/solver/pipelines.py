@@ -33,7 +33,7 @@ GPUS_PER_STAGE = 8
 
 @contextmanager
 def little_search() -> Iterator[None]:
-    """Take all steps of realising, but with few tries: for what holds however long is searched."""
+    """Take all steps of realising, but with few tries: for properties that hold for any search budget."""
     little = SearchSettings(search_tries=2, refine_rounds=2, refine_tries=2, exchange_rounds=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(realisation, "_SETTINGS", little)
@@ -77,7 +77,7 @@ def _whole_or_split(draw: st.DrawFn) -> tuple[Kind, ...]:
 
 
 class _Waits(NamedTuple):
-    """What a computation waits for besides its stage's order, written down anew from the definition."""
+    """A computation's dependencies besides its stage's order, independently from the definition."""
 
     orders: tuple[tuple[Computation, ...], ...]
     paths: tuple[Path, ...]
@@ -107,7 +107,7 @@ class _Waits(NamedTuple):
 def schedules(draw: st.DrawFn) -> Schedule:
     """Any valid order: chunks on any paths, split backwards, recomputations, fixed-time computations.
 
-    Orders come from executing at random whatever is ready, so they can't deadlock.
+    Orders come from executing ready computations at random, so they can't deadlock.
     """
     stage_count = draw(st.integers(1, 3))
     chunk_count = draw(st.integers(1, 2))
@@ -142,7 +142,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def pipelines(draw: st.DrawFn) -> Pipeline:
     """Noisy, non-monotone profiles of 1 to 5 clocks on any schedule; lags and fixed times, some of them 0."""
     schedule = draw(schedules())
-    # No two times so close that the step between them is steeper than the solver can tell (10 MW).
+    # No two times so close that the step between them is steeper than the solver's limit (10 MW).
     times_s = st.integers(10, 1000).map(lambda tenths_ms: tenths_ms / 10_000)
     energies_j = st.floats(0.5, 60.0)
     amounts_s = st.sampled_from([0.0, 0.0, 0.004, 0.05])
@@ -168,7 +168,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 def _further_pairs(schedule: Schedule) -> st.SearchStrategy[list[tuple[Computation, Computation]]]:
-    """Any few pairs of which one computation never waits for the other the other way round."""
+    """A few random pairs whose later computation never precedes the earlier one."""
     level_of = dict(zip(schedule.computations, schedule.levels.tolist(), strict=True))
     one = st.sampled_from(list(level_of))
     pairs = st.tuples(one, one).filter(lambda pair: level_of[pair[0]] < level_of[pair[1]])

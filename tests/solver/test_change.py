@@ -42,7 +42,7 @@ def test_slower_profiles_make_it_late_and_faster_ones_wasteful() -> None:
     assert again.plan(plan.iteration_time_s).effective_energy_j < checked.plan.effective_energy_j
 
 
-def test_a_clock_that_is_gone_is_named() -> None:
+def test_a_missing_clock_is_named() -> None:
     pipeline = small_pipeline()
     plan = solve(pipeline, point_count=5).baseline
     without = {key: tuple(m for m in some if m.clock_mhz != 1400) for key, some in pipeline.profiles.items()}

@@ -1,4 +1,4 @@
-"""What is proved for discrete clocks is below every plan and not below the relaxed bound."""
+"""The proved bound for discrete clocks is below every plan and not below the relaxed bound."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from tests.solver.pipelines import little_search, pipelines
 
 @given(pipeline=pipelines(), share=st.floats(0, 1), window=st.integers(1, 4))
 @little_search()
-def test_what_is_proved_lies_between_the_relaxed_bound_and_every_plan(
+def test_the_proved_bound_lies_between_the_relaxed_bound_and_every_plan(
     pipeline: Pipeline, share: float, window: int
 ) -> None:
     frontier = solve(pipeline, point_count=5)

@@ -14,7 +14,7 @@ MAX_SLOWDOWN = 1.002 + 1e-9
 
 
 def shortest_run_s(plan: Plan) -> float:
-    """How long any clock is kept at least, those at the iteration's end aside."""
+    """The shortest time that a clock is kept, except those at the iteration's end."""
     shortest_s = float("inf")
     for stage in plan.stages:
         starts_s = [next(run).start_s for _, run in groupby(stage, key=lambda planned: planned.clock_mhz)]
@@ -24,9 +24,10 @@ def shortest_run_s(plan: Plan) -> float:
 
 
 def check_points(frontier: Frontier, latency_s: float) -> None:
-    """No point is late, with the latency or without; slower ones cost less, and each is found as it is.
+    """No point is late, with the latency or without; slower ones cost less, and look-ups return them
+    unchanged.
 
-    Where the all-highest plan itself is late, as highest clocks differ within a stage, no other is later.
+    If the all-highest plan itself is late, because highest clocks differ within a stage, no other is later.
     """
     baseline_late_s = replay_with_latency(frontier.pipeline, frontier.baseline, latency_s).iteration_time_s
     assert frontier.set_latency_s == latency_s
@@ -50,9 +51,9 @@ def check_points(frontier: Frontier, latency_s: float) -> None:
 @given(pipelines(), st.floats(0.0, 3.0), st.floats(0.0, 1.0))
 @little_search()
 def test_no_plan_is_late_on_random_pipelines(pipeline: Pipeline, latencies: float, where: float) -> None:
-    """Of latencies from none to three times the longest computation.
+    """Latencies range from none to three times the longest computation.
 
-    Times may rise with the clock: where the highest clocks are not the fastest, there may be no way in time.
+    Times may rise with the clock: if the highest clocks are not the fastest, there may be no plan in time.
     """
     longest_s = max(m.time_s for some in pipeline.profiles.values() for m in some)
     latency_s = latencies * longest_s
@@ -69,7 +70,7 @@ def test_no_plan_is_late_on_random_pipelines(pipeline: Pipeline, latencies: floa
         )
 
 
-def test_where_clocks_change_at_once_nothing_is_another() -> None:
+def test_without_latency_nothing_changes() -> None:
     pipeline = small_pipeline()
     frontier, other = solve(pipeline), solve(pipeline, set_latency_s=0.0)
     assert frontier.points == other.points
@@ -103,6 +104,6 @@ def test_large_pipelines_have_fewer_plans_with_a_dwell() -> None:
     assert [dwelled_count(size) for size in (4, 768, 3_000, 65_536)] == [20, 20, 10, 1]
 
 
-def test_a_latency_that_can_not_be_is_refused() -> None:
+def test_an_invalid_latency_is_refused() -> None:
     with pytest.raises(SolverError, match="latency_s: expected a finite number of 0 or more, found -1"):
         solve(small_pipeline(), set_latency_s=-1.0)

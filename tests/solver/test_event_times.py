@@ -1,4 +1,4 @@
-"""What is stored in little room comes back as it was, or as a plan between those that were kept."""
+"""Compactly stored times are recovered exactly, or as a plan between kept ones."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from tests.solver.pipelines import published_pipeline
         max_size=70,
     )
 )
-def test_every_corner_comes_back(steps: list[list[int]]) -> None:
+def test_every_corner_is_recovered(steps: list[list[int]]) -> None:
     times_ps = np.full(10, 2**60)
     recorder = EventTimesRecorder(times_ps, max_bytes=2**20)
     corners = [times_ps]
@@ -34,7 +34,7 @@ def test_every_corner_comes_back(steps: list[list[int]]) -> None:
         assert step.moves_ps.tolist() == moves
 
 
-def test_the_whole_frontier_takes_little_room() -> None:
+def test_the_whole_frontier_takes_little_memory() -> None:
     graph = build_event_graph(published_pipeline("a100-sxm", 12))
     sweep = sweep_frontier(graph)
     assert (
@@ -47,10 +47,10 @@ def test_the_whole_frontier_takes_little_room() -> None:
     max_bytes=st.integers(0, 4000),
     shares=st.lists(st.floats(0, 1), max_size=10),
 )
-def test_what_is_kept_in_less_room_is_a_plan_in_time(
+def test_with_less_memory_it_is_still_a_plan_in_time(
     moves: list[list[int]], max_bytes: int, shares: list[float]
 ) -> None:
-    """Events that are so far apart at all corners are so between them, and the iteration is in time."""
+    """Minimum distances of events at all corners also hold between them, and the iteration is in time."""
     times_ps = np.full(7, 2**52)
     recorder = EventTimesRecorder(times_ps, max_bytes)
     corners = [times_ps]

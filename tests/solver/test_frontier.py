@@ -56,7 +56,7 @@ def test_points_run_from_t_min_to_t_slow(a100: Frontier) -> None:
 
 
 def test_points_are_evenly_spaced_in_effective_energy(a100: Frontier) -> None:
-    """A plan that is looked up gives away about a hundredth of what there is to save, however steep it is."""
+    """A plan from a look-up loses about a hundredth of the possible saving, at any steepness."""
     blocking_w = sum(a100.pipeline.blocking_power_w)
 
     def bound_j(time_s: float) -> float:
@@ -90,7 +90,7 @@ def test_the_all_max_iteration_is_among_the_points_where_it_is_longer_than_t_min
 
 
 def test_only_the_fastest_and_the_slowest_plan_need_no_refinement(a100: Frontier) -> None:
-    """A coordinator has others refined when they are wanted."""
+    """A coordinator refines other plans on demand."""
     for time_s in (a100.t_min_s, a100.t_slow_s):
         assert a100.is_exact(time_s)
         assert a100.plan(time_s) == a100.plan_within(time_s)
@@ -115,7 +115,7 @@ def test_plans_made_for_t_min_are_as_good_as_a_search_for_single_trades_finds(
     assert made.energy_j <= (1 + excess) * frontier.bound_energy_j(frontier.t_min_s)
 
 
-def test_a_refinement_is_made_into_a_plan_elsewhere(a100: Frontier) -> None:
+def test_a_refinement_can_run_in_another_process(a100: Frontier) -> None:
     time_s = 1.03 * a100.t_min_s
     sent = pickle.dumps(a100.refinement(time_s))
     assert len(sent) < len(pickle.dumps(a100)) / 5
@@ -193,7 +193,7 @@ class CancelledError(Exception):
 
 @pytest.mark.parametrize("share", [0.1, 0.7, 0.9])
 @pytest.mark.slow("solves a published problem for each share of it")
-def test_what_hears_of_progress_can_end_the_work(share: float) -> None:
+def test_the_progress_callback_can_end_the_work(share: float) -> None:
     def cancel(done: float) -> None:
         if done > share:
             raise CancelledError
@@ -234,7 +234,7 @@ def test_intrinsic_savings_beat_the_published_ones(
     assert 1 - frontier.points[0].energy_j / frontier.baseline.energy_j > published_saving
 
 
-def test_a_hull_tolerance_loosens_the_bound_by_no_more_than_it_says(a100: Frontier) -> None:
+def test_a_hull_tolerance_loosens_the_bound_by_at_most_its_value(a100: Frontier) -> None:
     coarse = solve(a100.pipeline, point_count=3, hull_tolerance=0.003)
     assert (coarse.t_min_s, coarse.t_slow_s) == (a100.t_min_s, a100.t_slow_s)
     for share in (0.0, 0.01, 0.2, 0.7, 1.0):
@@ -244,7 +244,7 @@ def test_a_hull_tolerance_loosens_the_bound_by_no_more_than_it_says(a100: Fronti
 
 @given(pipeline=pipelines(), tolerance=st.floats(0.0, 0.3))
 @little_search()
-def test_the_slack_that_is_told_covers_what_a_tolerance_costs_the_bounds(
+def test_the_reported_slack_covers_the_tolerances_cost_to_the_bounds(
     pipeline: Pipeline, tolerance: float
 ) -> None:
     exact = solve(pipeline, point_count=5)
@@ -260,8 +260,8 @@ def test_the_slack_that_is_told_covers_what_a_tolerance_costs_the_bounds(
         assert after.effective_energy_j <= before.effective_energy_j
 
 
-def test_large_problems_are_given_a_tolerance_and_plans_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large is what has more computations than here; the paths are the same."""
+def test_large_problems_get_a_tolerance_and_plans_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit for large problems is lowered here; the code paths are the same."""
     for module in (frontier_module, realisation):
         monkeypatch.setattr(module, "MANY_COMPUTATIONS", 100)
     monkeypatch.setattr("perseus.solver.sweep._MAX_BYTES", 20_000)

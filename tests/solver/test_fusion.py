@@ -1,4 +1,4 @@
-"""Mixtures of two plans: in time, no dearer than either, and the cheapest of all where a cut can tell."""
+"""Mixtures of two plans: in time, no dearer than either, and the cheapest of all where a cut is exact."""
 
 from itertools import product
 
@@ -36,7 +36,7 @@ def assert_feasible(graph: EventGraph, times_ps: Int64Array, deadline_ps: int) -
 
 
 def energies_j(graph: EventGraph, planned_ps: Int64Array) -> FloatArray:
-    """Each computation's at its slowest option within a duration; infinite where there is none."""
+    """Each computation's energy at its slowest option within a duration; infinite if there is none."""
     found = [
         min(
             (option.effective_energy_j for option in graph.options[p] if option.time_ps <= one_ps),
@@ -75,7 +75,7 @@ def test_a_mixture_keeps_the_deadline_and_costs_no_more(
 
 
 @given(seed=SEEDS, share=st.floats(0, 1), offset_share=st.floats(-0.2, 0.2))
-def test_no_other_mixture_is_cheaper_where_a_cut_can_tell(
+def test_no_other_mixture_is_cheaper_where_a_cut_is_exact(
     seed: int, share: float, offset_share: float
 ) -> None:
     graph = build_event_graph(small_pipeline())

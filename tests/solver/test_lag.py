@@ -1,4 +1,4 @@
-"""One lag for all transfers: found from two plans' times, and what no lag does is not put on one."""
+"""One lag for all transfers: found from two plans' times, or ruled out."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ LAGS_S = st.integers(0, 40).map(lambda tenths_ms: tenths_ms / 10_000)
 
 @st.composite
 def stretchable(draw: st.DrawFn) -> Pipeline:
-    """1F1B whose stages weigh differently: plans stretch the light ones until they have no slack."""
+    """1F1B with unequal stages: plans stretch the light ones until they have no slack."""
     weights = draw(st.lists(st.sampled_from([1.0, 1.15, 1.3, 1.5]), min_size=2, max_size=4, unique=True))
     measured = small_pipeline().profiles
     profiles = {
@@ -61,7 +61,7 @@ def excess_s(pipeline: Pipeline, slow: Plan, fast: Plan, lag_s: float) -> float:
 
 
 def longest_lag_s(pipeline: Pipeline, fast: Plan, max_s: float) -> float:
-    """The longest lag with which the plan takes no more than that."""
+    """The longest lag with which the plan's iteration time is within the limit."""
     possible_s, impossible_s = 0.0, 2 * max_s
     while impossible_s - possible_s > PS_S:
         middle_s = (possible_s + impossible_s) / 2
@@ -78,7 +78,7 @@ def has_transfers(pipeline: Pipeline) -> bool:
 
 @given(st.one_of(stretchable(), WITHOUT_EXTRA_LAGS), LAGS_S, LAGS_S, st.floats(0.0, 0.1))
 @little_search()
-def test_the_lag_that_is_found_replays_to_what_was_measured(
+def test_the_found_lag_replays_to_the_measured_times(
     pipeline: Pipeline, assumed_s: float, more_s: float, rest_s: float
 ) -> None:
     pipeline, real_s = with_lag(pipeline, assumed_s), assumed_s + more_s
@@ -89,7 +89,7 @@ def test_the_lag_that_is_found_replays_to_what_was_measured(
     if not has_transfers(pipeline):
         assert found_s is None
     elif found_s is None:
-        # It may be missed only where the plans close up again as the lag grows.
+        # It may only be missed if the plans move together again as the lag grows.
         longest_s = longest_lag_s(pipeline, fast, 1.01 * measured_s)
         assert excess_s(pipeline, slow, fast, longest_s) < wanted_s
     else:
@@ -105,7 +105,7 @@ def test_the_lag_that_is_found_replays_to_what_was_measured(
 
 @given(stretchable(), st.floats(0, 0.03), st.floats(0, 0.03))
 @little_search()
-def test_more_to_explain_takes_a_longer_lag_or_none_does(
+def test_a_larger_difference_needs_a_longer_lag_or_has_none(
     pipeline: Pipeline, one_s: float, other_s: float
 ) -> None:
     pipeline = with_lag(pipeline, 0.0)
@@ -134,7 +134,7 @@ def test_no_lag_explains_more_than_the_plans_differ_in_all_computations(pipeline
     assert explaining_lag_s(pipeline, slow, measured_s + wanted_s, fast, measured_s) is None
 
 
-def test_no_lag_is_found_with_which_all_max_would_take_longer_than_measured() -> None:
+def test_lags_that_make_all_max_longer_than_measured_are_ruled_out() -> None:
     template = small_pipeline()
     pipeline = Pipeline(one_forward_one_backward(2, 6), template.profiles, template.blocking_power_w)
     fast = fastest_clock_plan(pipeline)
@@ -148,7 +148,7 @@ def test_no_lag_is_found_with_which_all_max_would_take_longer_than_measured() ->
     assert explaining_lag_s(pipeline, slow, too_short_s, fast, too_short_s) is None
 
 
-def test_a_lag_on_the_published_profile_comes_back() -> None:
+def test_a_lag_on_the_published_profile_is_recovered() -> None:
     pipeline = published_pipeline("a100-sxm", 12)
     fast = fastest_clock_plan(pipeline)
     slow = plan_at(pipeline, fast.iteration_time_s)
@@ -158,14 +158,14 @@ def test_a_lag_on_the_published_profile_comes_back() -> None:
 
 
 @given(WITHOUT_EXTRA_LAGS, LAGS_S)
-def test_a_lag_is_that_of_all_transfers(pipeline: Pipeline, lag_s: float) -> None:
+def test_one_lag_applies_to_all_transfers(pipeline: Pipeline, lag_s: float) -> None:
     lagged = with_lag(pipeline, lag_s)
     assert common_lag_s(lagged) == (lag_s if has_transfers(pipeline) else 0.0)
     assert with_lag(lagged, lag_s) == lagged
     assert with_lag(lagged, 0.0) == with_lag(pipeline, 0.0)
 
 
-def test_a_lag_goes_along_the_path_and_back() -> None:
+def test_a_lag_applies_along_the_path_and_back() -> None:
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     places = ((0, 0), (1, 0), (1, 1), (2, 0), (0, 1))
     there_and_back = [(Kind.FORWARD, place) for place in places]
@@ -187,7 +187,7 @@ def test_an_impossible_lag_is_refused(lag_s: float) -> None:
         with_lag(small_pipeline(), lag_s)
 
 
-def test_different_lags_are_not_one_and_extra_ones_none() -> None:
+def test_different_lags_and_extra_lags_are_refused() -> None:
     pipeline = small_pipeline()
     uneven = Pipeline(
         pipeline.schedule, pipeline.profiles, pipeline.blocking_power_w, {(0, 1): 0.1}, {(1, 0): 0.2}

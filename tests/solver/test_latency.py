@@ -1,4 +1,4 @@
-"""What clock-set latency makes of a plan, by hand and in general; minimum dwell."""
+"""Replays with clock-set latency, by hand and in general; minimum dwell."""
 
 import math
 
@@ -68,8 +68,8 @@ def test_the_newest_wanted_clock_wins() -> None:
     assert (late.iteration_time_s, late.set_count, late.share_on_clock) == (4.0, 0, 0.75)
 
 
-def test_one_set_is_under_way_at_a_time() -> None:
-    """The raise is due at 1.4 s, but the lower clock is under way until 1.8 s: in force at 2.6 s."""
+def test_only_one_set_is_in_progress_at_a_time() -> None:
+    """The raise is due at 1.4 s, but the lower clock's set is in progress until 1.8 s: in force at 2.6 s."""
     late = replay_with_latency(*one_stage(1000, 500, 1000, 1000), 0.8)
     # Second forward: 0.8 s + 0.2 × 2 s, until 2.2 s. First backward: 0.4 s at 500 MHz, 0.8 s at 1000 MHz.
     assert late.iteration_time_s == pytest.approx(1.0 + 1.2 + 1.2 + 1.0)
@@ -153,7 +153,7 @@ def test_a_dwelled_plan_is_not_slowed_by_latency(
     assert late.iteration_time_s <= plan.iteration_time_s + 1e-9
 
 
-def test_dwell_merges_what_is_too_short_to_switch() -> None:
+def test_dwell_merges_runs_that_are_too_short_to_switch() -> None:
     """1 s computations and a latency of 1.5 s: only runs of three or more could have a clock of their own."""
     pipeline, plan = one_stage(1000, 500, 1000, 1000)
     assert set(dwell(pipeline, plan, 1.5).clocks_mhz.values()) == {1000}

@@ -22,7 +22,7 @@ def reported(pipeline: Pipeline, share: float) -> Pipeline:
 
 
 def drawn(pipeline: Pipeline, share: float, random: np.random.Generator) -> Pipeline:
-    """What it may be in truth: each kind of computation errs as one."""
+    """A possible truth: all computations of a kind share one error."""
     return replace(
         pipeline,
         profiles={
@@ -44,7 +44,7 @@ def test_without_standard_errors_there_is_no_margin() -> None:
 
 @pytest.mark.parametrize("confidence", [0.5, 0.8, 0.95])
 @pytest.mark.parametrize("factor", [1.0, 1.1])
-def test_plans_keep_their_times_as_often_as_was_asked_for(confidence: float, factor: float) -> None:
+def test_plans_keep_their_times_with_the_requested_confidence(confidence: float, factor: float) -> None:
     share, pipeline = 0.01, small_pipeline()
     padded, margin = with_margin(reported(pipeline, share), confidence)
     assert margin is not None
@@ -72,7 +72,7 @@ def test_a_margin_is_added_once() -> None:
     assert with_margin(padded, 0.95) == (padded, None)
 
 
-def test_waiting_for_the_end_of_the_margin_is_paid_for() -> None:
+def test_plans_include_the_cost_of_waiting_for_the_end_of_the_margin() -> None:
     pipeline = reported(small_pipeline(), 0.01)
     padded, _ = with_margin(pipeline, 0.95)
     for (stage, chunk, kind), some in padded.profiles.items():

@@ -38,7 +38,7 @@ def test_without_errors_the_mean_is_plain_and_its_error_is_the_scatter() -> None
 
 
 @given(profile=profiles)
-def test_merging_keeps_to_what_was_measured(profile: list[Measurement]) -> None:
+def test_merging_stays_within_the_measurements(profile: list[Measurement]) -> None:
     merged = merge_measurements(profile)
     assert [m.clock_mhz for m in merged] == sorted({m.clock_mhz for m in profile})
     assert merge_measurements(merged) == merged
@@ -49,7 +49,7 @@ def test_merging_keeps_to_what_was_measured(profile: list[Measurement]) -> None:
         assert m.energy_se_j <= min(one.energy_se_j for one in same)
 
 
-def test_interpolation_is_linear_in_the_time_of_a_cycle_and_marked() -> None:
+def test_interpolation_is_linear_in_the_cycle_time_and_marked() -> None:
     measured = (Measurement(500, 0.2, 10.0, 4e-3, 0.0), Measurement(1000, 0.1, 20.0))
     added = interpolate_clocks(measured, [800, 500])
     assert [m.clock_mhz for m in added] == [500, 800, 1000]
@@ -58,7 +58,7 @@ def test_interpolation_is_linear_in_the_time_of_a_cycle_and_marked() -> None:
     assert added[1].time_se_s == pytest.approx(1e-3)
 
 
-def test_measured_clocks_displace_interpolated_ones() -> None:
+def test_measured_clocks_replace_interpolated_ones() -> None:
     measured = Measurement(800, 0.13, 17.0)
     guessed = Measurement(800, 0.125, 17.5, interpolated=True)
     assert merge_measurements([guessed, measured]) == (measured,)

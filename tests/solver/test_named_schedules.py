@@ -1,4 +1,4 @@
-"""The named schedules do what they are known for: with equal times, their bubbles have the known sizes."""
+"""The named schedules have their known properties: with equal times, their bubbles have the known sizes."""
 
 import inspect
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def test_every_schedule_has_a_name_and_every_name_a_schedule() -> None:
 
 @pytest.mark.parametrize("name", ScheduleName)
 @given(stage_count=stage_counts, groups=st.integers(2, 4), chunk_count=st.integers(1, 4))
-def test_a_named_schedule_is_at_most_as_large_as_it_says(
+def test_a_named_schedule_has_at_most_the_stated_size(
     name: ScheduleName, stage_count: int, groups: int, chunk_count: int
 ) -> None:
     counts = stage_count, groups * stage_count, chunk_count * (name is INTERLEAVED)

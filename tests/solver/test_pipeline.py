@@ -86,7 +86,7 @@ def test_figures_out_of_bounds_are_refused() -> None:
 
 
 def test_all_computations_together_fit_the_arithmetic() -> None:
-    """Each within its bounds, and 64 bits of picoseconds would not hold them one after another."""
+    """Each is within its bounds, but their sum would exceed 64 bits of picoseconds."""
     pipeline = small_pipeline()
     slow = {key: measurements((1400, 9e5, 4.0)) for key in pipeline.profiles}
     with pytest.raises(PipelineError, match=r"at most 4e\+06 s together, found .*e\+06 s"):

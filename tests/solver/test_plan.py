@@ -1,4 +1,5 @@
-"""Plans meet their deadlines on measured times and can't beat the bound; replay says what clocks do."""
+"""Plans meet their deadlines on measured times and can't beat the bound; replays show the effect of
+clocks."""
 
 from itertools import pairwise
 

@@ -65,7 +65,7 @@ def test_pareto_is_on_effective_energy() -> None:
 
 
 @given(profile=profiles, blocking_power_w=st.floats(0, 500))
-def test_options_are_what_nothing_beats(profile: list[Measurement], blocking_power_w: float) -> None:
+def test_options_are_the_pareto_front(profile: list[Measurement], blocking_power_w: float) -> None:
     options = pareto_options(profile, blocking_power_w)
     for fast, slow in pairwise(options):
         assert fast.time_ps < slow.time_ps
@@ -94,7 +94,7 @@ def test_hull_is_convex_and_below_every_option(profile: list[Measurement]) -> No
         assert value_j <= option.effective_energy_j + 1e-9
 
 
-def test_hull_drops_what_lies_above_it() -> None:
+def test_hull_drops_options_above_it() -> None:
     points = [(1400, 1.0, 100.0), (1300, 1.1, 99.0), (1200, 2.0, 50.0), (1100, 2.5, 55.0)]
     hull = convex_hull(pareto_options([Measurement(*p) for p in points], 0.0), STEEPEST_UW)
     assert hull.times_ps == (10**12, 2 * 10**12)
@@ -108,9 +108,7 @@ def test_absurdly_steep_steps_are_capped() -> None:
 
 
 @given(profile=profiles, tolerance_j=st.floats(0, 200))
-def test_tolerance_lowers_the_hull_by_no_more_than_it_says(
-    profile: list[Measurement], tolerance_j: float
-) -> None:
+def test_the_hull_is_lower_by_at_most_the_tolerance(profile: list[Measurement], tolerance_j: float) -> None:
     exact = convex_hull(pareto_options(profile, 50.0), STEEPEST_UW)
     coarse = coarse_hull(exact, tolerance_j)
     assert (coarse.times_ps[0], coarse.times_ps[-1]) == (exact.times_ps[0], exact.times_ps[-1])

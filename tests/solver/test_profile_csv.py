@@ -139,7 +139,7 @@ def test_other_columns_are_further_settings(read: Callable[[list[str]], dict[obj
     )
 
 
-def test_standard_errors_and_columns_without_a_name_are_no_settings(
+def test_standard_errors_and_unnamed_columns_are_no_settings(
     read: Callable[[list[str]], object],
 ) -> None:
     """Tables often begin with an index that has no name."""
@@ -189,7 +189,7 @@ def test_bad_further_settings(
 
 
 @pytest.mark.parametrize("again", ["300,split", "300.0,split", "3e2, split "])
-def test_a_setting_stands_once(read: Callable[[list[str]], object], again: str) -> None:
+def test_a_repeated_setting_is_refused(read: Callable[[list[str]], object], again: str) -> None:
     with pytest.raises(
         ProfileError,
         match=r"row 10, column frequency,power_limit_w,kernel: expected one row per stage, instruction and "

@@ -1,4 +1,5 @@
-"""Choices for many deadlines at once: in time on any pipeline, cheaper with every means, alike twice."""
+"""Choices for many deadlines at once: in time on any pipeline, never dearer with more search,
+deterministic."""
 
 from itertools import pairwise
 from random import Random
@@ -56,7 +57,9 @@ def test_no_deadline_is_missed_and_more_time_costs_no_more(pipeline: Pipeline, s
 
 
 @given(pipeline=pipelines(), shares=SHARES, price_levels_below=st.integers(0, 8))
-def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float], price_levels_below: int) -> None:
+def test_searching_never_makes_plans_dearer(
+    pipeline: Pipeline, shares: list[float], price_levels_below: int
+) -> None:
     graph = build_event_graph(pipeline)
     targets = targets_of(pipeline, sweep_frontier(graph), shares)
     columns = Columns(graph)
@@ -81,7 +84,7 @@ def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float], pric
 
 
 @given(pipeline=pipelines(), shares=SHARES)
-def test_what_is_taken_over_from_others_only_ever_helps(pipeline: Pipeline, shares: list[float]) -> None:
+def test_taking_over_from_others_never_makes_plans_dearer(pipeline: Pipeline, shares: list[float]) -> None:
     graph = build_event_graph(pipeline)
     targets = targets_of(pipeline, sweep_frontier(graph), shares)
     made = [lambda one=one: one for one in targets]
@@ -104,7 +107,7 @@ def test_what_is_taken_over_from_others_only_ever_helps(pipeline: Pipeline, shar
 
 
 @given(pipeline=pipelines(), draws=st.randoms(use_true_random=False))
-def test_a_table_of_choices_is_what_a_replay_of_each_makes(pipeline: Pipeline, draws: Random) -> None:
+def test_a_table_of_choices_equals_their_replays(pipeline: Pipeline, draws: Random) -> None:
     graph = build_event_graph(pipeline)
     columns = Columns(graph)
     choices = np.array(
@@ -121,8 +124,8 @@ def test_a_table_of_choices_is_what_a_replay_of_each_makes(pipeline: Pipeline, d
 
 
 @pytest.mark.slow("100 plans of 24 microbatches")
-def test_between_two_plans_is_put_together_what_no_rounding_finds() -> None:
-    """The A40's backward has a cliff: what is rounded alone is up to 2.4 % above the bound."""
+def test_mixtures_of_two_plans_beat_every_rounding() -> None:
+    """The A40's backward has a cliff: rounding alone is up to 2.4 % above the bound."""
     frontier = solve(published_pipeline("a40", 24))
     excess = [point.energy_j / point.bound_energy_j - 1 for point in frontier.points]
     assert max(excess) < 0.005

@@ -1,4 +1,4 @@
-"""Refined plans come close to their bound, are in time, and cost no more than what led to them."""
+"""Refined plans come close to their bound, are in time, and cost no more than their inputs."""
 
 import pytest
 from hypothesis import given
@@ -44,15 +44,13 @@ def excess_percent(frontier: Frontier, plan: Plan, deadline_s: float) -> float:
 
 @given(pipeline=pipelines(), share=st.floats(0, 1))
 @little_search()
-def test_a_refined_plan_is_in_time_and_no_dearer_than_any_that_led_to_it(
-    pipeline: Pipeline, share: float
-) -> None:
+def test_a_refined_plan_is_in_time_and_no_dearer_than_its_inputs(pipeline: Pipeline, share: float) -> None:
     graph = build_event_graph(pipeline)
     sweep = sweep_frontier(graph)
     deadline_ps = sweep.t_min_ps + int(share * (sweep.t_slow_ps - sweep.t_min_ps))
     relaxed_ps = sweep.event_times_at(deadline_ps)
     bound_j = sweep.effective_energy_j_at(deadline_ps / 1e12)
-    # Whatever is not at its bound is far from it: all rounds are used.
+    # Plans above their bound count as far from it: all rounds are used.
     target = Target(deadline_ps, relaxed_ps, bound_j, 1e-6)
     realiser = Realiser(graph)
     columns = realiser.columns
@@ -62,5 +60,5 @@ def test_a_refined_plan_is_in_time_and_no_dearer_than_any_that_led_to_it(
     assert (columns.iteration_times_ps(columns.to_columns([rounded, refined])) <= deadline_ps).all()
     assert found_j <= rounded_j + 1e-9 * abs(rounded_j)
     assert found_j >= bound_j - 1e-9 * max(1.0, abs(bound_j))
-    # The same effort finds the same plan.
+    # The same search budget finds the same plan.
     assert Realiser(graph).refine(target, [rounded]) == refined

@@ -1,4 +1,4 @@
-"""Orders of the named schedules, and the refusal of orders that make no sense."""
+"""Orders of the named schedules, and the refusal of impossible orders."""
 
 import sys
 from collections.abc import Callable
@@ -139,7 +139,7 @@ def test_counts_are_checked() -> None:
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """How many functions of Python's and C's are called."""
+    """Count calls of Python and C functions."""
     count = 0
 
     def note(_frame: object, event: str, _argument: object) -> None:
@@ -162,7 +162,7 @@ def calls_of(work: Callable[[], object]) -> int:
         lambda width: gpipe(width, 8).orders,
     ],
 )
-def test_checks_cost_what_the_schedule_is_large(
+def test_checks_are_linear_in_the_size_of_the_schedule(
     given_orders: Callable[[int], tuple[tuple[Computation, ...], ...]],
 ) -> None:
     small, large = given_orders(32), given_orders(128)
@@ -184,7 +184,7 @@ def test_checks_cost_what_the_schedule_is_large(
         ),
     )
 )
-def test_arcs_and_levels_are_what_they_say(schedule: Schedule) -> None:
+def test_arcs_and_levels_follow_their_definitions(schedule: Schedule) -> None:
     computations = list(schedule.computations)
     named = tuple((computations[earlier], computations[later]) for earlier, later in schedule.arcs.tolist())
     assert named == schedule.dependencies
@@ -195,7 +195,7 @@ def test_arcs_and_levels_are_what_they_say(schedule: Schedule) -> None:
             waits_for[later].append(earlier)
     for computation, awaited in waits_for.items():
         assert levels[computation] == 1 + max((levels[earlier] for earlier in awaited), default=-1)
-        # What activations and gradients imply: forwards down the path, gradients up.
+        # The implied dependencies: forwards down the path, gradients up.
         others = {c for c in awaited if c.stage != computation.stage}
         assert all(c.microbatch == computation.microbatch for c in others)
         assert len(others) <= 1
@@ -212,7 +212,7 @@ def test_arcs_and_levels_are_what_they_say(schedule: Schedule) -> None:
         assert bool(inputs) is not (begins or turns or alone)
 
 
-def test_numbers_with_large_gaps_are_as_good_as_any() -> None:
+def test_numbers_may_have_large_gaps() -> None:
     far = 2**40
     found = Schedule(
         tuple(

@@ -1,4 +1,4 @@
-"""Settings of more than a clock: what can be one, and what the solver's parts make of them."""
+"""Settings of more than a clock: their validity, and their use in the solver's parts."""
 
 from dataclasses import replace
 from typing import Any
@@ -79,17 +79,17 @@ def duration_s(plan: Plan, c: Computation) -> float:
         ((("kernel", "a"), ("kernel", "b")), "expected each name once, found kernel again"),
     ],
 )
-def test_what_is_no_further_setting_is_refused(further: Any, message: str) -> None:
+def test_invalid_further_settings_are_refused(further: Any, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         MeasuredSetting(1400, 0.01, 4.0, further=further)
 
 
-def test_a_measured_setting_is_checked_as_every_measurement() -> None:
+def test_a_measured_setting_is_checked_like_any_measurement() -> None:
     with pytest.raises(ProfileError, match="time_s: expected a positive, finite number, found -1"):
         MeasuredSetting(1400, -1.0, 4.0, further=LIMITED)
 
 
-def test_a_setting_is_called_by_its_clock_and_all_else() -> None:
+def test_a_settings_name_has_its_clock_and_further_settings() -> None:
     assert str(Setting(1400, (("power_limit_w", 300.0), ("kernel", "split")))) == (
         "1400 MHz, power_limit_w 300, kernel split"
     )
@@ -132,8 +132,8 @@ def test_a_plan_replays_to_itself(look_up: bool) -> None:
 
 @given(st.lists(st.sampled_from([(), LIMITED, UNLIMITED]), min_size=12, max_size=12))
 @little_search()
-def test_clocks_may_stand_beside_settings(given_further: list[Further]) -> None:
-    """Some measurements have a clock alone; plans have what was chosen, however they are made."""
+def test_clocks_and_settings_may_be_mixed(given_further: list[Further]) -> None:
+    """Some measurements have a clock alone; plans of all kinds have the chosen settings."""
     pipeline, left = limited_pipeline(), iter(given_further)
     profiles: dict[ProfileKey, tuple[Measurement, ...]] = {}
     for key, some in pipeline.profiles.items():
@@ -157,7 +157,7 @@ def test_clocks_may_stand_beside_settings(given_further: list[Further]) -> None:
         ]
 
 
-def test_what_was_not_measured_is_refused_with_what_was() -> None:
+def test_an_unmeasured_setting_is_refused_and_the_measured_ones_listed() -> None:
     pipeline = limited_pipeline()
     settings = dict(fastest_clock_plan(pipeline).settings)
     first = next(iter(settings))
@@ -207,7 +207,7 @@ def noisy_curve(further: Further, factor: float) -> list[MeasuredSetting]:
 
 
 def test_noise_is_shrunk_along_the_clock_alone() -> None:
-    """Ten times longer with the limit: a curve through both would have nothing of either."""
+    """Ten times longer with the limit: a curve through both would fit neither."""
     limited, unlimited = noisy_curve(LIMITED, 10.0), noisy_curve(UNLIMITED, 1.0)
     found = shrink([*limited, *unlimited])
     assert {m.time_s for m in found}.isdisjoint(m.time_s for m in [*limited, *unlimited])
@@ -215,7 +215,7 @@ def test_noise_is_shrunk_along_the_clock_alone() -> None:
     assert {m for m in found if m.setting in {one.setting for one in unlimited}} == set(shrink(unlimited))
 
 
-def test_computations_tell_of_each_other_with_the_same_further_settings() -> None:
+def test_computations_inform_each_other_at_the_same_further_settings() -> None:
     forward, backward = (0, 0, Kind.FORWARD), (0, 0, Kind.BACKWARD)
     limited = {forward: noisy_curve(LIMITED, 1.0), backward: noisy_curve(LIMITED, 2.0)}
     unlimited = {forward: noisy_curve(UNLIMITED, 3.0), backward: noisy_curve(UNLIMITED, 5.0)}
@@ -228,7 +228,7 @@ def test_computations_tell_of_each_other_with_the_same_further_settings() -> Non
             assert tuple(m for m in found[key] if m.setting in settings) == expected[key]
 
 
-def test_a_margin_is_for_settings_as_for_clocks() -> None:
+def test_a_margin_works_for_settings_as_for_clocks() -> None:
     pipeline = limited_pipeline()
     noisy = {
         key: tuple(
@@ -246,7 +246,7 @@ def test_a_margin_is_for_settings_as_for_clocks() -> None:
     }
 
 
-def test_what_needs_clocks_alone_says_so() -> None:
+def test_functions_for_clocks_alone_refuse_settings() -> None:
     pipeline = limited_pipeline()
     plan = fastest_clock_plan(pipeline)
     for refused in (

@@ -1,4 +1,4 @@
-"""Noisy measurements shrunk to what is to be expected of them."""
+"""Noisy measurements are shrunk to their expectations."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_noise_on_a_smooth_curve_becomes_less_than_half(share: float) -> None:
     assert np.all(np.mean(found, axis=0) < np.mean(raw, axis=0) / 2)
 
 
-def test_standard_errors_say_how_far_expectations_are_off() -> None:
+def test_standard_errors_match_the_errors_of_expectations() -> None:
     deviations = [
         (m.time_s - smooth(m.clock_mhz)[0]) / m.time_se_s
         for seed in range(20)
@@ -55,7 +55,7 @@ def test_standard_errors_say_how_far_expectations_are_off() -> None:
     assert 0.6 < np.std(deviations) < 1.4
 
 
-def test_clean_measurements_stay_what_they_are_cliffs_too() -> None:
+def test_clean_measurements_stay_unchanged_even_at_cliffs() -> None:
     """The published A40 profile has steps of 2.4 % between clocks; errors of 0.01 % change nothing."""
     for measured in published_pipeline("a40", 8).profiles.values():
         reported = [
@@ -72,7 +72,7 @@ def test_without_standard_errors_nothing_changes() -> None:
     assert shrink(measured) == measured
 
 
-def test_times_and_energies_are_looked_at_by_themselves() -> None:
+def test_times_and_energies_are_treated_separately() -> None:
     measured = [Measurement(m.clock_mhz, m.time_s, m.energy_j, 0.0, m.energy_se_j) for m in noisy(0.01, 0)]
     for before, after in zip(measured, shrink(measured), strict=True):
         assert (after.time_s, after.time_se_s) == (before.time_s, 0.0)
@@ -80,7 +80,7 @@ def test_times_and_energies_are_looked_at_by_themselves() -> None:
         assert after.energy_se_j <= before.energy_se_j * 1.05
 
 
-def test_too_few_clocks_say_nothing_of_each_other() -> None:
+def test_too_few_clocks_are_not_shrunk() -> None:
     few = tuple(noisy(0.01, 0)[: MIN_CLOCKS - 1])
     assert shrink(few) == few
 
@@ -92,7 +92,7 @@ def test_too_few_clocks_say_nothing_of_each_other() -> None:
         max_size=12,
     )
 )
-def test_whatever_was_measured_makes_measurements(rows: list[tuple[float, float, float, float]]) -> None:
+def test_any_measurements_shrink_to_valid_ones(rows: list[tuple[float, float, float, float]]) -> None:
     measured = [
         Measurement(1000 + 15 * k, time_s, energy_j, time_s * time_share, energy_j * energy_share)
         for k, (time_s, energy_j, time_share, energy_share) in enumerate(rows)
@@ -104,8 +104,8 @@ def test_whatever_was_measured_makes_measurements(rows: list[tuple[float, float,
         assert min(m.time_s for m in measured) / 100 < after.time_s < 100 * max(m.time_s for m in measured)
 
 
-def test_computations_of_the_same_clocks_tell_of_each_other() -> None:
-    """A GPU that gets no faster at its highest clocks: a smooth curve alone would make too much of them."""
+def test_computations_at_the_same_clocks_inform_each_other() -> None:
+    """A GPU that gets no faster at its highest clocks: a smooth curve alone would overestimate them."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
 
     def true_s(mhz: int, weight: float) -> float:
@@ -131,7 +131,7 @@ def test_computations_of_the_same_clocks_tell_of_each_other() -> None:
     assert abs(pooled) < 0.0025 < abs(alone)
 
 
-def test_fixed_computations_are_each_by_themselves() -> None:
+def test_fixed_computations_are_treated_alone() -> None:
     measured = tuple(noisy(0.01, 0))
     profiles = {(0, 0, Kind.FIXED): measured, (0, 0, Kind.FORWARD): tuple(noisy(0.01, 1))}
     assert shrink_profiles(profiles)[0, 0, Kind.FIXED] == shrink(measured)

@@ -1,4 +1,4 @@
-"""The names that the rest of the house builds on."""
+"""The public names, for the other packages."""
 
 import subprocess
 import sys

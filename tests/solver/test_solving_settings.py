@@ -1,4 +1,4 @@
-"""To the solver a setting is but a name: what becomes of plans when settings are renamed or added."""
+"""To the solver a setting is only a label: the effect of renamed and added settings on plans."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,8 +72,8 @@ def test_a_name_beside_each_clock_changes_no_plan(pipeline: Pipeline) -> None:
 
 @given(pipelines(), st.floats(0.0, 1.0))
 @little_search()
-def test_settings_that_share_a_clock_are_told_apart(pipeline: Pipeline, share: float) -> None:
-    """All measurements of a computation at one clock, told apart by a name that was the clock."""
+def test_settings_that_share_a_clock_are_distinguished(pipeline: Pipeline, share: float) -> None:
+    """All measurements of a computation at one clock, distinguished by a setting that was the clock."""
     same_clock = renamed(
         pipeline, lambda m: with_further(m, (("kernel", f"{m.clock_mhz:05}"),), clock_mhz=1000)
     )
@@ -91,7 +91,7 @@ def test_settings_that_share_a_clock_are_told_apart(pipeline: Pipeline, share: f
 @given(pipelines(), st.data())
 @little_search()
 def test_a_dominated_setting_changes_nothing(pipeline: Pipeline, data: st.DataObject) -> None:
-    """Longer, and dearer by more than the blocking power that this takes anyway."""
+    """Longer, and dearer by more than the blocking power of the extra time."""
     pipeline = renamed(pipeline, lambda m: with_further(m, HERE))
     added: dict[ProfileKey, MeasuredSetting] = {}
     for key, some in pipeline.profiles.items():
@@ -106,7 +106,9 @@ def test_a_dominated_setting_changes_nothing(pipeline: Pipeline, data: st.DataOb
 
 @given(pipelines(), st.data())
 @little_search()
-def test_no_setting_more_makes_the_frontier_worse(pipeline: Pipeline, data: st.DataObject) -> None:
+def test_an_additional_setting_never_makes_the_frontier_worse(
+    pipeline: Pipeline, data: st.DataObject
+) -> None:
     pipeline = renamed(pipeline, lambda m: with_further(m, HERE))
     added = {
         key: MeasuredSetting(
@@ -129,7 +131,7 @@ def test_no_setting_more_makes_the_frontier_worse(pipeline: Pipeline, data: st.D
 
 
 def test_a_better_setting_is_taken() -> None:
-    """Of each computation once more, a fifth cheaper at the same time: the bound falls by a fifth."""
+    """A copy of each option that is a fifth cheaper at the same time: the bound falls by a fifth."""
 
     def further(m: Measurement, further: Further, factor: float) -> MeasuredSetting:
         return MeasuredSetting(m.clock_mhz, m.time_s, factor * m.energy_j, further=further)

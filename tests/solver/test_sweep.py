@@ -61,7 +61,7 @@ def test_relaxed_plan_between_corners_is_feasible_and_costs_the_bound(
     assert cost_j == pytest.approx(sweep.effective_energy_j_at(time_ps / 1e12), rel=1e-9, abs=1e-9)
 
 
-def test_sweep_stops_where_told_and_agrees_with_the_whole() -> None:
+def test_a_partial_sweep_stops_at_its_limit_and_agrees_with_the_whole() -> None:
     graph = build_event_graph(published_pipeline("a40", 4))
     whole = sweep_frontier(graph)
     middle_ps = (whole.t_min_ps + whole.t_slow_ps) // 2

@@ -317,14 +317,14 @@ class _Size:
 
     def problem(self) -> str:
         """Describe the exceeded limit; empty if there is none."""
-        for what, found, maximum in (
+        for unit, found, maximum in (
             ("bytes", self._bytes, MAX_JSON_BYTES),
             ("objects", self._objects, MAX_OBJECTS),
             ("lists", self._lists, _MAX_LISTS),
             ("quotation marks", self._quotes, _MAX_QUOTES),
         ):
             if found > maximum:
-                return f"expected JSON of at most {maximum} {what}, found {found}"
+                return f"expected JSON of at most {maximum} {unit}, found {found}"
         return ""
 
 

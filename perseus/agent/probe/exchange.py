@@ -52,11 +52,11 @@ class StoreExchange:
         self._prefix = f"perseus/attached-{next(_attachments)}/{pipeline}.{tensor}"
 
     def post(self, name: str, order: ExecutedOrder) -> None:
-        """See `Exchange.post`."""
+        """Post an order."""
         default_store().set(self._key(name, order.stage), encode_order(order))
 
     def poll(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
-        """See `Exchange.look`."""
+        """Return the orders posted so far."""
         store = default_store()
         keys = [self._key(name, stage) for stage in range(stage_count)]
         return [decode_order(store.get(key)) if store.check([key]) else None for key in keys]
@@ -72,11 +72,11 @@ class LocalExchange:
         self._posted: dict[tuple[str, int], ExecutedOrder] = {}
 
     def post(self, name: str, order: ExecutedOrder) -> None:
-        """See `Exchange.post`."""
+        """Post an order."""
         self._posted[name, order.stage] = order
 
     def poll(self, name: str, stage_count: int) -> Sequence[ExecutedOrder | None]:
-        """See `Exchange.look`."""
+        """Return the orders posted so far."""
         return [self._posted.get((name, stage)) for stage in range(stage_count)]
 
 

@@ -24,7 +24,7 @@ from perseus.agent.rank.messages import EnergyEstimate, EnergySample
 from perseus.gpu import ClockEventReason
 
 # Nothing is marked between iterations. A gap of at most this length holds no significant work and counts as
-# waiting; what a longer one holds is unknown.
+# waiting; the content of a longer one is unknown.
 _NEGLIGIBLE_GAP_S = 0.001
 # An estimate is refreshed when the plan has been in force for this share longer than at the previous one.
 _REFRESH_SHARE = 0.125

@@ -45,7 +45,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedComputation:
-    """A computation on the timeline; ``power_w`` is what all GPUs of its stage draw meanwhile."""
+    """A computation on the timeline; ``power_w`` is the power of all GPUs of its stage meanwhile."""
 
     computation: Computation
     clock_mhz: int

@@ -29,7 +29,7 @@ from perseus.solver.study.iteration_model import Estimate, FloatArray, Iteration
 from perseus.solver.study.transfers import Transfers, lagged_arcs, with_occupying_transfers
 
 EXPLAINED_WITHIN = 0.02
-"""The error, as a share of the iteration time, up to which fitted times explain what was measured."""
+"""The error, as a share of the iteration time, up to which fitted times explain the measurements."""
 
 _FOLDS = 4
 """Number of folds in cross-validation: each is tested on the fit to the others."""

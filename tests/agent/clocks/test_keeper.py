@@ -21,7 +21,7 @@ class Bench:
         self.gap_s = gap_s
         self.durations_s = durations_s
         for clock_mhz in (None, *clocks_mhz):
-            for _ in range(64):  # as many as push the assumptions out
+            for _ in range(64):  # enough to displace the assumptions
                 self.keeper.lead.clock_set(ClockSet(clock_mhz, LATENCY_S, 0.0, 0.0))
         self.keeper.follow(clocks_mhz)
         for _ in range(iterations):
@@ -50,7 +50,7 @@ def schedule(clock_mhz: int | None, at_s: float) -> ScheduleClock:
     return ScheduleClock(clock_mhz, pytest.approx(at_s))  # type: ignore[arg-type]
 
 
-def test_a_raise_is_asked_for_one_latency_before_the_end_and_a_lower_clock_at_it() -> None:
+def test_a_raise_is_requested_one_latency_before_the_end_and_a_lower_clock_at_it() -> None:
     bench = Bench((1000, 1400), (0.050, 0.100))
     begin_s = bench.now_s
     assert bench.begin(0) == [SetClock(1000), schedule(1400, begin_s + 0.040)]
@@ -88,7 +88,7 @@ def test_a_clock_is_not_lowered_where_a_raise_would_have_to_wait_for_that_set() 
     bench = Bench((1400, 1000, 1200), (0.050, 0.019, 0.100))
     bench.begin(0)
     bench.now_s += 0.050
-    assert bench.end(0) == [SetClock(1200)], "1000 MHz would be in the way"
+    assert bench.end(0) == [SetClock(1200)], "setting 1000 MHz would delay it"
     long = Bench((1400, 1000, 1200), (0.050, 0.021, 0.100))
     long.begin(0)
     long.now_s += 0.050
@@ -96,7 +96,7 @@ def test_a_clock_is_not_lowered_where_a_raise_would_have_to_wait_for_that_set() 
     assert long.begin(1) == [schedule(1200, long.now_s + 0.011)]
 
 
-def test_a_wait_before_a_raise_passes_at_the_clock_before() -> None:
+def test_a_wait_before_a_raise_passes_at_the_previous_clock() -> None:
     bench = Bench((1000, 1400), (0.050, 0.100), gap_s=0.030)
     begin_s = bench.now_s
     assert bench.begin(0) == [SetClock(1000)], "no raise before the next mark"
@@ -111,7 +111,7 @@ def test_a_wait_before_a_lower_clock_passes_at_the_lower_clock() -> None:
     assert bench.end(0) == [SetClock(1000)]
 
 
-def test_what_is_not_known_may_end_at_once() -> None:
+def test_a_computation_of_unknown_duration_may_end_at_once() -> None:
     bench = Bench((1000, 1400, 1200), (0.05, 0.05, 0.05), iterations=0)
     assert bench.keeper.begin_iteration(bench.now_s) == [SetClock(1000)]
     assert bench.begin(0) == [SetClock(1400)]
@@ -133,14 +133,14 @@ def test_the_next_plan_counts_at_the_end_of_the_iteration_but_not_beyond_its_fir
     assert bench.begin(1, following) == [schedule(1200, begin_s + 0.090)]
 
 
-def test_what_is_asked_for_at_once_takes_the_place_of_what_is_scheduled() -> None:
+def test_an_immediate_request_replaces_a_scheduled_one() -> None:
     bench = Bench((1000, 1400), (0.050, 0.100))
     bench.begin(0)
     assert bench.keeper.fall_back() == [ResetClock()]
     assert bench.keeper.fall_back() == []
 
 
-def test_a_scheduled_raise_that_is_not_needed_any_more_is_withdrawn() -> None:
+def test_a_scheduled_raise_that_is_no_longer_needed_is_withdrawn() -> None:
     bench = Bench((1000, 1000), (0.050, 0.050))
     bench.begin(0)
     bench.now_s += 0.050
@@ -151,7 +151,7 @@ def test_a_scheduled_raise_that_is_not_needed_any_more_is_withdrawn() -> None:
     assert bench.begin(0) == [SetClock(1000)]
 
 
-def test_a_short_gap_passes_at_the_clock_before_and_one_that_turns_out_long_at_the_fallback() -> None:
+def test_a_short_gap_passes_at_the_previous_clock_and_one_that_turns_out_long_at_the_fallback() -> None:
     bench = Bench((1200, 1000), (0.050, 0.100), gap_s=0.039)
     bench.begin(0)
     bench.now_s += 0.050
@@ -178,14 +178,14 @@ def test_a_gap_that_is_known_to_be_long_passes_at_the_fallback_from_its_begin() 
     assert bench.keeper.begin_iteration(bench.now_s) == [SetClock(1000)]
 
 
-def test_a_gap_that_is_heard_of_when_it_is_long_already_passes_at_the_fallback_at_once() -> None:
+def test_a_gap_that_is_reported_late_goes_to_the_fallback_at_once() -> None:
     bench = Bench((1000, 1200), (0.050, 0.100))
     bench.begin(0)
     bench.begin(1)
     assert bench.keeper.end(1, bench.now_s, bench.now_s + 0.041, bench.clocks_mhz) == [ResetClock()]
 
 
-def test_what_a_gap_takes_is_known_under_the_next_plan_too() -> None:
+def test_gap_lengths_are_kept_for_the_next_plan() -> None:
     bench = Bench((1000, 1200), (0.050, 0.100), gap_s=0.050)
     bench.keeper.follow((1200, 1000))
     bench.begin(0, (1200, 1000))
@@ -195,7 +195,7 @@ def test_what_a_gap_takes_is_known_under_the_next_plan_too() -> None:
     assert bench.end(1, (1200, 1000)) == [ResetClock()]
 
 
-def test_where_a_first_computation_could_not_be_measured_the_usual_gap_passes_at_the_clock_before() -> None:
+def test_for_measuring_a_lone_first_computation_the_usual_gap_passes_at_the_previous_clock() -> None:
     bench = Bench((1000, 1000), (0.050, 0.100), gap_s=0.300)
     bench.keeper.follow((1000, 1000), keeps_gaps=True)
     bench.iteration()
@@ -225,15 +225,13 @@ def test_the_fallback_may_be_a_max_clock_instead_of_stock() -> None:
 
 
 @pytest.mark.parametrize(("silence_s", "is_silent"), [(0.9, False), (1.1, True)])
-def test_a_trainer_that_is_silent_for_long_does_not_compute_as_planned(
-    silence_s: float, is_silent: bool
-) -> None:
+def test_a_trainer_that_is_silent_for_long_counts_as_hung(silence_s: float, is_silent: bool) -> None:
     bench = Bench((1000, 1000), (0.050, 0.100))
     bench.begin(0)
     assert bench.keeper.is_silent(bench.now_s, bench.now_s + silence_s) == is_silent
 
 
-def test_a_computation_that_takes_long_is_no_silence() -> None:
+def test_a_long_computation_is_no_silence() -> None:
     bench = Bench((1000, 1000), (0.050, 2.0))
     bench.begin(0)
     bench.end(0)
@@ -244,10 +242,10 @@ def test_a_computation_that_takes_long_is_no_silence() -> None:
     assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 100), "it is at its fallback"
     bench.now_s += 60.0
     assert bench.end(1) == []
-    assert bench.begin(0) == [SetClock(1000)], "taken up again"
+    assert bench.begin(0) == [SetClock(1000)], "resumed"
 
 
-def test_under_the_next_plan_silence_is_what_it_was_before() -> None:
+def test_the_next_plan_keeps_the_threshold_of_silence() -> None:
     bench = Bench((1000, 1000), (0.050, 0.100))
     bench.keeper.follow((1000, 1200))
     bench.begin(0)
@@ -255,14 +253,14 @@ def test_under_the_next_plan_silence_is_what_it_was_before() -> None:
     assert bench.keeper.is_silent(bench.now_s, bench.now_s + 1.1)
 
 
-def test_before_anything_is_known_silence_is_longer() -> None:
+def test_without_data_the_threshold_of_silence_is_higher() -> None:
     bench = Bench((1000, 1000), (0.050, 2.0), iterations=0)
     bench.begin(0)
     assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 9.9)
     assert bench.keeper.is_silent(bench.now_s, bench.now_s + 10.1)
 
 
-def test_prediction_errors_are_told() -> None:
+def test_prediction_errors_are_reported() -> None:
     bench = Bench((1000, 1000), (0.050, 0.050))
     assert bench.keeper.prediction_error_s == pytest.approx(0.0)
     for _ in range(64):

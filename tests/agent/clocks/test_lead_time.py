@@ -21,24 +21,24 @@ def test_a_clock_has_its_own_latency_once_it_was_set_often_enough() -> None:
     assert lead.latency_s == pytest.approx(0.022), "the median of 10, 11, 20, 22, 50, 100 and 1000 ms"
     assert lead.of(1000) - lead.margin_s == pytest.approx(0.011)
     assert lead.of(None) - lead.margin_s == pytest.approx(0.022)
-    assert lead.of(1400) - lead.margin_s == pytest.approx(0.022), "that of all: once is no measure"
+    assert lead.of(1400) - lead.margin_s == pytest.approx(0.022), "the median of all: one set is too few"
     assert lead.reach_s == pytest.approx(0.044 + lead.margin_s)
 
 
-def test_the_margin_is_enough_for_nine_of_ten() -> None:
+def test_the_margin_covers_nine_in_ten() -> None:
     lead = LeadTime()
     for late_ms in range(64):
         lead.clock_set(done(1000, latency_s=0.010, late_s=late_ms / 1000))
     assert lead.margin_s == pytest.approx(0.057, abs=0.001)
     for early_ms in range(64):
         lead.mispredicted(-early_ms / 1000)
-    assert lead.margin_s == pytest.approx(0.057, abs=0.001), "what began later than predicted needs none"
+    assert lead.margin_s == pytest.approx(0.057, abs=0.001), "late begins need no margin"
     for late_ms in range(64):
         lead.mispredicted(late_ms / 1000)
     assert lead.margin_s == pytest.approx(0.114, abs=0.002)
 
 
-def test_raises_that_turn_out_late_are_soon_asked_for_earlier() -> None:
+def test_after_late_raises_the_lead_grows_soon() -> None:
     lead = LeadTime()
     for _ in range(64):
         lead.mispredicted(0.0)

@@ -1,4 +1,4 @@
-"""What the timetable predicts from the iterations before."""
+"""The timetable's predictions from previous iterations."""
 
 from itertools import islice
 
@@ -13,7 +13,7 @@ GAP_S = 0.5
 
 
 def run(timetable: Timetable, begin_s: float, durations_s: tuple[float, ...] = DURATIONS_S) -> float:
-    """One iteration, each computation a gap after the one before; returns its end."""
+    """Mark one iteration, with a gap before each computation; return its end."""
     for position, duration_s in enumerate(durations_s):
         begin_s += GAP_S
         timetable.begin(position, begin_s)
@@ -31,7 +31,7 @@ def test_nothing_is_predicted_from_a_single_iteration() -> None:
     assert list(timetable.after_begin(0, end_s)) == [Prediction(1, end_s, None)], "it may end at once"
 
 
-def test_predictions_count_from_the_mark_and_go_round() -> None:
+def test_predictions_start_at_the_mark_and_are_cyclic() -> None:
     timetable = Timetable(3)
     run(timetable, run(timetable, run(timetable, 0.0)))
     timetable.begin(1, 100.0)
@@ -47,7 +47,7 @@ def test_predictions_count_from_the_mark_and_go_round() -> None:
     ]
 
 
-def test_one_slow_iteration_moves_nothing() -> None:
+def test_one_slow_iteration_changes_nothing() -> None:
     timetable = Timetable(3)
     end_s = 0.0
     for factor in (1, 1, 10, 1, 1):
@@ -63,7 +63,7 @@ def test_the_shortest_gap_counts() -> None:
     assert timetable.gap_s(0) == 0.25
 
 
-def test_what_lost_marks_leave_is_no_duration_and_no_gap() -> None:
+def test_lost_marks_yield_no_duration_and_no_gap() -> None:
     timetable = Timetable(3)
     for begin_s in (0.0, 100.0, 200.0):
         timetable.begin(0, begin_s)
@@ -79,7 +79,7 @@ def test_what_lost_marks_leave_is_no_duration_and_no_gap() -> None:
     ),
     position=st.integers(0, 2),
 )
-def test_whatever_marks_come_predictions_lie_ahead_in_order(
+def test_predictions_are_in_the_future_and_in_order_after_any_marks(
     steps: list[tuple[str, int, float]], position: int
 ) -> None:
     timetable = Timetable(3)

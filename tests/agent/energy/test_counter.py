@@ -17,13 +17,13 @@ def test_only_changes_are_kept_at_the_midpoint_of_their_poll_interval() -> None:
     ]
 
 
-def test_a_change_carries_all_reasons_since_the_last() -> None:
+def test_a_change_contains_all_reasons_since_the_last() -> None:
     detector = ChangeDetector()
     polls = [(5.0, 0x1), (5.0, 0x4), (7.0, 0x0), (7.0, 0x0), (8.0, 0x20), (9.0, 0x0), (10.0, 0x0)]
     changes = [
         detector.poll(time_s, time_s, energy_j, reasons) for time_s, (energy_j, reasons) in enumerate(polls)
     ]
-    # A reason seen in the poll that sees the change may belong to either side of it: it is told on both.
+    # A reason seen in the poll that sees the change may belong to either side of it: it is reported on both.
     assert [change.clock_event_reasons for change in changes if change] == [0x5, 0x20, 0x20, 0x0]
 
 
@@ -46,7 +46,7 @@ def test_the_true_moment_of_change_lies_within_the_uncertainty(
     assert found >= (now_s - 0.015) // period_s - 1
 
 
-def test_a_change_carries_the_highest_clock_that_a_throttled_gpu_reached() -> None:
+def test_a_change_contains_the_highest_clock_of_a_throttled_gpu() -> None:
     detector = ChangeDetector()
     polls = [(5.0, 0), (5.0, 1200), (7.0, 1100), (7.0, 0), (8.0, 0), (9.0, 0)]
     changes = [

@@ -1,7 +1,7 @@
 """Energy on an emulated GPU whose counter moves every 100 ms, under computations as short as that.
 
 The truth is known: the trainer runs 50 ms forwards, 100 ms backwards and waits of 30 ms in simulated time, a
-poller looks at the counter as the agent's thread does, and everything goes through the sampler.
+poller reads the counter as the agent's thread does, and all data goes through the sampler.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ WORKS = {Kind.FORWARD: (0.050, 0.85), Kind.BACKWARD: (0.100, 0.95)}
 
 
 def measured(seed: int, *, late_mark_share: float = 0.0) -> EnergyEstimate:
-    """What the agent makes of a training of some 30 s."""
+    """The agent's estimate of a training of some 30 s."""
     random = np.random.default_rng(seed)
     state = GpuState(0.0, float(random.uniform(0, 0.1)), CLOCK_MHZ)
     detector = ChangeDetector()
@@ -66,7 +66,7 @@ def measured(seed: int, *, late_mark_share: float = 0.0) -> EnergyEstimate:
     return found
 
 
-def test_energies_and_blocking_power_are_right_and_know_their_errors() -> None:
+def test_energies_and_blocking_power_are_right_within_their_stated_errors() -> None:
     errors: dict[str, list[float]] = {}
     deviations: list[float] = []
     blocking_w = A100_SXM.blocking_power_w(CLOCK_MHZ)

@@ -51,7 +51,7 @@ def test_the_likeliest_covariance_is_chosen(scale: float) -> None:
     assert errors == pytest.approx(expected, rel=0.15)
 
 
-def test_what_the_design_does_not_determine_gets_an_enormous_error_and_the_rest_none() -> None:
+def test_undetermined_coefficients_get_an_enormous_error_and_the_others_none() -> None:
     random = np.random.default_rng(3)
     design = random.uniform(0, 0.1, (50, 2))
     design = np.column_stack([design, design[:, 1], np.zeros(50)])

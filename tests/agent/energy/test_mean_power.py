@@ -13,7 +13,7 @@ def test_power_is_the_energy_between_two_moves_over_the_time_between_them() -> N
     assert drawn.take({"a": (10.95, 385.0), "b": (11.07, 63.0)}) == pytest.approx({"a": 300.0, "b": 60.0})
 
 
-def test_a_counter_that_stands_still_begins_anew_or_was_away_tells_nothing() -> None:
+def test_a_stopped_reset_or_missing_counter_yields_no_power() -> None:
     drawn = MeanPower()
     drawn.take({"still": (1.0, 50.0), "anew": (1.0, 50.0), "away": (1.0, 50.0)})
     assert drawn.take({"still": (1.0, 50.0), "anew": (2.0, 3.0)}) == {}
@@ -22,7 +22,7 @@ def test_a_counter_that_stands_still_begins_anew_or_was_away_tells_nothing() -> 
 
 
 @given(st.lists(st.tuples(st.floats(0.5, 1.5), st.floats(0, 1000)), min_size=1, max_size=20))
-def test_no_joule_is_lost_or_told_twice(steps: list[tuple[float, float]]) -> None:
+def test_no_joule_is_lost_or_reported_twice(steps: list[tuple[float, float]]) -> None:
     drawn, now_s, energy_j, reported_j = MeanPower(), 0.0, 0.0, 0.0
     drawn.take({"a": (now_s, energy_j)})
     for duration_s, added_j in steps:

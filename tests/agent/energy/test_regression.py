@@ -78,7 +78,8 @@ def test_standard_errors_nearly_hold_where_power_varies_from_computation_to_comp
 def test_an_iteration_of_whole_counter_periods_gives_honest_answers_or_none(
     duration_noise: float, counter_jitter_s: float
 ) -> None:
-    """The counter then sees the same few moments over and over: little is known, and that must be known."""
+    """The counter then samples the same few moments again and again: the errors must reflect the lack of
+    data."""
     program = [("forward", 0.024), ("backward", 0.048), ("wait", 0.020)] * 3
     program += [("forward", 0.024), ("backward", 0.048), ("wait", 0.052)]
     within, total = 0, 0
@@ -103,7 +104,7 @@ def test_an_iteration_of_whole_counter_periods_gives_honest_answers_or_none(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_marks_that_come_late_now_and_then_do_little_harm(stage: int) -> None:
+def test_occasional_late_marks_do_little_harm(stage: int) -> None:
     program = one_forward_one_backward(stage, stage_count=4, microbatch_count=8)
     dropped_count, errors_of_forward = 0, []
     for seed in SEEDS:
@@ -182,7 +183,7 @@ def test_throttled_windows_are_dropped_and_counted() -> None:
     assert result.power_w["backward"].value == pytest.approx(POWER_W["backward"], rel=0.05)
 
 
-def test_windows_of_which_marks_were_lost_are_dropped_and_counted() -> None:
+def test_windows_with_lost_marks_are_dropped_and_counted() -> None:
     simulation = simulate(LONG, seed=3, iterations=70)
     lost = simulation.spans[20:30]
     unknown = [(lost[0].begin_s, lost[-1].end_s)]
@@ -216,7 +217,7 @@ def test_no_windows_at_all() -> None:
     )
 
 
-def test_keys_that_always_come_together_are_not_told_apart_and_the_others_are() -> None:
+def test_keys_that_always_come_together_are_not_separated_but_the_others_are() -> None:
     simulation = simulate(LONG, seed=6, iterations=70, counter_jitter_s=0.03)
     spans = []
     for span in simulation.spans:
@@ -240,12 +241,12 @@ def test_a_gpu_that_never_waited_has_no_blocking_power() -> None:
 
 
 def test_a_steady_mixture_determines_nothing() -> None:
-    """Windows that all hold the same shares, bought with a computation of a tenth of the counter's step."""
+    """Windows that all have the same shares, because a computation takes a tenth of the counter's step."""
     changes = [CounterChange(0.1 * step, 20.0 * step, 1e-6) for step in range(50)]
     spans = [Span("forward", 0.01 * step, 0.01 * step + 0.005) for step in range(490)]
     result = estimate_power(changes, spans, begin_s=-1.0, end_s=5.0)
     assert isinstance(result, NotDetermined)
-    assert "do not tell" in result.reason
+    assert "do not separate" in result.reason
 
 
 def test_overlapping_spans_are_refused() -> None:
@@ -260,7 +261,7 @@ def test_energy_of_a_computation_propagates_both_errors() -> None:
     assert energy_j.standard_error == pytest.approx(np.hypot(3.0 * 0.1, 300.0 * 0.002))
 
 
-def test_the_typical_duration_knows_its_error() -> None:
+def test_the_typical_duration_has_a_correct_error() -> None:
     random = np.random.default_rng(0)
     found = [typical_duration_s((0.1 + 0.01 * random.standard_normal(25)).tolist()) for _ in range(400)]
     spread_s = np.std([each.value for each in found])

@@ -114,7 +114,7 @@ def test_a_registration_that_can_not_be_deflated_enough_is_refused() -> None:
         (b'{"x":[' + b'"",' * MAX_OBJECTS * 5, "quotation marks"),
     ],
 )
-def test_what_a_few_bytes_would_grow_to_is_refused_before_it_is_read(text: bytes, problem: str) -> None:
+def test_excessive_inflated_content_is_refused_before_decoding(text: bytes, problem: str) -> None:
     bomb = zlib.compress(text)
     assert len(bomb) <= MAX_PACKET_BYTES
     with pytest.raises(MalformedPacket, match=f"expected JSON of {problem}|{problem}"):
@@ -122,7 +122,7 @@ def test_what_a_few_bytes_would_grow_to_is_refused_before_it_is_read(text: bytes
 
 
 @pytest.mark.parametrize("spec", [{"x": "0" * (MAX_JSON_BYTES + 1)}, {"x": [{}] * (MAX_OBJECTS + 1)}])
-def test_nobody_says_what_nobody_would_read(spec: dict[str, object]) -> None:
+def test_packets_that_would_be_refused_are_not_encoded(spec: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="registration: expected JSON of at most"):
         encode(Registration(spec, "request", ""))
 
@@ -145,7 +145,7 @@ def test_nobody_says_what_nobody_would_read(spec: dict[str, object]) -> None:
     ],
 )
 @pytest.mark.parametrize("is_deflated", [False, True])
-def test_hostile_json_is_refused_in_words_that_can_be_shown(text: bytes, is_deflated: bool) -> None:
+def test_hostile_json_is_refused_with_a_printable_message(text: bytes, is_deflated: bool) -> None:
     with pytest.raises(MalformedPacket) as refused:
         decode(zlib.compress(text) if is_deflated else text)
     assert str(refused.value).isprintable()

@@ -31,7 +31,7 @@ class AgentStub:
         self._thread.join(5)
 
     def marks(self) -> list[Message]:
-        """All that is queued now."""
+        """All packets that are queued now."""
         self.connection.setblocking(False)
         received: list[Message] = []
         try:

@@ -1,4 +1,4 @@
-"""An attached rank without a framework: what it is beside, and how it trains."""
+"""An attached rank without a framework: its exchange, and its training loop."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ OTHER = ExecutedOrder(1, (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWAR
 
 
 def beside(*others: ExecutedOrder) -> LocalExchange:
-    """An exchange with other stages, which have posted theirs."""
+    """An exchange with other stages, which have posted their orders."""
     exchange = LocalExchange()
     for other in others:
         exchange.post("first", other)

@@ -1,4 +1,4 @@
-"""What the tests of a probe, and of what is attached to it, share."""
+"""Shared fixtures of the tests of probes and attachments."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The probe's line to agents that come, go, refuse, hang and say odd things."""
+"""The probe's connection to agents that start, vanish, refuse, hang and send nonsense."""
 
 import contextlib
 import logging
@@ -40,8 +40,8 @@ def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.Log
     assert caplog.text.count("lost the agent") == 1
 
 
-def test_a_forked_child_lets_go_of_the_connection_and_says_nothing(agent: AgentStub) -> None:
-    """So that the agent sees the trainer's end while a data loader lives on, and hears of no other end."""
+def test_a_forked_child_closes_the_connection_and_sends_nothing(agent: AgentStub) -> None:
+    """The agent must see the trainer's end while a data loader lives on, and no other end."""
     probe = connect(agent.path)
     agent.answered()
     let_end, end = os.pipe()
@@ -93,7 +93,7 @@ def iterate(probe: Probe) -> None:
         pass
 
 
-def test_an_agent_that_comes_later_is_joined_and_told_of_the_job(
+def test_an_agent_that_starts_later_is_joined_and_receives_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -122,12 +122,12 @@ def test_an_agent_that_comes_later_is_joined_and_told_of_the_job(
     assert marks[0].edge is Edge.BEGIN
     iterations = sorted({mark.iteration for mark in marks if isinstance(mark, IterationMark)})
     assert iterations == list(range(iterations[0], iterations[-1] + 1))
-    assert iterations[0] > 2, "the count goes on"
+    assert iterations[0] > 2, "the count continues"
     probe.close()
     agent.close()
 
 
-def test_an_agent_that_was_restarted_is_joined_again(
+def test_a_restarted_agent_is_joined_again(
     agent: AgentStub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = Now(monkeypatch)
@@ -141,7 +141,7 @@ def test_an_agent_that_was_restarted_is_joined_again(
     iterate(probe)
     foreign.close()
     iterate(probe)
-    assert not probe.is_connected, "what does not talk like an agent is left alone"
+    assert not probe.is_connected, "a server that is no agent is left alone"
     agent.path.unlink()
     again = AgentStub(agent.path, [Reply(True)])
     now.ns += PERIOD_NS
@@ -155,7 +155,7 @@ def test_an_agent_that_was_restarted_is_joined_again(
     assert caplog.text.count("lost the agent") == 1
 
 
-def test_an_agent_that_does_not_reply_is_not_waited_for_while_training(
+def test_training_does_not_wait_for_an_agent_that_does_not_reply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = Now(monkeypatch)
@@ -170,7 +170,7 @@ def test_an_agent_that_does_not_reply_is_not_waited_for_while_training(
     connection, _ = listener.accept()
     listener.setblocking(False)
     with pytest.raises(BlockingIOError):
-        listener.accept()  # it was asked once
+        listener.accept()  # the agent was contacted once
     probe.close()
     assert connection.recv(MAX_PACKET_BYTES), "the hello"
     assert not connection.recv(MAX_PACKET_BYTES), "nothing is left open"
@@ -196,7 +196,7 @@ def test_a_refused_or_foreign_hello_leaves_training_at_stock(
     agent.close()
 
 
-def test_an_agent_that_does_not_answer_is_not_waited_for(
+def test_the_wait_for_an_agent_that_does_not_answer_is_bounded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -210,11 +210,11 @@ def test_an_agent_that_does_not_answer_is_not_waited_for(
     listener.close()
 
 
-def test_notices_are_logged_whenever_they_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_notices_are_logged_at_any_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "perseus.probe")
     refused = Reply(False, "JOB_FINISHED", "run 1 has ended", is_notice=True)
     served = Reply(True, "", "the rank is taken now", is_notice=True)
-    # The first comes before the answer to the registration, and is none.
+    # The first comes before the answer to the registration, and is no answer.
     agent = AgentStub(tmp_path / "agent.sock", [Reply(True), refused])
     probe = connect(agent.path)
     thread = threading.Thread(

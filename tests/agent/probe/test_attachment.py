@@ -1,4 +1,4 @@
-"""What the hooks share: an attached rank's marks, and that nothing of ours raises into training."""
+"""The hooks' common part: an attached rank's marks, and that no failure of ours raises into training."""
 
 import logging
 import subprocess
@@ -35,13 +35,13 @@ def test_nothing_of_ours_raises_into_training(
         train(attachment)
     attachment.detach()
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
-    assert marks.calls[-1] == ("close",), "the agent takes the rank for gone"
+    assert marks.calls[-1] == ("close",), "the agent considers the rank gone"
     (own, _) = exchange.poll("first", 2)
     assert own is not None
-    assert own.lost == (f"{failing} fails" if failing != "register" else ""), "the others learn of it"
+    assert own.lost == (f"{failing} fails" if failing != "register" else ""), "the other stages are notified"
 
 
-def test_what_is_marked_is_called_as_it_was_and_returns_and_raises_what_it_did(marks: MarksStub) -> None:
+def test_a_marked_function_keeps_its_arguments_result_and_exceptions(marks: MarksStub) -> None:
     def compute(microbatch: int, *rest: str, scale: float = 1.0) -> tuple[object, ...]:
         if scale < 0:
             raise ValueError("scale")
@@ -66,10 +66,10 @@ def test_what_is_marked_is_called_as_it_was_and_returns_and_raises_what_it_did(m
 
 
 @pytest.mark.parametrize("failing", ["identify", "note", "is_training"])
-def test_a_question_that_fails_is_told_of_once_and_ends_marking(
+def test_a_failing_question_is_logged_once_and_ends_marking(
     marks: MarksStub, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
-    """As with a framework that is not as known."""
+    """Fails as with an unknown version of a framework."""
 
     def answer(name: str, value: object) -> Any:
         if name == failing:
@@ -89,7 +89,7 @@ def test_a_question_that_fails_is_told_of_once_and_ends_marking(
     assert marks.calls[-1] == ("close",), "the agent brings the GPU back to stock"
     (own, _) = exchange.poll("first", 2)
     assert own is not None
-    assert own.lost == f"no {failing}", "the others learn of it"
+    assert own.lost == f"no {failing}", "the other stages are notified"
 
 
 @pytest.mark.parametrize("leave", [lambda: None, lambda: failed()])
@@ -106,7 +106,7 @@ def failed() -> None:
     raise OSError("disk full")
 
 
-def test_an_iteration_that_is_captured_whole_ends_marking_and_is_told_of_once(
+def test_an_iteration_that_is_captured_whole_ends_marking_and_is_logged_once(
     marks: MarksStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     attachment = Attachment(ALONE, marks, beside(OTHER))
@@ -121,9 +121,7 @@ def test_an_iteration_that_is_captured_whole_ends_marking_and_is_told_of_once(
     assert record.exc_info is None
 
 
-def test_marks_that_can_not_all_be_put_are_not_put(
-    marks: MarksStub, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_marks_are_put_completely_or_not_at_all(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
     framework = SimpleNamespace(step="framework's")
     attachment = Attachment(ALONE, marks, beside(OTHER))
 
@@ -137,7 +135,7 @@ def test_marks_that_can_not_all_be_put_are_not_put(
     assert "training continues at stock clocks: no forward_one_chunk" in caplog.text
 
 
-def test_a_hook_that_fails_lets_training_go_on_and_mistakes_are_refused(
+def test_training_continues_if_a_hook_fails_and_mistakes_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def attach(failure: Exception) -> Attachment:
@@ -172,7 +170,7 @@ def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:
     assert marks.calls == [("finish",), ("close",)]
 
 
-def test_as_a_context_it_finishes_only_what_did_not_fail(marks: MarksStub) -> None:
+def test_as_a_context_it_finishes_only_without_a_failure(marks: MarksStub) -> None:
     with Attachment(ALONE, marks, beside(OTHER)):
         pass
     assert marks.calls == [("finish",), ("close",)]
@@ -188,6 +186,6 @@ def test_it_needs_the_standard_library_only() -> None:
         "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
     )
     result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
-    # `-I` still runs site's .pth hooks, whose names are not ours.
+    # `-I` still runs site's .pth hooks, whose modules are not ours.
     imported = {name for name in result.stdout.split() if "editable" not in name and name != "__main__"}
     assert imported - {"perseus", "sitecustomize", "_distutils_hack"} <= set(), imported

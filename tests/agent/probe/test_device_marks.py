@@ -1,4 +1,4 @@
-"""Marks at device time, with a device whose time the test moves."""
+"""Marks at device time, with a device whose time the test advances."""
 
 import logging
 import math
@@ -29,8 +29,8 @@ class SpoiltError(RuntimeError):
 class Device:
     """Events complete in the order in which they were recorded, each at the next of `times_ms`.
 
-    Its clock has an origin of its own, and the host's is `host_ahead_ns` ahead of it. While `is_captured`,
-    the trainer's stream is being captured; while `is_capture_on`, some stream of some thread is.
+    Its clock has its own origin, and the host's is `host_ahead_ns` ahead of it. While `is_captured`, the
+    trainer's stream is being captured; while `is_capture_on`, some stream of some thread is.
     """
 
     times_ms: Sequence[float]
@@ -81,7 +81,7 @@ class Event:
 
 
 class ProbeStub(Probe):
-    """Keeps what it is told; without an agent only how many iterations have begun."""
+    """Records its marks; without an agent only the number of iterations begun."""
 
     def __init__(self, *, is_connected: bool = True) -> None:
         self.marks: list[tuple[Any, ...]] = []
@@ -152,7 +152,7 @@ def test_waits_are_marked_at_the_device_s_times() -> None:
     assert times_ns["end"] - times_ns["begin"] == pytest.approx(40e6)
 
 
-def test_the_device_s_times_count_and_not_the_host_s() -> None:
+def test_marks_have_device_times_not_host_times() -> None:
     device, probe = Device([100.0, 110.0, 130.5, 140.0, 150.0, 151.0, 152.0, 153.0]), ProbeStub()
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
@@ -170,7 +170,8 @@ def test_the_device_s_times_count_and_not_the_host_s() -> None:
     assert probe.marks[2:] == [
         ("end", Kind.FORWARD, 3, 1, 5_130_750_000),
         ("end iteration", 5_140_250_000),
-        # The look at 130.5 ms was not late at all; the clocks may have drifted by 0.1 µs a millisecond since.
+        # The poll at 130.5 ms was not late at all; the clocks may have drifted by 0.1 µs per millisecond
+        # since.
         ("begin iteration", 5_150_001_950),
         ("begin", Kind.FORWARD, 3, 1, 5_151_001_950),
     ], "an iteration has one anchor, and the next has its own"
@@ -193,7 +194,7 @@ def test_every_mark_is_sent_once_in_order_with_exact_durations(
     for step_ms in [*looks_ms, 1000.0]:
         device.now_ms += step_ms
         marks.poll()
-        assert all(mark[-1] <= device.monotonic_ns() for mark in probe.marks), "none is from the future"
+        assert all(mark[-1] <= device.monotonic_ns() for mark in probe.marks), "no mark is in the future"
     assert len(probe.marks) == 16
     for first in range(0, 16, 4):
         iteration, measured_ms = probe.marks[first : first + 4], times_ms[first : first + 4]
@@ -228,7 +229,7 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
     assert names[2:] == ["begin", "end", "end iteration", "finish", "close"]
 
 
-def test_a_device_that_never_gets_there_is_not_waited_for_long() -> None:
+def test_the_wait_for_a_stuck_device_is_bounded() -> None:
     device, probe = Device([0.0, 1e9, 1e9, 1e9]), ProbeStub()
     marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
@@ -274,7 +275,7 @@ def test_a_helper_that_might_spoil_captures_does_not_run(caplog: pytest.LogCaptu
     assert "libcuda.so.1: not found" in caplog.text
 
 
-def test_captures_of_others_go_on_and_are_not_spoilt() -> None:
+def test_captures_by_other_code_are_not_spoilt() -> None:
     device, probe = Device([0.0, 1.0, 2.0, 3.0], now_ms=1.0, is_capture_on=True), ProbeStub()
     marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
@@ -297,7 +298,7 @@ def test_an_iteration_that_is_captured_whole_is_not_recorded() -> None:
     assert not device.made
 
 
-def test_computations_that_are_captured_are_left_out_and_told_of_once(
+def test_captured_computations_are_left_out_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device, probe = Device([float(time_ms) for time_ms in range(8)]), ProbeStub()
@@ -317,8 +318,8 @@ def test_computations_that_are_captured_are_left_out_and_told_of_once(
     assert len(caplog.records) == 1
 
 
-def test_a_late_look_at_an_anchor_does_not_shift_its_iteration() -> None:
-    """The thread that trains keeps Python's lock for 5 ms when the second iteration begins."""
+def test_a_late_poll_of_an_anchor_does_not_shift_its_iteration() -> None:
+    """The training thread holds Python's lock for 5 ms when the second iteration begins."""
     device, probe = Device([10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 30.0, 31.0]), ProbeStub()
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
@@ -327,16 +328,16 @@ def test_a_late_look_at_an_anchor_does_not_shift_its_iteration() -> None:
         device.now_ms = now_ms
         marks.poll()
     begins_ns = [mark[-1] - device.host_ahead_ns for mark in probe.marks if mark[0] == "begin iteration"]
-    assert begins_ns[0] == 10_800_000, "there had been no other look"
-    assert 20_020_000 <= begins_ns[1] <= 20_021_000, "late as the look at 12.02 ms, and the drift since"
+    assert begins_ns[0] == 10_800_000, "there had been no other poll"
+    assert 20_020_000 <= begins_ns[1] <= 20_021_000, "late as the poll at 12.02 ms, and the drift since"
 
 
 @given(
-    # How late looks come, in ms; one of them is prompt.
+    # Delays of polls, in ms; one of them is prompt.
     st.lists(st.floats(0.2, 8.0), min_size=30, max_size=30),
     st.floats(-50e-6, 50e-6),
 )
-def test_lateness_is_that_of_the_promptest_looks(late_ms: list[float], drift: float) -> None:
+def test_lateness_is_that_of_the_promptest_polls(late_ms: list[float], drift: float) -> None:
     late_ms[3] = 0.05
     device = Device([10.0 * index for index in range(40)])
     device.monotonic_ns = lambda: round(1e6 * device.now_ms * (1 + drift))  # type: ignore[method-assign]
@@ -370,7 +371,7 @@ def test_no_anchor_is_before_it_was_recorded_nor_before_the_mark_that_precedes_i
     assert times_ns == sorted(times_ns)
 
 
-def test_events_are_used_again() -> None:
+def test_events_are_reused() -> None:
     device, probe = Device([0.01 * index for index in range(40_000)]), ProbeStub()
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     for iteration in range(1000):
@@ -395,7 +396,7 @@ def test_without_an_agent_nothing_is_recorded_and_no_thread_runs() -> None:
     marks.close()
 
 
-def test_an_agent_that_comes_later_gets_marks_and_one_that_goes_gets_none() -> None:
+def test_an_agent_that_starts_later_gets_marks_and_a_lost_one_none() -> None:
     device, probe = Device([float(time_ms) for time_ms in range(16)]), ProbeStub(is_connected=False)
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
@@ -407,7 +408,7 @@ def test_an_agent_that_comes_later_gets_marks_and_one_that_goes_gets_none() -> N
     launch_iteration(marks)
     probe.has_agent = False
     launch_iteration(marks)
-    assert probe.begun_count == 4, "every iteration has its number, also those that were not sent"
+    assert probe.begun_count == 4, "every iteration has its number, even those that were not sent"
     assert device.recorded_count == 8
     marks.poll()
     assert len(probe.marks) == 2
@@ -420,8 +421,8 @@ def test_an_agent_that_comes_later_gets_marks_and_one_that_goes_gets_none() -> N
     assert len(probe.marks) == 6
 
 
-def test_it_goes_before_a_real_probe(tmp_path: Path) -> None:
-    """What matters is that the times are taken as they are given."""
+def test_it_wraps_a_real_probe(tmp_path: Path) -> None:
+    """The test checks that given times are used unchanged."""
     device = Device([0.0, 1.0, 2.0, 3.0])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.setblocking(False)

@@ -1,4 +1,4 @@
-"""Waits of a sharded model, on a stand-in for torch's; tests/frameworks has the real one."""
+"""Waits of a sharded model, with a stand-in for torch's; tests/frameworks uses the real one."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.agent.marks_stub import MarksStub
 
 
 class Group:
-    """Parameters that are gathered together; as in torch, gathering is one of the steps before a forward."""
+    """A group of parameters; as in torch, gathering is one of the steps before a forward."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -74,7 +74,7 @@ def test_groups_are_found_in_every_version_s_place(model: Any, expected: list[Gr
     [(SimpleNamespace(), "_fsdp_param_group"), (SimpleNamespace(_fsdp_param_group=object()), "pre_forward")],
     ids=["no groups", "another group"],
 )
-def test_a_version_that_is_not_as_known_is_refused(state: Any, lacking: str) -> None:
+def test_an_unknown_version_is_refused(state: Any, lacking: str) -> None:
     with pytest.raises(ValueError, match=f"found it without {lacking}"):
         list(parameter_groups(module(state)))
 
@@ -93,7 +93,7 @@ def steps(group: Group) -> list[Callable[[], object]]:
     return [lambda: group.pre_forward("x"), group.pre_backward, group.post_backward, group.unshard]
 
 
-def test_within_a_computation_each_is_one_wait_whatever_it_calls(
+def test_within_a_computation_each_is_one_wait_with_all_its_calls(
     attached: tuple[Attachment, MarksStub, Group],
 ) -> None:
     attachment, marks, group = attached
@@ -144,7 +144,7 @@ def test_a_failure_of_ours_does_not_reach_the_training(
 
 
 def test_a_wait_that_raises_is_over(attached: tuple[Attachment, MarksStub, Group]) -> None:
-    """Training may catch it, and compute on."""
+    """Training may catch the exception, and continue computing."""
     attachment, marks, group = attached
 
     def broken() -> None:

@@ -1,4 +1,4 @@
-"""What a job's stages execute is what is registered, at first and when it changes."""
+"""The registered order is the one that stages execute, at first and after a change."""
 
 import logging
 
@@ -49,7 +49,7 @@ def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksSt
         Placement(pipeline=0, pipeline_count=2, stage=0, stage_count=2, tensor=1, tensor_count=2),
     ],
 )
-def test_every_rank_says_what_its_pipeline_executed(marks: MarksStub, place: Placement) -> None:
+def test_every_rank_declares_its_pipelines_order(marks: MarksStub, place: Placement) -> None:
     other = ExecutedOrder(1 - place.stage, OTHER.computations)
     train(Attachment(place, marks, beside(other)))
     (message,) = marks.registered
@@ -65,7 +65,7 @@ def test_an_iteration_that_was_not_executed_whole_is_not_registered(marks: Marks
     assert marks.registered[0]["schedule"][0] == ORDER
 
 
-def test_a_table_that_is_not_executed_is_told_of_and_does_not_count(
+def test_a_table_that_differs_from_the_executed_order_is_logged_and_ignored(
     marks: MarksStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(Attachment(ALONE, marks, beside(OTHER), table=[*ORDER, Computation(Kind.FORWARD, 1)]))
@@ -73,20 +73,18 @@ def test_a_table_that_is_not_executed_is_told_of_and_does_not_count(
     assert marks.registered[0]["schedule"][0] == ORDER
 
 
-def test_a_table_that_is_executed_is_no_news(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_that_is_executed_is_not_logged(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
     train(Attachment(ALONE, marks, beside(OTHER), table=ORDER))
     assert not caplog.text
 
 
-def test_what_every_stage_computes_is_registered(marks: MarksStub) -> None:
+def test_every_stages_work_is_registered(marks: MarksStub) -> None:
     other = ExecutedOrder(1, ORDER, work="9 layers")
     train(Attachment(ALONE, marks, beside(other), work=lambda: "12 layers"))
     assert [each["stage_work"] for each in marks.registered] == [["12 layers", "9 layers"]]
 
 
-def test_work_that_can_not_be_told_is_no_reason_to_stop(
-    marks: MarksStub, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_work_does_not_end_marking(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
     def work() -> str:
         raise AttributeError("no parameters")
 
@@ -96,7 +94,7 @@ def test_work_that_can_not_be_told_is_no_reason_to_stop(
     assert caplog.messages == ["the stage's work is unknown: no parameters"]
 
 
-def test_a_stage_that_could_not_be_followed_is_registered_by_nobody(
+def test_no_rank_registers_a_stage_that_could_not_be_followed(
     marks: MarksStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     attachment = Attachment(ALONE, marks, beside(ExecutedOrder(1, (), lost="no fwd_chunk_id")))
@@ -126,23 +124,21 @@ def failed() -> None:
     raise OSError("disk full")
 
 
-def test_a_stage_whose_iteration_fails_is_waited_for_by_nobody(marks: MarksStub) -> None:
+def test_no_rank_waits_for_a_stage_whose_iteration_fails(marks: MarksStub) -> None:
     exchange = LocalExchange()
     other = MarksStub()
     first = Attachment(Placement(0, 1, 0, 2), marks, exchange)
     second = Attachment(Placement(0, 1, 1, 2), other, exchange)
     for _ in range(3):
         train(first)
-        second.begin_iteration()  # its step raises, and the trainer goes on
+        second.begin_iteration()  # its step raises, and the trainer continues
     assert not marks.registered
     for attachment in (second, first, second):
         train(attachment)
     assert [each["schedule"] for each in marks.registered + other.registered] == 2 * [[ORDER, ORDER]]
 
 
-def test_an_order_that_does_not_come_is_not_looked_for_for_ever(
-    marks: MarksStub, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_polling_for_a_missing_order_ends(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
     attachment = Attachment(ALONE, marks, LocalExchange())
     for _ in range(30):
         train(attachment)
@@ -152,7 +148,7 @@ def test_an_order_that_does_not_come_is_not_looked_for_for_ever(
     assert marks.calls[-1] == ("close",)
 
 
-def test_a_table_that_can_not_be_had_is_not_compared_with(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_that_fails_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
     def make() -> list[Computation]:
         raise AttributeError("no _step_to_micro_batch")
 
@@ -180,7 +176,7 @@ def test_paths_follow_the_chunks_positions_in_the_model() -> None:
 
 
 class Meeting(LocalExchange):
-    """Posts orders as the texts that a store has, or fails."""
+    """Posts orders as texts, like a store, or fails."""
 
     failure: Exception | None = None
 
@@ -200,7 +196,7 @@ def two_stages(meeting: Meeting) -> list[tuple[Attachment, MarksStub]]:
         marks = MarksStub()
         place = Placement(0, 1, stage, 2)
         stages.append((Attachment(place, marks, meeting, work=lambda: "12 layers"), marks))
-    for _ in range(2):  # the first one finds what the other has posted since
+    for _ in range(2):  # the first one finds the order that the other has posted since
         for attachment, _ in stages:
             train(attachment)
     for _, marks in stages:
@@ -208,7 +204,7 @@ def two_stages(meeting: Meeting) -> list[tuple[Attachment, MarksStub]]:
     return stages
 
 
-def test_an_order_that_has_changed_is_said_at_once_and_registered_when_it_has_settled(
+def test_a_changed_order_is_logged_at_once_and_registered_when_stable(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stages = two_stages(Meeting())
@@ -221,7 +217,7 @@ def test_an_order_that_has_changed_is_said_at_once_and_registered_when_it_has_se
             "these iterations run at stock clocks until the new order is stable and registered"
         ]
     for attachment, _ in stages:
-        train(attachment, LONGER)  # the first one finds what the other has posted since
+        train(attachment, LONGER)  # the first one finds the order that the other has posted since
     for _, marks in stages:
         first, second = marks.registered
         assert second == {**first, "schedule": [LONGER, LONGER], "waits": False}
@@ -239,7 +235,7 @@ def test_single_iterations_that_differ_are_not_registered() -> None:
     assert all(len(marks.registered) == 1 for _, marks in stages)
 
 
-def test_a_job_that_alternates_is_registered_ever_more_rarely() -> None:
+def test_an_alternating_job_is_registered_more_and_more_rarely() -> None:
     stages = two_stages(Meeting())
     for _ in range(32):
         for order in (LONGER, ORDER):
@@ -249,7 +245,7 @@ def test_a_job_that_alternates_is_registered_ever_more_rarely() -> None:
     assert len(stages[0][1].registered) == 2, "to begin with, and once"
 
 
-def test_a_stage_alone_with_another_order_says_so_and_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stage_alone_with_another_order_logs_it_and_no_rank_waits(caplog: pytest.LogCaptureFixture) -> None:
     stages = two_stages(Meeting())
     for _ in range(60):
         for (attachment, _), order in zip(stages, (LONGER, ORDER), strict=True):
@@ -261,7 +257,7 @@ def test_a_stage_alone_with_another_order_says_so_and_nobody_waits(caplog: pytes
     ]
 
 
-def test_a_store_that_fails_ends_the_following_and_not_the_marks(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_store_ends_following_but_not_marking(caplog: pytest.LogCaptureFixture) -> None:
     meeting = Meeting()
     stages = two_stages(meeting)
     meeting.failure = ConnectionError("the store is gone")

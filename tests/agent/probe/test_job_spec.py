@@ -1,4 +1,4 @@
-"""What ranks say that they belong to, as the contract has it."""
+"""Job specifications, as in the contract."""
 
 import pytest
 from google.protobuf import json_format

@@ -1,4 +1,4 @@
-"""Ranks meet in a store: stages exchange orders, and ranks find their places, or hear why not."""
+"""Ranks meet in a store: stages exchange orders, and ranks find their places, or learn why not."""
 
 import sys
 import threading
@@ -19,7 +19,7 @@ CPU: Any = SimpleNamespace(type="cpu")
 
 
 class Store:
-    """As much of torch.distributed's store as is used: what one rank sets, all can get."""
+    """The used part of torch.distributed's store: all ranks can get what one has set."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -80,7 +80,7 @@ def test_every_rank_finds_its_place_among_all_pipelines(ranks: Ranks) -> None:
     assert {(each.pipeline_count, each.stage_count) for each in found} == {(2, 2)}
 
 
-def test_a_rank_that_fails_ends_the_others_wait_and_says_why(ranks: Ranks) -> None:
+def test_a_failing_rank_ends_the_others_wait_with_its_reason(ranks: Ranks) -> None:
     with meeting() as key:
         pass
 
@@ -96,7 +96,7 @@ def test_a_rank_that_fails_ends_the_others_wait_and_says_why(ranks: Ranks) -> No
         from_pipeline_group(None, CPU, key)
 
 
-def test_nobody_waits_for_a_rank_that_never_attaches(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_rank_that_never_attaches_ends(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", lambda pause_s: now_s.__setitem__(0, now_s[0] + pause_s))
@@ -129,7 +129,7 @@ def mesh(names: tuple[str, ...] | None, coordinates: tuple[int, ...] | None) -> 
     )
 
 
-def test_a_device_mesh_says_where_a_rank_stands() -> None:
+def test_a_device_mesh_gives_a_ranks_place() -> None:
     found = placement.from_device_mesh(mesh(("dp", "pp"), (1, 2)), CPU)
     assert (found.pipeline, found.pipeline_count, found.stage, found.stage_count) == (1, 2, 2, 4)
     assert found.gpu_uuid == placement.NO_GPU
@@ -159,7 +159,7 @@ def test_a_rank_is_connected_for_its_place_and_its_gpu(monkeypatch: pytest.Monke
     assert asked == expected
 
 
-def test_a_failure_where_there_is_no_store_is_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_without_a_store_passes_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ValueError, match="no schedule"), meeting():
         raise ValueError("no schedule")

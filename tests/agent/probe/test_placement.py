@@ -21,7 +21,7 @@ def test_every_rank_of_a_mesh_has_a_place_of_its_own() -> None:
     assert len(places) == 4 * 2 * 3 * 2 * 2
 
 
-def test_a_mesh_may_name_its_dimensions_otherwise() -> None:
+def test_a_mesh_may_have_other_dimension_names() -> None:
     place = place_in_mesh(
         ("data", "stage", "expert"),
         (2, 2, 2),

@@ -1,4 +1,4 @@
-"""The probe's marks and registrations, as an agent gets them."""
+"""The probe's marks and registrations, as an agent receives them."""
 
 import logging
 import math
@@ -36,7 +36,7 @@ def test_it_needs_the_standard_library_only() -> None:
         "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
     )
     result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
-    # `-I` still runs site's .pth hooks, whose names are not ours.
+    # `-I` still runs site's .pth hooks, whose modules are not ours.
     imported = {name for name in result.stdout.split() if "editable" not in name and name != "__main__"}
     assert imported - {"perseus", "sitecustomize", "_distutils_hack"} <= set(), imported
 
@@ -91,7 +91,7 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
     assert isinstance(marks[-1], Finish)
 
 
-def test_an_iteration_may_tell_its_relative_work(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_iteration_may_have_relative_work(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
     probe = connect(agent.path)
     for work in (None, 1.2504, 0.001, 1000, 0.0, -1.0, math.nan, math.inf, 1e9, "much"):
         with probe.iteration(relative_work=work):  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_a_full_socket_drops_marks_without_waiting(
         pass
     assert probe.dropped_mark_count == dropped, "there is room again"
     reported = [mark.dropped_mark_count for mark in agent.marks() if isinstance(mark, IterationMark)]
-    assert reported == [0, dropped], "and the agent is told, at the end"
+    assert reported == [0, dropped], "and the agent learns the count at the end"
     probe.close()
     assert f"{dropped} marks dropped" in caplog.text
 
@@ -170,7 +170,7 @@ def test_a_registration_is_a_job_spec_and_its_refusal_is_logged(
     agent.close()
 
 
-def test_the_other_ranks_say_that_they_belong_to_what_the_first_one_registers(tmp_path: Path) -> None:
+def test_the_other_ranks_declare_membership_of_the_registered_job(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
     agents = [
@@ -199,7 +199,7 @@ def test_another_order_is_registered_without_keeping_the_trainer_waiting(
     agent.answered()
     probe.register(**counts, schedule=NamedSchedule("1f1b", 6), waits=False)  # type: ignore[arg-type]
     with probe.iteration():
-        pass  # the agent has said nothing yet
+        pass  # the agent has not answered yet
     first = agent.asked[1]
     (second, *marks) = agent.marks()
     assert isinstance(first, Registration)
@@ -223,7 +223,7 @@ def test_another_order_is_registered_without_keeping_the_trainer_waiting(
     agent.close()
 
 
-def test_another_order_that_finds_the_socket_full_is_registered_when_there_is_room(tmp_path: Path) -> None:
+def test_with_a_full_socket_another_order_is_registered_when_there_is_room(tmp_path: Path) -> None:
     agent = AgentStub(tmp_path / "agent.sock", [Reply(True)])
     probe = connect(agent.path, stage=1)
     agent.answered()

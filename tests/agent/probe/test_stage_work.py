@@ -1,4 +1,4 @@
-"""What a stage computes, as a text: of stand-ins for modules; tests/frameworks has real ones."""
+"""Texts of stages' work, with stand-ins for modules; tests/frameworks uses real ones."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ class Chunk(Linear):
         yield from self._layers
 
 
-def test_the_same_work_has_the_same_text_which_says_its_size() -> None:
+def test_the_same_work_has_the_same_text_with_its_size() -> None:
     text = work_text([Chunk(Linear(parameter(4, 8)), Linear(parameter(8)))], torch="2.13", shapes=[[2, 16]])
     again = work_text([Chunk(Linear(parameter(4, 8)), Linear(parameter(8)))], torch="2.13", shapes=[[2, 16]])
     assert text == again

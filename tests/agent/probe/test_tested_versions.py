@@ -1,4 +1,4 @@
-"""What hooks say of versions that they were never run with."""
+"""Warnings of hooks about versions that were not tested."""
 
 import logging
 
@@ -26,7 +26,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
         ("0.16.1", "2.15.0", logging.WARNING, "torch 2.15.0: "),
     ],
 )
-def test_it_is_said_once(
+def test_a_version_is_logged_once(
     version: str, torch: str, level: int | None, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -37,11 +37,11 @@ def test_it_is_said_once(
         assert "tested versions (0.9.2, 0.16.1;" in caplog.text
 
 
-def test_the_hook_into_torch_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_torch_hook_names_torch_once(caplog: pytest.LogCaptureFixture) -> None:
     warn_if_untested("torch", "2.16.0", "2.16.0")
     assert len(caplog.records) == 1
 
 
-def test_a_hook_that_was_never_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_without_tested_versions_warns(caplog: pytest.LogCaptureFixture) -> None:
     warn_if_untested("torchtitan", "0.3.0", "2.15.0")
     assert "torchtitan 0.3.0: not among its hook's tested versions (none;" in caplog.text

@@ -1,4 +1,4 @@
-"""Events of torch, on a stand-in for `torch.cuda` and the driver; `make test-gpu` has real ones."""
+"""Events of torch, with a stand-in for `torch.cuda` and the driver; `make test-gpu` uses real ones."""
 
 import ctypes
 import threading
@@ -54,7 +54,7 @@ class Cuda:
 
 
 class Driver:
-    """The driver's library; notes the threads that have relaxed their mode, and on which device."""
+    """The driver's library; records which threads have relaxed their mode, and on which device."""
 
     def __init__(self, cuda: Cuda, status: int = 0) -> None:
         self.relaxed: list[tuple[int, int]] = []
@@ -67,7 +67,7 @@ class Driver:
         self.cuThreadExchangeStreamCaptureMode = exchange
 
 
-def test_the_stream_of_the_ranks_device_is_asked_whatever_the_current_device_is() -> None:
+def test_the_ranks_stream_is_queried_on_any_current_device() -> None:
     cuda = Cuda()
     events = CudaEvents(cuda, 1)
     cuda.capturing = {0}
@@ -88,7 +88,7 @@ def test_events_are_recorded_on_the_devices_current_stream() -> None:
     assert cuda.recorded == 2 * [(event, "stream of 1")]
 
 
-def test_the_helper_is_on_its_device_before_anything_else_and_takes_no_part_in_captures() -> None:
+def test_the_helper_first_selects_its_device_and_leaves_captures_alone() -> None:
     cuda = Cuda()
     driver = Driver(cuda)
     loaded: list[str] = []
@@ -118,6 +118,6 @@ def absent(_name: str) -> Any:
         (lambda _name: Driver(Cuda(), status=201), "expected CUDA_SUCCESS, found error 201"),
     ],
 )
-def test_a_driver_that_does_not_know_it_is_an_error(load: Callable[[str], Any], reason: str) -> None:
+def test_a_driver_without_the_function_is_an_error(load: Callable[[str], Any], reason: str) -> None:
     with pytest.raises(RuntimeError, match=reason):
         CudaEvents(Cuda(), 1, load).enter_helper()

@@ -1,4 +1,4 @@
-"""Marks around a whole model, on a stand-in for it and for autograd; tests/frameworks has the real ones."""
+"""Marks around a whole model, with stand-ins for it and for autograd; tests/frameworks uses the real ones."""
 
 import copy
 import pickle
@@ -80,7 +80,7 @@ class Optimizer:
 
 
 class Training:
-    """A model that is attached, and what trains it."""
+    """An attached model, and its training loop."""
 
     def __init__(self) -> None:
         self.marks, self.engine = MarksStub(), Engine()
@@ -128,7 +128,7 @@ def test_a_loss_of_two_forwards_is_one_backward(training: Training) -> None:
     assert training.marks.calls[1:-2] == computed
 
 
-def test_what_does_not_train_is_not_marked(training: Training) -> None:
+def test_calls_outside_of_training_are_not_marked(training: Training) -> None:
     training.is_grad_enabled = False
     training.model("x")
     training.is_grad_enabled = True
@@ -138,7 +138,7 @@ def test_what_does_not_train_is_not_marked(training: Training) -> None:
     assert training.marks.calls == []
 
 
-def test_copies_and_pickles_are_of_its_own_class(training: Training) -> None:
+def test_copies_and_pickles_have_the_original_class(training: Training) -> None:
     assert vars(training.model) == {}
     copies = [
         copy.copy(training.model),
@@ -149,7 +149,7 @@ def test_copies_and_pickles_are_of_its_own_class(training: Training) -> None:
     assert [type(each) for each in copies] == 4 * [Model]
 
 
-def test_a_call_that_is_being_compiled_is_its_own(
+def test_a_call_that_is_being_compiled_is_the_original_one(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.is_compiling = True

@@ -1,4 +1,4 @@
-"""A session on a time that the test sets; its invariants are checked after every event."""
+"""A session at a simulated time; its invariants are checked after every event."""
 
 import pytest
 
@@ -49,7 +49,7 @@ class Bench:
         self.now_s = 100.0
 
     def do(self, event: Event) -> list[Command]:
-        """What the session wants done; energy estimates are worked out at once."""
+        """Return the session's commands; energy estimates are computed at once."""
         commands: list[Command] = []
         for command in self.session.handle(event, self.now_s):
             if isinstance(command, EstimateEnergy):
@@ -104,7 +104,7 @@ class Bench:
         return self.do(RankMaxClock(RANK, max_clock))
 
     def run(self, number: int, *, duration_s: float = 0.1) -> list[Command]:
-        """A whole iteration: each computation for `duration_s`, as long a wait before it."""
+        """A whole iteration: each computation lasts `duration_s`, with an equal wait before it."""
         commands = self.iteration(Edge.BEGIN, number)
         for computation in self.order:
             self.now_s += duration_s
@@ -163,7 +163,7 @@ def refusal(commands: list[Command]) -> tuple[PlanRefusalReason, str]:
 
 
 def idle_from(bench: Bench) -> ScheduleClock:
-    """When a gap that has just begun turns out to be long, as long as no latency is known."""
+    """When a gap that has just begun turns out to be long, while no latency is known."""
     return ScheduleClock(None, pytest.approx(bench.now_s + 0.08))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of a session share."""
+"""Shared fixtures of the tests of a session."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.agent.rank.bench import Bench
 
 @pytest.fixture
 def bench() -> Bench:
-    """One whose rank is accepted."""
+    """A bench whose rank is accepted."""
     return Bench().accepted()

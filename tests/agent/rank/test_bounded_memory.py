@@ -1,4 +1,4 @@
-"""A year of training leaves no more in memory than a month: the session, and the ring of its telemetry."""
+"""A year of training takes no more memory than a month: the session, and the ring of its telemetry."""
 
 import gc
 from collections import deque
@@ -33,7 +33,7 @@ _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
 def object_count(root: object) -> int:
-    """All objects that can be reached from one, but for code."""
+    """All objects that can be reached from one, except code."""
     seen: set[int] = set()
     left = deque([root])
     while left:
@@ -46,7 +46,7 @@ def object_count(root: object) -> int:
 
 
 class Year:
-    """One rank, without anybody who acknowledges its telemetry; the counter moves, or not."""
+    """One rank whose telemetry is never acknowledged; the counter moves, or not."""
 
     def __init__(self, *, has_counter: bool) -> None:
         self.session = Session(RANK, GPU, is_registered=True)
@@ -130,7 +130,7 @@ def finished(number: int, computation_count: int) -> FinishedIteration:
     return FinishedIteration(begin_s, begin_s + 0.01, (each,) * computation_count, is_regular=True)
 
 
-def test_what_a_counter_that_has_stopped_does_not_tell_of_is_bounded_by_what_is_in_it() -> None:
+def test_with_a_stopped_counter_memory_is_bounded_by_iteration_content() -> None:
     sampler, request = Sampler(1), None
     for number in range(300):
         sampler.add(finished(number, 1000))
@@ -140,7 +140,7 @@ def test_what_a_counter_that_has_stopped_does_not_tell_of_is_bounded_by_what_is_
     assert sum(len(each.computations) for each in request.iterations) <= 32_768
 
 
-def test_so_is_what_waits_within_computations_cut_in_parts() -> None:
+def test_memory_is_bounded_for_computations_split_by_waits() -> None:
     sampler, request = Sampler(1), None
     waits_s = tuple((0.001 * part, 0.001 * part) for part in range(99))
     each = FinishedComputation(ORDER[0], 0.0, 0.1, 1000, is_pure=True, waits_s=waits_s)
@@ -152,8 +152,8 @@ def test_so_is_what_waits_within_computations_cut_in_parts() -> None:
     assert sum(each.part_count for each in request.iterations) <= 32_768
 
 
-def test_an_estimate_is_refreshed_however_long_a_plan_is_in_force() -> None:
-    """Each time so many iterations later, but never ever more rarely."""
+def test_an_estimate_is_refreshed_for_as_long_as_a_plan_is_in_force() -> None:
+    """Intervals grow, but never beyond the maximum."""
     sampler, requested = Sampler(1), []
     for number in range(20_000):
         sampler.add(finished(number, 1))

@@ -19,7 +19,7 @@ def test_a_plan_is_no_slower_with_latency(forward_s: float, latency_s: float) ->
     at_once = solver.replay_with_latency(problem, plan, 0.0)
     found = compare(each, stage_clocks(plan), latency_s, seeds=range(2))
     assert found.slowdown <= 0.002
-    # Close to what perfect predictions would cost.
+    # Close to the cost of perfect predictions.
     assert found.extra_energy <= replayed.energy_j / at_once.energy_j - 1 + 0.007
     assert found.on_clock_share >= replayed.share_on_clock - 0.07
 
@@ -35,8 +35,8 @@ def test_on_an_ideal_machine_nothing_is_lost_but_the_latency() -> None:
     assert found.on_clock_share == pytest.approx(replayed.share_on_clock, abs=0.01)
 
 
-def test_a_gpu_that_turns_slow_and_back_loses_no_time_to_its_clocks() -> None:
-    """Predictions are wrong for some iterations; what is late then is raised earlier soon."""
+def test_a_temporarily_slow_gpu_loses_no_time_to_its_clocks() -> None:
+    """Predictions are wrong for some iterations; soon, raises that were late come earlier."""
     each = job(0.050, microbatch_count=8)
     problem = pipeline(each)
     plan = solver.plan_at(problem, solver.fastest_clock_plan(problem).iteration_time_s)

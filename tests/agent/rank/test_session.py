@@ -1,4 +1,4 @@
-"""A session's life from its trainer's hello to its end, by exact command lists."""
+"""A session from its trainer's hello to its end, by exact command lists."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_a_refused_rank_is_announced_again_until_accepted() -> None:
     assert bench.after(MAX_JOIN_RETRY_S, Tick()) == []
 
 
-def test_a_rank_that_is_refused_over_and_over_asks_more_and_more_seldom() -> None:
+def test_a_repeatedly_refused_rank_is_announced_less_and_less_often() -> None:
     bench = Bench()
     bench.do(Connected(LEASE_S))
     waits_s = [bench.refused_for_s() for _ in range(6)]
@@ -78,24 +78,24 @@ def test_a_rank_that_is_refused_over_and_over_asks_more_and_more_seldom() -> Non
     assert bench.refused_for_s() == JOIN_RETRY_S, "another coordinator perhaps"
 
 
-def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to() -> None:
+def test_a_rank_is_announced_once_its_trainer_has_declared_its_job() -> None:
     bench = Bench(is_registered=False)
     announcement = [joined(-1, spec_fingerprint="work")]
     assert bench.do(Connected(LEASE_S)) == []
     assert bench.after(10 * JOIN_RETRY_S, Tick()) == []
     assert bench.do(TrainerSpecified("work")) == announcement
-    assert bench.do(TrainerSpecified("work")) == [], "said again, after it lost the agent"
+    assert bench.do(TrainerSpecified("work")) == [], "declared again, after it lost the agent"
     bench.do(Disconnected())
     assert bench.do(Connected(LEASE_S)) == announcement
 
 
-def test_what_a_trainer_says_before_there_is_a_coordinator_is_announced_later() -> None:
+def test_a_declaration_without_a_coordinator_is_announced_later() -> None:
     bench = Bench(is_registered=False)
     assert bench.do(TrainerSpecified("work")) == []
     assert bench.do(Connected(LEASE_S)) == [joined(-1, spec_fingerprint="work")]
 
 
-def test_a_plan_ends_with_what_it_was_made_for(bench: Bench) -> None:
+def test_a_plan_ends_with_its_specification(bench: Bench) -> None:
     bench.offer(1, 0, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
     assert bench.do(TrainerSpecified("other work")) == [
@@ -106,7 +106,7 @@ def test_a_plan_ends_with_what_it_was_made_for(bench: Bench) -> None:
     assert refusal(bench.offer(2, 5, Hold(1000)))[0] is PlanRefusalReason.UNKNOWN_RANK
 
 
-def test_reconnecting_announces_what_is_in_force(bench: Bench) -> None:
+def test_reconnecting_announces_the_plan_in_force(bench: Bench) -> None:
     bench.offer(1, 0, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
     assert bench.do(Disconnected()) == []
@@ -129,7 +129,7 @@ def test_a_refused_rank_goes_to_stock(bench: Bench) -> None:
     assert commands == [ResetClock(), in_force(0, 1)]
 
 
-def test_a_lease_that_runs_out_means_stock(bench: Bench) -> None:
+def test_an_expired_lease_means_stock(bench: Bench) -> None:
     bench.offer(1, 0, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
     assert bench.after(LEASE_S, Heard()) == []
@@ -139,7 +139,7 @@ def test_a_lease_that_runs_out_means_stock(bench: Bench) -> None:
     assert bench.iteration(Edge.BEGIN, 1) == []
 
 
-def test_a_lease_that_runs_out_while_disconnected_is_reported_afterwards(bench: Bench) -> None:
+def test_a_lease_that_expires_while_disconnected_is_reported_afterwards(bench: Bench) -> None:
     bench.offer(1, 0, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
     bench.do(Disconnected())
@@ -153,11 +153,11 @@ def test_a_lease_that_runs_out_while_disconnected_is_reported_afterwards(bench: 
 def test_a_pending_plan_has_a_lease_too(bench: Bench) -> None:
     bench.offer(1, 1, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
-    assert bench.after(LEASE_S + 0.1, Tick()) == [in_force(0, 1)]  # or it would be waited for
+    assert bench.after(LEASE_S + 0.1, Tick()) == [in_force(0, 1)]  # otherwise the session would wait for it
     assert bench.iteration(Edge.BEGIN, 1) == []
 
 
-def test_an_accepted_plan_that_can_not_be_kept_is_taken_back(bench: Bench) -> None:
+def test_an_accepted_plan_that_can_not_be_kept_is_withdrawn(bench: Bench) -> None:
     bench.offer(1, 1, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
     assert bench.do(SetNotPermitted("needs root")) == [in_force(0, 1)]
@@ -171,7 +171,9 @@ def test_an_accepted_plan_that_can_not_be_kept_is_taken_back(bench: Bench) -> No
         (GpuFailed("fell off the bus"), RankLeftReason.GPU_FAILED),
     ],
 )
-def test_every_end_resets_the_clock_and_says_why(bench: Bench, event: Event, reason: RankLeftReason) -> None:
+def test_every_end_resets_the_clock_and_reports_the_reason(
+    bench: Bench, event: Event, reason: RankLeftReason
+) -> None:
     bench.offer(1, 0, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
     assert bench.do(event) == [ResetClock(), Send(rank_left(RANK, reason))]

@@ -1,4 +1,4 @@
-"""Which clocks a session sets, and when, by exact command lists."""
+"""The clocks that a session sets, and when, by exact command lists."""
 
 import pytest
 
@@ -39,17 +39,17 @@ def test_raises_come_early_and_lowers_at_the_end(bench: Bench) -> None:
     assert bench.iteration(Edge.BEGIN, 1) == [SetClock(1000)]
 
 
-def test_an_evaluation_between_iterations_runs_at_stock_however_rare_it_is(bench: Bench) -> None:
+def test_even_a_rare_evaluation_between_iterations_runs_at_stock(bench: Bench) -> None:
     bench.offer(1, 0, stage(1000, 1200, 800, 1000))
     for number in range(8):
         assert ResetClock() not in bench.run(number, duration_s=0.03), "usual gaps are short"
         bench.do(Heard())
     bench.now_s += 5.0
     assert bench.iteration(Edge.BEGIN, 8) == [SetClock(1000)], "it was reset 80 ms after the end"
-    assert ResetClock() not in bench.run(8, duration_s=0.03), "and nothing is changed by it"
+    assert ResetClock() not in bench.run(8, duration_s=0.03), "and this changes nothing"
 
 
-def test_a_trainer_that_hangs_is_put_to_stock_and_taken_up_again(bench: Bench) -> None:
+def test_a_hung_trainer_goes_to_stock_and_is_resumed(bench: Bench) -> None:
     bench.offer(1, 0, stage(1000, 1000, 800, 800))
     for number in range(3):
         bench.run(number)
@@ -132,14 +132,14 @@ def clocks_of(commands: list[Command]) -> list[Command]:
     return [command for command in commands if isinstance(command, SetClock | ResetClock)]
 
 
-def test_after_two_iterations_that_differ_they_run_at_stock_until_one_is_to_order(bench: Bench) -> None:
+def test_after_two_irregular_iterations_they_run_at_stock_until_a_regular_one(bench: Bench) -> None:
     counted(bench, 0.0)
     bench.offer(1, 0, stage(1000, 1000, 800, 800))
     bench.run(0)
     for number in (1, 2):
         assert SetClock(1000) in other_iteration(bench, number), "it begins as planned"
     assert clocks_of(other_iteration(bench, 3)) == []
-    assert clocks_of(bench.run(4)) == [], "nobody knew that it would be to order"
+    assert clocks_of(bench.run(4)) == [], "it was not known that it would be regular"
     assert clocks_of(bench.iteration(Edge.BEGIN, 5)) == [SetClock(1000)]
     bench.now_s += 0.1
     (*_, message) = telemetry(counted(bench, 60.0))
@@ -185,7 +185,7 @@ def test_marks_of_another_iteration_are_ignored(bench: Bench) -> None:
         assert bench.iteration(edge, 2) == []
 
 
-def test_under_a_plan_that_is_known_raises_are_scheduled(bench: Bench) -> None:
+def test_under_a_known_plan_raises_are_scheduled(bench: Bench) -> None:
     bench.offer(1, 0, stage(1000, 1000, 1400, 1400))
     for _ in range(64):
         bench.do(ClockSet(1400, 1.010, 1.0, 1.0))

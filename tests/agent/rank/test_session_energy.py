@@ -1,4 +1,4 @@
-"""What a session finds out about energy from the counter."""
+"""A session's energy measurements from the counter."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from perseus.agent.rank.messages import Hold, Telemetry
 from tests.agent.rank.bench import F0, ORDER, Bench, clock_set, counted, telemetry
 
 
-def test_energy_is_told_of_what_is_computed_and_not_of_waits_within(bench: Bench) -> None:
+def test_energy_is_reported_of_computing_without_waits_within(bench: Bench) -> None:
     """300 W while computing and 100 W in waits, within computations and between them."""
     bench.offer(7, 0, Hold(1000))
     bench.do(clock_set(1000, bench.now_s))

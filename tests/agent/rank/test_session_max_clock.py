@@ -1,4 +1,4 @@
-"""A ceiling on a rank: it takes the place of stock where nothing is planned, and bounds what is measured."""
+"""A rank's maximum clock: it replaces stock where nothing is planned, and limits held clocks."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def clocks(commands: list[Command]) -> list[Command]:
 
 
 @pytest.mark.parametrize(("max_clock_mhz", "clock_mhz"), [(1000, 1000), (1199, 1000), (5000, 1400), (1, 800)])
-def test_a_rank_without_a_plan_has_the_highest_of_its_clocks_that_is_not_above(
+def test_a_rank_without_a_plan_runs_at_its_highest_clock_within_the_max_clock(
     bench: Bench, max_clock_mhz: int, clock_mhz: int
 ) -> None:
     assert bench.limit(max_clock_mhz) == [SetClock(clock_mhz)]
@@ -54,7 +54,7 @@ def test_a_rank_without_a_plan_has_the_highest_of_its_clocks_that_is_not_above(
     assert bench.limit(None) == [ResetClock()]
 
 
-def test_in_the_midst_of_an_iteration_too_which_then_shows_nothing(bench: Bench) -> None:
+def test_a_change_during_an_iteration_applies_and_voids_its_measurements(bench: Bench) -> None:
     counted(bench, 0.0)
     bench.run(0)
     bench.iteration(Edge.BEGIN, 1)
@@ -76,7 +76,7 @@ def test_offered_stock_is_at_the_max_clock(bench: Bench) -> None:
     assert bench.limit(800) == [SetClock(800)]
 
 
-def test_what_is_held_to_be_measured_is_no_higher_and_comes_back(bench: Bench) -> None:
+def test_held_clocks_are_limited_and_restored(bench: Bench) -> None:
     bench.offer(1, 0, Hold(1200))
     bench.iteration(Edge.BEGIN, 0)
     bench.mark(Edge.BEGIN, 0, F0)
@@ -85,7 +85,7 @@ def test_what_is_held_to_be_measured_is_no_higher_and_comes_back(bench: Bench) -
     assert bench.limit(None) == []
 
 
-def test_a_stage_plan_stays_as_it_is_and_is_not_touched(bench: Bench) -> None:
+def test_a_stage_plan_is_not_changed(bench: Bench) -> None:
     counted(bench, 0.0)
     bench.offer(1, 0, PLAN)
     bench.iteration(Edge.BEGIN, 0)
@@ -107,7 +107,7 @@ def test_an_iteration_that_leaves_its_order_falls_back_to_it(bench: Bench) -> No
     assert bench.mark(Edge.BEGIN, 0, B0, ordinal=0) == [SetClock(1000)]
 
 
-def test_a_gap_that_turns_out_long_is_spent_at_it(bench: Bench) -> None:
+def test_a_gap_that_turns_out_long_passes_at_it(bench: Bench) -> None:
     bench.limit(1000)
     bench.offer(1, 0, PLAN)
     (*_, idle) = clocks(bench.run(0))
@@ -115,7 +115,7 @@ def test_a_gap_that_turns_out_long_is_spent_at_it(bench: Bench) -> None:
     assert SetClock(1400) in bench.iteration(Edge.BEGIN, 1)
 
 
-def test_a_usual_gap_passes_at_the_clock_to_come_as_raising_it_would_be_late(bench: Bench) -> None:
+def test_a_usual_gap_passes_at_the_next_clock_because_a_raise_would_be_late(bench: Bench) -> None:
     bench.limit(1000)
     bench.offer(1, 0, stage(1400, 1400, 1400, 1400))
     for number in range(4):
@@ -124,10 +124,10 @@ def test_a_usual_gap_passes_at_the_clock_to_come_as_raising_it_would_be_late(ben
         bench.now_s += 0.2
     assert SetClock(1000) not in commands
     assert isinstance(commands[-1], ScheduleClock)
-    assert commands[-1].at_s > bench.now_s, "a gap that is longer than usual is for the ceiling"
+    assert commands[-1].at_s > bench.now_s, "a gap that is longer than usual passes at the maximum clock"
 
 
-def test_a_trainer_that_hangs_is_put_to_it(bench: Bench) -> None:
+def test_a_hung_trainer_goes_to_it(bench: Bench) -> None:
     bench.limit(800)
     bench.offer(1, 0, stage(1400, 1400, 1200, 1200))
     for number in range(3):
@@ -139,8 +139,8 @@ def test_a_trainer_that_hangs_is_put_to_it(bench: Bench) -> None:
     assert SetClock(800) in bench.after(0.3, Tick())
 
 
-def test_a_trainer_that_hangs_before_a_raise_that_was_scheduled_is_put_to_it(bench: Bench) -> None:
-    """Its computation had the ceiling's clock; the raise came by itself."""
+def test_a_trainer_that_hangs_before_a_scheduled_raise_goes_to_it(bench: Bench) -> None:
+    """Its computation was at the maximum clock; the raise came by itself."""
     bench.limit(800)
     bench.offer(1, 0, stage(800, 1400, 800, 1400))
     for number in range(4):
@@ -155,7 +155,7 @@ def test_a_trainer_that_hangs_before_a_raise_that_was_scheduled_is_put_to_it(ben
     assert SetClock(800) in bench.after(1.0, Tick())
 
 
-def test_a_refused_rank_keeps_what_it_is_told_with_the_refusal(bench: Bench) -> None:
+def test_a_refused_rank_keeps_the_max_clock_of_its_refusal(bench: Bench) -> None:
     bench.limit(1000)
     bench.offer(1, 0, PLAN)
     bench.run(0)
@@ -165,7 +165,7 @@ def test_a_refused_rank_keeps_what_it_is_told_with_the_refusal(bench: Bench) -> 
     assert bench.session.wanted_clock_mhz is None
 
 
-def test_a_rank_that_joins_again_is_told_anew(bench: Bench) -> None:
+def test_a_rank_that_joins_again_receives_it_again(bench: Bench) -> None:
     bench.limit(1000)
     bench.do(Disconnected())
     assert bench.session.wanted_clock_mhz == 1000, "the lease runs"
@@ -174,7 +174,7 @@ def test_a_rank_that_joins_again_is_told_anew(bench: Bench) -> None:
     assert bench.do(RankAccepted(RANK, ORDER)) == [ResetClock()]
 
 
-def test_another_order_is_run_at_it(bench: Bench) -> None:
+def test_another_order_runs_at_it(bench: Bench) -> None:
     other = (F0, F1)
     bench.do(RankAccepted(RANK, other, MaxClock(1000)))
     bench.order = other
@@ -205,7 +205,7 @@ def test_one_that_outlasts_the_lease_keeps_the_plan_with_it(bench: Bench) -> Non
     bench.do(Disconnected())
     bench.after(10 * LEASE_S, Tick())
     assert bench.session.has_plan
-    assert bench.session.wanted_clock_mhz == 1000, "nothing is computed"
+    assert bench.session.wanted_clock_mhz == 1000, "no computation runs"
     assert SetClock(1400) in bench.iteration(Edge.BEGIN, 1)
     (joined,) = bench.do(Connected(LEASE_S))
     assert isinstance(joined, Send)
@@ -214,7 +214,7 @@ def test_one_that_outlasts_the_lease_keeps_the_plan_with_it(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("end", [Finish(0), TrainerGone(), AgentStops(), GpuFailed("lost")], ids=str)
-def test_a_gpu_that_nobody_serves_any_more_ends_at_stock(bench: Bench, end: Finish) -> None:
+def test_a_gpu_that_is_no_longer_served_ends_at_stock(bench: Bench, end: Finish) -> None:
     bench.limit(1000, outlasts_lease=True)
     assert ResetClock() in bench.do(end)
 

@@ -1,4 +1,4 @@
-"""Which offers a session takes, and when they come into force, by exact command lists."""
+"""The offers that a session accepts, and when they come into force, by exact command lists."""
 
 import pytest
 
@@ -33,7 +33,7 @@ from tests.agent.rank.bench import (
 )
 
 
-def test_an_offer_comes_into_force_whole_at_its_start(bench: Bench) -> None:
+def test_an_offer_comes_into_force_as_a_whole_at_its_start(bench: Bench) -> None:
     assert bench.offer(1, 2, Hold(1000)) == [accepted(1, -1)]
     assert bench.run(0) == []
     assert bench.run(1) == []
@@ -63,7 +63,7 @@ def test_the_plan_in_force_offered_again_is_accepted_and_changes_nothing(bench: 
     bench.iteration(Edge.BEGIN, 0)
     bench.offer(2, 1, Hold(800))
     assert bench.offer(1, 0, Hold(1000)) == [accepted(1, 0)]
-    assert bench.iteration(Edge.BEGIN, 1) == [], "nor is the other pending any more"
+    assert bench.iteration(Edge.BEGIN, 1) == [], "the other is no longer pending"
 
 
 def test_an_offer_that_begins_too_early_is_refused(bench: Bench) -> None:
@@ -80,7 +80,7 @@ def test_an_offer_that_begins_too_early_is_refused(bench: Bench) -> None:
     ("clocks", "found"),
     [(Hold(900), (900,)), (stage(1400, 0, 800, 7), (0, 7))],
 )
-def test_a_foreign_clock_is_refused_by_name(
+def test_an_unsupported_clock_is_refused_by_name(
     bench: Bench, clocks: Hold | StageClocks, found: tuple[int, ...]
 ) -> None:
     (command,) = bench.offer(1, 0, clocks)

@@ -1,4 +1,4 @@
-"""The session under random marks, offers, losses and ends: whatever comes, its invariants hold."""
+"""The session under random marks, offers, losses and ends: its invariants always hold."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -45,7 +45,7 @@ ORDERS = (
     (Computation(Kind.FIXED, 0), Computation(Kind.FORWARD, 0)),
 )
 COMPUTATIONS = st.sampled_from([*ORDERS[0], *ORDERS[1]])
-# Random choices are weighted so that most sessions get somewhere: plans in force, iterations to order.
+# Random choices are weighted so that most sessions make progress: plans in force, regular iterations.
 CLOCKS = st.sampled_from([*GPU.supported_clocks_mhz * 6, 0, 999])
 ORDER_INDICES = st.sampled_from([0] * 6 + [1])
 LEASE_S = 3.0
@@ -53,7 +53,7 @@ MAX_CLOCKS = st.one_of(st.none(), st.builds(MaxClock, st.sampled_from([1400, 110
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """Drives one session and keeps, from its commands alone, what the outside believes."""
+    """Drives one session and tracks the outside view from its commands alone."""
 
     offers = Bundle("offers")
 
@@ -90,7 +90,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.clock_mhz, self.scheduled = self.scheduled.clock_mhz, None
         commands = self.session.handle(event, self.now_s)
         self.session.validate()
-        assert not (had_ended and commands), "nothing comes after the end"
+        assert not (had_ended and commands), "no command follows the end"
         for command in commands:
             match command:
                 case SetClock(clock_mhz):
@@ -134,7 +134,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.check_max_clock(event)
 
     def check_max_clock(self, event: Event) -> None:
-        """No clock is above the ceiling, but those of a stage plan that is in force, or about to be."""
+        """No clock is above the maximum clock, except those of a stage plan in force or pending."""
         match event:
             case RankAccepted() | RankRefused() | RankMaxClock():
                 self.max_clock = event.max_clock
@@ -145,7 +145,8 @@ class SessionMachine(RuleBasedStateMachine):
         stage_mhz = max(
             self.planned_mhz[plan.plan.version] if plan else 0 for plan in (plans.in_force, plans.pending)
         )
-        # A clock that was asked for in the gap for what comes next stays until that comes, or it is long.
+        # A clock that was requested in the gap for the next computation stays until it comes or the gap is
+        # long.
         is_in_gap = self.session._tracker.keeper._is_in_gap
         self.allowed_mhz = max(stage_mhz, self.allowed_mhz if is_in_gap else 0)
         if self.max_clock is None or self.observe or self.session.has_ended:

@@ -1,4 +1,4 @@
-"""What a session tells of the iterations that have ended."""
+"""A session's reports on finished iterations."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def run_with_waits(bench: Bench, *edges: Edge) -> list[Command]:
     return counted(bench, 85.0)
 
 
-def test_what_a_computation_waits_for_others_is_none_of_its_time(bench: Bench) -> None:
+def test_a_computations_waits_for_others_do_not_count_as_its_time(bench: Bench) -> None:
     counted(bench, 0.0)
     (message,) = telemetry(run_with_waits(bench, Edge.BEGIN, Edge.END, Edge.BEGIN, Edge.END))
     assert [row.duration_s for row in message.computations] == pytest.approx([0.3, 0.1, 0.1, 0.1])
@@ -88,14 +88,14 @@ def gaps(commands: list[Command]) -> list[tuple[float, float, float]]:
     ]
 
 
-def test_what_lies_between_iterations_is_measured(bench: Bench) -> None:
+def test_gaps_between_iterations_are_measured(bench: Bench) -> None:
     counted(bench, 0.0)  # at 100 s; 100 W from here on
     bench.run(0)  # until 100.8 s
     bench.do(clock_set(1000, bench.now_s + 0.1))
     bench.do(clock_set(1200, bench.now_s + 0.3))
     bench.do(ClockSet(None, bench.now_s + 0.5, bench.now_s + 0.49, bench.now_s + 0.49))
     bench.now_s += 0.1
-    assert gaps(counted(bench, 90.0)) == [(0.0, 0.0, 0.0)], "what was before the first is not known"
+    assert gaps(counted(bench, 90.0)) == [(0.0, 0.0, 0.0)], "the time before the first is unknown"
     bench.now_s += 59.9
     bench.run(1)
     bench.now_s += 0.1
@@ -104,7 +104,7 @@ def test_what_lies_between_iterations_is_measured(bench: Bench) -> None:
     assert (gap_s, gap_j, found_s) == pytest.approx((60.0, 6000.0, slowed_s), rel=0.01)
 
 
-def test_a_gap_whose_begin_is_not_known_is_none(bench: Bench) -> None:
+def test_a_gap_with_unknown_begin_is_zero(bench: Bench) -> None:
     counted(bench, 0.0)
     bench.run(0)
     bench.now_s += 5.0
@@ -122,7 +122,7 @@ def test_a_trainer_that_was_stopped_for_long_leaves_no_gap(bench: Bench) -> None
     assert gaps(counted(bench, 1e7))[-1] == (0.0, 0.0, 0.0)
 
 
-def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench: Bench) -> None:
+def test_throttling_is_reported_with_the_affected_iteration(bench: Bench) -> None:
     counted(bench, 0.0)
     for iteration in range(3):
         bench.run(iteration)
@@ -155,7 +155,7 @@ def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
     assert message.clocks.set_latency_count == 2
 
 
-def test_the_limits_that_were_read_last_are_told_with_telemetry_and_when_the_rank_is_announced(
+def test_the_latest_limits_are_sent_with_telemetry_and_announcements(
     bench: Bench,
 ) -> None:
     counted(bench, 0.0)
@@ -173,7 +173,7 @@ def test_the_limits_that_were_read_last_are_told_with_telemetry_and_when_the_ran
     assert (joined.gpu.power_limit_w, *joined.gpu.workload_power_profiles) == (250.0, 7)
 
 
-def test_a_counter_that_stands_still_is_not_waited_for_long(bench: Bench) -> None:
+def test_the_wait_for_a_stopped_counter_is_bounded(bench: Bench) -> None:
     counted(bench, 0.0)
     bench.now_s += 0.1
     counted(bench, 10.0)
@@ -236,27 +236,27 @@ def test_a_deviating_iteration_is_reported_as_irregular(bench: Bench) -> None:
     assert message.computations == ()
 
 
-def test_before_the_counter_is_watched_nothing_is_regular(bench: Bench) -> None:
+def test_before_the_counter_is_polled_no_iteration_is_regular(bench: Bench) -> None:
     bench.run(0)
     (message,) = telemetry(bench.after(COUNTER_WAIT_S, Tick()))
     assert message.iterations[0].is_regular is False
     assert message.iterations[0].energy_j == 0
 
 
-def test_times_come_from_no_future_and_never_go_back(bench: Bench) -> None:
+def test_times_are_never_in_the_future_and_never_go_back(bench: Bench) -> None:
     counted(bench, 0.0)
     bench.do(IterationMark(Edge.BEGIN, 0, int(1e18)))
     bench.now_s += 0.5
     bench.do(IterationMark(Edge.END, 0, int(1e18)))
     bench.do(IterationMark(Edge.BEGIN, 1, int(1e18)))
     bench.now_s += 0.5
-    bench.do(IterationMark(Edge.END, 1, 0))  # not after its begin: an iteration of no length is none
+    bench.do(IterationMark(Edge.END, 1, 0))  # not after its begin: an iteration of zero length does not count
     (message,) = telemetry(counted(bench, 50.0))
     assert [row.iteration for row in message.iterations] == [0]
     assert message.iterations[0].duration_s == pytest.approx(0.5)
 
 
-def test_relative_work_is_told_with_its_iteration() -> None:
+def test_relative_work_is_reported_with_its_iteration() -> None:
     bench = Bench().accepted()
     commands: list[Command] = []
     for number, permille in enumerate((0, 1250)):

@@ -1,4 +1,4 @@
-"""Urgent offers: in force at once, wherever an iteration is; and what they touch shows nothing."""
+"""Urgent offers come into force at once, at any point of an iteration, and void its measurements."""
 
 import pytest
 
@@ -37,27 +37,29 @@ def planned(bench: Bench) -> Bench:
     return bench
 
 
-def test_the_computation_under_way_gets_its_clock_at_once(planned: Bench) -> None:
+def test_the_current_computation_gets_its_clock_at_once(planned: Bench) -> None:
     planned.iteration(Edge.BEGIN, 2)
     planned.mark(Edge.BEGIN, 2, F0)
     assert planned.offer(2, 4, SLOW, is_urgent=True) == [accepted(2, 2), SetClock(1000), in_force(2, 2)]
     planned.mark(Edge.END, 2, F0)
-    assert planned.mark(Edge.BEGIN, 2, F1) == [SetClock(1000)], "as B0 is faster, and when it comes not known"
+    assert planned.mark(Edge.BEGIN, 2, F1) == [SetClock(1000)], (
+        "because B0 is faster, and its begin is unknown"
+    )
 
 
-def test_one_that_waits_for_others_gets_that_of_what_comes_next(planned: Bench) -> None:
+def test_a_waiting_gpu_gets_the_next_computations_clock(planned: Bench) -> None:
     planned.iteration(Edge.BEGIN, 2)
     planned.mark(Edge.BEGIN, 2, F0)
     planned.mark(Edge.END, 2, F0)
     assert SetClock(800) in planned.offer(2, 4, SLOW, is_urgent=True)
 
 
-def test_none_is_too_late(planned: Bench) -> None:
+def test_an_urgent_offer_is_never_too_late(planned: Bench) -> None:
     planned.iteration(Edge.BEGIN, 7)
     assert planned.offer(2, 3, SLOW, is_urgent=True)[-1] == in_force(2, 7)
 
 
-def test_between_iterations_it_is_in_force_and_the_next_one_is_not_touched(planned: Bench) -> None:
+def test_between_iterations_it_is_in_force_and_the_next_one_is_regular(planned: Bench) -> None:
     assert planned.offer(2, 4, SLOW, is_urgent=True) == [accepted(2, 1), in_force(2, 1)]
     planned.run(2)
     planned.now_s += 0.05
@@ -65,7 +67,7 @@ def test_between_iterations_it_is_in_force_and_the_next_one_is_not_touched(plann
     assert [(row.iteration, row.plan_version, row.has_clock_change) for row in rows][-1] == (2, 2, False)
 
 
-def test_it_takes_the_place_of_what_was_to_come(planned: Bench) -> None:
+def test_it_replaces_the_pending_plan(planned: Bench) -> None:
     planned.offer(2, 5, Hold(1200))
     planned.offer(3, 6, SLOW, is_urgent=True)
     planned.iteration(Edge.BEGIN, 6)
@@ -73,7 +75,7 @@ def test_it_takes_the_place_of_what_was_to_come(planned: Bench) -> None:
     assert planned.offer(3, 6, SLOW, is_urgent=True) == [accepted(3, 6)], "it is in force"
 
 
-def test_what_can_not_be_is_refused_all_the_same(planned: Bench) -> None:
+def test_invalid_urgent_offers_are_refused(planned: Bench) -> None:
     reason, _ = refusal(planned.offer(2, 4, Hold(1234), is_urgent=True))
     assert reason is PlanRefusalReason.CLOCK_NOT_SUPPORTED
     planned.do(RankRefused(RANK, "JOB_NOT_FOUND", ""))
@@ -81,7 +83,7 @@ def test_what_can_not_be_is_refused_all_the_same(planned: Bench) -> None:
     assert reason is PlanRefusalReason.UNKNOWN_RANK
 
 
-def test_an_iteration_that_left_its_order_goes_on_at_stock(planned: Bench) -> None:
+def test_an_iteration_that_left_its_order_stays_at_stock(planned: Bench) -> None:
     planned.iteration(Edge.BEGIN, 2)
     planned.mark(Edge.BEGIN, 2, B0, ordinal=0)
     assert planned.offer(2, 4, SLOW, is_urgent=True) == [accepted(2, 2), in_force(2, 2)]
@@ -103,9 +105,7 @@ def touched(bench: Bench, number: int, at: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(len(ORDER)))
-def test_the_iteration_that_it_touches_is_told_as_such_without_its_computations(
-    planned: Bench, at: int
-) -> None:
+def test_the_affected_iteration_is_reported_as_such_without_its_computations(planned: Bench, at: int) -> None:
     touched(planned, 2, at)
     planned.run(3)
     planned.now_s += 0.05
@@ -121,7 +121,7 @@ def test_the_iteration_that_it_touches_is_told_as_such_without_its_computations(
     assert rows[2].energy_j > 0, "it was used, and counts as such"
 
 
-def test_the_iteration_that_it_touches_is_in_no_energy_sample(planned: Bench) -> None:
+def test_the_affected_iteration_is_in_no_energy_sample(planned: Bench) -> None:
     requests: list[EstimateRequest] = []
     begun_s = 0.0
     for number in range(2, 20):
@@ -141,7 +141,7 @@ def test_the_iteration_that_it_touches_is_in_no_energy_sample(planned: Bench) ->
             assert all(each.begin_s > begun_s for each in request.iterations)
 
 
-def test_the_clocks_of_the_iteration_that_it_touches_are_in_no_statistics(planned: Bench) -> None:
+def test_the_affected_iterations_clocks_are_in_no_statistics(planned: Bench) -> None:
     counted(planned, 10.0)
     touched(planned, 2, at=1)
     planned.now_s += 0.05

@@ -1,4 +1,4 @@
-"""The baselines by hand, against the bound that nothing beats, and on published profiles."""
+"""The baselines by hand, against the lower bound, and on published profiles."""
 
 import pytest
 from hypothesis import given
@@ -22,14 +22,14 @@ def stage_clocks_mhz(plan: Plan) -> list[list[int]]:
     return [[p.clock_mhz for p in stage] for stage in plan.stages]
 
 
-def test_envpipe_leaves_what_is_off_the_critical_path_at_its_slowest_clock() -> None:
+def test_envpipe_leaves_computations_off_the_critical_path_at_their_slowest_clock() -> None:
     """The critical path is the envelope: stage 0's first forward, all of stage 1, stage 0's last backward."""
     plan = envpipe(small_pipeline())
     assert stage_clocks_mhz(plan) == [[1400, 1000, 1000, 1400], [1400] * 4]
     assert plan.iteration_time_s == fastest_clock_plan(small_pipeline()).iteration_time_s
 
 
-def test_envpipe_raises_step_by_step_what_is_on_the_critical_path() -> None:
+def test_envpipe_raises_the_critical_path_step_by_step() -> None:
     """With the stages swapped stage 0's first backward is critical at every clock but the highest."""
     light_first = small_pipeline()
     profiles = {(1 - stage, chunk, kind): some for (stage, chunk, kind), some in light_first.profiles.items()}
@@ -102,7 +102,7 @@ def test_envpipe_keeps_its_envelope_at_the_highest_clocks(pipeline: Pipeline) ->
 @pytest.mark.parametrize(
     ("gpu", "published_percent", "within"), [("a100-sxm", 14.079, 0.6), ("a40", 11.123, 0.05)]
 )
-def test_envpipe_saves_what_was_published(gpu: str, published_percent: float, within: float) -> None:
+def test_envpipe_saves_as_much_as_published(gpu: str, published_percent: float, within: float) -> None:
     """The published energies are those of a fitted curve; on the A40 it and the measured points agree."""
     pipeline = published_pipeline(gpu, 12)
     baseline, plan = fastest_clock_plan(pipeline), envpipe(pipeline)

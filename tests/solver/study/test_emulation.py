@@ -47,7 +47,7 @@ def test_pipelines_wait_for_the_straggler() -> None:
     assert straggler.stages[0][1] == EmulatedComputation(backward, 500, 6.0, 4.0, 100.0)
 
 
-def test_waiting_costs_what_it_costs_at_the_clock_that_is_held() -> None:
+def test_waiting_draws_the_power_of_the_held_clock() -> None:
     """Stage 0 holds its backward's 500 MHz from 1 to 3 s, stage 1 1000 MHz; at the end both hold 1000."""
     pipeline, plan = two_stages()
     waiting_power_w = ({1000: 16.0, 500: 8.0}, {1000: 20.0})

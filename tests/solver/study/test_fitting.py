@@ -94,7 +94,8 @@ def test_emulated_time_is_that_of_the_replay(transfers: Transfers, pipeline: Pip
 
 
 def test_planted_lags_and_fixed_times_are_recovered() -> None:
-    """What crosses a boundary upwards comes back down it, so only the sum of both lags shows in the times."""
+    """Transfers cross each boundary in both directions equally often, so only the sum of both lags shows in
+    the times."""
     schedule = with_load(one_forward_one_backward(3, 6))
     planted = FittedTimes({(0, 1): 0.02, (1, 2): 0.05}, {(1, 0): 0.03, (2, 1): 0.01}, {LOAD: 0.4})
     random = np.random.default_rng(7)
@@ -124,7 +125,7 @@ def planted_iterations(
 
 @pytest.mark.slow("each example is some dozen searches for lags")
 @given(lags_s=st.tuples(LAGS_S, LAGS_S, LAGS_S, LAGS_S), load_s=st.floats(0.0, 1.0), seed=st.integers(0, 999))
-def test_what_is_seen_of_overlapping_transfers_is_matched(
+def test_observed_overlapping_transfers_are_matched(
     lags_s: tuple[float, float, float, float], load_s: float, seed: int
 ) -> None:
     """Up to four fifths of these iterations are transfers.
@@ -143,12 +144,12 @@ def test_what_is_seen_of_overlapping_transfers_is_matched(
 @pytest.mark.parametrize(
     ("transfers", "seen_count"), [(Transfers.OVERLAPPING, 64), (Transfers.OCCUPYING, 16)]
 )
-def test_transfers_are_recovered_as_a_rule(transfers: Transfers, seen_count: int) -> None:
-    """Judged by iterations that were not seen.
+def test_transfers_are_usually_recovered(transfers: Transfers, seen_count: int) -> None:
+    """Tested on unseen iterations.
 
-    A path that is critical in none of those seen is told by none of them, which is why few of them leave one
-    in three of the overlapping ones off by 0.1 % or more. Which transfer of an occupying exchange is the
-    longer one is a choice besides: here and there the search is stuck.
+    A path that is critical in none of the seen iterations is not determined by them, so with few of them one
+    in three of the overlapping fits is off by 0.1 % or more. In addition, the fit must decide which transfer
+    of an occupying exchange is the longer one: here and there the search gets stuck.
     """
     errors = []
     for seed in range(5):
@@ -175,7 +176,7 @@ def test_transfers_are_recovered_as_a_rule(transfers: Transfers, seen_count: int
 def test_no_match_is_worse_than_one_grown_from_no_lags_alone(
     transfers: Transfers, seed: int, noise: float
 ) -> None:
-    """What is finer matches no worse than what is coarser, nor than what is found without other starts."""
+    """Finer fits match no worse than coarser ones, nor than those found without other starts."""
     random = np.random.default_rng(seed)
     lags_s = [random.uniform(0.0, 0.4) for _ in range(4)]
     planted = FittedTimes(
@@ -198,7 +199,7 @@ def test_no_match_is_worse_than_one_grown_from_no_lags_alone(
     lags_s=st.tuples(LAGS_S, LAGS_S, LAGS_S, LAGS_S),
     seed=st.integers(0, 999),
 )
-def test_it_is_all_the_same_how_stages_are_numbered(
+def test_fits_do_not_depend_on_the_numbering_of_stages(
     transfers: Transfers, stages: list[int], lags_s: tuple[float, float, float, float], seed: int
 ) -> None:
     def numbered(number: Sequence[int]) -> FittedTimes:
@@ -221,8 +222,8 @@ def test_it_is_all_the_same_how_stages_are_numbered(
     assert emulated_iteration_time_s(other, times_s, renamed) == iteration.iteration_time_s
 
 
-def test_what_matches_overlapping_transfers_is_not_taken_for_occupying() -> None:
-    """One stage has nobody to wait for: whatever transfers do explains it, so the simplest does."""
+def test_matches_of_overlapping_transfers_are_not_taken_for_occupying() -> None:
+    """One stage waits for no other: any kind of transfers explains it, so the simplest is chosen."""
     schedule = with_load(gpipe(1, 4))
     random = np.random.default_rng(7)
     plans = [random_times_s(schedule, random) for _ in range(8)]
@@ -242,7 +243,7 @@ def test_a_measured_fixed_time_is_not_sought() -> None:
 
 
 def test_nothing_is_fitted_below_zero() -> None:
-    """The iteration is said to be shorter than its computations."""
+    """The measured iteration is shorter than its computations."""
     schedule = with_load(gpipe(2, 1))
     times_s = {c: 1.0 for c in schedule.computations if c.kind is not Kind.FIXED}
     fitted = fit_times(schedule, [MeasuredIteration(times_s, 3.0)])
@@ -308,7 +309,7 @@ def measured_iterations(run: str) -> tuple[Schedule, list[MeasuredIteration]]:
     ],
 )
 def test_measured_iterations_are_matched(run: str, mean_error: float, worst_error: float) -> None:
-    """Fitted on every third plan, judged on the others. The larger runs are in the benchmarks."""
+    """Fitted to every third plan, tested on the others. The larger runs are in the benchmarks."""
     schedule, iterations = measured_iterations(run)
     fitted = fit_times(schedule, iterations[::3])
     judged = [iteration for n, iteration in enumerate(iterations) if n % 3]
@@ -320,7 +321,7 @@ def test_measured_iterations_are_matched(run: str, mean_error: float, worst_erro
     assert max(errors) <= worst_error
 
 
-def test_a_fit_says_how_far_it_is_off() -> None:
+def test_a_fit_reports_its_error() -> None:
     schedule = with_load(one_forward_one_backward(3, 6))
     planted = FittedTimes({(0, 1): 0.02, (1, 2): 0.05}, {(1, 0): 0.03, (2, 1): 0.01}, {LOAD: 0.4})
     random = np.random.default_rng(7)
@@ -333,8 +334,8 @@ def test_a_fit_says_how_far_it_is_off() -> None:
     assert max(map(abs, fitted.residuals)) < 1e-4
 
 
-def test_lags_that_foretell_nothing_are_left_out() -> None:
-    """Iterations are as long as they like: lags that match some of it would mean nothing."""
+def test_lags_without_predictive_value_are_left_out() -> None:
+    """Iteration times are random: lags that match some of them would mean nothing."""
     schedule = with_load(one_forward_one_backward(3, 6))
     random = np.random.default_rng(7)
     plans = [random_times_s(schedule, random) for _ in range(12)]

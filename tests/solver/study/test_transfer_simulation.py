@@ -1,4 +1,4 @@
-"""Simulated runs of which 40 % is transfers, and that fits foretell them whatever the transfers do."""
+"""Simulated runs with 40 % transfers, and fits that predict them for every kind of transfers."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SMALL = {"stage_count": 3, "microbatch_count": 10, "plan_count": 24, "step_count
 
 
 def held_out_errors(simulated: SimulatedRun) -> tuple[list[float], Transfers]:
-    """Fitted on every second plan, judged on the others."""
+    """Fitted to every second plan, tested on the others."""
     schedule = with_fixed_time(simulated.schedule)
     measured = [plan.measured for plan in simulated.plans]
     fitted = fit_times(schedule, measured[::2])
@@ -32,14 +32,15 @@ def test_a_seed_is_a_run() -> None:
 
 @pytest.mark.parametrize("is_blocking", [False, True])
 @pytest.mark.parametrize("transfer_share", [0.4, 0.6])
-def test_transfers_have_the_share_that_was_asked_for(is_blocking: bool, transfer_share: float) -> None:
+def test_transfers_have_the_requested_share(is_blocking: bool, transfer_share: float) -> None:
     simulated = simulate_run(1, Mechanisms(is_blocking), transfer_share, plan_count=1, step_count=1)
     assert transfer_share <= simulated.transfer_share <= transfer_share + 0.02
     assert len(simulated.plans[0].measured.times_s) == len(list(simulated.schedule.computations))
 
 
 def test_contention_is_in_measured_times() -> None:
-    """Measured while all hold their clock: longer than without, by less than if transfers never paused."""
+    """Measured while all hold their clock: longer than without contention, by less than with uninterrupted
+    transfers."""
     slow, free = (
         simulate_run(1, Mechanisms(contention=contention, noise=0.0), plan_count=1, step_count=1)
         for contention in (0.2, 0.0)
@@ -50,8 +51,9 @@ def test_contention_is_in_measured_times() -> None:
 
 
 @pytest.mark.slow("two simulated runs are fitted in both ways")
-def test_blocking_transfers_are_told_from_overlapping_ones() -> None:
-    """Without noise either simulation is explained to a thousandth, by paths that it knows nothing of."""
+def test_blocking_transfers_are_distinguished_from_overlapping_ones() -> None:
+    """Without noise, critical paths explain either simulation to a thousandth, though it does not use
+    them."""
     for is_blocking in (False, True):
         errors, transfers = held_out_errors(simulate_run(5, Mechanisms(is_blocking, noise=0.0), **SMALL))
         assert np.mean(errors) < 1e-3
@@ -69,6 +71,6 @@ def test_blocking_transfers_are_told_from_overlapping_ones() -> None:
         Mechanisms(has_fixed_costs=True),
     ],
 )
-def test_iterations_full_of_transfers_are_foretold_within_a_hundredth(mechanisms: Mechanisms) -> None:
+def test_iterations_full_of_transfers_are_predicted_within_a_hundredth(mechanisms: Mechanisms) -> None:
     errors, _ = held_out_errors(simulate_run(2, mechanisms, **SMALL))
     assert np.mean(errors) <= 0.01

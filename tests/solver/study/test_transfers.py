@@ -45,8 +45,8 @@ def test_an_exchange_keeps_both_stages_waiting() -> None:
     assert emulated_iteration_time_s(schedule, times_s, LAGS) == 1.5 + 2 + 2 + 3 + 3 + 0.25 + 3
 
 
-def test_a_late_receiver_holds_its_sender_up() -> None:
-    """Stage 0 goes on to its third forward once stage 1 has taken the second, so has done with the first."""
+def test_a_late_receiver_delays_its_sender() -> None:
+    """Stage 0 starts its third forward once stage 1 has received the second, so has finished the first."""
     schedule = gpipe(2, 3)
     arcs = lagged_arcs(schedule, Transfers.OCCUPYING)
     computations = list(schedule.computations)
@@ -70,7 +70,8 @@ def crossing() -> Schedule:
 
 
 def deadlocking() -> Schedule:
-    """Stage 0 begins a second forward before it takes what stage 1 has long sent: both wait for the other."""
+    """Stage 0 begins a second forward before it receives stage 1's earlier transfer: both wait for the
+    other."""
     f, b = Kind.FORWARD, Kind.BACKWARD
     first = [(f, 0, 0), (f, 1, 0), (f, 0, 1), (f, 1, 1), (b, 1, 1), (b, 0, 1), (b, 1, 0), (b, 0, 0)]
     second = [(f, 0, 1), (f, 0, 0), (f, 1, 1), (f, 1, 0), (b, 1, 0), (b, 0, 0), (b, 1, 1), (b, 0, 1)]
@@ -107,7 +108,7 @@ def test_paths_that_cross_may_exchange() -> None:
 
 
 def test_a_frontier_is_solved_with_transfers_that_occupy_stages() -> None:
-    """What transfers occupy is no slack that could be spent: plans keep their deadlines when replayed."""
+    """Time occupied by transfers is no usable slack: plans keep their deadlines when replayed."""
     pipeline = replace(
         small_pipeline(),
         schedule=one_forward_one_backward(2, 8),

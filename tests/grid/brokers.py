@@ -23,7 +23,7 @@ from tests.grid.isv import opened
 from tests.ports import free_port
 
 TOKEN = "password-of-all"
-"""What every client shows; a door as an OAuth2 token, with the user's name that the contract has for it."""
+"""The password of every client; a gateway sends it as an OAuth2 token with the contract's user name."""
 
 _START_TIMEOUT_S = 30.0
 _RUN = """
@@ -40,7 +40,7 @@ asyncio.run(main())
 
 
 class MqttBroker:
-    """amqtt, with the certificates of a demo. It can be stopped, and started again at the same place."""
+    """amqtt with a demo's certificates, which can be stopped and started again at the same address."""
 
     def __init__(self, security: Security, log: Path) -> None:
         self.port = free_port()
@@ -78,7 +78,7 @@ class MqttBroker:
             "certfile": str(self._security.coordinator_certificate),
             "keyfile": str(self._security.coordinator_key),
         }
-        # Nobody is anonymous: for such amqtt keeps no messages.
+        # No anonymous clients: amqtt keeps no messages for those.
         plugins = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(self._passwords)}}
         config = json.dumps({"listeners": {"default": listener}, "plugins": plugins})
         return [sys.executable, "-c", _RUN, config]
@@ -90,7 +90,7 @@ class MqttBroker:
             self._process = None
 
     def client(self, name: str) -> aiomqtt.Client:
-        """A client with a certificate of the demo's."""
+        """Return a client with one of the demo's certificates."""
         context = ssl.create_default_context(cafile=self._security.ca)
         context.load_cert_chain(self._security.client_certificate, self._security.client_key)
         return aiomqtt.Client(
@@ -105,7 +105,7 @@ class MqttBroker:
 
 
 class Mosquitto(MqttBroker):
-    """Eclipse Mosquitto, which keeps what was not acknowledged; amqtt forgets it after five seconds."""
+    """Eclipse Mosquitto, which keeps unacknowledged messages; amqtt drops them after five seconds."""
 
     PROGRAM = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
@@ -134,7 +134,7 @@ def running(broker: MqttBroker) -> Iterator[MqttBroker]:
 
 
 class Heard:
-    """All that doors publish, opened with their key, in the order in which it came."""
+    """Everything that gateways publish, verified with their key, in order of arrival."""
 
     def __init__(self, client: aiomqtt.Client, key: Key) -> None:
         self._client = client
@@ -150,17 +150,17 @@ class Heard:
             self._news.set()
 
     def statuses(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Envelopes of power states, and what was signed."""
+        """Return the envelopes and signed content of power states."""
         return [(envelope, data) for topic, envelope, data in self.messages if topic.endswith("/status")]
 
     def alerts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Envelopes of breach alerts, and what was signed."""
+        """Return the envelopes and signed content of breach alerts."""
         return [(envelope, data) for topic, envelope, data in self.messages if topic.endswith("/powerbreach")]
 
     async def status(
         self, is_it: Callable[[dict[str, Any], dict[str, Any]], bool], what: str, timeout_s: float = 30.0
     ) -> dict[str, Any]:
-        """Wait for a power state; return what was signed. Those that came before count, too."""
+        """Wait for a power state; return its signed content. Earlier ones count, too."""
         seen = 0
         try:
             async with asyncio.timeout(timeout_s):

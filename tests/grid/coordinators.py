@@ -1,4 +1,4 @@
-"""A real coordinator with feeds, at a place where it can be killed and started again."""
+"""A real coordinator with feeds, which can be killed and started again."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _START_TIMEOUT_S = 30.0
 
 
 class CoordinatorProcess:
-    """`perseus coordinator`, with a database that outlasts it."""
+    """`perseus coordinator` with a durable database."""
 
     def __init__(self, folder: Path, feeds: Mapping[str, object], **more: str) -> None:
         folder.mkdir(exist_ok=True)
@@ -36,7 +36,7 @@ class CoordinatorProcess:
         self.await_listening()
 
     def launch(self) -> None:
-        """Start it; it listens later."""
+        """Start it without waiting until it listens."""
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [
@@ -66,7 +66,7 @@ class CoordinatorProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """The identifier of the running process."""
         assert self._process is not None
         return self._process.pid
 

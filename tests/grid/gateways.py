@@ -1,4 +1,4 @@
-"""Doors in processes of their own, as an operator starts them."""
+"""Gateways in their own processes, as an operator starts them."""
 
 import json
 import os
@@ -23,7 +23,7 @@ NAME = "maxlps"
 
 
 def grid_token(security: Security, address: str, folder: Path) -> Path:
-    """A file with a token of scope grid."""
+    """Return a file with a token of scope grid."""
     request = token_service_pb2.CreateTokenRequest(name="grid", scope=token_service_pb2.SCOPE_GRID)
     with security.channels(address).open_blocking() as channel:
         answer = TokenServiceStub(channel).CreateToken(request, timeout=10)
@@ -38,7 +38,7 @@ class GatewayProcess:
     def __init__(self, folder: Path, security: Security, broker: str, coordinator: str, **more: str) -> None:
         folder.mkdir(exist_ok=True)
         self.keys = folder / "keys"
-        self.log = folder / "door.log"
+        self.log = folder / "gateway.log"
         self.state = folder / "state.db"
         self.key: Key
         signing_key, self.key = agent_key(folder)
@@ -66,7 +66,7 @@ class GatewayProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it has met both."""
+        """Start it, and wait until it is connected to both."""
         met = self.count("connected to the broker")
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -95,13 +95,13 @@ class GatewayProcess:
         return self._process.wait(15)
 
     def fill_disk(self) -> None:
-        """Let none of its files grow any more."""
+        """Stop all its files from growing."""
         assert self._process is not None
         size = self.state.with_name("state.db-wal").stat().st_size
         resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (size, size))
 
     def published(self) -> list[dict[str, Any]]:
-        """Its log. The last line may be half-written."""
+        """Return its log. The last line may be incomplete."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         found = []
         for line in lines:
@@ -115,7 +115,7 @@ class GatewayProcess:
         return sum(line["event"] == event for line in self.published())
 
     def wait_for(self, event: str, count: int = 1, timeout_s: float = 30.0) -> None:
-        """Wait until something was said so many times."""
+        """Wait until an event was logged `count` times."""
         deadline_s = time.monotonic() + timeout_s
         while self.count(event) < count:
             assert self._process is not None

@@ -20,7 +20,7 @@ def target_of(limit_w: float | None, **fields: Any) -> dict[str, Any]:
 
 
 class Sender:
-    """Somebody with a key of its own, whose public part lies in a folder for a door."""
+    """A sender with its own key, whose public part is in a gateway's folder."""
 
     def __init__(
         self, keys: Path, identifier: str = "acme-energy", *, role: str = "isv", rsa: bool = False
@@ -44,7 +44,7 @@ class Sender:
         return jws.serialize_compact({"alg": self.algorithm, "kid": self.kid}, content, self.key)
 
     def envelope(self, time_s: float, content: object, /, **changed: Any) -> dict[str, Any]:
-        """An envelope around what is signed; what is changed to None is left out."""
+        """Return an envelope around signed content; fields changed to None are omitted."""
         envelope = {
             "specversion": "1.0.2",
             "id": str(uuid.uuid4()),
@@ -61,14 +61,14 @@ class Sender:
 
 
 def agent_key(folder: Path) -> tuple[Path, ECKey]:
-    """The private key of a door in a file, and its public part."""
-    path = folder / "door.jwk"
-    private, public = new_key("door-1")
+    """Return a file with a gateway's private key, and the public key."""
+    path = folder / "gateway.jwk"
+    private, public = new_key("gateway-1")
     write_private(path, private)
     return path, ECKey.import_key(json.loads(public)["keys"][0])
 
 
 def opened(payload: bytes, key: Key) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The envelope of an event of a door, and what it has signed."""
+    """Return the envelope of a gateway's event, and its verified content."""
     envelope = json.loads(payload)
     return envelope, json.loads(jws.deserialize_compact(envelope["data"], key).payload)

@@ -1,4 +1,4 @@
-"""A door's process between a real broker with TLS and a real coordinator: every message has one answer."""
+"""A gateway's process between a real broker with TLS and a real coordinator: each message has one answer."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from perseus.v1.power_service_pb2_grpc import PowerServiceAsyncStub
 
 pytestmark = [
-    pytest.mark.slow("processes of a coordinator, a broker and a door start, and some of them once more"),
+    pytest.mark.slow("processes of a coordinator, a broker and a gateway start, and some of them restart"),
     pytest.mark.timeout(180),
 ]
 
@@ -34,7 +34,7 @@ FEEDS = {"hall-a": {"hosts": ["a-*"], "limit_w": 1e6}, "hall-b": {"hosts": ["b-*
 
 @dataclass
 class Site:
-    """What runs in a test."""
+    """The processes of a test."""
 
     coordinator: CoordinatorProcess
     broker: MqttBroker
@@ -47,7 +47,7 @@ class Site:
             yield PowerServiceStub(channel)
 
     async def budgets(self) -> list[power_service_pb2.Budget]:
-        """Those that have not ended."""
+        """Return the budgets that have not ended."""
         async with self.power() as power:
             listed = await power.ListBudgets(power_service_pb2.ListBudgetsRequest())
         over = (power_service_pb2.BUDGET_STATE_ENDED, power_service_pb2.BUDGET_STATE_CANCELLED)
@@ -55,7 +55,7 @@ class Site:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[tuple[aiomqtt.Client, Heard]]:
-        """A client of the energy provider's, and all that the door publishes meanwhile."""
+        """Yield the energy provider's client, and everything that the gateway publishes meanwhile."""
         async with self.broker.client(f"isv-{uuid.uuid4()}") as client:
             await client.subscribe(f"grid/v1/dsx-flex-agent/{NAME}/#", qos=2)
             heard = Heard(client, self.gateway.key)
@@ -78,7 +78,7 @@ def site_with(tmp_path: Path, kind: type[MqttBroker]) -> Iterator[Site]:
         with running(kind(coordinator.security, tmp_path / "broker.log")) as broker:
             coordinator.await_listening()
             gateway = GatewayProcess(
-                tmp_path / "door", coordinator.security, broker.address, coordinator.address
+                tmp_path / "gateway", coordinator.security, broker.address, coordinator.address
             )
             isv = Sender(gateway.keys)
             gateway.start()
@@ -99,7 +99,7 @@ def of(correlation_id: str) -> Any:
 
 
 async def until_it_is_published(site: Site, client: aiomqtt.Client, heard: Heard) -> None:
-    """A target becomes a budget, and is told under its correlation identifier."""
+    """Check that a target becomes a budget and is reported under its correlation identifier."""
     now_s = time.time()
     targets = [
         target_of(700e3, feed_tags=["hall-a"], interval={"end_time": moment(now_s + 600)}),
@@ -130,7 +130,7 @@ async def until_it_is_published(site: Site, client: aiomqtt.Client, heard: Heard
 
 
 async def test_every_message_has_one_answer(site: Site) -> None:
-    """Signed and impossible: a snapshot under its identifier. Whoever can't be known: a line in the log."""
+    """Signed but invalid messages get a snapshot under their identifier, unverified ones a log line."""
     async with site.listening() as (client, heard):
         await until_it_is_published(site, client, heard)
         lifted = site.isv.envelope(time.time(), {"targets": [target_of(None)]})
@@ -146,7 +146,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
         ),
         "sent in the future": isv.envelope(now_s + 3600, good),
         "sent longer ago": isv.envelope(now_s - 8 * 86400, good),
-        "a limit of 0 W": isv.envelope(now_s, {"targets": [target_of(0)]}),
+        "expected a limit above 0 W": isv.envelope(now_s, {"targets": [target_of(0)]}),
         "a feed that is not served": isv.envelope(now_s, {"targets": [target_of(1, feed_tags=["cellar"])]}),
     }
     older = isv.envelope(now_s - 60, {"targets": [target_of(8e5, interval={"start_time": moment(now_s)})]})
@@ -171,7 +171,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
         reported = [
             envelope.get("correlationid")
             for envelope, data in heard.statuses()
-            if not any("ramp" in feed["event"] for feed in data["feeds"].values())  # it answers nobody
+            if not any("ramp" in feed["event"] for feed in data["feeds"].values())  # it answers no message
         ]
         for sent in (*refused.values(), older):
             assert reported.count(sent["correlationid"]) == 1
@@ -179,7 +179,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
             data = await heard.status(of(sent["correlationid"]), "a refusal")
             targets = [target["correlation_id"] for target in data["feeds"]["hall-a"]["targets"]]
             assert sent["correlationid"] not in targets
-        assert reported.count(accepted["correlationid"]) == 2, "a duplicate is told of again"
+        assert reported.count(accepted["correlationid"]) == 2, "a duplicate is reported again"
         for wrong in nobody_s.values():
             assert isinstance(wrong, bytes) or wrong["correlationid"] not in reported
     lines = site.gateway.published()
@@ -205,7 +205,7 @@ async def test_nothing_is_lost_or_applied_twice_when_gateway_and_broker_and_coor
         await heard.status(of(first["correlationid"]), "the first target is told")
         (before,) = await site.budgets()
 
-        # What comes while the door is down waits in its session with the broker.
+        # While the gateway is down, messages wait in its session with the broker.
         site.gateway.kill()
         second = site.isv.envelope(time.time(), {"targets": [target_of(4e5, feed_tags=["hall-b"])]})
         for _ in range(2):
@@ -213,9 +213,9 @@ async def test_nothing_is_lost_or_applied_twice_when_gateway_and_broker_and_coor
         site.gateway.start()
         await heard.status(of(second["correlationid"]), "what came meanwhile is told")
     (again, other) = sorted(await site.budgets(), key=lambda budget: budget.feed)
-    assert (again, other.limit_w) == (before, 4e5), "the budget that was there is the same, untouched"
+    assert (again, other.limit_w) == (before, 4e5), "the existing budget is unchanged"
 
-    # What is accepted while the coordinator is down is asked for when it is back.
+    # Budgets for messages accepted while the coordinator is down are requested when it is back.
     site.coordinator.kill()
     site.gateway.wait_for("no coordinator")
     async with site.listening() as (client, heard):
@@ -236,7 +236,7 @@ async def test_nothing_is_lost_or_applied_twice_when_gateway_and_broker_and_coor
     found = sorted((budget.feed, budget.limit_w) for budget in await site.budgets())
     assert found == [("hall-a", 6e5), ("hall-b", 4e5)]
 
-    # A broker that comes back is met again.
+    # The gateway reconnects to a broker that is back.
     met = site.gateway.count("connected to the broker")
     site.broker.stop()
     site.gateway.wait_for("no broker")
@@ -248,7 +248,9 @@ async def test_nothing_is_lost_or_applied_twice_when_gateway_and_broker_and_coor
         await heard.status(of(fourth["correlationid"]), "the fourth target is told")
 
 
-async def test_what_cannot_be_kept_ends_the_gateway_and_is_delivered_again(tmp_path: Path) -> None:
+async def test_a_message_that_cannot_be_stored_ends_the_gateway_and_is_delivered_again(
+    tmp_path: Path,
+) -> None:
     with site_with(tmp_path, MqttBroker if Mosquitto.PROGRAM is None else Mosquitto) as site:
         async with site.listening() as (client, heard):
             site.gateway.fill_disk()
@@ -260,5 +262,5 @@ async def test_what_cannot_be_kept_ends_the_gateway_and_is_delivered_again(tmp_p
             assert "Traceback" not in text
             assert await site.budgets() == []
             site.gateway.start()
-            if Mosquitto.PROGRAM is not None:  # it keeps what was not acknowledged
+            if Mosquitto.PROGRAM is not None:  # it keeps unacknowledged messages
                 await heard.status(of(sent["correlationid"]), "it is delivered again")

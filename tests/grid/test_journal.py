@@ -1,4 +1,4 @@
-"""What outlasts a restart, in a real file."""
+"""The durable state, in a real file."""
 
 import sqlite3
 from dataclasses import replace
@@ -16,8 +16,8 @@ BREACH = Breach(
 )
 
 
-def test_what_was_kept_is_there_again_in_its_order(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "door.db"
+def test_stored_state_is_restored_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "gateway.db"
     sets = [message(3, target(None), target(0.5, NOW_S, NOW_S + 1, ["hall-ä"])), message(1, target(7))]
     journal = Journal(path)
     for some in [*sets, message(2, target(7))]:
@@ -36,9 +36,11 @@ def test_what_was_kept_is_there_again_in_its_order(tmp_path: Path) -> None:
 
 
 def test_a_second_gateway_on_the_same_file_is_refused(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "door.db")
-    with pytest.raises(JournalError, match="expected a file of this gateway alone, found: database is locked"):
-        Journal(tmp_path / "door.db")
+    journal = Journal(tmp_path / "gateway.db")
+    with pytest.raises(
+        JournalError, match="expected a file of this gateway alone, found: database is locked"
+    ):
+        Journal(tmp_path / "gateway.db")
     journal.close()
 
 
@@ -54,11 +56,11 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="not a database"):
         Journal(text)
     with pytest.raises(JournalError, match="can't be created"):
-        Journal(text / "below" / "door.db")
+        Journal(text / "below" / "gateway.db")
 
 
-def test_a_message_is_kept_once(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "door.db")
+def test_a_message_is_stored_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "gateway.db")
     journal.keep_targets(message(1, target(7)))
     with pytest.raises(JournalError, match="can't be written"):
         journal.keep_targets(message(1, target(7)))

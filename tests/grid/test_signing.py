@@ -1,4 +1,4 @@
-"""Signatures: who has signed is known by a key that speaks for nobody else."""
+"""Signatures: a key is valid for its sender only."""
 
 import hmac
 import json
@@ -16,12 +16,12 @@ from tests.grid.isv import Sender, agent_key
 
 
 @pytest.mark.parametrize("rsa", [False, True])
-def test_what_a_sender_has_signed_is_returned(tmp_path: Path, rsa: bool) -> None:
+def test_signed_content_is_returned(tmp_path: Path, rsa: bool) -> None:
     sender = Sender(tmp_path, rsa=rsa)
     assert SenderKeys(tmp_path).verified("isv", "acme-energy", sender.signed({"a": 1})) == b'{"a": 1}'
 
 
-def test_another_s_key_does_not_speak_for_a_sender(tmp_path: Path) -> None:
+def test_another_senders_key_is_refused(tmp_path: Path) -> None:
     Sender(tmp_path)
     other = Sender(tmp_path, "volt")
     other.kid = "acme-energy-1"
@@ -34,7 +34,7 @@ def test_another_s_key_does_not_speak_for_a_sender(tmp_path: Path) -> None:
         keys.verified("isv", "../isv/volt", other.signed({}))
 
 
-def test_what_was_changed_after_it_was_signed_is_refused(tmp_path: Path) -> None:
+def test_content_changed_after_signing_is_refused(tmp_path: Path) -> None:
     sender = Sender(tmp_path)
     header, _, signature = sender.signed({"a": 1}).split(".")
     _, forged, _ = sender.signed({"a": 2}).split(".")
@@ -43,7 +43,7 @@ def test_what_was_changed_after_it_was_signed_is_refused(tmp_path: Path) -> None
 
 
 def test_a_message_does_not_choose_its_algorithm(tmp_path: Path) -> None:
-    """Neither none, nor a MAC with the public key as its secret."""
+    """It can choose neither none, nor a MAC with the public key as its secret."""
     sender = Sender(tmp_path, rsa=True)
     keys = SenderKeys(tmp_path)
     assert isinstance(sender.key, RSAKey)
@@ -58,7 +58,7 @@ def test_a_message_does_not_choose_its_algorithm(tmp_path: Path) -> None:
         keys.verified("isv", "acme-energy", b".".join((header, content, signature)).decode())
 
 
-def test_unknown_keys_and_no_jws_are_refused(tmp_path: Path) -> None:
+def test_unknown_keys_and_invalid_jws_are_refused(tmp_path: Path) -> None:
     sender = Sender(tmp_path)
     keys = SenderKeys(tmp_path)
     sender.kid = "acme-energy-2"
@@ -88,7 +88,7 @@ def test_a_renewed_key_counts_at_once(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_of_keys_that_is_none_is_named(tmp_path: Path, content: str, message: str) -> None:
+def test_the_error_names_an_invalid_key_file(tmp_path: Path, content: str, message: str) -> None:
     sender = Sender(tmp_path)
     sender.kid = "k"
     path = tmp_path / "isv" / "acme-energy.json"
@@ -98,7 +98,7 @@ def test_a_file_of_keys_that_is_none_is_named(tmp_path: Path, content: str, mess
     assert str(caught.value).startswith(str(path))
 
 
-def test_a_short_key_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_file_of_a_short_key(tmp_path: Path) -> None:
     sender = Sender(tmp_path)
     with pytest.warns(SecurityWarning):
         short = RSAKey.generate_key(1024, {"kid": sender.kid})
@@ -110,7 +110,7 @@ def test_a_short_key_is_named(tmp_path: Path) -> None:
         SenderKeys(tmp_path).verified("isv", "acme-energy", sender.signed({}))
 
 
-def test_a_gateway_signs_with_its_own_key_which_nobody_else_may_read(tmp_path: Path) -> None:
+def test_a_gateway_signs_with_a_key_that_only_its_user_can_read(tmp_path: Path) -> None:
     path, public = agent_key(tmp_path)
     assert jws.deserialize_compact(Signer(path).sign(b"{}"), public).payload == b"{}"
     path.chmod(0o644)

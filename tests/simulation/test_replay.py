@@ -1,4 +1,4 @@
-"""Replays on a small pipeline: what is drawn, done and said."""
+"""Replays on a small pipeline: power, progress and statuses."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def fleet(*jobs: ReplayedJob, hours: float = 2.0) -> Fleet:
     return Fleet(0.0, hours * HOUR_S, {"a": Feed("a")}, jobs, noise=0.0)
 
 
-def test_a_job_left_alone_does_what_its_plan_for_no_slowdown_does(frontier: Frontier) -> None:
+def test_a_job_without_budgets_follows_its_plan_for_no_slowdown(frontier: Frontier) -> None:
     totals = replay(fleet(job(frontier))).totals["x"]
     stock_s = frontier.baseline.iteration_time_s
     assert totals.iteration_count == pytest.approx(2 * HOUR_S / stock_s)
@@ -44,7 +44,7 @@ def test_a_job_left_alone_does_what_its_plan_for_no_slowdown_does(frontier: Fron
     assert totals.stock_energy_j / totals.iteration_count == pytest.approx(2 * frontier.baseline.energy_j)
 
 
-def test_the_same_seed_is_the_same_replay(frontier: Frontier) -> None:
+def test_the_same_seed_gives_the_same_replay(frontier: Frontier) -> None:
     noisy = replace(fleet(job(frontier)), noise=0.02, seed=7)
     one, other = replay(noisy), replay(noisy)
     assert one.powers_w["x"].tolist() == other.powers_w["x"].tolist()
@@ -81,7 +81,7 @@ def test_a_budget_that_is_cancelled_ends(frontier: Frontier) -> None:
     assert np.isinf(done.limits_w["a"][after]).all()
 
 
-def test_a_budget_below_what_tolerances_allow_is_said_not_to_be_kept(frontier: Frontier) -> None:
+def test_a_budget_below_the_tolerances_is_reported_as_not_kept(frontier: Frontier) -> None:
     strict = replace(job(frontier), tolerance_percent=1.0)
     limited = replace(fleet(strict), budgets=[ReplayedBudget(budget(0.5, strict.stock_power_w), 0.0)])
     message = [status for _, status in replay(limited).statuses if not status.is_compliant]
@@ -99,7 +99,7 @@ def test_a_straggler_slows_its_job_and_leaves_it_less_power(frontier: Frontier) 
 
 
 def carbon(hours: int) -> Signal:
-    """Clean by night."""
+    """Return a signal that is clean at night."""
     values = [100.0 if hour % 24 < 12 else 400.0 for hour in range(hours)]
     return Signal(SignalKind.CARBON, [hour * HOUR_S for hour in range(hours)], values)
 

@@ -1,4 +1,4 @@
-"""Scenarios: read from TOML and JSON, and one clear line for whatever is wrong."""
+"""Scenarios from TOML and JSON, and one clear line for each error."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert scenario.signals[0].kind is SignalKind.CARBON
 
 
-def test_json_says_the_same(tmp_path: Path) -> None:
+def test_json_and_toml_are_equivalent(tmp_path: Path) -> None:
     content = {
         "start": "2022-01-01T00:00:00Z",
         "duration_h": 2,
@@ -69,7 +69,7 @@ BUDGET = '[[budgets]]\nbudget_id = "b"\nbegin_h = 1\n'
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_names_the_place(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ScenarioError) as caught:
         read_scenario(path)
@@ -77,6 +77,6 @@ def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, message
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=r"none\.toml: can't be read: No such file"):
         read_scenario(tmp_path / "none.toml")

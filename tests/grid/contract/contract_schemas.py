@@ -1,4 +1,4 @@
-"""The contract's own schemas, where the published contract lies beside the checkout."""
+"""The contract's own schemas, if the published contract lies beside the checkout."""
 
 from datetime import datetime
 from functools import cache
@@ -21,7 +21,7 @@ FORMATS = Draft202012Validator.FORMAT_CHECKER
 
 
 def is_moment(found: object) -> bool:
-    """The library checks it with another library only."""
+    """Check a date-time: the library needs another library for that."""
     if isinstance(found, str):
         assert datetime.fromisoformat(found).tzinfo is not None
     return True
@@ -32,12 +32,12 @@ FORMATS.checks("date-time", raises=(ValueError, AssertionError))(is_moment)
 
 @cache
 def validator(schema: str) -> Draft202012Validator:
-    """Checks against one of `components/schemas`, formats of times and identifiers included."""
+    """Return a validator for one of `components/schemas` that also checks formats."""
     content: dict[str, Any] = yaml.safe_load(CONTRACT.read_text())
     reference = {"$ref": f"#/components/schemas/{schema}", "components": content["components"]}
     return Draft202012Validator(reference, format_checker=FORMATS)
 
 
 def problems(schema: str, message: object) -> list[str]:
-    """What is wrong with a message."""
+    """Return the violations in a message."""
     return [f"{error.json_path}: {error.message}" for error in validator(schema).iter_errors(message)]

@@ -1,4 +1,4 @@
-"""What comes in is read as the contract says, and nothing else is; its own schemas are the judge."""
+"""Exactly the messages of the contract are accepted, judged by its own schemas."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def read(sender: Sender, data: object, /, **changed: Any) -> TargetSet:
     return read_load_targets(read_envelope(payload, LOAD_TARGET_SET), json.dumps(data).encode())
 
 
-def test_a_message_is_read_with_what_it_leaves_out(sender: Sender) -> None:
+def test_a_message_is_read_with_defaults_for_omitted_fields(sender: Sender) -> None:
     interval = {"start_time": "2027-01-15T18:00:00+01:00", "end_time": "2027-01-15T18:00:00.5Z"}
     reported = read(
         sender,
@@ -77,7 +77,9 @@ def test_a_message_is_read_with_what_it_leaves_out(sender: Sender) -> None:
         ({"correlationid": "evt-7"}, "correlationid: String should match pattern"),
     ],
 )
-def test_an_envelope_that_is_none_says_where(sender: Sender, changed: dict[str, Any], message: str) -> None:
+def test_the_error_for_an_invalid_envelope_names_the_field(
+    sender: Sender, changed: dict[str, Any], message: str
+) -> None:
     with pytest.raises(MalformedError) as caught:
         read(sender, {"targets": [target_of(1)]}, **changed)
     assert str(caught.value).startswith(message)
@@ -118,7 +120,9 @@ def test_an_envelope_that_is_none_says_where(sender: Sender, changed: dict[str, 
         ),
     ],
 )
-def test_load_targets_that_are_none_say_where(sender: Sender, data: object, message: str) -> None:
+def test_the_error_for_invalid_load_targets_names_the_field(
+    sender: Sender, data: object, message: str
+) -> None:
     with pytest.raises(MalformedError) as caught:
         read(sender, data)
     assert str(caught.value).startswith(message)
@@ -134,7 +138,7 @@ def test_load_targets_that_are_none_say_where(sender: Sender, data: object, mess
         (b" " * (MAX_MESSAGE_BYTES + 1), f"expected {MAX_MESSAGE_BYTES} bytes at most"),
     ],
 )
-def test_what_is_no_json_is_refused(payload: bytes, message: str) -> None:
+def test_invalid_json_is_refused(payload: bytes, message: str) -> None:
     with pytest.raises(MalformedError, match=message):
         read_envelope(payload, LOAD_TARGET_SET)
 
@@ -154,7 +158,7 @@ TIMES = st.one_of(
 
 
 def fields(**known: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with any of the fields."""
+    """Return a strategy for objects with any of the fields."""
     return st.fixed_dictionaries({}, optional=known)
 
 
@@ -176,8 +180,8 @@ CONTENTS = st.one_of(ANYTHING, fields(targets=st.lists(TARGETS, max_size=3) | AN
 
 @needs_contract
 @given(CONTENTS)
-def test_whatever_is_read_is_within_the_contract_and_whatever_is_not_is_refused(content: object) -> None:
-    """Refused beyond the schema: a limit of 0, ends before starts, times without an offset, and sizes."""
+def test_exactly_the_messages_within_the_contract_are_accepted(content: object) -> None:
+    """Beyond the schema, a limit of 0, ends before starts, times without an offset, and sizes are refused."""
     envelope = read_envelope(ENVELOPE, LOAD_TARGET_SET)
     try:
         reported = read_load_targets(envelope, json.dumps(content).encode())
@@ -225,14 +229,14 @@ GOOD_TARGETS = st.fixed_dictionaries(
 
 @needs_contract
 @given(st.fixed_dictionaries({"targets": st.lists(GOOD_TARGETS, min_size=1, max_size=4)}))
-def test_whatever_the_contract_allows_is_read(content: dict[str, Any]) -> None:
+def test_every_message_that_the_contract_allows_is_accepted(content: dict[str, Any]) -> None:
     assert problems("SetLoadTargetData", content) == []
     reported = read_load_targets(read_envelope(ENVELOPE, LOAD_TARGET_SET), json.dumps(content).encode())
     assert len(reported.targets) == len(content["targets"])
 
 
 @given(st.one_of(st.binary(max_size=200), st.integers(0, len(ENVELOPE)).map(lambda end: ENVELOPE[:end])))
-def test_no_bytes_make_it_fail_otherwise(payload: bytes) -> None:
+def test_no_bytes_raise_any_other_error(payload: bytes) -> None:
     try:
         read_envelope(payload, LOAD_TARGET_SET)
     except MalformedError:

@@ -1,4 +1,4 @@
-"""Everything that a door publishes is what the contract's own schemas say."""
+"""Everything that a gateway publishes matches the contract's own schemas."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ def snapshot(event: FeedEvent, since_s: float | None) -> FeedSnapshot:
 
 
 def written(event_type: str, content: dict[str, Any], correlation_id: str | None = None) -> dict[str, Any]:
-    """An envelope as it goes out, with what is signed in place of the JWS: the schema allows both."""
+    """Return a published envelope with the signed content in place of the JWS: the schema allows both."""
     payload = write_envelope(
         event_id=uuid4(9),
         agent="maxlps",
@@ -52,7 +52,7 @@ def written(event_type: str, content: dict[str, Any], correlation_id: str | None
 @needs_contract
 @pytest.mark.parametrize("since_s", [None, NOW_S])
 @pytest.mark.parametrize("event", FeedEvent)
-def test_a_power_state_is_the_contract_s(event: FeedEvent, since_s: float | None) -> None:
+def test_a_power_state_matches_the_contract(event: FeedEvent, since_s: float | None) -> None:
     content = json.loads(write_data(status(PublishStatus({"hall-a": snapshot(event, since_s)}, NOW_S))))
     assert problems("PowerStateStatusData", content) == []
     assert problems("PowerStateStatusEvent", written(POWER_STATE_STATUS, content)) == []
@@ -95,7 +95,7 @@ def reported(**changed: Any) -> dict[str, Any]:
 @needs_contract
 @pytest.mark.parametrize("best_effort", [False, True])
 @pytest.mark.parametrize("state", BreachStatus)
-def test_a_breach_is_the_contract_s(state: BreachStatus, best_effort: bool) -> None:
+def test_a_breach_matches_the_contract(state: BreachStatus, best_effort: bool) -> None:
     resolved_s = NOW_S + 9 if state is BreachStatus.RESOLVED else None
     content = reported(status=state, best_effort=best_effort, resolved_s=resolved_s)
     assert problems("PowerBreachAlertData", content) == []
@@ -104,7 +104,7 @@ def test_a_breach_is_the_contract_s(state: BreachStatus, best_effort: bool) -> N
     assert ("resolved_at" in content["breach"]) == (state is BreachStatus.RESOLVED)
 
 
-def test_hints_name_nodes_of_jobs_to_pause_first_and_stop_nobody_for_best_effort() -> None:
+def test_hints_name_nodes_of_jobs_to_pause_first_and_stop_no_job_for_best_effort() -> None:
     hints = reported()["shed_hints"]
     assert [(hint["resource_id"], hint["action"], hint["priority"]) for hint in hints] == [
         ("a-1", "suspend", 1),
@@ -121,7 +121,7 @@ def test_only_an_escalated_breach_asks_for_nodes_to_be_shut_down() -> None:
     assert reported(status=escalated, best_effort=True)["infrastructure_actions"] == []
 
 
-def test_an_envelope_says_who_and_what(tmp_path: object) -> None:
+def test_an_envelope_has_its_sender_and_subject(tmp_path: object) -> None:
     envelope = written(POWER_BREACH_ALERT, {}, uuid4(2))
     assert (envelope["source"], envelope["subject"]) == ("//grid/v1/dsx-flex-agent/maxlps", "powerbreach")
     assert (envelope["traceparent"], envelope["tracestate"]) == (TRACE.traceparent, TRACE.tracestate)

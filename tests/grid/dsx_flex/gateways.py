@@ -1,4 +1,4 @@
-"""A door in the machine's tests: identifiers that can be read, targets in few words."""
+"""A gateway for tests of the state machine, with readable identifiers and short targets."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ TRACE = Trace("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "vendor
 
 
 def uuid4(number: int) -> str:
-    """The n-th identifier."""
+    """Return the n-th identifier."""
     return f"00000000-0000-4000-8000-{number:012d}"
 
 
@@ -45,7 +45,7 @@ def message(number: int, *targets: Target, sent_s: float = NOW_S, sender: str = 
 
 
 def reading(feed: str = "hall-a", **fields: object) -> FeedReading:
-    """A feed of one megawatt that nothing limits, and that draws 900 kW."""
+    """Return an unlimited feed of one megawatt that draws 900 kW."""
     found = FeedReading(
         feed=feed,
         maximum_w=1e6,
@@ -62,7 +62,7 @@ def reading(feed: str = "hall-a", **fields: object) -> FeedReading:
 
 
 class Coordinator:
-    """Has budgets as the real one does, so many at most, and lives as long as its object."""
+    """A coordinator in memory, with a maximum of budgets like the real one."""
 
     def __init__(self, maximum: int = 256) -> None:
         self.maximum = maximum
@@ -84,7 +84,7 @@ class Coordinator:
         return self.known[budget_id]
 
     def limit_w(self, feed: str, at_s: float) -> float:
-        """The lowest of the budgets in force."""
+        """Return the lowest limit of the budgets in force."""
         limits = (
             each.budget.limit_w
             for each in self.known.values()
@@ -96,7 +96,7 @@ class Coordinator:
 
 
 class Driven:
-    """A door with a coordinator, as the process drives it."""
+    """A gateway with a coordinator, driven as the process does."""
 
     def __init__(
         self, gateway: Gateway, coordinator: Coordinator, *feeds: FeedReading, now_s: float = NOW_S
@@ -107,7 +107,7 @@ class Driven:
         self.commands += gateway.handle(BudgetsListed(coordinator.known), now_s)
 
     def receive(self, some: TargetSet, now_s: float = NOW_S) -> list[Command]:
-        """A message comes, and the coordinator is asked for what follows."""
+        """Receive a message, and make the resulting requests to the coordinator."""
         return self.gateway.handle(TargetsReceived(some), now_s) + self.reconcile(now_s)
 
     def reconcile(self, now_s: float = NOW_S) -> list[Command]:

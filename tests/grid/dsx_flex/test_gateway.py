@@ -1,4 +1,4 @@
-"""The door's machine: each message gets one answer, and budgets follow from all that was accepted."""
+"""The gateway's state machine: each message gets one answer, and budgets follow from all accepted ones."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def driven() -> Driven:
     return Driven(new_gateway(), Coordinator())
 
 
-def test_a_target_is_kept_then_asked_for_and_told_once_the_budget_is_there(driven: Driven) -> None:
+def test_a_target_is_stored_then_requested_and_reported_once_its_budget_is_set(driven: Driven) -> None:
     some = message(1, target(700, NOW_S, NOW_S + 3600))
     commands = driven.gateway.handle(TargetsReceived(some), NOW_S)
     assert [type(each).__name__ for each in commands] == ["KeepTargets", "AskForBudgets", "Answer"]
@@ -70,8 +70,8 @@ def test_a_target_is_kept_then_asked_for_and_told_once_the_budget_is_there(drive
     assert driven.reconcile() == []
 
 
-def test_a_limit_stays_until_what_replaces_it_is_in_force(driven: Driven) -> None:
-    """The coordinator may refuse it: a sender has only so many budgets."""
+def test_a_limit_stays_until_its_replacement_is_in_force(driven: Driven) -> None:
+    """The coordinator may refuse the replacement, as budgets are limited."""
     driven.receive(message(1, target(700, NOW_S, NOW_S + 3600)))
     (before,) = driven.coordinator.known
     driven.gateway.handle(TargetsReceived(message(2, target(200, NOW_S, NOW_S + 3600))), NOW_S)
@@ -92,7 +92,7 @@ def test_a_limit_stays_until_what_replaces_it_is_in_force(driven: Driven) -> Non
         (message(1, target(700, feeds=["hall-a"]), target(700, feeds=["cellar"])), Verdict.UNKNOWN_FEED),
     ],
 )
-def test_what_is_refused_changes_nothing_and_is_told_under_its_correlation_identifier(
+def test_a_refused_message_changes_nothing_and_is_reported_under_its_correlation_identifier(
     driven: Driven, some: TargetSet, verdict: Verdict
 ) -> None:
     commands = driven.receive(some)
@@ -106,7 +106,7 @@ def test_what_is_refused_changes_nothing_and_is_told_under_its_correlation_ident
 
 
 def slots(number: int, first: int, count: int, limit_kw: float = 50.0, sender: str = "acme") -> TargetSet:
-    """One message with a target for each of so many quarters of an hour."""
+    """Return a message with targets for consecutive quarters of an hour."""
     times = [(NOW_S + 900 * slot, NOW_S + 900 * (slot + 1)) for slot in range(first, first + count)]
     return message(number, *(target(limit_kw, *each) for each in times), sender=sender)
 
@@ -121,7 +121,7 @@ def test_no_sender_takes_the_budgets_of_another(driven: Driven) -> None:
     assert len(kept) <= MAX_BUDGETS // 2 + 1
 
 
-def test_what_counts_soon_is_a_budget_before_what_counts_later() -> None:
+def test_pieces_that_start_soon_get_budgets_first() -> None:
     driven = Driven(new_gateway(), Coordinator(maximum=10_000))
     for number in range(5):
         commands = driven.receive(slots(number, 64 * (4 - number), 64))
@@ -139,7 +139,7 @@ def test_what_counts_soon_is_a_budget_before_what_counts_later() -> None:
         assert len(current) <= MAX_BUDGETS
 
 
-def test_senders_that_came_early_make_way_for_what_counts_now(driven: Driven) -> None:
+def test_early_senders_make_way_for_present_targets(driven: Driven) -> None:
     for number in range(5):
         for part in range(4):
             driven.receive(slots(4 * number + part, 1 + 64 * part, 64, sender=f"early-{number}"))
@@ -150,7 +150,7 @@ def test_senders_that_came_early_make_way_for_what_counts_now(driven: Driven) ->
     assert len(current) <= MAX_BUDGETS
 
 
-def test_what_counts_now_is_a_budget_on_every_feed() -> None:
+def test_a_present_target_has_a_budget_on_every_feed() -> None:
     driven = Driven(new_gateway(), Coordinator(), *(reading(f"hall-{number}") for number in range(150)))
     driven.receive(slots(1, 1, 3))
     (*_, reported) = statuses(driven.receive(message(2, target(100), sent_s=NOW_S + 1)))
@@ -174,7 +174,7 @@ def test_a_limit_that_is_raised_for_a_long_time_is_raised_at_once() -> None:
         assert driven.coordinator.limit_w("hall-3", now_s) == (200e3 if hour < 48 else 100e3)
 
 
-def test_a_sender_has_so_many_targets_and_so_many_messages_in_an_hour(
+def test_a_senders_targets_and_messages_per_hour_are_limited(
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway, "MAX_TARGETS", 5 * 64)
@@ -189,7 +189,7 @@ def test_a_sender_has_so_many_targets_and_so_many_messages_in_an_hour(
     assert answer.verdict is Verdict.TOO_MANY
 
 
-def test_a_look_at_a_feed_costs_no_more_than_its_targets(
+def test_a_reading_costs_no_more_than_its_feeds_targets(
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(4):
@@ -205,21 +205,21 @@ def test_a_look_at_a_feed_costs_no_more_than_its_targets(
     assert 0 < sum(asked_counts) <= 2 * 256
 
 
-def test_a_target_that_is_not_kept_is_told_as_not_active_and_again_once_it_is() -> None:
+def test_a_target_without_a_budget_is_reported_as_not_active_and_again_once_it_is() -> None:
     driven = Driven(new_gateway(), Coordinator(maximum=0))
     some = message(1, target(700))
     (reported,) = statuses(driven.receive(some))
     assert reported.correlation_id == some.correlation_id
     assert [is_active for _, is_active in reported.feeds["hall-a"].targets] == [False]
     assert not reported.feeds["hall-a"].is_compliant
-    assert statuses(driven.reconcile(NOW_S + 1)) == [], "it was told"
+    assert statuses(driven.reconcile(NOW_S + 1)) == [], "it was reported already"
     driven.coordinator.maximum = 256
     (reported,) = statuses(driven.reconcile(NOW_S + 2))
     assert reported.correlation_id == some.correlation_id
     assert reported.feeds["hall-a"].event is FeedEvent.TARGET_SET
 
 
-def test_a_limit_of_nothing_is_refused_under_its_correlation_identifier(driven: Driven) -> None:
+def test_a_limit_of_0_watts_is_refused_under_its_correlation_identifier(driven: Driven) -> None:
     some = message(1, target(0))
     commands = driven.receive(some)
     assert [each.verdict for each in answers(commands)] == [Verdict.NO_POWER]
@@ -240,7 +240,7 @@ def test_a_clock_that_jumps_ahead_and_back_ends_no_target(driven: Driven) -> Non
     assert driven.coordinator.limit_w("hall-a", NOW_S + 9) == 600e3
 
 
-def test_a_duplicate_is_told_of_again_and_sets_nothing(driven: Driven) -> None:
+def test_a_duplicate_is_reported_again_and_sets_nothing(driven: Driven) -> None:
     some = message(1, target(700))
     driven.receive(some)
     commands = driven.receive(some, NOW_S + 9)
@@ -249,14 +249,14 @@ def test_a_duplicate_is_told_of_again_and_sets_nothing(driven: Driven) -> None:
     assert len(driven.coordinator.calls) == 1
 
 
-def test_an_older_message_that_comes_late_does_not_replace_a_newer_one(driven: Driven) -> None:
+def test_an_older_message_that_arrives_late_does_not_replace_a_newer_one(driven: Driven) -> None:
     driven.receive(message(2, target(600, NOW_S + 5), sent_s=NOW_S + 5), NOW_S + 6)
     commands = driven.receive(message(1, target(800, NOW_S + 5)), NOW_S + 7)
     assert [each.verdict for each in answers(commands)] == [Verdict.SUPERSEDED]
     assert driven.coordinator.limit_w("hall-a", NOW_S + 8) == 600e3
 
 
-def test_a_null_cancels_and_is_told(driven: Driven) -> None:
+def test_a_null_cancels_and_is_reported(driven: Driven) -> None:
     driven.receive(message(1, target(700)))
     lifting = message(2, target(None, NOW_S + 5), sent_s=NOW_S + 5)
     (reported,) = statuses(driven.receive(lifting, NOW_S + 5))
@@ -265,7 +265,7 @@ def test_a_null_cancels_and_is_told(driven: Driven) -> None:
     assert driven.coordinator.limit_w("hall-a", NOW_S + 5) == math.inf
 
 
-def test_a_restarted_gateway_asks_for_nothing_that_is_there(driven: Driven) -> None:
+def test_a_restarted_gateway_requests_no_existing_budget(driven: Driven) -> None:
     kept = [message(1, target(700)), message(2, target(600, NOW_S + 60, NOW_S + 90), sent_s=NOW_S + 1)]
     for some in kept:
         driven.receive(some, NOW_S + 1)
@@ -275,7 +275,7 @@ def test_a_restarted_gateway_asks_for_nothing_that_is_there(driven: Driven) -> N
     assert driven.coordinator.calls == []
 
 
-def test_what_came_while_the_coordinator_was_away_is_asked_for_when_it_is_back(driven: Driven) -> None:
+def test_budgets_are_requested_when_the_coordinator_is_back(driven: Driven) -> None:
     driven.gateway.handle(CoordinatorLost(), NOW_S)
     some = message(1, target(700))
     assert statuses(driven.receive(some)) == []
@@ -285,7 +285,7 @@ def test_what_came_while_the_coordinator_was_away_is_asked_for_when_it_is_back(d
     assert [each.correlation_id for each in statuses(driven.reconcile(NOW_S + 9))] == [some.correlation_id]
 
 
-def test_a_budget_that_an_operator_has_cancelled_stays_so(driven: Driven) -> None:
+def test_a_budget_cancelled_by_an_operator_stays_cancelled(driven: Driven) -> None:
     driven.receive(message(1, target(700)))
     (budget_id,) = driven.coordinator.known
     driven.coordinator.cancel(budget_id)
@@ -297,7 +297,7 @@ def test_a_budget_that_an_operator_has_cancelled_stays_so(driven: Driven) -> Non
     assert not reported.feeds["hall-a"].is_compliant
 
 
-def test_budgets_of_others_and_of_messages_unknown_are_left_alone() -> None:
+def test_budgets_of_others_and_of_unknown_messages_are_left_alone() -> None:
     coordinator = Coordinator()
     first = Driven(new_gateway(), coordinator)
     first.receive(message(1, target(700)))
@@ -306,7 +306,7 @@ def test_budgets_of_others_and_of_messages_unknown_are_left_alone() -> None:
     assert forgetful.gateway.changes(NOW_S).unknown == tuple(coordinator.known)
 
 
-def test_heartbeats_come_unless_something_else_was_told(driven: Driven) -> None:
+def test_heartbeats_come_unless_something_else_was_published(driven: Driven) -> None:
     assert len(statuses(driven.commands)) == 1
     assert statuses(driven.gateway.handle(Tick(), NOW_S + 29)) == []
     (reported,) = statuses(driven.gateway.handle(Tick(), NOW_S + 30))
@@ -315,7 +315,7 @@ def test_heartbeats_come_unless_something_else_was_told(driven: Driven) -> None:
     assert driven.gateway.handle(Tick(), NOW_S + 90) == []
 
 
-def test_ramps_are_told_from_their_begin_to_their_end(driven: Driven) -> None:
+def test_ramps_are_reported_from_their_beginning_to_their_end(driven: Driven) -> None:
     some = message(1, target(700, NOW_S, NOW_S + 60))
     driven.receive(some)
     ramping = reading(limit_w=7e5, power_cap_w=8e5, in_transition=True)
@@ -343,8 +343,8 @@ def test_ramps_are_told_from_their_begin_to_their_end(driven: Driven) -> None:
     ]
 
 
-def test_a_target_is_told_to_be_set_before_the_ramp_that_it_leads_to(driven: Driven) -> None:
-    """The feed may be read before the coordinator has answered the budget."""
+def test_a_target_is_reported_before_its_ramp(driven: Driven) -> None:
+    """A reading may arrive before the coordinator's answer to the budget."""
     some = message(1, target(700, NOW_S, NOW_S + 60))
     reported = statuses(driven.gateway.handle(TargetsReceived(some), NOW_S))
     ramping = reading(limit_w=7e5, power_cap_w=8e5, in_transition=True)
@@ -368,7 +368,7 @@ def breaching(judged_kw: float) -> FeedRead:
 
 def test_a_breach_is_active_then_escalated_then_resolved_under_one_identifier(driven: Driven) -> None:
     driven.receive(message(1, target(700)))
-    driven.gateway.handle(breaching(710), NOW_S)  # 1.4 % above is none
+    driven.gateway.handle(breaching(710), NOW_S)  # 1.4 % above is no breach
     for second in range(1, 5):
         assert alerts(driven.gateway.handle(breaching(730), NOW_S + second)) == []
     reported = alerts(driven.gateway.handle(breaching(730), NOW_S + 6))
@@ -406,7 +406,7 @@ def test_nothing_is_a_breach_on_the_way_down(driven: Driven) -> None:
         assert alerts(driven.gateway.handle(FeedRead(down), NOW_S + second)) == []
 
 
-def test_an_open_breach_is_told_again_after_a_restart() -> None:
+def test_an_open_breach_is_published_again_after_a_restart() -> None:
     some = message(1, target(700))
     coordinator = Coordinator()
     Driven(new_gateway(), coordinator).receive(some)
@@ -436,7 +436,7 @@ def test_a_feed_without_a_capacity_is_not_served() -> None:
     assert [each.verdict for each in answers(commands)] == [Verdict.UNKNOWN_FEED]
 
 
-def test_messages_are_forgotten_when_nothing_follows_from_them_any_more(driven: Driven) -> None:
+def test_messages_are_forgotten_when_they_have_no_effect_any_more(driven: Driven) -> None:
     open_one = message(1, target(700))
     lifting = message(2, target(None, NOW_S + 5), sent_s=NOW_S + 5)
     short = message(3, target(600, NOW_S + 6, NOW_S + 60), sent_s=NOW_S + 6)
@@ -445,7 +445,7 @@ def test_messages_are_forgotten_when_nothing_follows_from_them_any_more(driven: 
     assert driven.gateway.handle(Tick(), NOW_S + MEMORY_S - 1) != []  # a heartbeat
     late_s = NOW_S + MEMORY_S + 10
     assert not any(isinstance(each, ForgetTargets) for each in driven.gateway.handle(Tick(), late_s - 3700))
-    for second in range(0, 3700, 100):  # the clock is not believed at once where it was far off
+    for second in range(0, 3700, 100):  # after a jump, the clock is not trusted at once
         driven.gateway.handle(Tick(), late_s - 3700 + second)
     forgotten = [
         event_id
@@ -471,7 +471,7 @@ MESSAGES = st.lists(
 
 @settings(deadline=None)
 @given(MESSAGES, st.integers(0, 5))
-def test_no_limit_of_a_sender_rises_because_a_budget_is_refused(
+def test_a_refused_budget_raises_no_limit(
     drawn: list[tuple[int | None, int, int | None, int]], maximum: int
 ) -> None:
     driven = Driven(new_gateway(), Coordinator(maximum))
@@ -496,7 +496,7 @@ def test_no_limit_of_a_sender_rises_because_a_budget_is_refused(
 def test_restarts_and_duplicates_change_no_limit(
     drawn: list[tuple[int | None, int, int | None, int]], restarts: list[bool], random: object
 ) -> None:
-    """Whatever is restarted in between, limits are those of a door that was never."""
+    """With any restarts in between, limits are those of a gateway that was never restarted."""
     history = [
         message(
             number,
@@ -517,7 +517,7 @@ def test_restarts_and_duplicates_change_no_limit(
     for some, is_restarted in zip(arriving, restarts, strict=False):
         commands = driven.gateway.handle(TargetsReceived(some), NOW_S)
         kept += [each.some for each in commands if isinstance(each, KeepTargets)]
-        if is_restarted:  # before anything was asked for
+        if is_restarted:  # before any request
             driven = Driven(new_gateway(kept), coordinator)
         driven.reconcile(NOW_S)
     assert len({some.event_id for some in kept}) == len(kept)

@@ -1,4 +1,4 @@
-"""Which target counts when: against the plain rule, moment by moment."""
+"""Which target applies when, against the plain rule, moment by moment."""
 
 import math
 
@@ -31,7 +31,7 @@ def histories(draw: st.DrawFn) -> list[TargetSet]:
 
 
 def plainly_w(history: list[TargetSet], feed: str, at_h: float) -> float:
-    """The limit at a moment: of each sender what was sent last for it, and the lowest of those."""
+    """Return the limit at a moment: the lowest of each sender's newest targets for it."""
     limits = []
     for sender in {some.sender for some in history}:
         own = [some for some in history if some.sender == sender]
@@ -47,7 +47,7 @@ def plainly_w(history: list[TargetSet], feed: str, at_h: float) -> float:
 
 
 @given(histories())
-def test_at_every_moment_the_newest_of_each_sender_counts_and_of_those_the_lowest(
+def test_at_every_moment_the_lowest_of_each_senders_newest_target_applies(
     history: list[TargetSet],
 ) -> None:
     found = pieces(history, FEEDS)
@@ -67,7 +67,7 @@ def test_the_order_of_arrival_does_not_matter(history: list[TargetSet], random: 
     assert pieces(shuffled, FEEDS) == pieces(history, FEEDS)
 
 
-def test_an_open_target_comes_back_after_a_newer_one_has_ended() -> None:
+def test_an_open_target_applies_again_after_a_newer_one_has_ended() -> None:
     history = [
         message(1, target(700, NOW_S)),
         message(2, target(600, NOW_S + 60, NOW_S + 120), sent_s=NOW_S + 1),
@@ -81,7 +81,7 @@ def test_an_open_target_comes_back_after_a_newer_one_has_ended() -> None:
     ]
 
 
-def test_a_null_ends_what_its_own_sender_asked_for_and_nothing_of_others() -> None:
+def test_a_null_lifts_only_its_own_senders_targets() -> None:
     history = [
         message(1, target(700)),
         message(2, target(800), sender="volt"),
@@ -93,7 +93,7 @@ def test_a_null_ends_what_its_own_sender_asked_for_and_nothing_of_others() -> No
     ]
 
 
-def test_what_lies_outside_of_intervals() -> None:
+def test_parts_outside_intervals() -> None:
     assert without((0, 10), [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
     assert without((0, 10), [(0, 10)]) == []
     assert without((4, 10), [(0, 2)]) == [(4, 10)]

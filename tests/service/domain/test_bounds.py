@@ -1,4 +1,4 @@
-"""What the doors let in: bounds of numbers and texts, and regular iterations of the registered order only."""
+"""Input checks: bounds of numbers and texts, and regular iterations in the registered order only."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_a_number_out_of_bounds_is_refused(value: float) -> None:
     assert (caught.value.field, caught.value.expected, caught.value.found) == ("a.b", "0 to 10", str(value))
 
 
-def test_both_bounds_are_let_in() -> None:
+def test_both_bounds_are_accepted() -> None:
     check_range("a", 0, 0, 2**53)
     check_range("a", 2**53, 0, 2**53)
     with pytest.raises(InvalidFieldError, match="expected 0 to 9007199254740992, found 9007199254740993"):
@@ -40,7 +40,7 @@ def test_a_text_that_is_too_long_or_not_printable_is_refused(text: str) -> None:
         check_text("a", text, minimum=1, maximum=3)
 
 
-def test_other_texts_and_sizes_are_let_in() -> None:
+def test_other_texts_and_sizes_are_accepted() -> None:
     assert check_text("a", "é 1", minimum=1, maximum=3) == "é 1"
     check_size("a", 3, 3)
     with pytest.raises(InvalidFieldError, match="a: expected at most 3 of them, found 4"):
@@ -48,7 +48,7 @@ def test_other_texts_and_sizes_are_let_in() -> None:
 
 
 def flagged(iterations: list[tuple[int, bool]]) -> TelemetryBatch:
-    """A batch of whole iterations, regular or not as told."""
+    """Return a batch of whole iterations, each regular or not as given."""
     whole = batch(1, [number for number, _ in iterations], 1, 0.8, order=ORDER)
     is_regular = [flag for _, flag in iterations]
     return whole._replace(iterations=whole.iterations._replace(is_regular=is_regular))
@@ -67,10 +67,10 @@ flags = st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=4, unique
 
 
 @given(flags, st.data())
-def test_regular_iterations_hold_just_the_registered_order(
+def test_regular_iterations_have_exactly_the_registered_order(
     iterations: list[tuple[int, bool]], data: st.DataObject
 ) -> None:
-    """Against the plain rule: of each regular iteration the computations, one by one."""
+    """Compare with the plain rule: the computations of each regular iteration, one by one."""
     reported = flagged(iterations)
     count = len(reported.computations.iteration)
     index = list(range(count))
@@ -108,7 +108,7 @@ def test_regular_iterations_hold_just_the_registered_order(
             reported.check_order(Order(ORDER))
 
 
-def test_the_first_difference_is_told() -> None:
+def test_the_error_names_the_first_difference() -> None:
     reported = flagged([(7, True)])
     kinds = list(reported.computations.kind)
     kinds[2] = KINDS.index(Kind.FIXED)

@@ -1,4 +1,4 @@
-"""What one principal may take: the pace of messages, and what is too large by itself."""
+"""Limits of one principal: the rate of messages, and the size of a single input."""
 
 import math
 from itertools import pairwise
@@ -13,14 +13,12 @@ from tests.service.service_fakes import make_spec
 
 ARRIVALS = st.lists(
     st.tuples(st.floats(0.0, 3.0), st.integers(1, 40)), min_size=1, max_size=60
-)  # seconds since the one before, and messages
+)  # seconds since the previous one, and the number of messages
 RATES = st.floats(0.5, 5000.0)
 
 
 @given(RATES, ARRIVALS)
-def test_no_stretch_of_time_sees_more_than_the_rate_and_one_burst(
-    rate: float, arrivals: list[tuple[float, int]]
-) -> None:
+def test_no_interval_exceeds_the_rate_plus_one_burst(rate: float, arrivals: list[tuple[float, int]]) -> None:
     bucket, now_s = TokenBucket(rate), 100.0
     passed: list[tuple[float, int]] = []
     for pause_s, count in arrivals:
@@ -34,14 +32,14 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_burst(
         total = 0
         for last in range(first, len(passed)):
             total += passed[last][1]
-            # The first of a stretch may have waited for those before it: it counts from where it was due.
+            # The first of an interval may have waited for earlier ones: it counts from when it was due.
             allowed = rate * (times[last] - times[first] + 1.0) + passed[first][1]
             assert total <= allowed * (1 + 1e-9) + 1e-6
 
 
 @given(st.floats(40.0, 5000.0), ARRIVALS)
-def test_who_keeps_to_the_rate_never_waits(rate: float, arrivals: list[tuple[float, int]]) -> None:
-    """What comes at once is no more than a burst here."""
+def test_messages_within_the_rate_never_wait(rate: float, arrivals: list[tuple[float, int]]) -> None:
+    """Arrivals at one moment are no more than a burst here."""
     bucket, now_s = TokenBucket(rate), 0.0
     for pause_s, count in arrivals:
         now_s += pause_s + count / rate
@@ -49,7 +47,7 @@ def test_who_keeps_to_the_rate_never_waits(rate: float, arrivals: list[tuple[flo
 
 
 @given(RATES, st.integers(1, 200))
-def test_a_burst_passes_at_once_and_all_after_it_at_the_rate(rate: float, more: int) -> None:
+def test_a_burst_passes_at_once_and_later_messages_at_the_rate(rate: float, more: int) -> None:
     bucket = TokenBucket(rate)
     burst = math.floor(rate)
     if burst:
@@ -59,7 +57,7 @@ def test_a_burst_passes_at_once_and_all_after_it_at_the_rate(rate: float, more: 
         assert wait_s == pytest.approx(max(0.0, number / rate - 1.0), abs=1e-6)
 
 
-def test_what_is_too_large_by_itself_names_its_field() -> None:
+def test_the_error_for_a_too_large_input_names_its_field() -> None:
     limits = Limits(limit_ranks=8, limit_computations=100, limit_batch_rows=10)
     limits.check_job(make_spec(pipelines=4, stages=2, microbatches=25))
     with pytest.raises(InvalidFieldError, match=r"parallelism: expected at most 8 ranks.*found 10"):

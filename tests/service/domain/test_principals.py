@@ -1,4 +1,4 @@
-"""Who may do what: grants, and tokens that are valid, wrong, expired or revoked."""
+"""Grants, and tokens that are valid, wrong, expired or revoked."""
 
 from dataclasses import replace
 
@@ -68,14 +68,14 @@ def test_a_text_is_a_grant_or_is_refused(text: str) -> None:
         ("agent:a-*,b@node-1,gpu*", Grant(Scope.AGENT, ("a-*", "b"), ("node-1", "gpu*"))),
     ],
 )
-def test_grants_as_the_configuration_has_them(text: str, grant: Grant) -> None:
+def test_grants_are_parsed_as_in_the_configuration(text: str, grant: Grant) -> None:
     assert Grant.parse(text) == grant
 
 
 @pytest.mark.parametrize(
     "text", ["", "agent", "agent:", "agent:A", "reader:a", "operator:*", "root", "agent:[a]"]
 )
-def test_what_is_no_grant_is_refused(text: str) -> None:
+def test_an_invalid_grant_is_refused(text: str) -> None:
     with pytest.raises(InvalidFieldError):
         Grant.parse(text)
 
@@ -86,7 +86,7 @@ def test_an_agent_has_no_more_patterns_than_allowed() -> None:
         Grant(Scope.AGENT, ("a",) * (MAX_PATTERN_COUNT + 1)).check()
 
 
-def test_a_token_is_found_by_what_it_is_and_by_nothing_else() -> None:
+def test_a_token_is_found_only_by_its_secret() -> None:
     registry = TokenRegistry([TOKEN])
     assert registry.find("perseus_secret", 100.0) is TOKEN
     for wrong in ("perseus_secre", "perseus_secret ", "", TOKEN.digest, TOKEN.name, "\ud800"):
@@ -104,7 +104,7 @@ def test_a_token_ends_when_it_expires_or_is_revoked() -> None:
         registry.find("perseus_secret", 150.0)
 
 
-def test_a_token_that_is_replaced_is_known_no_more() -> None:
+def test_a_replaced_token_is_unknown() -> None:
     registry = TokenRegistry([TOKEN])
     registry.put(replace(TOKEN, digest=digest_of("perseus_other")))
     assert registry.find("perseus_other", 100.0).name == "ci"
@@ -114,6 +114,6 @@ def test_a_token_that_is_replaced_is_known_no_more() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "-a", "A", "a" * 64, "a b", "a\n"])
-def test_names_that_are_none_are_refused(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidFieldError):
         check_token_name(name)

@@ -1,4 +1,4 @@
-"""A rank at another iteration keeps all else that is known of it."""
+"""A rank at another iteration keeps all its other fields."""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""A GPU runs one rank: the index against a plain search, and the door over gRPC."""
+"""A GPU runs one rank: the index against a plain search, and the refusal over gRPC."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ steps = st.lists(st.tuples(st.sampled_from(["join", "leave"]), places, gpus), ma
 
 
 @given(steps, st.sampled_from(["token mine", ""]))
-def test_a_rank_is_refused_just_if_another_live_rank_of_its_principal_is_on_its_gpu(
+def test_a_rank_is_refused_only_if_another_live_rank_of_its_principal_is_on_its_gpu(
     steps: list[tuple[str, Place, str]], claimant: str
 ) -> None:
     other_user = Principal("token theirs", Grant(Scope.AGENT, ("c-*",)))
@@ -39,7 +39,7 @@ def test_a_rank_is_refused_just_if_another_live_rank_of_its_principal_is_on_its_
                 GpuAlreadyServedError, match=f"stage {rank.stage}, tensor 0 of job '{job_id}'"
             ):
                 index.check(mine, *place, gpu)
-            index.check(other_user, *place, gpu)  # It may be anywhere: it is only what somebody says.
+            index.check(other_user, *place, gpu)  # another principal's claim blocks nothing
         else:
             index.check(mine, *place, gpu)
             live[place] = gpu
@@ -54,7 +54,7 @@ def joined_on(agent: FakeAgent, place: Coordinates, gpu_uuid: str) -> agent_serv
 
 
 async def answer(agent: FakeAgent, message: agent_service_pb2.RankJoined) -> str:
-    """Announce a rank; return why it is refused, nothing if it is served."""
+    """Announce a rank; return the reason of its refusal, "" if it is served."""
     before = len(agent.accepted), len(agent.refused)
     await agent.send(rank_joined=message)
     await agent.until(lambda: (len(agent.accepted), len(agent.refused)) != before)
@@ -77,7 +77,7 @@ async def test_one_gpu_serves_one_rank_of_one_job_until_that_has_left(tmp_path: 
         assert (refused.metadata["job_id"], refused.metadata["gpu_uuid"]) == ("job", "GPU-X")
         assert await answer(agent, joined_on(agent, first, "GPU-X")) == "", "the same rank again"
 
-        # It leaves, and another has the GPU.
+        # It leaves, and another rank gets the GPU.
         left = agent_service_pb2.RankLeft(
             job_id="job",
             rank=agent.place(first),
@@ -87,15 +87,15 @@ async def test_one_gpu_serves_one_rank_of_one_job_until_that_has_left(tmp_path: 
         assert await answer(agent, joined_on(agent, second, "GPU-X")) == ""
         assert await answer(agent, joined_on(agent, first, "GPU-X")) == "GPU_ALREADY_SERVED"
 
-        # It moves to another GPU, and its old one is free.
+        # It moves to another GPU, and the old one is free.
         assert await answer(agent, joined_on(agent, second, "GPU-Y")) == ""
         assert await answer(elsewhere, joined_on(elsewhere, first, "GPU-X")) == ""
 
-        # Its job ends, and its GPU is free, though it is still connected.
+        # Its job ends, and its GPU is free although it is still connected.
         await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="other"), timeout=TIMEOUT_S)
         assert await answer(agent, joined_on(agent, first, "GPU-X")) == ""
 
-        # Its agent dies, and its GPU is free when the lease has run out.
+        # Its agent dies, and its GPU is free when the lease has expired.
         await client.register(job_id="third")
         third = FakeAgent(client, "third", ALL_PLACES, job_id="third")
         await third.hello()
@@ -106,7 +106,7 @@ async def test_one_gpu_serves_one_rank_of_one_job_until_that_has_left(tmp_path: 
             reason = await answer(third, joined_on(third, first, "GPU-X"))
 
 
-async def test_a_restarted_coordinator_knows_whose_gpus_are_taken(tmp_path: Path) -> None:
+async def test_a_restarted_coordinator_knows_which_gpus_are_taken(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:
         await client.register()

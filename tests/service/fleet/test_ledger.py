@@ -1,4 +1,4 @@
-"""What runs have used and saved, and how sure that is."""
+"""The energy that runs have used and saved, and its uncertainty."""
 
 import math
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def test_hours_of_a_run_share_their_baselines_error_and_runs_do_not() -> None:
     assert runs.saved_se == pytest.approx(math.sqrt(2) * one.saved_se)
 
 
-def test_a_change_of_price_weighs_each_hour_by_its_own() -> None:
+def test_each_hour_is_weighed_by_its_own_price() -> None:
     found = only([group(10, rates=Rates(0.2)), group(11, rates=Rates(0.4))])
     assert found.cost.used == pytest.approx(80_000 / J_PER_KWH * 0.6)
     assert found.cost.saved == pytest.approx(20_000 / J_PER_KWH * 0.6)
@@ -94,7 +94,7 @@ def test_a_change_of_price_weighs_each_hour_by_its_own() -> None:
     assert found.carbon_g.used is None
 
 
-def test_hours_without_rates_are_taken_at_those_of_now_and_others_keep_theirs() -> None:
+def test_hours_without_rates_take_the_present_ones_and_others_keep_theirs() -> None:
     groups = [group(10, rates=Rates()), group(11)]
     assert only(groups).cost.used is None
     found = only(groups, Rates(0.75, 100.0))
@@ -109,12 +109,12 @@ def test_without_a_baseline_the_saving_is_unknown_and_not_0() -> None:
     entry = found.entries[0].account
     assert (entry.energy_j.saved, entry.energy_j.saved_se, entry.saved_percent) == (None, None, None)
     assert (entry.sums.uncompared_energy_j, entry.sums.stock_energy_j) == (37.0, 0.0)
-    # In the total it is told, and no part of what was saved.
+    # The total includes it, but no saving from it.
     assert found.total.energy_j.saved == only([group()]).energy_j.saved
     assert (found.total.sums.uncompared_energy_j, found.total.energy_j.used) == (37.0, 80_037.0)
 
 
-def test_what_ran_at_stock_before_the_baseline_was_there_has_saved_nothing() -> None:
+def test_iterations_at_stock_before_the_baseline_save_nothing() -> None:
     before = group(9, reference=None, sums=EnergySums(iteration_count=2, stock_energy_j=200.0))
     found = only([before, group()])
     assert found.energy_j.saved == 20_000.0
@@ -122,7 +122,7 @@ def test_what_ran_at_stock_before_the_baseline_was_there_has_saved_nothing() -> 
     assert found.saved_percent == pytest.approx(100 * 20_000 / 100_200)
 
 
-def test_a_run_that_stayed_at_stock_has_surely_saved_nothing() -> None:
+def test_a_run_that_stayed_at_stock_saved_exactly_nothing() -> None:
     found = only([group(sums=EnergySums(iteration_count=2, stock_energy_j=200.0))])
     assert (found.energy_j.saved, found.energy_j.saved_se, found.energy_j.saved_margin) == (0.0, 0.0, 0.0)
     assert (found.saved_percent, found.saved_se_percent) == (0.0, 0.0)
@@ -131,14 +131,14 @@ def test_a_run_that_stayed_at_stock_has_surely_saved_nothing() -> None:
 @pytest.mark.parametrize(
     "unsure", [group(reference=Reference(0, 1, 100.0, 0.0)), group(energy_m2=0.0, freedom_count=0)]
 )
-def test_an_error_that_nothing_tells_is_unknown_and_so_is_the_totals(unsure: EnergyGroup) -> None:
+def test_an_unknown_error_makes_the_totals_error_unknown(unsure: EnergyGroup) -> None:
     found = statement([unsure, group(run_number=2)], Rates())
     for each in (found.entries[0].account, found.total):
         assert each.energy_j.saved is not None
         assert (each.energy_j.saved_se, each.energy_j.saved_margin, each.saved_se_percent) == (None,) * 3
 
 
-def test_profiling_is_told_with_what_it_took_beyond_stock() -> None:
+def test_profiling_is_reported_with_its_energy_beyond_stock() -> None:
     found = only([group(profiling_count=10, profiling_energy_j=1_150.0)])
     assert found.profiling_extra_j == pytest.approx(150.0)
     assert only([group()]).profiling_extra_j is None
@@ -154,13 +154,13 @@ def test_entries_name_their_hours_and_deleted_jobs() -> None:
     ]
 
 
-def test_nothing_is_nothing() -> None:
+def test_the_statement_of_an_empty_ledger_is_empty() -> None:
     found = statement([], RATES)
     assert found.entries == ()
     assert (found.total.sums, found.total.energy_j.saved) == (EnergySums(), None)
 
 
-def test_an_hour_is_priced_at_its_begin() -> None:
+def test_an_hour_has_the_rates_of_its_beginning() -> None:
     asked: list[float] = []
 
     def rates_at(time_s: float) -> Rates:
@@ -173,7 +173,7 @@ def test_an_hour_is_priced_at_its_begin() -> None:
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.floats(0.0, 1e3), st.floats(1.0, 1e4))
-def test_how_a_run_is_cut_into_hours_changes_nothing(
+def test_the_split_of_a_run_into_hours_does_not_matter(
     counts: list[int], variance_j2: float, energy_j: float
 ) -> None:
     def part(hour: int, count: int) -> EnergyGroup:
@@ -197,7 +197,7 @@ def test_how_a_run_is_cut_into_hours_changes_nothing(
 def simulated(
     rng: np.random.Generator, baseline_count: int, count: int, sd_j: float, plan_sd_j: float
 ) -> Account:
-    """A run, measured as real ones are: a baseline, then iterations under three plans, in two hours."""
+    """Simulate a run: a baseline, then iterations under three plans, in two hours."""
     at_stock_j = rng.normal(100.0, sd_j, baseline_count)
     mean_j = float(at_stock_j.mean())
     baseline = Period(
@@ -224,17 +224,17 @@ PLAN_SETTINGS_J = (110.0, 80.0, 85.0)
 @pytest.mark.parametrize(
     ("baseline_count", "count", "sd_j", "plan_sd_j"),
     [
-        # The baseline's error is nearly all.
+        # The baseline's error dominates.
         pytest.param(4, 20, 5.0, 5.0, marks=pytest.mark.slow("the periods of 1,500 jobs")),
         (10, 4, 5.0, 5.0),
-        (10, 10, 1.0, 8.0),  # the plans' is
+        (10, 10, 1.0, 8.0),  # the plans' error dominates
         (30, 10, 3.0, 3.0),
     ],
 )
-def test_the_interval_covers_what_was_really_saved(
+def test_the_interval_covers_the_actual_saving(
     baseline_count: int, count: int, sd_j: float, plan_sd_j: float
 ) -> None:
-    """In 95 of 100 runs; 1.96 standard errors of a short baseline would cover fewer."""
+    """It does so in 95 of 100 runs; 1.96 standard errors of a short baseline would cover fewer."""
     rng = np.random.default_rng(20)
     really_j = count * sum(100.0 - mean_j for mean_j in PLAN_SETTINGS_J)
     trials = 1_500

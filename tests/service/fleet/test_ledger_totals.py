@@ -1,4 +1,4 @@
-"""The totals that are kept up to date are those of the whole ledger."""
+"""The incremental totals equal those of the whole ledger."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ ENERGY_J = st.floats(0.0, 1e9)
 
 @st.composite
 def hours(draw: st.DrawFn) -> EnergyGroup:
-    """One hour of one of two runs, with a baseline and rates or without."""
+    """Draw an hour of one of two runs, with or without a baseline and rates."""
     hour = draw(st.integers(0, LAST_HOUR))
     is_compared = draw(st.booleans())
     count = draw(st.integers(0, 1000)) if is_compared else 0
@@ -42,7 +42,7 @@ def read(ledger: Sequence[EnergyGroup], window: HourFilter) -> list[EnergyGroup]
 
 
 def added_up(totals: RunningTotals, ledger: Sequence[EnergyGroup], now_hour: int, now: Rates) -> int:
-    """Read all that is asked for; return how many hours that were."""
+    """Read all requested windows; return the number of hours read."""
     hour_count = 0
     while True:
         window = totals.next_window(now_hour)
@@ -62,7 +62,7 @@ def close(found: float | None, expected: float | None) -> bool:
 
 
 @given(st.lists(hours(), max_size=30), st.sampled_from([Rates(), NOW]), st.integers(0, LAST_HOUR))
-def test_they_are_what_a_statement_of_everything_says(
+def test_totals_equal_those_of_a_complete_statement(
     ledger: list[EnergyGroup], now: Rates, first_view: int
 ) -> None:
     totals = RunningTotals(0)
@@ -84,7 +84,7 @@ def hour(number: int) -> EnergyGroup:
     return EnergyGroup("job", 0, 1, number, number, None, NOW, EnergySums(1, stock_energy_j=100.0))
 
 
-def test_hours_that_are_over_are_read_once_and_those_that_go_on_again() -> None:
+def test_past_hours_are_read_once_and_open_hours_again() -> None:
     totals, ledger = RunningTotals(0), [hour(number) for number in range(1001)]
     assert added_up(totals, ledger, 1000, NOW) == 1001
     assert added_up(totals, ledger, 1000, NOW) == OPEN_HOURS
@@ -93,7 +93,7 @@ def test_hours_that_are_over_are_read_once_and_those_that_go_on_again() -> None:
     assert totals.known.energy_j == 100.0 * 1002
 
 
-def test_nothing_is_known_before_all_was_read_and_a_part_of_the_cost_is_not_told() -> None:
+def test_totals_are_unknown_before_a_complete_pass_and_so_is_a_partial_cost() -> None:
     now_hour = 2 * WINDOW_HOURS
     totals = RunningTotals(0)
     totals.add(totals.next_window(now_hour), [hour(1)], NOW)

@@ -1,4 +1,4 @@
-"""A server on loopback that gives the answers of a provider, as recorded in its documented form."""
+"""A server on loopback that returns a provider's answers in their documented form."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ Answer = Callable[[web.Request], web.StreamResponse]
 
 @dataclass
 class SignalServer:
-    """Answers by path; what it was asked is kept."""
+    """Answers by path, and records requests."""
 
     answers: Mapping[str, Any]
     url: str = ""

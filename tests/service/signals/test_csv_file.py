@@ -1,4 +1,4 @@
-"""Signals from CSV files, and one clear error for whatever is none."""
+"""Signals from CSV files, and one clear error for each invalid file."""
 
 import os
 from contextlib import suppress
@@ -21,7 +21,7 @@ def write(tmp_path: Path, *lines: str) -> Path:
     return path
 
 
-def test_times_come_in_three_ways(tmp_path: Path) -> None:
+def test_times_have_three_formats(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "zone,timestamp,g",
@@ -35,14 +35,14 @@ def test_times_come_in_three_ways(tmp_path: Path) -> None:
     assert signal.valid_s == 3600
 
 
-def test_a_file_that_is_cut_within_its_last_number_is_refused(tmp_path: Path) -> None:
+def test_a_file_truncated_within_its_last_number_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "signal.csv"
     path.write_text("timestamp,g\n0,353\n3600,35")  # of 353
     with pytest.raises(SignalFileError, match=r"line 3: expected an end of line, found none"):
         read_signal_csv(path, SignalKind.CARBON, "g")
 
 
-def test_nobody_waits_for_the_other_end_of_a_fifo(tmp_path: Path) -> None:
+def test_reading_a_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "signal.csv")
     with pytest.raises(SignalFileError, match=r"found: expected a regular file, found prw"):
         read_signal_csv(tmp_path / "signal.csv", SignalKind.CARBON, "g")
@@ -75,7 +75,7 @@ def test_a_row_without_a_value_is_a_gap(tmp_path: Path) -> None:
         (["timestamp,g", '9,"1'], "line 2: expected CSV"),
     ],
 )
-def test_what_is_no_signal_is_refused_with_its_place(tmp_path: Path, lines: list[str], text: str) -> None:
+def test_the_error_for_an_invalid_signal_names_its_place(tmp_path: Path, lines: list[str], text: str) -> None:
     path = write(tmp_path, *lines)
     with pytest.raises(SignalFileError) as caught:
         read_signal_csv(path, SignalKind.CARBON, "g")
@@ -83,7 +83,7 @@ def test_what_is_no_signal_is_refused_with_its_place(tmp_path: Path, lines: list
     assert text in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SignalFileError, match="expected a readable file, found: No such file"):
         read_signal_csv(tmp_path / "none.csv", SignalKind.CARBON, "g")
 

@@ -1,4 +1,4 @@
-"""Asking for JSON: limits on time and size, what a server says of waiting, and no key in any mistake."""
+"""The JSON client: limits on time and size, retry delays, and no key in any error."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ KEY = "secret-key"
 
 
 async def mistake(answer: Callable[[web.Request], web.StreamResponse], path: str = "/x") -> SourceError:
-    """Ask a server that answers so; return what is said of it."""
+    """Send a request to a server with this answer; return the error."""
     async with serving({"/x": answer}) as server:
         client = JsonClient(server.url, {"auth-token": KEY}, timeout_s=5.0)
         with pytest.raises(SourceError) as caught:
@@ -44,7 +44,7 @@ def of_status(status: int, **headers: str) -> Callable[[web.Request], web.Respon
         (302, {"Location": "http://127.0.0.1:1/elsewhere"}, 0.0),
     ],
 )
-async def test_another_status_is_a_mistake_and_may_ask_to_wait(
+async def test_another_status_is_an_error_and_may_ask_for_a_delay(
     status: int, headers: dict[str, str], wait_s: float
 ) -> None:
     found = await mistake(of_status(status, **headers))
@@ -52,7 +52,7 @@ async def test_another_status_is_a_mistake_and_may_ask_to_wait(
     assert found.retry_after_s == wait_s
 
 
-async def test_what_is_no_json_is_shown_at_its_begin() -> None:
+async def test_the_error_for_invalid_json_shows_its_beginning() -> None:
     found = await mistake(lambda _: web.Response(text="<html>" + "x" * 1000))
     assert str(found).endswith(f"expected JSON, found {'<html>' + 'x' * 34!r}")
     deep = await mistake(lambda _: web.Response(text="[" * 200_000))
@@ -64,7 +64,7 @@ async def test_an_answer_that_is_too_large_is_not_read_to_its_end() -> None:
     assert f"expected at most {MAX_BYTES} bytes, found more" in str(found)
 
 
-async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
+async def test_a_silent_server_is_not_waited_for() -> None:
     async def stay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -81,7 +81,7 @@ async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
     await client.close()
 
 
-async def test_what_is_asked_arrives_with_its_headers() -> None:
+async def test_a_request_arrives_with_its_headers() -> None:
     found: dict[str, Any] = {"value": 1}
     async with serving({"/x": found}) as server:
         client = JsonClient(server.url, {"auth-token": KEY})

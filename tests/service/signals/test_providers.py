@@ -1,4 +1,4 @@
-"""Both providers against answers in their documented forms, and what they do about others."""
+"""Both providers against answers in their documented forms, and against malformed ones."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -104,7 +104,7 @@ def uk(server: SignalServer, region: int | None = None, *, has_forecast: bool = 
     )
 
 
-async def test_electricity_maps_tells_the_last_day_and_the_next_ones() -> None:
+async def test_electricity_maps_returns_the_last_day_and_the_next_ones() -> None:
     async with serving(MAPS) as server:
         source = maps(server)
         signal = await source.read(NOON_S)
@@ -117,7 +117,7 @@ async def test_electricity_maps_tells_the_last_day_and_the_next_ones() -> None:
     assert all(headers["auth-token"] == KEY for headers in server.headers)
 
 
-async def test_its_prices_are_those_of_a_kilowatt_hour_and_may_be_below_zero() -> None:
+async def test_its_prices_are_per_kilowatt_hour_and_may_be_negative() -> None:
     async with serving(MAPS) as server:
         source = maps(server, SignalKind.PRICE)
         signal = await source.read(NOON_S)
@@ -125,7 +125,7 @@ async def test_its_prices_are_those_of_a_kilowatt_hour_and_may_be_below_zero() -
     assert list(signal.values) == pytest.approx([-0.005, 0.005, 0.015, 0.025])
 
 
-async def test_without_their_forecasts_only_what_was_is_told() -> None:
+async def test_without_forecasts_only_past_values_are_returned() -> None:
     async with serving(MAPS | UK) as server:
         sources = maps(server, has_forecast=False), uk(server, has_forecast=False)
         ends_s = [(await source.read(NOON_S)).times_s[-1] for source in sources]
@@ -174,7 +174,7 @@ BAD_MAPS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("answer", "text"), BAD_MAPS)
-async def test_an_answer_of_another_form_is_one_clear_mistake(answer: Any, text: str) -> None:
+async def test_a_malformed_answer_is_one_clear_error(answer: Any, text: str) -> None:
     async with serving({"/v3/carbon-intensity/history": answer}) as server:
         source = maps(server, has_forecast=False)
         with pytest.raises(SourceError, match=f"^Electricity Maps: .*{text}$"):
@@ -204,7 +204,7 @@ async def test_prices_in_another_unit_are_refused(unit: Any) -> None:
         ({"error": {"code": "400 Bad Request", "message": "…"}}, "expected data, found none"),
     ],
 )
-async def test_the_uks_answers_of_another_form_are_refused(answer: Any, text: str) -> None:
+async def test_malformed_answers_of_the_uk_are_refused(answer: Any, text: str) -> None:
     async with serving({f"/intensity{UK_PATH}": answer}) as server:
         source = uk(server)
         with pytest.raises(SourceError, match=f"^Carbon Intensity API: {text}$"):
@@ -212,7 +212,7 @@ async def test_the_uks_answers_of_another_form_are_refused(answer: Any, text: st
         await source.close()
 
 
-async def test_another_region_than_asked_for_is_refused() -> None:
+async def test_a_region_other_than_requested_is_refused() -> None:
     answer = {"data": {"regionid": 12, "data": UK_ROWS}}
     async with serving({f"/regional/intensity{UK_PATH}/regionid/13": answer}) as server:
         source = uk(server, 13)

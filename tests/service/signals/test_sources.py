@@ -1,4 +1,4 @@
-"""Files as sources, when sources are asked again, and how they are opened from settings."""
+"""File sources, retries of sources, and sources created from settings."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def write(path: Path, *values: float, time_ns: int) -> None:
     os.utime(path, ns=(time_ns, time_ns))
 
 
-async def test_a_file_is_read_when_it_has_changed(tmp_path: Path) -> None:
+async def test_a_file_is_read_again_only_when_it_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "carbon.csv"
     source = CsvSource(path, SignalKind.CARBON, "g", HOUR_S)
     with pytest.raises(SourceError, match=r"carbon\.csv: expected a readable file, found: No such file"):
@@ -62,7 +62,7 @@ async def test_without_a_forecast_rows_count_when_their_time_has_come(tmp_path: 
 
 
 @given(st.lists(st.booleans(), max_size=30), st.floats(0, 1))
-def test_who_fails_is_asked_ever_later_but_not_too_late(outcomes: list[bool], drawn: float) -> None:
+def test_a_failing_source_is_asked_ever_later_up_to_a_limit(outcomes: list[bool], drawn: float) -> None:
     retry, count = retry_of(900.0, lambda: drawn), 0
     for works in outcomes:
         if works:
@@ -92,7 +92,7 @@ def test_each_kind_of_source_is_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key_file", [None, "none", "empty"])
-def test_a_key_that_is_not_there_is_said(tmp_path: Path, key_file: str | None) -> None:
+def test_a_missing_key_is_reported(tmp_path: Path, key_file: str | None) -> None:
     (tmp_path / "empty").touch()
     settings = SignalSettings(
         kind="carbon",
@@ -124,7 +124,7 @@ def test_a_key_that_is_not_there_is_said(tmp_path: Path, key_file: str | None) -
         ({"csv": "x", "column": "g", "colum": "g"}, "colum"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(parts: dict[str, Any], text: str) -> None:
+def test_invalid_settings_are_refused(parts: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         SignalSettings(**{"kind": "carbon", **parts})
 
@@ -136,7 +136,7 @@ def test_a_provider_may_be_elsewhere(url: str) -> None:
     assert SignalSettings(kind="carbon", provider="uk-carbon-intensity", url=url).url == url
 
 
-def test_a_feed_has_one_signal_of_a_kind() -> None:
+def test_a_feed_has_at_most_one_signal_of_each_kind() -> None:
     one: dict[str, Any] = {"kind": "carbon", "csv": "x", "column": "g"}
     for signals, text in [
         ({"a": {**one, "feeds": ["hall"]}}, "a: feeds: expected default"),

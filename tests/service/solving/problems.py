@@ -1,4 +1,4 @@
-"""Problems to solve, and what a test waits for."""
+"""Problems to solve, and waiting for conditions."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ CLOCKS_MHZ = (1410, 1200, 1005, 810)
 
 
 def make_problem(stages: int = 2, microbatches: int = 4) -> Pipeline:
-    """Stages of different lengths, measured at four clocks."""
+    """Return a problem with stages of different lengths, measured at four clocks."""
     profiles = {
         (stage, 0, kind): tuple(
             Measurement(
@@ -26,12 +26,12 @@ def make_problem(stages: int = 2, microbatches: int = 4) -> Pipeline:
 
 
 def large_problem() -> Pipeline:
-    """One that takes much longer than any test waits."""
+    """Return a problem that takes much longer than any test waits."""
     return make_problem(8, 256)
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for something that other tasks bring about."""
+    """Wait until other tasks make a condition true."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (there is nothing to wait for but the condition)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Whose problem is next: fair by what each job has had, oldest first among equals."""
+"""The next problem: fair by the time each job has had, oldest first among equals."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from perseus.service.solving.fair_queue import FairQueue
 
 
 def served(queue: FairQueue, costs_s: dict[str, float], turns: int) -> list[str]:
-    """Let the jobs come again at once, turn after turn; return who had them."""
+    """Queue each job again at once after its turn; return the jobs in the order of their turns."""
     for key in costs_s:
         queue.put(key)
     order = []
@@ -24,13 +24,13 @@ def test_equal_jobs_take_turns() -> None:
     assert served(FairQueue(), {"a": 1.0, "b": 1.0, "c": 1.0}, 6) == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_a_heavy_job_waits_until_the_others_have_had_as_much() -> None:
+def test_a_heavy_job_waits_until_the_others_have_had_as_much_time() -> None:
     order = served(FairQueue(), {"heavy": 10.0, "light": 1.0}, 23)
     assert order[:2] == ["heavy", "light"]
     assert order.count("heavy") == 3
 
 
-def test_who_was_idle_has_saved_up_nothing() -> None:
+def test_an_idle_job_saves_up_no_credit() -> None:
     queue = FairQueue()
     served(queue, {"a": 5.0, "b": 5.0}, 20)
     queue.put("idle")
@@ -44,7 +44,7 @@ def test_who_was_idle_has_saved_up_nothing() -> None:
     assert order.count("idle") <= 2
 
 
-def test_who_is_not_ready_makes_way() -> None:
+def test_a_job_that_is_not_ready_makes_way() -> None:
     queue = FairQueue()
     queue.put("later", 5.0)
     queue.put("now")
@@ -57,7 +57,7 @@ def test_who_is_not_ready_makes_way() -> None:
     assert queue.next_ready_s() is None
 
 
-def test_who_leaves_is_not_taken() -> None:
+def test_a_removed_job_gets_no_turn() -> None:
     queue = FairQueue()
     queue.put("a")
     queue.remove("a")
@@ -70,7 +70,7 @@ def test_who_leaves_is_not_taken() -> None:
     costs_s=st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 100), min_size=2),
     turns=st.integers(1, 200),
 )
-def test_no_two_that_always_wait_are_apart_by_more_than_their_longest_turns(
+def test_always_waiting_jobs_differ_by_at_most_their_longest_turns(
     costs_s: dict[str, float], turns: int
 ) -> None:
     order = served(FairQueue(), costs_s, turns)

@@ -1,4 +1,4 @@
-"""A worker with its real process: answers and errors come back, and it is replaced whenever it is gone."""
+"""A worker with its real process: it returns results and errors, and is replaced when it dies."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ from tests.service.solving.problems import make_problem, until
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    """One that nobody kills."""
+    """A worker that lives for the whole module."""
     worker = Worker()
     worker.start()
     asyncio.run(worker.ready())
@@ -35,7 +35,7 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
-async def test_a_problem_is_solved_elsewhere_as_here(worker: Worker) -> None:
+async def test_a_problem_is_solved_in_the_process_as_here(worker: Worker) -> None:
     problem = make_problem()
     here, there = solve_explaining(problem, 5), await worker.run(solve_explaining, problem, 5)
     assert there.points == here.points
@@ -45,15 +45,15 @@ async def test_a_problem_is_solved_elsewhere_as_here(worker: Worker) -> None:
     assert 0.9 * here.bound_energy_j(time_s) <= coarse.bound_energy_j(time_s) < here.bound_energy_j(time_s)
 
 
-async def test_plans_are_made_elsewhere_as_here(worker: Worker) -> None:
+async def test_plans_are_made_in_the_process_as_here(worker: Worker) -> None:
     frontier = solve(make_problem(), point_count=3)
     time_s = 1.03 * frontier.t_min_s
     refinement = frontier.refinement(time_s)
     there = await worker.run(refine, refinement)
     assert there == refinement.plan() == frontier.plan(time_s)
-    assert frontier.plan_within(time_s) != there, "no point of the frontier"
+    assert frontier.plan_within(time_s) != there, "it is not one of the frontier's points"
     assert await worker.run(plan_of, 1, frontier, time_s) == there
-    assert await worker.run(plan_of, 1, None, time_s) == there, "it remembers the frontier"
+    assert await worker.run(plan_of, 1, None, time_s) == there, "it keeps the frontier"
     with pytest.raises(DeadlineError):
         await worker.run(plan_of, 1, None, 0.5 * frontier.t_min_s)
 
@@ -64,7 +64,7 @@ async def test_the_solvers_error_comes_back(worker: Worker) -> None:
     assert caught.value.details == {"found": "1"}
 
 
-async def test_a_slow_plan_is_explained_elsewhere_as_here(worker: Worker) -> None:
+async def test_a_slow_plan_is_explained_in_the_process_as_here(worker: Worker) -> None:
     problem = make_problem()
     stock = solve(problem, point_count=3).baseline
     plan, real = plan_at(problem, stock.iteration_time_s), with_lag(problem, 0.004)
@@ -92,25 +92,25 @@ async def test_a_slow_plan_is_explained_elsewhere_as_here(worker: Worker) -> Non
 
 
 def fail_for_an_unknown_reason() -> None:
-    raise ZeroDivisionError("nobody thought of it")
+    raise ZeroDivisionError("an unexpected fault")
 
 
-async def test_an_unexpected_error_is_told_and_the_worker_goes_on(worker: Worker) -> None:
+async def test_an_unexpected_error_is_reported_and_the_worker_continues(worker: Worker) -> None:
     before = worker.process_id
-    with pytest.raises(WorkError, match="ZeroDivisionError: nobody thought of it"):
+    with pytest.raises(WorkError, match="ZeroDivisionError: an unexpected fault"):
         await worker.run(fail_for_an_unknown_reason)
     assert await worker.run(os.getpid) == worker.process_id == before
 
 
 def wait_until_there_is(path: Path) -> bool:
-    """Work that holds the interpreter's lock as long as the loop outside goes on."""
+    """Hold the interpreter's lock until the loop outside has made progress."""
     while not path.exists():
         pass
     return True
 
 
 @pytest.mark.slow("solves a large problem in a process")
-async def test_the_loop_goes_on_while_a_worker_works(worker: Worker, tmp_path: Path) -> None:
+async def test_the_loop_runs_while_a_worker_works(worker: Worker, tmp_path: Path) -> None:
     working = asyncio.create_task(worker.run(wait_until_there_is, tmp_path / "over"))
     for _ in range(100):
         await asyncio.sleep(0)
@@ -125,7 +125,7 @@ def never_end(begun: Path) -> None:
 
 
 @pytest.mark.slow("a solver's process starts five times")
-async def test_a_worker_that_is_gone_is_replaced(tmp_path: Path) -> None:
+async def test_a_dead_worker_is_replaced(tmp_path: Path) -> None:
     worker = Worker()
 
     def kill() -> None:
@@ -134,11 +134,11 @@ async def test_a_worker_that_is_gone_is_replaced(tmp_path: Path) -> None:
 
     try:
         assert await worker.run(os.getpid) == worker.process_id
-        # While it is idle: nobody notices.
+        # While idle: unnoticed.
         kill()
         await until(lambda: not worker.is_alive)
         assert await worker.run(os.getpid) == worker.process_id
-        # While it works: it is said.
+        # While working: the caller gets an error.
         begun = tmp_path / "begun"
         doomed = asyncio.create_task(worker.run(never_end, begun))
         await until(begun.exists)
@@ -146,13 +146,13 @@ async def test_a_worker_that_is_gone_is_replaced(tmp_path: Path) -> None:
         with pytest.raises(WorkerDiedError, match="SIGKILL") as died:
             await doomed
         assert died.value.is_of_its_work
-        # Before it is ready: it is said that it was not its work.
+        # Before it is ready: the error says that its work was not the cause.
         kill()
         with pytest.raises(WorkerDiedError, match="SIGKILL") as unborn:
             await worker.ready()
         assert not unborn.value.is_of_its_work
         assert await worker.run(os.getpid) == worker.process_id
-        # Who waits for an answer no longer takes the process along.
+        # Cancelling the call kills the process.
         before, begun = worker.process_id, tmp_path / "begun again"
         unwanted = asyncio.create_task(worker.run(never_end, begun))
         await until(begun.exists)

@@ -1,4 +1,4 @@
-"""The pool under both policies, with workers that a test lets answer, die or wait."""
+"""The pool under both policies, with workers that answer, die or wait as a test wants."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from tests.service.solving.problems import make_problem, until
 
 
 class ScriptedWorker(Worker):
-    """A worker that is no process: a test answers in its place, or works itself where it wants no more."""
+    """A worker without a process: a test answers in its place, or lets it do the work here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ class ScriptedWorker(Worker):
             self.answer = None
 
     async def begun(self, problem: Pipeline | None = None) -> None:
-        """Wait until it has begun with a problem, if one is given with that one."""
+        """Wait until it has begun with a problem, or with the given one."""
         await until(lambda: self.answer is not None and problem in (None, self.asked[-1][1][0]))
 
     def end(self, answer: object) -> None:
-        """Answer, or fail, as what it is at now."""
+        """End the present work with an answer or an error."""
         assert self.answer is not None
         if isinstance(answer, Exception):
             self.answer.set_exception(answer)
@@ -84,7 +84,7 @@ class Clock:
 
 
 class Retries(list[tuple[str, int, float]]):
-    """What a job was told."""
+    """The retries that a job was notified of."""
 
     def __call__(self, cause: str, crash_count: int, delay_s: float) -> None:
         self.append((cause, crash_count, delay_s))
@@ -121,7 +121,7 @@ def requests(worker: ScriptedWorker) -> WorkerPool:
 
 @pytest.fixture
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A turn's end is looked for by the loop's time, which a test does not put forward."""
+    """Shorten waits: the pool waits in the loop's time, which a test can't advance."""
     wait = asyncio.wait
 
     async def wait_shortly(tasks: Any, **options: Any) -> Any:
@@ -144,7 +144,7 @@ def solving(
 # ---------------------------------------------------------------------- jobs
 
 
-async def test_what_is_asked_is_worked_on_with_the_tolerance_that_is_set(
+async def test_problems_are_solved_with_the_configured_tolerance(
     worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     jobs = WorkerPool(JOBS, 1, 600.0, hull_tolerance=0.1, new_worker=lambda: worker)
@@ -200,8 +200,8 @@ async def test_a_fault_of_the_solver_is_an_internal_error(
     for work in (jobs.solve(PROBLEMS[0], 1, job_id="job"), requests.solve(PROBLEMS[0], 1)):
         asked = asyncio.ensure_future(work)
         await worker.begun()
-        worker.end(WorkError("ZeroDivisionError: nobody thought of it"))
-        with pytest.raises(InternalError, match="nobody thought of it"):
+        worker.end(WorkError("ZeroDivisionError: an unexpected fault"))
+        with pytest.raises(InternalError, match="an unexpected fault"):
             await asked
 
 
@@ -223,7 +223,7 @@ async def test_a_problem_whose_worker_dies_is_solved_again(
     assert (jobs.solved.count, jobs.failure_count, jobs.crash_count) == (3, 0, 3)
 
 
-async def test_a_problem_that_ends_every_worker_is_given_up_and_no_other(
+async def test_only_a_problem_that_kills_every_worker_is_given_up(
     jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "MAX_CRASHES", 3)
@@ -241,7 +241,7 @@ async def test_a_problem_that_ends_every_worker_is_given_up_and_no_other(
         assert await other is frontier
 
 
-async def test_retries_wait_longer_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retries_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = WorkerPool(JOBS, 1, 600.0, draw=lambda: 1.0, clock=lambda: 0.0, new_worker=ScriptedWorker)
     waits_s: list[float] = []
     retries = Retries()
@@ -262,7 +262,7 @@ async def test_retries_wait_longer_from_time_to_time(monkeypatch: pytest.MonkeyP
     assert waits_s == [0, 1, 2, 4, 8, 16, 32, 60]
 
 
-async def test_a_worker_that_does_not_start_is_nobodys_fault(
+async def test_a_worker_that_does_not_start_is_not_the_problems_fault(
     jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     retries = Retries()
@@ -293,7 +293,7 @@ async def test_a_large_problem_makes_way_for_small_ones(
     await worker.begun(PROBLEMS[3])
     assert not large.done()
     assert jobs._problems["large"].turn_s == 120.0
-    clock.now_s += 200.0  # alone, it just goes on
+    clock.now_s += 200.0  # alone, it keeps running
     await asyncio.sleep(0.05)
     worker.end(frontier)
     assert await large is frontier
@@ -325,7 +325,7 @@ async def test_a_problem_that_takes_longer_than_the_limit_fails(
     assert (jobs.solved.count, jobs.failure_count, jobs.crash_count) == (0, 1, 0)
 
 
-async def test_nothing_is_left_of_what_is_cancelled_at_any_moment(
+async def test_a_problem_cancelled_at_any_moment_leaves_nothing_behind(
     jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     running = solving(jobs, "running")
@@ -341,7 +341,7 @@ async def test_nothing_is_left_of_what_is_cancelled_at_any_moment(
     assert len(jobs._queue) == 0
     assert (jobs.busy_count, jobs.waiting_count) == (0, 0)
     assert worker.process_id != before
-    # Just taken, and not begun.
+    # It has a turn, but has not begun.
     taken = solving(jobs, "taken")
     await asyncio.sleep(0)
     assert jobs._problems["taken"].attempt is not None
@@ -353,24 +353,24 @@ async def test_nothing_is_left_of_what_is_cancelled_at_any_moment(
     assert await again is frontier
 
 
-# ---------------------------------------------------------------------- callers
+# ---------------------------------------------------------------------- requests
 
 
 class AnyFrontier:
-    """One whose plans cost nothing."""
+    """A frontier whose plans cost nothing."""
 
     def plan(self, iteration_time_s: float) -> object:
         return (self, iteration_time_s)
 
 
-async def test_frontiers_go_to_a_worker_once_while_it_knows_them(
+async def test_a_frontier_is_sent_only_to_a_worker_that_does_not_keep_it(
     requests: WorkerPool, worker: ScriptedWorker
 ) -> None:
     worker.works_itself = True
     frontiers: list[Any] = [AnyFrontier() for _ in range(7)]
 
     async def is_sent(frontier: Any) -> bool:
-        """Ask for a plan; tell whether the frontier went along."""
+        """Request a plan; return whether the frontier was sent."""
         made: object = await requests.plan(frontier, 1.0)
         assert made == (frontier, 1.0)
         work, arguments = worker.asked[-1]
@@ -378,14 +378,14 @@ async def test_frontiers_go_to_a_worker_once_while_it_knows_them(
         return arguments[1] is not None
 
     assert [await is_sent(some) for some in (*frontiers[:3], *frontiers[:3])] == 3 * [True] + 3 * [False]
-    # More than the process remembers.
+    # More than the process keeps.
     assert [await is_sent(some) for some in (*frontiers[3:], frontiers[0])] == 5 * [True]
     assert not await is_sent(frontiers[0])
     worker.start()
-    assert await is_sent(frontiers[0]), "the next process knows none"
+    assert await is_sent(frontiers[0]), "the next process keeps none"
 
 
-async def test_who_leaves_takes_the_worker_along(
+async def test_a_cancelled_caller_kills_its_worker(
     requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier
 ) -> None:
     gone = asyncio.create_task(requests.solve(PROBLEMS[3], 1000))
@@ -404,14 +404,14 @@ async def test_who_leaves_takes_the_worker_along(
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_who_leaves_as_a_worker_comes_free_leaves_nothing(
+async def test_a_caller_cancelled_as_a_worker_becomes_free_leaves_nothing_behind(
     requests: WorkerPool, worker: ScriptedWorker, frontier: Frontier, turns: int
 ) -> None:
     first = asyncio.create_task(requests.solve(PROBLEMS[0], 3))
     leaving = asyncio.create_task(requests.solve(PROBLEMS[1], 3))
     await worker.begun()
     worker.end(frontier)
-    for _ in range(turns):  # of the loop: in one of them the worker is handed on
+    for _ in range(turns):  # of the loop; the worker is handed on in one of them
         await asyncio.sleep(0)
     leaving.cancel()
     assert await first is frontier
@@ -420,7 +420,7 @@ async def test_who_leaves_as_a_worker_comes_free_leaves_nothing(
     assert (requests.busy_count, requests.waiting_count) == (0, 0)
 
 
-async def test_what_takes_too_long_is_ended() -> None:
+async def test_a_request_beyond_the_time_limit_is_ended() -> None:
     pool = WorkerPool(REQUESTS, 1, 0.02, new_worker=ScriptedWorker)
     with pytest.raises(SolverTimeoutError):
         await pool.solve(PROBLEMS[0], 1000)

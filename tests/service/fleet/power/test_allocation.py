@@ -1,4 +1,4 @@
-"""Allocations against all choices that there are, tried one by one."""
+"""Allocations against an exhaustive search."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -16,7 +16,7 @@ Choice = tuple[PowerPoint, ...]
 
 @st.composite
 def jobs(draw: st.DrawFn, feeds: Sequence[str], *, is_monotone: bool) -> list[JobDemand]:
-    """One to three planned jobs of one to four points, and perhaps one that is not planned.
+    """Draw one to three planned jobs of one to four points, and perhaps one without plans.
 
     `is_monotone`: a slower point never draws more, on any feed.
     """
@@ -51,7 +51,7 @@ def limits(feeds: Sequence[str]) -> st.SearchStrategy[dict[str, float]]:
 
 
 def choices(some: Iterable[JobDemand]) -> list[Choice]:
-    """Every way to give each planned job a point within its tolerance."""
+    """Return every choice of a point within its tolerance for each planned job."""
     within = []
     for job in some:
         if job.points:
@@ -79,7 +79,7 @@ def chosen(some: Sequence[JobDemand], allocation: Allocation) -> Choice:
 
 
 def check_honest(some: Sequence[JobDemand], limits_w: Mapping[str, float], allocation: Allocation) -> None:
-    """What holds whatever was asked: sums, tolerances, and no limit that is exceeded unsaid."""
+    """Check sums and tolerances, and that every exceeded limit is reported."""
     choice = chosen(some, allocation)
     every = choices(some)
     assert choice in every
@@ -96,12 +96,12 @@ def check_honest(some: Sequence[JobDemand], limits_w: Mapping[str, float], alloc
 
 
 def check_compliant(some: Sequence[JobDemand], limits_w: Mapping[str, float], allocation: Allocation) -> None:
-    """Limits are kept where they can be."""
+    """Check that limits are kept if any choice keeps them."""
     assert allocation.is_compliant == any(keeps(some, each, limits_w) for each in choices(some))
 
 
 @given(jobs(["a"], is_monotone=False), limits(["a"]))
-def test_one_feed_is_exact_up_to_one_point(some: list[JobDemand], limits_w: dict[str, float]) -> None:
+def test_one_feed_is_optimal_up_to_one_point(some: list[JobDemand], limits_w: dict[str, float]) -> None:
     allocation = allocate(some, limits_w)
     check_honest(some, limits_w, allocation)
     check_compliant(some, limits_w, allocation)
@@ -116,9 +116,7 @@ def test_one_feed_is_exact_up_to_one_point(some: list[JobDemand], limits_w: dict
 
 
 @given(jobs(["a", "b", "c"], is_monotone=True), limits(["a", "b", "c"]))
-def test_several_feeds_lose_no_more_than_a_point_for_each(
-    some: list[JobDemand], limits_w: dict[str, float]
-) -> None:
+def test_several_feeds_lose_at_most_one_point_each(some: list[JobDemand], limits_w: dict[str, float]) -> None:
     allocation = allocate(some, limits_w)
     check_honest(some, limits_w, allocation)
     check_compliant(some, limits_w, allocation)
@@ -134,14 +132,12 @@ def test_several_feeds_lose_no_more_than_a_point_for_each(
 
 
 @given(jobs(["a", "b"], is_monotone=False), limits(["a", "b"]))
-def test_what_is_said_of_limits_is_true_whatever_points_draw_where(
-    some: list[JobDemand], limits_w: dict[str, float]
-) -> None:
+def test_reported_limits_are_true_for_any_points(some: list[JobDemand], limits_w: dict[str, float]) -> None:
     check_honest(some, limits_w, allocate(some, limits_w))
 
 
 @given(jobs(["a", "b"], is_monotone=True), limits(["a", "b"]))
-def test_pausing_the_named_jobs_keeps_the_limits_and_none_of_them_is_named_in_vain(
+def test_pausing_the_named_jobs_keeps_the_limits_and_each_is_needed(
     some: list[JobDemand], limits_w: dict[str, float]
 ) -> None:
     allocation = allocate(some, limits_w)
@@ -165,7 +161,7 @@ def test_pausing_the_named_jobs_keeps_the_limits_and_none_of_them_is_named_in_va
 
 
 def line(job_id: str, watts: float, *, tolerance_percent: float = 100, weight: float = 1.0) -> JobDemand:
-    """A job whose power falls twice as fast as its speed."""
+    """Return a job whose power falls twice as fast as its speed."""
     points = tuple(
         PowerPoint(100 / speed, speed / 100, {"a": watts * (2 * speed / 100 - 1)}) for speed in (100, 90, 80)
     )
@@ -176,7 +172,7 @@ def speeds(allocation: Allocation) -> dict[str, float]:
     return {job_id: point.speed for job_id, point in allocation.operating_points.items()}
 
 
-def test_without_a_limit_nobody_slows_down() -> None:
+def test_without_a_limit_no_job_slows_down() -> None:
     assert speeds(allocate([line("x", 100), line("y", 100)], {})) == {"x": 1.0, "y": 1.0}
 
 
@@ -196,7 +192,7 @@ def test_a_job_beyond_its_tolerance_is_named_and_runs_as_fast_as_it_can() -> Non
     assert speeds(allocation) == {"slow": 0.5, "x": 0.8}
 
 
-def test_what_cannot_be_kept_is_said_with_the_jobs_to_pause() -> None:
+def test_a_limit_that_cannot_be_kept_is_reported_with_the_jobs_to_pause() -> None:
     some = [line("x", 100, tolerance_percent=10), line("y", 100, tolerance_percent=0, weight=9)]
     allocation = allocate(some, {"a": 150})
     assert speeds(allocation) == {"x": 0.9, "y": 1.0}
@@ -204,7 +200,7 @@ def test_what_cannot_be_kept_is_said_with_the_jobs_to_pause() -> None:
     assert allocation.to_pause == ("x",)
 
 
-def test_a_paused_job_still_draws_what_idle_gpus_draw() -> None:
+def test_a_paused_job_still_draws_its_idle_power() -> None:
     point = PowerPoint(1.0, 1.0, {"a": 100.0})
     some = [
         JobDemand("idles", (point,), weight=0.1, paused_power_w={"a": 95.0}),
@@ -213,14 +209,14 @@ def test_a_paused_job_still_draws_what_idle_gpus_draw() -> None:
     assert allocate(some, {"a": 150}).to_pause == ("stops",)
 
 
-def test_a_job_that_is_not_planned_counts_as_measured() -> None:
+def test_a_job_without_plans_counts_as_measured() -> None:
     some = [line("x", 100), JobDemand("stock", measured_w={"a": 70.0})]
     allocation = allocate(some, {"a": 150})
     assert speeds(allocation) == {"x": 0.9}
     assert allocation.power_w["a"] == pytest.approx(150)
 
 
-def test_a_feed_without_a_limit_takes_what_is_drawn() -> None:
+def test_a_feed_without_a_limit_is_unlimited() -> None:
     point = PowerPoint(1.0, 1.0, {"a": 100.0, "b": 40.0})
     assert allocate([JobDemand("x", (point,))], {"a": 200}).power_w == {"a": 100.0, "b": 40.0}
 
@@ -235,8 +231,8 @@ def test_points_are_checked() -> None:
         JobDemand("x", (PowerPoint(1.0, 1.0, {"a": float("nan")}),))
 
 
-def test_a_mixture_of_far_points_is_rounded_to_one_near_it() -> None:
-    """Where power is linear in speed, mixing the ends is as good for the relaxed problem as any other."""
+def test_a_mixture_of_distant_points_is_rounded_to_a_near_one() -> None:
+    """If power is linear in speed, the relaxed problem may as well mix the two ends."""
     speeds = [1 - step / 100 for step in range(41)]
     both = tuple(PowerPoint(1 / s, s, {"a": 600 * (2 * s - 1), "b": 400 * (2 * s - 1)}) for s in speeds)
     one = tuple(PowerPoint(1 / s, s, {"a": 1000 * (2 * s - 1)}) for s in speeds)

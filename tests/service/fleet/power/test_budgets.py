@@ -1,4 +1,4 @@
-"""Which budget counts when, and how the ceiling comes to it."""
+"""Which limit applies when, and how the power cap reaches it."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ budgets = st.lists(
 )
 
 
-def test_the_lowest_in_force_counts() -> None:
+def test_the_lowest_limit_in_force_applies() -> None:
     at_s = (0.0, 50.0, 100.0, 199.9, 200.0)
     assert [limit_w([SHORT, LONG], FEED, now_s) for now_s in at_s] == [math.inf, 800.0, 600.0, 600.0, 800.0]
 
@@ -59,7 +59,7 @@ def test_a_ramp_has_to_be_positive() -> None:
 def test_the_power_cap_keeps_every_budget_known_in_advance_within_its_ramps(
     some: list[Budget], drawn_w: float, default_w: float | None
 ) -> None:
-    """All budgets are known long before they start, and that a default applies after the last one is, too."""
+    """All budgets, and the default after the last one, are known long before they start."""
     feed = replace(FEED, default_w=default_w)
     power_cap_w = math.inf if default_w is None else default_w
     for now_s in range(-500, 600):
@@ -73,7 +73,7 @@ def test_the_power_cap_keeps_every_budget_known_in_advance_within_its_ramps(
             assert -FEED.ramp_down_w_per_s - 1e-6 <= power_cap_w - before <= FEED.ramp_up_w_per_s + 1e-6
 
 
-def test_a_budget_that_is_set_at_once_falls_from_what_is_drawn() -> None:
+def test_the_cap_of_an_immediate_budget_falls_from_the_present_power() -> None:
     power_cap_w = ramped_power_cap_w(math.inf, 1000.0, 700.0, RAMPS_W_PER_S, 1.0)
     assert power_cap_w == 990.0
     assert ramped_power_cap_w(power_cap_w, 1000.0, 700.0, RAMPS_W_PER_S, 60.0) == 700.0
@@ -84,7 +84,7 @@ def test_the_power_cap_rises_by_the_ramp_after_the_last_budget() -> None:
     assert ramped_power_cap_w(700.0, 650.0, math.inf, (math.inf, math.inf), 2.0) == math.inf
 
 
-def test_a_default_counts_while_no_budget_is_in_force_and_what_the_feed_bears_always() -> None:
+def test_a_default_applies_without_a_budget_and_the_rating_always() -> None:
     feed = Feed("a", limit_w=900.0, default_w=700.0)
     high = Budget("high", "a", 850.0, 100.0, 200.0)
     above = Budget("above", "a", 950.0, 150.0, 300.0)
@@ -104,7 +104,7 @@ def test_the_power_cap_is_at_the_default_when_the_last_budget_ends() -> None:
     assert goal_w([Budget("for good", "a", 800.0, 0.0)], feed, 0.0)[0] == 800.0
 
 
-def test_a_budget_of_its_own_ramp_is_fallen_to_no_faster_than_that_or_the_feed_s() -> None:
+def test_the_cap_falls_no_faster_than_the_budgets_ramp_or_the_feeds() -> None:
     slow, fast = (Budget("b", "a", 600.0, 100.0, ramp_w_per_s=ramp) for ramp in (2.0, 50.0))
     assert goal_w([slow], FEED, 0.0) == (800.0, 2.0)
     assert goal_w([fast], FEED, 0.0) == (1600.0, 10.0)

@@ -1,4 +1,4 @@
-"""The points of a job, read off a frontier, against the sums that they stand for."""
+"""The points of a job, read off a frontier, against plain sums."""
 
 import pytest
 
@@ -35,13 +35,13 @@ def test_the_policys_own_target_comes_first(frontier: Frontier) -> None:
     assert len(points) == 1 + len(frontier.points) - 5
 
 
-def test_feeds_divide_what_stages_draw(frontier: Frontier) -> None:
+def test_stages_power_is_divided_among_feeds(frontier: Frontier) -> None:
     whole = power_points(frontier, [[HERE, HERE]] * 2, own_time_s=frontier.t_min_s)
     placement = [[{"a": 1.0}, {"b": 1.0}], [{"a": 0.5, "b": 0.5}, {"b": 1.0}]]
     divided = power_points(frontier, placement, own_time_s=frontier.t_min_s)
     for point, one in zip(divided, whole, strict=True):
         assert sum(point.power_w.values()) == pytest.approx(one.power_w[DEFAULT_FEED])
-        assert point.power_w["a"] < point.power_w["b"]  # stage 1 is the heavier
+        assert point.power_w["a"] < point.power_w["b"]  # stage 1 is heavier
 
 
 def test_a_stragglers_slack_is_used_before_speed_is_lost(frontier: Frontier) -> None:
@@ -55,7 +55,7 @@ def test_a_stragglers_slack_is_used_before_speed_is_lost(frontier: Frontier) -> 
     assert points[-1].iteration_time_s == pytest.approx(1.1 * frontier.t_slow_s)
 
 
-def test_what_is_beyond_computations_draws_blocking_power(frontier: Frontier) -> None:
+def test_time_outside_computations_draws_blocking_power(frontier: Frontier) -> None:
     (bare, *_), (long, *_) = (
         power_points(frontier, [[HERE, HERE]], own_time_s=frontier.t_min_s, overhead_s=overhead_s)
         for overhead_s in (0.0, 0.05)

@@ -1,4 +1,4 @@
-"""Which feed hosts are on, and with them stages and whole jobs."""
+"""Assignment of hosts, stages and jobs to feeds."""
 
 import pytest
 
@@ -12,11 +12,11 @@ HALLS = Feeds({"a": Feed("a"), "b": Feed("b")}, {"a": ("a-*", "old-?"), "b": ("*
     ("hostname", "feed"),
     [("a-1", "a"), ("a-7", "a"), ("b-7", "b"), ("old-1", "a"), ("old-12", "default"), ("", "default")],
 )
-def test_the_first_pattern_that_fits_counts(hostname: str, feed: str) -> None:
+def test_the_first_matching_pattern_counts(hostname: str, feed: str) -> None:
     assert HALLS.of_host(hostname) == feed
 
 
-def test_the_default_feed_is_always_there_and_may_be_configured() -> None:
+def test_the_default_feed_always_exists_and_may_be_configured() -> None:
     assert set(HALLS.all()) == {"a", "b", DEFAULT_FEED}
     assert Feeds({DEFAULT_FEED: Feed(DEFAULT_FEED, limit_w=5.0)}).all()[DEFAULT_FEED].limit_w == 5.0
 

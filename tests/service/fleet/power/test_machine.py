@@ -1,4 +1,4 @@
-"""The fleet's state machine against made-up GPUs: what it says, and what is drawn under it."""
+"""The fleet's state machine against simulated GPUs: its commands, and the resulting power."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ FEED = Feed("a", ramp_down_w_per_s=200.0, ramp_up_w_per_s=100.0)
 def demand(
     job_id: str, watts: float = 1000.0, *, tolerance_percent: float = 50, weight: float = 1
 ) -> JobDemand:
-    """A job whose power falls twice as fast as its speed, in steps of 1 % of it."""
+    """Return a job whose power falls twice as fast as its speed, in steps of 1 % of speed."""
     speeds = np.arange(1.0, 0.599, -0.005)
     points = tuple(PowerPoint(1 / s, float(s), {"a": float(watts * (2 * s - 1))}) for s in speeds)
     return JobDemand(job_id, points, tolerance_percent=tolerance_percent, weight=weight)
@@ -42,9 +42,9 @@ def demand(
 
 @dataclass
 class Site:
-    """Made-up GPUs: each job draws what its point says, but for an error and noise, a second later.
+    """Simulated GPUs: each job reaches its point's power a second later, apart from an error and noise.
 
-    `held_error`: one more of whoever is held back.
+    `held_error`: an additional error of slowed jobs.
     """
 
     machine: FleetMachine
@@ -122,14 +122,14 @@ def site(
     return made
 
 
-def test_without_a_budget_nobody_is_told_anything() -> None:
+def test_without_a_budget_there_are_no_commands() -> None:
     quiet = site(demand("x"), demand("y"))
     quiet.pass_time(30)
     assert quiet.message == []
     assert quiet.machine.wake_s(30.0) == math.inf
 
 
-def test_a_budget_cuts_at_once_and_urgently_and_jobs_come_back_after_its_end() -> None:
+def test_a_budget_cuts_at_once_and_urgently_and_jobs_recover_after_its_end() -> None:
     run = site(demand("x"), demand("y"), feed=Feed("a"))
     run.pass_time(10)
     (cut, *_) = run.handle(BudgetSet(Budget("b", "a", 1500.0, 0.0, 100.0)))
@@ -148,7 +148,7 @@ def test_ramps_bound_how_power_falls_and_rises() -> None:
     assert run.machine.wake_s(0.0) == pytest.approx(45.0)
     run.pass_time(300)
     steps_w = np.diff(run.drawn_w)
-    one_point_w = 2 * 10.0  # of both jobs
+    one_point_w = 2 * 10.0  # both jobs together
     assert run.drawn_w[44] == 2000
     assert max(run.drawn_w[52:200]) <= 1000
     assert steps_w.min() >= -200 - one_point_w - 1e-6
@@ -169,7 +169,7 @@ def test_measured_power_corrects_plans_that_predict_too_little() -> None:
 
 
 @pytest.mark.parametrize("feed", [FEED, Feed("a")], ids=["with ramps", "at once"])
-def test_a_limit_is_kept_from_the_first_second_though_new_plans_draw_more_than_is_expected(
+def test_a_limit_is_kept_from_the_first_second_though_new_plans_draw_more_than_expected(
     feed: Feed,
 ) -> None:
     run = site(demand("x"), demand("y"), feed=feed)
@@ -179,10 +179,10 @@ def test_a_limit_is_kept_from_the_first_second_though_new_plans_draw_more_than_i
     run.pass_time(300)
     ramp_s = 0 if feed.ramp_down_w_per_s == math.inf else (2000 - 1500) / feed.ramp_down_w_per_s
     assert max(run.drawn_w[math.ceil(30 + ramp_s) + 4 :]) <= 1500
-    assert np.mean(run.drawn_w[150:]) >= 0.97 * 1500, "the margin is that of plans that are new"
+    assert np.mean(run.drawn_w[150:]) >= 0.97 * 1500, "the margin is that of new plans"
 
 
-def test_who_falls_out_of_its_plans_counts_with_what_it_draws_when_nothing_holds_it_back() -> None:
+def test_a_job_that_loses_its_plans_counts_with_its_unlimited_power() -> None:
     run = site(demand("x", weight=0.2), demand("y", 1500.0), feed=Feed("a"))
     run.handle(BudgetSet(Budget("b", "a", 1800.0, 0.0)))
     run.pass_time(60)
@@ -193,7 +193,7 @@ def test_who_falls_out_of_its_plans_counts_with_what_it_draws_when_nothing_holds
     (slower,) = [each for each in reported if isinstance(each, SetTargetTime) and each.job_id == "y"]
     assert slower.is_urgent
     status = run.machine.statuses["a"]
-    assert status.unmanaged_w == pytest.approx(1000), "as its fastest plan does"
+    assert status.unmanaged_w == pytest.approx(1000), "like its fastest plan"
     assert status.managed_w + 1000 <= 1800
 
 
@@ -206,7 +206,7 @@ def test_noise_does_not_move_plans_to_and_fro() -> None:
     assert len(after) <= 3 * 13 / 2  # each job less than every other minute
 
 
-def test_a_limit_that_cannot_be_kept_is_said_with_the_jobs_to_pause() -> None:
+def test_a_limit_that_cannot_be_kept_is_reported_with_the_jobs_to_pause() -> None:
     run = site(demand("x", tolerance_percent=10), demand("y", tolerance_percent=0, weight=5))
     run.handle(BudgetSet(Budget("b", "a", 1500.0, 0.0, 60.0)))
     run.pass_time(30)
@@ -216,8 +216,8 @@ def test_a_limit_that_cannot_be_kept_is_said_with_the_jobs_to_pause() -> None:
     assert list(run.statuses())[-1].is_compliant
 
 
-def test_what_is_measured_above_the_limit_is_said() -> None:
-    """GPUs that do not follow."""
+def test_measured_power_above_the_limit_is_reported() -> None:
+    """The GPUs don't follow their plans."""
     run = site(demand("x"))
     run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
     run.errors = {"x": 3.0}
@@ -225,7 +225,7 @@ def test_what_is_measured_above_the_limit_is_said() -> None:
     assert not list(run.statuses())[-1].is_compliant
 
 
-def test_what_is_judged_is_what_was_drawn_since_the_limit_had_to_be_kept() -> None:
+def test_only_power_since_the_limit_had_to_be_kept_is_judged() -> None:
     run = site(demand("x"))
     run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
     run.errors = {"x": 3.0}
@@ -252,7 +252,7 @@ def test_a_default_limits_a_feed_while_no_budget_does() -> None:
     ("changing", "outdated", "expected_w", "measured_w"),
     [((), (), 1500.0, 1500.0), (("x",), (), 1000.0, 1500.0), (("x",), ("x",), 1000.0, 1000.0)],
 )
-def test_what_was_drawn_under_other_plans_says_nothing_of_the_present_ones(
+def test_power_under_other_plans_does_not_count_for_the_present_ones(
     changing: Sequence[str], outdated: Sequence[str], expected_w: float, measured_w: float
 ) -> None:
     machine = FleetMachine({"a": Feed("a")})
@@ -265,7 +265,7 @@ def test_what_was_drawn_under_other_plans_says_nothing_of_the_present_ones(
     assert status.measured_w == pytest.approx(measured_w)
 
 
-def test_who_is_held_back_is_said_and_what_jobs_without_plans_draw() -> None:
+def test_slowed_jobs_and_the_power_without_plans_are_reported() -> None:
     run = site(demand("x"), JobDemand("z", measured_w={"a": 300.0}), feed=Feed("a"))
     run.handle(BudgetSet(Budget("b", "a", 1200.0, 0.0)))
     status = run.machine.statuses["a"]
@@ -285,7 +285,7 @@ def test_the_lowest_of_several_budgets_counts_and_one_may_be_cancelled() -> None
     assert 1500 < run.drawn_w[-1] <= 1600
 
 
-def test_a_job_that_comes_under_a_budget_is_made_room_for() -> None:
+def test_jobs_make_room_for_a_new_job_under_a_budget() -> None:
     run = site(demand("x"), feed=Feed("a"))
     run.handle(BudgetSet(Budget("b", "a", 1500.0, 0.0)))
     run.pass_time(20)
@@ -297,7 +297,7 @@ def test_a_job_that_comes_under_a_budget_is_made_room_for() -> None:
     assert run.drawn_w[-1] == 1000
 
 
-def test_a_job_that_is_not_planned_counts_as_it_is_measured() -> None:
+def test_a_job_without_plans_counts_as_measured() -> None:
     run = site(demand("x"), JobDemand("stock", measured_w={"a": 300.0}), feed=Feed("a"))
     run.errors = {"stock": 1.0}
     run.handle(BudgetSet(Budget("b", "a", 1400.0, 0.0)))
@@ -313,8 +313,10 @@ limits = st.lists(
 
 
 @given(limits, st.floats(-0.05, 0.05))
-def test_random_budgets_are_kept_or_said_not_to_be(some: list[tuple[int, int, int]], error: float) -> None:
-    """All are known in advance; every mean of a minute under one limit keeps it."""
+def test_random_budgets_are_kept_or_reported_as_not_kept(
+    some: list[tuple[int, int, int]], error: float
+) -> None:
+    """All budgets are known in advance; every mean over a minute under one limit keeps it."""
     run = site(demand("x"), demand("y", tolerance_percent=30), errors={"x": error, "y": error}, noise=0.01)
     run.pass_time(20)
     begin = len(run.drawn_w)
@@ -366,7 +368,7 @@ JOB_COUNT = 30
 
 
 @pytest.mark.parametrize("feed_count", [1, 16])
-def test_a_look_asks_each_job_as_often_however_many_feeds_there_are(
+def test_the_cost_per_job_does_not_grow_with_the_feeds(
     monkeypatch: pytest.MonkeyPatch, feed_count: int
 ) -> None:
     count = 0
@@ -389,8 +391,8 @@ def test_a_look_asks_each_job_as_often_however_many_feeds_there_are(
     assert 0 < count <= 2 * JOB_COUNT
 
 
-def test_many_jobs_that_change_at_once_are_decided_upon_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, everything over all jobs would be made once for each of them."""
+def test_many_simultaneous_changes_lead_to_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handled one by one, each would cost a decision over all jobs."""
     count = 0
 
     def counting(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Who has no plans is held down only where plans alone can't keep a limit."""
+"""Jobs without plans get a maximum clock only if plans alone can't keep a limit."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def budget(limit_w: float) -> BudgetSet:
 
 
 class Fleet:
-    """Two jobs on one feed, second by second; what is measured of the unplanned one is told."""
+    """Two jobs on one feed, second by second, with measurements of the unplanned one."""
 
     def __init__(self, *demands: JobDemand) -> None:
         self.machine = FleetMachine({"a": Feed("a")})
@@ -40,7 +40,7 @@ class Fleet:
             self.machine.handle(JobChanged(demand, 1.0), self.now_s)
 
     def tick(self, new_w: float = 400.0) -> tuple[int | None, int | None]:
-        """Let a second pass; return the ceilings of the planned and of the unplanned one."""
+        """Let a second pass; return the maximum clocks of the planned and of the unplanned job."""
         self.now_s += 1
         self.machine.handle(PowerMeasured(1.0, {"new": {"a": new_w}}, {}), self.now_s)
         self.machine.handle(Tick(), self.now_s)
@@ -48,7 +48,7 @@ class Fleet:
         return self.machine.max_clock_mhz("planned"), self.machine.max_clock_mhz("new")
 
 
-def test_nobody_is_held_down_without_a_limit() -> None:
+def test_there_is_no_max_clock_without_a_limit() -> None:
     assert Fleet(PLANNED, UNPLANNED).tick() == (None, None)
 
 
@@ -60,13 +60,13 @@ def test_a_job_with_a_target_has_the_highest_clock_of_its_plans_and_others_none(
     assert fleet.tick() == (None, None)
 
 
-def test_what_plans_can_t_give_up_is_taken_from_the_clocks_of_those_without() -> None:
+def test_power_that_plans_cannot_save_is_saved_by_max_clocks() -> None:
     fleet = Fleet(PLANNED, UNPLANNED)
     fleet.machine.handle(budget(600.0), fleet.now_s)
-    assert fleet.tick() == (1000, 700)  # 400 W are the least under a plan, 200 W are left of 400
+    assert fleet.tick() == (1000, 700)  # the plan needs at least 400 W, which leaves 200 of 400 W
 
 
-def test_a_max_clock_stays_though_little_is_drawn_under_it_and_ends_with_the_limit() -> None:
+def test_a_max_clock_stays_despite_low_power_and_ends_with_the_limit() -> None:
     fleet = Fleet(PLANNED, UNPLANNED)
     fleet.machine.handle(budget(600.0), fleet.now_s)
     fleet.tick()
@@ -77,7 +77,7 @@ def test_a_max_clock_stays_though_little_is_drawn_under_it_and_ends_with_the_lim
 
 
 class Restarted(Fleet):
-    """The same, which knows nothing yet of the unplanned job but what it draws under a ceiling of 700 MHz."""
+    """The same after a restart, which knows the unplanned job only under a maximum clock of 700 MHz."""
 
     def __init__(self, limit_w: float) -> None:
         super().__init__(PLANNED)
@@ -95,7 +95,7 @@ def test_a_restart_lifts_no_max_clock_before_the_limit_ends() -> None:
     fleet.machine.handle(budget(700.0), fleet.now_s)
     for _ in range(20):
         max_clocks = fleet.tick(new_w=400.0)
-    assert max_clocks == (1000, 1050), "what it draws unheld is known now: 300 W are left of 400"
+    assert max_clocks == (1000, 1050), "its power without a maximum clock is known now: 300 of 400 W are left"
 
 
 def test_a_max_clock_from_before_a_restart_is_its_jobs_own() -> None:
@@ -113,7 +113,7 @@ def test_after_a_restart_a_max_clock_falls_as_any_does() -> None:
     assert max_clocks == (1000, 350)
 
 
-def test_a_plan_ends_what_was_not_known_since_a_restart() -> None:
+def test_a_plan_ends_the_unknown_state_after_a_restart() -> None:
     fleet = Restarted(600.0)
     fleet.tick(new_w=80.0)
     point = PowerPoint(1.0, 1.0, {"a": 90.0}, HIGHEST_MHZ)
@@ -125,19 +125,19 @@ def test_a_plan_ends_what_was_not_known_since_a_restart() -> None:
     assert max_clocks == (1000, None)
 
 
-def test_nothing_left_is_the_lowest_clock() -> None:
+def test_without_any_power_left_the_max_clock_is_the_lowest() -> None:
     fleet = Fleet(UNPLANNED)
     fleet.machine.handle(budget(0.0), fleet.now_s)
     assert fleet.tick() == (None, 1)
 
 
-def test_a_job_whose_clocks_are_not_known_has_no_max_clock() -> None:
+def test_a_job_with_unknown_clocks_has_no_max_clock() -> None:
     fleet = Fleet(JobDemand("new", measured_w={"a": 400.0}))
     fleet.machine.handle(budget(100.0), fleet.now_s)
     assert fleet.tick() == (None, None)
 
 
-def test_a_job_that_came_under_a_max_clock_counts_with_what_it_draws_there() -> None:
+def test_a_job_that_starts_under_a_max_clock_counts_with_its_power_there() -> None:
     fleet = Fleet(PLANNED, UNPLANNED)
     fleet.machine.handle(budget(600.0), fleet.now_s)
     fleet.tick()
@@ -152,7 +152,7 @@ def test_a_job_that_came_under_a_max_clock_counts_with_what_it_draws_there() -> 
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), min_size=1))
-def test_a_share_never_exceeds_what_is_left_and_moves_by_steps(ticks: list[tuple[float, float]]) -> None:
+def test_a_share_never_exceeds_the_power_left_and_moves_by_steps(ticks: list[tuple[float, float]]) -> None:
     watch = FeedWatch(Feed("a"))
     for free_w, left_w in ticks:
         before = watch.clock_share

@@ -1,4 +1,4 @@
-"""What a job's measured watts say: of now, and against its plans."""
+"""A job's measured power: at present, and relative to its plans."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from perseus.service.fleet.power.meter import JobMeter
 
 def test_the_ratio_is_of_whole_iterations() -> None:
     meter = JobMeter()
-    for second in range(1, 8):  # 2 s at 300 W, 2 s at 100 W, over and over
+    for second in range(1, 8):  # 2 s at 300 W and 2 s at 100 W in turn
         swing_w = 300.0 if (second - 1) % 4 < 2 else 100.0
         meter.take(float(second), 1.0, {"a": swing_w}, 200.0, 4.0)
-    assert meter.ratio == pytest.approx(1.0), "and not of a whole one and the high part of another"
+    assert meter.ratio == pytest.approx(1.0), "not of a whole iteration and the high part of another"
 
 
-def test_the_latest_seconds_count_at_once_where_they_are_more_and_slowly_where_less() -> None:
+def test_power_rises_count_at_once_and_falls_slowly() -> None:
     meter = JobMeter()
     for second in range(1, 11):
         meter.take(float(second), 1.0, {"a": 100.0}, None, 1.0)
@@ -25,7 +25,7 @@ def test_the_latest_seconds_count_at_once_where_they_are_more_and_slowly_where_l
     assert meter.recent_w() == {"a": pytest.approx(130.0)}
 
 
-def test_what_was_drawn_before_can_be_forgotten() -> None:
+def test_past_power_can_be_dropped() -> None:
     meter = JobMeter()
     for second in range(1, 11):
         assert meter.is_recent_known == (second > 3)

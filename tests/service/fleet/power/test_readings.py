@@ -1,4 +1,4 @@
-"""What agents tell of their GPUs, added up by job and feed."""
+"""Agents' readings of GPUs, added up by job and feed."""
 
 import pytest
 
@@ -35,11 +35,11 @@ def test_powers_count_for_the_job_on_each_gpu_and_for_the_feed_of_its_host() -> 
     found = totals(readings)
     assert found.jobs_w == {"a": {"north": 300.0, "south": 310.0}, "b": {"north": 200.0}}
     assert found.gpu_counts == {"a": {"north": 1, "south": 1}, "b": {"north": 1}}
-    assert found.others_w == {"north": 60.0, "south": 70.0}, "the job of one of them is over"
+    assert found.others_w == {"north": 60.0, "south": 70.0}, "the job of one of them has ended"
     assert found.conflicting_counts == {}
 
 
-def test_a_gpu_that_two_agents_of_its_host_see_counts_once() -> None:
+def test_a_gpu_that_two_agents_of_its_host_report_counts_once() -> None:
     readings = PowerReadings()
     for instance_id in ("daemon", "another"):
         readings.take(instance_id, "north", reading(idle=60.0, a0=300.0), 0.0, is_of_host=True)
@@ -49,14 +49,14 @@ def test_a_gpu_that_two_agents_of_its_host_see_counts_once() -> None:
     assert found.jobs_w == {"a": {"north": 300.0}, "b": {"north": 200.0}}
 
 
-def test_an_agent_speaks_for_no_gpu_but_those_that_it_joined_unless_it_is_of_the_host() -> None:
+def test_an_agent_reports_only_joined_gpus_unless_it_is_the_hosts() -> None:
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=300.0), 0.0, is_of_host=False)
     readings.take("liar", "north", reading(a0=9000.0, a1=9000.0, made_up=1e7), 0.0, is_of_host=False)
     found = totals(readings)
     assert found.jobs_w == {"a": {"north": 300.0}}
     assert found.others_w == {}
-    assert found.conflicting_counts == {}, "nobody listens"
+    assert found.conflicting_counts == {}, "the other reading is ignored"
 
 
 def test_a_gpu_counts_with_no_more_than_its_model_can_draw_and_is_conflicting() -> None:
@@ -69,24 +69,24 @@ def test_a_gpu_counts_with_no_more_than_its_model_can_draw_and_is_conflicting() 
     assert found.conflicting_counts == {"north": 2}
 
 
-def test_a_gpu_that_is_said_to_run_two_jobs_or_to_be_on_two_feeds_is_conflicting() -> None:
+def test_a_gpu_reported_in_two_jobs_or_on_two_feeds_is_conflicting() -> None:
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=300.0), 0.0, is_of_host=False)
     readings.take("thief", "south", reading(a0=350.0), 0.0, is_of_host=False)
     found = totals(readings)
-    assert found.jobs_w == {"a": {"north": 300.0}, "t": {"south": 350.0}}, "each for itself"
+    assert found.jobs_w == {"a": {"north": 300.0}, "t": {"south": 350.0}}, "each job on its own feed"
     assert found.conflicting_counts == {"north": 1, "south": 1}
 
 
-def test_a_host_s_agent_tells_a_job_s_power_where_the_job_s_own_does_not() -> None:
+def test_a_hosts_agent_reports_a_jobs_power_if_the_jobs_own_does_not() -> None:
     readings = PowerReadings()
     readings.take("daemon", "north", reading(a0=300.0, shared=310.0, idle=60.0), 0.0, is_of_host=True)
     found = totals(readings)
     assert found.jobs_w == {"a": {"north": 300.0}}
-    assert found.others_w == {"north": 60.0}, "what is on a GPU that runs a rank is no other's"
+    assert found.others_w == {"north": 60.0}, "power of a GPU with a rank counts for its job"
 
 
-def test_a_tenant_changes_nothing_of_what_the_host_s_agent_tells() -> None:
+def test_a_tenant_does_not_change_the_readings_of_the_hosts_agent() -> None:
     readings = PowerReadings()
     readings.take("daemon", "north", reading(a0=700.0), 0.0, is_of_host=True)
     readings.take("thief", "south", reading(a0=5.0), 0.0, is_of_host=False)
@@ -95,11 +95,11 @@ def test_a_tenant_changes_nothing_of_what_the_host_s_agent_tells() -> None:
     assert found.conflicting_counts == {"north": 1, "south": 1}
 
 
-def test_agents_that_tell_other_powers_of_one_gpu_for_long_are_conflicting() -> None:
+def test_readings_of_one_gpu_that_differ_for_long_are_conflicting() -> None:
     readings = PowerReadings()
     counts = []
     for second in range(40):
-        # Their seconds are not the same, and it draws now this and now that.
+        # The agents' seconds differ, and the power fluctuates.
         high = second % 2 == 0
         readings.take("daemon", "north", reading(idle=400.0 if high else 100.0), second, is_of_host=True)
         apart_w = 200.0 if second >= 20 else 0.0
@@ -110,7 +110,7 @@ def test_agents_that_tell_other_powers_of_one_gpu_for_long_are_conflicting() -> 
     assert counts[-5:] == [1] * 5
 
 
-def test_what_an_agent_told_counts_no_more_once_its_stream_has_ended() -> None:
+def test_a_reading_is_dropped_when_its_stream_ends() -> None:
     readings = PowerReadings()
     readings.take("one", "north", reading(a0=300.0, idle=60.0), 0.0, is_of_host=True)
     readings.forget("one")
@@ -136,11 +136,11 @@ def test_the_latest_reading_counts_and_only_for_a_few_seconds() -> None:
         ("Emulated", 2000.0),
     ],
 )
-def test_a_model_s_board_says_what_it_can_draw(model: str, board_w: float) -> None:
+def test_a_gpus_model_bounds_its_power(model: str, board_w: float) -> None:
     assert max_power_w(model) == 1.25 * board_w
 
 
-def test_gpus_that_no_agent_tells_of_count_with_what_their_iterations_drew() -> None:
+def test_gpus_without_a_reading_count_with_their_iterations_power() -> None:
     gpus, iteration_w = {"north": 4.0, "south": 2.0}, {"north": 1000.0, "south": 500.0}
     reported = ({"north": 1200.0, "south": 700.0}, {"north": 4, "south": 2})
     assert completed_w(*reported, iteration_w, gpus) == (reported[0], True)
@@ -148,7 +148,7 @@ def test_gpus_that_no_agent_tells_of_count_with_what_their_iterations_drew() -> 
         {"north": 1050.0, "south": 500.0},
         False,
     )
-    assert completed_w({}, {}, iteration_w, gpus) == (iteration_w, False), "as ever"
+    assert completed_w({}, {}, iteration_w, gpus) == (iteration_w, False), "without any reading"
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,7 @@ def test_gpus_that_no_agent_tells_of_count_with_what_their_iterations_drew() -> 
         ((1.0, [f"g{n}" for n in range(257)], [1.0] * 257), "power_reading.gpu_uuid"),
     ],
 )
-def test_what_no_reading_can_say_is_refused(
-    figures: tuple[float, list[str], list[float]], field: str
-) -> None:
+def test_invalid_readings_are_refused(figures: tuple[float, list[str], list[float]], field: str) -> None:
     with pytest.raises(InvalidFieldError) as caught:
         PowerReading(*figures)
     assert caught.value.field == field

@@ -1,4 +1,4 @@
-"""What a job that follows a signal is told: its window and pace, hour by hour, against measured progress."""
+"""Targets of a job that follows a signal: its window and speed, hour by hour, with measured progress."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ CLEAN = SignalForecast(HOUR_S, np.array([100.0, *[500.0] * 23]))
 
 
 def after(job: JobSignal, decision: Decision, done_count: int = 0) -> JobSignal:
-    """The job as it is once it was told, and has done so much."""
+    """Return the job after a decision and some progress."""
     order = decision.order
     signal_target = SignalTarget(order.window, order.state, order.target_time_s, order.value, done_count)
     return replace(job, signal_target=signal_target)
@@ -49,7 +49,7 @@ def test_a_dirty_hour_is_slow_and_a_clean_one_is_not() -> None:
     assert dirty.next_s == HOUR_S / 4
 
 
-def test_a_horizon_that_is_over_begins_anew() -> None:
+def test_a_new_horizon_follows_one_that_is_over() -> None:
     job = JobSignal(RULE, None, None)
     job = after(job, decide(job, CURVE, 0.0, DIRTY), 80_000)
     found = decide(job, CURVE, 23 * HOUR_S, DIRTY)
@@ -59,7 +59,7 @@ def test_a_horizon_that_is_over_begins_anew() -> None:
     assert found.order.window.begin_s == 24 * HOUR_S + 7
 
 
-def test_without_a_signal_there_is_no_slowdown_until_something_is_known_again() -> None:
+def test_without_a_signal_there_is_no_slowdown_until_it_is_known_again() -> None:
     job = JobSignal(RULE, None, None)
     blind = decide(job, CURVE, 0.0, None).order
     assert (blind.state, blind.target_time_s, blind.value) == (SignalTargetState.NO_SIGNAL, None, None)
@@ -68,7 +68,7 @@ def test_without_a_signal_there_is_no_slowdown_until_something_is_known_again() 
     assert (again.state, again.target_time_s) == (SignalTargetState.FOLLOWING, 1.2)
 
 
-def test_a_deadline_that_cannot_be_kept_is_said_and_one_that_is_done_is_over() -> None:
+def test_a_deadline_that_cannot_be_met_is_late_and_finished_work_is_done() -> None:
     job = JobSignal(UNTIL, None, None)
     first = decide(job, CURVE, 0.0, DIRTY)
     assert (first.order.state, first.order.window.end_s) == (SignalTargetState.FOLLOWING, 11 * HOUR_S)
@@ -87,10 +87,10 @@ def test_a_deadline_that_cannot_be_kept_is_said_and_one_that_is_done_is_over() -
     st.integers(1, 20),
     st.lists(st.booleans(), min_size=1, max_size=20),
 )
-def test_work_is_done_by_the_horizons_end_whatever_is_known_when(
+def test_work_is_done_by_the_horizons_end_with_any_knowledge_of_the_signal(
     values: list[float], percent: int, is_known: list[bool]
 ) -> None:
-    """Looked at as often as it asks for, with a signal that comes and goes, and progress measured."""
+    """Decide as often as requested, with a signal that comes and goes, and with measured progress."""
     job = JobSignal(SignalRule(SignalKind.CARBON, ExtraTime(percent, 6 * HOUR_S)), None, None)
     now_s, done, replan = 0.0, 0.0, 0
     while now_s < 6 * HOUR_S:

@@ -1,4 +1,4 @@
-"""Spending extra time by a signal, against a linear program and against what can't be better."""
+"""Spending extra time by a signal, against a linear program and known optima."""
 
 import math
 
@@ -15,7 +15,7 @@ from perseus.service.fleet.signal_targets.speed_curve import Floats, SpeedCurve,
 
 
 def curve_of(*rows: tuple[float, float]) -> SpeedCurve:
-    """Rows of iteration time and power."""
+    """Return the curve of rows of iteration time and power."""
     return SpeedCurve([SpeedPoint(time_s, 1 / time_s, power_w) for time_s, power_w in rows])
 
 
@@ -31,7 +31,7 @@ signals = st.lists(st.integers(0, 500).map(float), min_size=1, max_size=6).map(n
 
 
 def least_cost(curve: SpeedCurve, durations_s: Floats, signal: Floats, iteration_count: float) -> float:
-    """The same by a linear program over shares of time at each pace."""
+    """Return the least cost by a linear program over shares of time at each point."""
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     columns = []
@@ -64,29 +64,29 @@ def test_clean_hours_are_for_speed() -> None:
     assert speeds[0] > speeds[2] > speeds[1]
 
 
-def test_power_that_is_paid_for_is_taken() -> None:
+def test_a_negative_price_is_used_at_full_speed() -> None:
     speeds = CURVE.spend(np.full(2, HOUR_S), np.array([-5.0, 100.0]), 1.5 * HOUR_S)
     assert speeds.tolist() == pytest.approx([1.0, CURVE.slowest_per_s])
 
 
-def test_too_much_work_is_done_as_fast_as_can_be_and_little_as_slowly_as_pays() -> None:
+def test_too_much_work_runs_at_full_speed_and_little_work_at_the_slowest() -> None:
     hours, signal = np.full(2, HOUR_S), np.array([1.0, 2.0])
     assert CURVE.spend(hours, signal, 1e9).tolist() == pytest.approx([1.0, 1.0])
     assert CURVE.spend(hours, signal, 0.0).tolist() == pytest.approx([CURVE.slowest_per_s] * 2)
 
 
-def test_targets_that_need_more_energy_than_a_faster_one_are_left_out() -> None:
+def test_points_that_need_more_energy_than_a_faster_one_are_left_out() -> None:
     curve = curve_of((1.0, 1000.0), (2.0, 400.0), (3.0, 300.0))
     assert [point.iteration_time_s for point in curve.points] == [1.0, 2.0]
 
 
-def test_a_target_is_never_slower_than_asked() -> None:
+def test_a_point_is_never_slower_than_requested() -> None:
     assert CURVE.at_least(1 / 1.07).iteration_time_s == 1.05
     assert CURVE.at_least(1 / 1.1).iteration_time_s == 1.1
     assert CURVE.at_least(2.0).iteration_time_s == 1.0
 
 
-def test_a_job_needs_a_target() -> None:
+def test_a_curve_needs_a_point() -> None:
     with pytest.raises(InvalidFieldError, match="points: expected at least one, found none"):
         SpeedCurve([])
 
@@ -100,7 +100,7 @@ def ahead_h(begin_h: float, end_h: float, *signal: float) -> list[float]:
     return [float(round(duration_s / HOUR_S, 9)) for duration_s in durations_s]
 
 
-def test_hours_are_the_clocks_and_the_signal_repeats() -> None:
+def test_hours_are_clock_hours_and_the_signal_repeats() -> None:
     assert ahead_h(1.5, 3.25, 1, 2, 3, 4) == [0.5, 0, 1, 0.25, 0]
     assert ahead_h(1.5, 1.6, 1, 2) == [0.1, 0, 0]
     assert ahead_h(0, 10.5, 1, 2, 3) == [1, 3, 3.5, 3]
@@ -114,7 +114,7 @@ def test_hours_are_the_clocks_and_the_signal_repeats() -> None:
     st.lists(st.floats(0, 9), min_size=1, max_size=9),
     st.floats(1, 3600),
 )
-def test_all_time_is_somebodys(now_s: float, length_s: float, signal: list[float], hour_s: float) -> None:
+def test_hours_cover_all_the_time(now_s: float, length_s: float, signal: list[float], hour_s: float) -> None:
     durations_s, values = hours_ahead(now_s, now_s + length_s, np.array(signal), hour_s)
     assert (durations_s >= 0).all()
     assert durations_s.sum() == pytest.approx(length_s)
@@ -134,12 +134,12 @@ def test_extra_time_is_a_share_of_the_horizon() -> None:
     assert POLICY.iteration_count == pytest.approx(100 * HOUR_S)
 
 
-def test_without_a_signal_there_is_no_slowdown_and_it_is_said() -> None:
+def test_without_a_signal_there_is_no_slowdown_and_it_is_reported() -> None:
     found = replan(POLICY, CURVE, 0.0, 0.0, None)
     assert (found.point.iteration_time_s, found.has_no_signal) == (1.0, True)
 
 
-def test_what_is_late_runs_as_fast_as_it_can_and_it_is_said() -> None:
+def test_a_late_job_runs_at_full_speed_and_it_is_reported() -> None:
     found = replan(POLICY, CURVE, 50 * HOUR_S, 10 * HOUR_S, np.array([1.0]))
     assert (found.point.iteration_time_s, found.is_late) == (1.0, True)
 
@@ -149,10 +149,10 @@ def test_after_its_end_a_policy_asks_for_nothing() -> None:
 
 
 @given(st.lists(st.integers(0, 500).map(float), min_size=1, max_size=48), st.integers(1, 30), st.booleans())
-def test_work_is_done_in_time_whatever_the_forecast_says(
+def test_work_is_done_in_time_with_any_forecast(
     forecast: list[float], extra_time_percent: int, is_held_up: bool
 ) -> None:
-    """Replanned every hour, by realised paces; `is_held_up`: a budget takes two hours' worth of slack."""
+    """Replan every hour with realised speeds; `is_held_up`: a budget takes two hours' worth of slack."""
     policy = WorkWindow.within_extra_time(0.0, ExtraTime(extra_time_percent, 40 * HOUR_S), full_speed=1.0)
     now_s = done = 0.0
     while now_s < policy.end_s:

@@ -1,4 +1,4 @@
-"""Forecasts: what each way is, that none looks ahead, and that regression learns what there is to learn."""
+"""Forecasts: each method, that none looks ahead, and that regression learns patterns."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ CISO = PUBLISHED_DATA / "carbon" / "ciso-2022.csv"
 
 
 def days(count: int, noise: float = 0.0) -> Floats:
-    """A day's wave, larger on weekends, and slow weather."""
+    """Return a daily wave, larger on weekends, and slow weather."""
     hours = np.arange(count * DAY_H)
     random = np.random.default_rng(3)
     weather = np.cumsum(random.standard_normal(len(hours))) * noise
@@ -37,21 +37,21 @@ def test_persistence_and_seasonal_naive() -> None:
     assert seasonal_naive(np.array([7.0]), 2).tolist() == [7.0, 7.0]
 
 
-def test_too_little_history_is_for_the_seasonal_naive() -> None:
+def test_too_little_history_falls_back_to_the_seasonal_naive() -> None:
     history = days(30)[: MIN_HISTORY_H - 1]
     assert RegressionForecast().forecast(0, history, 30).tolist() == seasonal_naive(history, 30).tolist()
 
 
-def test_regression_learns_what_weekends_are() -> None:
+def test_regression_learns_weekends() -> None:
     wave = days(10 * 7)
     known = len(wave) - WEEK_H
-    ahead = RegressionForecast().forecast(4 * DAY_H, wave[:known], 2 * DAY_H)  # hour 0 was a Monday's
+    ahead = RegressionForecast().forecast(4 * DAY_H, wave[:known], 2 * DAY_H)  # hour 0 is on a Monday
     naive = seasonal_naive(wave[:known], 2 * DAY_H)
     error, naive_error = (np.abs(each - wave[known:][: 2 * DAY_H]).mean() for each in (ahead, naive))
     assert error < 0.4 * naive_error
 
 
-def test_a_fit_is_used_for_a_week_and_then_made_anew() -> None:
+def test_a_fit_is_renewed_after_a_week() -> None:
     wave = days(80, noise=2.0)
     model = RegressionForecast()
     model.forecast(0, wave[:1000], 2)
@@ -61,7 +61,7 @@ def test_a_fit_is_used_for_a_week_and_then_made_anew() -> None:
     assert anew.tolist() == RegressionForecast().forecast(0, wave[: 1000 + WEEK_H], 2).tolist()
 
 
-def test_forecasts_stay_in_the_range_that_was_seen() -> None:
+def test_forecasts_stay_within_the_past_range() -> None:
     wave = np.concatenate([days(40), np.full(30, 1000.0)])
     made = RegressionForecast().forecast(0, wave, 100)
     assert wave.min() <= made.min()
@@ -71,7 +71,7 @@ def test_forecasts_stay_in_the_range_that_was_seen() -> None:
 @pytest.mark.slow("a regression at every fifth hour of ten weeks")
 @pytest.mark.skipif(not CISO.exists(), reason=f"published signal not found at {CISO}")
 def test_errors_on_a_published_spring() -> None:
-    """The whole year is in the benchmarks; here are ten weeks of it."""
+    """Ten weeks of the year; the benchmarks use all of it."""
     first_s, hours = read_signal_csv(CISO, SignalKind.CARBON, "avg_CI").hourly(1e11)
     model = RegressionForecast()
     errors: dict[str, list[float]] = {"regression": [], "persistence": [], "seasonal": []}

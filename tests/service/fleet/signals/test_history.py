@@ -1,4 +1,4 @@
-"""What is ahead of a signal: what its source says, else our own forecast; nothing once it is stale."""
+"""A signal's forecast: its source's, otherwise our own; none once the signal is stale."""
 
 import numpy as np
 import pytest
@@ -26,26 +26,26 @@ def history_of(*signals: Signal, now_s: float = BEGIN_S) -> SignalHistory:
     return history
 
 
-def test_what_the_source_says_of_the_next_hours_counts_and_then_our_own_forecast() -> None:
+def test_the_sources_forecast_counts_first_and_then_our_own() -> None:
     day = [100.0 + hour for hour in range(24)]
     reported = [500.0, 600.0]
     found = history_of(signal([*day, *reported])).forecast_at(BEGIN_S + 24.5 * HOUR_S)
     assert found is not None
     assert found.hour_s == HOUR_S
     assert found.values[:2].tolist() == reported
-    # As on the last day that is known.
+    # As on the last known day.
     assert found.values[2:26].tolist() == [*day[2:], *day[:2]]
     assert len(found.values) == FORECAST_H
 
 
-def test_values_of_seconds_are_looked_ahead_in_seconds_and_repeat() -> None:
+def test_values_per_second_are_forecast_per_second_and_repeat() -> None:
     history = history_of(signal([100.0, 500.0, 100.0, 500.0], step_s=10.0, stale_s=5.0))
     found = history.forecast_at(BEGIN_S + 12.0)
     assert found is not None
     assert (found.hour_s, found.values.tolist()) == (10.0, [500.0, 100.0, 500.0])
 
 
-def test_the_last_value_counts_for_a_while_and_then_nothing_is_known() -> None:
+def test_the_last_value_stays_valid_for_a_while_and_then_the_signal_is_unknown() -> None:
     history = history_of(signal([100.0, 200.0]))
     last = history.forecast_at(BEGIN_S + 4.9 * HOUR_S)
     assert last is not None
@@ -54,13 +54,13 @@ def test_the_last_value_counts_for_a_while_and_then_nothing_is_known() -> None:
     assert SignalHistory().forecast_at(BEGIN_S) is None
 
 
-def test_what_is_read_anew_replaces_what_was_forecast_of_it() -> None:
+def test_new_values_replace_their_forecast() -> None:
     history = history_of(signal([100.0, 200.0, 300.0]), signal([250.0, 350.0], BEGIN_S + HOUR_S))
     assert [history.value_at(BEGIN_S + hour * HOUR_S) for hour in range(3)] == [100.0, 250.0, 350.0]
     assert history.version == 2
 
 
-def test_an_hour_has_the_mean_of_what_counts_in_it() -> None:
+def test_an_hour_has_the_mean_of_its_valid_values() -> None:
     history = history_of(signal([100.0, 300.0, 200.0], step_s=1800.0, stale_s=0.0))
     hour = int(BEGIN_S // HOUR_S)
     assert history.mean_in_hour(hour) == pytest.approx(200.0)
@@ -69,7 +69,7 @@ def test_an_hour_has_the_mean_of_what_counts_in_it() -> None:
     assert SignalHistory().mean_in_hour(hour) is None
 
 
-def test_what_is_looked_ahead_is_bounded() -> None:
+def test_the_forecasts_length_is_bounded() -> None:
     found = history_of(signal([1.0] * 20_000, step_s=1.0)).forecast_at(BEGIN_S + 1.0)
     assert found is not None
     assert len(found.values) == MAX_HOURS
@@ -80,7 +80,7 @@ def test_what_is_looked_ahead_is_bounded() -> None:
     st.sampled_from([60.0, 900.0, 1800.0, HOUR_S]),
     st.floats(0, 100),
 )
-def test_there_is_a_forecast_as_long_as_a_value_counts(
+def test_there_is_a_forecast_as_long_as_a_value_is_valid(
     values: list[float], step_s: float, later_h: float
 ) -> None:
     history = history_of(signal(values, step_s=step_s))

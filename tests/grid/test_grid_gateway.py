@@ -135,7 +135,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
         await until_it_is_published(site, client, heard)
         lifted = site.isv.envelope(time.time(), {"targets": [target_of(None)]})
         await site.send(client, lifted)
-        await heard.status(of(lifted["correlationid"]), "the end of the first ones is told")
+        await heard.status(of(lifted["correlationid"]), "the end of the first ones is reported")
     now_s = time.time()
     isv, other_user = site.isv, Sender(site.gateway.keys.parent / "elsewhere")
     good = {"targets": [target_of(7e5)]}
@@ -159,7 +159,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
     }
     async with site.listening() as (client, heard):
         await site.send(client, accepted)
-        await heard.status(of(accepted["correlationid"]), "the target is told")
+        await heard.status(of(accepted["correlationid"]), "the target is reported")
         for sent in (*refused.values(), older, accepted):
             await site.send(client, sent)
         for wrong in nobody_s.values():
@@ -167,7 +167,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
             await client.publish(isv.topic, payload, qos=1)
         last = isv.envelope(now_s, {"targets": [target_of(6e5, feed_tags=["hall-b"])]})
         await site.send(client, last)
-        await heard.status(of(last["correlationid"]), "the last one is told")
+        await heard.status(of(last["correlationid"]), "the last one is reported")
         reported = [
             envelope.get("correlationid")
             for envelope, data in heard.statuses()
@@ -202,7 +202,7 @@ async def test_nothing_is_lost_or_applied_twice_when_gateway_and_broker_and_coor
     async with site.listening() as (client, heard):
         first = site.isv.envelope(time.time(), {"targets": [target_of(7e5, feed_tags=["hall-a"])]})
         await site.send(client, first)
-        await heard.status(of(first["correlationid"]), "the first target is told")
+        await heard.status(of(first["correlationid"]), "the first target is reported")
         (before,) = await site.budgets()
 
         # While the gateway is down, messages wait in its session with the broker.
@@ -211,7 +211,7 @@ async def test_nothing_is_lost_or_applied_twice_when_gateway_and_broker_and_coor
         for _ in range(2):
             await site.send(client, second)
         site.gateway.start()
-        await heard.status(of(second["correlationid"]), "what came meanwhile is told")
+        await heard.status(of(second["correlationid"]), "the message that arrived meanwhile is reported")
     (again, other) = sorted(await site.budgets(), key=lambda budget: budget.feed)
     assert (again, other.limit_w) == (before, 4e5), "the existing budget is unchanged"
 
@@ -245,7 +245,7 @@ async def test_nothing_is_lost_or_applied_twice_when_gateway_and_broker_and_coor
     async with site.listening() as (client, heard):
         fourth = site.isv.envelope(time.time(), {"targets": [target_of(5e5)]})
         await site.send(client, fourth)
-        await heard.status(of(fourth["correlationid"]), "the fourth target is told")
+        await heard.status(of(fourth["correlationid"]), "the fourth target is reported")
 
 
 async def test_a_message_that_cannot_be_stored_ends_the_gateway_and_is_delivered_again(

@@ -183,7 +183,9 @@ async def test_jobs_keep_a_load_target_report_a_breach_and_follow_a_signal(
     async with AsyncExitStack() as stack:
         first, address = stack.enter_context(training(tmp_path, *JOBS))
         broker = stack.enter_context(running(MqttBroker(first.security, tmp_path / "broker.log")))
-        gateway = GatewayProcess(tmp_path / "door", first.security, broker.address, address, HEARTBEAT_S="1")
+        gateway = GatewayProcess(
+            tmp_path / "gateway", first.security, broker.address, address, HEARTBEAT_S="1"
+        )
         isv = Sender(gateway.keys)
         gateway.start()
         stack.callback(gateway.stop)

@@ -1,1 +1,1 @@
-"""A load of agents for a coordinator, in a process of its own; `benchmarks.coordinator_load` starts it."""
+"""A load of agents for a coordinator, in its own process, which `benchmarks.coordinator_load` starts."""

@@ -1,7 +1,7 @@
-"""Agents as the wire sees them: they join, follow offers, report, resend, reconnect, check what they hear.
+"""Agents at the level of the wire: they join, follow offers, report, resend, reconnect, and check messages.
 
-What an agent holds against the coordinator is said in `Findings`: an acknowledgement that is taken back, a
-version that carries two plans, or one that falls, and whatever refuses it.
+Agents record the coordinator's errors in `Findings`: a retracted acknowledgement, a version with two plans, a
+decreasing version, and any refusal.
 """
 
 import asyncio
@@ -24,32 +24,32 @@ CONNECT = "/perseus.v1.AgentService/Connect"
 _PAST_START = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
 _MESSAGES_LIMIT = 20
 _HEARTBEAT_SHARE = 0.3
-"""Of the lease: a heartbeat has to come every third of it."""
+"""Share of the lease: a heartbeat is due every third of it."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What the coordinator did and may not do; by kind how often, and the first of all in words."""
+    """Violations by the coordinator: the count by kind, and the first ones in words."""
 
     counts: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
     def add(self, kind: str, message: str) -> None:
-        """Note one."""
+        """Add one."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if len(self.messages) < _MESSAGES_LIMIT:
             self.messages.append(f"{kind}: {message}")
 
 
 class Bodies:
-    """What the ranks of a stage say of an iteration, made once for all pipelines under the same clocks."""
+    """A stage's report of an iteration, made once for all pipelines under the same clocks."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._made: dict[int, dict[tuple[int, int, tuple[int, ...], int], bytes]] = {}
 
     def get(self, stage: int, iteration: int, version: int, clocks: tuple[int, ...], since: int) -> bytes:
-        """Made when it is first wanted; only those of the latest iterations are kept."""
+        """Return it, made on first use; only those of the latest iterations are kept."""
         made = self._made.get(iteration)
         if made is None:
             made = self._made[iteration] = {}
@@ -66,7 +66,7 @@ class Bodies:
 
 
 def _clocks(offer: pb.PlanOffer) -> tuple[int, ...]:
-    """One for each computation, or one for all; 0 for stock."""
+    """Return one clock for each computation, or one for all; 0 for stock."""
     match offer.WhichOneof("clocks"):
         case "hold":
             return (offer.hold.clock_mhz,)
@@ -77,7 +77,7 @@ def _clocks(offer: pb.PlanOffer) -> tuple[int, ...]:
 
 
 class Rank:
-    """One rank: what is in force, what waits for its start iteration, and all that it was ever offered."""
+    """One rank: clocks in force, the offer that waits for its start iteration, and all earlier offers."""
 
     def __init__(self, job_id: str, place: wire.Place) -> None:
         self.job_id = job_id
@@ -96,7 +96,7 @@ class Rank:
 
     @property
     def version_count(self) -> int:
-        """Different versions that it was offered."""
+        """Number of different versions offered to it."""
         return len(self._clocks_of)
 
     @property
@@ -105,9 +105,9 @@ class Rank:
         return f"GPU-{self.job_id}-{self.place.pipeline}-{self.place.stage}"
 
     def check(self, offer: pb.PlanOffer, findings: Findings) -> None:
-        """Hold an offer against all earlier ones."""
+        """Compare an offer with all earlier ones."""
         output = f"{self.job_id} {self.place.pipeline}/{self.place.stage} version {offer.version}"
-        # The clocks: when computations begin may be told anew, for the other stages may have got others.
+        # Only the clocks: start times may change if the other stages get other clocks.
         digest = hashlib.blake2b(repr(_clocks(offer)).encode(), digest_size=8).digest()
         if self._clocks_of.setdefault((offer.epoch, offer.version), digest) != digest:
             findings.add("version reused", f"{output} carries other clocks than before")
@@ -117,7 +117,7 @@ class Rank:
         self._highest_version[offer.epoch] = max(highest, offer.version)
 
     def begin(self, iteration: int) -> bytes | None:
-        """Go on to an iteration; what is to be said if an offer comes into force with it."""
+        """Begin an iteration; return the message to send if it brings an offer into force."""
         offer = self.pending
         if offer is None or offer.start_iteration > iteration:
             return None
@@ -135,7 +135,7 @@ class Rank:
         return pb.ConnectRequest(plan_in_force=in_force).SerializeToString()
 
     def joined(self, iteration: int) -> bytes:
-        """Announce it."""
+        """Return the message that announces the rank."""
         place = self.place
         message = pb.RankJoined(
             job_id=self.job_id,
@@ -154,7 +154,7 @@ class Rank:
 
 @dataclass(slots=True)
 class Back:
-    """When an agent's latest stream was welcomed, joined by all ranks, and freed of what was sent again."""
+    """Times of an agent's latest stream: welcome, all ranks joined, all resent batches acknowledged."""
 
     opened_s: float = 0.0
     welcomed_s: float = 0.0
@@ -163,7 +163,7 @@ class Back:
 
 
 class Agent:
-    """One agent: its ranks, its stream, and the batches that are not acknowledged yet."""
+    """One agent: its ranks, its stream, and its unacknowledged batches."""
 
     def __init__(
         self,
@@ -202,12 +202,12 @@ class Agent:
 
     @property
     def is_joined(self) -> bool:
-        """Whether all its ranks are served on the stream that it has now."""
+        """Whether all its ranks are served on its current stream."""
         return self._is_welcome and self._accepted_count == len(self.ranks)
 
     @property
     def standing(self) -> str:
-        """Where it stands, for people."""
+        """Its state, for people."""
         return (
             f"{self.connection_count} connections, welcome {self._is_welcome}, {self._accepted_count} ranks "
             f"accepted, {self.unacknowledged_count} batches after {self.acknowledged} not acknowledged"
@@ -215,15 +215,15 @@ class Agent:
 
     @property
     def unacknowledged_count(self) -> int:
-        """Batches that were reported and not acknowledged."""
+        """Number of unacknowledged batches."""
         return len(self._unacknowledged)
 
     def connect(self, target: str, wait_s: float = 0.0) -> None:
-        """Open the stream after a while, and again after random waits until it is open."""
+        """Open the stream after a delay, and retry after random delays until it is open."""
         self._task = asyncio.get_running_loop().create_task(self._open(target, wait_s))
 
     def report(self) -> None:
-        """Say that an iteration has ended on every rank, and that the next one begins."""
+        """Report that an iteration has ended on every rank, and that the next one begins."""
         ended = self.iteration = max(0, self.iteration)
         self.iteration += 1
         now_s = time.perf_counter()
@@ -243,14 +243,14 @@ class Agent:
             self._stream.send(*messages)
 
     def report_power(self, power_w: float) -> None:
-        """Say what its ranks' GPUs draw, each the same."""
+        """Report the power of its ranks' GPUs, the same for each."""
         if self._is_welcome and self._stream is not None:
             uuids = [rank.gpu_uuid for rank in self.ranks]
             reading = pb.PowerReading(duration_s=1.0, gpu_uuid=uuids, power_w=[power_w] * len(uuids))
             self._stream.send(pb.ConnectRequest(power_reading=reading).SerializeToString())
 
     def leave(self) -> None:
-        """Say that all ranks have ended, and goodbye; the connection closes by itself when that is read."""
+        """Report that all ranks have ended, and say goodbye; the coordinator then closes the connection."""
         if self._stream is not None:
             left = [
                 pb.ConnectRequest(

@@ -1,4 +1,4 @@
-"""The processes of a load, from outside: a coordinator (or the echo), the agents, who measures the lag."""
+"""Control of a load's processes: a coordinator (or the echo), the agents, and the lag probe."""
 
 import json
 import os
@@ -17,36 +17,36 @@ _START_LIMIT_S = 300.0
 _END_LIMIT_S = 60.0
 
 LOAD_FLAGS = ("--lease-s", "60", "--profile-clocks", "2", "--guard-tolerance-percent", "1000")
-"""For jobs that are planned soon and stay so, on a busy machine too."""
+"""Settings for jobs that are planned soon and stay so, even on a busy machine."""
 
 
 class GeneratorError(Exception):
-    """What the generator could not do."""
+    """The generator failed at a command."""
 
 
 def on_core(number: int) -> list[str]:
-    """What pins a command to a core, where there is another for the rest."""
+    """Return a prefix that pins a command to a core, if there is another core for the rest."""
     return ["taskset", "-c", str(number)] if (os.cpu_count() or 1) > 1 else []
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile, and nan of nothing."""
+    """Return a quantile; nan without values."""
     return float(np.quantile(values, share)) if len(values) else float("nan")
 
 
 def raise_file_limit() -> None:
-    """Allow as many connections as the machine does."""
+    """Raise this process's file limit to the machine's."""
     maximum = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
 
 
 class CoordinatorProcess:
-    """A coordinator that can be killed and started again: the same database, the same port.
+    """A coordinator that can be killed and restarted with the same database and port.
 
     Args:
         database: a path, or a URL.
-        is_pinned: whether it has to do with one core, as when it is measured.
-        environment: more of it, by which it knows whom to trust; without, it asks nobody.
+        is_pinned: whether it is limited to one core, for measurements.
+        environment: more variables, with its credentials; without them it authenticates nobody.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class CoordinatorProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs, or ran last."""
+        """Process ID of the running process, or of the last one."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def log(self) -> Path:
-        """What it says, since it was started last."""
+        """Its log since the last start."""
         return self._folder / f"coordinator-{self._start_count}.log"
 
     def start(self) -> float:
-        """Start it, and wait until it listens; the seconds that it took."""
+        """Start it, and wait until it listens; return the time, seconds."""
         begun_s = time.monotonic()
         self.launch()
         while not self.is_listening():
@@ -107,7 +107,7 @@ class CoordinatorProcess:
         return time.monotonic() - begun_s
 
     def launch(self) -> None:
-        """Start it, and wait for nothing."""
+        """Start it without waiting."""
         self._start_count += 1
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -119,7 +119,7 @@ class CoordinatorProcess:
             )
 
     def is_listening(self) -> bool:
-        """Whether it has said so."""
+        """Whether it has logged that it listens."""
         for line in self.log.read_text().splitlines():
             with suppress(ValueError):
                 if line.startswith("{") and (entry := json.loads(line)).get("event") == "listening":
@@ -133,7 +133,7 @@ class CoordinatorProcess:
         return self._process.poll()
 
     def standing(self) -> str:
-        """How it is, for people: whether it works, waits or has ended, and its last words."""
+        """Its state, for people: whether it works, waits or has ended, and its last log lines."""
         status = Path(f"/proc/{self.pid}/stat")
         ticks = []
         for _ in range(2):
@@ -146,12 +146,12 @@ class CoordinatorProcess:
         return f"state {fields[0]}, {ticks[1] - ticks[0]} ticks in a second, load {os.getloadavg()}, {words}"
 
     def wait(self, limit_s: float = _END_LIMIT_S) -> int:
-        """Wait for its end; the exit status."""
+        """Wait for its end; return the exit status."""
         assert self._process is not None
         return self._process.wait(limit_s)
 
     def kill(self) -> float:
-        """SIGKILL; the time of the monotonic clock."""
+        """Send SIGKILL; return the time of the monotonic clock."""
         assert self._process is not None
         self._process.kill()
         killed_s = time.monotonic()
@@ -159,7 +159,7 @@ class CoordinatorProcess:
         return killed_s
 
     def terminate(self) -> int:
-        """SIGTERM, and wait for its end; the exit status."""
+        """Send SIGTERM, and wait for its end; return the exit status."""
         assert self._process is not None
         self._process.terminate()
         return self.wait()
@@ -173,7 +173,7 @@ class _Child:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def exchange(self, line: Any) -> Any:
-        """Say a line, and return the answer."""
+        """Send a line, and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(line) + "\n")
@@ -197,7 +197,7 @@ class _Child:
 
 
 class Agents:
-    """The generator's process. See the methods of `benchmarks.load.generator.Generator`."""
+    """The generator's process, with the commands of `benchmarks.load.generator.Generator`."""
 
     def __init__(self, target: str) -> None:
         self._child = _Child("benchmarks.load.generator", target)
@@ -209,7 +209,7 @@ class Agents:
         self._child.end()
 
     def ask(self, command: str, **arguments: Any) -> Any:
-        """Have a command carried out. GeneratorError if it could not be."""
+        """Run a command. GeneratorError if it fails."""
         answer = self._child.exchange({"command": command, **arguments})
         if "error" in answer:
             raise GeneratorError(f"{command}: {answer['error']}")
@@ -217,7 +217,7 @@ class Agents:
 
 
 class LagProbe:
-    """The process that asks for the coordinator's health all the time."""
+    """The process that checks the coordinator's health all the time."""
 
     def __init__(self, target: str) -> None:
         self._child = _Child("benchmarks.load.lag", target)
@@ -229,13 +229,13 @@ class LagProbe:
         self._child.end()
 
     def between(self, since_s: float, until_s: float) -> list[tuple[float, float | None]]:
-        """Return when each check was begun, and what it took; None where it failed."""
+        """Return the begin and duration of each check; the duration is None if it failed."""
         return [(begun_s, took_s) for begun_s, took_s in self._child.exchange([since_s, until_s])]
 
 
 @contextmanager
 def echo() -> Iterator[tuple[str, int]]:
-    """Run the server that only echoes; its address and process."""
+    """Run the echo server; yield its address and process."""
     command = [*on_core(0), sys.executable, "-m", "benchmarks.load.echo"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

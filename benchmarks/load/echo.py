@@ -1,6 +1,6 @@
-"""A server that does nothing with what agents stream to it: `python -m benchmarks.load.echo`.
+"""A server that ignores the content of agents' streams: `python -m benchmarks.load.echo`.
 
-What a message costs it is what gRPC costs; the rest of what it costs a coordinator is Perseus.
+Its cost per message is that of gRPC; the rest of a coordinator's cost is that of Perseus.
 """
 
 import asyncio

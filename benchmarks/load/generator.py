@@ -1,8 +1,8 @@
-"""Agents by the thousand in one process: `python -m benchmarks.load.generator HOST:PORT`.
+"""Thousands of agents in one process: `python -m benchmarks.load.generator HOST:PORT`.
 
 It takes commands, one line of JSON each, from standard input, and answers each by a line on standard output:
-`{"command": NAME, …}` calls the method of that name below. `benchmarks.load.control` speaks the other side.
-Messages are serialised beforehand, and the generator says how late it was itself.
+`{"command": NAME, …}` calls the method of that name below. `benchmarks.load.control` is the other side.
+Messages are serialised beforehand, and the generator reports its own lateness.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from perseus.v1 import job_service_pb2_grpc
 
 _JOIN_LIMIT_S = 120.0
 _REPORTED_TOGETHER = 8
-"""Agents that tell their power at the same moment."""
+"""Agents that report their power at the same moment."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """What a stretch of time came to. Latencies are from a batch's sending to its acknowledgement."""
+    """The figures of a time span. Latencies are from sending a batch to its acknowledgement."""
 
     agent_count: int
     rank_count: int
@@ -46,7 +46,7 @@ class Figures:
 
 @dataclass(slots=True)
 class RetryPolicy:
-    """Seconds from a time until all were connected, welcomed, joined, and rid of what they had to resend."""
+    """Seconds from a time until all were connected, welcomed, joined, and had resent batches acknowledged."""
 
     connected_s: float
     welcomed_s: float
@@ -55,7 +55,7 @@ class RetryPolicy:
 
 
 class Generator:
-    """The commands. Each answers with what JSON can say."""
+    """The commands. Each returns a JSON value."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -71,7 +71,7 @@ class Generator:
         await job.join(self._stub, self._target, _JOIN_LIMIT_S)
         job.start()
         gc.collect()
-        gc.freeze()  # thousands of agents that stay need not be looked through again and again
+        gc.freeze()  # garbage collections need not scan thousands of permanent agents
 
     async def planned(self, job_id: str, limit_s: float) -> None:
         await self._jobs[job_id].planned(self._stub, limit_s)
@@ -112,7 +112,7 @@ class Generator:
         return asdict(figures)
 
     async def report_power(self, seconds: float, server_pid: int, power_w: float | None) -> dict[str, float]:
-        """Let all agents tell what their GPUs draw, once a second, or nothing; what that costs the server."""
+        """Let all agents report power once a second, or nothing; return the server's cost."""
         agents = list(self._agents())
         reported = 0
         cpu_s, begun_s = _cpu_s(server_pid), time.perf_counter()
@@ -133,7 +133,7 @@ class Generator:
         await self._jobs[job_id].clear(self._stub)
 
     async def straggler(self, job_id: str, factor: float) -> None:
-        """Report pipeline 0 slow, or no more (factor 0), as soon as the coordinator answers; don't wait."""
+        """Report pipeline 0 slow, or no longer slow (factor 0), once the coordinator answers; don't wait."""
         task = asyncio.create_task(self._jobs[job_id].set_straggler(self._stub, factor))
         self._nudges.add(task)
         task.add_done_callback(self._nudges.discard)
@@ -159,21 +159,21 @@ class Generator:
         return asdict(retry)
 
     async def rest(self, limit_s: float, job_id: str | None = None) -> None:
-        """Let a job pause, or all, once everything is acknowledged and every nudge has come through."""
+        """Pause one job or all, once everything is acknowledged and every straggler report has arrived."""
         await asyncio.gather(*self._nudges)
         jobs = self._jobs.values() if job_id is None else [self._jobs[job_id]]
         await asyncio.gather(*(job.rest(limit_s) for job in jobs))
 
     async def account(self, job_id: str) -> dict[str, Any]:
-        """Hold a resting job's report against what was acknowledged."""
+        """Compare a paused job's report with its acknowledged batches."""
         return asdict(await self._jobs[job_id].account(self._stub))
 
     async def finish(self, job_id: str) -> None:
-        """End a job that rests."""
+        """End a paused job."""
         await self._jobs.pop(job_id).finish(self._stub)
 
     async def counts(self, job_id: str) -> dict[str, int]:
-        """What the agents of a job have sent, what was acknowledged, and what waits."""
+        """Return a job's counts of sent, acknowledged and waiting batches."""
         job = self._jobs[job_id]
         agents = job.agents
         sent, acknowledged = _counts(agents)
@@ -189,7 +189,7 @@ class Generator:
         }
 
     async def findings(self) -> dict[str, Any]:
-        """What the coordinator did and may not do."""
+        """Return the coordinator's violations."""
         return asdict(self._findings)
 
     async def close(self) -> None:
@@ -210,7 +210,7 @@ def _counts(agents: Iterable[Agent]) -> tuple[int, int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far, its threads included."""
+    """Return the CPU seconds of a process so far, including its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

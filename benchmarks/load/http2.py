@@ -1,7 +1,7 @@
-"""One gRPC stream on a connection of its own, spoken by hand: a client that costs less than what it loads.
+"""One gRPC stream on its own connection, implemented by hand: a client cheaper than the server under load.
 
-HTTP/2 as far as one stream needs it (RFC 9113): the preface, the peer's flow control, answers to pings. The
-peer gets windows as large as the protocol allows, so none is ever given back; its headers are not decoded.
+HTTP/2 for one stream (RFC 9113): the preface, the peer's flow control, answers to pings. The peer gets
+windows of the protocol's maximum size, so this never updates them; it does not decode the peer's headers.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ _SETTING_ENABLE_PUSH, _SETTING_INITIAL_WINDOW = 2, 4
 _FIRST_WINDOW, _MAX_WINDOW = 65_535, 2**31 - 1
 _MAX_FRAME = 16_384
 _PREFIX = 5
-"""Of a message: whether it is compressed, and its length."""
+"""Prefix of a message: whether it is compressed, and its length."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame as it is sent."""
+    """Return a serialised frame."""
     return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header that no table is to remember; shorter than 127 bytes each."""
+    """Return a header that is not indexed; name and value are shorter than 127 bytes."""
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
@@ -48,7 +48,7 @@ def _request_headers(path: str, authority: str) -> bytes:
 
 
 class GrpcStream(asyncio.Protocol):
-    """A bidirectional call. `received` is told every message, `ended` why no more come; once, if at all."""
+    """A bidirectional call. `received` gets every message, `ended` the reason of the end, at most once."""
 
     def __init__(
         self, path: str, authority: str, received: Callable[[bytes], None], ended: Callable[[str], None]
@@ -68,7 +68,7 @@ class GrpcStream(asyncio.Protocol):
     async def open(
         cls, target: str, path: str, received: Callable[[bytes], None], ended: Callable[[str], None]
     ) -> "GrpcStream":
-        """Connect. OSError if nobody listens."""
+        """Connect. OSError without a listener."""
         host, _, port = target.rpartition(":")
         _, protocol = await asyncio.get_running_loop().create_connection(
             lambda: cls(path, target, received, ended), host, int(port)
@@ -90,13 +90,13 @@ class GrpcStream(asyncio.Protocol):
             self._transport.write(b"".join(frames))
 
     def close(self) -> None:
-        """Close the connection; nothing is told any more."""
+        """Close the connection, without further callbacks."""
         self._ended = None
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Drop the connection, and what waits to be sent; nothing is told any more."""
+        """Drop the connection and unsent data, without further callbacks."""
         self._ended = None
         if self._transport is not None:
             self._transport.abort()

@@ -1,4 +1,4 @@
-"""One job under load: all its agents, their beat, and what its report has to say in the end."""
+"""One job under load: all its agents, their reporting period, and the checks of its final report."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from perseus.v1 import computation_pb2, job_pb2, job_service_pb2, job_service_pb
 Jobs: TypeAlias = "job_service_pb2_grpc.JobServiceAsyncStub"
 
 _WAKE_S = 0.002
-"""The least time between two looks at whose turn it is: below it, sleeping costs more than the turns."""
+"""Shortest sleep between two checks of due agents: below it, sleeping costs more than the work."""
 _CALL_TIMEOUT_S = 60.0
 _OFFER_LIMIT_S = 30.0
 _RETRY_S = 0.1
@@ -27,7 +27,7 @@ _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.Statu
 
 @dataclass(frozen=True, slots=True)
 class JobTask:
-    """One job's size and pace. Each rank reports once a period."""
+    """One job's size and reporting period. Each rank reports once a period."""
 
     job_id: str
     pipeline_count: int
@@ -41,7 +41,7 @@ class JobTask:
 
 @dataclass(slots=True)
 class StragglerAnswer:
-    """Seconds from a report to the first offer at each other pipeline that is offered anything."""
+    """Seconds from a report to the first offer at each other pipeline that gets one."""
 
     offer_s: list[float] = field(default_factory=list)
     pipeline_count: int = 0
@@ -49,10 +49,11 @@ class StragglerAnswer:
 
 @dataclass(slots=True)
 class Account:
-    """A report held against what was acknowledged.
+    """A report compared with the acknowledged batches.
 
     `expected_count`: iterations within the report's periods whose rows all ranks sent under the same versions
-    as those of the one before; `counted_count`: what the periods say; `outside`: such ones in no period.
+    as those of the previous one; `counted_count`: the count in the periods; `outside`: such iterations in no
+    period.
     """
 
     iteration_count: int = 0
@@ -61,11 +62,11 @@ class Account:
     outside: list[int] = field(default_factory=list)
     short_periods: list[str] = field(default_factory=list)
     energy_error: float = 0.0
-    """The largest relative difference of a period's energy, where its count agrees."""
+    """The largest relative difference of a period's energy, among periods with an equal count."""
 
 
 class Job:
-    """A job, its agents and their beat."""
+    """A job, its agents and their reporting period."""
 
     def __init__(self, task: JobTask, findings: Findings) -> None:
         self.task = task
@@ -106,7 +107,7 @@ class Job:
         self._beating = asyncio.get_running_loop().create_task(self._heartbeat())
 
     async def rest(self, limit_s: float) -> None:
-        """Stop after an iteration that all ranks have reported, and wait until all of it is acknowledged."""
+        """Stop after an iteration that all ranks have reported, and wait until everything is acknowledged."""
         self._has_to_rest = True
         if self._beating is not None:
             await self._beating
@@ -138,7 +139,7 @@ class Job:
         return job_pb2.JobState.Name(got.job.state)
 
     async def finish(self, jobs: Jobs) -> None:
-        """Let all ranks leave, and end it."""
+        """Let all ranks leave, and end the job."""
         for agent in self.agents:
             agent.leave()
         request = job_service_pb2.FinishJobRequest(job_id=self.task.job_id)
@@ -153,7 +154,7 @@ class Job:
             agent.close()
 
     async def straggle(self, jobs: Jobs, factor: float, quiet_s: float) -> StragglerAnswer:
-        """Report pipeline 0 slow, and time the offers at all others: until `quiet_s` passed without one."""
+        """Report pipeline 0 slow, and time the offers at all others, until `quiet_s` pass without one."""
         task = self.task
         first_s: dict[int, float] = {}
         begun_s = time.perf_counter()
@@ -178,7 +179,7 @@ class Job:
         return StragglerAnswer(sorted(first_s.values()), task.pipeline_count - 1)
 
     async def set_straggler(self, jobs: Jobs, factor: float) -> None:
-        """Report pipeline 0 slow by a factor, or not slow at 0; again until it is answered."""
+        """Report pipeline 0 slow by a factor, or not slow at 0; retry until it is answered."""
         while True:
             try:
                 if factor:
@@ -195,12 +196,12 @@ class Job:
                 await asyncio.sleep(_RETRY_S)
 
     async def clear(self, jobs: Jobs) -> None:
-        """Say that pipeline 0 is no longer slow."""
+        """Report that pipeline 0 is no longer slow."""
         request = job_service_pb2.ClearStragglerRequest(job_id=self.task.job_id, pipeline=0)
         await jobs.ClearStraggler(request, timeout=_CALL_TIMEOUT_S)
 
     async def account(self, jobs: Jobs) -> Account:
-        """Hold the report against what was sent; the job rests, and everything is acknowledged."""
+        """Compare the report with the sent batches; the job is paused, and everything is acknowledged."""
         periods: list[job_pb2.ReportPeriod] = []
         token = ""
         while True:
@@ -241,7 +242,7 @@ class Job:
         )
 
     async def _heartbeat(self) -> None:
-        """Every agent reports in its turn, over and over; what comes due between two looks goes together."""
+        """Let every agent report in turn, repeatedly; agents due between two checks report together."""
         agents, lateness_s = self.agents, self.lateness_s
         target_time_s = self.task.period_s / len(agents)
         begun_s = time.perf_counter()
@@ -249,7 +250,7 @@ class Job:
         while True:
             now_s = time.perf_counter()
             due_turns = int((now_s - begun_s) / target_time_s)
-            # So many at once are a burst of its own: behind, the answers are read in between.
+            # This many at once would be a burst: if late, read answers in between.
             for _ in range(min(due_turns - turn, 64)):
                 number = turn % len(agents)
                 if number == 0 and self._has_to_rest:
@@ -261,9 +262,9 @@ class Job:
 
 
 def account(versions: NDArray[np.int64], periods: list[job_pb2.ReportPeriod], stage_count: int) -> Account:
-    """Hold a report's periods against the versions of all ranks (one row per iteration)."""
+    """Compare a report's periods with the versions of all ranks (one row per iteration)."""
     found = Account(iteration_count=len(versions))
-    # The first iteration under other versions is measured by nobody.
+    # The first iteration under new versions is not measured.
     is_counted = np.zeros(len(versions), np.bool_)
     is_counted[1:] = (versions[1:] == versions[:-1]).all(axis=1)
     by_pipeline = versions.reshape(len(versions), -1, stage_count).max(axis=2)
@@ -290,17 +291,17 @@ def account(versions: NDArray[np.int64], periods: list[job_pb2.ReportPeriod], st
 
 
 async def until(is_so: Callable[[], bool], limit_s: float, what: str) -> None:
-    """Wait. TimeoutError after `limit_s`."""
+    """Wait for a condition. TimeoutError after `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
-            while not is_so():  # noqa: ASYNC110 - what it waits for is told by many
+            while not is_so():  # noqa: ASYNC110 - many sources can fulfil the condition
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise TimeoutError(f"{what}: not within {limit_s:g} s") from None
 
 
 def channel(target: str) -> grpc.aio.Channel:
-    """Open a channel for unary calls, which comes back soon after a restart."""
+    """Open a channel for unary calls that reconnects soon after a restart."""
     options = (
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),

@@ -1,8 +1,8 @@
-"""How long the coordinator's loop keeps a caller waiting: `python -m benchmarks.load.lag HOST:PORT`.
+"""Waiting time of callers for the coordinator's loop: `python -m benchmarks.load.lag HOST:PORT`.
 
-A health check every 20 ms on a connection of its own, answered on the loop that serves everybody. Each line
-on standard input, `[since_s, until_s]` of the monotonic clock, is answered by when the checks in between
-began and what they took: `[[begun_s, took_s], …]`; took_s is null for one that failed.
+It sends a health check every 20 ms on its own connection; the loop that serves everybody answers it. For each
+line on standard input, `[since_s, until_s]` of the monotonic clock, it prints the begin and duration of the
+checks in between: `[[begun_s, took_s], …]`; took_s is null for a failed one.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ async def _check(stub: health_pb2_grpc.HealthStub, samples: list[tuple[float, fl
 
 
 async def _ask(target: str, samples: list[tuple[float, float | None]]) -> None:
-    """One check after the other: one that is late keeps the next, as it would keep everybody."""
+    """Run one check after another: a late one delays the next, as it would delay other callers."""
     async with channel(target) as opened:
         stub = health_pb2_grpc.HealthStub(opened)
         while True:

@@ -1,7 +1,7 @@
-"""Open pages, as far as their server sees them: `python -m benchmarks.load.pages URL LIST_PAGES JOB_PAGES`.
+"""Open pages from their server's view: `python -m benchmarks.load.pages URL LIST_PAGES JOB_PAGES`.
 
-On standard input, a line `open` opens them all, `close` closes them; then a line of JSON tells what they were
-told. What a page asks, and how often, is what the live page does.
+On standard input, a line `open` opens them all, and `close` closes them and prints a line of JSON with the
+data that they received. A page's requests and their rate are those of the live page.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class Pages:
         self._slowest_s = 0.0
 
     async def read(self) -> None:
-        """Look at them until cancelled."""
+        """Read from them until cancelled."""
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._scrape(session))
@@ -41,7 +41,7 @@ class Pages:
                 tasks.create_task(self._ask(session, number / self._counts["job"]))
 
     def reported(self, seconds: float) -> dict[str, float]:
-        """Return what one page of each kind was told in a second."""
+        """Return the data that one page of each kind received per second."""
         rates = {
             f"{kind}_bytes_per_s": self._bytes[kind] / seconds / count for kind, count in self._counts.items()
         }
@@ -56,7 +56,7 @@ class Pages:
         raise ConnectionError(f"{path} has ended")
 
     async def _ask(self, session: aiohttp.ClientSession, phase: float) -> None:
-        """Ask as one page does; no two are opened at the same moment."""
+        """Send the requests of one page; no two are opened at the same moment."""
         await asyncio.sleep(phase * RANKS_S)
         due_s = dict.fromkeys((RANKS_S, TIMELINES_S, JOB_S), time.monotonic())
         while True:
@@ -90,7 +90,7 @@ class Pages:
 
 
 async def serve(url: str, list_count: int, job_count: int) -> None:
-    """Open and close pages as standard input says."""
+    """Open and close pages by the commands on standard input."""
     while await asyncio.to_thread(sys.stdin.readline):
         pages, began_s = Pages(url, list_count, job_count), time.monotonic()
         looking = asyncio.create_task(pages.read())

@@ -1,6 +1,6 @@
-"""Scrapes a URL whenever it is told to, by a line on standard input: `python -m benchmarks.load.scraper URL`.
+"""Scrape a URL for each line on standard input: `python -m benchmarks.load.scraper URL`.
 
-Each is answered by a line of JSON: the seconds that the answer took, its series and its bytes.
+It prints a line of JSON for each scrape: the answer's time in seconds, its series and its bytes.
 """
 
 import json

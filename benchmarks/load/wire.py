@@ -1,7 +1,7 @@
-"""Messages of a load, serialised beforehand: a generator must cost less than what it loads.
+"""Messages of a load, serialised beforehand: the generator must be cheaper than the server under load.
 
-A message of the wire is its fields one after another, in any order. So a batch is put together from what its
-rank always says (job and place), and from what all ranks of a stage say of an iteration, by appending bytes.
+On the wire, a message is its fields one after another, in any order. So a batch is made by appending bytes:
+the rank's constant part (job and place), and a stage's common part for an iteration.
 """
 
 from collections.abc import Sequence
@@ -27,31 +27,31 @@ class Place:
     stage: int
 
     def to_proto(self) -> rank_pb2.RankCoordinates:
-        """As on the wire."""
+        """Return it as on the wire."""
         return rank_pb2.RankCoordinates(pipeline=self.pipeline, stage=self.stage)
 
 
 def time_s(kind: Kind, clock_mhz: int) -> float:
-    """What a computation takes at a clock; stock is the highest."""
+    """Return the time of a computation at a clock; stock is the highest."""
     base_s = 0.02 if kind is Kind.FORWARD else 0.04
     return base_s * (0.3 + 0.7 * CLOCKS_MHZ[0] / (clock_mhz or CLOCKS_MHZ[0]))
 
 
 def energy_j(kind: Kind, clock_mhz: int) -> float:
-    """What it costs: static power, and one that grows steeply with the clock."""
+    """Return its energy: from static power, and power that grows steeply with the clock."""
     share = (clock_mhz or CLOCKS_MHZ[0]) / CLOCKS_MHZ[0]
     return time_s(kind, clock_mhz) * (110.0 + 150.0 * share**3)
 
 
 def iteration_energy_j(iteration: int) -> float:
-    """What an iteration costs each rank: differs from one to the next, so that a report's sum tells which."""
+    """Return each rank's energy of an iteration; it varies so that a report's sum identifies iterations."""
     return 150.0 + iteration % 64
 
 
 def stage_body(
     order: Sequence[Computation], iteration: int, version: int, clocks_mhz: Sequence[int], held: int | None
 ) -> bytes:
-    """What every rank of a stage says of an iteration; `held`: iterations under one held clock."""
+    """Return the report of every rank of a stage on an iteration; `held`: iterations under one held clock."""
     begin_s, begins_s, durations_s = 0.0, [], []
     for computation, clock_mhz in zip(order, clocks_mhz, strict=True):
         begins_s.append(begin_s)
@@ -107,18 +107,18 @@ def _estimate(
 
 
 def rank_prefix(job_id: str, place: Place) -> bytes:
-    """What a rank says in every batch."""
+    """Return the constant part of a rank's batches."""
     return pb.TelemetryBatch(job_id=job_id, rank=place.to_proto()).SerializeToString()
 
 
 def telemetry(prefix: bytes, body: bytes, sequence: int) -> bytes:
-    """A whole request of the stream."""
+    """Return a whole request of the stream."""
     numbered = prefix + pb.TelemetryBatch(sequence=sequence).SerializeToString() + body
     return _TELEMETRY_TAG + _varint(len(numbered)) + numbered
 
 
 def _varint(number: int) -> bytes:
-    """A number as protobuf writes lengths."""
+    """Return a number in protobuf's varint format."""
     found = bytearray()
     while number > 0x7F:
         found.append(number & 0x7F | 0x80)

@@ -39,16 +39,16 @@ export class Agent {
   /** Keep a stream open until `close`. */
   async run() {
     const ticking = setInterval(() => this.#tick(), 1000 * TICK_S);
-    let ceilingS = FIRST_DELAY_S;
+    let maxDelayS = FIRST_DELAY_S;
     while (!this.#isClosing) {
       const { wasWelcome, status } = await this.#connect();
       if (this.#isClosing) break;
       const reason = reasonOf(status);
       this.log(`stream ended: ${status.code} ${reason || status.details}`);
       if (PERMANENT.has(reason)) throw new Error(`the coordinator ended the stream for good: ${status.details}`);
-      if (wasWelcome) ceilingS = FIRST_DELAY_S;
-      await sleep(1000 * Math.random() * ceilingS); // full jitter: agents must not come back all at once
-      ceilingS = Math.min(2 * ceilingS, LONGEST_DELAY_S);
+      if (wasWelcome) maxDelayS = FIRST_DELAY_S;
+      await sleep(1000 * Math.random() * maxDelayS); // full jitter: agents must not come back all at once
+      maxDelayS = Math.min(2 * maxDelayS, LONGEST_DELAY_S);
     }
     clearInterval(ticking);
   }

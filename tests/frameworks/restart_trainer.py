@@ -37,7 +37,7 @@ _GO_ON, _STOP = 0, -1
 
 def report_file(folder: Path, pipeline: int, stage: int) -> Path:
     """Return the file of a rank's iterations: `[begin_s, end_s, energy_j, microbatch_count, losses]` each."""
-    return folder / f"told-{pipeline}-{stage}.jsonl"
+    return folder / f"report-{pipeline}-{stage}.jsonl"
 
 
 class Rank:

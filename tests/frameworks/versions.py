@@ -21,7 +21,7 @@ NEWEST_TORCH = "torch-2.15.0"
 ROOT = Path(__file__).parents[2]
 MODULE = Path(tested_versions.__file__)
 PAGE = ROOT / "docs" / "frameworks.md"
-_IN_MODULE = ("# Written by `make framework-versions`.\n", "# End of what is written.\n")
+_IN_MODULE = ("# Written by `make framework-versions`.\n", "# End of the generated part.\n")
 _IN_PAGE = ("<!-- Written by `make framework-versions`. -->\n", "<!-- End of what is written. -->\n")
 
 

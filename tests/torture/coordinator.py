@@ -47,7 +47,7 @@ _MAX_DELAY_S = 1.5
 _MAX_START_S = 1.2
 """Latest time of a kill during a start."""
 _START_KILLS = 0.2
-_UNFINISHED_COMEBACKS = 0.3
+_UNFINISHED_RETURNS = 0.3
 """Share of kills that don't wait for all agents to be back from the previous one."""
 _LIMIT_S = 120.0
 _HOSTILE_S = 60.0
@@ -133,7 +133,7 @@ def torture(
                     outcome.start_kill_count += 1
                 coordinator.start()
                 restart_counts = {job_id: count + 1 for job_id, count in restart_counts.items()}
-                if chance.random() >= _UNFINISHED_COMEBACKS:
+                if chance.random() >= _UNFINISHED_RETURNS:
                     _come_back(coordinator, agents, killed_s, outcome)
             _come_back(coordinator, agents, killed_s, outcome)
             _settle(agents, restart_counts, outcome)

@@ -84,7 +84,7 @@ async def torture_tenants(
         with running(MqttBroker(coordinator.security, folder / "broker.log")) as broker:
             coordinator.await_listening()
             gateway = GatewayProcess(
-                folder / "door", coordinator.security, broker.address, coordinator.address
+                folder / "gateway", coordinator.security, broker.address, coordinator.address
             )
             senders = Sender(gateway.keys, "flood"), Sender(gateway.keys, "acme")
             gateway.start()

@@ -14,7 +14,7 @@ PATH = "/test.Echo/Talk"
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    """Of a server that echoes each message; a first message `end` ends the call."""
+    """Address of a server that echoes each message; a first message `end` ends the call."""
 
     async def talk(
         requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
@@ -45,7 +45,7 @@ async def test_messages_of_any_size_come_back_in_order(address: str, size: int) 
     stream.close()
 
 
-async def test_the_end_of_the_call_is_told_once(address: str) -> None:
+async def test_the_end_of_the_call_is_reported_once(address: str) -> None:
     why: asyncio.Queue[str] = asyncio.Queue()
     stream = await GrpcStream.open(address, PATH, lambda _: None, why.put_nowait)
     stream.send(b"end")
@@ -55,7 +55,7 @@ async def test_the_end_of_the_call_is_told_once(address: str) -> None:
     stream.close()
 
 
-async def test_the_end_of_the_connection_is_told() -> None:
+async def test_the_end_of_the_connection_is_reported() -> None:
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 

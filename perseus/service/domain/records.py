@@ -40,7 +40,7 @@ class JobRecord:
         stall: the stall that was reported last; None once the job makes progress.
         finish_time_s: when it finished, on the wall clock; None if it has not.
         baseline_request_ids: the latest requests to measure the baseline again.
-        prediction_violation_count: violated predictions that no better plan has made up for.
+        prediction_violation_count: violated predictions that have not been made up for.
         set_latency_s: the GPUs' set latency that plans assume; 0 before it is known.
         budget_target_time_s: the iteration time that a power budget asks for, on the frontier's scale; None
             without one.

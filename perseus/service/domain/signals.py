@@ -116,7 +116,7 @@ class SignalTargetState(enum.Enum):
     """How a job follows its signal now."""
 
     FOLLOWING = "paced"
-    """It follows the signal."""
+    """It runs as slowly as the signal makes worthwhile."""
     NO_SIGNAL = "blind"
     """The signal is unknown: no slowdown."""
     LATE = "late"

@@ -155,7 +155,7 @@ def _lowered(jobs: Sequence[Choices], relaxed: Relaxed, limits_w: Floats) -> lis
 
 
 def _rounded(job: Choices, shares: Sequence[tuple[int, float]], scale_w: Floats) -> int:
-    """Return the fastest point that draws no more than a mixture on any feed; else its lowest part."""
+    """Return the fastest point that draws no more than a mixture on any feed; else the lower of its parts."""
     if len(shares) == 1:
         return shares[0][0]
     mixed_w = sum(share * job.power_w[k] for k, share in shares)

@@ -59,7 +59,7 @@ def shrink(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
 
     Their standard errors become those of the expectations. Times and energies are treated separately; either
     stays as it is where a clock's standard error is unknown (0), is more than half of the figure, or where
-    there are fewer than LEAST_CLOCKS.
+    there are fewer than `MIN_CLOCKS`.
 
     Where settings are more than a clock, settings that differ only in the clock form a curve of their own.
     """

@@ -32,7 +32,7 @@ OF_ALL = (
     "perseus.agent.probe.attachment.JobOrder.begin_iteration",
     "perseus.agent.probe.attachment.JobOrder.begin",
     "perseus.agent.probe.exchange.StoreExchange.post",
-    "perseus.agent.probe.exchange.StoreExchange.look",
+    "perseus.agent.probe.exchange.StoreExchange.poll",
     "perseus.agent.probe.client.Probe.register",
     "perseus.agent.probe.client.Probe.begin_iteration",
     "perseus.agent.probe.client.Probe.end_computation",
@@ -93,7 +93,7 @@ def test_training_continues_with_equal_losses_and_the_log_has_rank_and_reason(
         for rank in task.planted_ranks:
             assert "training continues at stock clocks: planted" in logs[rank], task.planted
         # The other rank of the pipeline sees the failure if the orders have not been exchanged by then.
-        is_late = task.planted.endswith((".register", ".look"))
+        is_late = task.planted.endswith((".register", ".poll"))
         if case is PIPELINES and task.planted_ranks == [1] and not is_late:
             why = re.search(r"training continues at stock clocks: (rank|stage) 1: (.+)", logs[0])
             assert why is not None, task.planted

@@ -164,7 +164,7 @@ def test_a_model_compiled_after_attaching_computes_as_before_and_the_log_has_adv
     ]
     assert losses[0] == losses[1]
     assert attached.begun == []
-    assert "the Net that is attached was not called" in caplog.text
+    assert "the attached Net was not called" in caplog.text
 
 
 def test_scripts_traces_slices_and_functional_calls_match_the_model() -> None:

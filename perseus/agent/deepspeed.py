@@ -97,7 +97,7 @@ def _placement(engine: Any) -> Placement:
 
 
 def work_of(engine: Any) -> str:
-    """Return the work text of the engine's stage (`probe.stage_work`); the configuration has the microbatch
+    """Return the work text of the engine's stage (`probe.stage_work`), with the configured microbatch
     size."""
     import deepspeed
     import torch

@@ -182,8 +182,7 @@ def attach_model(
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """Return the schedule's stages in this process, in the model's order; ValueError if they can't be
-    hooked."""
+    """Return this process's stages, in the model's order; ValueError if they can't be hooked."""
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if stages[0] is None:
         raise ValueError(

@@ -153,8 +153,7 @@ def run(train: Any) -> None:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split our arguments (`job_id`, `max_slowdown_percent`) from torchtitan's. SystemExit for a mistake in
-    ours."""
+    """Split our arguments (`job_id`, `max_slowdown_percent`) from torchtitan's; SystemExit for mistakes."""
     parser = argparse.ArgumentParser(
         prog="perseus.agent.torchtitan", add_help=False, allow_abbrev=False,
         usage=f"-m %(prog)s {_PREFIX}job-id ID [{_PREFIX}max-slowdown-percent PERCENT] …",

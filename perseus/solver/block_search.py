@@ -47,8 +47,7 @@ _SEARCH_MOVES = (
 
 
 class BlockSearch:
-    """Reduces the cost of choices over one event graph. The same calls with the same random generator return
-    the same choices."""
+    """Reduces the cost of choices over one event graph; deterministic for the same generator and calls."""
 
     def __init__(self, columns: Columns, random: np.random.Generator) -> None:
         self._columns = columns
@@ -118,8 +117,7 @@ class BlockSearch:
         return np.maximum(faster, self._columns.fastest, out=faster)
 
     def _blocks(self, block_levels: int) -> list[tuple[int, int]]:
-        """Cut the levels into blocks, of which the first and last may be smaller; return (first, end) of
-        each."""
+        """Cut the levels into blocks, the first and last perhaps smaller; return their (first, end)."""
         count = len(self._columns.levels)
         cuts = [0, *range(1 + int(self._random.integers(block_levels)), count, block_levels), count]
         return [(first, end) for first, end in pairwise(cuts) if first < end]

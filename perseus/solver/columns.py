@@ -30,8 +30,7 @@ PRICE_RATIO = 1.2
 """Ratio of each price level to the one below."""
 
 _Arcs = tuple[tuple[Int64Array, Int64Array | None], ...]
-"""Arcs of a level, as many as its computations have at most: the rows at their other ends, and the lags
-unless all are 0."""
+"""Per arc of a level's computations: the rows at the other ends, and the lags unless all are 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,8 @@ class _Search:
         return plan
 
     def dwelled(self, lateness_price_w: float) -> Plan:
-        """Return the dwelled plan; if lateness slows it too much, one in which no computation is slowed by
-        more than that."""
+        """Return the dwelled plan; if lateness slows it too much, one in which it slows no computation
+        more."""
         for max_slowdown in (math.inf, MAX_SLOWDOWN):
             plan = self._choose_runs(lateness_price_w, max_slowdown)
             late = replay_with_latency(self._pipeline, plan, self._latency_s)
@@ -273,8 +273,7 @@ class _Runs:
 
 
 class _Lateness(NamedTuple):
-    """The effect of lateness on a computation, by previous clock × clock; 0 where the clock is not
-    lowered."""
+    """The effect of lateness on a computation, by previous clock × clock; 0 unless it is lowered."""
 
     times_ps: FloatArray
     costs_j: FloatArray

@@ -103,8 +103,7 @@ def dwelled_count(computation_count: int) -> int:
 
 
 def latency_plan(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan | None:
-    """Return the plan itself, or one as fast with a dwell, for GPUs with a set latency; None if that is too
-    slow."""
+    """Return the plan, or one as fast with a dwell, for GPUs with a set latency; None if too slow."""
     if _keeps_clocks(plan, replay_with_latency(pipeline, plan, latency_s), latency_s):
         return plan
     dwelled, late = _dwelled(pipeline, plan, latency_s)

@@ -118,8 +118,7 @@ class SomeCorners:
     times_ps: Sequence[Int64Array]
 
     def until(self, iteration_time_ps: int) -> Int64Array:
-        """Return every event's time in ps in an interpolated plan, which may take a little less than that
-        time."""
+        """Return every event's time in ps in an interpolated plan of at most that time."""
         after = _first_within([int(times_ps[-1]) for times_ps in self.times_ps], iteration_time_ps)
         if after == 0:
             return self.times_ps[0].copy()

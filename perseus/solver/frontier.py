@@ -23,7 +23,7 @@ from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
 
 _GRACE_PS = 1000
-"""A deadline at most this far below T_min counts as T_min: sums of the same seconds differ in their last
+"""A deadline this little below T_min counts as T_min: sums of the same seconds differ in their last
 digits."""
 
 _PRICED_AT = 1.05

@@ -19,8 +19,7 @@ from perseus.solver.columns import Columns
 from perseus.solver.graph import EventGraph, Int64Array
 
 _UNCUT = 2.0**45
-"""More than all other capacities together. All are whole numbers, so that igraph adds them without
-rounding."""
+"""More than all other capacities together; all are whole numbers, which igraph adds without rounding."""
 
 
 class Fusion:

@@ -23,8 +23,7 @@ _MEASUREMENT_TOLERANCE = 0.01
 """Relative error of a measured iteration time."""
 
 _GRID_COUNT = 32
-"""Grid steps in the search for the least lag: the plans may move apart and together again as the lag
-grows."""
+"""Grid steps of the search: as the lag grows, the plans may move apart and together again."""
 
 
 def with_lag(pipeline: Pipeline, lag_s: float) -> Pipeline:

@@ -49,8 +49,7 @@ class Plan:
 
     @property
     def settings(self) -> Mapping[Computation, int | Setting]:
-        """The setting of each computation that has a clock: the clock, with further settings if there are
-        any."""
+        """The setting of each computation that has a clock: the clock, with any further settings."""
         return {
             p.computation: Setting(p.clock_mhz, p.further) if p.further else p.clock_mhz
             for stage in self.stages

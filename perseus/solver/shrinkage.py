@@ -41,8 +41,7 @@ MIN_CLOCKS = 5
 """Fewer clocks are not shrunk: two determine the line."""
 
 _SMOOTH_SCALES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Scales of the integrated Wiener process: how far the slope wanders over one unit of the logarithm of the
-clock."""
+"""Scales of the integrated Wiener process: the slope's change over one unit of the clock's logarithm."""
 
 _OWN_SCALES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.04)
 """Standard deviations of the clocks' individual deviations, as shares."""

@@ -70,8 +70,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PowerFit(Generic[K]):
-    """Powers in watts. Keys that the windows do not separate (yet) are absent, and blocking power is None if
-    it is not determined."""
+    """Powers in watts. Keys that the windows do not separate (yet) are absent; blocking power may be None."""
 
     power_w: Mapping[K, Estimate]
     blocking_power_w: Estimate | None
@@ -161,8 +160,7 @@ def estimate_power(
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """The counter's moves in columns; `own_error_s` and `common_error_s` are half-widths of the
-    uncertainty."""
+    """The counter's moves in columns; `own_error_s` and `common_error_s` are half-widths."""
 
     times_s: Array
     energy_j: Array
@@ -185,8 +183,7 @@ class _Moves:
         )
 
     def error_shifts_s(self) -> list[Array]:
-        """Return shifts of one standard deviation, shape (moves,): of each move at random, of all, of their
-        period."""
+        """Return shifts of one standard deviation, shape (moves,): of each move, of all, of their period."""
         count = len(self.times_s)
         chance = np.random.default_rng(0).uniform(-1.0, 1.0, count)
         return [
@@ -234,8 +231,7 @@ def _check_order(spans: Sequence[Span[K]]) -> None:
 def _without_outliers(
     moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K], needed: int
 ) -> NDArray[np.bool_]:
-    """Return the usable windows without outliers, whose increments no powers explain, but at least `needed`
-    ones."""
+    """Return the usable windows without outliers, which no powers explain, but at least `needed` ones."""
     spent_s = _time_spent_s(moves, 0.0, spans, keys)
     for _ in range(_OUTLIER_ROUNDS):
         regression = _Regression(moves, np.flatnonzero(usable))

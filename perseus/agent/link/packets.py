@@ -273,8 +273,7 @@ def is_quick(packet: bytes | bytearray | memoryview) -> bool:
 
 
 def decode(packet: bytes | bytearray | memoryview) -> Message:
-    """Return the message in a packet; MalformedPacket if it is truncated, too large or not of this
-    protocol."""
+    """Return a packet's message; MalformedPacket if it is truncated, too large or not of this protocol."""
     if not 0 < len(packet) <= MAX_PACKET_BYTES:
         raise MalformedPacket(f"packet: expected 1 to {MAX_PACKET_BYTES} bytes, found {len(packet)}")
     first = packet[0]

@@ -117,8 +117,7 @@ class AgentConnection:
         return reply.ok
 
     def maintain(self) -> None:
-        """Maintain the connection and read the agent's messages, between two iterations and without
-        waiting."""
+        """Maintain the connection and read messages, between two iterations and without waiting."""
         if self._rejoin is not None or self._is_unsent or self._is_registering:
             self._maintain_connection()
         elif monotonic_ns() >= self._notice_at_ns:
@@ -223,8 +222,7 @@ class AgentConnection:
         _log.log(logging.INFO if notice.ok else logging.WARNING, "%s: %s", self._rank, notice.message)
 
     def _log_registration(self, reply: Reply, *, is_known: bool = False) -> None:
-        """Log the answer. `is_known`: the job was registered before, and ranks with the old order may still
-        be live."""
+        """Log the answer. `is_known`: the job is registered, and ranks with the old order may be live."""
         if not reply.ok and is_known and reply.reason == _JOB_EXISTS:
             _log.info(
                 "%s: the job changes once all of its ranks have registered the change: %s",

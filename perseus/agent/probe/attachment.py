@@ -121,8 +121,7 @@ class Attachment:
         return marked
 
     def waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a waiting function with marks, so that its time does not count for the computation around
-        it."""
+        """Return a waiting function with marks, which exclude its time from the computation around it."""
 
         @wraps(function)
         def waiting(*args: Any, **kwargs: Any) -> Any:
@@ -153,8 +152,7 @@ class Attachment:
         return marked
 
     def ask(self, question: Callable[..., _T], *args: Any) -> _T | None:
-        """Return the answer to a hook's question about the training; on failure stop marking, and return
-        None."""
+        """Return a hook's answer about the training; on failure stop marking, and return None."""
         try:
             return question(*args)
         except Exception as error:  # ours, or due to an unknown version of the framework
@@ -221,8 +219,7 @@ class Attachment:
                 self._give_up(error)
 
     def detach(self) -> None:
-        """End marking after training: undo every replacement and close the connection; the GPU returns to
-        stock."""
+        """End marking: undo every replacement and close the connection; the GPU returns to stock."""
         marks = self._leave()
         if marks is not None:
             try:
@@ -287,8 +284,7 @@ _ABSENT = object()
 
 
 def never_raises(attach: _Hook) -> _Hook:
-    """Wrap a hook's `attach` so that a failure leaves training unmarked; ValueErrors are mistakes and
-    pass."""
+    """Wrap a hook's `attach`: a failure leaves training unmarked, ValueErrors (mistakes) pass."""
 
     @wraps(attach)
     def attached(*args: Any, **kwargs: Any) -> Attachment:

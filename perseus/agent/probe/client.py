@@ -257,13 +257,11 @@ class Probe:
         return _Block(self.begin_computation, self.end_computation, (kind, microbatch, chunk))
 
     def finish(self) -> None:
-        """Report the end of training: the job no longer needs this rank. Waits up to a second for a full
-        socket."""
+        """Report that the job no longer needs this rank. Waits up to a second for a full socket."""
         self._connection.send_last(encode(Finish(monotonic_ns())), _FINISH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Close the connection. Without `finish` before, the agent treats this as a failure of the
-        trainer."""
+        """Close the connection. Without a prior `finish`, the agent treats this as a trainer's failure."""
         self._connection.close()
 
     def _permille(self, relative_work: float) -> int:

@@ -64,8 +64,7 @@ class EventSource(Protocol):
         """Record a new or reused event on the current stream."""
 
     def enter_helper(self) -> None:
-        """Prepare the calling thread for event queries, so that it disturbs no capture and uses no other
-        GPU."""
+        """Prepare the calling thread for queries: it must disturb no capture and use no other GPU."""
 
 
 class _Edge(NamedTuple):

@@ -67,8 +67,7 @@ class JobOrder:
         self._is_awaited = True
 
     def lose(self, why: str) -> None:
-        """Post the reason why this rank is no longer marked, for ranks of its pipeline that need its
-        order."""
+        """Post why this rank is no longer marked, for ranks of its pipeline that need its order."""
         if self._is_awaited:
             self._is_awaited = False
             self._exchange.post(_FIRST, ExecutedOrder(self._placement.stage, (), lost=why))
@@ -169,8 +168,7 @@ class JobOrder:
         )
 
     def _follow(self, order: ChangingOrder, marks: Marks) -> None:
-        """End an iteration: log a new difference, post a stable order, register once all stages have
-        posted."""
+        """End an iteration: log a new difference, post a stable order, register once all have posted."""
         change = order.end_iteration()
         if change is not None and change.is_new:
             first = (self._placement.pipeline, self._placement.stage, self._placement.tensor) == (0, 0, 0)
@@ -226,8 +224,7 @@ def table_if_any(make: Callable[[], Sequence[Computation] | None]) -> Sequence[C
 
 
 def _difference(table: Sequence[Computation], executed: Sequence[Computation]) -> str:
-    """Describe the first difference between a framework's table and the executed order; empty if there is
-    none."""
+    """Describe the first difference between a framework's table and the executed order, if any."""
     for index, (expected, done) in enumerate(zip_longest(table, executed)):
         if expected != done:
             return f"computation {index}: the framework's table has {expected}, {done} was executed"

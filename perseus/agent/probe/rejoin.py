@@ -29,8 +29,7 @@ class Rejoin:
         self._socket: socket.socket | None = None
 
     def poll(self, now_ns: int) -> socket.socket | None:
-        """Attempt to connect if it is time, or check for the reply; return the socket once the agent has
-        accepted."""
+        """Connect if it is time, or check for the reply; return the socket once the agent accepts."""
         if self._socket is None:
             if now_ns >= self._next_try_ns:
                 self._next_try_ns = now_ns + PERIOD_NS

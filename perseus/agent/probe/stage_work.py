@@ -53,8 +53,7 @@ def work_text(modules: Sequence[Any], **more: Any) -> str:
 
 
 def work_if_known(describe: Callable[[], str]) -> str:
-    """Return the described work; log a failure and return an empty text: the place then identifies the
-    work."""
+    """Return the work text; after a failure an empty one, so that the place identifies the work."""
     try:
         return describe()
     except Exception as error:  # due to an unknown model or framework

@@ -34,8 +34,7 @@ class JoinState:
         self._retry = Retry(JOIN_RETRY_S, MAX_JOIN_RETRY_S)
 
     def specify(self, spec_fingerprint: str) -> bool:
-        """Set the trainer's specification; return whether it is new, so that the rank must be announced
-        again."""
+        """Set the trainer's specification; return whether it is new and must be announced."""
         if spec_fingerprint == self.spec_fingerprint:
             return False
         self.spec_fingerprint = spec_fingerprint

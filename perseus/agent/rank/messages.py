@@ -116,8 +116,7 @@ class PlanRefusal:
 
 
 def plan_answer(rank: Rank, plan: PlanId, refusal: PlanRefusal | None, iteration: int) -> wire.PlanAnswer:
-    """Build the answer to an offer, accepted if there is no refusal. `iteration`: the highest begun, -1 if
-    none."""
+    """Build the answer to an offer; no refusal means accepted. `iteration`: the highest begun, -1 if none."""
     answer = wire.PlanAnswer(
         job_id=rank.job_id,
         rank=coordinates(rank),

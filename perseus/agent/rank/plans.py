@@ -83,8 +83,7 @@ class Plans:
 
     @property
     def fallback_mhz(self) -> int | None:
-        """The clock without planned computations: the highest supported one within the maximum clock, or
-        stock."""
+        """The clock outside of plans: the highest supported one within the maximum clock, or stock."""
         if self.max_clock is None or self.forbidden is not None:
             return None
         supported_mhz, max_mhz = self._supported_clocks_mhz, self.max_clock.clock_mhz

@@ -258,8 +258,7 @@ class Recorder:
         ]
 
     def _measure_gap(self, iteration: Iteration, end_j: float | None) -> tuple[float, float, float]:
-        """Return time, energy and the most that clocks can have added to the time of the gap before the
-        iteration."""
+        """Return the gap's time and energy, and the most that clocks can have added to its time."""
         begin_s, end_s = iteration.gap_begin_s, iteration.begin_s
         if begin_s is None or end_s is None or not 0 <= end_s - begin_s <= _MAX_GAP_S:
             return 0.0, 0.0, 0.0

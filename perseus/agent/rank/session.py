@@ -333,8 +333,7 @@ class Session:
         )
 
     def _drop_plans(self) -> None:
-        """Drop the plans in force and pending and go to the fallback at once; report both to the
-        coordinator."""
+        """Drop all plans, go to the fallback at once, and report this to the coordinator."""
         has_any, was_in_force = self._plans.has_any, self._plans.in_force is not None
         self._plans.follow(None)
         if was_in_force:

@@ -173,8 +173,7 @@ def _emulated_s(
 
 
 def _simple_first(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> list[FittedTimes]:
-    """Return the fits without lags, with common ones, and with all; then with transfers that occupy
-    stages."""
+    """Return the fits without lags, with common ones, with all; then with occupying transfers."""
     fits: list[FittedTimes] = []
     for transfers in _possible(schedule):
         model = IterationModel(

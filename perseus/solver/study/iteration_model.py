@@ -172,8 +172,7 @@ class IterationModel:
 
     @cached_property
     def _longest_lag(self) -> float:
-        """The lag, in units of the mean iteration time, with which iterations would be too long without fixed
-        times."""
+        """The lag, in mean iteration times, with which iterations are too long without fixed times."""
         longest = 1 / len(self._paths.computations)
         while (
             len(self._paths.links)

@@ -33,10 +33,10 @@ class _Counters:
 
     windows: int = 0
     above: int = 0
-    unsaid: int = 0
+    unreported: int = 0
     worst: float = 0.0
-    unkept: int = 0
-    message: int = 0
+    infeasible: int = 0
+    reported: int = 0
     changes: int = 0
 
 
@@ -50,7 +50,7 @@ def run() -> Sequence[Table]:
         if number == 0:
             draw(fleet, done, PICTURE)
         counters = _judge(fleet, done)
-        for name in ("windows", "above", "unsaid", "unkept", "said", "changes"):
+        for name in ("windows", "above", "unreported", "infeasible", "reported", "changes"):
             setattr(sums, name, getattr(sums, name) + getattr(counters, name))
         sums.worst = max(sums.worst, counters.worst)
         rows.append((f"run {number}", *_cells(counters), counters.changes / 8 / len(MIX), watch.seconds))
@@ -65,7 +65,7 @@ def run() -> Sequence[Table]:
                 Column("of these not reported", "d"),
                 Column("worst, % of the limit", ".3f"),
                 Column("infeasible limits", "d"),
-                Column("said", "d"),
+                Column("reported", "d"),
                 Column("plan changes, per job and hour", ".1f"),
                 Column("simulated in, CPU s", ".1f"),
             ),
@@ -81,10 +81,10 @@ def _cells(counters: _Counters) -> tuple[Cell, ...]:
     return (
         counters.windows,
         counters.above,
-        counters.unsaid,
+        counters.unreported,
         100 * counters.worst,
-        counters.unkept,
-        counters.message,
+        counters.infeasible,
+        counters.reported,
     )
 
 
@@ -133,7 +133,7 @@ def _judge(fleet: Fleet, done: Replay) -> _Counters:
     drawn_w, limit_w, power_cap_w = (
         values[DEFAULT_FEED][index] for values in (done.feeds_w, done.limits_w, done.power_caps_w)
     )
-    message = [(time_s, s.is_compliant) for time_s, s in done.statuses]
+    reports = [(time_s, s.is_compliant) for time_s, s in done.statuses]
     longest_s = max(frontier(job.gpu).t_slow_s for job in MIX) * STRAGGLER
     window = int(np.ceil(max(60.0, 3 * longest_s)))
     is_judged = np.isfinite(limit_w) & (power_cap_w <= limit_w * (1 + 1e-9))
@@ -142,31 +142,31 @@ def _judge(fleet: Fleet, done: Replay) -> _Counters:
     for first, last in pairwise(edges.tolist()):
         if not is_judged[first]:
             continue
-        can_be_kept = _can_be_kept(fleet, float(limit_w[first]))
+        is_feasible = _is_feasible(fleet, float(limit_w[first]))
         begin = first + int(SETTLING_TIME_S)
-        is_sent = any(not ok and first <= time_s <= last + 1 for time_s, ok in message) or not _last_message(
-            message, first
-        )
-        if not can_be_kept and last - begin >= window:
-            counters.unkept += 1
-            counters.message += is_sent
-        if not can_be_kept or last - begin < window:
+        is_reported = any(
+            not ok and first <= time_s <= last + 1 for time_s, ok in reports
+        ) or not _last_report(reports, first)
+        if not is_feasible and last - begin >= window:
+            counters.infeasible += 1
+            counters.reported += is_reported
+        if not is_feasible or last - begin < window:
             continue
         means_w = (sums[begin + window : last + 1] - sums[begin : last + 1 - window]) / window
         above = means_w > limit_w[first] * (1 + 1e-9)
         counters.windows += len(means_w)
         counters.above += int(above.sum())
-        counters.unsaid += 0 if is_sent else int(above.sum())
+        counters.unreported += 0 if is_reported else int(above.sum())
         counters.worst = max(counters.worst, float(means_w.max() / limit_w[first]))
     return counters
 
 
-def _last_message(message: Sequence[tuple[float, bool]], now_s: float) -> bool:
-    before = [ok for time_s, ok in message if time_s <= now_s]
+def _last_report(reports: Sequence[tuple[float, bool]], now_s: float) -> bool:
+    before = [ok for time_s, ok in reports if time_s <= now_s]
     return before[-1] if before else True
 
 
-def _can_be_kept(fleet: Fleet, limit_w: float) -> bool:
+def _is_feasible(fleet: Fleet, limit_w: float) -> bool:
     errors = {job.job_id: job.power_error for job in fleet.jobs}
     min_w = sum((1 + errors[job.job_id]) * job.demand().allowed[-1].power_w[DEFAULT_FEED] for job in MIX)
     return min_w <= limit_w

@@ -106,11 +106,11 @@ def _table(fleet: "Fleet", done: "Replay", rows: list[dict[str, Any]]) -> Table:
             _ratio(row["cost"], row["stock_cost"]),
         )
     begin_s = fleet.begin_s
-    unkept = [(time_s, status) for time_s, status in done.statuses if not status.is_compliant]
+    violated = [(time_s, status) for time_s, status in done.statuses if not status.is_compliant]
     lines = [
         f"{(time_s - begin_s) / 3600:.2f} h: feed {status.feed} is not compliant"
         + (f", to be paused: {', '.join(status.to_pause)}" if status.to_pause else "")
-        for time_s, status in unkept
+        for time_s, status in violated
     ]
     lines.append("of stock: relative to the same iterations at the highest clocks from the job's start")
     table.caption = "\n".join(lines)

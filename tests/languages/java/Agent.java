@@ -37,7 +37,7 @@ final class Agent implements StreamObserver<ConnectResponse> {
     private boolean isWelcome;
     private boolean isClosing;
     private long sequence;
-    // The very first offer is answered only when it is too late for it.
+    // The very first offer is deliberately answered too late.
     private PlanOffer late;
     private boolean wasLate;
 
@@ -188,7 +188,7 @@ final class Agent implements StreamObserver<ConnectResponse> {
         }
     }
 
-    /** By its numbers: a message from a newer coordinator may have fields more, and then equals none of ours. */
+    /** Compare by numbers: a newer coordinator's message may have more fields, and then equals none of ours. */
     private ServedRank rank(RankCoordinates place) {
         return ranks.stream()
                 .filter(rank -> rank.place.getPipeline() == place.getPipeline())

@@ -62,7 +62,7 @@ final class Client {
     }
 
     public static void main(String[] arguments) throws Exception {
-        // Whatever thread fails, the process does.
+        // If any thread fails, the process fails.
         Thread.setDefaultUncaughtExceptionHandler((thread, error) -> {
             error.printStackTrace();
             System.exit(1);
@@ -234,7 +234,7 @@ final class Client {
         }
     }
 
-    /** The plan that is in force on a pipeline from an event after `since` on, if a condition holds for it. */
+    /** The plan in force on a pipeline, from an event after `since`, if it meets a condition. */
     private PlannedIteration awaitPlan(long since, int pipeline, Predicate<PlannedIteration> condition)
             throws InterruptedException {
         JobEvent found = await(since, event -> {

@@ -18,7 +18,7 @@ import perseus.v1.RankJoined;
 import perseus.v1.StockClocks;
 import perseus.v1.TelemetryBatch;
 
-/** One rank as its agent sees it: what is in force, what is pending, what was measured. */
+/** One rank in its agent: clocks in force, pending offer, measurements. */
 final class ServedRank {
     private static final PlanOffer NO_PLAN =
             PlanOffer.newBuilder().setStock(StockClocks.getDefaultInstance()).build();
@@ -99,7 +99,7 @@ final class ServedRank {
         return PlanRefusalReason.PLAN_REFUSAL_REASON_UNSPECIFIED;
     }
 
-    /** An iteration begins; returns what to say if a plan comes into force with it, null otherwise. */
+    /** Begin an iteration; return the message to send if it brings a plan into force, otherwise null. */
     PlanInForce begin(long number) {
         iteration = number;
         if (pending == null || number < pending.getStartIteration()) {
@@ -118,7 +118,7 @@ final class ServedRank {
                 .build();
     }
 
-    /** An iteration has ended; returns its telemetry. */
+    /** End an iteration; return its telemetry. */
     TelemetryBatch.Builder end(Training.StageIteration measured) {
         List<Integer> clocksMhz = clocksMhz();
         iterationCount += 1;

@@ -23,7 +23,7 @@ final class Training {
 
     private record Done(int stage, ComputationKind kind, int microbatch) {}
 
-    /** From now on a pipeline takes `factor` times its time. */
+    /** Make a pipeline slower by `factor` from now on. */
     synchronized void slow(int pipeline, double factor) {
         slowdown.put(pipeline, factor);
     }
@@ -53,7 +53,7 @@ final class Training {
         return new StageIteration(durationS, energyJ, BLOCKING_POWER_W, runs);
     }
 
-    /** Every computation begins after the one before on its stage, and after what it gets from another stage. */
+    /** Every computation begins after the previous one on its stage, and after its input from another stage. */
     private List<List<Run>> timetable(List<ServedRank> stages, double factor) {
         List<List<Run>> runs = new ArrayList<>();
         stages.forEach(unused -> runs.add(new ArrayList<>()));

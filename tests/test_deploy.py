@@ -199,7 +199,7 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 
 @needs_systemd
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_systemd_understands_the_unit(path: Path, tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(path: Path, tmp_path: Path) -> None:
     # It checks that the program exists: use an existing one.
     copied = tmp_path / path.name
     copied.write_text(path.read_text().replace(INSTALLED, "/usr/bin/env"))

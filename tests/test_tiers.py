@@ -136,7 +136,7 @@ def test_leaks_long_tests_and_shared_ports_fail(run: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize("marker", ["slow", "slow()", "slow('')", "slow(3)"])
-def test_a_slow_test_says_why(run: pytest.Pytester, marker: str) -> None:
+def test_a_slow_test_has_a_reason(run: pytest.Pytester, marker: str) -> None:
     run.makepyfile(f"import pytest\n@pytest.mark.{marker}\ndef test_it(): pass")
     result = run.runpytest_inprocess("-p", "tests.tiers")
     result.stderr.fnmatch_lines(['*expected slow("why"), found slow*'])

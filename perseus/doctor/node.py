@@ -20,7 +20,7 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.doctor.checks import Check, Verdict
 
 _TIMEOUT_S = 5.0
-_START = "start it: systemctl start perseus-agent, or perseus agent; its log says why it ended"
+_START = "start it: systemctl start perseus-agent, or perseus agent; its log has the reason of its end"
 
 
 def node_checks(settings: AgentSettings) -> Iterator[Check]:
@@ -48,11 +48,13 @@ def _gpus(settings: AgentSettings) -> Check:
         )
     lost = [str(each) for each in listed if isinstance(each, GpuError)]
     if lost:
-        return Check(subject, Verdict.BAD, "; ".join(lost), "nvidia-smi and the kernel's log (Xid) say more")
+        return Check(
+            subject, Verdict.BAD, "; ".join(lost), "nvidia-smi and the kernel's log (Xid) have details"
+        )
     if not listed:
         found = "there is none, or none visible here"
         return Check(subject, Verdict.BAD, found, "check nvidia-smi and CUDA_VISIBLE_DEVICES")
-    return Check(subject, Verdict.GOOD, f"{len(listed)} can be read; perseus agent --self-test says more")
+    return Check(subject, Verdict.GOOD, f"{len(listed)} can be read; perseus agent --self-test shows details")
 
 
 def _privileges(settings: AgentSettings) -> Check:

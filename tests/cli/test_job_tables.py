@@ -128,7 +128,7 @@ def test_pipelines_of_the_same_plan_share_a_line() -> None:
     assert "0–2, 4–5 1.100 s +10.0 %" in found
 
 
-def test_a_rank_is_one_line_whatever_its_host_is_called() -> None:
+def test_a_rank_is_one_line_for_any_host_name() -> None:
     place = rank_pb2.RankCoordinates(pipeline=1, stage=0, tensor=2)
     rank = rank_pb2.Rank(
         coordinates=place, state=rank_pb2.RANK_STATE_LOST, hostname="[red]", iteration=-1, offered_version=7

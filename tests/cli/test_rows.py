@@ -59,7 +59,7 @@ def test_an_unknown_enum_value_is_a_number() -> None:
     assert row_of(job_pb2.Job(state=99))["state"] == "99"  # type: ignore[arg-type]
 
 
-def test_csv_has_the_same_columns_whatever_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_has_the_same_columns_for_any_set_fields(capsys: pytest.CaptureFixture[str]) -> None:
     show_messages(Format.CSV, [JOB, job_pb2.Job()], job_pb2.Job.DESCRIPTOR, Table)
     text = shown(capsys)
     full, empty = csv.DictReader(io.StringIO(text))

@@ -42,4 +42,4 @@ async def test_pipeline_engine(tmp_path: Path) -> None:
         FOUR_STAGES, "deepspeed-1f1b", 30, "DeepSpeed, 1F1B", run.stock, plan, packages=("deepspeed", "torch")
     )
     log = (tmp_path / "logs" / "trainers.log").read_text()
-    assert "the framework's table has" not in log, "DeepSpeed's own table says what was executed"
+    assert "the framework's table has" not in log, "DeepSpeed's own table has the executed computations"

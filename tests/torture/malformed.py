@@ -108,7 +108,7 @@ def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
         f"{_SOLVE_LIMIT_S:g}",
     )
     outcome, begun_s = Outcome(), time.monotonic()
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # of connections that break it would tell each time
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it would log every broken connection
     with CoordinatorProcess(
         folder,
         str(folder / "jobs.db"),

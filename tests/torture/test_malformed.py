@@ -27,7 +27,7 @@ def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
     assert {"INVALID_FIELD", "MALFORMED_MESSAGE"} <= set(outcome.ends)
 
 
-def test_every_field_of_every_request_is_put_at_its_bounds() -> None:
+def test_every_field_of_every_request_is_set_to_its_bounds() -> None:
     for kind in messages.unary_methods().values():
         made = list(messages.at_bounds(partial(messages.valid, kind)))
         for path in messages.paths(cast(Descriptor, kind.DESCRIPTOR)):
@@ -43,7 +43,7 @@ def _value(message: object, path: messages.Path) -> object:
     return message
 
 
-def test_what_is_sent_follows_from_the_seed() -> None:
+def test_messages_follow_from_the_seed() -> None:
     def some(seed: int) -> list[bytes]:
         chance = random.Random(seed)
         kinds = messages.unary_methods().values()

@@ -9,7 +9,7 @@ from tests.torture.tenants import torture_tenants
 
 @pytest.mark.slow("processes of a coordinator, a broker and a gateway, which are attacked")
 @pytest.mark.timeout(120)
-async def test_a_tenant_loses_nothing_by_what_others_do(tmp_path: Path) -> None:
+async def test_a_tenant_loses_nothing_to_others(tmp_path: Path) -> None:
     outcome = await torture_tenants(tmp_path, 3.0, flood_messages=8, connection_count=100)
     assert outcome.problems == []
     assert outcome.reading_count > 0

@@ -127,7 +127,14 @@ profiled_work = _table(
     Index("profiled_work_by_key", "work_key"),
 )
 
-periods = _table("periods", *_run_columns(), _number("number", primary_key=True), _text("period"))
+# `is_baseline` repeats what is in the period: against the latest of these, later ones save.
+periods = _table(
+    "periods",
+    *_run_columns(),
+    _number("number", primary_key=True),
+    _text("period"),
+    _number("is_baseline"),
+)
 
 open_iterations = _table(
     "open_iterations",

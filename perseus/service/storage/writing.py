@@ -271,7 +271,8 @@ class GroupWriter:
             case ProfiledWork(stage, key):
                 rows[to.UPSERT_WORK].append((*run, stage, key))
             case Period():
-                rows[to.UPSERT_PERIOD].append((*run, record.number, codecs.PERIOD.dump(record)))
+                row = (*run, record.number, codecs.PERIOD.dump(record), int(record.is_baseline))
+                rows[to.UPSERT_PERIOD].append(row)
             case RecordedInputs(document):
                 rows[to.UPSERT_RECORDING].append((*run, document))
             case EnergyHour():

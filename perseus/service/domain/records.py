@@ -46,6 +46,7 @@ class JobRecord:
             without one.
         max_clock: the maximum clock without a plan, as a budget set it last; None without one.
         signal_target: how the job follows a signal; None if its policy follows none, or before the first.
+        earlier_profiling_cost: the cost of profiling before it was renewed last.
     """
 
     policy: OperatingPolicy
@@ -57,6 +58,7 @@ class JobRecord:
     stragglers: tuple[Straggler, ...] = ()
     lag_s: float = 0.0
     profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
+    earlier_profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
     given_up_clocks: tuple[GivenUpClock, ...] = ()
     stall: Stall | None = None
     finish_time_s: float | None = None

@@ -325,7 +325,9 @@ class IterationLog:
         if previous is None or previous[0] != complete.versions:
             return
         last = self.periods[-1] if self.periods else None
-        if last is not None and (last.versions, last.has_straggler) == key:
+        # A baseline that is measured where the job was at stock already is a period of its own.
+        is_new_baseline = complete.state is JobState.BASELINE and last is not None and not last.is_baseline
+        if last is not None and (last.versions, last.has_straggler) == key and not is_new_baseline:
             self.periods[-1] = last.extended(complete, wall_time_s)
             self._note_baseline()
             return

@@ -58,7 +58,6 @@ class JobRecord:
     stragglers: tuple[Straggler, ...] = ()
     lag_s: float = 0.0
     profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
-    earlier_profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
     given_up_clocks: tuple[GivenUpClock, ...] = ()
     stall: Stall | None = None
     finish_time_s: float | None = None
@@ -68,6 +67,7 @@ class JobRecord:
     budget_target_time_s: float | None = None
     max_clock: MaxClock | None = None
     signal_target: SignalTarget | None = None
+    earlier_profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
 
     @property
     def has_finished(self) -> bool:

@@ -16,7 +16,7 @@ from perseus.service.domain.measured import MAX_PERIODS, KnownProfile, Period, S
 from perseus.service.domain.messages import time_to_proto
 from perseus.service.domain.model import ALL_EVENTS, EventFilter, PipelineOffer, Rank
 from perseus.service.domain.power import BudgetRecord, UnreadableBudget
-from perseus.service.domain.principals import Grant, Scope, Token
+from perseus.service.domain.principals import Grant, Scope, Session, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates
@@ -361,6 +361,12 @@ def load_tokens(connection: Connection) -> list[Token]:
         except _UNREADABLE:
             continue
     return tokens
+
+
+def load_sessions(connection: Connection) -> list[Session]:
+    """Return all logins of browsers, those that end first before the others."""
+    rows = connection.execute(select(schema.sessions).order_by(schema.sessions.c.end_time_s))
+    return [Session(*row) for row in rows]
 
 
 def load_budgets(connection: Connection) -> list[BudgetRecord | UnreadableBudget]:

@@ -183,6 +183,15 @@ tokens = _table(
     _text("host_patterns"),
 )
 
+# Logins of browsers: `digest` is of a session's identifier, `token_digest` of the token that began it.
+sessions = _table(
+    "sessions",
+    Column("digest", _KEY, primary_key=True),
+    _text("token_digest"),
+    _text("principal_name"),
+    _figure("end_time_s"),
+)
+
 # The energy of runs, by hours since 1970 (UTC) and the number of the baseline that it is compared with (-1
 # for none): the values of `domain.ledger.EnergyHour`. Rows outlive their jobs: `deletion` is 0 while the job
 # exists, and then counts how many jobs of that name were deleted.

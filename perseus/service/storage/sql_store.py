@@ -66,6 +66,7 @@ class SqlStore:
     events = _read_method(reading.events)
     deleted_version = _read_method(reading.deleted_version)
     load_tokens = _read_method(reading.load_tokens)
+    load_sessions = _read_method(reading.load_sessions)
     load_budgets = _read_method(reading.load_budgets)
 
     def __init__(

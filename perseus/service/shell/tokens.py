@@ -126,7 +126,7 @@ class Tokens:
         await self._writer.later([TokenEntry(token)])
 
     async def put_session(self, session: Session) -> None:
-        """Keep a browser's login, durably."""
+        """Store a browser's login, durably."""
         self.sessions[session.digest] = session
         await self._writer.later([SessionEntry(session)])
 

@@ -2,9 +2,9 @@
 
 An iteration of a pipeline is complete when all its ranks have reported it; one of the job, when all pipelines
 have. The report counts complete iterations of the job only. It consists of *periods* (running sums over
-consecutive iterations under the same plans), so its size does not grow with the length of the training. Memory
-holds the latest periods and the database all of them; apart from these, only the few rows of incomplete
-iterations need to be stored.
+consecutive iterations under the same plans), so its size does not grow with the length of the training.
+Memory holds the latest periods and the database all of them; apart from these, only the few rows of
+incomplete iterations need to be stored.
 """
 
 import math

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -181,7 +182,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
         """Return a pipeline's latest complete iteration, or that of its stock baseline."""
         timeline = self._jobs.timeline(request.job_id, request.pipeline, from_baseline=request.from_baseline)
-        return timeline_to_proto(timeline)
+        return await asyncio.to_thread(timeline_to_proto, timeline)
 
     @mapped_stream
     async def WatchJob(

@@ -103,9 +103,64 @@ class EnergyHour:
 
 
 @dataclass(frozen=True, slots=True)
-class EnergyGroup:
-    """The sum of a run's hours with the same baseline and the same rates.
+class WeightedSums:
+    """Sums over hours, each multiplied by a rate of its own; hours whose rate is unknown are summed apart.
 
+    Rates are per kWh and energies in joules, so products still have to be divided by `J_PER_KWH`.
+
+    Attributes:
+        energy: sum of rate × energy.
+        compared_count, compared_energy: sums of rate × count and of rate × energy of compared iterations.
+        compared_square: sum of rate² × count of compared iterations, for the variance of their sum.
+        unknown_hours: how many hours have no rate.
+        unknown_energy_j, unknown_compared_count, unknown_compared_energy_j: plain sums over those hours.
+    """
+
+    energy: float = 0.0
+    compared_count: float = 0.0
+    compared_energy: float = 0.0
+    compared_square: float = 0.0
+    unknown_hours: int = 0
+    unknown_energy_j: float = 0.0
+    unknown_compared_count: int = 0
+    unknown_compared_energy_j: float = 0.0
+
+    @classmethod
+    def of_hour(cls, rate: float | None, sums: EnergySums) -> "WeightedSums":
+        """Return the sums of one hour."""
+        if rate is None:
+            return cls(
+                unknown_hours=1,
+                unknown_energy_j=sums.energy_j,
+                unknown_compared_count=sums.compared_count,
+                unknown_compared_energy_j=sums.compared_energy_j,
+            )
+        return cls(
+            rate * sums.energy_j,
+            rate * sums.compared_count,
+            rate * sums.compared_energy_j,
+            rate**2 * sums.compared_count,
+        )
+
+    def filled(self, rate: float | None) -> "WeightedSums | None":
+        """Return the sums with a rate for the hours that have none; None if that is unknown, too."""
+        if not self.unknown_hours:
+            return self
+        if rate is None:
+            return None
+        return WeightedSums(
+            self.energy + rate * self.unknown_energy_j,
+            self.compared_count + rate * self.unknown_compared_count,
+            self.compared_energy + rate * self.unknown_compared_energy_j,
+            self.compared_square + rate**2 * self.unknown_compared_count,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyGroup:
+    """The sum of a run's hours with the same baseline.
+
+    `cost` and `carbon` are weighted by each hour's price and carbon intensity.
     `deletion` is 0 for the job that has the name now; deleted jobs of that name are numbered from 1.
     """
 
@@ -115,8 +170,24 @@ class EnergyGroup:
     first_hour: int
     last_hour: int
     reference: Reference | None
-    rates: Rates
     sums: EnergySums
+    cost: WeightedSums
+    carbon: WeightedSums
+
+    @classmethod
+    def of_hour(cls, job_id: str, deletion: int, run_number: int, hour: EnergyHour) -> "EnergyGroup":
+        """Return a group of one hour."""
+        return cls(
+            job_id,
+            deletion,
+            run_number,
+            hour.hour,
+            hour.hour,
+            hour.reference,
+            hour.sums,
+            WeightedSums.of_hour(hour.rates.price_per_kwh, hour.sums),
+            WeightedSums.of_hour(hour.rates.intensity_g_per_kwh, hour.sums),
+        )
 
 
 @dataclass(frozen=True, slots=True)

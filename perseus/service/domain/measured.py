@@ -70,6 +70,10 @@ class JobIteration:
     has_clock_change: bool = False
 
 
+MAX_PERIODS = 64
+"""Of a run, kept in memory: the latest. The database has all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Period:
     """Consecutive iterations under the same plans: counts, means and sums of squared deviations.
@@ -100,6 +104,11 @@ class Period:
     irregular_time_s: float = 0.0
     latency_cost_percent: float = 0.0
     """Predicted energy that the GPUs' set latency adds under these plans."""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is a stock baseline."""
+        return self.state is JobState.BASELINE
 
     @property
     def iteration_time_se_s(self) -> float:

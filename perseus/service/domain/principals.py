@@ -207,6 +207,16 @@ def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A browser's login: `digest` is that of its identifier. It ends at a time, or with its token."""
+
+    digest: str
+    token_digest: str
+    principal_name: str
+    end_time_s: float
+
+
 class TokenRegistry:
     """All tokens, by name and by digest."""
 

@@ -68,6 +68,16 @@ class ProfilingCost:
     energy_j: float = 0.0
     extra_energy_j: float = 0.0
 
+    def plus(self, other: "ProfilingCost") -> "ProfilingCost":
+        """Return the sum of two costs."""
+        return ProfilingCost(
+            self.iteration_count + other.iteration_count,
+            self.time_s + other.time_s,
+            self.extra_time_s + other.extra_time_s,
+            self.energy_j + other.energy_j,
+            self.extra_energy_j + other.extra_energy_j,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ProfilingBudget:

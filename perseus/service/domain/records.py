@@ -46,6 +46,7 @@ class JobRecord:
             without one.
         max_clock: the maximum clock without a plan, as a budget set it last; None without one.
         signal_target: how the job follows a signal; None if its policy follows none, or before the first.
+        earlier_profiling_cost: the cost of profiling before it was renewed last.
     """
 
     policy: OperatingPolicy
@@ -66,6 +67,7 @@ class JobRecord:
     budget_target_time_s: float | None = None
     max_clock: MaxClock | None = None
     signal_target: SignalTarget | None = None
+    earlier_profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
 
     @property
     def has_finished(self) -> bool:

@@ -115,9 +115,9 @@ class WorkWindow:
 class SignalTargetState(enum.Enum):
     """How a job follows its signal now."""
 
-    FOLLOWING = "paced"
+    FOLLOWING = "following"
     """It runs as slowly as the signal makes worthwhile."""
-    NO_SIGNAL = "blind"
+    NO_SIGNAL = "no_signal"
     """The signal is unknown: no slowdown."""
     LATE = "late"
     """The work can't be done in time any more: no slowdown."""

@@ -30,6 +30,7 @@ from perseus.service.domain.ledger import (
     Rates,
     RatesAt,
     Reference,
+    WeightedSums,
 )
 from perseus.service.domain.statement import J_PER_KWH, Account, LedgerEntry, Quantity, Statement
 from perseus.service.fleet.student_t import interval_factor
@@ -55,7 +56,7 @@ def statement(groups: Iterable[EnergyGroup], now: Rates) -> Statement:
     entries: list[LedgerEntry] = []
     everything: list[EnergyGroup] = []
     for (job_id, deletion, run_number), found in groupby(groups, _run):
-        own = [replace(group, rates=_filled(group.rates, now)) for group in found]
+        own = list(found)
         if all(group.reference is None for group in own):
             # Without a baseline, nothing shows that even these iterations ran as at stock.
             own = [replace(group, sums=_uncompared(group.sums)) for group in own]
@@ -67,20 +68,20 @@ def statement(groups: Iterable[EnergyGroup], now: Rates) -> Statement:
                 run_number=run_number,
                 start_time_s=min(group.first_hour for group in own) * HOUR_S,
                 end_time_s=(max(group.last_hour for group in own) + 1) * HOUR_S,
-                account=account(own),
+                account=account(own, now),
             )
         )
-    return Statement(tuple(entries), account(everything))
+    return Statement(tuple(entries), account(everything, now))
 
 
-def account(groups: Sequence[EnergyGroup]) -> Account:
-    """Add up groups; those of one run and baseline share the baseline's error."""
+def account(groups: Sequence[EnergyGroup], now: Rates) -> Account:
+    """Add up groups; those of one run and baseline share the baseline's error. `now` fills unknown rates."""
     sums = EnergySums(
         **{each.name: sum(getattr(group.sums, each.name) for group in groups) for each in fields(EnergySums)}
     )
-    energy_j, errors = _quantity(groups, lambda _rates: 1.0)
-    cost, _ = _quantity(groups, lambda rates: _per_joule(rates.price_per_kwh))
-    carbon_g, _ = _quantity(groups, lambda rates: _per_joule(rates.intensity_g_per_kwh))
+    energy_j, errors = _quantity(groups, lambda group: WeightedSums.of_hour(1.0, group.sums))
+    cost = _per_kwh(_quantity(groups, lambda group: group.cost.filled(now.price_per_kwh))[0])
+    carbon_g = _per_kwh(_quantity(groups, lambda group: group.carbon.filled(now.intensity_g_per_kwh))[0])
     saved_percent = saved_se_percent = None
     used_j = sums.stock_energy_j + sums.compared_energy_j
     if energy_j.saved is not None and used_j + energy_j.saved > 0:
@@ -111,12 +112,12 @@ def account(groups: Sequence[EnergyGroup]) -> Account:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Iterations of a run that are compared with a baseline, and the weight of each joule."""
+    """Iterations of a run that are compared with a baseline, plain and weighted."""
 
     run: tuple[str, int, int]
     reference: Reference
     sums: EnergySums
-    weight: float
+    weighted: WeightedSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +134,22 @@ class _Errors:
 
 
 def _quantity(
-    groups: Sequence[EnergyGroup], weight: Callable[[Rates], float | None]
+    groups: Sequence[EnergyGroup], weigh: Callable[[EnergyGroup], WeightedSums | None]
 ) -> tuple[Quantity, _Errors | None]:
     """Return the weighted amounts used and saved, and the errors of the saving."""
     used: list[float] = []
     held: list[_Held] = []
     for group in groups:
-        each = weight(group.rates)
-        if each is None:
+        weighted = weigh(group)
+        if weighted is None:
             return Quantity(), None
-        used.append(each * group.sums.energy_j)
+        used.append(weighted.energy)
         if group.reference is not None:
-            held.append(_Held(_run(group), group.reference, group.sums, each))
+            held.append(_Held(_run(group), group.reference, group.sums, weighted))
     if not held:
         return Quantity(math.fsum(used)), None
     saved = math.fsum(
-        one.weight * (one.sums.compared_count * one.reference.energy_j - one.sums.compared_energy_j)
-        for one in held
+        one.weighted.compared_count * one.reference.energy_j - one.weighted.compared_energy for one in held
     )
     errors = _errors([one for one in held if one.sums.compared_count])
     if errors is None:
@@ -170,9 +170,9 @@ def _errors(held: Iterable[_Held]) -> _Errors | None:
         if baseline_count < 2 or not freedom_count:
             return None
         # A baseline that grew between two hours differs a little; treat it as the same.
-        baseline = math.fsum(one.weight * one.sums.compared_count * one.reference.energy_se_j for one in same)
+        baseline = math.fsum(one.weighted.compared_count * one.reference.energy_se_j for one in same)
         variance_j2 = math.fsum(one.sums.energy_m2 for one in same) / freedom_count
-        iterations = variance_j2 * math.fsum(one.weight**2 * one.sums.compared_count for one in same)
+        iterations = variance_j2 * math.fsum(one.weighted.compared_square for one in same)
         of_baselines += baseline**2
         own += iterations
         per_freedom += baseline**4 / (baseline_count - 1) + iterations**2 / freedom_count
@@ -184,20 +184,15 @@ def _run(group: EnergyGroup) -> tuple[str, int, int]:
     return group.job_id, group.deletion, group.run_number
 
 
-def _per_joule(per_kwh: float | None) -> float | None:
-    return None if per_kwh is None else per_kwh / J_PER_KWH
+def _per_kwh(quantity: Quantity) -> Quantity:
+    """Return joules × rate per kWh as what the rate is of."""
+    parts = (quantity.used, quantity.saved, quantity.saved_se, quantity.saved_margin)
+    return Quantity(*(None if part is None else part / J_PER_KWH for part in parts))
 
 
 def _mean_rate(used: float | None, sums: EnergySums) -> float | None:
     """Return the mean rate of a kWh; None if nothing was used."""
     return None if used is None or not sums.energy_j else used / sums.energy_j * J_PER_KWH
-
-
-def _filled(rates: Rates, now: Rates) -> Rates:
-    return Rates(
-        now.price_per_kwh if rates.price_per_kwh is None else rates.price_per_kwh,
-        now.intensity_g_per_kwh if rates.intensity_g_per_kwh is None else rates.intensity_g_per_kwh,
-    )
 
 
 def _uncompared(sums: EnergySums) -> EnergySums:

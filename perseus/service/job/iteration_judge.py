@@ -33,7 +33,6 @@ class IterationJudge:
         run = self._run
         run.progress.take_rows(rank, rows)
         run.caps.take(rank, rows)
-        count = len(run.log.periods)
         last = run.log.periods[-1] if run.log.periods else None
         summaries, complete = run.log.add(rank, rows, run.wall_time_s)
         for summary in summaries:
@@ -42,8 +41,8 @@ class IterationJudge:
         run.buffer.store(IterationRows(rank, rows, run.log.closed_through))
         if not complete:
             return
-        for period in run.log.periods[max(0, count - 1) :]:
-            if period != last:
+        for period in run.log.periods:
+            if last is None or (period.number >= last.number and period != last):
                 run.buffer.store(period)
         run.buffer.store(run.meter.take(complete, run.log.latest_baseline, run.wall_time_s))
         run.planner.count_done(sum(1 + iteration.skipped_count for iteration in complete))

@@ -114,7 +114,7 @@ def _of_record(
             **{f"{state.name.lower()}_count": rank_counts.get(state, 0) for state in RankState}
         ),
         policy=policy_to_proto(record.policy),
-        profiling_cost=cost_to_proto(record.profiling_cost),
+        profiling_cost=cost_to_proto(record.earlier_profiling_cost.plus(record.profiling_cost)),
         profiling_budget=budget_to_proto(rules.profiling_budget),
         straggler_count=len(record.stragglers),
         create_time=time_to_proto(run.create_time_s),

@@ -327,17 +327,12 @@ class Jobs:
     ) -> Iterator[tuple[Period, Saving | None]]:
         """Return the measured periods of a run from a number on, each with what it saved against stock.
 
-        Exhaust it before anything is awaited.
-
         Raises:
             JobNotFoundError, RunNotFoundError: there is no such job or run.
         """
         run = await self._run(job_id, run_number)
-        found = self._live.read(run, lambda state: state.log.report(first_number), lambda _: None)
-        if found is None:
-            await self._writer.flush()
-            found = report(await self._store.load_periods(job_id, run.number), first_number)
-        return found
+        await self._writer.flush()
+        return report(await self._store.load_periods(job_id, run.number, first_number), first_number)
 
     def timeline(self, job_id: str, pipeline: int, *, from_baseline: bool) -> MeasuredTimeline:
         """Return a pipeline's latest complete iteration, or the iteration kept of its stock baseline.

@@ -60,7 +60,7 @@ class Ledger:
             window = self._totals.next_window(int(self._clock() // HOUR_S))
             groups = await self._store.ledger(window)
             try:
-                self._totals.add(window, groups, self._rates_at(self._clock()))
+                await asyncio.to_thread(self._totals.add, window, groups, self._rates_at(self._clock()))
             except Exception:  # a bug in figures that nothing else depends on
                 _log.exception("the ledger's totals can't be added up: they are no longer published")
                 self._has_failed = True
@@ -85,7 +85,7 @@ class Ledger:
             )
         await self._writer.flush()
         groups = await self._store.ledger(HourFilter(_hour(start_time_s), _hour(end_time_s), job_id))
-        return statement(groups, self._rates_at(self._clock()))
+        return await asyncio.to_thread(statement, groups, self._rates_at(self._clock()))
 
 
 def _hour(time_s: float | None) -> int | None:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from perseus.service.domain.principals import (
     Grant,
     Principal,
     Scope,
+    Session,
     Token,
     TokenRegistry,
     check_token_name,
@@ -26,7 +27,7 @@ from perseus.service.domain.principals import (
 )
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import TokenEntry
+from perseus.service.storage.store import SessionEnded, SessionEntry, TokenEntry
 
 OPERATOR = "operator"
 """Name of the token from the operator's file."""
@@ -38,19 +39,25 @@ def new_secret() -> str:
 
 
 class Tokens:
-    """All tokens. `clock` is the wall clock."""
+    """All tokens. `clock` is the wall clock.
+
+    Attributes:
+        sessions: logins of browsers by digest, the oldest first; their tokens, or they, may have ended.
+    """
 
     def __init__(self, store: SqlStore, writer: Writer, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._writer = writer
         self._clock = clock
         self._registry = TokenRegistry()
+        self.sessions: dict[str, Session] = {}
         # By token: futures that wait for its end.
         self._waiting: dict[str, set[asyncio.Future[CoordinatorError]]] = {}
 
     async def load(self) -> None:
         """Load the stored tokens."""
         self._registry = TokenRegistry(await self._store.load_tokens())
+        self.sessions = {session.digest: session for session in await self._store.load_sessions()}
 
     @property
     def tokens(self) -> Collection[Token]:
@@ -117,6 +124,17 @@ class Tokens:
         self._registry.put(token)
         self.tick()
         await self._writer.later([TokenEntry(token)])
+
+    async def put_session(self, session: Session) -> None:
+        """Store a browser's login, durably."""
+        self.sessions[session.digest] = session
+        await self._writer.later([SessionEntry(session)])
+
+    async def drop_sessions(self, digests: Iterable[str]) -> None:
+        """Forget logins, durably; some may be forgotten already."""
+        known = [digest for digest in digests if self.sessions.pop(digest, None) is not None]
+        if known:
+            await self._writer.later([SessionEnded(digest) for digest in known])
 
     @contextmanager
     def watched(self, principal: Principal) -> Iterator[asyncio.Future[CoordinatorError]]:

@@ -1,13 +1,19 @@
 """Consistency checks of a database: the engine's own check, every value read back, and all invariants."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from sqlalchemy import Connection, exists, func, select
 
-from perseus.service.domain.errors import CoordinatorError, DatabaseUnavailableError, StoreFailedError
+from perseus.service.domain.errors import (
+    CoordinatorError,
+    DatabaseUnavailableError,
+    JobUnreadableError,
+    StoreFailedError,
+)
+from perseus.service.domain.measured import Period
 from perseus.service.domain.records import StoredJob, UnreadableJob
 from perseus.service.storage import reading, schema
 from perseus.service.storage.engines import connect, database_name, explain
@@ -86,7 +92,12 @@ def _findings(connection: Connection) -> Iterator[str]:
         if isinstance(job, UnreadableJob):
             yield f"{name}: can't be read: {job.cause}"
         elif job is not None:
-            yield from (f"{name}: {finding}" for finding in _run_findings(job))
+            try:
+                periods = reading.load_periods(connection, job_id, run_number)
+            except JobUnreadableError as error:
+                yield str(error)
+                continue
+            yield from (f"{name}: {finding}" for finding in _run_findings(job, periods))
             version = job.record.version if job.record else 0
             minimum = versions.get(job_id, 0)
             if version < minimum:
@@ -151,7 +162,7 @@ def _orphans(connection: Connection) -> Iterator[str]:
             yield f"{table.name}: {count} rows belong to no run"
 
 
-def _run_findings(job: StoredJob) -> Iterator[str]:
+def _run_findings(job: StoredJob, periods: Sequence[Period]) -> Iterator[str]:
     counts = job.spec.parallelism
     try:
         job.spec.check()
@@ -177,7 +188,7 @@ def _run_findings(job: StoredJob) -> Iterator[str]:
         elif record.offer.version > version:
             found = record.offer.version
             yield f"pipeline {record.pipeline}: expected versions up to {version}, found {found}"
-    numbers = [period.number for period in job.periods]
+    numbers = [period.number for period in periods]
     if numbers != list(range(len(numbers))):
         yield f"report: expected periods 0 to {len(numbers) - 1}, found {numbers}"
 

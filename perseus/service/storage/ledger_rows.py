@@ -3,7 +3,7 @@
 from dataclasses import astuple, fields
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, literal, select, true, update
+from sqlalchemy import ColumnElement, Connection, Row, case, func, literal, select, true, update
 
 from perseus.service.domain.ledger import (
     NO_BASELINE,
@@ -13,6 +13,7 @@ from perseus.service.domain.ledger import (
     HourFilter,
     Rates,
     Reference,
+    WeightedSums,
 )
 from perseus.service.storage import schema
 from perseus.service.storage.codecs import figure, integer
@@ -25,7 +26,8 @@ _REFERENCE = (
     _COLUMNS.baseline_energy_j,
     _COLUMNS.baseline_energy_m2,
 )
-_RATES = (_COLUMNS.price_per_kwh, _COLUMNS.intensity_g_per_kwh)
+_ENERGY_J = _COLUMNS.stock_energy_j + _COLUMNS.uncompared_energy_j + _COLUMNS.compared_energy_j
+_WEIGHTED = {"cost": _COLUMNS.price_per_kwh, "carbon": _COLUMNS.intensity_g_per_kwh}
 
 
 def row_of(job_id: str, run_number: int, hour: EnergyHour) -> tuple[Any, ...]:
@@ -80,17 +82,17 @@ def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
         select(
             *run,
             *_REFERENCE,
-            *_RATES,
             func.min(_COLUMNS.hour).label("first_hour"),
             func.max(_COLUMNS.hour).label("last_hour"),
             *(func.sum(_COLUMNS[name]).label(name) for name in _SUMS),
+            *(each for name, rate in _WEIGHTED.items() for each in _weighted_columns(name, rate)),
         )
         .where(
             _COLUMNS.hour >= wanted.first_hour if wanted.first_hour is not None else true(),
             _COLUMNS.hour < wanted.end_hour if wanted.end_hour is not None else true(),
             _COLUMNS.job_id == wanted.job_id if wanted.job_id else true(),
         )
-        .group_by(*run, *_REFERENCE, *_RATES)
+        .group_by(*run, *_REFERENCE)
         .order_by(_COLUMNS.job_id, _COLUMNS.deletion == 0, *run[1:], *_REFERENCE, func.min(_COLUMNS.hour))
     )
     return [
@@ -101,11 +103,35 @@ def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
             first_hour=row.first_hour,
             last_hour=row.last_hour,
             reference=_reference(row),
-            rates=_rates(row),
             sums=_sums(row),
+            cost=_weighted_sums("cost", row),
+            carbon=_weighted_sums("carbon", row),
         )
         for row in found
     ]
+
+
+def _weighted_columns(name: str, rate: ColumnElement[Any]) -> list[ColumnElement[Any]]:
+    """The columns of `WeightedSums`; SQL's sums skip the hours whose rate is NULL."""
+    count, energy_j = _COLUMNS.compared_count, _COLUMNS.compared_energy_j
+    is_unknown = rate.is_(None)
+    terms = {
+        "energy": rate * _ENERGY_J,
+        "compared_count": rate * count,
+        "compared_energy": rate * energy_j,
+        "compared_square": rate * rate * count,
+        "unknown_hours": case((is_unknown, 1), else_=0),
+        "unknown_energy_j": case((is_unknown, _ENERGY_J), else_=0.0),
+        "unknown_compared_count": case((is_unknown, count), else_=0),
+        "unknown_compared_energy_j": case((is_unknown, energy_j), else_=0.0),
+    }
+    return [func.coalesce(func.sum(term), 0).label(f"{name}_{each}") for each, term in terms.items()]
+
+
+def _weighted_sums(name: str, row: Row[Any]) -> WeightedSums:
+    return WeightedSums(
+        **{each.name: _number(getattr(row, f"{name}_{each.name}")) for each in fields(WeightedSums)}
+    )
 
 
 def archive_rows(connection: Connection, job_id: str) -> None:

@@ -9,14 +9,14 @@ from contextlib import suppress
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from sqlalchemy import Connection, Row, Table, func, select, text
+from sqlalchemy import Connection, Row, Table, and_, func, or_, select, text
 
 from perseus.service.domain.errors import InvalidFieldError, JobUnreadableError, cut
-from perseus.service.domain.measured import KnownProfile, Period, StageProfile
+from perseus.service.domain.measured import MAX_PERIODS, KnownProfile, Period, StageProfile
 from perseus.service.domain.messages import time_to_proto
 from perseus.service.domain.model import ALL_EVENTS, EventFilter, PipelineOffer, Rank
 from perseus.service.domain.power import BudgetRecord, UnreadableBudget
-from perseus.service.domain.principals import Grant, Scope, Token
+from perseus.service.domain.principals import Grant, Scope, Session, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates
@@ -111,22 +111,39 @@ def load_ranks(
         raise JobUnreadableError(job_id=job_id, run_number=run_number, cause=_cause(error)) from None
 
 
-def load_periods(connection: Connection, job_id: str, run_number: int) -> list[Period]:
-    """Return a run's report.
+def load_periods(connection: Connection, job_id: str, run_number: int, first_number: int = 0) -> list[Period]:
+    """Return a run's report from the period of a number on, after the stock baseline that it begins under.
 
     Raises:
         JobUnreadableError: a period can't be read.
     """
-    periods = schema.periods.c
-    rows = connection.execute(
-        select(periods.period)
-        .where(periods.job_id == job_id, periods.run_number == run_number)
-        .order_by(periods.number)
-    )
     try:
-        return [codecs.PERIOD.load(row.period) for row in rows]
+        return _periods_from(connection, job_id, run_number, first_number)
     except _UNREADABLE as error:
         raise JobUnreadableError(job_id=job_id, run_number=run_number, cause=_cause(error)) from None
+
+
+def _periods_from(connection: Connection, job_id: str, run_number: int, first_number: int) -> list[Period]:
+    columns = schema.periods.c
+    of_run = and_(columns.job_id == job_id, columns.run_number == run_number)
+    baseline = select(func.max(columns.number)).where(
+        of_run, columns.is_baseline == 1, columns.number < first_number
+    )
+    rows = connection.scalars(
+        select(columns.period)
+        .where(of_run, or_(columns.number >= first_number, columns.number == baseline.scalar_subquery()))
+        .order_by(columns.number)
+    )
+    return [codecs.PERIOD.load(period) for period in rows]
+
+
+def _latest_periods(connection: Connection, job_id: str, run_number: int) -> tuple[Period, ...]:
+    columns = schema.periods.c
+    last = connection.scalar(
+        select(func.max(columns.number)).where(columns.job_id == job_id, columns.run_number == run_number)
+    )
+    first_number = 0 if last is None else max(0, last + 1 - MAX_PERIODS)
+    return tuple(_periods_from(connection, job_id, run_number, first_number))
 
 
 def load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob | UnreadableJob | None:
@@ -178,7 +195,7 @@ def _load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob
             for row in rows(schema.offers, "pipeline")
         ),
         profiles=tuple(_profile(row.stage, row) for row in rows(schema.profiles, "stage", "clock_mhz")),
-        periods=tuple(codecs.PERIOD.load(row.period) for row in rows(schema.periods, "number")),
+        periods=_latest_periods(connection, job_id, run_number),
         open_rows=tuple(
             map(_iteration, rows(schema.open_iterations, "iteration", "pipeline", "stage", "tensor"))
         ),
@@ -344,6 +361,12 @@ def load_tokens(connection: Connection) -> list[Token]:
         except _UNREADABLE:
             continue
     return tokens
+
+
+def load_sessions(connection: Connection) -> list[Session]:
+    """Return all logins of browsers, those that end first before the others."""
+    rows = connection.execute(select(schema.sessions).order_by(schema.sessions.c.end_time_s))
+    return [Session(*row) for row in rows]
 
 
 def load_budgets(connection: Connection) -> list[BudgetRecord | UnreadableBudget]:

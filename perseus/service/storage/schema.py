@@ -127,7 +127,14 @@ profiled_work = _table(
     Index("profiled_work_by_key", "work_key"),
 )
 
-periods = _table("periods", *_run_columns(), _number("number", primary_key=True), _text("period"))
+# `is_baseline` repeats what is in the period: against the latest of these, later ones save.
+periods = _table(
+    "periods",
+    *_run_columns(),
+    _number("number", primary_key=True),
+    _text("period"),
+    _number("is_baseline"),
+)
 
 open_iterations = _table(
     "open_iterations",
@@ -174,6 +181,15 @@ tokens = _table(
     _figure("expire_time_s", nullable=True),
     _figure("revoke_time_s", nullable=True),
     _text("host_patterns"),
+)
+
+# Logins of browsers: `digest` is of a session's identifier, `token_digest` of the token that began it.
+sessions = _table(
+    "sessions",
+    Column("digest", _KEY, primary_key=True),
+    _text("token_digest"),
+    _text("principal_name"),
+    _figure("end_time_s"),
 )
 
 # The energy of runs, by hours since 1970 (UTC) and the number of the baseline that it is compared with (-1

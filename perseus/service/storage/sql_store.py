@@ -25,6 +25,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection, delete, insert, select, update
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
+from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.retention import Retention
 from perseus.service.storage import ledger_rows, reading, schema
 from perseus.service.storage.commit_markers import MAX_BOOTS_KEPT, Boot, History
@@ -63,16 +64,20 @@ class SqlStore:
     known_requests = _read_method(reading.known_requests)
     known_profiles = _read_method(reading.known_profiles)
     events = _read_method(reading.events)
-    ledger = _read_method(ledger_rows.groups)
     deleted_version = _read_method(reading.deleted_version)
     load_tokens = _read_method(reading.load_tokens)
+    load_sessions = _read_method(reading.load_sessions)
     load_budgets = _read_method(reading.load_budgets)
 
-    def __init__(self, opened: Opened, reader: Opened, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, opened: Opened, reader: Opened, ledger_reader: Opened, clock: Callable[[], float]
+    ) -> None:
         self._opened = opened
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._reader = reader
         self._reader_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-reader")
+        self._ledger_reader = ledger_reader
+        self._ledger_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-ledger")
         self._connection = opened.connection
         with self._connection.begin():
             migrate(self._connection, opened.name)
@@ -102,8 +107,10 @@ class SqlStore:
                 stack.callback(opened.close)
                 reader = connect(database, is_read_only=True)
                 stack.callback(reader.close)
+                ledger_reader = connect(database, is_read_only=True)
+                stack.callback(ledger_reader.close)
                 try:
-                    store = cls(opened, reader, clock)
+                    store = cls(opened, reader, ledger_reader, clock)
                 except opened.errors as error:
                     raise DatabaseUnavailableError(database=opened.name, cause=explain(error)) from None
                 stack.pop_all()
@@ -166,6 +173,14 @@ class SqlStore:
 
     # ------------------------------------------------------------------ reading
 
+    async def ledger(self, wanted: HourFilter) -> list[EnergyGroup]:
+        """Return sums over the hours that are wanted, by job, deletion, run and baseline.
+
+        Those of months take seconds, so they have a connection of their own: lists and reports need not wait.
+        """
+        query = partial(ledger_rows.groups, wanted=wanted)
+        return await self._in_transaction(self._ledger_thread, self._ledger_reader, query)
+
     async def telemetry_sequence(self, instance_id: str) -> int:
         """Return the highest sequence taken from an agent, 0 if none."""
         return await self._run(partial(self._writer.telemetry_sequence, instance_id))
@@ -193,7 +208,11 @@ class SqlStore:
         """Close the database; whatever was written stays."""
 
         def close_here() -> None:
-            for thread, opened in ((self._reader_thread, self._reader), (self._thread, self._opened)):
+            for thread, opened in (
+                (self._ledger_thread, self._ledger_reader),
+                (self._reader_thread, self._reader),
+                (self._thread, self._opened),
+            ):
                 thread.shutdown()
                 opened.close()
 

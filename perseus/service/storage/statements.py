@@ -32,6 +32,8 @@ UPSERT_PERIOD = "upsert_period"
 UPSERT_HOUR = "upsert_hour"
 UPSERT_TELEMETRY = "upsert_telemetry"
 UPSERT_TOKEN = "upsert_token"
+UPSERT_SESSION = "upsert_session"
+DELETE_SESSION = "delete_session"
 UPSERT_BUDGET = "upsert_budget"
 UPSERT_RECORDING = "upsert_recording"
 
@@ -53,6 +55,8 @@ ORDER = (
     INSERT_EVENT,
     UPSERT_TELEMETRY,
     UPSERT_TOKEN,
+    DELETE_SESSION,
+    UPSERT_SESSION,
     UPSERT_BUDGET,
     UPSERT_RECORDING,
 )
@@ -132,6 +136,8 @@ class Statements:
             INSERT_EVENT: insert(schema.events),
             UPSERT_TELEMETRY: upsert(schema.telemetry),
             UPSERT_TOKEN: upsert(schema.tokens),
+            UPSERT_SESSION: upsert(schema.sessions),
+            DELETE_SESSION: delete(schema.sessions).where(schema.sessions.c.digest == bindparam("digest")),
             UPSERT_BUDGET: upsert(schema.budgets),
             UPSERT_RECORDING: upsert(schema.recordings),
         }

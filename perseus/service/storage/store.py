@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perseus.service.domain.power import BudgetRecord
-from perseus.service.domain.principals import Token
+from perseus.service.domain.principals import Session, Token
 from perseus.service.domain.records import Record
 from perseus.service.domain.specification import JobSpec
 from perseus.v1 import event_pb2
@@ -62,6 +62,20 @@ class TokenEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionEntry:
+    """A browser's login has begun."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """The login with this digest has ended."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetEntry:
     """A power budget, which replaces one with the same identifier."""
 
@@ -93,4 +107,14 @@ class Pruned:
     is_done: bool
 
 
-Entry = NewRun | JobDeleted | JobEntry | EventEntry | TelemetrySequence | TokenEntry | BudgetEntry
+Entry = (
+    NewRun
+    | JobDeleted
+    | JobEntry
+    | EventEntry
+    | TelemetrySequence
+    | TokenEntry
+    | SessionEntry
+    | SessionEnded
+    | BudgetEntry
+)

@@ -7,7 +7,7 @@ entries are written after them.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from sqlalchemy import Connection, Table, delete, func, literal, select, update
 from sqlalchemy.engine.interfaces import DBAPICursor
@@ -39,6 +39,8 @@ from perseus.service.storage.store import (
     JobDeleted,
     JobEntry,
     NewRun,
+    SessionEnded,
+    SessionEntry,
     TelemetrySequence,
     TokenEntry,
     UnstorableEntryError,
@@ -217,6 +219,10 @@ class GroupWriter:
                             codecs.PATTERNS.dump(token.grant.host_patterns),
                         )
                     )
+                case SessionEntry(session):
+                    group.rows[to.UPSERT_SESSION].append(astuple(session))
+                case SessionEnded(digest):
+                    group.rows[to.DELETE_SESSION].append((digest,))
                 case BudgetEntry(budget):
                     group.rows[to.UPSERT_BUDGET].append(
                         (budget.budget.budget_id, codecs.BUDGET.dump(budget), budget.over_time_s)
@@ -271,7 +277,8 @@ class GroupWriter:
             case ProfiledWork(stage, key):
                 rows[to.UPSERT_WORK].append((*run, stage, key))
             case Period():
-                rows[to.UPSERT_PERIOD].append((*run, record.number, codecs.PERIOD.dump(record)))
+                row = (*run, record.number, codecs.PERIOD.dump(record), int(record.is_baseline))
+                rows[to.UPSERT_PERIOD].append(row)
             case RecordedInputs(document):
                 rows[to.UPSERT_RECORDING].append((*run, document))
             case EnergyHour():

@@ -93,7 +93,7 @@ class PageApi:
         if self._access is None:
             return _session_answer(ANYBODY, is_open=True)
         self._login_rate_limiter.take(request.remote or "")
-        session_id, principal = self._access.sessions.begin(secret)
+        session_id, principal = await self._access.sessions.begin(secret)
         response = _session_answer(principal)
         set_cookie(request, response, session_id)
         return response
@@ -103,7 +103,7 @@ class PageApi:
         response = web.Response(status=204)
         session_id = request.cookies.get(cookie_name(request))
         if session_id is not None and self._access is not None:
-            self._access.sessions.end(session_id)
+            await self._access.sessions.end(session_id)
             drop_cookie(request, response)
         return response
 

@@ -6,12 +6,11 @@ session ends with its token.
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from perseus.service.api.rpc_scopes import READERS, check_one_of
 from perseus.service.domain.errors import CredentialMissingError, LimitReachedError
-from perseus.service.domain.principals import Principal, digest_of
+from perseus.service.domain.principals import Principal, Session, digest_of
 from perseus.service.shell.tokens import Tokens
 
 LIFETIME_S = 12 * 3600.0
@@ -31,25 +30,17 @@ _MAX_ADDRESSES = 1_024
 _ID_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    token_digest: str
-    principal_name: str
-    end_s: float
-
-
 class Sessions:
-    """All sessions, in memory: they end with the process."""
+    """All sessions; the database has them, so they outlive a restart. `clock` is the wall clock."""
 
-    def __init__(self, tokens: Tokens, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tokens: Tokens, clock: Callable[[], float] = time.time) -> None:
         self._tokens = tokens
-        self._monotonic = monotonic
-        self._by_digest: dict[str, _Session] = {}  # the oldest first
+        self._clock = clock
 
     def __len__(self) -> int:
-        return len(self._by_digest)
+        return len(self._tokens.sessions)
 
-    def begin(self, secret: str) -> tuple[str, Principal]:
+    async def begin(self, secret: str) -> tuple[str, Principal]:
         """Begin a session with a token; return its ID and the principal.
 
         Raises:
@@ -58,14 +49,16 @@ class Sessions:
         """
         principal = self._tokens.authenticate(secret)
         check_one_of(READERS, "POST /session", principal)
-        now_s = self._monotonic()
-        self._forget(digest for digest, each in self._by_digest.items() if each.end_s <= now_s)
-        own = [digest for digest, each in self._by_digest.items() if each.principal_name == principal.name]
-        self._forget(own[: max(0, len(own) - MAX_SESSIONS_PER_TOKEN + 1)])
-        self._forget([*self._by_digest][: max(0, len(self) - MAX_SESSIONS + 1)])
+        now_s = self._clock()
+        known = self._tokens.sessions
+        ended = {digest for digest, each in known.items() if each.end_time_s <= now_s}
+        own = [digest for digest, each in known.items() if each.principal_name == principal.name]
+        ended.update(_oldest([digest for digest in own if digest not in ended], MAX_SESSIONS_PER_TOKEN - 1))
+        ended.update(_oldest([digest for digest in known if digest not in ended], MAX_SESSIONS - 1))
+        await self._tokens.drop_sessions(ended)
         session_id = secrets.token_urlsafe(_ID_BYTES)
-        self._by_digest[digest_of(session_id)] = _Session(
-            digest_of(secret), principal.name, now_s + LIFETIME_S
+        await self._tokens.put_session(
+            Session(digest_of(session_id), digest_of(secret), principal.name, now_s + LIFETIME_S)
         )
         return session_id, principal
 
@@ -76,18 +69,19 @@ class Sessions:
             CredentialMissingError: there is no such session, or it has ended.
             TokenUnknownError, TokenRevokedError, TokenExpiredError: its token has ended.
         """
-        session = self._by_digest.get(digest_of(session_id))
-        if session is None or session.end_s <= self._monotonic():
+        session = self._tokens.sessions.get(digest_of(session_id))
+        if session is None or session.end_time_s <= self._clock():
             raise CredentialMissingError
         return self._tokens.holder(session.token_digest)
 
-    def end(self, session_id: str) -> None:
+    async def end(self, session_id: str) -> None:
         """End a session, if there is one."""
-        self._by_digest.pop(digest_of(session_id), None)
+        await self._tokens.drop_sessions([digest_of(session_id)])
 
-    def _forget(self, digests: Iterable[str]) -> None:
-        for digest in [*digests]:
-            del self._by_digest[digest]
+
+def _oldest(digests: list[str], limit: int) -> list[str]:
+    """Return those beyond a limit."""
+    return digests[: max(0, len(digests) - limit)]
 
 
 class LoginRateLimiter:

@@ -43,7 +43,8 @@ def group(hour: int = 10, reference: Reference | None = REFERENCE, **changes: An
         }
     )
     others = {name: value for name, value in changes.items() if name not in EnergySums.__slots__}
-    return replace(EnergyGroup("job", 0, 1, hour, hour, reference, RATES, sums), **others)
+    sums, rates = others.pop("sums", sums), others.pop("rates", RATES)
+    return replace(EnergyGroup.of_hour("job", 0, 1, EnergyHour(hour, reference, sums, rates)), **others)
 
 
 def only(groups: Sequence[EnergyGroup], now: Rates = UNKNOWN) -> Account:
@@ -211,10 +212,7 @@ def simulated(
             iteration = JobIteration(1, (plan,), True, 1.0, (energy_j,), state=JobState.PLANNED)
             hour = meter.take([iteration], baseline, plan // 2 * HOUR_S)
             hours[hour.hour] = hour
-    groups = [
-        EnergyGroup("job", 0, 1, each.hour, each.hour, each.reference, RATES, each.sums)
-        for each in hours.values()
-    ]
+    groups = [EnergyGroup.of_hour("job", 0, 1, replace(each, rates=RATES)) for each in hours.values()]
     return only(groups)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.domain.ledger import EnergyGroup, EnergySums, HourFilter, Rates, Reference
+from perseus.service.domain.ledger import EnergyGroup, EnergyHour, EnergySums, HourFilter, Rates, Reference
 from perseus.service.domain.statement import LedgerTotals
 from perseus.service.fleet.ledger import statement
 from perseus.service.fleet.ledger_totals import OPEN_HOURS, WINDOW_HOURS, RunningTotals
@@ -31,7 +31,7 @@ def hours(draw: st.DrawFn) -> EnergyGroup:
     )
     reference = Reference(0, 10, draw(ENERGY_J), 0.0) if is_compared else None
     rates = draw(st.sampled_from([Rates(), Rates(0.5, 100.0)]))
-    return EnergyGroup("job", 0, draw(st.integers(1, 2)), hour, hour, reference, rates, sums)
+    return EnergyGroup.of_hour("job", 0, draw(st.integers(1, 2)), EnergyHour(hour, reference, sums, rates))
 
 
 def read(ledger: Sequence[EnergyGroup], window: HourFilter) -> list[EnergyGroup]:
@@ -81,7 +81,8 @@ def test_totals_equal_those_of_a_complete_statement(
 
 
 def hour(number: int) -> EnergyGroup:
-    return EnergyGroup("job", 0, 1, number, number, None, NOW, EnergySums(1, stock_energy_j=100.0))
+    sums = EnergySums(1, stock_energy_j=100.0)
+    return EnergyGroup.of_hour("job", 0, 1, EnergyHour(number, None, sums, NOW))
 
 
 def test_past_hours_are_read_once_and_open_hours_again() -> None:
@@ -98,7 +99,9 @@ def test_totals_are_unknown_before_a_complete_pass_and_so_is_a_partial_cost() ->
     totals = RunningTotals(0)
     totals.add(totals.next_window(now_hour), [hour(1)], NOW)
     assert totals.known is None
-    unpriced = EnergyGroup("job", 0, 1, now_hour, now_hour, None, Rates(), EnergySums(1, stock_energy_j=50.0))
+    unpriced = EnergyGroup.of_hour(
+        "job", 0, 1, EnergyHour(now_hour, None, EnergySums(1, stock_energy_j=50.0), Rates())
+    )
     added_up(totals, [unpriced], now_hour, NOW)
     assert totals.known is not None
     assert totals.known.cost is not None

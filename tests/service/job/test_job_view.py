@@ -27,6 +27,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
 from perseus.service.job import views
+from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.rules import Rules
@@ -112,7 +113,7 @@ def test_the_view_outlives_the_coordinator() -> None:
     cluster = planned()
     cluster.iterate(3)
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
-    before, report = cluster.job(is_full=True), list(cluster.machine.run.log.report(0))
+    before, reported = cluster.job(is_full=True), list(report(cluster.machine.run.log.periods, 0))
     cluster.restart()
     cluster.join_all()
     after = cluster.job(is_full=True)
@@ -125,8 +126,8 @@ def test_the_view_outlives_the_coordinator() -> None:
         job.ClearField("last_event_sequence")
         job.baseline.ClearField("has_timeline")
     assert after == before
-    assert list(cluster.machine.run.log.report(0)) == report
-    assert {period.state for period, saving in report if saving is None} == {JobState.BASELINE}
+    assert list(report(cluster.machine.run.log.periods, 0)) == reported
+    assert {period.state for period, saving in reported if saving is None} == {JobState.BASELINE}
 
     cluster.now_s += 5.0
     cluster.send(FinishRequested())

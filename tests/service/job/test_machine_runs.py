@@ -131,6 +131,26 @@ def test_a_job_that_could_not_be_solved_begins_again_at_the_baseline_with_its_pr
     assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"]
 
 
+def test_after_a_resumption_one_baseline_counts_and_profiling_is_not_forgotten() -> None:
+    cluster = UnluckyCluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.STOCK)
+    cluster.iterate(5)  # under the same clocks as the baseline that follows
+    before = cluster.job(is_full=True)
+    cluster.has_luck = True
+    cluster.send(ResumeRequested())
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(4)
+    after = cluster.job(is_full=True)
+    log = cluster.machine.run.log
+    assert log.latest_baseline is not None
+    assert log.latest_baseline.number > 0
+    assert log.latest_baseline.iteration_time_s == pytest.approx(after.baseline.iteration_time_s)
+    assert after.figures.saving.baseline_period_number == log.latest_baseline.number
+    assert before.profiling_cost.iteration_count > 0
+    assert after.profiling_cost == before.profiling_cost
+
+
 def test_a_restart_does_not_lead_back_to_stock() -> None:
     cluster = UnluckyCluster(make_spec())
     cluster.join_all()

@@ -15,6 +15,7 @@ from perseus.service.domain.model import (
     StockClocks,
 )
 from perseus.service.domain.snapshot import Fault
+from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.quarantine import handle, quarantine
 from tests.service.job.machine_bench import (
     FIRST,
@@ -97,7 +98,7 @@ def test_iterations_under_a_max_clock_are_no_baseline_in_the_report() -> None:
     cluster = joined()
     cluster.send(MaxClockSet(1000))
     cluster.iterate(6, duration_s=1.1)
-    periods = [period for period, _ in cluster.machine.run.log.report(0)]
+    periods = [period for period, _ in report(cluster.machine.run.log.periods, 0)]
     assert [period.state for period in periods] == [JobState.STOCK]
 
 
@@ -203,7 +204,8 @@ def test_a_quarantined_job_has_it_too() -> None:
 def test_touched_iterations_are_marked_and_count_for_no_stall_and_no_prediction() -> None:
     cluster = planned()
     before = [
-        period.iteration_count + period.irregular_count for period, _ in cluster.machine.run.log.report(0)
+        period.iteration_count + period.irregular_count
+        for period, _ in report(cluster.machine.run.log.periods, 0)
     ]
     for rank in cluster.ranks.values():
         rank.begin()
@@ -215,7 +217,8 @@ def test_touched_iterations_are_marked_and_count_for_no_stall_and_no_prediction(
     assert latest is not None
     assert latest.has_clock_change
     after = [
-        period.iteration_count + period.irregular_count for period, _ in cluster.machine.run.log.report(0)
+        period.iteration_count + period.irregular_count
+        for period, _ in report(cluster.machine.run.log.periods, 0)
     ]
     assert before == after
     assert isinstance(cluster.ranks[FIRST].in_force.clocks, PlannedClocks)

@@ -14,6 +14,7 @@ from perseus.service.domain.inputs import FinishRequested, Input, StragglerRepor
 from perseus.service.domain.model import JobState, Straggler
 from perseus.service.job import recording as module
 from perseus.service.job import views
+from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.machine import JobMachine, replay
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.recording import Recording
@@ -56,7 +57,7 @@ def test_a_run_is_replayed_with_the_same_commands(is_restored: bool) -> None:
     assert kinds == [type(command) for command in cluster.history[-len(kinds) :]]
     _, machine, _ = replayed[-1]
     assert views.job(machine.run, is_full=True) == cluster.job(is_full=True)
-    assert list(machine.run.log.report(0)) == list(cluster.machine.run.log.report(0))
+    assert list(report(machine.run.log.periods, 0)) == list(report(cluster.machine.run.log.periods, 0))
 
 
 def test_the_same_fault_recurs_at_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:

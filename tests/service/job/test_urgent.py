@@ -3,6 +3,7 @@
 from perseus.service.domain.inputs import Tick
 from perseus.service.domain.model import JobState
 from perseus.service.domain.specification import OperatingPolicy
+from perseus.service.job.iterations.iteration_log import report
 from perseus.v1 import event_pb2
 from tests.service.job.machine_bench import events, offers, planned
 from tests.service.service_fakes import Cluster
@@ -28,7 +29,7 @@ def test_plans_are_in_force_before_the_iteration_has_ended() -> None:
 
 def test_a_touched_iteration_is_no_evidence_however_long_it_takes() -> None:
     cluster = planned()
-    report = list(cluster.machine.run.log.report(0))
+    reported = list(report(cluster.machine.run.log.periods, 0))
     before = len(cluster.history)
     hurry(cluster)
     for rank in cluster.ranks.values():
@@ -37,7 +38,7 @@ def test_a_touched_iteration_is_no_evidence_however_long_it_takes() -> None:
     latest = cluster.machine.run.log.latest
     assert latest is not None
     assert latest.has_clock_change
-    assert list(cluster.machine.run.log.report(0)) == report
+    assert list(report(cluster.machine.run.log.periods, 0)) == reported
     cluster.iterate(20)
     cluster.expect(JobState.PLANNED)
     assert set(events(cluster.history[before:])) <= {

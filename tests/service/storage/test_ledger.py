@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -55,16 +55,24 @@ async def keys(store: SqlStore, wanted: HourFilter = HourFilter()) -> list[tuple
     return [(group.job_id, group.deletion, group.run_number) for group in await store.ledger(wanted)]
 
 
-async def test_hours_of_a_run_are_summed_by_baseline_and_rates(store: SqlStore) -> None:
+async def test_hours_of_a_run_are_summed_by_baseline(store: SqlStore) -> None:
     entries: list[Entry] = [new_run(), hour(10, None), hour(10), hour(11), hour(12, rates=Rates())]
     await store.write(entries)
     found = await store.ledger(HourFilter())
-    twice = EnergySums(10, 2, 15.0, 2 / 3, 0.0, 8, 640.2, 5.0, 6, 2, 161.0, 4.5)
+    thrice = EnergySums(15, 3, 22.5, 1.0, 0.0, 12, 3 * 320.1, 7.5, 9, 3, 241.5, 6.75)
     assert sorted(found, key=lambda group: (group.first_hour, group.last_hour)) == [
-        EnergyGroup("job", 0, 1, 10, 10, None, RATES, SUMS),
-        EnergyGroup("job", 0, 1, 10, 11, REFERENCE, RATES, twice),
-        EnergyGroup("job", 0, 1, 12, 12, REFERENCE, Rates(), SUMS),
+        EnergyGroup.of_hour("job", 0, 1, EnergyHour(10, None, SUMS, RATES)),
+        replace(found[1], first_hour=10, last_hour=12, reference=REFERENCE, sums=thrice),
     ]
+    energy_j = SUMS.stock_energy_j + SUMS.compared_energy_j
+    for weighted, rate in (
+        (found[1].cost, RATES.price_per_kwh),
+        (found[1].carbon, RATES.intensity_g_per_kwh),
+    ):
+        assert rate is not None
+        assert astuple(weighted) == pytest.approx(
+            (2 * rate * energy_j, 8 * rate, 2 * rate * 320.1, 8 * rate**2, 1, energy_j, 4, 320.1)
+        )
 
 
 async def test_a_rewritten_hour_replaces_the_older_one(store: SqlStore) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.errors import DatabaseUnavailableError
-from perseus.service.domain.measured import KnownProfile, Period, StageProfile
+from perseus.service.domain.measured import MAX_PERIODS, KnownProfile, Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
     HoldClocks,
@@ -449,3 +449,20 @@ async def test_a_file_that_is_not_a_database_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatabaseUnavailableError, match=str(path)):
         await SqlStore.open(path)
     assert path.read_text().startswith("something else")
+
+
+async def test_a_report_is_read_from_any_period_on_with_the_baseline_before_it(open_store: Open) -> None:
+    store = await open_store()
+    baselines = {0, 50}
+    periods = [
+        replace(PERIOD, number=number, state=JobState.BASELINE if number in baselines else JobState.PLANNED)
+        for number in range(2 * MAX_PERIODS)
+    ]
+    await store.write([NewRun(make_spec("job"), 1, 1.0), *(JobEntry("job", 1, each) for each in periods)])
+    assert await store.load_periods("job", 1) == periods
+    for first, baseline in ((1, 0), (50, 0), (51, 50), (127, 50), (500, 50)):
+        assert await store.load_periods("job", 1, first) == [periods[baseline], *periods[first:]]
+    stored = await stored_run(store, "job", 1)
+    assert stored is not None
+    assert list(stored.periods) == [periods[50], *periods[-MAX_PERIODS:]]
+    await store.close()

@@ -274,12 +274,12 @@ async def test_sessions_end_with_time_and_with_their_token(
         now_s = [0.0]
         some = Sessions(server.coordinator.tokens, lambda: now_s[0])
         secret = await token(server, Scope.READER)
-        session_id, principal = some.begin(secret)
+        session_id, principal = await some.begin(secret)
         assert some.find(session_id) == principal
         now_s[0] = sessions.LIFETIME_S
         with pytest.raises(CredentialMissingError):
             some.find(session_id)
-        session_id, _ = some.begin(secret)
+        session_id, _ = await some.begin(secret)
         assert len(some) == 1, "ended sessions are dropped"
         with pytest.raises(CredentialMissingError):
             some.find(session_id + "x")
@@ -290,7 +290,7 @@ async def test_sessions_end_with_time_and_with_their_token(
         wall_s = [time.time()]
         monkeypatch.setattr(server.coordinator.tokens, "_clock", lambda: wall_s[0])
         brief = await token(server, Scope.READER, "brief", wall_s[0] + 60)
-        session_id, _ = some.begin(brief)
+        session_id, _ = await some.begin(brief)
         wall_s[0] += 60
         with pytest.raises(TokenExpiredError):
             some.find(session_id)
@@ -304,14 +304,31 @@ async def test_sessions_are_bounded_and_replace_their_tokens_oldest(
     async with serving(tmp_path, is_open=False) as server:
         some = Sessions(server.coordinator.tokens, lambda: 0.0)
         mine, others = await token(server, Scope.READER), await token(server, Scope.OPERATOR, "other")
-        other_id, _ = some.begin(others)
-        ids = [some.begin(mine)[0] for _ in range(5)]
+        other_id, _ = await some.begin(others)
+        ids = [(await some.begin(mine))[0] for _ in range(5)]
         assert len(some) == 4
         for ended in ids[:2]:
             with pytest.raises(CredentialMissingError):
                 some.find(ended)
         assert {some.find(each).name for each in ids[2:]} == {"token me"}
         assert some.find(other_id).name == "token other"
+
+
+async def test_sessions_outlive_a_restart_and_those_that_were_ended_do_not(tmp_path: Path) -> None:
+    async with serving(tmp_path, is_open=False) as server:
+        secret = await token(server, Scope.READER)
+        some = Sessions(server.coordinator.tokens)
+        kept, principal = await some.begin(secret)
+        ended, _ = await some.begin(secret)
+        await some.end(ended)
+    async with serving(tmp_path, is_open=False) as server:
+        some = Sessions(server.coordinator.tokens)
+        assert some.find(kept) == principal
+        with pytest.raises(CredentialMissingError):
+            some.find(ended)
+        await server.coordinator.tokens.revoke("me")
+        with pytest.raises(TokenRevokedError):
+            some.find(kept)
 
 
 def test_attempts_come_back_with_time_and_are_bounded_by_address() -> None:

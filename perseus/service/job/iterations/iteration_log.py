@@ -2,21 +2,22 @@
 
 An iteration of a pipeline is complete when all its ranks have reported it; one of the job, when all pipelines
 have. The report counts complete iterations of the job only. It consists of *periods* (running sums over
-consecutive iterations under the same plans), so its size does not grow with the length of the training; apart
-from the periods, only the few rows of incomplete iterations need to be stored.
+consecutive iterations under the same plans), so its size does not grow with the length of the training.
+Memory holds the latest periods and the database all of them; apart from these, only the few rows of
+incomplete iterations need to be stored.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus.service.domain.figures import Totals
-from perseus.service.domain.measured import JobIteration, Period, Saving, saving
+from perseus.service.domain.measured import MAX_PERIODS, JobIteration, Period, Saving, saving
 from perseus.service.domain.model import (
     NO_VERSION,
     STOCK,
@@ -71,7 +72,7 @@ class IterationLog:
 
     Attributes:
         closed_through: the highest iteration that takes no more rows, -1 if none.
-        periods: the report so far.
+        periods: the latest periods of the report, about `MAX_PERIODS`.
         latest_baseline: the latest period that is a stock baseline, if there is one.
         iteration_time_s: that of the latest complete iteration of the job, 0 before the first.
         latest: that iteration.
@@ -80,8 +81,8 @@ class IterationLog:
 
     def __init__(self, ranks: Sequence[Coordinates], periods: Sequence[Period] = ()) -> None:
         self.closed_through = -1
-        self.periods: list[Period] = list(periods)
-        self.latest_baseline = _latest_baseline(self.periods)
+        self.periods: list[Period] = []
+        self.latest_baseline: Period | None = None
         self.iteration_time_s = 0.0
         self.latest: JobIteration | None = None
         self.totals = Totals()
@@ -138,8 +139,8 @@ class IterationLog:
         The plans of the latest iteration are not stored, unless it is the last one of the last period: in
         that case the next iteration is not the first one under its plans.
         """
-        self.periods = list(periods)
-        self.latest_baseline = _latest_baseline(self.periods)
+        self.latest_baseline = _latest_baseline(periods)
+        self.periods = list(periods[-MAX_PERIODS:])
         if self.periods:
             last = self.periods[-1]
             self._key, self._restored_through = (last.versions, last.has_straggler), last.last_iteration
@@ -180,6 +181,7 @@ class IterationLog:
 
         Returns the iterations of pipelines, and of the job, that they complete.
         """
+        del self.periods[:-MAX_PERIODS]  # not where they are made: before, they have to be stored
         index = self._index[rank]
         first = rank.pipeline * self._ranks_per_pipeline
         own = slice(first, first + self._ranks_per_pipeline)
@@ -220,13 +222,12 @@ class IterationLog:
                 complete.append(self._close(iteration, entry, wall_time_s))
         return summaries, complete
 
-    def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
-        """Yield the periods from a number on, each compared with the latest stock baseline before it."""
-        return report(self.periods, first_number)
-
     def latest_period(self) -> tuple[Period, Saving | None] | None:
         """Return the last period of the report, if there is one, and its saving against stock."""
-        return next(self.report(len(self.periods) - 1)) if self.periods else None
+        if not self.periods:
+            return None
+        last, stock = self.periods[-1], self.latest_baseline
+        return last, None if last.is_baseline or stock is None else saving(last, stock)
 
     def rank_powers_w(self, first_index: int, count: int) -> list[float | None]:
         """Return the mean power, in watts, of `count` ranks from an index on in the latest iteration."""
@@ -324,7 +325,9 @@ class IterationLog:
         if previous is None or previous[0] != complete.versions:
             return
         last = self.periods[-1] if self.periods else None
-        if last is not None and (last.versions, last.has_straggler) == key:
+        # A baseline that is measured where the job was at stock already is a period of its own.
+        is_new_baseline = complete.state is JobState.BASELINE and last is not None and not last.is_baseline
+        if last is not None and (last.versions, last.has_straggler) == key and not is_new_baseline:
             self.periods[-1] = last.extended(complete, wall_time_s)
             self._note_baseline()
             return
@@ -332,7 +335,7 @@ class IterationLog:
         is_of_period = irregular is not None and irregular[0] == key
         self.periods.append(
             Period(
-                number=len(self.periods),
+                number=last.number + 1 if last is not None else 0,
                 state=complete.state,
                 has_straggler=key[1],
                 versions=complete.versions,
@@ -358,7 +361,7 @@ class IterationLog:
         self._note_baseline()
 
     def _note_baseline(self) -> None:
-        if _is_baseline(self.periods[-1]):
+        if self.periods[-1].is_baseline:
             self.latest_baseline = self.periods[-1]
 
     def _count_irregular(self, complete: JobIteration, key: tuple[tuple[int, ...], bool]) -> None:
@@ -386,24 +389,19 @@ class IterationLog:
             assert 0 < entry.missing_count == entry.is_seen.count(False) == sum(entry.missing_counts)
             by_pipeline = np.array(entry.is_seen).reshape(self._pipeline_count, -1)
             assert (~by_pipeline).sum(axis=1).tolist() == entry.missing_counts
-        assert all(period.number == number for number, period in enumerate(self.periods))
+        assert all(earlier.number + 1 == later.number for earlier, later in pairwise(self.periods))
         assert all(earlier[0] < later[0] for earlier, later in pairwise(self._straggler_since))
-
-
-def _is_baseline(period: Period) -> bool:
-    return period.state is JobState.BASELINE
 
 
 def report(periods: Sequence[Period], first_number: int) -> Iterator[tuple[Period, Saving | None]]:
     """Yield a run's periods from a number on, each compared with the latest stock baseline before it."""
-    stock = _latest_baseline(periods[:first_number])
-    for period in islice(periods, first_number, None):
-        if _is_baseline(period):
+    stock: Period | None = None
+    for period in periods:
+        if period.is_baseline:
             stock = period
-            yield period, None
-        else:
-            yield period, saving(period, stock) if stock is not None else None
+        if period.number >= first_number:
+            yield period, None if period.is_baseline or stock is None else saving(period, stock)
 
 
 def _latest_baseline(periods: Sequence[Period]) -> Period | None:
-    return next(filter(_is_baseline, reversed(periods)), None)
+    return next((period for period in reversed(periods) if period.is_baseline), None)

@@ -39,6 +39,7 @@ class BudgetTracker:
 
     def renew(self) -> None:
         """Start again with a full budget."""
+        self._record.earlier_profiling_cost = self._record.earlier_profiling_cost.plus(self.cost)
         self._record.profiling_cost = ProfilingCost()
         self.end_gap()
 

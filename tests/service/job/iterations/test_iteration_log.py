@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perseus.service.domain.measured import MAX_PERIODS, Period, saving
 from perseus.service.domain.model import STOCK, JobState, PipelineOffer
 from perseus.service.domain.specification import Parallelism
 from perseus.service.domain.telemetry import IterationColumns
@@ -131,6 +132,28 @@ def test_an_iteration_in_which_a_pipeline_ran_two_plans_is_left_out() -> None:
         (_, complete) = log.add(rank, rows([1], version=1 if rank == RANKS[0] else 0), NOW_S)
     assert complete[0].versions is None
     assert log.periods == []
+
+
+def test_memory_holds_the_latest_periods_and_the_baseline_that_they_are_held_against() -> None:
+    log, stored = IterationLog(RANKS), dict[int, Period]()
+    for version in range(3 * MAX_PERIODS):
+        state = JobState.PLANNED if version else JobState.BASELINE
+        for pipeline in range(2):
+            log.label(pipeline, PipelineOffer((version,), 2 * version, STOCK), state)
+        for iteration in (2 * version, 2 * version + 1):
+            add_all(log, iteration, version=version)
+        stored |= {period.number: period for period in log.periods}
+    assert len(log.periods) <= MAX_PERIODS + 1
+    assert list(stored) == list(range(3 * MAX_PERIODS)), "each was there to be stored"
+    assert log.latest_baseline == stored[0]
+    latest = log.latest_period()
+    assert latest is not None
+    assert latest[1] == saving(stored[3 * MAX_PERIODS - 1], stored[0])
+    again = IterationLog(RANKS)
+    again.restore([stored[0], *log.periods])
+    assert again.latest_period() == latest
+    add_all(again, 6 * MAX_PERIODS, version=3 * MAX_PERIODS - 1)
+    assert again.periods[-1].number == 3 * MAX_PERIODS - 1
 
 
 def test_a_straggler_begins_a_period_of_its_own() -> None:

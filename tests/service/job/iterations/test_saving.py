@@ -8,7 +8,7 @@ import pytest
 from perseus.service.domain.measured import JobIteration, Period, saving
 from perseus.service.domain.model import STOCK, JobState, PipelineOffer
 from perseus.service.domain.specification import Parallelism
-from perseus.service.job.iterations.iteration_log import IterationLog
+from perseus.service.job.iterations.iteration_log import IterationLog, report
 from tests.service.job.iterations.test_iteration_log import rows
 
 
@@ -81,11 +81,11 @@ def test_the_report_compares_with_the_latest_baseline_from_any_start() -> None:
         for iteration in range(3 * version, 3 * version + 3):
             log.add(rank, rows([iteration], version=version, time_s=1.0 + version), 1000.0 + iteration)
     expected = [None, 0, 0, None, 3]
-    assert [each and each.baseline_number for _, each in log.report(0)] == expected
+    assert [each and each.baseline_number for _, each in report(log.periods, 0)] == expected
     for first in range(6):
-        assert list(log.report(first)) == list(log.report(0))[first:]
-    spans = [(each.first_iteration, each.last_iteration) for each, _ in log.report(0)]
+        assert list(report(log.periods, first)) == list(report(log.periods, 0))[first:]
+    spans = [(each.first_iteration, each.last_iteration) for each, _ in report(log.periods, 0)]
     assert spans == [(1, 2), (4, 5), (7, 8), (10, 11), (13, 14)], "the first under new plans is left out"
-    assert [(each.start_time_s, each.end_time_s) for each, _ in log.report(0)] == [
+    assert [(each.start_time_s, each.end_time_s) for each, _ in report(log.periods, 0)] == [
         (1000.0 + first, 1000.0 + last) for first, last in spans
     ]

@@ -2,6 +2,7 @@
 
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import JobState
+from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.planning.irregular import IrregularWatch
 from perseus.service.job.rules import Rules
 from perseus.v1 import event_pb2
@@ -86,7 +87,7 @@ def test_a_job_with_irregular_iterations_is_at_stock_until_they_are_regular_agai
     cluster.differs = True
     cluster.run(20)
     cluster.expect(JobState.PLANNED)  # by now they are known to take as long at stock
-    (*_, baseline, last) = [period for period, _ in cluster.machine.run.log.report(0)]
+    (*_, baseline, last) = [period for period, _ in report(cluster.machine.run.log.periods, 0)]
     assert (baseline.state, last.state) == (JobState.BASELINE, JobState.PLANNED)
     assert last.irregular_count == 20
     assert last.irregular_time_s == 3.0

@@ -229,7 +229,10 @@ class RecordedRun:
         run = self._run
         assert run is not None
         await self._write()
-        ledger = [to_json(group) for group in await self._store.ledger(HourFilter())]
+        ledger = [
+            {name: value for name, value in to_json(group).items() if name not in ("cost", "carbon")}
+            for group in await self._store.ledger(HourFilter())
+        ]
         job_id, number, spec = self._the.spec.job_id, self._the.run_number, self._the.spec
         count = spec.parallelism.pipeline_count
         if isinstance(run, JobMachine):

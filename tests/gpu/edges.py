@@ -59,7 +59,7 @@ class NotedProbe(Probe):
 def edge_findings(
     source: EventSource, launch: Callable[[int], None], synchronize: Callable[[], None]
 ) -> list[Finding]:
-    """Time computations both ways at once; `launch` is told how many have been launched before.
+    """Time computations both ways at once; `launch` takes how many were launched before.
 
     The first iterations are left out: their anchors have had few looks, later ones many.
     """

@@ -19,7 +19,7 @@ def self_test_findings(found: GpuFindings) -> list[Finding]:
         judged("self-test", text, "usable", found.is_usable),
         *(Finding(shown, _text(answered[name])) for name, shown in _SHOWN.items() if name in answered),
         *(
-            Finding("self-test, told", f"{each.name}: {each.problem}")
+            Finding("self-test, reported", f"{each.name}: {each.problem}")
             for each in found.findings
             if each.problem
         ),

@@ -74,7 +74,7 @@ def test_too_little_to_judge_by_is_a_failure() -> None:
 
 
 def test_a_gpu_behind_nvml_is_recorded(gpu_files: list[Path], stub: Path) -> None:
-    """In real time: how well the powers are told depends on what else the machine does."""
+    """In real time: how precise the powers are depends on the load of the machine."""
     seen, computes = NvmlGpu(UUID), EmulatedGpu(gpu_files[0])
     findings = regression_findings(seen, EmulatedLoads(computes), fitted=20, judged_by=6)
     seen.close()
@@ -102,7 +102,7 @@ def test_the_self_test_shows_what_bounds_the_gpu(
     assert reported["power limit, W"] == "300.0"
     assert reported["workload power profiles"] == "llm_training"
     assert reported["clock event reasons, now"] == "sw_power_cap"
-    problems = [finding.found for finding in findings if finding.name == "self-test, told"]
+    problems = [finding.found for finding in findings if finding.name == "self-test, reported"]
     assert any(problem.startswith("average_power_w: ") for problem in problems)
 
 

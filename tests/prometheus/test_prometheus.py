@@ -99,7 +99,7 @@ def configuration(cluster: Cluster, logs: Path, rules: Path) -> dict[str, Any]:
 @pytest.mark.slow("real processes train and are scraped, and alerts need some seconds of each state")
 @pytest.mark.timeout(600)
 def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, tmp_path: Path) -> None:
-    # Sooner than an operator wants to be told; how soon that is, promtool has tested.
+    # Sooner than an operator wants an alert; promtool has tested the real delay.
     rules = tmp_path / "rules.yml"
     rules.write_text(re.sub(r"for: \w+", "for: 1s", RULES.read_text()).replace("[15m]", "[10s]"))
     cluster.start_agents(cluster.start_coordinator())
@@ -115,7 +115,7 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
         prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "nobody is slow", LIMIT_S)
 
         cluster.degrade(1, 1.3)
-        prometheus.until(lambda: prometheus.firing("PerseusStraggler"), "the straggler is told", LIMIT_S)
+        prometheus.until(lambda: prometheus.firing("PerseusStraggler"), "an alert of the straggler", LIMIT_S)
         (labels,) = prometheus.firing("PerseusStraggler")
         assert (labels["job_id"], labels["severity"]) == ("scraped", "info")
 
@@ -125,7 +125,7 @@ def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, t
         left |= {_without_comparison(rule["query"]) for rule in prometheus.rules()}
 
         def is_all_reported() -> bool:
-            # Totals of the ledger are told once a minute; other tests make this shorter, and look at them.
+            # The ledger publishes totals once a minute; other tests shorten that and check them.
             left.difference_update([q for q in left if prometheus.query(q) or "perseus_ledger_" in q])
             return not left
 

@@ -1,4 +1,4 @@
-"""A stuck loop is told of in the log, once, with where it is stuck; a process that was stopped is not."""
+"""A stuck loop is logged once, with its stack; a process that was stopped is not."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ async def reset(watchdog: Watchdog) -> None:
         await asyncio.sleep(LIMIT_S / 4)
 
 
-async def test_a_stuck_loop_is_told_once_with_its_stack_and_that_it_goes_on() -> None:
+async def test_a_stuck_loop_is_logged_once_with_its_stack_and_when_it_recovers() -> None:
     with capture_logs() as logs, Watchdog(LIMIT_S) as watchdog:
         beating = asyncio.create_task(reset(watchdog))
         await asyncio.sleep(LIMIT_S)

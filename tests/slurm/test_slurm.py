@@ -36,7 +36,7 @@ def slurm() -> Iterator[SlurmCluster]:
 
 
 def as_nobody(path: str, gpu: str) -> None:
-    print(claim(path, Hello(Rank("strangers", 0, 0, 0), gpu)), flush=True)
+    print(claim(path, Hello(Rank("others", 0, 0, 0), gpu)), flush=True)
 
 
 def claim_of_nobody(slurm: SlurmCluster, node: int, index: int) -> str:

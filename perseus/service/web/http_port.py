@@ -209,6 +209,6 @@ def _words(error: ssl.SSLError) -> str:
     reason = error.reason or type(error).__name__
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the client's certificate is not accepted: {error.verify_message}"
-    if "ALERT" in reason:  # the client's complaint about us
+    if "ALERT" in reason:  # the client refuses us
         return f"the client ends the handshake: {reason.rpartition('ALERT_')[2].lower().replace('_', ' ')}"
     return _WORDS.get(reason, reason.lower().replace("_", " "))

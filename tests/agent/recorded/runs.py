@@ -87,7 +87,7 @@ class _Served:
             self._recorded_run.stream.out,
             place_of(self.session.rank),
         )
-        farewells: list[wire.RankLeft] = []
+        final_messages: list[wire.RankLeft] = []
         for command in self.session.handle(event, recorded_run.now_s):
             match command:
                 case SetClock(clock_mhz):
@@ -100,11 +100,11 @@ class _Served:
                     if (found := estimate(request)) is not None:
                         self.handle(found)
                 case Send(wire.RankLeft() as message):
-                    farewells.append(message)
+                    final_messages.append(message)
                 case Send(message):
                     recorded_run.uplink.coordinator.send(message)
         self.session.validate()
-        for message in farewells:
+        for message in final_messages:
             recorded_run.uplink.coordinator.send(message)
 
 

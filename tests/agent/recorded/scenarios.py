@@ -269,7 +269,7 @@ def a_rank_that_the_coordinator_refuses(node: Node) -> None:
     node.welcome()
     node.serve()
     for _ in range(4):
-        node.about("rank_refused", reason="JOB_QUARANTINED", message="put aside")
+        node.about("rank_refused", reason="JOB_QUARANTINED", message="quarantined")
         node.run(3)
     node.accept()
     node.run(2)

@@ -23,7 +23,7 @@ def test_a_message_is_made_once_per_value_and_only_the_latest_are_kept() -> None
     assert made == [*values, values[0]]
 
 
-def test_equal_values_are_told_apart() -> None:
+def test_equal_values_are_distinguished() -> None:
     def make(value: list[int]) -> rank_pb2.RankCoordinates:
         return rank_pb2.RankCoordinates(pipeline=len(value))
 

@@ -99,7 +99,7 @@ async def test_a_field_that_was_added_later_is_ignored(path: Path) -> None:
 
 
 async def test_a_field_that_was_not_there_yet_has_its_default(path: Path) -> None:
-    def without_pacing(document: Any) -> Any:
+    def without_signal_target(document: Any) -> Any:
         version, value = document
         return [
             version,
@@ -107,8 +107,8 @@ async def test_a_field_that_was_not_there_yet_has_its_default(path: Path) -> Non
         ]
 
     before = await read(path)
-    change(path, "runs", "record", without_pacing)
-    change(path, "budgets", "budget", without_pacing)
+    change(path, "runs", "record", without_signal_target)
+    change(path, "budgets", "budget", without_signal_target)
     assert await read(path) == before
 
 

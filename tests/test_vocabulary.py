@@ -1,0 +1,96 @@
+"""One word for one thing: the words that `docs/glossary.md` replaced come back nowhere."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+REPLACED = {
+    "ceiling": "maximum clock, or power cap",
+    "check word": "commit marker",
+    "comeback": "retry with backoff",
+    "complaints": "refusal log",
+    "door": "gateway",
+    "farewell": "final message",
+    "get on": "make progress",
+    "how-manieth": "index",
+    "house": "package, architecture",
+    "outlook": "forecast",
+    "pace": "target iteration time, rate limit, or operating point",
+    "pacer": "iteration tracker",
+    "pacing": "signal target",
+    "broken promise": "prediction violated",
+    "promised time": "predicted time",
+    "put aside": "quarantine",
+    "rung": "price level",
+    "seldom": "rate-limited log",
+    "stranger": "other user",
+    "tally": "counters",
+    "told": "reported, published",
+    "untold": "unreported",
+    "vitals": "counters",
+    "wish": "desired state",
+}
+PLURALS = re.compile(r"(?<=[a-z])s\b")
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+EXEMPT = ("CHANGELOG.md", "docs/glossary.md", "tests/test_vocabulary.py", "perseus/service/web/page/vendor/")
+ENDINGS = (".py", ".proto", ".js", ".html", ".md", ".toml", ".yml", ".yaml", ".service", ".java", "Makefile")
+
+
+def words(text: str) -> str:
+    """The words of a text and of its identifiers, in lower case and singular, with single spaces."""
+    return " " + " ".join(PLURALS.sub("", word.lower()) for word in WORDS.findall(text)) + " "
+
+
+def files() -> list[Path]:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [
+        ROOT / name
+        for name in names.splitlines()
+        if name.endswith(ENDINGS) and not name.startswith(EXEMPT) and (ROOT / name).exists()
+    ]
+
+
+def replaced_words(text: str) -> list[str]:
+    """Which of the old words a text has."""
+    found = words(text)
+    return [old for old in REPLACED if f" {words(old).strip()} " in found]
+
+
+def test_no_replaced_word_has_come_back() -> None:
+    found = {str(path.relative_to(ROOT)): replaced_words(path.read_text()) for path in files()}
+    assert {name: old for name, old in found.items() if old} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank_ceiling",
+        "class SignalPacing:",
+        "The agent is told.",
+        "put aside",
+        "checkWord",
+        "CHECK_WORD = 1",
+        "doors",
+    ],
+)
+def test_an_old_word_is_found_in_prose_and_in_identifiers(text: str) -> None:
+    assert len(replaced_words(text)) == 1
+
+
+@pytest.mark.parametrize("text", ["space", "namespaces", "outdoor", "a marker", "spaced", "target"])
+def test_a_word_that_merely_contains_an_old_one_is_not(text: str) -> None:
+    assert replaced_words(text) == []
+
+
+def test_the_glossary_has_the_words_that_replaced_them() -> None:
+    glossary = words((ROOT / "docs" / "glossary.md").read_text())
+    assert [
+        new
+        for new in ("maximum clock", "power cap", "commit marker", "gateway", "signal target", "quarantine")
+        if f" {new} " not in glossary
+    ] == []

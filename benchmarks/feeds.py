@@ -123,7 +123,7 @@ class _Fleet:
     def ask_for_power(self) -> None:
         """Agents report without a request."""
 
-    def drawn(self, job_ids: object) -> PowerTotals:
+    def totals(self, job_ids: object) -> PowerTotals:
         found = PowerTotals()
         for job in self._jobs.values():
             factor = 1 + _NOISE * self._random.standard_normal()

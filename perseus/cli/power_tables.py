@@ -63,7 +63,9 @@ def _kept(feed: FeedState) -> str:
 
 
 def _conflicts(feed: FeedState) -> str:
-    return f", {feed.conflicting_gpu_count} GPUs in doubt" if feed.conflicting_gpu_count else ""
+    if not feed.conflicting_gpu_count:
+        return ""
+    return f", {feed.conflicting_gpu_count} GPUs with conflicting readings"
 
 
 def _shown(moment: Timestamp) -> str:

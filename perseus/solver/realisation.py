@@ -8,20 +8,20 @@ module gives each computation of each deadline's plan a measured clock, so that 
 relaxed plan's energy is the lower bound; the goal is to exceed it as little as possible.
 
 1. *Round.* One after the other, each computation gets a clock that ends it by its relaxed finish; unused time
-   passes to the next one. One way is to take the slowest clock that fits. The other ways put a price on
-   time, about its worth to the computation in the relaxed plan or some levels less, and take a faster clock
-   where the time saved is worth more than the energy: a later computation can then use the saved time for a
-   slower clock. No way is best everywhere, so all are tried and the best is kept.
+   passes to the next one. One way is to take the slowest clock that fits. The others price time at about its
+   worth to the computation in the relaxed plan, or a few price levels lower, and take a faster clock where
+   the time saved outweighs the energy; a later computation can spend that time on a slower clock. No way is
+   best everywhere, so all are tried and the best is kept.
 2. *Search.* Random changes to parts of the plans that are far from their bound are kept where cheaper
    (:mod:`perseus.solver.block_search`).
-3. *Exchange.* Where a little more time saves much energy at once (a cliff in the profile), a relaxed plan for
+3. *Exchange.* Where a little more time saves much energy (a cliff in the profile), a relaxed plan for
    a time between two good plans mixes clocks in every computation, which measured clocks can't follow. There
    is another way to meet that time: run parts of the iteration as in the faster plan and the rest as in the
-   slower one, by least cost (:mod:`perseus.solver.fusion`). So each plan that is far from its bound is mixed
-   with its neighbours, and with such a mixture of the two best plans around it (the corners of the hull of
-   all plans). Then plans are searched again, and improvements spread further in the next round.
+   slower one, by least cost (a minimum cut, :mod:`perseus.solver.fusion`). So this step mixes each plan far
+   from its bound with its neighbours, and with such mixtures of the nearest faster and slower corners of the
+   plans' hull. Then plans are searched again, and improvements spread further in the next round.
 
-The plan of the shortest iteration time, and one that is requested by its time, is *refined*: all ways of
+The plan of the shortest iteration time, and any plan requested for a specific time, is *refined*: all ways of
 rounding it are searched, and the best takes over parts of the others, and of the plans for neighbouring
 times, where that is cheaper.
 
@@ -84,7 +84,7 @@ MANY_COMPUTATIONS = 4096
 
 _SETTINGS = SearchSettings()
 _LARGE_SETTINGS = SearchSettings(search_tries=30, exchange_above=0.0045, exchange_rounds=1, refine_rounds=1)
-"""For large problems: more tries instead of cuts, which take long with so many events."""
+"""For large problems: more tries instead of minimum cuts, which are slow with so many events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Realiser:
         others: Sequence[Choice] | NDArray[np.int16] = (),
         report: Callable[[float], None] = lambda _: None,
     ) -> Choice:
-        """Return the best choice found for one deadline: no dearer than any of ``others`` that meets it.
+        """Return the best choice found for one deadline, costing no more than any of ``others`` that meets it.
 
         Args:
             target: the deadline.
@@ -311,7 +311,7 @@ class Realiser:
             # versa.
             yield self._fusion.fuse(faster_ps, slower_ps + (deadline_ps - slower_ps[-1]), deadline_ps)
             later_ps = faster_ps + (deadline_ps - faster_ps[-1])
-            later_ps[0] = 0  # the iteration's begin: the first computations get longer
+            later_ps[0] = 0  # the iteration's start: the first computations get longer
             yield self._fusion.fuse(later_ps, slower_ps, deadline_ps)
         for neighbour in (index - 1, index + 1):
             if 0 <= neighbour < times_ps.shape[1]:
@@ -367,7 +367,7 @@ class _Steps:
 
 
 def _at_both_ends(times_ps: Int64Array, deadline_ps: int) -> Iterator[Int64Array]:
-    """Yield a plan's times twice: aligned with the iteration's begin, and with its end."""
+    """Yield a plan's times twice: aligned with the iteration's start, and with its end."""
     yield times_ps
     if times_ps[-1] != deadline_ps:
         yield times_ps + (deadline_ps - times_ps[-1])

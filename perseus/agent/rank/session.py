@@ -6,13 +6,13 @@ or its GPU fails. It has five largely independent parts:
 *State with the coordinator.* `rank.join_state` determines when the rank is announced (`RankJoined`); the
 answer contains the registered order, or a refusal. Offers are refused until the rank is accepted.
 
-*Plans.* `rank.plans` accepts or refuses offers. An accepted one comes into force as a whole at the begin of
-its start iteration, an urgent one at once. No plan is in force after a lease without a message from the
-coordinator, after a refusal, or without permission to set clocks.
+*Plans.* `rank.plans` accepts or refuses offers. An accepted one comes into force as a whole when its start
+iteration begins, an urgent one immediately. No plan is in force after a refusal, without permission to set
+clocks, or (but see below) after a lease without a message from the coordinator.
 
 *Maximum clock.* If the coordinator has set one, it replaces stock wherever nothing is planned, and limits
-clocks that are held for measuring. It ends like plans when the lease expires, unless it was set to outlast
-the lease: then plans stay, too.
+clocks that are held for measuring. It and all plans lapse with the lease, unless it was set to outlast the
+lease: then both stay.
 
 *Clocks.* `rank.iteration_tracker` follows the marks, and `clocks.keeper` decides on clocks.
 
@@ -313,7 +313,7 @@ class Session:
             self._report_in_force(plan.plan, begun_iteration)
 
     def _bring_into_force(self, iteration: int) -> None:
-        """Bring the plan that is due at this iteration's begin into force, if any."""
+        """Bring the plan that is due when this iteration begins into force, if any."""
         plan = self._plans.due(iteration)
         if plan is not None:
             self._plans.follow(plan)

@@ -3,9 +3,9 @@
 A machine's commands go to the writer (`writer.py`): it first stores the records, and only then does anything
 leave for an agent, a watcher or the caller, in the machine's order.
 
-A fault stays where it is. Whichever input, action, solve, view or restoration of a run makes the coordinator
-fail, only that run is quarantined (`job/quarantine.py`); no other run, no stream, and not the process itself
-is affected. Only a failing store ends more than that.
+Faults are contained. If an input, action, solve, view or restoration of a run raises an exception, only that
+run is quarantined (`job/quarantine.py`); other runs, streams and the process itself are unaffected. Only a
+store failure ends more than one run.
 
 A run that has ended gives up its machine once its end is stored and none of its ranks is served any more: a
 snapshot takes the machine's place.
@@ -89,7 +89,7 @@ _SHOWN = (JobRecord, OfferRecord, Rank)
 """Records that a view of the job shows."""
 
 _LARGE_SIZE = 4096
-"""Ranks plus computations; making a machine for fewer takes at most some tens of milliseconds."""
+"""Ranks plus computations; making a machine for fewer takes tens of milliseconds at most."""
 
 _MAX_RECORDED_BYTES = 64 * 2**20
 """Bound on the recordings of all runs together, roughly."""
@@ -121,14 +121,14 @@ def _made_in_one(make: Callable[[], Made]) -> Made:
 
 
 class LiveRuns:
-    """The latest run of every job. Only methods that read the store wait.
+    """The latest run of every job.
 
     Attributes:
         epoch: epoch of the coordinator's state; known once the runs are loaded.
         rules: the operator's settings.
         clock: the jobs' clock.
         ports: the ports of the agents, by instance.
-        fault_counts: how many runs were quarantined since the start, by the part that failed.
+        fault_counts: how many faults of runs there were since the start, by the part that failed.
         unreadable: jobs whose latest run can't be read from the store; they can only be deleted.
     """
 
@@ -159,7 +159,7 @@ class LiveRuns:
         # For each follower of all jobs: the jobs that changed since it last read them.
         self._followers: list[set[str]] = []
         self._making = asyncio.Lock()
-        # The latest runs to have ended: more is kept of them in memory than in the store.
+        # The latest runs to have ended: memory keeps more of them than the store.
         self._just_ended: deque[LiveRun] = deque()
 
     async def load(self) -> None:
@@ -310,7 +310,7 @@ class LiveRuns:
 
         Raises:
             CoordinatorError: the run refuses the input (`JobMachine.handle`); nothing is stored. A
-                quarantined run refuses too, whether this input or an earlier one made it fail.
+                quarantined run refuses too, if it can't handle this input.
         """
         try:
             commands = self._take(run, event)
@@ -387,7 +387,7 @@ class LiveRuns:
                     break
 
     def tick_run(self, run: LiveRun) -> None:
-        """Let those leases of a run expire that have run out since the last tick."""
+        """Expire a run's leases that have run out since the last tick."""
         self._tick(run, self.clock.now_s())
 
     def _tick(self, run: LiveRun, now_s: float) -> None:
@@ -408,7 +408,7 @@ class LiveRuns:
             return
         record = run.record
         if part is FaultyPart.STORING and record is not None and run.stored_record is not None:
-            # The unstorable record may be the latest. Its versions are used up all the same.
+            # The unstorable record may be the latest. Its versions are still used up.
             record = replace(run.stored_record, version=record.version)
         known = StoredJob(
             spec=machine.spec,

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perseus.cli.job_tables import rank_table, state_name
-from perseus.cli.power_tables import feed_line
+from perseus.cli.power_tables import feed_line, has_excess
 from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
 
 _STYLES = {
@@ -35,7 +35,7 @@ def screen(snapshot: Snapshot, row_count: int, trouble: str = "") -> RenderableT
     if trouble:
         parts.append(Text(trouble, style="red"))
     parts += [
-        Text(feed_line(feed), style="" if feed.is_compliant else "red")
+        Text(feed_line(feed), style="red" if has_excess(feed) else "")
         for feed in snapshot.feeds
         if feed.HasField("limit_w")
     ]

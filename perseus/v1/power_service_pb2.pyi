@@ -151,6 +151,9 @@ class FeedState(google.protobuf.message.Message):
     DEFAULT_W_FIELD_NUMBER: builtins.int
     JUDGED_W_FIELD_NUMBER: builtins.int
     CONFLICTING_GPU_COUNT_FIELD_NUMBER: builtins.int
+    JUDGED_MEAN_W_FIELD_NUMBER: builtins.int
+    JUDGED_S_FIELD_NUMBER: builtins.int
+    IS_ABOVE_POWER_CAP_FIELD_NUMBER: builtins.int
     feed: builtins.str
     """Its name."""
     reference_w: builtins.float
@@ -181,6 +184,16 @@ class FeedState(google.protobuf.message.Message):
     """GPUs with conflicting readings from agents: a GPU draws more than its model can, runs ranks of several jobs, is on
     several feeds, or, for some seconds, draws 50 W and a quarter more or less than another agent reports. Each counts
     with at most what its model can draw. If this is not 0, check the agents' hosts.
+    """
+    judged_mean_w: builtins.float
+    """The mean power that decides whether the limit is kept, watts: over the longer of a minute and three iterations, but
+    only since the limit has had to be kept. Absent if no limit applies, or its power cap is still on its way.
+    """
+    judged_s: builtins.float
+    """The time that judged_mean_w covers, seconds; 0 if that is absent."""
+    is_above_power_cap: builtins.bool
+    """Whether more than the power cap was drawn all along for the longer of a minute and three iterations, whatever jobs
+    do and however the power cap moves.
     """
     @property
     def job_ids_to_pause(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -213,11 +226,16 @@ class FeedState(google.protobuf.message.Message):
         default_w: builtins.float | None = ...,
         judged_w: builtins.float | None = ...,
         conflicting_gpu_count: builtins.int = ...,
+        judged_mean_w: builtins.float | None = ...,
+        judged_s: builtins.float = ...,
+        is_above_power_cap: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_power_cap_w", b"_power_cap_w", "_reference_w", b"_reference_w", "default_w", b"default_w", "judged_w", b"judged_w", "limit_w", b"limit_w", "own_limit_w", b"own_limit_w", "power_cap_w", b"power_cap_w", "reference_w", b"reference_w"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_power_cap_w", b"_power_cap_w", "_reference_w", b"_reference_w", "conflicting_gpu_count", b"conflicting_gpu_count", "default_w", b"default_w", "feed", b"feed", "is_compliant", b"is_compliant", "is_in_transition", b"is_in_transition", "job_ids_beyond_tolerance", b"job_ids_beyond_tolerance", "job_ids_to_pause", b"job_ids_to_pause", "judged_w", b"judged_w", "limit_w", b"limit_w", "managed_w", b"managed_w", "measured_w", b"measured_w", "own_limit_w", b"own_limit_w", "power_cap_w", b"power_cap_w", "reference_w", b"reference_w", "slowed_job_ids", b"slowed_job_ids", "unmanaged_w", b"unmanaged_w"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_default_w", b"_default_w", "_judged_mean_w", b"_judged_mean_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_power_cap_w", b"_power_cap_w", "_reference_w", b"_reference_w", "default_w", b"default_w", "judged_mean_w", b"judged_mean_w", "judged_w", b"judged_w", "limit_w", b"limit_w", "own_limit_w", b"own_limit_w", "power_cap_w", b"power_cap_w", "reference_w", b"reference_w"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_default_w", b"_default_w", "_judged_mean_w", b"_judged_mean_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_power_cap_w", b"_power_cap_w", "_reference_w", b"_reference_w", "conflicting_gpu_count", b"conflicting_gpu_count", "default_w", b"default_w", "feed", b"feed", "is_above_power_cap", b"is_above_power_cap", "is_compliant", b"is_compliant", "is_in_transition", b"is_in_transition", "job_ids_beyond_tolerance", b"job_ids_beyond_tolerance", "job_ids_to_pause", b"job_ids_to_pause", "judged_mean_w", b"judged_mean_w", "judged_s", b"judged_s", "judged_w", b"judged_w", "limit_w", b"limit_w", "managed_w", b"managed_w", "measured_w", b"measured_w", "own_limit_w", b"own_limit_w", "power_cap_w", b"power_cap_w", "reference_w", b"reference_w", "slowed_job_ids", b"slowed_job_ids", "unmanaged_w", b"unmanaged_w"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_default_w", b"_default_w"]) -> typing.Literal["default_w"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_judged_mean_w", b"_judged_mean_w"]) -> typing.Literal["judged_mean_w"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_judged_w", b"_judged_w"]) -> typing.Literal["judged_w"] | None: ...
     @typing.overload

@@ -1,20 +1,29 @@
 """`perseus power` against a real coordinator process."""
 
 import csv
+import io
 import json
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from perseus.cli.main import app
-from perseus.cli.power_tables import feed_line
-from perseus.v1.power_service_pb2 import FeedState
+from perseus.cli.power_tables import budget_table, feed_line, feed_table
+from perseus.v1.power_service_pb2 import BUDGET_STATE_IN_FORCE, Budget, FeedState
 
 
 def perseus(environment: dict[str, str], *arguments: str) -> Result:
     return CliRunner().invoke(
         app, list(arguments), env={"COLUMNS": "200", **environment}, catch_exceptions=False
     )
+
+
+def shown(table: Table, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
 
 
 def test_a_budget_is_set_listed_seen_on_its_feed_and_cancelled(environment: dict[str, str]) -> None:
@@ -70,4 +79,35 @@ def test_a_feed_s_line_has_its_compliance_and_the_slowed_jobs() -> None:
     feed.is_compliant = False
     feed.job_ids_to_pause.append("gpt3")
     feed.slowed_job_ids.extend(["gpt3", "bert"])
-    assert feed_line(feed) == ("hall: 812 W drawn, limit 800 W, NOT KEPT, pause gpt3; held back: gpt3 bert")
+    assert feed_line(feed) == ("hall: 812 W drawn, limit 800 W, NOT KEPT, pause gpt3; slowed: gpt3 bert")
+
+
+def test_a_feed_is_shown_with_the_mean_that_decides_whether_its_limit_is_kept() -> None:
+    """The last minute's draw, which is above the limit, began before the limit had to be kept."""
+    feed = FeedState(feed="hall", limit_w=1000.0, power_cap_w=1000.0, measured_w=1081.0, is_compliant=True)
+    assert feed_line(feed) == "hall: 1081 W drawn, limit 1000 W, not judged yet"
+    feed.judged_mean_w, feed.judged_s = 1012.0, 20.0
+    assert feed_line(feed).endswith("limit 1000 W, judged mean 1012 W in 20 s, not judged yet")
+    feed.judged_mean_w, feed.judged_s = 994.0, 41.0
+    assert feed_line(feed) == "hall: 1081 W drawn, limit 1000 W, judged mean 994 W in 41 s, kept"
+    assert "994 in 41 s" in shown(feed_table([feed]))
+
+
+def test_a_feed_on_its_way_to_a_limit_is_shown_with_its_power_cap_and_with_power_above_it() -> None:
+    feed = FeedState(feed="hall", limit_w=1000.0, power_cap_w=1050.0, measured_w=1081.0, is_compliant=True)
+    feed.is_in_transition = True
+    assert feed_line(feed) == "hall: 1081 W drawn, limit 1000 W, power cap 1050 W, in transition"
+    feed.is_above_power_cap = True
+    assert feed_line(feed).endswith("power cap 1050 W, ABOVE POWER CAP")
+
+
+def test_a_budget_is_shown_with_its_ramp_and_until_when_it_lasts() -> None:
+    budget = Budget(budget_id="now", limit_w=750.0, percent=75.0, state=BUDGET_STATE_IN_FORCE)
+    budget.ramp_w_per_s = 50.0
+    for width in (80, 120):
+        table = shown(budget_table([budget]), width)
+        assert "until cancelled" in table
+        assert "W/s" in table
+        assert "…" not in table
+    budget.cancel_time.FromJsonString("2026-11-01T18:00:00Z")
+    assert "2026-11-01 18:00:00" in shown(budget_table([budget]))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from playwright.async_api import expect
+from playwright.async_api import Route, expect
 
 from perseus.v1 import power_service_pb2
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
@@ -38,3 +38,20 @@ async def test_a_limited_feed_is_shown_with_its_slowed_jobs_until_its_budget_end
         await expect(job).to_contain_text(f"slowed to {display.seconds(held_s)} by a power budget")
         await power.CancelBudget(power_service_pb2.CancelBudgetRequest(budget_id="peak"), timeout=TIMEOUT_S)
         await expect(feeds).to_be_hidden()
+
+
+async def test_a_feed_above_its_power_cap_is_shown_as_such_with_the_mean_that_decides(tmp_path: Path) -> None:
+    feed = {"limit_w": 1000, "power_cap_w": 1000, "measured_w": 1081, "managed_w": 0, "unmanaged_w": 0}
+    kept = {**feed, "feed": "a", "is_compliant": True, "judged_mean_w": 994, "judged_s": 41}
+    above = {**feed, "feed": "b", "is_compliant": True, "is_in_transition": True, "is_above_power_cap": True}
+
+    async def answer(route: Route) -> None:
+        await route.fulfill(json={"feeds": [kept, above]})
+
+    async with serving(tmp_path) as site, browsing() as page:
+        await page.route("**/*ListFeeds*", answer)
+        await page.goto(site.url)
+        rows = page.get_by_role("group", name="Feeds with a limit").get_by_role("row")
+        await expect(rows.nth(1)).to_contain_text("994 W in 41 s")
+        await expect(rows.nth(1).locator(".state")).to_have_text("kept")
+        await expect(rows.nth(2).locator(".state")).to_have_text("above power cap")

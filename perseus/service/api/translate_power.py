@@ -71,5 +71,8 @@ def feed_to_proto(feed: Feed, status: FeedStatus) -> pb.FeedState:
         own_limit_w=feed.limit_w,
         default_w=feed.default_w,
         judged_w=status.judged_w,
+        judged_mean_w=status.judged_mean_w,
+        judged_s=status.judged_s,
+        is_above_power_cap=status.is_above_power_cap,
         conflicting_gpu_count=status.conflicting_gpu_count,
     )

@@ -239,6 +239,9 @@ class FeedStatus:
         power_cap_w: the power that may be drawn now; None if there is no limit.
         held: jobs on it that a budget slows down.
         judged_w: mean over the last ten seconds in which the limit had to be kept; None if there are none.
+        judged_mean_w, judged_s: the mean that decides whether the limit is kept, and the time that it covers;
+            None and 0 while the limit does not have to be kept.
+        is_above_power_cap: more than the power cap was drawn all along for the averaging window.
         conflicting_gpu_count: GPUs with conflicting readings.
     """
 
@@ -254,4 +257,7 @@ class FeedStatus:
     power_cap_w: float | None
     held: tuple[str, ...]
     judged_w: float | None
+    judged_mean_w: float | None
+    judged_s: float
+    is_above_power_cap: bool
     conflicting_gpu_count: int = 0

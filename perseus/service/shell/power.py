@@ -354,11 +354,15 @@ class Power:
                 case SetTargetTime(job_id, _, is_urgent):
                     self._is_urgent[job_id] = is_urgent
                 case FeedStatus():
-                    log.info(
+                    is_exceeded = command.is_above_power_cap or not command.is_compliant
+                    write = log.warning if is_exceeded else log.info
+                    write(
                         "power feed",
                         feed=command.feed,
                         limit_w=command.limit_w,
+                        power_cap_w=command.power_cap_w,
                         is_compliant=command.is_compliant,
+                        is_above_power_cap=command.is_above_power_cap,
                         in_transition=command.in_transition,
                         measured_w=round(command.measured_w, 1),
                         to_pause=command.to_pause,

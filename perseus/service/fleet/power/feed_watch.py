@@ -12,6 +12,7 @@ and the feed's status reports it.
 """
 
 import math
+from collections import deque
 
 from perseus.service.domain.power import Budget, Feed
 from perseus.service.fleet.power import budgets
@@ -69,6 +70,10 @@ class FeedWatch:
         self._judged_from_s = math.inf
         self._recent_mean = MovingAverage(MIN_WINDOW_S)
         self._judged = MovingAverage(MIN_WINDOW_S)
+        self._drawn = MovingAverage(SHORT_WINDOW_S)
+        self._caps_w: deque[tuple[float, float]] = deque()
+        """Recent power caps, each with the time from which it applied."""
+        self._above_since_s = math.inf
         self._longest_iteration_s = 0.0
 
     def begin_sums(self) -> None:
@@ -110,6 +115,7 @@ class FeedWatch:
         limit_w = budgets.limit_w(some, self.feed, now_s)
         if limit_w == math.inf and min(goal_w, self.power_cap_w) >= self.max_w:
             self.power_cap_w = math.inf  # no job would draw more
+        self._caps_w.append((now_s, self.power_cap_w))
         is_reached = limit_w < math.inf and self.power_cap_w <= limit_w * (1 + _DIGITS)
         if limit_w != self._limit_w or not is_reached:
             # Only power drawn since the same limit had to be kept is judged.
@@ -130,9 +136,19 @@ class FeedWatch:
         self.clock_share = 1.0 if share >= 1 else math.floor(share / CLOCK_STEP) * CLOCK_STEP
 
     def take(
-        self, now_s: float, duration_s: float, power_w: float, others_w: float, longest_iteration_s: float
+        self,
+        now_s: float,
+        duration_s: float,
+        power_w: float,
+        drawn_w: float,
+        others_w: float,
+        longest_iteration_s: float,
     ) -> None:
-        """Add a measurement over the time until now: the total power, and that of GPUs in no job."""
+        """Add a measurement over the time until now.
+
+        `power_w`: the total power, that of outdated measurements as expected; `drawn_w`: the same as it was
+        measured; `others_w`: of GPUs in no job.
+        """
         self.others.take(now_s, duration_s, others_w)
         self._longest_iteration_s = longest_iteration_s
         window_s = max(MIN_WINDOW_S, WINDOW_ITERATIONS * longest_iteration_s)
@@ -141,6 +157,14 @@ class FeedWatch:
         self._recent_mean.take(now_s, duration_s, power_w)
         if now_s - duration_s >= self._judged_from_s:
             self._judged.take(now_s, duration_s, power_w)
+        self._drawn.window_s = max(SHORT_WINDOW_S, longest_iteration_s)
+        self._drawn.take(now_s, duration_s, drawn_w)
+        from_s = now_s - self._drawn.window_s - SETTLING_TIME_S
+        while len(self._caps_w) > 1 and self._caps_w[1][0] <= from_s:
+            self._caps_w.popleft()
+        allowed_w = max((cap_w for _, cap_w in self._caps_w), default=math.inf)
+        is_above = self._drawn.mean_w() > allowed_w * (1 + _DIGITS)
+        self._above_since_s = min(self._above_since_s, now_s) if is_above else math.inf
 
     @property
     def target_w(self) -> float:
@@ -175,6 +199,23 @@ class FeedWatch:
     def judged_w(self) -> float | None:
         """The mean over the last ten seconds in which the limit had to be kept; None if there are none."""
         return self._judged.mean_w(SHORT_WINDOW_S) if self._judged.covered_s else None
+
+    @property
+    def judged_mean_w(self) -> float | None:
+        """The mean over the part of the window in which the limit had to be kept; None if there is none."""
+        return self._judged.mean_w() if self._judged.covered_s else None
+
+    @property
+    def judged_s(self) -> float:
+        """How much time that mean covers."""
+        return self._judged.covered_s
+
+    def is_above_power_cap(self, now_s: float) -> bool:
+        """Return whether more than the power cap is drawn, and was all along for the averaging window.
+
+        Unlike :meth:`is_kept`, this needs no limit that is reached and stays, and no plans that are measured.
+        """
+        return self.power_cap_w < math.inf and now_s - self._above_since_s >= self._recent_mean.window_s
 
     def in_transition(self, now_s: float) -> bool:
         """Return whether a limit can't be judged yet, or the power cap still rises after one."""

@@ -230,6 +230,7 @@ class FleetMachine:
     def _on_power_measured(self, event: PowerMeasured, now_s: float) -> None:
         self._conflicting_counts = event.conflicting_counts
         totals_w: dict[str, float] = dict(event.others_w)
+        all_drawn_w: dict[str, float] = dict(event.others_w)
         for job_id, power_w in event.jobs_w.items():
             counted_w = power_w
             if (job := self._jobs.get(job_id)) is not None:
@@ -247,12 +248,15 @@ class FleetMachine:
                 )
             for feed, drawn_w in counted_w.items():
                 totals_w[feed] = totals_w.get(feed, 0.0) + drawn_w
+            for feed, drawn_w in power_w.items():
+                all_drawn_w[feed] = all_drawn_w.get(feed, 0.0) + drawn_w
         longest_s = max((job.iteration_time_s for job in self._jobs.values()), default=0.0)
         for name, watch in self._watches.items():
             watch.take(
                 now_s,
                 event.duration_s,
                 totals_w.get(name, 0.0),
+                drawn_w=all_drawn_w.get(name, 0.0),
                 others_w=event.others_w.get(name, 0.0),
                 longest_iteration_s=longest_s,
             )
@@ -396,6 +400,9 @@ class FleetMachine:
             power_cap_w=None if watch.power_cap_w == math.inf else watch.power_cap_w,
             held=tuple(job_id for job_id in watch.job_ids if self.target_time_s(job_id)),
             judged_w=watch.judged_w,
+            judged_mean_w=watch.judged_mean_w,
+            judged_s=watch.judged_s,
+            is_above_power_cap=watch.is_above_power_cap(now_s),
             conflicting_gpu_count=self._conflicting_counts.get(name, 0),
         )
 
@@ -458,6 +465,7 @@ def _summary(status: FeedStatus) -> tuple[object, ...]:
         status.limit_w,
         status.in_transition,
         status.is_compliant,
+        status.is_above_power_cap,
         status.to_pause,
         status.beyond_tolerance,
         status.conflicting_gpu_count > 0,

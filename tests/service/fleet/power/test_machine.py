@@ -225,6 +225,48 @@ def test_measured_power_above_the_limit_is_reported() -> None:
     assert not list(run.statuses())[-1].is_compliant
 
 
+def is_warned_of(run: Site) -> bool:
+    return any(status.is_above_power_cap for status in run.statuses())
+
+
+def test_power_above_a_power_cap_for_a_whole_window_is_reported_while_the_cap_still_falls() -> None:
+    run = site(demand("x"), demand("y"), feed=Feed("a", ramp_down_w_per_s=5.0))
+    run.handle(BudgetSet(Budget("b", "a", 1000.0, 0.0)))
+    run.errors = {"x": 3.0, "y": 3.0}
+    run.pass_time(59)
+    assert not is_warned_of(run)
+    run.pass_time(30)
+    status = run.machine.statuses["a"]
+    assert (status.in_transition, status.is_compliant, status.is_above_power_cap) == (True, True, True)
+    run.handle(BudgetCancelled("b"))
+    run.pass_time(1)
+    assert not run.machine.statuses["a"].is_above_power_cap
+
+
+def test_power_above_a_power_cap_is_reported_of_jobs_whose_plans_keep_changing() -> None:
+    """Their expected power counts, as measurements are outdated, but not for this."""
+    machine = FleetMachine({"a": Feed("a")})
+    machine.handle(JobChanged(demand("x"), 1.0), 0.0)
+    machine.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)), 0.0)
+    for now_s in range(1, 90):
+        measured = PowerMeasured(1.0, {"x": {"a": 900.0}}, {}, changing=("x",), outdated=("x",))
+        machine.handle_all((measured, Tick()), float(now_s))
+    assert machine.statuses["a"].is_compliant
+    assert machine.statuses["a"].is_above_power_cap
+
+
+def test_the_mean_that_decides_has_the_time_that_it_covers() -> None:
+    run = site(demand("x"))
+    run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
+    run.pass_time(4)
+    status = run.machine.statuses["a"]
+    assert (status.judged_mean_w, status.judged_s) == (None, 0.0)
+    run.pass_time(30)
+    status = run.machine.statuses["a"]
+    counted = run.drawn_w[-int(status.judged_s) :]
+    assert status.judged_mean_w == pytest.approx(sum(counted) / len(counted))
+
+
 def test_only_power_since_the_limit_had_to_be_kept_is_judged() -> None:
     run = site(demand("x"))
     run.handle(BudgetSet(Budget("b", "a", 700.0, 0.0)))
@@ -337,6 +379,7 @@ def test_random_budgets_are_kept_or_reported_as_not_kept(
     for first, last in pairwise([*changes.tolist(), len(limit_w)]):
         if limit_w[first] < math.inf and last - first > 70:
             assert max(run.means_w(60, first + 6, last)) <= limit_w[first]
+    assert not is_warned_of(run)
 
 
 def test_each_of_several_feeds_is_kept() -> None:

@@ -67,6 +67,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "job": job.job_id,
         "run": str(job.run_number),
         "state": f"{state_name(job.state)}: {job.state_reason}",
+        "next step": job.next_step,
         "pipelines × stages × tensor": _layout(job.parallelism),
         "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),
         "policy": _policy(job.policy),

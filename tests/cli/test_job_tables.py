@@ -1,7 +1,12 @@
 """Tables of `perseus jobs` for the coordinator's messages."""
 
+import shlex
+from itertools import pairwise
+
+import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console, RenderableType
+from typer.testing import CliRunner
 
 from perseus.cli.job_tables import (
     event_table,
@@ -14,6 +19,8 @@ from perseus.cli.job_tables import (
     rank_table,
     report_table,
 )
+from perseus.cli.main import app
+from perseus.service.domain.stall import StallReason, StockReason, next_step
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
 MIN = job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=5, horizon_s=86_400))
@@ -30,6 +37,7 @@ JOB = job_pb2.Job(
     job_id="gpt3",
     state=job_pb2.JOB_STATE_STOCK,
     state_reason="no frontier: expected [2] clocks, found [/1]",
+    next_step="`perseus jobs resume gpt3` solves again",
     parallelism=job_pb2.Parallelism(pipeline_count=6, stage_count=2, tensor_count=1),
     rank_counts=job_pb2.RankCounts(connected_count=11, lost_count=1),
     policy=job_pb2.OperatingPolicy(max_average_power_w=900),
@@ -58,6 +66,7 @@ def test_a_job_is_one_line() -> None:
 def test_only_known_facts_are_shown() -> None:
     facts = lines(job_facts(JOB))
     assert "state stock: no frontier: expected [2] clocks, found [/1]" in facts
+    assert "next step `perseus jobs resume gpt3` solves again" in facts
     assert "ranks 11 connected, 1 lost" in facts
     assert "policy at most 900 W a pipeline" in facts
     assert "stock baseline 1.250 s, 4000 J" in facts
@@ -248,3 +257,15 @@ def test_a_gap_is_described_in_plain_words() -> None:
     deleted = gap_text(gap(first_missed_sequence=3, last_missed_sequence=9))
     assert deleted == "events 3 to 9 are no longer stored"
     assert gap_text(gap(missed_iteration_count=12)) == "12 iterations were dropped: this reader was too slow"
+
+
+@pytest.mark.parametrize("reason", [*StallReason, *StockReason, None])
+def test_the_commands_of_every_next_step_exist(reason: StallReason | StockReason | None) -> None:
+    commands = [shlex.split(part) for part in next_step(reason, "gpt3").split("`")[1::2]]
+    assert commands
+    for program, *arguments in commands:
+        assert program == "perseus"
+        assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0, arguments
+        for option, value in pairwise(arguments):
+            if option == "--type":
+                assert event_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{value.upper()}")

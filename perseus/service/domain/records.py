@@ -17,7 +17,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
 from perseus.service.domain.signals import SignalTarget
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
-from perseus.service.domain.stall import Stall
+from perseus.service.domain.stall import Stall, StockReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.v1 import job_pb2
 
@@ -47,6 +47,7 @@ class JobRecord:
         max_clock: the maximum clock without a plan, as a budget set it last; None without one.
         signal_target: how the job follows a signal; None if its policy follows none, or before the first.
         earlier_profiling_cost: the cost of profiling before it was renewed last.
+        stock_reason: why it is back at stock; None in another state.
     """
 
     policy: OperatingPolicy
@@ -68,6 +69,7 @@ class JobRecord:
     max_clock: MaxClock | None = None
     signal_target: SignalTarget | None = None
     earlier_profiling_cost: ProfilingCost = field(default_factory=ProfilingCost)
+    stock_reason: StockReason | None = None
 
     @property
     def has_finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""Why a job makes no progress, as plain values."""
+"""Why a job makes no progress or is back at stock, and what to do about it, as plain values."""
 
 import enum
 from dataclasses import dataclass
@@ -15,6 +15,81 @@ class StallReason(enum.Enum):
     OTHER_CLOCKS = "other clocks"
     REPEATED_ITERATIONS = "repeated iterations"
     NO_ENERGY_ESTIMATES = "no energy estimates"
+
+
+class StockReason(enum.Enum):
+    """Why a job is back at stock until it is resumed."""
+
+    NO_CLOCKS = "no clocks"
+    NO_COMMON_CLOCK = "no common clock"
+    PROFILED_TOO_LITTLE = "profiled too little"
+    NO_FRONTIER = "no frontier"
+    PREDICTIONS_VIOLATED = "predictions violated"
+    UNEXPLAINED = "unexplained"
+    QUARANTINED = "quarantined"
+
+
+_NEXT_STEPS = {
+    StallReason.RANK_MISSING: (
+        "`perseus jobs ranks JOB --state expected --state lost --state finished` lists the missing "
+        "ranks: read their trainers' logs, and run `perseus doctor --node` on their hosts"
+    ),
+    StallReason.NO_ITERATIONS: (
+        "read the trainers' logs on the hosts of `perseus jobs ranks JOB`: they hang, compile, load "
+        "data, or mark no iterations"
+    ),
+    StallReason.IRREGULAR_ITERATIONS: (
+        "`perseus jobs report JOB` counts these iterations: train with the microbatches of the first "
+        "iteration"
+    ),
+    StallReason.OTHER_CLOCKS: (
+        "find what else sets clocks on the hosts of `perseus jobs ranks JOB`, with `perseus doctor "
+        "--node` there"
+    ),
+    StallReason.REPEATED_ITERATIONS: (
+        "end the rank's second training: `perseus jobs ranks JOB` has the rank's host"
+    ),
+    StallReason.NO_ENERGY_ESTIMATES: (
+        "wait if iterations take far less than a second; otherwise run `perseus agent --self-test` on "
+        "the hosts of `perseus jobs ranks JOB`"
+    ),
+    StockReason.NO_CLOCKS: (
+        "`perseus jobs events JOB` says why GPUs refuse clocks; after the repair, `perseus jobs resume JOB`"
+    ),
+    StockReason.NO_COMMON_CLOCK: (
+        "give each stage GPUs of one model (`perseus jobs ranks JOB`), then `perseus jobs resume JOB`"
+    ),
+    StockReason.PROFILED_TOO_LITTLE: (
+        "`perseus jobs events JOB` says what prevents measurements; `perseus jobs resume JOB` "
+        "continues with a new budget"
+    ),
+    StockReason.NO_FRONTIER: (
+        "`perseus jobs resume JOB` solves again; if that fails, report the event of `perseus jobs "
+        "events JOB --type solve_failed`"
+    ),
+    StockReason.PREDICTIONS_VIOLATED: (
+        "end what else runs on these GPUs, then `perseus jobs resume JOB`; `perseus jobs events JOB "
+        "--type prediction_violated` has the times"
+    ),
+    StockReason.UNEXPLAINED: (
+        "`perseus jobs resume JOB` measures and plans again; if it returns here, report the event of "
+        "`perseus jobs events JOB --type measurements_unexplained`"
+    ),
+    StockReason.QUARANTINED: (
+        "`perseus jobs resume JOB` starts it again from its stored state; report the traceback in the "
+        "coordinator's log"
+    ),
+    None: "`perseus jobs resume JOB` measures and plans again; `perseus jobs events JOB` says what led here",
+}
+"""Sentences with the commands to run, for people; None: at stock, of a reason that was not stored."""
+
+MAX_CLOCK_STEP = "wait: `perseus power feeds` shows the limit that holds its clocks down"
+"""The next step while a job waits until its maximum clock is lifted."""
+
+
+def next_step(reason: StallReason | StockReason | None, job_id: str) -> str:
+    """Return what to do next about a job that makes no progress or is back at stock."""
+    return _NEXT_STEPS[reason].replace("JOB", job_id)
 
 
 _OF_ONE_AND_MANY = {

@@ -12,6 +12,7 @@ from perseus.service.domain.messages import coordinates_to_proto
 from perseus.service.domain.model import HoldClocks, JobState
 from perseus.service.domain.records import IterationRows
 from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.stall import StockReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.lifecycle import Lifecycle
 from perseus.service.job.planning.caps import Cap
@@ -136,7 +137,7 @@ class IterationJudge:
             run.planner.drop_frontier(verdict.slow)
             self._lifecycle.enter(JobState.SOLVING, verdict.withdraw)
         else:
-            self._lifecycle.fall_back(verdict.withdraw)
+            self._lifecycle.fall_back(StockReason.PREDICTIONS_VIOLATED, verdict.withdraw)
 
     def _do_without(self, caps: Sequence[Cap]) -> None:
         """Plan without the clocks that GPUs do not reach."""

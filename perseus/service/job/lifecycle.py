@@ -21,6 +21,7 @@ from perseus.service.domain.model import (
     StockClocks,
 )
 from perseus.service.domain.records import ForgetIterations, IterationRows, ProfiledWork
+from perseus.service.domain.stall import StockReason
 from perseus.service.job.profiling.work_keys import work_keys
 from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, stages_at_stock
 from perseus.service.job.run import Run
@@ -88,7 +89,7 @@ class Lifecycle:
         """Plan or profile again, as some clocks are no longer available."""
         run = self._run
         if len(stages_at_stock(run.ranks.usable_clocks_mhz())) == run.spec.parallelism.stage_count:
-            self.fall_back(f"every stage has to stay at stock: {why}")
+            self.fall_back(StockReason.NO_CLOCKS, f"every stage has to stay at stock: {why}")
         elif self._record.state is JobState.PROFILING:
             self.enter(JobState.PROFILING, why)
         else:
@@ -210,6 +211,7 @@ class Lifecycle:
         run = self._run
         check_transition(self._record.state, state)
         before, self._record.state, self._record.state_reason = self._record.state, state, why
+        self._record.stock_reason = None
         if before is JobState.BASELINE and run.baseline.iteration is not None:
             run.timelines.keep_baseline()
         if state is JobState.FINISHED:
@@ -242,17 +244,18 @@ class Lifecycle:
             case _:
                 run.max_clock_enforcer.offer_stock()
 
-    def fall_back(self, why: str) -> None:
+    def fall_back(self, reason: StockReason, why: str) -> None:
         """Go to stock, and stay there."""
         if self._record.state not in (JobState.STOCK, JobState.FINISHED):
             self.enter(JobState.STOCK, why)
+            self._record.stock_reason = reason
 
     def _profile(self, held: HoldClocks | None) -> None:
         """Hold clocks round by round, until the measurements suffice."""
         run = self._run
         clocks_mhz = run.ranks.usable_clocks_mhz()
         if not any(clocks_mhz):
-            self.fall_back("the GPUs have no clock in common")
+            self.fall_back(StockReason.NO_COMMON_CLOCK, "the GPUs have no clock in common")
             return
         following = run.profiler.next_round(held, clocks_mhz)
         if isinstance(following, HoldClocks):
@@ -264,7 +267,7 @@ class Lifecycle:
                 run.buffer.store(ProfiledWork(stage, key))
             self.enter(JobState.SOLVING, following.why)
         else:
-            self.fall_back(following.why)
+            self.fall_back(StockReason.PROFILED_TOO_LITTLE, following.why)
 
     def _find_profile(self) -> None:
         """Request earlier profiles, as long as they can be compared with the first measurements."""
@@ -349,7 +352,7 @@ class Lifecycle:
         """Go to stock: no lag explains the slow plan, so solving would give the same slow plan again."""
         if self._has_use_for_answer():
             self._run.planner.announce_unexplained(found)
-            self.fall_back("the model does not explain why the plan is slow")
+            self.fall_back(StockReason.UNEXPLAINED, "the model does not explain why the plan is slow")
 
     def _has_use_for_answer(self) -> bool:
         """Record that an answer has arrived, and solve again if it is obsolete but still needed."""
@@ -362,7 +365,7 @@ class Lifecycle:
         self._run.buffer.announce(
             event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED, f"no frontier: {cause}", event_pb2.SolveFailed(cause=cause)
         )
-        self.fall_back(f"no frontier: {cause}")
+        self.fall_back(StockReason.NO_FRONTIER, f"no frontier: {cause}")
 
     # ------------------------------------------------------------------ plans
 

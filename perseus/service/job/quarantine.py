@@ -44,6 +44,7 @@ from perseus.service.domain.model import LOST_VERSIONS, NO_VERSION, JobState, Ra
 from perseus.service.domain.records import EndedRun, ForgetIterations, JobRecord, StoredJob
 from perseus.service.domain.snapshot import Fault, RunSnapshot
 from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.stall import StockReason, next_step
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
@@ -60,6 +61,9 @@ def quarantine(known: StoredJob, fault: Fault, rules: Rules, epoch: str, wall_ti
     """
     record = known.record or JobRecord(known.spec.policy)
     before, why = record.state, f"quarantined: {fault}"
+    at_stock = replace(
+        record, state=JobState.STOCK, state_reason=why, stock_reason=StockReason.QUARANTINED, stall=None
+    )
     served = tuple(rank for rank in known.ranks if rank.state in LIVE)
     states = Counter(rank.state for rank in lost(known.ranks).values())
     states[RankState.EXPECTED] += known.spec.rank_count - len(known.ranks)
@@ -78,9 +82,9 @@ def quarantine(known: StoredJob, fault: Fault, rules: Rules, epoch: str, wall_ti
     if before is JobState.FINISHED:
         return _given_out(replace(snapshot, fault=None, ranks=()), buffer, has_ended=True)
     if before is JobState.STOCK:
-        snapshot = _keep(snapshot, replace(record, state_reason=why, stall=None), buffer)
+        snapshot = _keep(snapshot, at_stock, buffer)
     else:
-        snapshot = _enter(snapshot, replace(record, state=JobState.STOCK, state_reason=why), buffer)
+        snapshot = _enter(snapshot, at_stock, buffer)
     buffer.store(ForgetIterations())
     buffer.announce(
         event_pb2.JOB_EVENT_TYPE_QUARANTINED,
@@ -178,6 +182,8 @@ def _given_out(snapshot: RunSnapshot, buffer: CommandBuffer, *, has_ended: bool)
     record, job = snapshot.record, job_pb2.Job()
     job.CopyFrom(snapshot.job)
     job.state, job.state_reason = NUMBERS[record.state], record.state_reason
+    is_at_stock = record.state is JobState.STOCK
+    job.next_step = next_step(record.stock_reason, job.job_id) if is_at_stock else ""
     job.last_event_sequence = buffer.sequence
     del job.labels[:]
     job.labels.extend(job_pb2.Label(key=key, value=value) for key, value in snapshot.registrations.labels)

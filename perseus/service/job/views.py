@@ -27,7 +27,7 @@ from perseus.service.domain.model import JobState, RankState
 from perseus.service.domain.records import JobRecord, StoredJob
 from perseus.service.domain.snapshot import LastMeasured, RunSnapshot
 from perseus.service.domain.specification import BudgetTerms, Coordinates
-from perseus.service.domain.stall import Stall
+from perseus.service.domain.stall import MAX_CLOCK_STEP, Stall, next_step
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
 from perseus.service.job.run import Run
@@ -42,6 +42,10 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
     record, planner, frontier = run.record, run.planner, run.planner.frontier
     shown = _of_record(run, record, run.rules, run.epoch, run.ranks.counts, run.buffer.sequence)
     shown.state_reason = _state_reason(record, run.progress.stall)
+    if run.max_clock_enforcer.why_waiting(record.state) is not None:
+        shown.next_step = MAX_CLOCK_STEP
+    elif run.progress.stall is not None:
+        shown.next_step = next_step(run.progress.stall.reason, run.spec.job_id)
     shown.profiled_clock_count = run.profiler.min_clock_count
     if record.state is JobState.PROFILING:
         progress = run.profiler.progress
@@ -122,6 +126,7 @@ def _of_record(
         set_latency_s=record.set_latency_s,
         figures=job_pb2.JobFigures(),
         labels=[job_pb2.Label(key=key, value=value) for key, value in run.registrations.labels],
+        next_step=next_step(record.stock_reason, run.spec.job_id) if record.state is JobState.STOCK else "",
     )
     if record.baseline is not None:
         shown.baseline.iteration_time_s = record.baseline.time_s

@@ -6,6 +6,7 @@ from perseus.service.api.translate_jobs import coordinates_from_proto
 from perseus.service.domain.commands import FindProfile
 from perseus.service.domain.model import JobState, RankFilter
 from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.stall import StockReason
 from perseus.service.domain.telemetry import GpuLimits
 from perseus.v1 import event_pb2
 from tests.service.job.truthful_cluster import TruthfulCluster
@@ -102,7 +103,7 @@ def test_a_change_while_the_agent_was_away_is_seen_when_it_is_back() -> None:
 def test_a_job_at_stock_stays_there_but_discards_old_measurements() -> None:
     cluster = planned()
     for _ in range(3):
-        cluster.machine._lifecycle.fall_back("forced by the test")
+        cluster.machine._lifecycle.fall_back(StockReason.NO_FRONTIER, "forced by the test")
     set_limits(cluster, GpuLimits(200.0))
     cluster.run(2)
     cluster.expect(JobState.STOCK)

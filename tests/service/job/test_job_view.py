@@ -26,6 +26,7 @@ from perseus.service.domain.model import (
     Straggler,
 )
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.domain.stall import StallReason, next_step
 from perseus.service.job import views
 from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.planning.offers import OfferBoard
@@ -47,6 +48,7 @@ def test_a_new_job_states_what_it_waits_for() -> None:
     job = Cluster(make_spec()).job(is_full=True)
     assert job.state == job_pb2.JOB_STATE_WAITING
     assert job.state_reason.startswith("some ranks have not joined yet; all 4 ranks are missing, since ")
+    assert job.next_step == next_step(StallReason.RANK_MISSING, "job")
     counts = job_pb2.Parallelism(pipeline_count=2, stage_count=2, tensor_count=1)
     assert (job.job_id, job.run_number, job.parallelism) == ("job", 1, counts)
     assert job.rank_counts == job_pb2.RankCounts(expected_count=4)
@@ -62,6 +64,7 @@ def test_a_planned_job_shows_its_baseline_its_frontier_and_its_plans() -> None:
     frontier = views.solved_frontier(cluster.machine.run)
     view = cluster.job()
     assert (view.state, view.state_reason) == (job_pb2.JOB_STATE_PLANNED, "the frontier is solved")
+    assert view.next_step == ""
     # Each of six ranks reports 100 W.
     assert view.baseline.iteration_time_s == pytest.approx(0.8)
     assert view.baseline.energy_j == pytest.approx(6 * 80.0)
@@ -157,7 +160,10 @@ def test_neither_a_summary_nor_a_page_of_ranks_goes_over_the_whole_job(
 
 
 def largest(job: job_pb2.Job) -> job_pb2.Job:
-    """Return a planned job's summary, as large as it gets with 4,096 ranks, apart from the state's reason."""
+    """Return a planned job's summary, as large as it gets with 4,096 ranks.
+
+    The state's reason and the next step come on top.
+    """
     job.job_id, job.epoch = "j" * 63, "e" * 32
     job.parallelism.CopyFrom(job_pb2.Parallelism(pipeline_count=64, stage_count=8, tensor_count=8))
     for field in job.rank_counts.DESCRIPTOR.fields:

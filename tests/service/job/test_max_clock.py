@@ -15,6 +15,7 @@ from perseus.service.domain.model import (
     StockClocks,
 )
 from perseus.service.domain.snapshot import Fault
+from perseus.service.domain.stall import MAX_CLOCK_STEP
 from perseus.service.job.iterations.iteration_log import report
 from perseus.service.job.quarantine import handle, quarantine
 from tests.service.job.machine_bench import (
@@ -85,9 +86,11 @@ def test_the_baseline_is_only_measured_without_a_max_clock() -> None:
     cluster.iterate(20, duration_s=1.1)
     cluster.expect(JobState.BASELINE)
     assert "once the maximum clock of 1000 MHz is lifted" in cluster.job().state_reason
+    assert cluster.job().next_step == MAX_CLOCK_STEP
 
     cluster.send(MaxClockSet(None))
     assert cluster.job().state_reason == "the maximum clock no longer delays it"
+    assert cluster.job().next_step == ""
     cluster.iterate_until(JobState.PROFILING)
     baseline = cluster.machine.record.baseline
     assert baseline is not None

@@ -25,6 +25,7 @@ from perseus.service.domain.model import STOCK, FaultyPart, JobState, RankLeftRe
 from perseus.service.domain.records import EndedRun, JobRecord
 from perseus.service.domain.snapshot import Fault, RunSnapshot
 from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.domain.stall import StockReason, next_step
 from perseus.service.job import views
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import handle, quarantine
@@ -67,6 +68,7 @@ def test_a_run_is_put_at_stock_and_its_ranks_are_refused() -> None:
 
     assert snapshot.job.state == job_pb2.JOB_STATE_STOCK
     assert "ValueError: odd ? thing" in snapshot.job.state_reason
+    assert snapshot.job.next_step == next_step(StockReason.QUARANTINED, "job")
     assert snapshot.job.rank_counts == job_pb2.RankCounts(lost_count=len(cluster.ranks))
     for silent in (Tick(), AgentHeard("agent-0")):
         assert handle(snapshot, silent, 0.0, START_S)[1] == []

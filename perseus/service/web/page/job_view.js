@@ -2,7 +2,7 @@
 
 import { CallError, call, pages } from "./api.js";
 import { ControlsPanel } from "./controls_panel.js";
-import { el, setText } from "./dom.js";
+import { el, put, setText } from "./dom.js";
 import { EventsPanel } from "./events_panel.js";
 import { EventStream } from "./event_stream.js";
 import { FrontierPanel } from "./frontier_panel.js";
@@ -82,6 +82,8 @@ export class JobView {
   _makeHead() {
     this._state = el("span", { class: "state" });
     this._reason = el("p", { class: "reason" });
+    this._nextStep = el("p", { class: "reason", hidden: true });
+    this._shownStep = "";
     this._facts = el("p", { class: "note" });
     this._progress = el("progress", { max: 1, value: 0, "aria-label": "Profiling" });
     this._progressText = el("span", {});
@@ -93,6 +95,7 @@ export class JobView {
       {},
       el("div", { class: "heading" }, el("h1", {}, this._jobId), this._state),
       this._reason,
+      this._nextStep,
       this._facts,
       this._profiling,
       el("dl", { class: "figures-row" }, Object.values(this._figures).map(({ element }) => element)),
@@ -188,6 +191,7 @@ export class JobView {
     this._state.title = state.meaning;
     setText(this._reason, job.state_reason);
     this._reason.classList.toggle("attention", state.tone === "trouble");
+    this._showNextStep(job.next_step ?? "");
     const facts = [
       `run ${job.run_number}`,
       `${layout(job.parallelism)} pipelines × stages × tensor`,
@@ -205,6 +209,14 @@ export class JobView {
       this._progress.value = progress.tried_clock_count;
       setText(this._progressText, profiling(progress));
     }
+  }
+
+  /** Show what to do next, with its commands between backquotes; leave it alone, for copying, while it is the same. */
+  _showNextStep(text) {
+    if (text === this._shownStep) return;
+    this._shownStep = text;
+    this._nextStep.hidden = !text;
+    put(this._nextStep, "Next step: ", text.split("`").map((part, at) => (at % 2 ? el("code", {}, part) : part)));
   }
 
   _showFigures(job) {

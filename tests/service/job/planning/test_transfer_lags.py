@@ -13,8 +13,9 @@ from perseus.service.domain.commands import (
     Solve,
     Store,
 )
-from perseus.service.domain.inputs import FinishRequested, LagNotFound, SolveFailed
+from perseus.service.domain.inputs import FinishRequested, LagNotFound, ResumeRequested, SolveFailed
 from perseus.service.domain.model import STOCK, Clocks, JobState, PlannedClocks
+from perseus.service.domain.stall import StockReason, next_step
 from perseus.service.job import views
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MAX_PREDICTION_VIOLATIONS
@@ -135,6 +136,12 @@ def test_a_slow_plan_that_no_lag_explains_is_announced_and_ends_at_stock() -> No
     )
     assert "the model does not explain why the plan is slow" in changed.message
     cluster.expect(JobState.STOCK)
+    for _ in range(2):
+        assert cluster.job().next_step == next_step(StockReason.UNEXPLAINED, "job")
+        cluster.restart()
+    cluster.join_all()
+    cluster.send(ResumeRequested())
+    assert cluster.job().next_step == ""
 
 
 def test_an_unexplained_plan_that_is_obsolete_is_not_announced() -> None:

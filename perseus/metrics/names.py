@@ -147,6 +147,9 @@ FEED_UNMANAGED = FEED.gauge(
 FEED_COMPLIANT = FEED.gauge(
     "feed_compliant", "1 while plans and measurements keep the limit, or can't be judged.", "feed"
 )
+FEED_ABOVE_CAP = FEED.gauge(
+    "feed_above_power_cap", "1 while more than the power cap has been drawn for a whole window.", "feed"
+)
 FEED_TRANSITION = FEED.gauge("feed_in_transition", "1 while the power cap is on its way to a limit.", "feed")
 FEED_HELD_JOBS = FEED.gauge("feed_held_jobs", "Jobs that a power budget slows down.", "feed")
 

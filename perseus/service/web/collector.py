@@ -174,6 +174,7 @@ def _put_feed(readings: Readings, name: str, status: FeedStatus) -> None:
     readings.put(names.FEED_MANAGED, status.managed_w, name)
     readings.put(names.FEED_UNMANAGED, status.unmanaged_w, name)
     readings.put(names.FEED_COMPLIANT, status.is_compliant, name)
+    readings.put(names.FEED_ABOVE_CAP, status.is_above_power_cap, name)
     readings.put(names.FEED_TRANSITION, status.in_transition, name)
     readings.put(names.FEED_HELD_JOBS, len(status.held), name)
 

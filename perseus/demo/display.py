@@ -15,16 +15,26 @@ _DESCRIPTIONS = dict(
     zip(
         STEPS,
         (
-            "all GPUs at stock",
-            "clock by clock, while training continues",
-            "every computation at its clock",
-            "one pipeline has become slower, without a report",
-            "detected in the telemetry; the others move along the frontier",
-            "the slow pipeline has recovered, again without a report",
+            "every GPU at its highest clock, as without Perseus",
+            "each clock is tried for some iterations, to measure time and energy",
+            "every computation at a clock of its own: as fast, with less energy",
+            "one pipeline has become slower; nobody reports it",
+            "Perseus has found it; the other pipeline slows down to match, and saves more",
+            "the slow pipeline is as fast as before, and both return to the first plan",
         ),
         strict=True,
     )
 )
+WORDS = {
+    "iteration": "one training step of the whole job",
+    "pipeline": "one copy of the model, cut into stages with a GPU each",
+    "stock": "the clocks that GPUs have without Perseus",
+    "hold": "one clock for a whole pipeline, to measure it",
+    "plan": "a clock for every computation of an iteration",
+    "version": "the number of a plan or hold; in force: all GPUs of the pipeline run it",
+    "straggler": "a pipeline slower than its plan; the others wait for it",
+}
+"""The words that the demo's lines use."""
 
 
 class LiveDisplay(Screen):
@@ -78,7 +88,11 @@ def _events(observer: Observer) -> RenderableType:
 
 def phase_table(phases: list[Phase]) -> Table:
     """Return the closing table."""
-    table = Table(title="Mean of an iteration, from the ranks' clocks and the energy counters")
+    table = Table(
+        title="Mean of an iteration, as the trainers and the GPUs' energy counters measured it",
+        caption="slowdown: longer iterations; saving: less energy; both than in the phase of the last column",
+        caption_justify="left",
+    )
     table.add_column("phase", no_wrap=True)
     for column in ("count", "iteration", "energy", "slowdown", "saving"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -16,11 +16,11 @@ _DESCRIPTIONS = dict(
         STEPS,
         (
             "every GPU at its highest clock, as without Perseus",
-            "each clock is tried for some iterations, to measure time and energy",
-            "every computation at a clock of its own: as fast, with less energy",
+            "one clock after another is tried, to measure time and energy",
+            "a clock for every computation: as fast, with less energy",
             "one pipeline has become slower; nobody reports it",
-            "Perseus has found it; the other pipeline slows down to match, and saves more",
-            "the slow pipeline is as fast as before, and both return to the first plan",
+            "Perseus has found it; the other slows down and saves more",
+            "the slow pipeline is fast again; so is the other",
         ),
         strict=True,
     )
@@ -28,10 +28,12 @@ _DESCRIPTIONS = dict(
 WORDS = {
     "iteration": "one training step of the whole job",
     "pipeline": "one copy of the model, cut into stages with a GPU each",
+    "rank": "a trainer with its GPU; tensor: its tensor-parallel number",
     "stock": "the clocks that GPUs have without Perseus",
     "hold": "one clock for a whole pipeline, to measure it",
     "plan": "a clock for every computation of an iteration",
-    "version": "the number of a plan or hold; in force: all GPUs of the pipeline run it",
+    "frontier": "the plans to choose from, fastest (T_min) to slowest (T_slow)",
+    "version": "number of a plan or hold; in force: the pipeline's GPUs run it",
     "straggler": "a pipeline slower than its plan; the others wait for it",
 }
 """The words that the demo's lines use."""
@@ -89,8 +91,8 @@ def _events(observer: Observer) -> RenderableType:
 def phase_table(phases: list[Phase]) -> Table:
     """Return the closing table."""
     table = Table(
-        title="Mean of an iteration, as the trainers and the GPUs' energy counters measured it",
-        caption="slowdown: longer iterations; saving: less energy; both than in the phase of the last column",
+        title="Mean of an iteration, by the trainers' clocks and the energy counters",
+        caption="slowdown, saving: in time and energy, against the phase of the last column",
         caption_justify="left",
     )
     table.add_column("phase", no_wrap=True)

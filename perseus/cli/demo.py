@@ -95,8 +95,8 @@ def demo(
     if has_pictures:
         _draw(lambda: draw(outcome, output))
     pictures = {
-        f"{output}/timeline.png": "an iteration of one pipeline, at stock and under the plan",
-        f"{output}/frontier.png": "the energy of its plans, from the fastest to the slowest",
+        f"{output}/timeline.png": "an iteration at stock and under the plan",
+        f"{output}/frontier.png": "the energy of its plans, fastest to slowest",
     }
     _suggest(
         (pictures if has_pictures else {f"{output}/summary.json": "the table's figures"})

@@ -170,7 +170,7 @@ UNITS = "are times in seconds, energies in joules per GPU?"
             1000,
             1000,
             50,
-            "profile.csv: expected an iteration at the highest clocks to take at most 600 s, found 2,100 s: "
+            "profile.csv: stage 1 backward at 600 MHz: expected a time of at most 10 s, found 480 s: "
             "are times in seconds?",
         ),
         (

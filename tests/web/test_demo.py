@@ -33,7 +33,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(300)
-async def test_the_demo_is_seen_as_it_runs(cluster: Cluster) -> None:
+async def test_the_page_shows_the_running_demo(cluster: Cluster) -> None:
     address = cluster.start_coordinator()
     cluster.start_agents(address)
     cluster.start_trainers()

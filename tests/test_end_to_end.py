@@ -13,7 +13,9 @@ from perseus.demo.straggler_scenario import (
     RECOVERED,
     STOCK,
     STRAGGLER,
+    Outcome,
     Script,
+    draw,
     run_scenario,
 )
 from perseus.demo.summary import Phase
@@ -28,6 +30,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.steps: list[str] = []
+        self.lines: list[str] = []
         self.observer: Observer | None = None
 
     def begin(self, step: str) -> None:
@@ -36,28 +39,33 @@ class Notes:
     def refresh(self, observer: Observer) -> None:
         self.observer = observer
 
+    def note(self, lines: list[str]) -> None:
+        self.lines = lines
 
-async def reported(folder: Path) -> tuple[list[str], dict[str, Phase]]:
-    """Run the scenario; return the steps in order, and each one's figures."""
+
+async def reported(folder: Path) -> tuple[Notes, Outcome, dict[str, Phase]]:
+    """Run the scenario; return what was displayed, the outcome, and each step's figures."""
     notes = Notes()
     plot = Script(straggler=1, slowdown=1.3, watched_iterations=5)
     with planned_soon():
-        measurements = await run_scenario(SMALL, plot, folder, notes)
-    return notes.steps, {phase.name: phase for phase in measurements.phases}
+        outcome = await run_scenario(SMALL, plot, folder, notes)
+    return notes, outcome, {phase.name: phase for phase in outcome.measurements.phases}
 
 
 @pytest.mark.slow("real processes train, are profiled and planned, and answer a straggler")
 @pytest.mark.smoke
 @pytest.mark.timeout(240)
 async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_path: Path) -> None:
-    steps, phases = await reported(tmp_path)
+    notes, outcome, phases = await reported(tmp_path)
 
-    assert steps == STORY
+    assert notes.steps == STORY
+    assert "https://127.0.0.1:" in notes.lines[0]
     # The test below checks saving and speed, on an otherwise idle machine.
     assert phases[STRAGGLER].iteration_time_s > phases[PLAN].iteration_time_s
 
     written = json.loads((tmp_path / "summary.json").read_text())
-    assert [phase["name"] for phase in written["phases"]] == steps
+    assert [phase["name"] for phase in written["phases"]] == STORY
+    draw(outcome, tmp_path)
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
@@ -66,7 +74,7 @@ async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_pa
 @pytest.mark.serial
 @pytest.mark.timeout(240)
 async def test_a_plan_saves_at_the_same_speed_and_more_around_a_straggler(tmp_path: Path) -> None:
-    _, phases = await reported(tmp_path)
+    _, _, phases = await reported(tmp_path)
 
     assert phases[PLAN].slowdown_percent < 5
     assert phases[PLAN].saving_percent > 3

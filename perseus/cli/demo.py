@@ -2,13 +2,16 @@
 
 import asyncio
 import enum
-from collections.abc import Coroutine
+import shutil
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from perseus.cli.terminal import FAILURE, console, fail, os_error_text, print_whole
+from perseus.cli.terminal import FAILURE, console, fail, os_error_text, print_whole, warn
 
 T = TypeVar("T")
 
@@ -49,10 +52,13 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train emulated jobs under Perseus, through a straggler or a power budget."""
-    from perseus.demo.display import LiveDisplay, phase_table
+    """Train emulated jobs under Perseus, through a straggler or a power budget.
+
+    It takes some two minutes, and needs the extras coordinator and certificates, and plot for its pictures.
+    """
+    from perseus.demo.display import WORDS, LiveDisplay, phase_table
     from perseus.demo.example import ScriptError, show
-    from perseus.demo.straggler_scenario import DEMO_SCRIPT, judge, run_scenario
+    from perseus.demo.straggler_scenario import DEMO_SCRIPT, draw, judge, run_scenario
     from perseus.demo.workload import DEMO
 
     _check_folder(output)
@@ -63,39 +69,100 @@ def demo(
         _show_grid(output)
         return
     if script is not None:
+        _explain(WORDS)
         try:
             measurements = _run(show(script, output, _print, through_nvml=through_nvml))
         except ScriptError as error:
             fail(str(error))
         print_whole(phase_table(measurements.phases))
-        console.print(f"Logs are in {output}.", highlight=False)
+        _suggest(
+            {f"{output}/logs": "what each process did", "docs/tutorial.md": "to a first job of your own"}
+        )
         return
+    has_pictures = _has_pictures()
+    _explain(WORDS)
     with LiveDisplay(console) as display:
-        measurements = _run(run_scenario(DEMO, DEMO_SCRIPT, output, display, through_nvml=through_nvml))
+        outcome = _run(run_scenario(DEMO, DEMO_SCRIPT, output, display, through_nvml=through_nvml))
+    measurements = outcome.measurements
     print_whole(phase_table(measurements.phases))
     if (evaluations := measurements.evaluations) is not None and evaluations.later_count:
         console.print(
-            f"Evaluations of {DEMO.evaluation_s:g} s between iterations, {evaluations.later_count} since the "
-            f"first clock was set: {evaluations.later_time_s:.3f} s on average, "
+            f"Between iterations the job evaluates, at stock, which takes {DEMO.evaluation_s:g} s; since the "
+            f"first clock was set, {evaluations.later_time_s:.3f} s on average and "
             f"{evaluations.longest_later_time_s:.3f} s at most.",
             highlight=False,
         )
-    console.print(f"Summary, pictures and logs are in {output}.", highlight=False)
+    if has_pictures:
+        _draw(lambda: draw(outcome, output))
+    pictures = {
+        f"{output}/timeline.png": "an iteration at stock and under the plan",
+        f"{output}/frontier.png": "the energy of its plans, fastest to slowest",
+    }
+    _suggest(
+        (pictures if has_pictures else {f"{output}/summary.json": "the table's figures"})
+        | {f"{_command()} demo --scenario grid": "three jobs under a power budget"}
+        | {"docs/tutorial.md": "to a first job of your own"}
+    )
     problems = judge(measurements, DEMO_SCRIPT, DEMO)
     if problems:
         fail("; ".join(problems), FAILURE)
 
 
 def _show_grid(output: Path) -> None:
-    from perseus.demo.grid_display import GridLiveDisplay, grid_table
-    from perseus.demo.grid_scenario import judge_grid, run_grid_scenario
+    from perseus.demo.grid_display import WORDS, GridLiveDisplay, grid_table
+    from perseus.demo.grid_scenario import draw, judge_grid, run_grid_scenario
 
+    has_pictures = _has_pictures()
+    _explain(WORDS)
     with GridLiveDisplay(console) as display:
         outcome = _run(run_grid_scenario(output, display))
     print_whole(grid_table(outcome))
-    console.print(f"Summary, picture and logs are in {output}.", highlight=False)
+    if has_pictures:
+        _draw(lambda: (output / "power.png").write_bytes(draw(outcome.log, outcome.phases[0][1])))
+    _suggest(
+        ({f"{output}/power.png": "power and speeds over time"} if has_pictures else {})
+        | {
+            f"{output}/summary.json": "the table's figures",
+            "docs/power.md": "power budgets for your own jobs",
+        }
+    )
     if problems := judge_grid(outcome):
         fail("; ".join(problems), FAILURE)
+
+
+def _has_pictures() -> bool:
+    """Return whether pictures can be drawn; warn before anything runs if not."""
+    if find_spec("matplotlib") is not None:
+        return True
+    warn("the demo draws no pictures without matplotlib: pip install 'perseus-energy[plot]'")
+    return False
+
+
+def _draw(draw: Callable[[], object]) -> None:
+    """Draw pictures, after the table: whatever fails, that is there."""
+    try:
+        draw()
+    except OSError as error:
+        fail(os_error_text(error), FAILURE)
+
+
+def _explain(words: Mapping[str, str]) -> None:
+    from perseus.demo.screen import two_columns
+
+    print_whole(two_columns(words))
+
+
+def _suggest(places: Mapping[str, str]) -> None:
+    from perseus.demo.screen import two_columns
+
+    console.print("Next:", highlight=False)
+    print_whole(two_columns(places))
+
+
+def _command() -> str:
+    """Return how to call this command again: `make demo` has it in a folder that isn't searched."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "perseus" and shutil.which("perseus") is None else "perseus"
 
 
 def _check_folder(output: Path) -> None:

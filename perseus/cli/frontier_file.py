@@ -27,6 +27,9 @@ from perseus.v1 import frontier_pb2
 
 _MEMBER = "furtherSettings"
 
+_MIN_POINT_COUNT = 3
+"""T_min, T* and T_slow: a frontier of a single iteration time has fewer."""
+
 _EXACT = 2**53
 """Every integer below this bound is exact as a float."""
 
@@ -56,8 +59,8 @@ def plan_text(plan: Plan) -> str:
     return _text(document)
 
 
-def pipeline_from_text(text: str, max_computations: int) -> Pipeline:
-    """Return the pipeline of a frontier's file.
+def problem_from_text(text: str, max_computations: int) -> tuple[Pipeline, int]:
+    """Return the pipeline of a frontier's file, and the number of points to solve it for again.
 
     Raises:
         ParseError: the text is not the JSON of a frontier.
@@ -66,12 +69,13 @@ def pipeline_from_text(text: str, max_computations: int) -> Pipeline:
     """
     document = _parsed(text)
     members = dict(_taken(document))
-    message = json_format.ParseDict(document, frontier_pb2.Frontier()).problem
-    translate_problems.check_problem_size(message, 1, max_computations)
+    frontier = json_format.ParseDict(document, frontier_pb2.Frontier())
+    message, point_count = frontier.problem, max(_MIN_POINT_COUNT, len(frontier.points))
+    translate_problems.check_problem_size(message, point_count, max_computations)
     profiles, fixed_s = translate_problems.profiles_from_proto(message)
     if members:
         profiles = _with_further(message, profiles, members)
-    return translate_problems.pipeline_from_proto(message, profiles, fixed_s)
+    return translate_problems.pipeline_from_proto(message, profiles, fixed_s), point_count
 
 
 def _document(message: Message) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from rich.table import Table
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, FormatOption, show_rows
-from perseus.cli.solve import check_picture, without_pyplot
-from perseus.cli.terminal import fail
+from perseus.cli.solve import check_picture, without_pyplot, wrong_unit
+from perseus.cli.terminal import fail, warn
 
 if TYPE_CHECKING:
     from perseus.simulation.replay import Fleet, Replay
@@ -50,6 +50,10 @@ def simulate(
             fleet = build_fleet(described, report)
     except ScenarioError as error:
         fail(str(error))
+    for part, job in zip(described.jobs, fleet.jobs, strict=True):
+        blocking_power = f"{scenario}: job {part.job_id!r}: blocking_power_w"
+        if found := wrong_unit(job.frontier.pipeline, part.gpus_per_stage, str(part.profile), blocking_power):
+            warn(found)
     with working("Simulating", is_measured=True) as report:
         done = replay(fleet, report)
     if picture is None or not picture.is_standard_output:

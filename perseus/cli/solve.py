@@ -10,21 +10,36 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
-from perseus.cli.comparison import baselines, comparison_rows
+from perseus.cli.comparison import RULES, baselines, comparison_rows
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, FormatOption, show_rows
-from perseus.cli.terminal import FAILURE, console, error_console, fail
+from perseus.cli.terminal import FAILURE, console, error_console, fail, warn
 from perseus.schedule_name import ScheduleName
 
 if TYPE_CHECKING:
-    from perseus.solver import Frontier, Measurement, Plan, PlannedComputation, ProfileKey
+    from perseus.solver import (
+        Frontier,
+        FrontierPoint,
+        Measurement,
+        Pipeline,
+        Plan,
+        PlannedComputation,
+        ProfileKey,
+    )
 
 # Counterparts of the coordinator's settings limit_solve_computations and request_limit_s.
 _LIMIT_COMPUTATIONS = 8_192
 _MAX_COMPUTATIONS = 65_536
 _LIMIT_S = 120.0
 _ALARM_S = 0.2
+
+_COMPUTING_W = (5.0, 3000.0)
+"""Wider than what any GPU draws that computes."""
+_COMPUTATION_S = 10.0
+"""Longer than any computation on one microbatch takes."""
+
+_SAVING = "saving: against all-max waiting until the same time"
 
 _PLAIN_PLAN_COLUMNS = 5
 """Columns of a plan's rows; those of further settings follow."""
@@ -79,7 +94,8 @@ def solve(
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Also show what one clock for all, one per stage, and EnvPipe's plan save."
+            "--compare",
+            help="Also show what one clock for all, one per stage, and EnvPipe's plan save in the same time.",
         ),
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the frontier here, as JSON.")] = None,
@@ -112,6 +128,8 @@ def solve(
             profiles=profiles,
             blocking_power_w=(blocking_power_w * gpus_per_stage,) * stage_count,
         )
+        if found := wrong_unit(pipeline, gpus_per_stage, str(profile), "--blocking-power-w"):
+            warn(found)
         with _at_most(limit_s), working("Solving", is_measured=True) as report:
             frontier = solver.solve(
                 pipeline,
@@ -177,7 +195,7 @@ def plan(
 
     with without_pyplot():
         from perseus import solver
-        from perseus.cli.frontier_file import pipeline_from_text, plan_text
+        from perseus.cli.frontier_file import plan_text, problem_from_text
         from perseus.service.domain import errors
         from perseus.service.domain.errors import cut
 
@@ -187,11 +205,13 @@ def plan(
     try:
         with working("Reading"):
             text = frontier_file.read_text(encoding="utf-8-sig")
-            pipeline = pipeline_from_text(text, limit_computations)
-        if iteration_time is None:
-            iteration_time = solver.fastest_clock_plan(pipeline).iteration_time_s
+            pipeline, point_count = problem_from_text(text, limit_computations)
+        # As `solve` did: a plan for one time alone would be a little dearer than its row there.
         with _at_most(limit_s), working("Planning", is_measured=True) as report:
-            made = solver.plan_at(pipeline, iteration_time, on_progress=report)
+            frontier = solver.solve(pipeline, point_count=point_count, on_progress=report)
+            made = _plan_of(
+                frontier, frontier.baseline.iteration_time_s if iteration_time is None else iteration_time
+            )
     except OSError as error:
         fail(f"{frontier_file}: can't be read: {error.strerror}")
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
@@ -202,9 +222,47 @@ def plan(
         fail(f"{frontier_file}: {error}")
     if destination is None or not destination.is_standard_output:
         rows = _plan_rows(made)
-        show_rows(form, rows, list(rows[0]), lambda: _plan_table(made, rows))
+        saving_percent = _saving_percent(frontier.baseline, made)
+        show_rows(form, rows, list(rows[0]), lambda: _plan_table(made, saving_percent, rows))
     if destination is not None:
         _write(destination, plan_text(made))
+
+
+def wrong_unit(pipeline: "Pipeline", gpus_per_stage: int, profile: str, blocking_power: str) -> str:
+    """Return a line on a figure that can't be, as in another unit; nothing if there is none.
+
+    `profile`, `blocking_power`: the places to name.
+    """
+    figures = [
+        (f"stage {stage} {kind.value} at {m.clock_mhz} MHz", m)
+        for (stage, _, kind), measured in pipeline.profiles.items()
+        for m in measured
+    ]
+    draws_w = [(m.energy_j / m.time_s / gpus_per_stage, where) for where, m in figures]
+    least_w, most_w = _COMPUTING_W
+    for power_w, where in (min(draws_w), max(draws_w)):
+        if not least_w <= power_w <= most_w:
+            return (
+                f"{profile}: {where}: expected energy / time to be {least_w:g} to {_watts(most_w)} a GPU, "
+                f"found {_watts(power_w)}: are times in seconds, energies in joules per GPU?"
+            )
+    waiting_w, (computing_w, _) = max(pipeline.blocking_power_w) / gpus_per_stage, max(draws_w)
+    if waiting_w > computing_w:
+        return (
+            f"{blocking_power}: expected a waiting GPU to draw at most what a computing one does, "
+            f"{_watts(computing_w)}, found {_watts(waiting_w)}: is it in watts per GPU?"
+        )
+    longest_s, where = max((m.time_s, where) for where, m in figures)
+    if longest_s > _COMPUTATION_S:
+        return (
+            f"{profile}: {where}: expected a time of at most {_COMPUTATION_S:g} s, found {longest_s:,.6g} s: "
+            "are times in seconds?"
+        )
+    return ""
+
+
+def _watts(power_w: float) -> str:
+    return f"{power_w:,.0f} W" if power_w >= _COMPUTING_W[0] else f"{power_w:.3g} W"
 
 
 @contextmanager
@@ -327,19 +385,30 @@ def _frontier_rows(frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]
     ]
     for name, index in marked.items():
         point = frontier.points[index]
-        waiting_j = baseline.energy_until_j(max(point.iteration_time_s, baseline.iteration_time_s))
         rows.append(
             {
                 "point": name,
                 "iteration_time_s": point.iteration_time_s,
                 "energy_j": point.energy_j,
                 "bound_energy_j": point.bound_energy_j,
-                "saving_percent": 100 * (1 - point.energy_j / waiting_j),
+                "saving_percent": _saving_percent(baseline, point),
             }
         )
     if others:
         rows += comparison_rows(frontier, marked, others)
     return rows
+
+
+def _saving_percent(baseline: "Plan", made: "Plan | FrontierPoint") -> float:
+    """Return what is saved against the baseline waiting until the same time."""
+    return 100 * (1 - made.energy_j / baseline.energy_until_j(made.iteration_time_s))
+
+
+def _plan_of(frontier: "Frontier", time_s: float) -> "Plan":
+    """Return the plan for that time; that of a point if the time is a point's."""
+    if any(time_s in (point.deadline_s, point.iteration_time_s) for point in frontier.points):
+        return frontier.plan_within(time_s)
+    return frontier.plan(time_s)
 
 
 def _frontier_table(rows: list[dict[str, Any]]) -> Table:
@@ -356,10 +425,10 @@ def _frontier_table(rows: list[dict[str, Any]]) -> Table:
             f"{bound_j:.1f} J" if bound_j is not None else "",
             f"{saving_percent:.2f} %" if saving_percent is not None else "",
         )
-    table.caption = (
-        "saving: against all-max waiting until the same time; no slowdown: the time of all-max; "
-        "within: waiting until that point's"
-    )
+    meanings = {"no slowdown": "no slowdown: the time of all-max"} | RULES
+    shown = [line for part, line in meanings.items() if any(part in row["point"] for row in rows)]
+    table.caption = "\n".join([_SAVING, *shown])
+    table.caption_justify = "left"
     return table
 
 
@@ -392,8 +461,9 @@ def _further_used(computations: "Sequence[PlannedComputation]") -> dict[str, lis
     return {name: sorted(values) for name, values in used.items()}
 
 
-def _plan_table(made: "Plan", rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"Plan of {made.iteration_time_s:.4f} s and {made.energy_j:.1f} J")
+def _plan_table(made: "Plan", saving_percent: float, rows: list[dict[str, Any]]) -> Table:
+    title = f"Plan of {made.iteration_time_s:.4f} s and {made.energy_j:.1f} J, saving {saving_percent:.2f} %"
+    table = Table(title=title, caption=_SAVING, caption_justify="left")
     table.add_column("stage", justify="right")
     table.add_column("kind")
     for column in ("computations", "lowest clock", "highest clock"):

@@ -1,6 +1,7 @@
 """The processes of the demo on loopback: one coordinator, an agent per pipeline, a trainer per rank.
 
-Coordinator and agents authenticate each other by certificates made for the run (`perseus.demo.security`).
+Coordinator and agents authenticate each other by certificates and tokens made for the run
+(`perseus.demo.security`).
 
 The agents use the emulated GPUs directly, or through a stand-in for NVML (`perseus.demo.nvml_stub`).
 """
@@ -36,7 +37,11 @@ class Cluster:
 
     `run_dir` holds sockets, GPU files and the database: a short path, since a socket's may have 107 bytes.
     `log_dir` receives each process's output. With `nvml_library`, the agents use that stand-in for NVML.
-    `guard_tolerance_percent`: None for the coordinator's own default.
+    `guard_tolerance_percent`: None for the coordinator's own default. `serves_page`: the coordinator serves
+    the live page, and asks no client for a certificate.
+
+    Attributes:
+        page_url: where the started coordinator serves the page; empty without it.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Cluster:
         *,
         nvml_library: Path | None = None,
         guard_tolerance_percent: float | None = None,
+        serves_page: bool = False,
     ) -> None:
         self._workload = workload
         self._run_dir = run_dir
@@ -57,7 +63,9 @@ class Cluster:
             if guard_tolerance_percent is None
             else [f"--guard-tolerance-percent={guard_tolerance_percent}"]
         )
-        self.security = Security(run_dir / "security")
+        self._serves_page = serves_page
+        self.page_url = ""
+        self.security = Security(run_dir / "security", has_browsers=serves_page)
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
         self._trainers: list[subprocess.Popen[bytes]] = []
@@ -90,11 +98,21 @@ class Cluster:
             f"--database={self._run_dir / 'perseus.db'}",
             "--log-format=json",
             *self._guard,
+            *(["--http=127.0.0.1:0"] if self._serves_page else []),
             environment=self.security.of_coordinator(),
         )
         address = self._await_log(self._coordinator, log, "listening", "address")
         self.security.admit_agents(address)
+        if self._serves_page:
+            self.page_url = self._await_log(self._coordinator, log, "listening for HTTP", "url")
         return address
+
+    def page_lines(self, address: str) -> list[str]:
+        """Return lines on where the page is, and how to log in; the coordinator at `address` serves it."""
+        return [
+            f"Live page while it runs: {self.page_url} (the demo's own certificate)",
+            f"Log in there with {self.security.reader_token(address)}",
+        ]
 
     def kill_coordinator(self) -> None:
         """Kill the coordinator as a crash would; `start_coordinator` restarts it on the same database."""

@@ -15,16 +15,28 @@ _DESCRIPTIONS = dict(
     zip(
         STEPS,
         (
-            "all GPUs at stock",
-            "clock by clock, while training continues",
-            "every computation at its clock",
-            "one pipeline has become slower, without a report",
-            "detected in the telemetry; the others move along the frontier",
-            "the slow pipeline has recovered, again without a report",
+            "every GPU at its highest clock, as without Perseus",
+            "one clock after another is tried, to measure time and energy",
+            "a clock for every computation: as fast, with less energy",
+            "one pipeline has become slower; nobody reports it",
+            "Perseus has found it; the other slows down and saves more",
+            "the slow pipeline is fast again; so is the other",
         ),
         strict=True,
     )
 )
+WORDS = {
+    "iteration": "one training step of the whole job",
+    "pipeline": "one copy of the model, cut into stages with a GPU each",
+    "rank": "a trainer with its GPU; tensor: its tensor-parallel number",
+    "stock": "the clocks that GPUs have without Perseus",
+    "hold": "one clock for a whole pipeline, to measure it",
+    "plan": "a clock for every computation of an iteration",
+    "frontier": "the plans to choose from, fastest (T_min) to slowest (T_slow)",
+    "version": "number of a plan or hold; in force: the pipeline's GPUs run it",
+    "straggler": "a pipeline slower than its plan; the others wait for it",
+}
+"""The words that the demo's lines use."""
 
 
 class LiveDisplay(Screen):
@@ -78,7 +90,11 @@ def _events(observer: Observer) -> RenderableType:
 
 def phase_table(phases: list[Phase]) -> Table:
     """Return the closing table."""
-    table = Table(title="Mean of an iteration, from the ranks' clocks and the energy counters")
+    table = Table(
+        title="Mean of an iteration, by the trainers' clocks and the energy counters",
+        caption="slowdown, saving: in time and energy, against the phase of the last column",
+        caption_justify="left",
+    )
     table.add_column("phase", no_wrap=True)
     for column in ("count", "iteration", "energy", "slowdown", "saving"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -68,9 +68,12 @@ async def show(
             Path(run_dir),
             out_dir / "logs",
             nvml_library=nvml_stub.build(Path(run_dir)) if through_nvml else None,
+            serves_page=True,
         ) as cluster,
     ):
         address = await asyncio.to_thread(cluster.start_coordinator)
+        for line in cluster.page_lines(address):
+            log(line)
         await asyncio.to_thread(cluster.start_agents, address)
         _start_ranks(cluster, hook, script)
         async with cluster.security.channels(address).open() as channel, asyncio.TaskGroup() as tasks:

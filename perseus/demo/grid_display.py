@@ -23,6 +23,15 @@ _DESCRIPTIONS = dict(
         strict=True,
     )
 )
+WORDS = {
+    "budget": "a limit on the power of all jobs, for a time",
+    "power cap": "what they may draw now; it falls and rises by ramps",
+    "may lose": "the share of a job's speed that its owner lets budgets take",
+    "weight": "how much a job's lost speed counts against that of others",
+    "speed": "of an iteration, relative to the GPUs' highest clocks",
+}
+"""The words that the demo's lines use."""
+
 _BAR = 40
 
 

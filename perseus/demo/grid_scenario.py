@@ -65,6 +65,9 @@ class GridDisplay(Protocol):
     def refresh(self, watch: SiteWatch) -> None:
         """Show the current state, once a second."""
 
+    def note(self, lines: list[str]) -> None:
+        """Print lines that stay."""
+
 
 @dataclass(slots=True)
 class GridOutcome:
@@ -77,7 +80,7 @@ class GridOutcome:
 async def run_grid_scenario(
     out_dir: Path, display: GridDisplay, script: GridScript = GRID_SCRIPT
 ) -> GridOutcome:
-    """Run the whole scenario; write summary.json and power.png to `out_dir`.
+    """Run the whole scenario; write summary.json to `out_dir`.
 
     Raises:
         ClusterError: a process did not start, or died.
@@ -86,16 +89,16 @@ async def run_grid_scenario(
     """
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
-        Site(JOBS, Path(run_dir), out_dir / "logs") as site,
+        Site(JOBS, Path(run_dir), out_dir / "logs", serves_page=True) as site,
     ):
         display.begin(PLANNING)
         await asyncio.to_thread(site.start)
+        display.note(site.page_lines())
         async with watching(site, display.refresh) as watch:
             phases = await _play(watch, display, script)
         await asyncio.to_thread(site.stop)
     document = {"phases": summary(watch.log, phases, list(TERMS))}
     (out_dir / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
-    (out_dir / "power.png").write_bytes(draw(watch.log, phases[0][1]))
     return GridOutcome(watch.log, phases)
 
 

@@ -1,6 +1,6 @@
 """The common part of the demos' screens: live on a terminal, line by line elsewhere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
@@ -46,6 +46,11 @@ class Screen:
         if self._live is None:
             self._console.print(Text.assemble((step, "bold"), f": {self._descriptions[step]}"))
 
+    def note(self, lines: Iterable[str]) -> None:
+        """Print lines that stay."""
+        for line in lines:
+            self._console.print(line, highlight=False)
+
     def show(self, content: RenderableType) -> None:
         """Replace the content shown on a terminal."""
         assert self._live is not None
@@ -60,6 +65,14 @@ class Screen:
     def print_line(self, line: str) -> None:
         """Print a line if there is no terminal."""
         self._console.print(f"  {line}", highlight=False)
+
+
+def two_columns(rows: Mapping[str, str]) -> RenderableType:
+    """Return words or names with their explanations."""
+    table = Table.grid(padding=(0, 2))
+    for name, explanation in rows.items():
+        table.add_row(Text(f"  {name}", style="bold", no_wrap=True), explanation)
+    return table
 
 
 def steps_table(

@@ -23,9 +23,13 @@ _TIMEOUT_S = 30.0
 
 
 class Security:
-    """An authority in a folder of its own, a coordinator's certificate for this machine, and a client's."""
+    """An authority in a folder of its own, a coordinator's certificate for this machine, and a client's.
 
-    def __init__(self, folder: Path) -> None:
+    `has_browsers`: the coordinator asks no client for a certificate, as browsers have only tokens.
+    """
+
+    def __init__(self, folder: Path, *, has_browsers: bool = False) -> None:
+        self._has_browsers = has_browsers
         self.authority = Authority.create(folder, "Perseus demo", _VALID_FOR)
         self.ca = folder / "ca.pem"
         self.token_file = folder / "operator.token"
@@ -60,12 +64,19 @@ class Security:
         request = token_service_pb2.CreateTokenRequest(
             name=name, scope=token_service_pb2.SCOPE_AGENT, job_patterns=["*"]
         )
-        with self.channels(address).open_blocking() as channel:
-            answer = TokenServiceStub(channel).CreateToken(request, timeout=_TIMEOUT_S)
         beside = self.agent_token_file.with_suffix(".new")
-        own_token(beside, answer.secret)
+        own_token(beside, self._create_token(address, request))
         beside.replace(self.agent_token_file)
         self._admitted.add(name)
+
+    def reader_token(self, address: str) -> str:
+        """Let the coordinator make a token for the live page that changes nothing; return its secret."""
+        request = token_service_pb2.CreateTokenRequest(name="page", scope=token_service_pb2.SCOPE_READER)
+        return self._create_token(address, request)
+
+    def _create_token(self, address: str, request: token_service_pb2.CreateTokenRequest) -> str:
+        with self.channels(address).open_blocking() as channel:
+            return TokenServiceStub(channel).CreateToken(request, timeout=_TIMEOUT_S).secret
 
     @property
     def client_files(self) -> TlsFiles:
@@ -78,12 +89,14 @@ class Security:
 
     def of_coordinator(self) -> Mapping[str, str]:
         """Environment variables of `perseus coordinator`."""
-        return {
-            "PERSEUS_COORDINATOR_TLS_CERTIFICATE": str(self.coordinator_certificate),
-            "PERSEUS_COORDINATOR_TLS_KEY": str(self.coordinator_key),
-            "PERSEUS_COORDINATOR_TLS_CLIENT_CA": str(self.ca),
-            "PERSEUS_COORDINATOR_OPERATOR_TOKEN_FILE": str(self.token_file),
+        variables = {
+            "TLS_CERTIFICATE": str(self.coordinator_certificate),
+            "TLS_KEY": str(self.coordinator_key),
+            "OPERATOR_TOKEN_FILE": str(self.token_file),
         }
+        if not self._has_browsers:
+            variables["TLS_CLIENT_CA"] = str(self.ca)
+        return {f"PERSEUS_COORDINATOR_{name}": value for name, value in variables.items()}
 
     def of_agent(self) -> Mapping[str, str]:
         """Environment variables of `perseus agent`."""

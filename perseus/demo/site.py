@@ -20,14 +20,17 @@ _GUARD_PERCENT = 10.0
 class Site:
     """All processes of some jobs. Leaving the context ends those still running.
 
-    `run_dir` and `log_dir` are as for `Cluster`; each job has its own folder in them.
+    `run_dir`, `log_dir` and `serves_page` are as for `Cluster`; each job has its own folder in them.
     """
 
-    def __init__(self, workloads: Sequence[Workload], run_dir: Path, log_dir: Path) -> None:
+    def __init__(
+        self, workloads: Sequence[Workload], run_dir: Path, log_dir: Path, *, serves_page: bool = False
+    ) -> None:
         self.workloads = {workload.job_id: workload for workload in workloads}
         self.address = ""
         self._run_dir = run_dir
         self._log_dir = log_dir
+        self._serves_page = serves_page
         self._stack = ExitStack()
         self._clusters: list[Cluster] = []
 
@@ -44,6 +47,7 @@ class Site:
                 self._run_dir / job_id,
                 self._log_dir / job_id,
                 guard_tolerance_percent=_GUARD_PERCENT,
+                serves_page=self._serves_page,
             )
             self._clusters.append(self._stack.enter_context(cluster))
         return self
@@ -63,6 +67,10 @@ class Site:
             cluster.start_agents(self.address)
         for cluster in self._clusters:
             cluster.start_trainers()
+
+    def page_lines(self) -> list[str]:
+        """Return lines on where the page is, and how to log in."""
+        return self._clusters[0].page_lines(self.address)
 
     def kill_coordinator(self) -> None:
         """Kill the coordinator as a crash would."""

@@ -56,11 +56,24 @@ class Display(Protocol):
     def refresh(self, observer: Observer) -> None:
         """Show the observer's current state."""
 
+    def note(self, lines: list[str]) -> None:
+        """Print lines that stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The measurements, the job's frontier, and an iteration of one pipeline at stock and under the plan."""
+
+    measurements: Measurements
+    frontier: frontier_pb2.Frontier
+    stock: job_service_pb2.GetTimelineResponse
+    planned: job_service_pb2.GetTimelineResponse
+
 
 async def run_scenario(
     workload: Workload, script: Script, out_dir: Path, display: Display, *, through_nvml: bool = False
-) -> Measurements:
-    """Run the whole scenario; write summary.json, frontier.png and timeline.png to `out_dir`.
+) -> Outcome:
+    """Run the whole scenario; write summary.json to `out_dir`.
 
     `through_nvml`: the agents use the stand-in for NVML over the emulated GPUs.
 
@@ -77,9 +90,11 @@ async def run_scenario(
             Path(run_dir),
             out_dir / "logs",
             nvml_library=nvml_stub.build(Path(run_dir)) if through_nvml else None,
+            serves_page=True,
         ) as cluster,
     ):
         address = cluster.start_coordinator()
+        display.note(cluster.page_lines(address))
         cluster.start_agents(address)
         cluster.start_trainers()
         async with cluster.security.channels(address).open() as channel:
@@ -87,7 +102,7 @@ async def run_scenario(
             observer = Observer(channel, workload.job_id, measurements, lambda: display.refresh(observer))
             async with asyncio.TaskGroup() as tasks:
                 watchers = [tasks.create_task(observer.follow()), tasks.create_task(_keep_watch(cluster))]
-                await _play(observer, cluster, script, out_dir, display)
+                outcome = await _play(observer, cluster, script, display)
                 for watcher in watchers:
                     watcher.cancel()
         await asyncio.to_thread(cluster.stop_services)
@@ -96,7 +111,7 @@ async def run_scenario(
         )
     summary = as_json(measurements.phases, measurements.evaluations)
     (out_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return measurements
+    return outcome
 
 
 def judge(measurements: Measurements, script: Script, workload: Workload) -> list[str]:
@@ -122,9 +137,8 @@ async def _play(
     observer: Observer,
     cluster: Cluster,
     script: Script,
-    out_dir: Path,
     display: Display,
-) -> None:
+) -> Outcome:
     measurements = observer.measurements
     count = script.watched_iterations
     shown_pipeline = 0
@@ -188,15 +202,17 @@ async def _play(
     await observer.until(
         "the end of the job", lambda: observer.state == job_pb2.JOB_STATE_FINISHED, _STEP_TIMEOUT_S
     )
-    _draw(out_dir, frontier, before, after)
+    return Outcome(measurements, frontier, before, after)
 
 
-def _draw(
-    out_dir: Path,
-    frontier: frontier_pb2.Frontier,
-    before: job_service_pb2.GetTimelineResponse,
-    after: job_service_pb2.GetTimelineResponse,
-) -> None:
+def draw(outcome: Outcome, out_dir: Path) -> None:
+    """Write frontier.png and timeline.png to `out_dir`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: `out_dir` can't be written.
+    """
+    frontier = outcome.frontier
     picture = pictures.FrontierPicture(
         iteration_time_s=[point.iteration_time_s for point in frontier.points],
         energy_j=[point.energy_j for point in frontier.points],
@@ -239,5 +255,6 @@ def _draw(
         )
 
     pictures.draw_timelines(
-        out_dir / "timeline.png", [timeline("at stock", before), timeline("under the plan", after)]
+        out_dir / "timeline.png",
+        [timeline("at stock", outcome.stock), timeline("under the plan", outcome.planned)],
     )

@@ -132,7 +132,7 @@ class Realiser:
         others: Sequence[Choice] | NDArray[np.int16] = (),
         report: Callable[[float], None] = lambda _: None,
     ) -> Choice:
-        """Return the best choice found for one deadline, costing no more than any of ``others`` that meets it.
+        """Return the best choice found for a deadline, costing no more than any of ``others`` that meets it.
 
         Args:
             target: the deadline.

@@ -1,10 +1,19 @@
-"""`perseus demo` with input with which it can't begin."""
+"""`perseus demo`: where it can't even begin, and what it says around its scenario."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from perseus.cli.main import app
+from perseus.demo import grid_scenario, straggler_scenario
+from perseus.demo.grid_scenario import FREE, OVER, GridOutcome
+from perseus.demo.power_log import PowerLog, Sample
+from perseus.demo.straggler_scenario import STOCK, Outcome
+from perseus.demo.summary import Iteration, Measurements
+from perseus.v1 import frontier_pb2, job_service_pb2
 
 
 def test_a_script_that_does_not_attach_is_bad_input(tmp_path: Path) -> None:
@@ -15,3 +24,72 @@ def test_a_script_that_does_not_attach_is_bad_input(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert f"{script}: expected `from … import attach`" in result.output
     assert not any(output.iterdir())
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both scenarios are over at once."""
+    measurements = Measurements(pipeline_count=1)
+    measurements.add(Iteration(0, 1, 0, 0.8, 1500.0))
+    measurements.close_phase(STOCK, [1])
+    timeline = job_service_pb2.GetTimelineResponse()
+    samples = [Sample(float(second), {"a": 1000.0}, {}) for second in range(1, 81)]
+    steps = [FREE, grid_scenario.CUT, grid_scenario.DEEPER, OVER]
+    phases = [(step, 20.0 * number, 20.0 * (number + 1)) for number, step in enumerate(steps)]
+
+    async def straggler(*_: object, **__: object) -> Outcome:
+        print("it runs")
+        return Outcome(measurements, frontier_pb2.Frontier(), timeline, timeline)
+
+    async def grid(*_: object, **__: object) -> GridOutcome:
+        print("it runs")
+        return GridOutcome(PowerLog(samples), phases)
+
+    monkeypatch.setattr(straggler_scenario, "run_scenario", straggler)
+    monkeypatch.setattr(grid_scenario, "run_grid_scenario", grid)
+
+
+TITLES = {"straggler": "Mean of an iteration", "grid": "Power from the GPUs' counters"}
+
+
+@pytest.mark.parametrize("scenario", TITLES)
+def test_without_matplotlib_it_says_so_first_and_has_its_table(
+    played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scenario: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["demo", "--scenario", scenario, "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    warning, *rest = result.output.splitlines()
+    assert "no pictures without matplotlib: pip install 'perseus-energy[plot]'" in warning
+    text = "\n".join(rest)
+    assert text.index("it runs") < text.index(TITLES[scenario]) < text.index("Next:")
+    assert ".png" not in text
+    assert f"{tmp_path}/summary.json" in text
+
+
+@pytest.mark.parametrize("scenario", TITLES)
+def test_the_table_comes_before_the_pictures(
+    played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scenario: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "x.png")
+
+    monkeypatch.setattr(straggler_scenario, "draw", full)
+    monkeypatch.setattr(grid_scenario, "draw", full)
+    result = CliRunner().invoke(app, ["demo", "--scenario", scenario, "--output", str(tmp_path)])
+    assert result.exit_code == 1
+    assert TITLES[scenario] in result.output
+    assert "error: x.png: No space left on device" in result.output
+
+
+def test_words_are_explained_first_and_it_ends_with_what_is_next(
+    played: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(straggler_scenario, "draw", lambda *_: None)
+    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    before, _, after = result.output.partition("it runs")
+    assert "stock      the clocks that GPUs have without Perseus" in before
+    _, _, last = after.partition("Next:")
+    assert f"{tmp_path}/timeline.png" in last
+    assert "perseus demo --scenario grid" in last

@@ -87,3 +87,10 @@ def test_settings_that_agents_do_not_set_are_refused(scenario: Path, tmp_path: P
     assert result.exit_code == 2
     assert "job 'x': expected clocks alone in" in text(result)
     assert "as agents set nothing else, found the further settings power_limit_w" in text(result)
+
+
+def test_a_wrong_unit_is_warned_of(scenario: Path) -> None:
+    scenario.write_text(scenario.read_text().replace("blocking_power_w = 50", "blocking_power_w = 5000"))
+    result = run("simulate", scenario)
+    assert result.exit_code == 0, result.output
+    assert "scenario.toml: job 'x': blocking_power_w: expected a waiting GPU to draw at most" in text(result)

@@ -13,7 +13,7 @@ from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.cli.frontier_file import frontier_text, pipeline_from_text, plan_text
+from perseus.cli.frontier_file import frontier_text, plan_text, problem_from_text
 from perseus.service.api.translate_problems import problem_from_proto
 from perseus.solver import Pipeline, ProfileError, gpipe, plan_at, read_profile_csv, solve
 from perseus.v1 import frontier_pb2
@@ -100,6 +100,23 @@ def test_the_pages_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Setting(clock_mhz=1410, further=(('power_limit_w', 300.0),))" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("index", [0, 20])
+def test_a_plan_at_a_points_time_is_that_points(frontier: Path, tmp_path: Path, index: int) -> None:
+    found = load(frontier)
+    point, baseline = found["points"][index], found["baseline"]
+    flags = ("--iteration-time", point["iterationTimeS"], "--output", tmp_path / "plan.json")
+    result = run("plan", frontier, *flags)
+    plan = load(tmp_path / "plan.json")
+    assert {name: plan[name] for name in ("iterationTimeS", "energyJ")} == {
+        name: pytest.approx(point[name], rel=1e-12) for name in ("iterationTimeS", "energyJ")
+    }
+    waiting_w = sum(found["problem"]["blockingPowerW"])
+    waiting_j = baseline["energyJ"] + waiting_w * (plan["iterationTimeS"] - baseline["iterationTimeS"])
+    assert f"and {plan['energyJ']:.1f} J, saving {100 * (1 - plan['energyJ'] / waiting_j):.2f} %" in text(
+        result
+    )
+
+
 def test_rows_for_scripts_have_the_used_values(frontier: Path) -> None:
     result = run("plan", frontier, "--no-slowdown", "--format", "json")
     first, *_, last = json.loads(result.stdout)
@@ -126,7 +143,7 @@ def test_one_setting_for_all_is_a_baseline(tmp_path: Path) -> None:
     result = run("solve", EXAMPLE, *FLAGS, "--compare", "--plot", tmp_path / "f.svg", "--format", "json")
     assert result.exit_code == 0, result.output
     names = {row["point"] for row in json.loads(result.stdout)}
-    assert {"one setting within T*", "a setting per stage within T*", "EnvPipe"} <= names
+    assert {"one setting within T*", "a setting per stage within T*", "EnvPipe within T*"} <= names
 
 
 def with_column(name: str, value: Callable[[int], str]) -> str:
@@ -140,7 +157,7 @@ def test_computations_may_have_no_setting_in_common(tmp_path: Path) -> None:
     result = run("solve", path, "--microbatches", 4, "--compare", "--format", "json")
     assert result.exit_code == 0, result.output
     names = {row["point"] for row in json.loads(result.stdout)}
-    assert "EnvPipe" in names
+    assert "EnvPipe within T*" in names
     assert not any("setting" in name for name in names)
 
 
@@ -235,7 +252,7 @@ def test_a_duplicate_member_is_refused(tmp_path: Path) -> None:
 def test_floats_may_come_back_as_integers(frontier: Path, tmp_path: Path) -> None:
     path = tmp_path / "frontier.json"
     path.write_text(frontier.read_text().replace('"power_limit_w": 400.0', '"power_limit_w": 400'))
-    assert pipeline_from_text(path.read_text(), 10_000) == pipeline_from_text(frontier.read_text(), 10_000)
+    assert problem_from_text(path.read_text(), 10_000) == problem_from_text(frontier.read_text(), 10_000)
 
 
 def test_the_contract_takes_no_further_settings(frontier: Path) -> None:
@@ -293,7 +310,7 @@ def test_settings_survive_from_the_profile_to_the_plan_s_file(content: str, shar
         profiles = read_profile_csv(path, 2)
     stage_count = 1 + max(stage for stage, _, _ in profiles)
     frontier = solve(Pipeline(gpipe(stage_count, 2), profiles, (30.0,) * stage_count), point_count=3)
-    pipeline = pipeline_from_text(frontier_text(frontier), 100)
+    pipeline, _ = problem_from_text(frontier_text(frontier), 100)
     assert pipeline.profiles == profiles
     plan = plan_at(pipeline, (1 - share) * frontier.t_min_s + share * frontier.t_slow_s)
     measured = list(csv.DictReader(content.splitlines(keepends=True)))

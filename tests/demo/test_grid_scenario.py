@@ -17,6 +17,7 @@ from perseus.demo.grid_scenario import (
     STEPS,
     GridOutcome,
     GridScript,
+    draw,
     judge_grid,
     run_grid_scenario,
 )
@@ -57,6 +58,9 @@ class Witness:
     def begin(self, step: str) -> None:
         self.steps.append(step)
 
+    def note(self, lines: list[str]) -> None:
+        pass
+
     def refresh(self, watch: SiteWatch) -> None:
         self.refresh_count += 1
 
@@ -78,4 +82,4 @@ def test_the_whole_scenario_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [phase["name"] for phase in phases] == list(STEPS[1:])
     speeds = phases[2]["speeds"]
     assert speeds["easy"] < speeds["usual"] < speeds["strict"], "in the order of tolerances and weights"
-    assert (tmp_path / "power.png").read_bytes().startswith(b"\x89PNG")
+    assert draw(reported.log, reported.phases[0][1]).startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ from perseus.demo.cluster import Cluster
 from perseus.demo.workload import DEMO
 from tests.service.grpc_fakes import Client
 from tests.web.browser import browsing, panel
-from tests.web.demo import http_url, log_in, page_served
+from tests.web.demo import log_in
 from tests.web.fleet import fleet, machine
 from tests.web.ledgers import ENTRIES, serving, table_row
 
@@ -26,9 +26,9 @@ _WAITING = {"gpt3-175b": (64, 16), "moe-8x22b": (16, 8), "vision-2b": (32, 4)}
 
 
 async def _demo(folder: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="perseus-") as name, page_served():
+    with tempfile.TemporaryDirectory(prefix="perseus-") as name:
         run_dir = Path(name)
-        with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
+        with Cluster(DEMO, run_dir, run_dir / "logs", serves_page=True) as cluster:
             address = cluster.start_coordinator()
             cluster.start_agents(address)
             cluster.start_trainers()
@@ -38,7 +38,7 @@ async def _demo(folder: Path) -> None:
             ):
                 for job_id, (pipelines, stages) in _WAITING.items():
                     await Client(channel).register(job_id=job_id, pipelines=pipelines, stages=stages)
-                await page.goto(http_url(run_dir / "logs" / "coordinator.log"))
+                await page.goto(cluster.page_url)
                 await log_in(page, cluster)
                 await page.get_by_role("link", name=DEMO.job_id).click()
                 state = page.locator("#content .state")

@@ -14,7 +14,7 @@ from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import Client
 from tests.web import display
 from tests.web.browser import browsing, figure, in_browser, panel
-from tests.web.demo import http_url, log_in, page_served
+from tests.web.demo import log_in
 from tests.workloads import SMALL
 
 pytestmark = in_browser
@@ -26,26 +26,24 @@ LONG_MS = 90_000
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with (
-        page_served(),
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
-        Cluster(WORKLOAD, Path(run_dir), tmp_path / "logs") as cluster,
+        Cluster(WORKLOAD, Path(run_dir), tmp_path / "logs", serves_page=True) as cluster,
     ):
         yield cluster
 
 
 @pytest.mark.timeout(300)
-async def test_the_page_shows_the_running_demo(cluster: Cluster, tmp_path: Path) -> None:
+async def test_the_page_shows_the_running_demo(cluster: Cluster) -> None:
     address = cluster.start_coordinator()
     cluster.start_agents(address)
     cluster.start_trainers()
-    url = http_url(tmp_path / "logs" / "coordinator.log")
     async with (
         cluster.security.channels(address).open() as channel,
         # Before the login, and before there is a timeline, requests may fail.
         browsing(expected=["401", "400"]) as page,
     ):
         client = Client(channel)
-        await page.goto(url)
+        await page.goto(cluster.page_url)
         await log_in(page, cluster)
         await page.get_by_role("link", name="seen").click()
         state = page.locator("#content .state")

@@ -60,7 +60,7 @@ class JoinState:
         self._retry.succeeded()
 
     def refuse(self, now_s: float, lease_left_s: float | None = None) -> None:
-        """Note a refusal, or the end of the acceptance; how much of another agent's lease is left, if known."""
+        """Note a refusal, or the end of the acceptance; another agent's lease may have some time left."""
         self.is_accepted = False
         delay_s = self._retry.failed()
         self._announce_at_s = now_s + (delay_s if lease_left_s is None else min(delay_s, lease_left_s))

@@ -31,6 +31,9 @@ by RankRefused, one in a TelemetryBatch by TelemetryRefused. One in any other me
 unknown message are answered by MessageRefused, in both directions. A MessageRefused is never answered. A receiver
 ignores unknown fields of known messages: a sender that relies on them raises the protocol version.
 
+The comments of fields that a client must set in a message to the coordinator begin with "Required", in this and in
+all other files; of a column it means a value in every row. All other fields may be left out.
+
 Limits of all messages of this stream, in addition to those at the fields. Numbers are finite. Iterations,
 versions and sequences, and counts that are 64 bits wide: at most 2^53. Times: at most 1e6 s, sums over a whole
 plan 1e10 s. Energies: at most 1e12 J. Powers: at most 1e7 W. Clocks: at most 100,000 MHz. Texts have no
@@ -314,7 +317,7 @@ class Hello(google.protobuf.message.Message):
     COMMIT_MARKER_FIELD_NUMBER: builtins.int
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
-    """Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
+    """Required. Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
     agent_version: builtins.str
     """Version of the agent; at most 256 characters."""
     hostname: builtins.str
@@ -405,7 +408,7 @@ class Gpu(google.protobuf.message.Message):
     POWER_LIMIT_W_FIELD_NUMBER: builtins.int
     WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
     uuid: builtins.str
-    """NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, another rank with the same
+    """Required. NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, another rank with the same
     credential is refused on the same GPU (GPU_ALREADY_SERVED).
     """
     model: builtins.str
@@ -414,7 +417,7 @@ class Gpu(google.protobuf.message.Message):
     """Power limit in force, watts; 0 where it is not known. Profiles are adopted only under the same one."""
     @property
     def supported_clocks_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Supported SM clocks, MHz, each once, highest first; 1 to 1024 of them."""
+        """Required. Supported SM clocks, MHz, each once, highest first; 1 to 1024 of them."""
 
     @property
     def workload_power_profiles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -475,9 +478,9 @@ class RankJoined(google.protobuf.message.Message):
     SPEC_FINGERPRINT_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job; it must be registered."""
+    """Required. The job; it must be registered."""
     iteration: builtins.int
-    """Highest iteration that has begun; -1 if none."""
+    """Highest iteration that has begun; absent, or -1, if none has."""
     in_force_epoch: builtins.str
     """Epoch of the plan in force, from its offer, even if it differs from the Welcome's; empty for stock without a
     plan. At most 256 characters.
@@ -500,11 +503,11 @@ class RankJoined(google.protobuf.message.Message):
     """
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
-        """The rank."""
+        """Required. The rank."""
 
     @property
     def gpu(self) -> Global___Gpu:
-        """Its GPU."""
+        """Required. Its GPU."""
 
     def __init__(
         self,
@@ -512,15 +515,16 @@ class RankJoined(google.protobuf.message.Message):
         job_id: builtins.str = ...,
         rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         gpu: Global___Gpu | None = ...,
-        iteration: builtins.int = ...,
+        iteration: builtins.int | None = ...,
         in_force_epoch: builtins.str = ...,
         in_force_version: builtins.int = ...,
         after_sequence: builtins.int = ...,
         spec_fingerprint: builtins.str = ...,
         owner: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["gpu", b"gpu", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "owner", b"owner", "rank", b"rank", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_iteration", b"_iteration", "gpu", b"gpu", "iteration", b"iteration", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_iteration", b"_iteration", "after_sequence", b"after_sequence", "gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "owner", b"owner", "rank", b"rank", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration", b"_iteration"]) -> typing.Literal["iteration"] | None: ...
 
 Global___RankJoined: typing_extensions.TypeAlias = RankJoined
 
@@ -540,18 +544,18 @@ class GpuError(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     gpu_uuid: builtins.str
     """NVML UUID of the GPU, as the trainer gave it; at most 256 characters."""
     reason: perseus.v1.rank_pb2.GpuErrorReason.ValueType
-    """The kind of error."""
+    """Required. The kind of error."""
     message: builtins.str
     """One sentence for people: the call that failed, its error, and a remedy. At most 1024 characters."""
     owner: builtins.str
     """The user whose process the trainer is, as in RankJoined."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
-        """The rank."""
+        """Required. The rank."""
 
     def __init__(
         self,
@@ -578,12 +582,12 @@ class RankLeft(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     reason: perseus.v1.rank_pb2.RankLeftReason.ValueType
-    """The reason."""
+    """Required. The reason."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
-        """The rank."""
+        """Required. The rank."""
 
     def __init__(
         self,
@@ -666,6 +670,7 @@ class RankRefused(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     MAX_CLOCK_FIELD_NUMBER: builtins.int
+    LEASE_LEFT_S_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     reason: builtins.str
@@ -676,6 +681,11 @@ class RankRefused(google.protobuf.message.Message):
     """
     message: builtins.str
     """One sentence for people."""
+    lease_left_s: builtins.float
+    """With RANK_ALREADY_SERVED and GPU_ALREADY_SERVED: how much of the lease of the agent that serves the rank, or the
+    other rank on the GPU, is left, seconds. If that agent stays silent, both are free then: join again at that time at
+    the latest. Absent with other reasons.
+    """
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -697,9 +707,11 @@ class RankRefused(google.protobuf.message.Message):
         message: builtins.str = ...,
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         max_clock: Global___MaxClock | None = ...,
+        lease_left_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["max_clock", b"max_clock", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "max_clock", b"max_clock", "message", b"message", "metadata", b"metadata", "rank", b"rank", "reason", b"reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lease_left_s", b"_lease_left_s", "lease_left_s", b"lease_left_s", "max_clock", b"max_clock", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lease_left_s", b"_lease_left_s", "job_id", b"job_id", "lease_left_s", b"lease_left_s", "max_clock", b"max_clock", "message", b"message", "metadata", b"metadata", "rank", b"rank", "reason", b"reason"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_lease_left_s", b"_lease_left_s"]) -> typing.Literal["lease_left_s"] | None: ...
 
 Global___RankRefused: typing_extensions.TypeAlias = RankRefused
 
@@ -784,31 +796,31 @@ class IterationColumns(google.protobuf.message.Message):
     HAS_CLOCK_CHANGE_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Iteration, from 0."""
+        """Required. Iteration, from 0."""
 
     @property
     def plan_version(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Version of the plan in force; 0 for stock without a plan."""
+        """Required. Version of the plan in force; 0 for stock without a plan."""
 
     @property
     def duration_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """From the iteration's begin to its end, seconds; at least 1e-9."""
+        """Required. From the iteration's begin to its end, seconds; at least 1e-9."""
 
     @property
     def energy_j(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Energy of the rank's GPU from begin to end, joules, interpolated on the counter."""
+        """Required. Energy of the rank's GPU from begin to end, joules, interpolated on the counter."""
 
     @property
     def is_regular(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """Whether the computations were those of the registered order, in that order, and measured without a gap. The
-        rows of ComputationColumns for such an iteration then match it exactly.
+        """Required. Whether the computations were those of the registered order, in that order, and measured without a gap.
+        The rows of ComputationColumns for such an iteration then match it exactly.
         """
 
     @property
     def clock_event_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Reasons that held the rank's GPU below its clock at some time between begin and end, as NVML's bits: 0x4
-        software power cap, 0x8 hardware slowdown, 0x20 and 0x40 software and hardware thermal slowdown, 0x80
-        power brake. NVML's other reasons are left out; 0 if there was none.
+        """Required. Reasons that held the rank's GPU below its clock at some time between begin and end, as NVML's bits: 0x4
+        software power cap, 0x8 hardware slowdown, 0x20 and 0x40 software and hardware thermal slowdown, 0x80 power brake.
+        NVML's other reasons are left out; 0 if there was none.
         """
 
     @property
@@ -880,31 +892,31 @@ class ComputationColumns(google.protobuf.message.Message):
     CLOCK_MHZ_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Iteration; one of those in IterationColumns."""
+        """Required. Iteration; one of those in IterationColumns."""
 
     @property
     def kind(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.computation_pb2.ComputationKind.ValueType]:
-        """What was computed."""
+        """Required. What was computed."""
 
     @property
     def microbatch(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The microbatch, from 0."""
+        """Required. The microbatch, from 0."""
 
     @property
     def chunk(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The model chunk on the stage, from 0."""
+        """Required. The model chunk on the stage, from 0."""
 
     @property
     def begin_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Begin after the iteration's begin, seconds."""
+        """Required. Begin after the iteration's begin, seconds."""
 
     @property
     def duration_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Duration, seconds."""
+        """Required. Duration, seconds."""
 
     @property
     def clock_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Locked clock when it began, MHz; 0 for stock."""
+        """Required. Locked clock when it began, MHz; 0 for stock."""
 
     def __init__(
         self,
@@ -938,15 +950,15 @@ class EnergySample(google.protobuf.message.Message):
     ENERGY_J_FIELD_NUMBER: builtins.int
     ENERGY_SE_J_FIELD_NUMBER: builtins.int
     kind: perseus.v1.computation_pb2.ComputationKind.ValueType
-    """What was computed."""
+    """Required. What was computed."""
     chunk: builtins.int
     """The model chunk on the stage, from 0."""
     clock_mhz: builtins.int
     """Locked clock during the whole computation, MHz; 0 for stock."""
     computation_count: builtins.int
-    """Computations in the sample; at least 1."""
+    """Required. Computations in the sample; at least 1."""
     time_s: builtins.float
-    """Typical time, seconds: the median, as occasional late marks do not affect it. At least 1e-9."""
+    """Required. Typical time, seconds: the median, as occasional late marks do not affect it. At least 1e-9."""
     time_se_s: builtins.float
     """Standard error of time_s."""
     energy_j: builtins.float
@@ -1037,24 +1049,24 @@ class TelemetryBatch(google.protobuf.message.Message):
     CLOCKS_FIELD_NUMBER: builtins.int
     GPU_LIMITS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """Number within the agent instance, from 1, without gaps but for dropped batches. They are sent in order; a
+    """Required. Number within the agent instance, from 1, without gaps but for dropped batches. They are sent in order; a
     batch not above the acknowledged sequence is only acknowledged again.
     """
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     dropped_batch_count: builtins.int
     """Batches that this agent instance has dropped so far because they were not acknowledged in time or were refused."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
-        """The rank."""
+        """Required. The rank."""
 
     @property
     def iterations(self) -> Global___IterationColumns:
-        """Finished iterations."""
+        """Required if there are computations: their iterations. All of these have finished."""
 
     @property
     def computations(self) -> Global___ComputationColumns:
-        """Computations of those iterations."""
+        """Required if an iteration is regular: the computations of those iterations."""
 
     @property
     def energy(self) -> Global___EnergyEstimate:
@@ -1230,22 +1242,22 @@ class PlanAnswer(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     REFUSED_CLOCKS_MHZ_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     epoch: builtins.str
     """Epoch of the offer."""
     version: builtins.int
-    """Version of the offer."""
+    """Required. Version of the offer."""
     accepted: builtins.bool
     """Whether the clocks will be applied at the start iteration."""
     refusal_reason: perseus.v1.rank_pb2.PlanRefusalReason.ValueType
-    """Reason of a refusal; UNSPECIFIED when accepted."""
+    """Required if not accepted: the reason. UNSPECIFIED when accepted."""
     message: builtins.str
     """One sentence for people, at most 1024 characters; empty when accepted."""
     iteration: builtins.int
-    """Highest iteration that has begun; -1 if none."""
+    """Highest iteration that has begun; absent, or -1, if none has."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
-        """The rank."""
+        """Required. The rank."""
 
     @property
     def refused_clocks_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1261,11 +1273,12 @@ class PlanAnswer(google.protobuf.message.Message):
         accepted: builtins.bool = ...,
         refusal_reason: perseus.v1.rank_pb2.PlanRefusalReason.ValueType = ...,
         message: builtins.str = ...,
-        iteration: builtins.int = ...,
+        iteration: builtins.int | None = ...,
         refused_clocks_mhz: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "epoch", b"epoch", "iteration", b"iteration", "job_id", b"job_id", "message", b"message", "rank", b"rank", "refusal_reason", b"refusal_reason", "refused_clocks_mhz", b"refused_clocks_mhz", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_iteration", b"_iteration", "iteration", b"iteration", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_iteration", b"_iteration", "accepted", b"accepted", "epoch", b"epoch", "iteration", b"iteration", "job_id", b"job_id", "message", b"message", "rank", b"rank", "refusal_reason", b"refusal_reason", "refused_clocks_mhz", b"refused_clocks_mhz", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration", b"_iteration"]) -> typing.Literal["iteration"] | None: ...
 
 Global___PlanAnswer: typing_extensions.TypeAlias = PlanAnswer
 
@@ -1281,16 +1294,16 @@ class PlanInForce(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     epoch: builtins.str
     """Epoch of the plan; empty for stock without a plan."""
     version: builtins.int
     """Version of the plan; 0 for stock without a plan."""
     iteration: builtins.int
-    """First iteration under it; after an urgent offer the highest that has begun, -1 if none."""
+    """First iteration under it; after an urgent offer the highest that has begun, absent, or -1, if none has."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
-        """The rank."""
+        """Required. The rank."""
 
     def __init__(
         self,
@@ -1299,10 +1312,11 @@ class PlanInForce(google.protobuf.message.Message):
         rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         epoch: builtins.str = ...,
         version: builtins.int = ...,
-        iteration: builtins.int = ...,
+        iteration: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_iteration", b"_iteration", "iteration", b"iteration", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_iteration", b"_iteration", "epoch", b"epoch", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration", b"_iteration"]) -> typing.Literal["iteration"] | None: ...
 
 Global___PlanInForce: typing_extensions.TypeAlias = PlanInForce
 
@@ -1319,16 +1333,16 @@ class PowerReading(google.protobuf.message.Message):
     GPU_UUID_FIELD_NUMBER: builtins.int
     POWER_W_FIELD_NUMBER: builtins.int
     duration_s: builtins.float
-    """The time over which powers are averaged, seconds, at least 1e-3 and at most 600: until now, except for the tenth of
-    a second by which a counter may lag.
+    """Required. The time over which powers are averaged, seconds, at least 1e-3 and at most 600: until now, except for
+    the tenth of a second by which a counter may lag.
     """
     @property
     def gpu_uuid(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """NVML UUID, each once; 1 to 256 characters."""
+        """Required. NVML UUID, each once; 1 to 256 characters."""
 
     @property
     def power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Mean power, watts."""
+        """Required. Mean power, watts."""
 
     def __init__(
         self,

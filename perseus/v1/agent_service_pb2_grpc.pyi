@@ -31,6 +31,9 @@ by RankRefused, one in a TelemetryBatch by TelemetryRefused. One in any other me
 unknown message are answered by MessageRefused, in both directions. A MessageRefused is never answered. A receiver
 ignores unknown fields of known messages: a sender that relies on them raises the protocol version.
 
+The comments of fields that a client must set in a message to the coordinator begin with "Required", in this and in
+all other files; of a column it means a value in every row. All other fields may be left out.
+
 Limits of all messages of this stream, in addition to those at the fields. Numbers are finite. Iterations,
 versions and sequences, and counts that are 64 bits wide: at most 2^53. Times: at most 1e6 s, sums over a whole
 plan 1e10 s. Energies: at most 1e12 J. Powers: at most 1e7 W. Clocks: at most 100,000 MHz. Texts have no

@@ -117,7 +117,7 @@ class Computation(google.protobuf.message.Message):
     MICROBATCH_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     kind: Global___ComputationKind.ValueType
-    """The kind."""
+    """Required. The kind."""
     microbatch: builtins.int
     """The microbatch, from 0; below 4096."""
     chunk: builtins.int
@@ -142,7 +142,7 @@ class StageOrder(google.protobuf.message.Message):
     COMPUTATIONS_FIELD_NUMBER: builtins.int
     @property
     def computations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Computation]:
-        """The computations, first executed first."""
+        """Required. The computations, first executed first."""
 
     def __init__(
         self,
@@ -163,12 +163,12 @@ class NamedSchedule(google.protobuf.message.Message):
     MICROBATCH_COUNT_FIELD_NUMBER: builtins.int
     CHUNK_COUNT_FIELD_NUMBER: builtins.int
     name: Global___ScheduleName.ValueType
-    """The name."""
+    """Required. The name."""
     microbatch_count: builtins.int
-    """Microbatches in one iteration of one pipeline; 1 to 4096."""
+    """Required. Microbatches in one iteration of one pipeline; 1 to 4096."""
     chunk_count: builtins.int
-    """Model chunks on each stage, 1 to 256: needed for interleaved 1F1B. Any other schedule has a fixed number
-    of chunks, which 0 selects.
+    """Required for interleaved 1F1B: model chunks on each stage, 1 to 256. Any other schedule has a fixed number of
+    chunks, which 0 selects.
     """
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Path(google.protobuf.message.Message):
     STEPS_FIELD_NUMBER: builtins.int
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PathStep]:
-        """The chunks, the one that sees the input first."""
+        """Required. The chunks, the one that sees the input first."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class ExplicitSchedule(google.protobuf.message.Message):
     PATHS_FIELD_NUMBER: builtins.int
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageOrder]:
-        """One order per stage, stage 0 first."""
+        """Required. One order per stage, stage 0 first."""
 
     @property
     def paths(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Path]:

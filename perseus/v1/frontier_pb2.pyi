@@ -31,11 +31,11 @@ class Measurement(google.protobuf.message.Message):
     TIME_SE_S_FIELD_NUMBER: builtins.int
     ENERGY_SE_J_FIELD_NUMBER: builtins.int
     clock_mhz: builtins.int
-    """SM clock, MHz; 1 to 100,000."""
+    """Required but for FIXED. SM clock, MHz; 1 to 100,000."""
     time_s: builtins.float
-    """Time, seconds: the largest over the stage's ranks. 1e-12 to 1e6."""
+    """Required. Time, seconds: the largest over the stage's ranks. 1e-12 to 1e6."""
     energy_j: builtins.float
-    """Energy, joules: the sum over the stage's GPUs. 1e-12 to 1e15."""
+    """Required but for FIXED. Energy, joules: the sum over the stage's GPUs. 1e-12 to 1e15."""
     time_se_s: builtins.float
     """Standard error of time_s; 0 if unknown."""
     energy_se_j: builtins.float
@@ -68,10 +68,10 @@ class ComputationProfile(google.protobuf.message.Message):
     chunk: builtins.int
     """Model chunk on the stage, from 0."""
     kind: perseus.v1.computation_pb2.ComputationKind.ValueType
-    """The kind of computation."""
+    """Required. The kind of computation."""
     @property
     def measurements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Measurement]:
-        """One measurement per clock; at most 1024."""
+        """Required. One measurement per clock; at most 1024."""
 
     def __init__(
         self,
@@ -97,22 +97,22 @@ class PipelineProblem(google.protobuf.message.Message):
     BLOCKING_POWER_W_FIELD_NUMBER: builtins.int
     TRANSFER_LAG_S_FIELD_NUMBER: builtins.int
     stage_count: builtins.int
-    """Number of stages; an explicit schedule must agree with it."""
+    """Required. Number of stages; an explicit schedule must agree with it."""
     transfer_lag_s: builtins.float
     """Lag of every transfer of activations or gradients between two stages, in both directions, seconds: from the end of
     the sending computation to the earliest start of the receiving one; 0 to 1e6.
     """
     @property
     def schedule(self) -> perseus.v1.computation_pb2.Schedule:
-        """The order of the computations."""
+        """Required. The order of the computations."""
 
     @property
     def profiles(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ComputationProfile]:
-        """Profiles of every stage, chunk and kind in the schedule; at most 10,000."""
+        """Required. Profiles of every stage, chunk and kind in the schedule; at most 10,000."""
 
     @property
     def blocking_power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Blocking power of each stage's GPUs together, watts, stage 0 first; 0 to 1e10."""
+        """Required. Blocking power of each stage's GPUs together, watts, stage 0 first; 0 to 1e10."""
 
     def __init__(
         self,

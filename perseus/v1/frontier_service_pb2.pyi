@@ -25,7 +25,7 @@ class GetFrontierRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     def __init__(
         self,
         *,
@@ -65,9 +65,9 @@ class GetPlanRequest(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     iteration_time_s: builtins.float
-    """The plan may not be slower than this, seconds. At least T_min, at most 1e6."""
+    """Required. The plan may not be slower than this, seconds. At least T_min, at most 1e6."""
     def __init__(
         self,
         *,
@@ -111,7 +111,7 @@ class SolveRequest(google.protobuf.message.Message):
     """Number of realised plans between T_min and T_slow, both included; 3 to 10000, or 0 for 100."""
     @property
     def problem(self) -> perseus.v1.frontier_pb2.PipelineProblem:
-        """The problem."""
+        """Required. The problem."""
 
     def __init__(
         self,

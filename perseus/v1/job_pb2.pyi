@@ -165,11 +165,11 @@ class Parallelism(google.protobuf.message.Message):
     STAGE_COUNT_FIELD_NUMBER: builtins.int
     TENSOR_COUNT_FIELD_NUMBER: builtins.int
     pipeline_count: builtins.int
-    """Pipelines: data-parallel replicas; 1 to 4096. A job has at most 65,536 ranks."""
+    """Required. Pipelines: data-parallel replicas; 1 to 4096. A job has at most 65,536 ranks."""
     stage_count: builtins.int
-    """Stages of each pipeline; 1 to 256."""
+    """Required. Stages of each pipeline; 1 to 256."""
     tensor_count: builtins.int
-    """Ranks of each stage of each pipeline (tensor parallel); 1 to 256. They share the stage's plan."""
+    """Required. Ranks of each stage of each pipeline (tensor parallel); 1 to 256. They share the stage's plan."""
     def __init__(
         self,
         *,
@@ -252,7 +252,7 @@ class BudgetTerms(google.protobuf.message.Message):
     tolerance_percent: builtins.float
     """The largest part of the unlimited job's speed that a budget may take, percent; 0 to 100."""
     weight: builtins.float
-    """Cost of its lost speed relative to other jobs; 1e-6 to 1e6."""
+    """Required. Cost of its lost speed relative to other jobs; 1e-6 to 1e6."""
     def __init__(
         self,
         *,
@@ -304,7 +304,7 @@ class ExtraTime(google.protobuf.message.Message):
     percent: builtins.float
     """The extra time, percent; 0 to 1000."""
     horizon_s: builtins.float
-    """The horizon, seconds; 3600 to 31,622,400. It begins once the policy is set and the job is planned, and
+    """Required. The horizon, seconds; 3600 to 31,622,400. It begins once the policy is set and the job is planned, and
     restarts when it has passed.
     """
     def __init__(
@@ -326,10 +326,10 @@ class WorkUntil(google.protobuf.message.Message):
     ITERATION_COUNT_FIELD_NUMBER: builtins.int
     END_TIME_FIELD_NUMBER: builtins.int
     iteration_count: builtins.int
-    """Remaining iterations, counted once the policy is set and the job is planned; 1 to 2^53."""
+    """Required. Remaining iterations, counted once the policy is set and the job is planned; 1 to 2^53."""
     @property
     def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """The end. After it, or if it can't be met, there is no slowdown."""
+        """Required. The end. After it, or if it can't be met, there is no slowdown."""
 
     def __init__(
         self,
@@ -353,9 +353,9 @@ class Deadline(google.protobuf.message.Message):
     ITERATION_COUNT_FIELD_NUMBER: builtins.int
     TIME_S_FIELD_NUMBER: builtins.int
     iteration_count: builtins.int
-    """Remaining iterations; 1 to 2^53."""
+    """Required. Remaining iterations; 1 to 2^53."""
     time_s: builtins.float
-    """Time for all of them, seconds; 1e-9 to 1e10."""
+    """Required. Time for all of them, seconds; 1e-9 to 1e10."""
     def __init__(
         self,
         *,
@@ -390,14 +390,14 @@ class JobSpec(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     STAGE_WORK_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """Identifier: 1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
+    """Required. Identifier: 1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
     @property
     def parallelism(self) -> Global___Parallelism:
-        """Layout of the ranks."""
+        """Required. Layout of the ranks."""
 
     @property
     def schedule(self) -> perseus.v1.computation_pb2.Schedule:
-        """Order of the computations."""
+        """Required. Order of the computations."""
 
     @property
     def policy(self) -> Global___OperatingPolicy:
@@ -432,7 +432,7 @@ class Label(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     key: builtins.str
-    """1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
+    """Required. 1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
     value: builtins.str
     """At most 256 printable characters."""
     def __init__(

@@ -34,7 +34,7 @@ class RegisterJobRequest(google.protobuf.message.Message):
     OWNER_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """Identifies the request: the same for every retry, a new one for every started training. Required."""
+    """Required. Identifies the request: the same for every retry, a new one for every started training."""
     spec_fingerprint: builtins.str
     """The fingerprint that ranks of this training send when they join (RankJoined.spec_fingerprint): any text of at most
     64 printable ASCII characters, equal for equal specifications. Ranks with another fingerprint may not join. Empty
@@ -46,7 +46,7 @@ class RegisterJobRequest(google.protobuf.message.Message):
     """
     @property
     def spec(self) -> perseus.v1.job_pb2.JobSpec:
-        """The job."""
+        """Required. The job."""
 
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.Label]:
@@ -100,7 +100,7 @@ class GetJobRequest(google.protobuf.message.Message):
     RUN_NUMBER_FIELD_NUMBER: builtins.int
     VIEW_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     run_number: builtins.int
     """The run; 0 for the latest."""
     view: perseus.v1.job_pb2.JobView.ValueType
@@ -203,7 +203,7 @@ class ListRunsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     page_size: builtins.int
     """The most runs on the page; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
@@ -256,7 +256,7 @@ class ListRanksRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     pipeline: builtins.int
     """Only ranks of this pipeline."""
     stage: builtins.int
@@ -326,7 +326,7 @@ class ListJobEventsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     run_number: builtins.int
     """The run; 0 for the latest."""
     page_size: builtins.int
@@ -393,7 +393,7 @@ class FinishJobRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     def __init__(
         self,
         *,
@@ -433,7 +433,7 @@ class DeleteJobRequest(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     ALLOW_MISSING_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     allow_missing: builtins.bool
     """Whether the call succeeds if there is no such job; NOT_FOUND otherwise. To be set in retries."""
     def __init__(
@@ -466,7 +466,7 @@ class ResumeJobRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     def __init__(
         self,
         *,
@@ -508,7 +508,7 @@ class ReportStragglerRequest(google.protobuf.message.Message):
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     SLOWDOWN_FACTOR_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     pipeline: builtins.int
     """The slow pipeline, from 0."""
     iteration_time_s: builtins.float
@@ -559,7 +559,7 @@ class ClearStragglerRequest(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     PIPELINE_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     pipeline: builtins.int
     """The pipeline, from 0."""
     def __init__(
@@ -602,10 +602,10 @@ class SetPolicyRequest(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     @property
     def policy(self) -> perseus.v1.job_pb2.OperatingPolicy:
-        """The policy."""
+        """The policy; absent means no slowdown."""
 
     def __init__(
         self,
@@ -648,9 +648,9 @@ class MeasureBaselineRequest(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     request_id: builtins.str
-    """Identifies the request: the same for every retry. Required."""
+    """Required. Identifies the request: the same for every retry."""
     def __init__(
         self,
         *,
@@ -693,7 +693,7 @@ class GetReportRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     run_number: builtins.int
     """The run; 0 for the latest."""
     page_size: builtins.int
@@ -765,7 +765,7 @@ class GetTimelineRequest(google.protobuf.message.Message):
     PIPELINE_FIELD_NUMBER: builtins.int
     FROM_BASELINE_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     pipeline: builtins.int
     """The pipeline, from 0."""
     from_baseline: builtins.bool
@@ -830,7 +830,7 @@ class WatchJobRequest(google.protobuf.message.Message):
     RUN_NUMBER_FIELD_NUMBER: builtins.int
     VIEW_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """The job."""
+    """Required. The job."""
     after_sequence: builtins.int
     """Events up to this sequence are omitted; 0 starts with the first."""
     run_number: builtins.int

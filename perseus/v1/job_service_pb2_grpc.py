@@ -31,7 +31,8 @@ class JobServiceStub(object):
     Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
     request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
-    Where a request names a run_number, 0 means the latest run of the job.
+    The comments of fields that a request must have begin with "Required". Where a request names a run_number, 0 means
+    the latest run of the job.
 
     A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
     has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.
@@ -131,7 +132,8 @@ class JobServiceServicer(object):
     Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
     request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
-    Where a request names a run_number, 0 means the latest run of the job.
+    The comments of fields that a request must have begin with "Required". Where a request names a run_number, 0 means
+    the latest run of the job.
 
     A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
     has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.
@@ -361,7 +363,8 @@ class JobService(object):
     Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
     request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
-    Where a request names a run_number, 0 means the latest run of the job.
+    The comments of fields that a request must have begin with "Required". Where a request names a run_number, 0 means
+    the latest run of the job.
 
     A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
     has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.

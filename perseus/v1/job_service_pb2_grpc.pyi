@@ -287,7 +287,8 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
     request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
-    Where a request names a run_number, 0 means the latest run of the job.
+    The comments of fields that a request must have begin with "Required". Where a request names a run_number, 0 means
+    the latest run of the job.
 
     A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
     has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.
@@ -572,7 +573,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
     Every call can be retried: it is idempotent, or carries a request_id that identifies repetitions of the same
     request. A request_id is any unique text of 1 to 64 printable ASCII characters, such as a random UUID.
 
-    Where a request names a run_number, 0 means the latest run of the job.
+    The comments of fields that a request must have begin with "Required". Where a request names a run_number, 0 means
+    the latest run of the job.
 
     A page holds at most the requested number of items, possibly fewer: its size in bytes is limited, too. The last page
     has no next_page_token. A token is valid only for the request that it came from; only page_size may differ.

@@ -265,9 +265,9 @@ class SetBudgetRequest(google.protobuf.message.Message):
     RAMP_W_PER_S_FIELD_NUMBER: builtins.int
     CORRELATION_ID_FIELD_NUMBER: builtins.int
     budget_id: builtins.str
-    """As in Budget."""
+    """Required. As in Budget."""
     request_id: builtins.str
-    """Identifies the request: the same for every retry, which then has no effect. Required; 1 to 64 printable ASCII
+    """Required. Identifies the request: the same for every retry, which then has no effect. 1 to 64 printable ASCII
     characters.
     """
     feed: builtins.str
@@ -389,7 +389,7 @@ class CancelBudgetRequest(google.protobuf.message.Message):
 
     BUDGET_ID_FIELD_NUMBER: builtins.int
     budget_id: builtins.str
-    """The budget."""
+    """Required. The budget."""
     def __init__(
         self,
         *,

@@ -119,12 +119,12 @@ class CreateTokenRequest(google.protobuf.message.Message):
     EXPIRE_TIME_FIELD_NUMBER: builtins.int
     HOST_PATTERNS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """As in Token."""
+    """Required. As in Token."""
     scope: Global___Scope.ValueType
-    """As in Token."""
+    """Required. As in Token."""
     @property
     def job_patterns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """As in Token; one or more for an agent's, else none."""
+        """Required if it is an agent's: one or more, as in Token; else none."""
 
     @property
     def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
@@ -213,7 +213,7 @@ class RevokeTokenRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """The token."""
+    """Required. The token."""
     def __init__(
         self,
         *,

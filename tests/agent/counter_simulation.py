@@ -12,6 +12,9 @@ POWER_W = {"forward": 280.0, "backward": 300.0, "wait": 75.0}
 
 @dataclass(frozen=True)
 class Simulation:
+    """`readings`: when each reading of the counter began and ended, s, and what it showed, J."""
+
+    readings: list[tuple[float, float, float]]
     changes: list[CounterChange]
     spans: list[Span[str]]
     end_s: float
@@ -57,12 +60,13 @@ def simulate(
     polls_s = np.concatenate([[0.0], np.cumsum(pauses_s)])
     polls_s = polls_s[polls_s < edges_s[-1]]
     energies_j = shown_j[np.searchsorted(ticks_s, polls_s + read_s / 2)]
-    detector, changes = ChangeDetector(), []
-    for before_s, energy_j in zip(polls_s.tolist(), energies_j.tolist(), strict=True):
-        change = detector.poll(before_s, before_s + read_s, energy_j, 0)
-        if change is not None:
-            changes.append(change)
-    return Simulation(changes, spans, edges_s[-1])
+    readings = [
+        (before_s, before_s + read_s, energy_j)
+        for before_s, energy_j in zip(polls_s.tolist(), energies_j.tolist(), strict=True)
+    ]
+    detector = ChangeDetector()
+    changes = [change for each in readings if (change := detector.poll(*each, 0)) is not None]
+    return Simulation(readings, changes, spans, edges_s[-1])
 
 
 def one_forward_one_backward(

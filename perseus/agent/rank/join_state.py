@@ -3,7 +3,7 @@
 A rank is announced on a connection once its trainer has declared its job. A refusal may be temporary (the job
 may not be registered yet, or another agent's lease may still run): then the rank is announced again after
 `JOIN_RETRY_S`, with a delay that doubles after each further refusal in a row, up to `MAX_JOIN_RETRY_S`: the
-ranks of a quarantined job retry for days.
+ranks of a quarantined job retry for days. If the other agent's lease ends earlier, it is announced then.
 """
 
 from perseus.retry import Retry
@@ -59,10 +59,11 @@ class JoinState:
         self.is_accepted = True
         self._retry.succeeded()
 
-    def refuse(self, now_s: float) -> None:
-        """Note a refusal, or the end of the acceptance."""
+    def refuse(self, now_s: float, lease_left_s: float | None = None) -> None:
+        """Note a refusal, or the end of the acceptance; another agent's lease may have some time left."""
         self.is_accepted = False
-        self._announce_at_s = now_s + self._retry.failed()
+        delay_s = self._retry.failed()
+        self._announce_at_s = now_s + (delay_s if lease_left_s is None else min(delay_s, lease_left_s))
 
     def is_announcement_due(self, now_s: float) -> bool:
         """Return whether it is time to announce the rank again."""

@@ -297,12 +297,16 @@ JOB_ALREADY_EXISTS = "JOB_ALREADY_EXISTS"
 
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """The rank is not served; a stable reason, a message for people, and its maximum clock, if any."""
+    """The rank is not served; a stable reason, a message for people, and its maximum clock, if any.
+
+    `lease_left_s`: how much of the lease is left of the agent that serves the rank or its GPU, if one does.
+    """
 
     rank: Rank
     reason: str
     message: str
     max_clock: MaxClock | None = None
+    lease_left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,7 @@ class Session:
         self._limit(accepted.max_clock, now_s)
 
     def _on_rank_refused(self, refused: RankRefused, now_s: float) -> None:
-        self._join.refuse(now_s)
+        self._join.refuse(now_s, refused.lease_left_s)
         self._limit(refused.max_clock, now_s)
         self._drop_plans()
 

@@ -316,7 +316,12 @@ def response(message: wire.ConnectResponse) -> Incoming:
             rank = _rank("rank_refused", turned_away)
             with _about(rank):
                 max_clock = _max_clock("rank_refused", turned_away)
-            return RankRefused(rank, turned_away.reason, turned_away.message, max_clock)
+                lease_left_s = None
+                if turned_away.HasField("lease_left_s"):
+                    lease_left_s = _within(
+                        "rank_refused.lease_left_s", turned_away.lease_left_s, 0, _MAX_TIME_S
+                    )
+            return RankRefused(rank, turned_away.reason, turned_away.message, max_clock, lease_left_s)
         case "rank_max_clock":
             limited = message.rank_max_clock
             rank = _rank("rank_max_clock", limited)

@@ -58,6 +58,7 @@ from perseus.service.domain.errors import (
     JobNotFoundError,
     JobOutOfScopeError,
     LimitReachedError,
+    ServedError,
     UnknownMessageError,
     cut,
 )
@@ -480,6 +481,7 @@ def rank_refused(
         message=str(error),
         metadata=info.metadata,
         max_clock=max_clock_to_proto(max_clock),
+        lease_left_s=error.lease_left_s if isinstance(error, ServedError) else None,
     )
 
 

@@ -19,7 +19,7 @@ from perseus.service.api.translate_problems import (
     plan_to_proto,
     problem_from_proto,
 )
-from perseus.service.domain.bounds import MAX_DURATION_S, check_range
+from perseus.service.domain.bounds import MAX_DURATION_S, MIN_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.quotas import Quotas
@@ -50,7 +50,7 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
         """Return a job's plan of least energy that keeps an iteration time."""
         time_s = request.iteration_time_s
-        check_range("iteration_time_s", time_s, 0, MAX_DURATION_S)
+        check_range("iteration_time_s", time_s, MIN_DURATION_S, MAX_DURATION_S)
         with self._quotas.solve(caller().name):
             plan = await self._jobs.plan(request.job_id, time_s)
             return pb.GetPlanResponse(plan=await asyncio.to_thread(plan_to_proto, plan))
@@ -63,6 +63,8 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
             raise InvalidFieldError(
                 field="point_count", expected=f"0, or {MIN_POINT_COUNT} to {MAX_POINT_COUNT}", found=count
             )
+        if not request.HasField("problem"):
+            raise InvalidFieldError(field="problem", expected="a problem", found="none")
         check_problem_size(request.problem, count, self._quotas.limits.limit_solve_computations)
         with self._quotas.solve(caller().name):
             problem = await asyncio.to_thread(problem_from_proto, request.problem)

@@ -51,6 +51,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def RegisterJob(self, request: pb.RegisterJobRequest, context: Context) -> pb.RegisterJobResponse:
         """Register a job, or return the run that the request led to before."""
+        if not request.HasField("spec"):
+            raise InvalidFieldError(field="spec", expected="a job's specification", found="none")
         caller().check_job(request.spec.job_id)
         registration = Registration(
             request.request_id,

@@ -147,7 +147,7 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         )
     limits = _limits_from_proto(message.gpu, "rank_joined.gpu")
     check_ascii("rank_joined.spec_fingerprint", message.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
-    check_range("rank_joined.iteration", message.iteration, -1, MAX_COUNT)
+    iteration = _begun_iteration(message, "rank_joined")
     check_range("rank_joined.in_force_version", message.in_force_version, 0, MAX_COUNT)
     check_range("rank_joined.after_sequence", message.after_sequence, 0, MAX_COUNT)
     check_text("rank_joined.in_force_epoch", message.in_force_epoch)
@@ -163,7 +163,7 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
             limits.power_limit_w,
             limits.power_profiles,
         ),
-        iteration=message.iteration,
+        iteration=iteration,
         in_force_epoch=message.in_force_epoch,
         in_force_version=message.in_force_version,
         after_sequence=message.after_sequence,
@@ -183,6 +183,16 @@ def _limits_from_proto(message: agent_service_pb2.Gpu | agent_service_pb2.GpuLim
     if list(profiles) != sorted(set(profiles)):
         raise InvalidFieldError(field=name, expected="each once, rising", found=list(profiles))
     return GpuLimits(message.power_limit_w, profiles)
+
+
+def _begun_iteration(
+    message: agent_service_pb2.RankJoined | agent_service_pb2.PlanAnswer | agent_service_pb2.PlanInForce,
+    field: str,
+) -> int:
+    if not message.HasField("iteration"):
+        return -1
+    check_range(f"{field}.iteration", message.iteration, -1, MAX_COUNT)
+    return message.iteration
 
 
 def left_from_proto(message: agent_service_pb2.RankLeft, instance_id: str) -> RankLeft:
@@ -222,7 +232,7 @@ def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -
         InvalidFieldError: a number is out of range, or a refusal has no reason.
     """
     check_range("plan_answer.version", message.version, 1, MAX_COUNT)
-    check_range("plan_answer.iteration", message.iteration, -1, MAX_COUNT)
+    iteration = _begun_iteration(message, "plan_answer")
     check_size("plan_answer.refused_clocks_mhz", len(message.refused_clocks_mhz), MAX_CLOCK_COUNT)
     for row, clock_mhz in enumerate(message.refused_clocks_mhz):
         check_range(f"plan_answer.refused_clocks_mhz[{row}]", clock_mhz, 1, MAX_CLOCK_MHZ)
@@ -238,7 +248,7 @@ def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -
         version=message.version,
         refusal=None if message.accepted else refusal,
         message=check_text("plan_answer.message", message.message, maximum=MAX_SENTENCE_LENGTH),
-        iteration=message.iteration,
+        iteration=iteration,
         refused_clocks_mhz=tuple(message.refused_clocks_mhz),
     )
 
@@ -250,13 +260,13 @@ def in_force_from_proto(message: agent_service_pb2.PlanInForce, instance_id: str
         InvalidFieldError: a number is out of range.
     """
     check_range("plan_in_force.version", message.version, 0, MAX_COUNT)
-    check_range("plan_in_force.iteration", message.iteration, -1, MAX_COUNT)
+    iteration = _begun_iteration(message, "plan_in_force")
     return PlanInForce(
         place_from_proto(message, "plan_in_force"),
         instance_id,
         check_text("plan_in_force.epoch", message.epoch),
         message.version,
-        message.iteration,
+        iteration,
     )
 
 

@@ -103,6 +103,8 @@ def _signal_rule(kind: SignalKind, message: job_pb2.LeastSignal) -> SignalRule:
             return SignalRule(kind, ExtraTime(message.extra_time.percent, message.extra_time.horizon_s))
         case "work_until":
             work = message.work_until
+            if not work.HasField("end_time"):
+                raise InvalidFieldError(field="work_until.end_time", expected="a time", found="none")
             end_s = time_from_proto("work_until.end_time", work.end_time)
             return SignalRule(kind, work_until=WorkUntil(work.iteration_count, end_s))
     return SignalRule(kind)

@@ -228,22 +228,33 @@ class TimelineNotReadyError(CoordinatorError):
     template = "job {job_id!r}: no complete iteration of pipeline {pipeline} has been reported yet"
 
 
-class RankAlreadyServedError(CoordinatorError):
-    """Another agent serves the rank, or its lease still runs."""
+class ServedError(CoordinatorError):
+    """A rank or GPU is served already.
+
+    Attributes:
+        lease_left_s: how much of the lease of the agent that serves it is left.
+    """
 
     code = "FAILED_PRECONDITION"
     retry_delay_s = 1
+
+    def __init__(self, *, lease_left_s: float, **metadata: object) -> None:
+        super().__init__(**metadata)
+        self.lease_left_s = lease_left_s
+
+
+class RankAlreadyServedError(ServedError):
+    """Another agent serves the rank, or its lease still runs."""
+
     template = (
         "pipeline {pipeline}, stage {stage}, tensor {tensor} of job {job_id!r} is served by agent instance "
         "{instance_id!r} on {hostname!r}"
     )
 
 
-class GpuAlreadyServedError(CoordinatorError):
+class GpuAlreadyServedError(ServedError):
     """Another rank runs on the GPU, or its lease still runs."""
 
-    code = "FAILED_PRECONDITION"
-    retry_delay_s = 1
     template = (
         "GPU {gpu_uuid!r}: expected one rank per GPU, found pipeline {pipeline}, stage {stage}, "
         "tensor {tensor} of job {job_id!r} on it"

@@ -35,6 +35,9 @@ class PowerReading:
         count = len(self.gpu_uuids)
         check_size("power_reading.gpu_uuid", count, MAX_READING_ROWS)
         if len(self.powers_w) != count:
+            if not count:
+                expected = f"{len(self.powers_w)} of them, as of power_w"
+                raise InvalidFieldError(field="power_reading.gpu_uuid", expected=expected, found=0)
             expected = f"{count} of them, as of gpu_uuid"
             raise InvalidFieldError(
                 field="power_reading.power_w", expected=expected, found=len(self.powers_w)

@@ -387,6 +387,10 @@ def _check_lengths(where: str, columns: IterationColumns | ComputationColumns, m
     if len(set(map(len, columns))) > 1:
         for name, column in zip(columns._fields, columns, strict=True):
             if len(column) != expected and (column or name not in columns._field_defaults):
+                if not expected:
+                    raise InvalidFieldError(
+                        field=f"{where}.iteration", expected=f"{len(column)} rows like {name}", found=0
+                    )
                 raise InvalidFieldError(
                     field=f"{where}.{name}", expected=f"{expected} rows like iteration", found=len(column)
                 )

@@ -23,16 +23,16 @@ Place = tuple[str, Coordinates]
 class GpuIndex:
     """Finds the rank that is on a GPU.
 
-    `is_on_gpu` returns whether it still is; `principal_of` returns the name of the principal whose agent
-    serves a rank now, "" if none is connected.
+    `lease_on_gpu_s` returns how much of a rank's lease is left, s, or None if it is no longer on the GPU;
+    `principal_of` returns the name of the principal whose agent serves a rank now, "" if none is connected.
     """
 
     def __init__(
         self,
-        is_on_gpu: Callable[[str, Coordinates, str], bool],
+        lease_on_gpu_s: Callable[[str, Coordinates, str], float | None],
         principal_of: Callable[[str, Coordinates], str],
     ) -> None:
-        self._is_on_gpu = is_on_gpu
+        self._lease_on_gpu_s = lease_on_gpu_s
         self._principal_of = principal_of
         self._jobs: dict[str, dict[Place, None]] = {}
         # By the name of the principal ("" if unknown) and UUID.
@@ -51,7 +51,7 @@ class GpuIndex:
                 (other_job_id, other) != (job_id, rank)
                 and principal.grant.covers(other_job_id)
                 and (name or self._principal_of(other_job_id, other)) in ("", principal.name)
-                and self._is_on_gpu(other_job_id, other, gpu_uuid)
+                and (lease_left_s := self._lease_on_gpu_s(other_job_id, other, gpu_uuid)) is not None
             ):
                 raise GpuAlreadyServedError(
                     gpu_uuid=gpu_uuid,
@@ -59,6 +59,7 @@ class GpuIndex:
                     pipeline=other.pipeline,
                     stage=other.stage,
                     tensor=other.tensor,
+                    lease_left_s=lease_left_s,
                 )
 
     def put(self, principal_name: str, job_id: str, rank: Coordinates, gpu_uuid: str) -> None:

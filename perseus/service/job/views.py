@@ -223,12 +223,16 @@ def gpus(run: Run) -> dict[Coordinates, str]:
     return {rank.coordinates: rank.gpu.uuid for rank in run.ranks if rank.gpu is not None}
 
 
-def is_on_gpu(run: Run, place: Coordinates, gpu_uuid: str) -> bool:
-    """Tell whether a rank, served or within its lease, is on a GPU and may have clocks there."""
+def lease_on_gpu_s(run: Run, place: Coordinates, gpu_uuid: str, now_s: float) -> float | None:
+    """Return how much of its lease, s, a rank has left that is on a GPU and may have clocks there.
+
+    None if it is not on that GPU, or no longer live.
+    """
     if place not in run.ranks or run.record.has_finished:
-        return False
+        return None
     rank = run.ranks[place]
-    return rank.state in LIVE and rank.gpu is not None and rank.gpu.uuid == gpu_uuid
+    is_there = rank.state in LIVE and rank.gpu is not None and rank.gpu.uuid == gpu_uuid
+    return run.ranks.lease_left_s(place, now_s) if is_there else None
 
 
 def instance_of(run: Run, place: Coordinates) -> str:

@@ -83,7 +83,7 @@ class Agents:
         self._writer = writer
         self._live = live
         self._agents: dict[str, _Agent] = {}
-        self._gpus = GpuIndex(self._is_on_gpu, self._principal_of)
+        self._gpus = GpuIndex(self._lease_on_gpu_s, self._principal_of)
         self._monotonic = monotonic
         self._readings = PowerReadings()
         self._checking = asyncio.Lock()
@@ -121,7 +121,7 @@ class Agents:
         """Learn which GPUs the loaded runs' ranks are on."""
         for run in self._live:
             for place, gpu_uuid in self._live.read(run, views.gpus, lambda _: {}).items():
-                if self._is_on_gpu(run.job_id, place, gpu_uuid):
+                if self._lease_on_gpu_s(run.job_id, place, gpu_uuid) is not None:
                     self._gpus.put("", run.job_id, place, gpu_uuid)
 
     def drain(self) -> None:
@@ -343,15 +343,16 @@ class Agents:
         agent = self._agents.get(instance_id)
         return "" if agent is None else agent.principal.name
 
-    def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
+    def _lease_on_gpu_s(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> float | None:
         run = self._live.get(job_id)
         if run is None:
-            return False
+            return None
         self._live.tick_run(run)
+        now_s = self._live.clock.now_s()
         return self._live.read(
             run,
-            partial(views.is_on_gpu, place=rank, gpu_uuid=gpu_uuid),
-            lambda _: False,
+            partial(views.lease_on_gpu_s, place=rank, gpu_uuid=gpu_uuid, now_s=now_s),
+            lambda _: None,
             FaultyPart.MACHINE,
         )
 

@@ -65,6 +65,16 @@ def test_a_refused_rank_is_announced_again_until_accepted() -> None:
     assert bench.after(MAX_JOIN_RETRY_S, Tick()) == []
 
 
+def test_a_refused_rank_is_announced_again_when_the_other_agents_lease_ends() -> None:
+    bench = Bench()
+    bench.do(Connected(LEASE_S))
+    bench.do(RankRefused(RANK, "RANK_ALREADY_SERVED", "", lease_left_s=0.5))
+    assert bench.after(0.4, Tick()) == []
+    assert bench.after(0.1, Tick()) == [joined(-1)]
+    bench.do(RankRefused(RANK, "RANK_ALREADY_SERVED", "", lease_left_s=LEASE_S))
+    assert bench.after(2 * JOIN_RETRY_S, Tick()) == [joined(-1)], "the other rank may leave before"
+
+
 def test_a_repeatedly_refused_rank_is_announced_less_and_less_often() -> None:
     bench = Bench()
     bench.do(Connected(LEASE_S))

@@ -179,7 +179,7 @@ class Node:
             version=version,
             start_iteration=start,
             lease_s=LEASE_S,
-            urgent=urgent,
+            is_urgent=urgent,
             **(clocks or {"stock": {}}),
         )
 

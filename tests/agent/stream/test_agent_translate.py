@@ -176,6 +176,12 @@ def test_rows_become_columns() -> None:
         ),
         (
             wire.ConnectResponse(
+                rank_refused=wire.RankRefused(job_id="job", rank=COORDINATES, reason="R", lease_left_s=2.5)
+            ),
+            RankRefused(RANK, "R", "", lease_left_s=2.5),
+        ),
+        (
+            wire.ConnectResponse(
                 rank_max_clock=wire.RankMaxClock(
                     job_id="job",
                     rank=COORDINATES,

@@ -137,10 +137,16 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
         ConnectRequest(rank_left=agent_service_pb2.RankLeft(job_id="job", rank=place, reason=1)),  # type: ignore[arg-type]
         ConnectRequest(
             plan_answer=agent_service_pb2.PlanAnswer(
-                job_id="job", rank=place, epoch="e", version=1, accepted=True, refused_clocks_mhz=[1400]
+                job_id="job",
+                rank=place,
+                epoch="e",
+                version=1,
+                accepted=True,
+                iteration=0,
+                refused_clocks_mhz=[1400],
             )
         ),
-        ConnectRequest(plan_in_force=agent_service_pb2.PlanInForce(job_id="job", rank=place)),
+        ConnectRequest(plan_in_force=agent_service_pb2.PlanInForce(job_id="job", rank=place, iteration=0)),
         ConnectRequest(
             gpu_error=agent_service_pb2.GpuError(job_id="job", rank=place, reason=4, message="m")  # type: ignore[arg-type]
         ),

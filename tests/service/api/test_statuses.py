@@ -30,6 +30,7 @@ GATHERING: set[type[errors.CoordinatorError]] = {
     errors.CoordinatorError,
     errors.InvalidInputError,
     errors.ProtocolError,
+    errors.ServedError,
     errors.AuthenticationError,
     errors.ForbiddenError,
 }

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.schedule_name import ScheduleName
-from perseus.service.api.translate_agents import max_clock_to_proto, offer_to_proto, telemetry_from_proto
+from perseus.service.api.translate_agents import (
+    answer_from_proto,
+    in_force_from_proto,
+    joined_from_proto,
+    max_clock_to_proto,
+    offer_to_proto,
+    telemetry_from_proto,
+)
 from perseus.service.api.translate_jobs import event_filter_from_proto, spec_from_proto
 from perseus.service.api.translate_problems import (
     check_problem_size,
@@ -228,6 +235,18 @@ def test_columns_arrive_as_they_were_sent(rows: list[tuple[Kind, int, float]]) -
     assert [KINDS[index] for index in columns.kind] == [kind for kind, _, _ in rows]
     assert columns.microbatch == [microbatch for _, microbatch, _ in rows]
     assert columns.begin_s == [begin_s for _, _, begin_s in rows]
+
+
+@pytest.mark.parametrize(("iteration", "expected"), [(None, -1), (-1, -1), (0, 0)])
+def test_an_absent_iteration_means_that_none_has_begun(iteration: int | None, expected: int) -> None:
+    place = rank_pb2.RankCoordinates()
+    gpu = agent_service_pb2.Gpu(uuid="g", supported_clocks_mhz=[1000])
+    joined = agent_service_pb2.RankJoined(rank=place, gpu=gpu, iteration=iteration)
+    answer = agent_service_pb2.PlanAnswer(rank=place, version=1, accepted=True, iteration=iteration)
+    in_force = agent_service_pb2.PlanInForce(rank=place, iteration=iteration)
+    assert joined_from_proto(joined, "agent", "host").iteration == expected
+    assert answer_from_proto(answer, "agent").iteration == expected
+    assert in_force_from_proto(in_force, "agent").iteration == expected
 
 
 def test_a_row_of_no_kind_is_named() -> None:

@@ -26,7 +26,9 @@ def test_a_rank_is_refused_only_if_another_live_rank_of_its_principal_is_on_its_
 ) -> None:
     other_user = Principal("token theirs", Grant(Scope.AGENT, ("c-*",)))
     live: dict[Place, str] = {}
-    index = GpuIndex(lambda job_id, rank, gpu: live.get((job_id, rank)) == gpu, lambda *_: "")
+    index = GpuIndex(
+        lambda job_id, rank, gpu: 3.0 if live.get((job_id, rank)) == gpu else None, lambda *_: ""
+    )
     mine = Principal("token mine", Grant(Scope.AGENT, ("a", "b")))
     for what, place, gpu in steps:
         if what == "leave":
@@ -37,8 +39,9 @@ def test_a_rank_is_refused_only_if_another_live_rank_of_its_principal_is_on_its_
             ((job_id, rank),) = others
             with pytest.raises(
                 GpuAlreadyServedError, match=f"stage {rank.stage}, tensor 0 of job '{job_id}'"
-            ):
+            ) as caught:
                 index.check(mine, *place, gpu)
+            assert caught.value.lease_left_s == 3.0
             index.check(other_user, *place, gpu)  # another principal's claim blocks nothing
         else:
             index.check(mine, *place, gpu)
@@ -75,6 +78,7 @@ async def test_one_gpu_serves_one_rank_of_one_job_until_that_has_left(tmp_path: 
         assert await answer(elsewhere, joined_on(elsewhere, first, "GPU-X")) == "GPU_ALREADY_SERVED"
         refused = elsewhere.refused[-1]
         assert (refused.metadata["job_id"], refused.metadata["gpu_uuid"]) == ("job", "GPU-X")
+        assert 0 < refused.lease_left_s <= 2.0
         assert await answer(agent, joined_on(agent, first, "GPU-X")) == "", "the same rank again"
 
         # It leaves, and another rank gets the GPU.

@@ -150,6 +150,7 @@ def test_another_instance_is_refused_until_the_lease_has_run_out() -> None:
     with pytest.raises(RankAlreadyServedError) as caught:
         cluster.handle(other)
     assert caught.value.metadata["instance_id"] == "agent-0"
+    assert caught.value.lease_left_s == pytest.approx(0.001)
     cluster.now_s = deadline_s
     cluster.handle(Tick())
     assert AcceptRank(FIRST, "other") in cluster.handle(other)

@@ -24,6 +24,7 @@ class Jobs:
         self.runs: dict[str, Any] = {}
         self.ports: dict[str, object] = {}
         self.epoch = "epoch"
+        self.clock = SimpleNamespace(now_s=lambda: 0.0)
 
     def get(self, job_id: str) -> Any:
         return self.runs.get(job_id)
@@ -36,8 +37,8 @@ class Jobs:
     def tick_run(self, run: Any) -> None:
         pass
 
-    def read(self, run: Any, ask: object, otherwise: object, part: object) -> bool:
-        return False  # it has left its GPU
+    def read(self, run: Any, ask: object, otherwise: object, part: object) -> None:
+        return None  # it has left its GPU
 
     def handle(self, run: Any, event: Input) -> None:
         self.handled.append((run.job_id, event))

@@ -173,7 +173,9 @@ async def test_an_unknown_job_is_not_found_by_any_method(client: Client) -> None
         jobs.GetReport(pb.GetReportRequest(job_id="no"), timeout=TIMEOUT_S),
         jobs.GetTimeline(pb.GetTimelineRequest(job_id="no"), timeout=TIMEOUT_S),
         frontiers.GetFrontier(frontier_service_pb2.GetFrontierRequest(job_id="no"), timeout=TIMEOUT_S),
-        frontiers.GetPlan(frontier_service_pb2.GetPlanRequest(job_id="no"), timeout=TIMEOUT_S),
+        frontiers.GetPlan(
+            frontier_service_pb2.GetPlanRequest(job_id="no", iteration_time_s=1.0), timeout=TIMEOUT_S
+        ),
         jobs.WatchJob(pb.WatchJobRequest(job_id="no"), timeout=TIMEOUT_S).read(),
     ]
     for call in calls:

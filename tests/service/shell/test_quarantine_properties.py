@@ -226,7 +226,7 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
     """Make machines fail as the dice in the list decide: before an input, after it, and in views."""
     current: list[Dice] = []
     handle, job = JobMachine.handle, views.job
-    next_deadline_s, is_on_gpu = Run.next_deadline_s, views.is_on_gpu
+    next_deadline_s, lease_on_gpu_s = Run.next_deadline_s, views.lease_on_gpu_s
 
     def failing_handle(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
         current[0].throw(self.spec.job_id)
@@ -238,9 +238,9 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
         current[0].throw(self.spec.job_id)
         return next_deadline_s(self)
 
-    def failing_gpu(run: Run, place: Coordinates, gpu_uuid: str) -> bool:
+    def failing_gpu(run: Run, place: Coordinates, gpu_uuid: str, now_s: float) -> float | None:
         current[0].throw(run.spec.job_id)
-        return is_on_gpu(run, place, gpu_uuid)
+        return lease_on_gpu_s(run, place, gpu_uuid, now_s)
 
     def failing_job(run: Run, *, is_full: bool) -> job_pb2.Job:
         current[0].throw(run.spec.job_id)
@@ -250,7 +250,7 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
     monkeypatch.setattr(JobMachine, "handle", failing_handle)
     monkeypatch.setattr(views, "job", failing_job)
     monkeypatch.setattr(Run, "next_deadline_s", failing_deadline)
-    monkeypatch.setattr(views, "is_on_gpu", failing_gpu)
+    monkeypatch.setattr(views, "lease_on_gpu_s", failing_gpu)
     return current
 
 

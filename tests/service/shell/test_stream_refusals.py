@@ -53,6 +53,7 @@ async def test_invalid_ranks_are_refused_and_the_stream_continues(client: Client
         await agent.send(rank_joined=message)
     await agent.until(lambda: bool(agent.accepted))
     assert [refused.reason for refused in agent.refused] == ["RANK_OUT_OF_RANGE", "JOB_NOT_FOUND"]
+    assert not any(refused.HasField("lease_left_s") for refused in agent.refused)
     assert agent.refused[0].metadata["stage"] == "2"
     assert agent.refused[0].metadata["stage_count"] == "2"
     assert agent.refused[0].rank.stage == 2
@@ -66,6 +67,7 @@ async def test_another_agent_cannot_claim_a_served_rank(client: Client) -> None:
     (refused,) = other.refused
     assert refused.reason == "RANK_ALREADY_SERVED"
     assert refused.metadata["instance_id"] == "agent"
+    assert 0 < refused.lease_left_s <= agent.welcome.lease_s
     assert (await client.ranks())[0].state == rank_pb2.RANK_STATE_CONNECTED
 
 

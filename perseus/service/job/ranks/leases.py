@@ -35,6 +35,10 @@ class Leases:
         self._heard_s.pop(instance_id, None)
         self._noted_s.pop(instance_id, None)
 
+    def left_s(self, instance_id: str, now_s: float) -> float:
+        """Return how much of an instance's lease is left, s."""
+        return max(0.0, self._heard_s[instance_id] + self._lease_s - now_s)
+
     def next_deadline_s(self) -> float | None:
         """Return when the next lease runs out; None if there is none."""
         while self._heap:

@@ -179,6 +179,7 @@ class RankTable:
                 tensor=event.rank.tensor,
                 instance_id=rank.instance_id,
                 hostname=rank.hostname,
+                lease_left_s=self._leases.left_s(rank.instance_id, now_s),
             )
         self._leases.hear(event.instance_id, now_s)
         self.placement_count += (rank.hostname, rank.gpu) != (event.hostname, event.gpu)
@@ -197,6 +198,10 @@ class RankTable:
         )
         self.change(joined, why="")
         self.missing.find(event.rank)
+
+    def lease_left_s(self, place: Coordinates, now_s: float) -> float:
+        """Return how much of the lease of a live rank is left, s."""
+        return self._leases.left_s(self._ranks[place].instance_id, now_s)
 
     def hear(self, place: Coordinates, instance_id: str, now_s: float) -> bool:
         """Renew the leases of a rank's agent; return False if it does not serve the rank (a stale message).

@@ -33,6 +33,8 @@ def test_leases_run_out_as_a_plain_list_of_them_would(some: list[tuple[str, str,
         leases.validate()
         assert leases.next_deadline_s() == min((at_s + LEASE_S for at_s in heard_s.values()), default=None)
         assert len(leases) == len(heard_s)
+        for each, at_s in heard_s.items():
+            assert leases.left_s(each, now_s) == max(0.0, at_s + LEASE_S - now_s)
 
 
 def test_ended_leases_leave_nothing_behind() -> None:

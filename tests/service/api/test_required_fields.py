@@ -1,0 +1,278 @@
+"""A part whose comment in the contract begins with "Required" is refused if it is absent, and no other is."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_status import rpc_status
+from grpc_tools import protoc
+
+from perseus.v1 import (
+    agent_service_pb2,
+    computation_pb2,
+    frontier_service_pb2,
+    job_pb2,
+    job_service_pb2,
+    ledger_service_pb2,
+    ledger_service_pb2_grpc,
+    power_service_pb2,
+    rank_pb2,
+    token_service_pb2,
+    token_service_pb2_grpc,
+)
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from tests.service.api.test_bounds_of_requests import asked, methods, output, spec
+from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings
+
+PROTOS = Path(__file__).parents[3] / "protos"
+_FIELD, _ONEOF = DescriptorProto.FIELD_FIELD_NUMBER, DescriptorProto.ONEOF_DECL_FIELD_NUMBER
+
+NAMED_BY_PLACE = {
+    "Schedule.order",
+    "Label.key",
+    "StageOrder.computations",
+    "Path.steps",
+    "PipelineProblem.profiles",
+    "ComputationProfile.measurements",
+}
+"""Refusals give the place of these (a schedule, a stage, a kind, the labels) instead of the field."""
+
+M = TypeVar("M", bound=Message)
+
+Parts = dict[str, str]
+"""When the comment of "Message.part" says that it is required: "always", "sometimes" or "" for never."""
+
+
+def marked(directory: Path) -> Parts:
+    """Read the contract's comments."""
+    path = directory / "contract.binpb"
+    files = [each.relative_to(PROTOS).as_posix() for each in sorted(PROTOS.rglob("*.proto"))]
+    well_known = Path(protoc.__file__).parent / "_proto"
+    options = [f"--proto_path={PROTOS}", f"--proto_path={well_known}", f"--descriptor_set_out={path}"]
+    assert protoc.main(["protoc", *options, "--include_source_info", *files]) == 0
+    found: Parts = {}
+    for file in FileDescriptorSet.FromString(path.read_bytes()).file:
+        for location in file.source_code_info.location:
+            match list(location.path):
+                case [4, number, kind, part] if kind in (_FIELD, _ONEOF):
+                    message = file.message_type[number]
+                    name = (message.field if kind == _FIELD else message.oneof_decl)[part].name
+                    comment = location.leading_comments.strip()
+                    found[f"{message.name}.{name}"] = (
+                        "always"
+                        if comment.startswith("Required. ")
+                        else "sometimes"
+                        if comment.startswith("Required ")
+                        else ""
+                    )
+    return found
+
+
+def lacking(message: M) -> Iterator[tuple[str, M]]:
+    """Yield a message without each of its parts in turn, and the part as "Message.part"."""
+    for field, value in message.ListFields():
+        without = type(message)()
+        without.CopyFrom(message)
+        without.ClearField(field.name)
+        oneof = field.containing_oneof
+        part = field if oneof is None or oneof.name == f"_{field.name}" else oneof
+        yield f"{message.DESCRIPTOR.name}.{part.name}", without
+        if field.message_type is None or field.message_type.file.package != "perseus.v1":
+            continue
+        for name, inner in lacking(value[0] if field.is_repeated else value):
+            without = type(message)()
+            without.CopyFrom(message)
+            place = getattr(without, field.name)
+            (place[0] if field.is_repeated else place).CopyFrom(inner)
+            yield name, without
+
+
+class Findings:
+    """What comes of messages that lack a part, against what the comments say."""
+
+    def __init__(self, marks: Parts) -> None:
+        self.marks = marks
+        self.refused: set[str] = set()
+        self.wrong: list[str] = []
+
+    def add(self, part: str, named: str) -> None:
+        """Take an answer: the names in a refusal; "" if there was none."""
+        mark = self.marks[part]
+        if named:
+            self.refused.add(part)
+        if named and not mark:
+            self.wrong.append(f"{part} is refused ({named}), and not marked as required")
+        elif not named and mark == "always":
+            self.wrong.append(f"{part} is marked as required, and not refused")
+        is_named = part in NAMED_BY_PLACE or part.split(".")[1] in re.findall(r"\w+", named)
+        if named and mark == "always" and not is_named:
+            self.wrong.append(f"{part} is refused as {named}")
+
+    def untried(self, names: set[str]) -> set[str]:
+        """Return what is marked as required in these messages, and was never refused."""
+        marked_parts = {part for part, mark in self.marks.items() if mark and part.split(".")[0] in names}
+        return marked_parts - self.refused
+
+
+async def test_an_agents_messages_lack_nothing_that_is_required(tmp_path: Path) -> None:
+    findings = Findings(marked(tmp_path))
+    async with connected(make_settings(tmp_path)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        for index in range(len(said(agent))):
+            parts = [part for part, _ in lacking(said(agent)[index])]
+            assert await named(agent, said(agent)[index]) == "", "a valid message"
+            for position, part in enumerate(parts):
+                _, message = [*lacking(said(agent)[index])][position]  # its iteration is new each time
+                findings.add(part, await named(agent, message))
+        hello = agent_service_pb2.Hello(
+            instance_id="other", agent_version="0", hostname="host", protocol_version=1
+        )
+        for part, greeting in lacking(hello):
+            call = client.agents.Connect()
+            await call.write(ConnectRequest(hello=greeting))
+            findings.add(part, await refusal(call))
+        await agent.end()
+    assert findings.wrong == []
+    own = {each.name for each in messages(ConnectRequest.DESCRIPTOR)}
+    assert findings.untried(own) == set()
+
+
+async def test_requests_lack_nothing_that_is_required(tmp_path: Path) -> None:
+    findings = Findings(marked(tmp_path))
+    settings = make_settings(tmp_path, feeds={"default": {"hosts": ["*"], "reference_w": 6000.0}})
+    async with connected(settings) as client:
+        await client.register()
+        stubs = calls(client)
+        seen = set()
+        for base in requests():
+            for number, (part, message) in enumerate(lacking(base)):
+                key = base.DESCRIPTOR.name, part
+                if key in seen and findings.marks[part] != "sometimes":
+                    continue
+                seen.add(key)
+                if getattr(message, "request_id", ""):  # a repeated one would be answered as before
+                    message.request_id = f"{len(seen)}-{number}"  # type: ignore[attr-defined]
+                call = stubs[base.DESCRIPTOR.name](message, timeout=TIMEOUT_S)
+                findings.add(part, await refusal(call))
+    assert findings.wrong == []
+    own = {each.name for base in requests() for each in messages(base.DESCRIPTOR)}
+    assert {name for name in stubs if name not in own} == {"ListFeedsRequest", "ListTokensRequest"}
+    assert findings.untried(own) == set()
+
+
+def messages(descriptor: Any) -> Iterator[Any]:
+    """Yield a message's type and those of its parts."""
+    yield descriptor
+    for field in descriptor.fields:
+        if field.message_type is not None:
+            yield from messages(field.message_type)
+
+
+def said(agent: FakeAgent) -> list[ConnectRequest]:
+    """Valid messages of an agent, of every kind but Hello."""
+    place, reason = agent.place(ALL_PLACES[0]), rank_pb2.PLAN_REFUSAL_REASON_PAST_START
+    refusal = agent_service_pb2.PlanAnswer(
+        job_id="job",
+        rank=place,
+        epoch="e",
+        version=1,
+        refusal_reason=reason,
+        message="m",
+        iteration=0,
+    )
+    in_force = agent_service_pb2.PlanInForce(job_id="job", rank=place, epoch="e", version=1, iteration=1)
+    found = [*output(agent), ConnectRequest(plan_answer=refusal), ConnectRequest(plan_in_force=in_force)]
+    for each in found:
+        if each.HasField("plan_answer"):
+            each.plan_answer.refusal_reason = reason  # which a refusal must have
+    return found
+
+
+async def named(agent: FakeAgent, message: ConnectRequest) -> str:
+    """Send a message; return the names in its refusal."""
+    for earlier in (agent.received, agent.refused, agent.messages_refused, agent.telemetry_refused):
+        earlier.clear()
+    async with agent.writing:
+        await agent.call.write(message)
+    await agent.send(heartbeat=agent_service_pb2.Heartbeat())
+    await agent.until(lambda: any(each.HasField("heartbeat") for each in agent.received))
+    if agent.refused:
+        metadata = agent.refused[0].metadata
+        return " ".join([*metadata, metadata["field"]])
+    if agent.messages_refused:
+        return agent.messages_refused[0].field
+    return agent.telemetry_refused[0].field if agent.telemetry_refused else ""
+
+
+def requests() -> list[Message]:
+    """Valid requests of every method."""
+    interleaved = computation_pb2.SCHEDULE_NAME_INTERLEAVED_ONE_FORWARD_ONE_BACKWARD
+    named_schedule = computation_pb2.NamedSchedule(name=interleaved, microbatch_count=1, chunk_count=2)
+    labelled = job_service_pb2.RegisterJobRequest(
+        spec=spec(
+            schedule=computation_pb2.Schedule(named=named_schedule),
+            stage_work=[job_pb2.StageWork(fingerprint="w")],
+        ),
+        request_id="r",
+        spec_fingerprint="f",
+        owner="o",
+        labels=[job_pb2.Label(key="k", value="v")],
+    )
+    jobs, tokens = job_service_pb2, token_service_pb2
+    return [
+        *asked(),
+        labelled,
+        jobs.FinishJobRequest(job_id="job"),
+        jobs.DeleteJobRequest(job_id="job"),
+        jobs.ResumeJobRequest(job_id="job"),
+        jobs.MeasureBaselineRequest(job_id="job", request_id="r"),
+        frontier_service_pb2.GetFrontierRequest(job_id="job"),
+        ledger_service_pb2.ListLedgerEntriesRequest(job_id="job", page_size=1),
+        power_service_pb2.CancelBudgetRequest(budget_id="b"),
+        power_service_pb2.WatchFeedsRequest(feed="default"),
+        tokens.CreateTokenRequest(
+            name="t", scope=tokens.SCOPE_AGENT, job_patterns=["*"], host_patterns=["*"]
+        ),
+        tokens.RevokeTokenRequest(name="t"),
+    ]
+
+
+def calls(client: Client) -> dict[str, Any]:
+    """The methods of all services, by the names of their requests."""
+    found: dict[str, Any] = dict(methods(client))
+    for stub, service in (
+        (
+            ledger_service_pb2_grpc.LedgerServiceStub(client.channel),
+            ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
+        ),
+        (
+            token_service_pb2_grpc.TokenServiceStub(client.channel),
+            token_service_pb2.DESCRIPTOR.services_by_name["TokenService"],
+        ),
+    ):
+        found |= {each.input_type.name: getattr(stub, each.name) for each in service.methods}
+    return found
+
+
+async def refusal(call: Any) -> str:
+    """The names in the refusal of a call; "" if it lacks nothing."""
+    try:
+        if hasattr(call, "read"):
+            await call.read()
+            call.cancel()
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        status, info = rpc_status.from_call(error), ErrorInfo()
+        if status is not None:
+            status.details[0].Unpack(info)
+        if info.reason.startswith("INVALID_") or info.reason.endswith("_NOT_FOUND"):
+            return " ".join([*info.metadata, info.metadata["field"]])
+    return ""

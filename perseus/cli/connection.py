@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
+_ANOTHER_TOKEN = (
+    "Give one of this coordinator's by --token-file or PERSEUS_TOKEN: its log names the file of the operator's "
+    "token, with which `perseus tokens create` makes more"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Connection:
@@ -171,7 +176,11 @@ def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["gr
                     f"no answer in time from the coordinator at {where}: {reason or 'reason unknown'}",
                     FAILURE,
                 )
-            fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
+            details = error.details() or code.name
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                origin = f"; the token is from {channels.token_origin}" if channels.token_origin else ""
+                details = f"{where}: {details}{origin}. {_ANOTHER_TOKEN}"
+            fail(details, BAD_INPUT if code in their_fault else FAILURE)
 
 
 class EscapingChannel:

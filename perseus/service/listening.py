@@ -6,8 +6,10 @@ and nothing older, and has no setting for that.
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import grpc
@@ -84,12 +86,15 @@ class Port:
 def check_free(address: str) -> None:
     """Check that an address can be bound, without listening there.
 
-    A start that would fail at it then fails before it has made a database. gRPC alone judges Unix sockets, which it
-    replaces, and its own schemes.
+    A start that would fail at it then fails before it has made a database. gRPC alone judges its own schemes.
 
     Raises:
         AddressUnavailableError: it is taken, or invalid.
     """
+    if address.startswith("unix:"):  # a socket that is there is replaced
+        folder = Path(address.removeprefix("unix:").removeprefix("//")).parent
+        if not os.access(folder, os.W_OK):
+            raise AddressUnavailableError(address=address, cause=f"can't write to the folder {folder}")
     found = host_and_port(address)
     if found is None or address.startswith(OTHER_SCHEMES):
         return

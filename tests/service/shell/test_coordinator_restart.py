@@ -111,12 +111,15 @@ async def test_a_failed_first_start_leaves_no_file_behind(tmp_path: Path) -> Non
         for wrong in (
             {"listen": taken},
             {"http": taken},
+            {"listen": f"unix:{tmp_path / 'none' / 'socket'}"},
             {"tls_certificate": bad, "tls_key": bad},
         ):
             folder = tmp_path / "first"
             folder.mkdir()
             token_file = folder / "operator.token"
-            settings = make_settings(folder, **{"insecure": False, "operator_token_file": token_file, **wrong})
+            settings = make_settings(
+                folder, **{"insecure": False, "operator_token_file": token_file, **wrong}
+            )
             with pytest.raises(StartupError):
                 async with running_here(settings):
                     raise AssertionError("it started")

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 _ANOTHER_TOKEN = (
-    "Give one of this coordinator's by --token-file or PERSEUS_TOKEN: its log names the file of the operator's "
-    "token, with which `perseus tokens create` makes more"
+    "Give one of this coordinator's by --token-file or PERSEUS_TOKEN: its log names the file of the "
+    "operator's token, with which `perseus tokens create` makes more"
 )
 
 

@@ -113,9 +113,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            problems: Any = getattr(
-                error.__cause__, "errors", list
-            )()  # pydantic's: typer shows only their message
+            # Typer shows only the message of pydantic's error, which lacks the value.
+            problems: Any = getattr(error.__cause__, "errors", list)()
             if problems and "input" in problems[0]:
                 error.message = f"{error.message}, found {printable(repr(problems[0]['input']))}"
             raise

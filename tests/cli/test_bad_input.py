@@ -62,14 +62,8 @@ def make_files(folder: Path) -> None:
 
 
 SOLVE = ["solve", "profile.csv", "--microbatches", "4"]
-COORDINATOR = [
-    "coordinator",
-    "--listen",
-    "127.0.0.1:0",
-    "--operator-token-file",
-    "operator.token",
-    "--database",
-]
+OWN_TOKEN = ["--operator-token-file", "operator.token"]
+COORDINATOR = ["coordinator", "--listen", "127.0.0.1:0", *OWN_TOKEN, "--database"]
 AGENT = ["agent", "--observe", "--gpu-backend", "emulated", "--emulated-gpus", "folder", "--socket"]
 
 MISTAKES: dict[str, tuple[list[str], int, str]] = {

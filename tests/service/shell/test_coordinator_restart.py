@@ -116,10 +116,8 @@ async def test_a_failed_first_start_leaves_no_file_behind(tmp_path: Path) -> Non
         ):
             folder = tmp_path / "first"
             folder.mkdir()
-            token_file = folder / "operator.token"
-            settings = make_settings(
-                folder, **{"insecure": False, "operator_token_file": token_file, **wrong}
-            )
+            own = {"insecure": False, "operator_token_file": folder / "operator.token"}
+            settings = make_settings(folder, **own, **wrong)
             with pytest.raises(StartupError):
                 async with running_here(settings):
                     raise AssertionError("it started")

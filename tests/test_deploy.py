@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -21,7 +22,8 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.main import app
 from perseus.cli.terminal import BAD_INPUT
 from perseus.demo.security import Security
-from perseus.service.settings import CoordinatorSettings
+from perseus.service.settings import CoordinatorSettings, FeedSettings
+from perseus.service.signal_settings import SignalSettings
 from perseus.tls.files import TlsFiles
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -155,6 +157,22 @@ def test_the_coordinator_runs_with_the_settings_in_its_unit(tmp_path: Path) -> N
             coordinator.terminate()
             coordinator.communicate(timeout=60)
     assert coordinator.returncode == 0
+
+
+def test_the_chart_accepts_exactly_the_settings_that_there_are() -> None:
+    schema = json.loads((DEPLOY / "helm" / "perseus" / "values.schema.json").read_text())
+
+    def keys(found: Any) -> set[str]:
+        assert found["additionalProperties"] is False
+        return set(found["properties"])
+
+    for part, model in (("coordinator", CoordinatorSettings), ("agent", AgentSettings)):
+        settings = schema["properties"][part]["properties"]["settings"]
+        assert keys(settings) == set(model.model_fields)
+        if model is CoordinatorSettings:
+            for table, of_one in (("feeds", FeedSettings), ("signals", SignalSettings)):
+                own = settings["properties"][table]["additionalProperties"]
+                assert keys(own) == set(of_one.model_fields)
 
 
 def test_the_coordinator_has_a_user_of_its_own_and_nothing_else() -> None:

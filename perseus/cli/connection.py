@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
     from perseus.tls.channels import Channels
 
 DEFAULT_COORDINATOR = "127.0.0.1:50051"
+
+_UNKNOWN_JOB = re.compile(r"job '(?P<job_id>.*)' is not registered")
+
+_ANOTHER_TOKEN = (
+    "Give one of this coordinator's by --token-file or PERSEUS_TOKEN: its log names the file of the "
+    "operator's token, with which `perseus tokens create` makes more"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,29 @@ def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["gr
                     f"no answer in time from the coordinator at {where}: {reason or 'reason unknown'}",
                     FAILURE,
                 )
-            fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
+            details = error.details() or code.name
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                origin = f"; the token is from {channels.token_origin}" if channels.token_origin else ""
+                details = f"{where}: {details}{origin}. {_ANOTHER_TOKEN}"
+            if code is grpc.StatusCode.NOT_FOUND and (wrong := _UNKNOWN_JOB.fullmatch(details)):
+                details += _similar_job(plain, wrong["job_id"])
+            fail(details, BAD_INPUT if code in their_fault else FAILURE)
+
+
+def _similar_job(channel: "grpc.Channel", job_id: str) -> str:
+    """Return a question after a job with a similar identifier; empty if there is none to be seen."""
+    import grpc
+
+    from perseus.cli.environment import did_you_mean
+    from perseus.cli.listing import PAGE_SIZE, pages
+    from perseus.v1.job_service_pb2 import ListJobsRequest
+    from perseus.v1.job_service_pb2_grpc import JobServiceStub
+
+    try:
+        found = pages(JobServiceStub(channel).ListJobs, ListJobsRequest(page_size=PAGE_SIZE))
+        return did_you_mean(job_id, [job.job_id for page in found for job in page.jobs])
+    except grpc.RpcError:  # the caller may have no right to see them
+        return ""
 
 
 class EscapingChannel:

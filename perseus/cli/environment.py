@@ -1,6 +1,6 @@
 """Warnings for PERSEUS_ environment variables that nothing reads, such as misspelt settings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 
@@ -26,9 +26,13 @@ def unknown(environment: Mapping[str, str]) -> Iterator[str]:
         return
     known = _OTHERS | of_flags | {LIFELINE, *_of_settings()}
     for name in sorted(named - known):
-        close = get_close_matches(name, known, n=1)
-        hint = f": did you mean {close[0]}?" if close else ""
-        yield f"environment variable {name} is unknown to Perseus{hint}"
+        yield f"environment variable {name} is unknown to Perseus{did_you_mean(name, known)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message on an unknown name: the most similar known one, if any is similar."""
+    close = get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]}?" if close else ""
 
 
 def _of_settings() -> Iterator[str]:

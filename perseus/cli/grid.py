@@ -36,6 +36,7 @@ def dsx_flex(settings: DsxFlexSettings) -> None:
             path=settings.token_file,
             token=settings.token.get_secret_value() if settings.token is not None else None,
             is_local=is_local(settings.coordinator),
+            variable="PERSEUS_GRID_TOKEN",
         )
         asyncio.run(run(settings, token))
     except (JournalError, KeyFileError, TlsError, TokenFileError) as error:

@@ -12,28 +12,42 @@ from perseus.printable import printable
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from perseus.v1.clock_statistics_pb2 import ClockStatistics
 
 
+_RANK = "rank: pipeline/stage/tensor; plan: in force → offered"
+
+
 def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
     """Return a table with one line for each job."""
-    table = Table()
-    for column in ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers"):
-        table.add_column(column)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("job", overflow="fold")
+    table.add_column("state")
+    table.add_column("pipelines\n× stages\n× tensor", no_wrap=True)
+    for column in ("ranks\nconnected", "T_min", "power", "energy\nsaved"):
+        table.add_column(column, justify="right", no_wrap=True)
     for job in jobs:
-        layout = job.parallelism
+        layout, figures = job.parallelism, job.figures
         rank_count = layout.pipeline_count * layout.stage_count * layout.tensor_count
+        count = job.straggler_count
         table.add_row(
-            job.job_id,
-            state_name(job.state),
+            Text(job.job_id),
+            state_name(job.state) + (f", {count} straggler{'s' * (count != 1)}" if count else ""),
             _layout(layout),
-            f"{job.rank_counts.connected_count} of {rank_count}",
+            f"{job.rank_counts.connected_count}/{rank_count}",
             f"{job.t_min_s:.3f} s" if job.t_min_s else "",
-            str(job.straggler_count or ""),
+            power_text(figures),
+            f"{figures.saving.energy_percent:+z.1f} %" if figures.saving.HasField("energy_percent") else "",
         )
     return table
+
+
+def power_text(figures: job_pb2.JobFigures) -> str:
+    """Return a job's power; empty if it is unknown."""
+    return f"{figures.power_w / 1000:.2f} kW" if figures.HasField("power_w") else ""
 
 
 def run_table(runs: Iterable[job_pb2.Job]) -> Table:
@@ -154,36 +168,22 @@ def plan_table(job: job_pb2.Job) -> Table:
 
 
 def rank_table(ranks: Iterable[rank_pb2.Rank]) -> Table:
-    """Return a table with one line for each rank."""
-    table = Table()
-    for column in (
-        "pipeline",
-        "stage",
-        "tensor",
-        "state",
-        "host",
-        "GPU",
-        "iteration",
-        "offered",
-        "in force",
-        "on clock",
-        "limits",
-    ):
-        table.add_column(column)
+    """Return a table with one line for each rank; at 80 columns only its last column wraps."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption=_RANK, caption_justify="left")
+    for column in ("rank", "state", "iteration", "plan"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("host, GPU, clocks", overflow="fold")
     for rank in ranks:
-        place = rank.coordinates
+        place, own = rank.coordinates, _on_clock(rank.clocks)
+        gpu = f"{rank.gpu_model} {rank.gpu_uuid}".strip()
+        about = (rank.hostname, gpu, own and f"on clock {own}", _limits(rank))
+        offered, in_force = _version(rank.offered_version), _version(rank.in_force_version)
         table.add_row(
-            str(place.pipeline),
-            str(place.stage),
-            str(place.tensor),
+            f"{place.pipeline}/{place.stage}/{place.tensor}",
             rank_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_").lower(),
-            Text(rank.hostname),
-            Text(f"{rank.gpu_model} {rank.gpu_uuid}"),
             str(rank.iteration) if rank.iteration >= 0 else "",
-            _version(rank.offered_version),
-            _version(rank.in_force_version),
-            _on_clock(rank.clocks),
-            _limits(rank),
+            in_force if offered == in_force else f"{in_force} → {offered}",
+            Text("; ".join(filter(None, about))),
         )
     return table
 
@@ -213,7 +213,7 @@ def gap_text(gap: job_service_pb2.WatchGap) -> str:
 def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
     """Return a table with one line for each period."""
     table = Table(
-        caption="mean ± standard error; slowdown and saving against the latest stock baseline before"
+        caption="mean ± half its 95 % interval; slowdown and saving against the latest stock baseline before"
     )
     table.add_column("period", min_width=12)
     table.add_column("plan")
@@ -232,15 +232,14 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
             irregular.append(f"{period.irregular_count} in period {period.number}, {mean}")
         state = state_name(period.state) + (" with straggler" if period.has_straggler else "")
         first, last = period.first_iteration, period.last_iteration
-        has_error = period.iteration_count > 1
         table.add_row(
             f"{period.number} {state}",
             ", ".join(map(_version, sorted(set(period.plan_versions)))),
             f"{first}–{last}" if last > first else str(first),
             str(period.iteration_count),
             _span(period.start_time, period.end_time),
-            _figure(period.iteration_time_s, period.iteration_time_se_s if has_error else None, ".3f"),
-            _figure(period.energy_j, period.energy_se_j if has_error else None, ".0f"),
+            _figure(period.iteration_time_s, _known(period, "iteration_time_margin_s"), ".3f"),
+            _figure(period.energy_j, _known(period, "energy_margin_j"), ".0f"),
             *_saving(period),
         )
         if period.latency_cost_percent:
@@ -270,20 +269,25 @@ def _saving(period: job_pb2.ReportPeriod) -> tuple[str, str]:
     if not period.HasField("saving"):
         return "", ""
     saving = period.saving
-    slowdown_se = saving.slowdown_se_percent if saving.HasField("slowdown_se_percent") else None
-    energy_se = saving.energy_se_percent if saving.HasField("energy_se_percent") else None
+    slowdown_margin, energy_margin = (
+        _known(saving, f"{name}_margin_percent") for name in ("slowdown", "energy")
+    )
     return (
-        _figure(saving.slowdown_percent, slowdown_se, "+.1f"),
-        _figure(saving.energy_percent, energy_se, "+.1f") if saving.HasField("energy_percent") else "",
+        _figure(saving.slowdown_percent, slowdown_margin, "+.1f"),
+        _figure(saving.energy_percent, energy_margin, "+.1f") if saving.HasField("energy_percent") else "",
     )
 
 
-def _figure(mean: float, se: float | None, form: str) -> str:
-    """Format a mean with its standard error, if there is one; never "-0.0"."""
+def _known(message: "Message", field: str) -> float | None:
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def _figure(mean: float, margin: float | None, form: str) -> str:
+    """Format a mean with half its 95 % interval, if that is known; never "-0.0"."""
     sign = "+" if form.startswith("+") else "-"
     digits = form.removeprefix("+")
     shown = f"{mean:{sign}z{digits}}"
-    return shown if se is None else f"{shown} ± {se:{digits}}"
+    return shown if margin is None else f"{shown} ± {margin:{digits}}"
 
 
 def state_name(state: job_pb2.JobState.ValueType) -> str:

@@ -11,7 +11,16 @@ import typer
 
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.ledger import ledger_entry
-from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, duration_s, later, moment, pages
+from perseus.cli.listing import (
+    PAGE_SIZE,
+    TIMEOUT_S,
+    LabelsOption,
+    duration_s,
+    label_filter,
+    later,
+    moment,
+    pages,
+)
 from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
 from perseus.cli.terminal import error_console, fail, print_whole
 
@@ -50,6 +59,7 @@ def list_jobs(
         list[str] | None,
         typer.Option(help="Only jobs in this state; repeatable.", show_default=False),
     ] = None,
+    label: LabelsOption = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
     """List all jobs."""
@@ -57,7 +67,9 @@ def list_jobs(
     from perseus.v1 import job_pb2, job_service_pb2
 
     request = job_service_pb2.ListJobsRequest(
-        states=_numbers("--state", job_pb2.JobState, "JOB_STATE_", state or ()), page_size=PAGE_SIZE
+        states=_numbers("--state", job_pb2.JobState, "JOB_STATE_", state or ()),
+        labels=label_filter(label),
+        page_size=PAGE_SIZE,
     )
     with _jobs(connection) as jobs:
         listed = [job for page in pages(jobs.ListJobs, request) for job in page.jobs]

@@ -42,22 +42,22 @@ def account_lines(account: LedgerAccount) -> list[str]:
 def _figures(account: LedgerAccount) -> Sequence[str]:
     return (
         _number(account.energy_kwh),
-        _known(account, "saved_energy_kwh", "saved_energy_se_kwh"),
+        _known(account, "saved_energy_kwh", "saved_energy_margin_kwh"),
         _percent(account),
         _known(account, "cost"),
-        _known(account, "saved_cost", "saved_cost_se"),
+        _known(account, "saved_cost", "saved_cost_margin"),
         _known(account, "carbon_g", scale=1e-3),
-        _known(account, "saved_carbon_g", "saved_carbon_se_g", scale=1e-3),
+        _known(account, "saved_carbon_g", "saved_carbon_margin_g", scale=1e-3),
     )
 
 
-def _known(account: LedgerAccount, field: str, error: str = "", *, scale: float = 1.0) -> str:
-    """Format a figure with its standard error, as far as they are known."""
+def _known(account: LedgerAccount, field: str, margin: str = "", *, scale: float = 1.0) -> str:
+    """Format a figure with half its 95 % interval, as far as they are known."""
     if not account.HasField(field):  # type: ignore[arg-type]
         return ""
     shown = _number(scale * getattr(account, field))
-    if error and account.HasField(error):  # type: ignore[arg-type]
-        shown += f" ± {_number(scale * getattr(account, error))}"
+    if margin and account.HasField(margin):  # type: ignore[arg-type]
+        shown += f" ± {_number(scale * getattr(account, margin))}"
     return shown
 
 
@@ -65,7 +65,9 @@ def _percent(account: LedgerAccount) -> str:
     if not account.HasField("saved_percent"):
         return ""
     shown = f"{account.saved_percent:+z.1f}"
-    return f"{shown} ± {account.saved_se_percent:.1f}" if account.HasField("saved_se_percent") else shown
+    if not account.HasField("saved_margin_percent"):
+        return shown
+    return f"{shown} ± {account.saved_margin_percent:.1f}"
 
 
 def _number(value: float) -> str:
@@ -74,9 +76,7 @@ def _number(value: float) -> str:
 
 
 def _notes(account: LedgerAccount) -> list[str]:
-    notes = ["saved ± its standard error, against the stock baseline"]
-    if account.HasField("saved_energy_margin_kwh"):
-        notes.append(f"95 % interval of the energy saved: ± {_number(account.saved_energy_margin_kwh)} kWh")
+    notes = ["saved ± half its 95 % interval, against the stock baseline"]
     if account.profiling_energy_kwh:
         extra = ""
         if account.HasField("profiling_extra_energy_kwh"):

@@ -3,18 +3,43 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from perseus.cli.terminal import fail
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime, timedelta
+
+    from perseus.v1.job_pb2 import Label
+
+LabelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--label", metavar="KEY=VALUE", help="Only jobs with this label; repeatable.", show_default=False
+    ),
+]
 
 TIMEOUT_S = 10.0
 PAGE_SIZE = 1000
 
 _DURATION = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+def label_filter(labels: "Sequence[str] | None") -> "list[Label]":
+    """Return the labels of `--label KEY=VALUE`; exit if one has another form."""
+    from perseus.v1.job_pb2 import Label
+
+    found = []
+    for text in labels or ():
+        key, is_pair, value = text.partition("=")
+        if not (key and is_pair):
+            fail(f"--label: expected KEY=VALUE, found {text!r}")
+        found.append(Label(key=key, value=value))
+    return found
 
 
 def pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from perseus.cli.environment import unknown
 from perseus.cli.terminal import FAILURE, console, fail, warn
+from perseus.printable import printable
 
 # Each command's location and the summary that `perseus --help` shows: the first paragraph of its own help.
 _COMMANDS = {
@@ -108,6 +109,16 @@ class _Commands(TyperGroup):
                 each.default = False  # typer imports pydantic for the None of its own flags
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            # Typer shows only the message of pydantic's error, which lacks the value.
+            problems: Any = getattr(error.__cause__, "errors", list)()
+            if problems and "input" in problems[0]:
+                error.message = f"{error.message}, found {printable(repr(problems[0]['input']))}"
+            raise
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._shows_overview = True
         super().format_help(ctx, formatter)
@@ -146,8 +157,8 @@ def _options(
 
 def main() -> None:
     """Run the command line, inside `entry`; report a missing extra without a traceback."""
-    # gRPC's core writes its own line to standard error for every failed handshake.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # gRPC's core writes its own lines to standard error, for example for a port in use or a failed handshake.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except ModuleNotFoundError as error:

@@ -2,24 +2,33 @@
 
 import sys
 import time
+from collections.abc import Callable
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perseus.cli.connection import Connection, connected, connecting
-from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, pages
+from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, LabelsOption, label_filter, pages
+from perseus.cli.rows import print_json, row_of
 from perseus.cli.terminal import console, print_whole
 
 if TYPE_CHECKING:
     import grpc
+    from rich.console import RenderableType
     from rich.live import Live
 
     from perseus.cli.top_tables import Snapshot
-
-_ROWS_BESIDE = 8
-"""Terminal lines for everything that is neither a job nor a rank."""
+    from perseus.v1.job_service_pb2 import ListJobsRequest
 
 _ROWS_UNSEEN = 1_000_000
+
+
+class TopFormat(StrEnum):
+    """The formats of `top`."""
+
+    TABLE = "table"
+    JSON = "json"
 
 
 @connecting
@@ -28,7 +37,11 @@ def top(
     job: Annotated[
         str | None, typer.Option(help="Also show the GPUs of this job.", show_default=False)
     ] = None,
+    label: LabelsOption = None,
     interval_s: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds between updates.")] = 2.0,
+    form: Annotated[
+        TopFormat, typer.Option("--format", help="A table; or json: one object, once, for scripts.")
+    ] = TopFormat.TABLE,
 ) -> None:
     """Show jobs by power draw, and feeds that have a limit, until you press Ctrl-C.
 
@@ -37,44 +50,66 @@ def top(
     from rich.live import Live
 
     from perseus.cli.top_tables import screen
+    from perseus.v1.job_service_pb2 import ListJobsRequest
 
+    wanted = ListJobsRequest(page_size=PAGE_SIZE, labels=label_filter(label))
     with connected(connection, is_quiet=True) as channel:
-        snapshot = _fetch(channel, job)
+        snapshot = _fetch(channel, wanted, job)
+        if form is TopFormat.JSON:
+            print_json(
+                {
+                    "jobs": [row_of(each) for each in snapshot.running],
+                    "feeds": [row_of(each) for each in snapshot.feeds],
+                    "ranks": [row_of(each) for each in snapshot.ranks],
+                }
+            )
+            return
         if not sys.stdout.isatty():
             print_whole(screen(snapshot, _ROWS_UNSEEN))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            _show_until_interrupted(live, channel, job, interval_s, snapshot)
+            _show_until_interrupted(live, lambda: _fetch(channel, wanted, job), interval_s, snapshot)
 
 
 def _show_until_interrupted(
-    live: "Live", channel: "grpc.Channel", job: str | None, interval_s: float, snapshot: "Snapshot"
+    live: "Live", fetch: Callable[[], "Snapshot"], interval_s: float, snapshot: "Snapshot"
 ) -> None:
     import grpc
 
-    from perseus.cli.top_tables import screen
-
     trouble, received_s = "", time.monotonic()
     while True:
-        rows = max(1, console.height - _ROWS_BESIDE)
-        live.update(screen(snapshot, rows if job is None else max(1, rows // 2), trouble), refresh=True)
+        live.update(_fitting(snapshot, trouble), refresh=True)
         time.sleep(interval_s)
         try:
-            snapshot, trouble, received_s = _fetch(channel, job), "", time.monotonic()
+            snapshot, trouble, received_s = fetch(), "", time.monotonic()
         except grpc.RpcError as error:
             # It may come back: keep its last answer on the screen, with the current error.
             since_s = time.monotonic() - received_s
             trouble = f"no answer for {since_s:.0f} s: {error.details() or error.code().name}"
 
 
-def _fetch(channel: "grpc.Channel", job: str | None) -> "Snapshot":
+def _fitting(snapshot: "Snapshot", trouble: str) -> "RenderableType":
+    """Return the screen with as many rows as the terminal has lines for: rows wrap on a narrow one."""
+    from perseus.cli.top_tables import screen
+
+    rows = console.height
+    while True:
+        shown = screen(snapshot, rows, trouble)
+        if rows == 1 or len(console.render_lines(shown, pad=False)) <= console.height:
+            return shown
+        rows = max(1, rows * 3 // 4)
+
+
+def _fetch(channel: "grpc.Channel", wanted: "ListJobsRequest", job: str | None) -> "Snapshot":
     from perseus.cli.top_tables import Snapshot
     from perseus.v1 import job_service_pb2, power_service_pb2
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
     from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 
     jobs = JobServiceStub(channel)
-    listed = pages(jobs.ListJobs, job_service_pb2.ListJobsRequest(page_size=PAGE_SIZE))
+    request = job_service_pb2.ListJobsRequest()
+    request.CopyFrom(wanted)  # its page token changes
+    listed = pages(jobs.ListJobs, request)
     feeds = PowerServiceStub(channel).ListFeeds(power_service_pb2.ListFeedsRequest(), timeout=TIMEOUT_S)
     found = [each for page in listed for each in page.jobs]
     if job is None:

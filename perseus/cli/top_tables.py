@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from perseus.cli.job_tables import rank_table, state_name
+from perseus.cli.job_tables import power_text, rank_table, state_name
 from perseus.cli.power_tables import feed_line, has_excess
 from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
 
@@ -27,10 +27,16 @@ class Snapshot:
     feeds: Sequence[power_service_pb2.FeedState] = ()
     ranks: Sequence[rank_pb2.Rank] = field(default=())
 
+    @property
+    def running(self) -> list[job_pb2.Job]:
+        """The jobs that have not finished, by power draw."""
+        running = (job for job in self.jobs if job.state != job_pb2.JOB_STATE_FINISHED)
+        return sorted(running, key=lambda job: (-job.figures.power_w, job.job_id))
+
 
 def screen(snapshot: Snapshot, row_count: int, trouble: str = "") -> RenderableType:
     """Return the screen with at most `row_count` rows of jobs and ranks; `trouble`: why it is outdated."""
-    running = [job for job in snapshot.jobs if job.state != job_pb2.JOB_STATE_FINISHED]
+    running = snapshot.running
     parts: list[RenderableType] = [Text(summary(running), style="bold")]
     if trouble:
         parts.append(Text(trouble, style="red"))
@@ -39,7 +45,7 @@ def screen(snapshot: Snapshot, row_count: int, trouble: str = "") -> RenderableT
         for feed in snapshot.feeds
         if feed.HasField("limit_w")
     ]
-    parts.append(_jobs(sorted(running, key=lambda job: (-job.figures.power_w, job.job_id))[:row_count]))
+    parts.append(_jobs(running[:row_count]))
     if len(running) > row_count:
         parts.append(Text(f"… and {len(running) - row_count} more", style="dim"))
     if snapshot.ranks:
@@ -61,12 +67,12 @@ def summary(running: Iterable[job_pb2.Job]) -> str:
 
 
 def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    table.add_column("job")
-    table.add_column("state")
-    for column in ("GPUs", "iteration", "against stock", "energy", "power"):
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for column in ("job", "state"):
+        table.add_column(column, overflow="fold")
+    for column in ("GPUs", "iteration", "slowdown", "energy", "power"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("held by")
+    table.add_column("held by", overflow="fold")
     for job in jobs:
         layout, figures = job.parallelism, job.figures
         count = layout.pipeline_count * layout.stage_count * layout.tensor_count
@@ -79,7 +85,7 @@ def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
             f"{figures.iteration_time_s:.3f} s" if figures.HasField("iteration_time_s") else "",
             f"{saving.slowdown_percent:+.1f} %" if saving is not None else "",
             f"{-saving.energy_percent:+.1f} %" if saving is not None and saved else "",
-            f"{figures.power_w / 1000:.2f} kW" if figures.HasField("power_w") else "",
+            power_text(figures),
             Text(_holding(job)),
         )
     return table
@@ -88,10 +94,10 @@ def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
 def _holding(job: job_pb2.Job) -> str:
     """Return why a job is not at its fastest plan, in few words."""
     held = []
-    if job.state != job_pb2.JOB_STATE_PLANNED:
+    if job.state != job_pb2.JOB_STATE_PLANNED and job.state_reason:
         held.append(job.state_reason)
     if job.straggler_count:
-        held.append(f"{job.straggler_count} stragglers")
+        held.append(f"{job.straggler_count} straggler{'s' * (job.straggler_count != 1)}")
     if job.HasField("budget_target_iteration_time_s"):
         held.append(f"a power budget: {job.budget_target_iteration_time_s:.3f} s")
     return "; ".join(held)

@@ -84,7 +84,8 @@ def _failures(error: grpc.RpcError, subject: str, channels: Channels) -> Iterato
     details = error.details() or error.code().name
     if error.code() in _DENIED:
         yield _reached(subject, channels)
-        yield Check(_CREDENTIAL, Verdict.BAD, details, _TOKEN)
+        origin = f"; the token is from {channels.token_origin}" if channels.token_origin else ""
+        yield Check(_CREDENTIAL, Verdict.BAD, f"{details}{origin}", _TOKEN)
     elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
         yield Check(subject, Verdict.WARNING, "it runs an earlier release", "upgrade it to this release")
     else:

@@ -6,7 +6,10 @@ and nothing older, and has no setting for that.
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import grpc
@@ -14,6 +17,7 @@ import structlog
 
 from perseus.service.domain.errors import AddressUnavailableError, CertificatesUnusableError
 from perseus.service.settings import CoordinatorSettings
+from perseus.tls.address import OTHER_SCHEMES, host_and_port
 from perseus.tls.files import Role, TlsError, TlsFiles, TlsSource
 
 _log = structlog.get_logger(__name__)
@@ -77,6 +81,40 @@ class Port:
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeping
+
+
+def check_free(address: str) -> None:
+    """Check that an address can be bound, without listening there.
+
+    A start that would fail at it then fails before it has made a database. gRPC alone judges its own schemes.
+
+    Raises:
+        AddressUnavailableError: it is taken, or invalid.
+    """
+    if address.startswith("unix:"):  # a socket that is there is replaced
+        folder = Path(address.removeprefix("unix:").removeprefix("//")).parent
+        if not os.access(folder, os.W_OK):
+            raise AddressUnavailableError(address=address, cause=f"can't write to the folder {folder}")
+    found = host_and_port(address)
+    if found is None or address.startswith(OTHER_SCHEMES):
+        return
+    host, port = found
+    failure: OSError | None = None
+    try:
+        places = socket.getaddrinfo(
+            None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        places, failure = [], error
+    for family, kind, _, _, where in places:
+        try:
+            with socket.socket(family, kind) as bound:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind(where)
+            return  # one of a name's addresses is enough for gRPC
+        except OSError as error:
+            failure = error
+    raise AddressUnavailableError(address=address, cause=(failure and failure.strerror) or failure) from None
 
 
 def _credentials(source: TlsSource) -> grpc.ServerCredentials:

@@ -28,7 +28,7 @@ from perseus.service.domain.ledger import Rates
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.power.feeds import Feeds
-from perseus.service.listening import Port
+from perseus.service.listening import Port, check_free
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.signals import NamedSignal
@@ -143,6 +143,10 @@ async def running(
     The block gets the bound address, and a future that is done early only if the coordinator fails (its
     database fails); its error is raised when the block ends. `new_worker` makes each of the solver's workers.
     """
+    # What fails often fails first: a failed first start leaves no database and no operator's token behind.
+    port = Port(settings)
+    for address_to_bind in filter(None, (settings.listen, settings.http)):
+        await asyncio.to_thread(check_free, address_to_bind)
     async with contextlib.AsyncExitStack() as stack:
         store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
@@ -190,7 +194,7 @@ async def running(
         try:
             if not settings.insecure:
                 await _adopt_operator(coordinator.tokens, settings)
-            async with _listening(coordinator, settings) as address:
+            async with _listening(coordinator, settings, port) as address:
                 yield address, background
         finally:
             await coordinator.close()
@@ -225,8 +229,9 @@ async def _adopt_operator(tokens: Tokens, settings: CoordinatorSettings) -> None
 
 
 @contextlib.asynccontextmanager
-async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
-    port = Port(settings)
+async def _listening(
+    coordinator: Coordinator, settings: CoordinatorSettings, port: Port
+) -> AsyncIterator[str]:
     grants = {name: Grant.parse(text) for name, text in settings.certificate_scopes.items()}
     asking = NoAuthentication() if settings.insecure else Authentication(coordinator.tokens, grants)
     # Callers are authenticated before their requests are decoded.

@@ -5,7 +5,7 @@ import os
 import re
 
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:")
-_OTHER_SCHEMES = ("dns:", "ipv4:", "ipv6:")
+OTHER_SCHEMES = ("dns:", "ipv4:", "ipv6:")
 _MAX_PATH_BYTES = 107  # sockaddr_un, less the final zero
 # Letters of every script, and '_', which DNS allows although host names do not; a '*' listens everywhere.
 _HOST = re.compile(r"\*|(?=.{1,253}\.?$)[\w-]{1,63}(\.[\w-]{1,63})*\.?")
@@ -15,7 +15,7 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     """Return host (IPv6 without brackets) and port of an address; None for a Unix socket or no address."""
     if address.startswith(_LOCAL_SCHEMES):
         return None
-    for scheme in _OTHER_SCHEMES:
+    for scheme in OTHER_SCHEMES:
         address = address.removeprefix(scheme)
     if address.startswith("//"):  # dns://authority/host:port
         address = address[2:].partition("/")[2]
@@ -43,7 +43,7 @@ def check_address(address: str, *, min_port: int = 1) -> str:
     host, port = found
     if port < min_port:
         raise ValueError(f"expected a port from {min_port} to 65535")
-    if address.startswith(_OTHER_SCHEMES):
+    if address.startswith(OTHER_SCHEMES):
         return address  # it may list several, or name a resolver: gRPC checks it
     is_bracketed = "[" in address or "]" in address
     try:

@@ -55,6 +55,11 @@ class Channels:
         return self._source is None and not is_local(self.address)
 
     @property
+    def token_origin(self) -> str:
+        """The file or the variable that the token is from; empty without one."""
+        return self._token.origin if self._token is not None else ""
+
+    @property
     def generation(self) -> int:
         """A number that rises whenever renewed certificates are loaded."""
         return self._source.generation if self._source is not None else 0

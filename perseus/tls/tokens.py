@@ -101,11 +101,15 @@ def _write_unless_there(path: Path, token: str) -> None:
 class TokenSource:
     """A client's token, from a file or given directly.
 
+    Attributes:
+        origin: the file or the variable that the token is from, for error messages.
+
     Raises:
         TokenFileError: the file has no token.
     """
 
-    def __init__(self, *, path: Path | None = None, token: str = "") -> None:
+    def __init__(self, *, path: Path | None = None, token: str = "", variable: str = "") -> None:
+        self.origin = str(path) if path is not None else variable
         self._path = path
         self._token = token
         self._stamp: tuple[int, int, int] | None = None
@@ -132,14 +136,18 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def find_token(*, path: Path | None, token: str | None, is_local: bool) -> TokenSource | None:
+def find_token(
+    *, path: Path | None, token: str | None, is_local: bool, variable: str = "PERSEUS_TOKEN"
+) -> TokenSource | None:
     """Return the token that a client was given, or else an operator's on the same machine, if any.
+
+    `variable`: where `token` is from, for error messages.
 
     Raises:
         TokenFileError: the given token or file is not valid.
     """
     if token:
-        return TokenSource(token=check_token(token, "the token"))
+        return TokenSource(token=check_token(token, variable), variable=variable)
     if path is not None:
         return TokenSource(path=path)
     if is_local and os.access(default_token_file(), os.R_OK):

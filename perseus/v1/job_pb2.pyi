@@ -696,7 +696,9 @@ class JobFigures(google.protobuf.message.Message):
     energy_j: builtins.float
     """Energy of that iteration, joules, over all GPUs of the job; absent if none was measured."""
     power_w: builtins.float
-    """Power in that iteration, watts, over all GPUs of the job; absent if no energy was measured."""
+    """Power in that iteration, watts, over all GPUs of the job; absent if no energy was measured. 0 once the job has
+    finished.
+    """
     mean_iteration_time_s: builtins.float
     """Mean iteration time under the currently offered clocks, seconds, of the slowest pipeline; absent before the first
     such iteration.
@@ -707,7 +709,9 @@ class JobFigures(google.protobuf.message.Message):
     """T' of the slowest known straggler, seconds; absent without one."""
     @property
     def saving(self) -> Global___Saving:
-        """Comparison of these iterations with the latest stock baseline; absent without one, and at the baseline."""
+        """Comparison of these iterations with the latest stock baseline; absent without one, and at the baseline. Once the
+        job has finished, that of its last period.
+        """
 
     def __init__(
         self,
@@ -1037,6 +1041,8 @@ class ReportPeriod(google.protobuf.message.Message):
     IRREGULAR_COUNT_FIELD_NUMBER: builtins.int
     IRREGULAR_TIME_S_FIELD_NUMBER: builtins.int
     LATENCY_COST_PERCENT_FIELD_NUMBER: builtins.int
+    ITERATION_TIME_MARGIN_S_FIELD_NUMBER: builtins.int
+    ENERGY_MARGIN_J_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Number of the period within its run, from 0."""
     state: Global___JobState.ValueType
@@ -1075,6 +1081,10 @@ class ReportPeriod(google.protobuf.message.Message):
     """Predicted cost of the GPUs' set latency under the plans of this period, percent of their energy if clocks changed
     instantly: the mean over the pipelines. 0 if no plan is in force.
     """
+    iteration_time_margin_s: builtins.float
+    """Half the 95 % interval of iteration_time_s, seconds; absent for a single iteration."""
+    energy_margin_j: builtins.float
+    """Half the 95 % interval of energy_j; absent for a single iteration."""
     @property
     def plan_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Version of each pipeline's plan, pipeline 0 first; a single one where all have the same."""
@@ -1119,9 +1129,15 @@ class ReportPeriod(google.protobuf.message.Message):
         irregular_count: builtins.int = ...,
         irregular_time_s: builtins.float = ...,
         latency_cost_percent: builtins.float = ...,
+        iteration_time_margin_s: builtins.float | None = ...,
+        energy_margin_j: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["end_time", b"end_time", "saving", b"saving", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_straggler", b"has_straggler", "irregular_count", b"irregular_count", "irregular_time_s", b"irregular_time_s", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "latency_cost_percent", b"latency_cost_percent", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_energy_margin_j", b"_energy_margin_j", "_iteration_time_margin_s", b"_iteration_time_margin_s", "end_time", b"end_time", "energy_margin_j", b"energy_margin_j", "iteration_time_margin_s", b"iteration_time_margin_s", "saving", b"saving", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_energy_margin_j", b"_energy_margin_j", "_iteration_time_margin_s", b"_iteration_time_margin_s", "end_time", b"end_time", "energy_j", b"energy_j", "energy_margin_j", b"energy_margin_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_straggler", b"has_straggler", "irregular_count", b"irregular_count", "irregular_time_s", b"irregular_time_s", "iteration_count", b"iteration_count", "iteration_time_margin_s", b"iteration_time_margin_s", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "latency_cost_percent", b"latency_cost_percent", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_energy_margin_j", b"_energy_margin_j"]) -> typing.Literal["energy_margin_j"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration_time_margin_s", b"_iteration_time_margin_s"]) -> typing.Literal["iteration_time_margin_s"] | None: ...
 
 Global___ReportPeriod: typing_extensions.TypeAlias = ReportPeriod
 
@@ -1136,6 +1152,8 @@ class Saving(google.protobuf.message.Message):
     ENERGY_SE_PERCENT_FIELD_NUMBER: builtins.int
     SLOWDOWN_PERCENT_FIELD_NUMBER: builtins.int
     SLOWDOWN_SE_PERCENT_FIELD_NUMBER: builtins.int
+    ENERGY_MARGIN_PERCENT_FIELD_NUMBER: builtins.int
+    SLOWDOWN_MARGIN_PERCENT_FIELD_NUMBER: builtins.int
     baseline_period_number: builtins.int
     """Number of the period that is the baseline."""
     energy_percent: builtins.float
@@ -1146,6 +1164,10 @@ class Saving(google.protobuf.message.Message):
     """Time lost, percent of the baseline's; below 0 if time was gained."""
     slowdown_se_percent: builtins.float
     """Standard error of slowdown_percent; absent if either period has a single iteration."""
+    energy_margin_percent: builtins.float
+    """Half the 95 % interval of energy_percent, from Student's distribution; absent if energy_se_percent is."""
+    slowdown_margin_percent: builtins.float
+    """Half the 95 % interval of slowdown_percent; absent if slowdown_se_percent is."""
     def __init__(
         self,
         *,
@@ -1154,13 +1176,19 @@ class Saving(google.protobuf.message.Message):
         energy_se_percent: builtins.float | None = ...,
         slowdown_percent: builtins.float = ...,
         slowdown_se_percent: builtins.float | None = ...,
+        energy_margin_percent: builtins.float | None = ...,
+        slowdown_margin_percent: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_energy_percent", b"_energy_percent", "_energy_se_percent", b"_energy_se_percent", "_slowdown_se_percent", b"_slowdown_se_percent", "energy_percent", b"energy_percent", "energy_se_percent", b"energy_se_percent", "slowdown_se_percent", b"slowdown_se_percent"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_energy_percent", b"_energy_percent", "_energy_se_percent", b"_energy_se_percent", "_slowdown_se_percent", b"_slowdown_se_percent", "baseline_period_number", b"baseline_period_number", "energy_percent", b"energy_percent", "energy_se_percent", b"energy_se_percent", "slowdown_percent", b"slowdown_percent", "slowdown_se_percent", b"slowdown_se_percent"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_energy_margin_percent", b"_energy_margin_percent", "_energy_percent", b"_energy_percent", "_energy_se_percent", b"_energy_se_percent", "_slowdown_margin_percent", b"_slowdown_margin_percent", "_slowdown_se_percent", b"_slowdown_se_percent", "energy_margin_percent", b"energy_margin_percent", "energy_percent", b"energy_percent", "energy_se_percent", b"energy_se_percent", "slowdown_margin_percent", b"slowdown_margin_percent", "slowdown_se_percent", b"slowdown_se_percent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_energy_margin_percent", b"_energy_margin_percent", "_energy_percent", b"_energy_percent", "_energy_se_percent", b"_energy_se_percent", "_slowdown_margin_percent", b"_slowdown_margin_percent", "_slowdown_se_percent", b"_slowdown_se_percent", "baseline_period_number", b"baseline_period_number", "energy_margin_percent", b"energy_margin_percent", "energy_percent", b"energy_percent", "energy_se_percent", b"energy_se_percent", "slowdown_margin_percent", b"slowdown_margin_percent", "slowdown_percent", b"slowdown_percent", "slowdown_se_percent", b"slowdown_se_percent"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_energy_margin_percent", b"_energy_margin_percent"]) -> typing.Literal["energy_margin_percent"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_energy_percent", b"_energy_percent"]) -> typing.Literal["energy_percent"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_energy_se_percent", b"_energy_se_percent"]) -> typing.Literal["energy_se_percent"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_slowdown_margin_percent", b"_slowdown_margin_percent"]) -> typing.Literal["slowdown_margin_percent"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_slowdown_se_percent", b"_slowdown_se_percent"]) -> typing.Literal["slowdown_se_percent"] | None: ...
 

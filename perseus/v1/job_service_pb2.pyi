@@ -147,6 +147,7 @@ class ListJobsRequest(google.protobuf.message.Message):
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
     VIEW_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """The most jobs on the page; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
@@ -157,6 +158,10 @@ class ListJobsRequest(google.protobuf.message.Message):
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.job_pb2.JobState.ValueType]:
         """Only jobs in one of these states; all if empty."""
 
+    @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.Label]:
+        """Only jobs whose latest run has all of these labels; all if empty."""
+
     def __init__(
         self,
         *,
@@ -164,8 +169,9 @@ class ListJobsRequest(google.protobuf.message.Message):
         page_token: builtins.str = ...,
         states: collections.abc.Iterable[perseus.v1.job_pb2.JobState.ValueType] | None = ...,
         view: perseus.v1.job_pb2.JobView.ValueType = ...,
+        labels: collections.abc.Iterable[perseus.v1.job_pb2.Label] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states", "view", b"view"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["labels", b"labels", "page_size", b"page_size", "page_token", b"page_token", "states", b"states", "view", b"view"]) -> None: ...
 
 Global___ListJobsRequest: typing_extensions.TypeAlias = ListJobsRequest
 

@@ -170,6 +170,9 @@ class LedgerAccount(google.protobuf.message.Message):
     STRAGGLER_ENERGY_KWH_FIELD_NUMBER: builtins.int
     PRICE_PER_KWH_FIELD_NUMBER: builtins.int
     INTENSITY_G_PER_KWH_FIELD_NUMBER: builtins.int
+    SAVED_MARGIN_PERCENT_FIELD_NUMBER: builtins.int
+    SAVED_COST_MARGIN_FIELD_NUMBER: builtins.int
+    SAVED_CARBON_MARGIN_G_FIELD_NUMBER: builtins.int
     iteration_count: builtins.int
     """Iterations reported by all ranks."""
     unmeasured_iteration_count: builtins.int
@@ -222,6 +225,12 @@ class LedgerAccount(google.protobuf.message.Message):
     """The assumed price of a kWh, in the operator's currency; the mean over the energy if it changed. Absent if cost is."""
     intensity_g_per_kwh: builtins.float
     """The assumed carbon dioxide of a kWh, grams; the mean over the energy if it changed. Absent if carbon_g is."""
+    saved_margin_percent: builtins.float
+    """Half the 95 % interval of saved_percent; absent if saved_se_percent is."""
+    saved_cost_margin: builtins.float
+    """Half the 95 % interval of saved_cost; absent if saved_cost_se is."""
+    saved_carbon_margin_g: builtins.float
+    """Half the 95 % interval of saved_carbon_g; absent if saved_carbon_se_g is."""
     def __init__(
         self,
         *,
@@ -247,9 +256,12 @@ class LedgerAccount(google.protobuf.message.Message):
         straggler_energy_kwh: builtins.float = ...,
         price_per_kwh: builtins.float | None = ...,
         intensity_g_per_kwh: builtins.float | None = ...,
+        saved_margin_percent: builtins.float | None = ...,
+        saved_cost_margin: builtins.float | None = ...,
+        saved_carbon_margin_g: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_carbon_g", b"_carbon_g", "_cost", b"_cost", "_intensity_g_per_kwh", b"_intensity_g_per_kwh", "_price_per_kwh", b"_price_per_kwh", "_profiling_extra_energy_kwh", b"_profiling_extra_energy_kwh", "_saved_carbon_g", b"_saved_carbon_g", "_saved_carbon_se_g", b"_saved_carbon_se_g", "_saved_cost", b"_saved_cost", "_saved_cost_se", b"_saved_cost_se", "_saved_energy_kwh", b"_saved_energy_kwh", "_saved_energy_margin_kwh", b"_saved_energy_margin_kwh", "_saved_energy_se_kwh", b"_saved_energy_se_kwh", "_saved_percent", b"_saved_percent", "_saved_se_percent", b"_saved_se_percent", "carbon_g", b"carbon_g", "cost", b"cost", "intensity_g_per_kwh", b"intensity_g_per_kwh", "price_per_kwh", b"price_per_kwh", "profiling_extra_energy_kwh", b"profiling_extra_energy_kwh", "saved_carbon_g", b"saved_carbon_g", "saved_carbon_se_g", b"saved_carbon_se_g", "saved_cost", b"saved_cost", "saved_cost_se", b"saved_cost_se", "saved_energy_kwh", b"saved_energy_kwh", "saved_energy_margin_kwh", b"saved_energy_margin_kwh", "saved_energy_se_kwh", b"saved_energy_se_kwh", "saved_percent", b"saved_percent", "saved_se_percent", b"saved_se_percent"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_carbon_g", b"_carbon_g", "_cost", b"_cost", "_intensity_g_per_kwh", b"_intensity_g_per_kwh", "_price_per_kwh", b"_price_per_kwh", "_profiling_extra_energy_kwh", b"_profiling_extra_energy_kwh", "_saved_carbon_g", b"_saved_carbon_g", "_saved_carbon_se_g", b"_saved_carbon_se_g", "_saved_cost", b"_saved_cost", "_saved_cost_se", b"_saved_cost_se", "_saved_energy_kwh", b"_saved_energy_kwh", "_saved_energy_margin_kwh", b"_saved_energy_margin_kwh", "_saved_energy_se_kwh", b"_saved_energy_se_kwh", "_saved_percent", b"_saved_percent", "_saved_se_percent", b"_saved_se_percent", "carbon_g", b"carbon_g", "cost", b"cost", "energy_kwh", b"energy_kwh", "intensity_g_per_kwh", b"intensity_g_per_kwh", "iteration_count", b"iteration_count", "price_per_kwh", b"price_per_kwh", "profiling_energy_kwh", b"profiling_energy_kwh", "profiling_extra_energy_kwh", b"profiling_extra_energy_kwh", "saved_carbon_g", b"saved_carbon_g", "saved_carbon_se_g", b"saved_carbon_se_g", "saved_cost", b"saved_cost", "saved_cost_se", b"saved_cost_se", "saved_energy_kwh", b"saved_energy_kwh", "saved_energy_margin_kwh", b"saved_energy_margin_kwh", "saved_energy_se_kwh", b"saved_energy_se_kwh", "saved_percent", b"saved_percent", "saved_se_percent", b"saved_se_percent", "stock_energy_kwh", b"stock_energy_kwh", "straggler_energy_kwh", b"straggler_energy_kwh", "time_s", b"time_s", "uncompared_energy_kwh", b"uncompared_energy_kwh", "unmeasured_iteration_count", b"unmeasured_iteration_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_carbon_g", b"_carbon_g", "_cost", b"_cost", "_intensity_g_per_kwh", b"_intensity_g_per_kwh", "_price_per_kwh", b"_price_per_kwh", "_profiling_extra_energy_kwh", b"_profiling_extra_energy_kwh", "_saved_carbon_g", b"_saved_carbon_g", "_saved_carbon_margin_g", b"_saved_carbon_margin_g", "_saved_carbon_se_g", b"_saved_carbon_se_g", "_saved_cost", b"_saved_cost", "_saved_cost_margin", b"_saved_cost_margin", "_saved_cost_se", b"_saved_cost_se", "_saved_energy_kwh", b"_saved_energy_kwh", "_saved_energy_margin_kwh", b"_saved_energy_margin_kwh", "_saved_energy_se_kwh", b"_saved_energy_se_kwh", "_saved_margin_percent", b"_saved_margin_percent", "_saved_percent", b"_saved_percent", "_saved_se_percent", b"_saved_se_percent", "carbon_g", b"carbon_g", "cost", b"cost", "intensity_g_per_kwh", b"intensity_g_per_kwh", "price_per_kwh", b"price_per_kwh", "profiling_extra_energy_kwh", b"profiling_extra_energy_kwh", "saved_carbon_g", b"saved_carbon_g", "saved_carbon_margin_g", b"saved_carbon_margin_g", "saved_carbon_se_g", b"saved_carbon_se_g", "saved_cost", b"saved_cost", "saved_cost_margin", b"saved_cost_margin", "saved_cost_se", b"saved_cost_se", "saved_energy_kwh", b"saved_energy_kwh", "saved_energy_margin_kwh", b"saved_energy_margin_kwh", "saved_energy_se_kwh", b"saved_energy_se_kwh", "saved_margin_percent", b"saved_margin_percent", "saved_percent", b"saved_percent", "saved_se_percent", b"saved_se_percent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_carbon_g", b"_carbon_g", "_cost", b"_cost", "_intensity_g_per_kwh", b"_intensity_g_per_kwh", "_price_per_kwh", b"_price_per_kwh", "_profiling_extra_energy_kwh", b"_profiling_extra_energy_kwh", "_saved_carbon_g", b"_saved_carbon_g", "_saved_carbon_margin_g", b"_saved_carbon_margin_g", "_saved_carbon_se_g", b"_saved_carbon_se_g", "_saved_cost", b"_saved_cost", "_saved_cost_margin", b"_saved_cost_margin", "_saved_cost_se", b"_saved_cost_se", "_saved_energy_kwh", b"_saved_energy_kwh", "_saved_energy_margin_kwh", b"_saved_energy_margin_kwh", "_saved_energy_se_kwh", b"_saved_energy_se_kwh", "_saved_margin_percent", b"_saved_margin_percent", "_saved_percent", b"_saved_percent", "_saved_se_percent", b"_saved_se_percent", "carbon_g", b"carbon_g", "cost", b"cost", "energy_kwh", b"energy_kwh", "intensity_g_per_kwh", b"intensity_g_per_kwh", "iteration_count", b"iteration_count", "price_per_kwh", b"price_per_kwh", "profiling_energy_kwh", b"profiling_energy_kwh", "profiling_extra_energy_kwh", b"profiling_extra_energy_kwh", "saved_carbon_g", b"saved_carbon_g", "saved_carbon_margin_g", b"saved_carbon_margin_g", "saved_carbon_se_g", b"saved_carbon_se_g", "saved_cost", b"saved_cost", "saved_cost_margin", b"saved_cost_margin", "saved_cost_se", b"saved_cost_se", "saved_energy_kwh", b"saved_energy_kwh", "saved_energy_margin_kwh", b"saved_energy_margin_kwh", "saved_energy_se_kwh", b"saved_energy_se_kwh", "saved_margin_percent", b"saved_margin_percent", "saved_percent", b"saved_percent", "saved_se_percent", b"saved_se_percent", "stock_energy_kwh", b"stock_energy_kwh", "straggler_energy_kwh", b"straggler_energy_kwh", "time_s", b"time_s", "uncompared_energy_kwh", b"uncompared_energy_kwh", "unmeasured_iteration_count", b"unmeasured_iteration_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_carbon_g", b"_carbon_g"]) -> typing.Literal["carbon_g"] | None: ...
     @typing.overload
@@ -263,9 +275,13 @@ class LedgerAccount(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_saved_carbon_g", b"_saved_carbon_g"]) -> typing.Literal["saved_carbon_g"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_saved_carbon_margin_g", b"_saved_carbon_margin_g"]) -> typing.Literal["saved_carbon_margin_g"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_saved_carbon_se_g", b"_saved_carbon_se_g"]) -> typing.Literal["saved_carbon_se_g"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_saved_cost", b"_saved_cost"]) -> typing.Literal["saved_cost"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_saved_cost_margin", b"_saved_cost_margin"]) -> typing.Literal["saved_cost_margin"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_saved_cost_se", b"_saved_cost_se"]) -> typing.Literal["saved_cost_se"] | None: ...
     @typing.overload
@@ -274,6 +290,8 @@ class LedgerAccount(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_saved_energy_margin_kwh", b"_saved_energy_margin_kwh"]) -> typing.Literal["saved_energy_margin_kwh"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_saved_energy_se_kwh", b"_saved_energy_se_kwh"]) -> typing.Literal["saved_energy_se_kwh"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_saved_margin_percent", b"_saved_margin_percent"]) -> typing.Literal["saved_margin_percent"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_saved_percent", b"_saved_percent"]) -> typing.Literal["saved_percent"] | None: ...
     @typing.overload

@@ -62,7 +62,8 @@ def make_files(folder: Path) -> None:
 
 
 SOLVE = ["solve", "profile.csv", "--microbatches", "4"]
-COORDINATOR = ["coordinator", "--operator-token-file", "operator.token", "--database"]
+OWN_TOKEN = ["--operator-token-file", "operator.token"]
+COORDINATOR = ["coordinator", "--listen", "127.0.0.1:0", *OWN_TOKEN, "--database"]
 AGENT = ["agent", "--observe", "--gpu-backend", "emulated", "--emulated-gpus", "folder", "--socket"]
 
 MISTAKES: dict[str, tuple[list[str], int, str]] = {
@@ -263,6 +264,32 @@ def test_a_silent_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         result = run("health", "--coordinator", address, "--timeout-s", 0.2)
     assert result.exit_code == 1
     assert f"no answer in time from the coordinator at {address}: reason unknown" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["coordinator", "--lease-s", "30s"], "'30s'"),
+        (["jobs", "ranks", "job", "--pipeline", "first"], "'first'"),
+        (["jobs", "ranks", "job", "--pipeline", "-1"], "'-1'"),
+        (["jobs", "list", "--format", "xml"], "'xml'"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_quoted(arguments: list[str], found: str) -> None:
+    result = run(*arguments, COLUMNS="160")
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[-2]}'" in result.stderr
+    assert f"found {found}" in result.stderr
+
+
+def test_grpc_adds_no_line_of_its_own(tmp_path: Path) -> None:
+    ended = call(
+        *("coordinator", "--listen", f"unix:{tmp_path}", "--database", "a.db", "--log-level", "error"),
+        *("--operator-token-file", "operator.token"),
+        cwd=tmp_path,
+    )
+    assert ended.exit_code == 1
+    assert ended.error.startswith(f"error: cannot listen on unix:{tmp_path}")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tables of `perseus jobs` for the coordinator's messages."""
 
+import io
 import shlex
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from perseus.cli.job_tables import (
     report_table,
 )
 from perseus.cli.main import app
+from perseus.cli.top_tables import Snapshot, screen
 from perseus.service.domain.stall import StallReason, StockReason, next_step
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
@@ -60,7 +62,7 @@ def lines(shown: RenderableType) -> list[str]:
 
 
 def test_a_job_is_one_line() -> None:
-    assert "gpt3 stock 6 × 2 × 1 11 of 12 1.000 s 1" in lines(job_table([JOB]))
+    assert "gpt3 stock, 1 straggler 6 × 2 × 1 11/12 1.000 s" in lines(job_table([JOB]))
 
 
 def test_only_known_facts_are_shown() -> None:
@@ -142,7 +144,33 @@ def test_a_rank_is_one_line_for_any_host_name() -> None:
     rank = rank_pb2.Rank(
         coordinates=place, state=rank_pb2.RANK_STATE_LOST, hostname="[red]", iteration=-1, offered_version=7
     )
-    assert "1 0 2 lost [red] 7 stock" in lines(rank_table([rank]))
+    assert "1/0/2 lost stock → 7 [red]" in lines(rank_table([rank]))
+
+
+def test_nothing_is_cut_at_80_columns() -> None:
+    rank = rank_pb2.Rank(
+        coordinates=rank_pb2.RankCoordinates(pipeline=127, stage=15, tensor=7),
+        state=rank_pb2.RANK_STATE_DISCONNECTED,
+        hostname="gpu-node-0123.cluster-with-a-long-name.example",
+        gpu_model="NVIDIA H100 80GB HBM3",
+        gpu_uuid="GPU-12345678-1234-1234-1234-123456789abc",
+        iteration=1_234_567,
+        offered_version=13,
+        in_force_version=12,
+        capped_clock_mhz=1200,
+    )
+    job = job_pb2.Job(
+        job_id="a-job-with-quite-a-long-name",
+        state=job_pb2.JOB_STATE_FINISHED,
+        figures=job_pb2.JobFigures(power_w=0.0, saving=job_pb2.Saving(energy_percent=12.5)),
+    )
+    for table in (rank_table([rank]), job_table([job]), screen(Snapshot([job], (), [rank]), 9)):
+        console = Console(file=io.StringIO(), width=80)
+        console.print(table)
+        assert isinstance(console.file, io.StringIO)
+        assert "…" not in console.file.getvalue()
+    found = lines(job_table([job]))
+    assert "a-job-with-quite-a-long-name finished 0 × 0 × 0 0/0 0.00 kW +12.5 %" in found
 
 
 def test_the_limits_of_a_gpu_are_shown_with_its_rank() -> None:
@@ -184,11 +212,18 @@ def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
         last_iteration=47,
         iteration_count=8,
         iteration_time_s=1.0249,
-        iteration_time_se_s=0.002,
+        iteration_time_se_s=0.001,
+        iteration_time_margin_s=0.002,
         energy_j=780.4,
-        energy_se_j=3.0,
+        energy_se_j=1.3,
+        energy_margin_j=3.0,
         saving=job_pb2.Saving(
-            energy_percent=21.96, energy_se_percent=0.31, slowdown_percent=-0.04, slowdown_se_percent=0.2
+            energy_percent=21.96,
+            energy_se_percent=0.1,
+            energy_margin_percent=0.31,
+            slowdown_percent=-0.04,
+            slowdown_se_percent=0.1,
+            slowdown_margin_percent=0.2,
         ),
     )
     known.start_time.FromJsonString("2031-05-06T23:59:58Z")

@@ -54,7 +54,12 @@ def register(jobs: job_service_pb2_grpc.JobServiceStub, job_id: str, request_id:
         ),
     )
     jobs.RegisterJob(
-        job_service_pb2.RegisterJobRequest(spec=spec, request_id=request_id or job_id), timeout=10
+        job_service_pb2.RegisterJobRequest(
+            spec=spec,
+            request_id=request_id or job_id,
+            labels=[job_pb2.Label(key="team", value="vision"), job_pb2.Label(key="stage", value="pre=1")],
+        ),
+        timeout=10,
     )
 
 
@@ -72,7 +77,44 @@ def test_list_names_every_job(coordinator: Coordinator) -> None:
     assert result.exit_code == 0
     assert "gpt3" in result.output
     assert "waiting" in result.output
-    assert "0 of 8" in result.output
+    assert "0/8" in result.output
+
+
+def test_a_similar_job_is_asked_for(coordinator: Coordinator) -> None:
+    for arguments in (("show", "gtp3"), ("ranks", "gpt-3"), ("events", "gp3")):
+        result = run(coordinator, *arguments)
+        assert result.exit_code == 2
+        assert f"job {arguments[1]!r} is not registered: did you mean gpt3?" in result.stderr
+    assert run(coordinator, "show", "other").stderr.rstrip().endswith("job 'other' is not registered")
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_listed"),
+    [
+        (["team=vision"], True),
+        (["team=vision", "stage=pre=1"], True),
+        (["team=vision", "stage=2"], False),
+        (["team=visions"], False),
+    ],
+)
+def test_jobs_are_listed_by_label(coordinator: Coordinator, labels: list[str], is_listed: bool) -> None:
+    given = [text for label in labels for text in ("--label", label)]
+    listed = json.loads(run(coordinator, "list", *given, "--format", "json").stdout)
+    assert [job["job_id"] for job in listed] == ["gpt3"] * is_listed
+    done = CliRunner().invoke(
+        app,
+        ["top", *given, "--format", "json", "--job", "gpt3", "--coordinator", coordinator.address],
+        env=coordinator.security.of_operator(),
+        catch_exceptions=False,
+    )
+    found = json.loads(done.stdout)
+    assert [job["job_id"] for job in found["jobs"]] == ["gpt3"] * is_listed
+    assert ([feed["feed"] for feed in found["feeds"]], len(found["ranks"])) == (["default"], 8)
+
+
+def test_a_label_needs_a_key_and_a_value(coordinator: Coordinator) -> None:
+    result = run(coordinator, "list", "--label", "vision")
+    assert (result.exit_code, result.stderr) == (2, "error: --label: expected KEY=VALUE, found 'vision'\n")
 
 
 @pytest.mark.parametrize(("state", "is_listed"), [("waiting", True), ("planned", False)])

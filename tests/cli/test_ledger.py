@@ -74,10 +74,11 @@ def test_a_table_has_a_line_for_each_run_the_total_and_the_assumptions(environme
     done = perseus(environment, "ledger")
     assert done.exit_code == 0
     lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
-    # 2 kWh saved: the baseline's standard error is 200 J, times 900; the iterations' own 1,000 J, times 30.
-    saved = "2.000 ± 0.0507 +18.2 ± 0.4"
+    # 2 kWh saved: the standard errors are 200 J of the baseline, times 900, and 1,000 J of the
+    # iterations, times 30; half the 95 % interval is 2.06 errors.
+    saved = "2.000 ± 0.104 +18.2 ± 0.8"
     hours = "2026-08-31 00:00 – 2026-09-01 01:00"
-    assert f"gpt3 1 {hours} 18.000 4.000 ± 0.101 +18.2 ± 0.4 4.500" in " ".join(lines)
+    assert f"gpt3 1 {hours} 18.000 4.000 ± 0.208 +18.2 ± 0.8 4.500" in " ".join(lines)
     assert any(line.startswith("old (deleted) 1 2026-08-31 00:00") and saved in line for line in lines)
     assert any(line.startswith("bare 1 2026-09-01 00:00") and line.endswith("0.500 0.250") for line in lines)
     assert any(line.startswith("total 27.500 6.000 ± ") for line in lines)
@@ -146,8 +147,8 @@ def test_an_invalid_query_gives_one_line(environment: dict[str, str], flags: lis
 
 def test_a_report_ends_with_the_run_s_ledger(environment: dict[str, str]) -> None:
     shown = perseus(environment, "jobs", "report", "gpt3").stdout
-    assert "used 18.000 kWh; saved 4.000 ± 0.101 kWh, +18.2 ± 0.4 %" in shown
-    assert "cost 4.500, saved 1.000 ± 0.0252" in shown
+    assert "used 18.000 kWh; saved 4.000 ± 0.208 kWh, +18.2 ± 0.8 %" in shown
+    assert "cost 4.500, saved 1.000 ± 0.0519" in shown
     found = json.loads(perseus(environment, "jobs", "report", "gpt3", "--format", "json").stdout)
     assert found["ledger"]["energy_kwh"] == pytest.approx(18.0)
     assert "saving unknown" in perseus(environment, "jobs", "report", "bare").stdout

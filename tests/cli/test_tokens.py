@@ -51,6 +51,23 @@ def test_a_token_is_made_used_and_revoked(environment: Mapping[str, str], tmp_pa
     assert "token 'dash' already exists" in again.stderr
 
 
+def test_a_refused_token_is_named_by_its_origin_with_what_to_do(
+    environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "other.token"
+    path.write_text("perseus_unknown")
+    by_file = {**environment, "PERSEUS_TOKEN_FILE": str(path)}
+    by_variable = {**environment, "PERSEUS_TOKEN": "perseus_unknown"}
+    for credentials, origin in ((by_file, path), (by_variable, "PERSEUS_TOKEN")):
+        refused = perseus(credentials, "jobs", "list")
+        assert refused.exit_code == 1
+        assert f"the coordinator does not know the token; the token is from {origin}. Give" in refused.stderr
+        assert "--token-file or PERSEUS_TOKEN" in refused.stderr
+        assert "perseus_unknown" not in refused.stderr
+    empty = perseus({**environment, "PERSEUS_TOKEN": " "}, "jobs", "list")
+    assert "PERSEUS_TOKEN: expected a token, found none" in empty.stderr
+
+
 def test_scripts_get_a_token_and_its_revocation(environment: Mapping[str, str], tmp_path: Path) -> None:
     made = perseus(
         environment,

@@ -59,10 +59,11 @@ async def test_a_token_of_another_scope_and_an_unknown_one_are_reported(
     assert checks["credential"].verdict is BAD
     assert "scope grid" in checks["credential"].advice
 
-    unknown = TokenSource(token="perseus_unknown")
+    unknown = TokenSource(token="perseus_unknown", variable="PERSEUS_TOKEN")
     checks = await checked(Channels(address, security.client_files, unknown))
     assert (checks["coordinator"].verdict, checks["credential"].verdict) == (GOOD, BAD)
     assert checks["coordinator"].found == "it answers, over TLS"
+    assert checks["credential"].found.endswith("; the token is from PERSEUS_TOKEN")
     assert "token_file" in checks["credential"].advice
     assert "clocks" not in checks
 

@@ -412,6 +412,9 @@ async def test_everything_fits_a_telephone(site: Site) -> None:
         await expect(panel(page, "Measured").locator("tbody tr").first).to_be_visible()
         assert not await is_scrolled_sideways(page)
         assert await inaccessible(page) == []
+        places = panel(page, "Frontier").locator(".scroll")
+        hidden_px = "places => places.scrollWidth - places.clientWidth"
+        assert await places.evaluate(hidden_px) == 0, "the last column has the energy saved"
 
 
 async def test_the_keyboard_is_enough(site: Site) -> None:

@@ -102,6 +102,7 @@ def channels_of(settings: AgentSettings) -> Channels:
         path=settings.token_file,
         token=settings.token.get_secret_value() if settings.token is not None else None,
         is_local=is_local(settings.coordinator),
+        variable="PERSEUS_AGENT_TOKEN",
     )
     return Channels(settings.coordinator, settings.tls_files, token)
 

@@ -148,6 +148,8 @@ class Connection:
             reason = "the coordinator ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED and self._channels.token_origin:
+                reason += f"; the token is from {self._channels.token_origin}"
             retry_s = statuses.retry_delay_s(error)
             self._asked_delay_s = retry_s or 0.0
             if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:

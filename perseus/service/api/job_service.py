@@ -79,6 +79,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         found = self._jobs.jobs(
             page.after,
             job_states_from_proto(request.states),
+            labels_from_proto(request.labels),
             is_full=is_full(request.view, default=False),
         )
         jobs, next_page_token = page.fill(found)

@@ -222,6 +222,8 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
         iteration_time_se_s=period.iteration_time_se_s,
         energy_j=period.energy_j,
         energy_se_j=period.energy_se_j,
+        iteration_time_margin_s=period.iteration_time_margin_s,
+        energy_margin_j=period.energy_margin_j,
         pipeline_energy_j=period.pipeline_energy_j,
         saving=saving_to_proto(saving) if saving is not None else None,
         gap_time_s=period.gap_time_s,

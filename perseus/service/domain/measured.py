@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from perseus.service.domain.model import JobState
 from perseus.service.domain.moments import standard_error
+from perseus.service.domain.student_t import interval_factor
 from perseus.service.domain.telemetry import ComputationColumns
 from perseus.solver import Kind, Measurement
 
@@ -120,6 +121,19 @@ class Period:
         """Standard error of the mean energy; 0 for a single iteration."""
         return standard_error(self.energy_m2, self.iteration_count)
 
+    @property
+    def iteration_time_margin_s(self) -> float | None:
+        """Half the 95 % interval of the mean iteration time; None for a single iteration."""
+        return self._margin(self.iteration_time_se_s)
+
+    @property
+    def energy_margin_j(self) -> float | None:
+        """Half the 95 % interval of the mean energy; None for a single iteration."""
+        return self._margin(self.energy_se_j)
+
+    def _margin(self, se: float) -> float | None:
+        return interval_factor(self.iteration_count - 1) * se if self.iteration_count > 1 else None
+
     def with_irregular(self, time_s: float, iteration: int) -> "Period":
         """Return the period with one more irregular iteration."""
         count = self.irregular_count + 1
@@ -165,7 +179,8 @@ class Period:
 class Saving:
     """A period against a stock baseline, in percent of the baseline; None if a figure is unknown.
 
-    Standard errors are unknown if either has a single iteration, energies if none was measured.
+    Standard errors, and margins (half of 95 % intervals), are unknown if either has a single iteration,
+    energies if none was measured.
     """
 
     baseline_number: int
@@ -173,15 +188,19 @@ class Saving:
     energy_se_percent: float | None
     slowdown_percent: float
     slowdown_se_percent: float | None
+    energy_margin_percent: float | None
+    slowdown_margin_percent: float | None
 
 
 def saving(period: Period, baseline: Period) -> Saving:
     """Compare a period with a stock baseline."""
+    counts = (period.iteration_count, baseline.iteration_count)
     slowdown = _relative(
         mean=period.iteration_time_s,
         se=period.iteration_time_se_s,
         reference=baseline.iteration_time_s,
         reference_se=baseline.iteration_time_se_s,
+        counts=counts,
     )
     has_energy = period.energy_j > 0 and baseline.energy_j > 0
     energy = (
@@ -190,17 +209,19 @@ def saving(period: Period, baseline: Period) -> Saving:
             se=period.energy_se_j,
             reference=baseline.energy_j,
             reference_se=baseline.energy_se_j,
+            counts=counts,
         )
         if has_energy
         else None
     )
-    has_errors = min(period.iteration_count, baseline.iteration_count) > 1
     return Saving(
         baseline_number=baseline.number,
         energy_percent=-energy[0] if energy is not None else None,
-        energy_se_percent=energy[1] if energy is not None and has_errors else None,
+        energy_se_percent=energy[1] if energy is not None else None,
         slowdown_percent=slowdown[0],
-        slowdown_se_percent=slowdown[1] if has_errors else None,
+        slowdown_se_percent=slowdown[1],
+        energy_margin_percent=energy[2] if energy is not None else None,
+        slowdown_margin_percent=slowdown[2],
     )
 
 
@@ -255,11 +276,23 @@ class MeasuredTimeline:
     blocking_power_w: tuple[float, ...]
 
 
-def _relative(mean: float, se: float, reference: float, reference_se: float) -> tuple[float, float]:
-    """Return by how many percent a mean exceeds a reference mean, and the standard error of that.
+def _relative(
+    mean: float, se: float, reference: float, reference_se: float, counts: tuple[int, int]
+) -> tuple[float, float | None, float | None]:
+    """Return by how many percent a mean exceeds a reference mean, and the standard error and margin of that.
 
     The error of a ratio of independent means, to first order: both contribute, the reference's times the
-    ratio.
+    ratio. The margin's degrees of freedom are Welch's and Satterthwaite's. Both are None if either mean is of
+    a single value; `counts` are their numbers of values.
     """
     ratio = mean / reference
-    return 100 * (ratio - 1), 100 * math.hypot(se, ratio * reference_se) / reference
+    excess = 100 * (ratio - 1)
+    if min(counts) < 2:
+        return excess, None, None
+    whole = math.hypot(se, ratio * reference_se)
+    if not whole:
+        return excess, 0.0, 0.0
+    share = (se / whole) ** 2
+    freedom = 1 / (share**2 / (counts[0] - 1) + (1 - share) ** 2 / (counts[1] - 1))
+    se_percent = 100 * whole / reference
+    return excess, se_percent, interval_factor(freedom) * se_percent

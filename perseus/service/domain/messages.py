@@ -180,6 +180,8 @@ def saving_to_proto(saving: Saving) -> job_pb2.Saving:
         energy_se_percent=saving.energy_se_percent,
         slowdown_percent=saving.slowdown_percent,
         slowdown_se_percent=saving.slowdown_se_percent,
+        energy_margin_percent=saving.energy_margin_percent,
+        slowdown_margin_percent=saving.slowdown_margin_percent,
     )
 
 

@@ -30,6 +30,7 @@ class Account:
     carbon_g: Quantity
     saved_percent: float | None
     saved_se_percent: float | None
+    saved_margin_percent: float | None
     profiling_extra_j: float | None
     rates: Rates
 

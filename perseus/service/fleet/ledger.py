@@ -33,7 +33,7 @@ from perseus.service.domain.ledger import (
     WeightedSums,
 )
 from perseus.service.domain.statement import J_PER_KWH, Account, LedgerEntry, Quantity, Statement
-from perseus.service.fleet.student_t import interval_factor
+from perseus.service.domain.student_t import interval_factor
 
 
 def constant(rates: Rates) -> RatesAt:
@@ -82,7 +82,7 @@ def account(groups: Sequence[EnergyGroup], now: Rates) -> Account:
     energy_j, errors = _quantity(groups, lambda group: WeightedSums.of_hour(1.0, group.sums))
     cost = _per_kwh(_quantity(groups, lambda group: group.cost.filled(now.price_per_kwh))[0])
     carbon_g = _per_kwh(_quantity(groups, lambda group: group.carbon.filled(now.intensity_g_per_kwh))[0])
-    saved_percent = saved_se_percent = None
+    saved_percent = saved_se_percent = saved_margin_percent = None
     used_j = sums.stock_energy_j + sums.compared_energy_j
     if energy_j.saved is not None and used_j + energy_j.saved > 0:
         stock_j = used_j + energy_j.saved
@@ -91,6 +91,7 @@ def account(groups: Sequence[EnergyGroup], now: Rates) -> Account:
             # To first order, both errors contribute, the baselines' times the share used.
             se_j = math.sqrt(errors.own + (used_j / stock_j) ** 2 * errors.of_baselines)
             saved_se_percent = 100 * se_j / stock_j
+            saved_margin_percent = interval_factor(errors.freedom) * saved_se_percent
     profiled = [(group.sums, group.reference) for group in groups if group.sums.profiling_count]
     return Account(
         sums=sums,
@@ -99,6 +100,7 @@ def account(groups: Sequence[EnergyGroup], now: Rates) -> Account:
         carbon_g=carbon_g,
         saved_percent=saved_percent,
         saved_se_percent=saved_se_percent,
+        saved_margin_percent=saved_margin_percent,
         profiling_extra_j=math.fsum(
             own.profiling_energy_j - own.profiling_count * reference.energy_j
             for own, reference in profiled

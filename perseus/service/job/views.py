@@ -64,7 +64,12 @@ def job(run: Run, *, is_full: bool) -> job_pb2.Job:
     shown.min_planned_iteration_time_s, shown.max_planned_iteration_time_s = run.offers.planned_range_s
     if record.budget_target_time_s is not None:
         shown.budget_target_iteration_time_s = record.budget_target_time_s
-    shown.figures.CopyFrom(_figures_to_proto(figures(run)))
+    shown.figures.MergeFrom(_figures_to_proto(figures(run)))
+    if record.has_finished:  # its last plan is no longer offered, but what it saved is still of interest
+        shown.figures.power_w = 0.0
+        last = run.log.latest_period()
+        if last is not None and last[1] is not None:
+            shown.figures.saving.CopyFrom(saving_to_proto(last[1]))
     if is_full:
         shown.spec.CopyFrom(spec_to_proto(run.spec))
         straggler_times_s = planner.straggler_times_s()
@@ -124,7 +129,7 @@ def _of_record(
         create_time=time_to_proto(run.create_time_s),
         last_event_sequence=last_sequence,
         set_latency_s=record.set_latency_s,
-        figures=job_pb2.JobFigures(),
+        figures=job_pb2.JobFigures(power_w=0.0 if record.has_finished else None),
         labels=[job_pb2.Label(key=key, value=value) for key, value in run.registrations.labels],
         next_step=next_step(record.stock_reason, run.spec.job_id) if record.state is JobState.STOCK else "",
     )

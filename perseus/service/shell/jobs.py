@@ -221,17 +221,22 @@ class Jobs:
         self,
         after_job_id: str,
         states: Collection[JobState],
+        labels: Collection[tuple[str, str]] = (),
         *,
         is_full: bool,
     ) -> Iterator[tuple[str, job_pb2.Job]]:
         """Yield the jobs after an identifier in order, each with its identifier.
 
-        Only those in one of these states are yielded (all if empty). Exhaust it before anything is awaited.
+        Only those in one of these states (all if empty) and with all of these labels are yielded. Exhaust it
+        before anything is awaited.
         """
         job_ids = self._live.job_ids
         for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
             run = self._live.find(job_id)
-            if not states or run.machine.record.state in states:
+            machine = run.machine
+            if (not states or machine.record.state in states) and set(labels) <= set(
+                machine.registrations.labels
+            ):
                 yield job_id, self._live.job(run, is_full=is_full)
 
     async def runs(self, job_id: str, before: int, count: int) -> list[job_pb2.Job]:

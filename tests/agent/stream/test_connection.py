@@ -17,6 +17,7 @@ from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, W
 from perseus.agent.stream.connection import Connection
 from perseus.agent.stream.translate import PROTOCOL_VERSION
 from perseus.tls.channels import Channels
+from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc, computation_pb2, rank_pb2
 from tests.agent.coordinator_stub import until
@@ -300,14 +301,18 @@ async def test_a_repeated_refusal_is_logged_once_until_a_stream_opens() -> None:
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(Refusing(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    connection = Connection(Channels(f"127.0.0.1:{port}"), AGENT, Witness(), lambda: 0.01)
+    token = TokenSource(token="secret", variable="PERSEUS_AGENT_TOKEN")
+    connection = Connection(Channels(f"127.0.0.1:{port}", token=token), AGENT, Witness(), lambda: 0.01)
     with capture_logs() as logs:
         running = asyncio.create_task(connection.run())
         await until(lambda: attempts >= 12, "some attempts")
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await server.stop(None)
-    revoked, expired = "UNAUTHENTICATED: token 'a' is revoked", "UNAUTHENTICATED: token 'a' has expired"
+    origin = "the token is from PERSEUS_AGENT_TOKEN"
+    revoked, expired = (
+        f"UNAUTHENTICATED: token 'a' {what}; {origin}" for what in ("is revoked", "has expired")
+    )
     of_both = ("coordinator refuses the stream", "no coordinator")
     assert [(line["event"], line.get("reason")) for line in logs] == [
         *((event, revoked) for event in of_both),

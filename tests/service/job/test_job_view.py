@@ -136,11 +136,14 @@ def test_the_view_outlives_the_coordinator() -> None:
     cluster.send(FinishRequested())
     finished = cluster.job()
     assert finished.state_reason == "ended on request"
+    assert finished.figures.power_w == 0.0
+    assert finished.figures.saving.HasField("energy_percent"), "what it saved stays known"
     assert finished.finish_time.ToNanoseconds() / 1e9 == START_S + cluster.now_s
     cluster.now_s += 5.0
     cluster.send(FinishRequested())
     cluster.restart()
     assert cluster.job().finish_time == finished.finish_time
+    assert cluster.job().figures.HasField("power_w")
     assert cluster.job().state_reason == finished.state_reason
 
 

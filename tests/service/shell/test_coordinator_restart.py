@@ -3,12 +3,13 @@
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import grpc
 import pytest
 
-from perseus.service.domain.errors import AddressUnavailableError
+from perseus.service.domain.errors import AddressUnavailableError, StartupError
 from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
 from tests.ports import free_port
 from tests.service.coordinator_process import Process
@@ -99,6 +100,29 @@ async def test_a_second_coordinator_on_the_port_fails_clearly(tmp_path: Path) ->
         with pytest.raises(AddressUnavailableError, match=address):
             async with running_here(other):
                 raise AssertionError("two coordinators on one port")
+
+
+async def test_a_failed_first_start_leaves_no_file_behind(tmp_path: Path) -> None:
+    port = free_port()
+    taken = f"127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", port)):
+        (tmp_path / "bad.pem").write_text("no certificate")
+        bad = str(tmp_path / "bad.pem")
+        for wrong in (
+            {"listen": taken},
+            {"http": taken},
+            {"listen": f"unix:{tmp_path / 'none' / 'socket'}"},
+            {"tls_certificate": bad, "tls_key": bad},
+        ):
+            folder = tmp_path / "first"
+            folder.mkdir()
+            own = {"insecure": False, "operator_token_file": folder / "operator.token"}
+            settings = make_settings(folder, **own, **wrong)
+            with pytest.raises(StartupError):
+                async with running_here(settings):
+                    raise AssertionError("it started")
+            assert list(folder.iterdir()) == []
+            folder.rmdir()
 
 
 @pytest.mark.slow("a real coordinator is killed and started again, with its solver's processes")

@@ -236,7 +236,7 @@ export class JobView {
     const { saving } = figures;
     set(
       "energy saved",
-      saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent),
+      saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_margin_percent),
       saving === undefined ? "against the stock baseline" : `${n.change(saving.slowdown_percent)} iteration time`,
     );
     const target_s = figures.straggler_iteration_time_s;

@@ -139,7 +139,7 @@ function row(job) {
     }),
     numberCell("iteration", iteration_time_s === undefined ? "–" : n.seconds(iteration_time_s)),
     numberCell("power", power_w === undefined ? "–" : n.watts(power_w)),
-    numberCell("saved", saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent), { kind: "strong" }),
+    numberCell("saved", saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_margin_percent), { kind: "strong" }),
     numberCell("slowdown", saving === undefined ? "–" : n.change(saving.slowdown_percent)),
     el("td", { role: "cell", class: `reason ${isAttention ? "attention" : ""}` }, goesOn),
   );

@@ -98,7 +98,7 @@ export function span(value_s) {
 export const percent = (value, digits = 1) => `${fixed(value, digits)} %`;
 export const change = (value, digits = 1) => `${signed(value, digits)} %`;
 
-/** A mean in percent with its standard error, where there is one. */
+/** A mean in percent with half its 95 % interval, where that is known. */
 export function withError(mean, error, digits = 1) {
   const shown = fixed(mean, digits);
   return error === undefined || error === null ? `${shown} %` : `${shown} ± ${fixed(error, digits)} %`;

@@ -18,7 +18,7 @@ export class PeriodsPanel {
       { class: "scroll tall", tabindex: 0, role: "group", "aria-label": "Measured periods" },
       el("table", { class: "figures" }, el("thead", {}, el("tr", {}, COLUMNS.map((name) => el("th", { scope: "col" }, name)))), this._rows),
     );
-    this.element = panel("Measured", this._body, el("span", { class: "legend" }, "mean ± standard error, against the preceding stock baseline"));
+    this.element = panel("Measured", this._body, el("span", { class: "legend" }, "mean ± half its 95 % interval, against the preceding stock baseline"));
   }
 
   /** Show a report, if it has changed. */
@@ -37,10 +37,10 @@ function row(period) {
   const plans = versions.length > 3 ? `${versions[0]} … ${versions.at(-1)}` : versions.map((each) => each || "stock").join(", ");
   const [first, last] = [Number(period.first_iteration), Number(period.last_iteration)];
   const cells = [
-    saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent),
-    saving ? changeOf(saving.slowdown_percent, saving.slowdown_se_percent) : "–",
-    `${n.fixed(period.iteration_time_s, 3)}${isSingle ? "" : ` ± ${n.fixed(period.iteration_time_se_s, 3)}`} s`,
-    period.energy_j ? energy(period.energy_j, isSingle ? null : period.energy_se_j) : "–",
+    saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_margin_percent),
+    saving ? changeOf(saving.slowdown_percent, saving.slowdown_margin_percent) : "–",
+    `${n.fixed(period.iteration_time_s, 3)}${isSingle ? "" : ` ± ${n.fixed(period.iteration_time_margin_s, 3)}`} s`,
+    period.energy_j ? energy(period.energy_j, isSingle ? null : period.energy_margin_j) : "–",
     `${n.fixed(first)}–${n.fixed(last)}`,
     plans,
   ];
@@ -52,7 +52,7 @@ function row(period) {
   );
 }
 
-/** Mean and error in the mean's unit. */
+/** Mean and margin in the mean's unit. */
 function energy(mean_j, error_j) {
   const shown = n.joules(mean_j);
   if (error_j === null) return shown;

@@ -29,6 +29,23 @@ def test_a_saving_is_in_percent_of_the_baseline() -> None:
     assert found.energy_percent == pytest.approx(25.0)
     assert found.slowdown_percent == pytest.approx(10.0)
     assert (found.energy_se_percent, found.slowdown_se_percent) == (0.0, 0.0)
+    assert (found.energy_margin_percent, found.slowdown_margin_percent) == (0.0, 0.0)
+
+
+def test_a_margin_is_half_the_95_percent_interval_by_students_distribution() -> None:
+    exact = [1000.0, 1000.0, 1000.0]
+    stock = period(0, [1.0, 1.0, 1.0], exact)
+    (own,) = [period(1, [0.9, 1.0, 1.1], exact)]
+    assert own.iteration_time_margin_s == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3)
+    assert own.energy_margin_j == 0.0
+    assert saving(own, stock).slowdown_margin_percent == pytest.approx(4.303 * 10 / math.sqrt(3), rel=1e-3)
+    # Equal errors on both sides have the degrees of freedom of both.
+    assert saving(own, own).slowdown_margin_percent == pytest.approx(2.776 * 10 * math.sqrt(2 / 3), rel=1e-3)
+    single = period(2, [1.0], [1000.0])
+    assert (single.iteration_time_margin_s, single.energy_margin_j) == (None, None)
+    found = saving(single, stock)
+    assert (found.slowdown_se_percent, found.slowdown_margin_percent) == (None, None)
+    assert (found.energy_se_percent, found.energy_margin_percent) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.fleet.student_t import interval_factor
+from perseus.service.domain.student_t import interval_factor
 
 # The 97.5 % quantile by degrees of freedom, from printed tables.
 TABLE = {

@@ -14,7 +14,7 @@ import typer
 
 from perseus.cli.flags import Command, in_place_of
 from perseus.cli.progress import working
-from perseus.cli.terminal import BAD_INPUT, FAILURE, fail, warn
+from perseus.cli.terminal import BAD_INPUT, FAILURE, did_you_mean, fail, warn
 from perseus.printable import printable
 from perseus.tls.address import check_address, is_local
 from perseus.tls.files import TlsError, TlsFiles
@@ -192,7 +192,6 @@ def _similar_job(channel: "grpc.Channel", job_id: str) -> str:
     """Return a question after a job with a similar identifier; empty if there is none to be seen."""
     import grpc
 
-    from perseus.cli.environment import did_you_mean
     from perseus.cli.listing import PAGE_SIZE, pages
     from perseus.v1.job_service_pb2 import ListJobsRequest
     from perseus.v1.job_service_pb2_grpc import JobServiceStub

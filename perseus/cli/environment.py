@@ -1,8 +1,7 @@
 """Warnings for PERSEUS_ environment variables that nothing reads, such as misspelt settings."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 
 PREFIX = "PERSEUS_"
 
@@ -20,6 +19,7 @@ def unknown(environment: Mapping[str, str]) -> Iterator[str]:
         return
     from perseus.agent.restore.supervisor import LIFELINE
     from perseus.cli.connection import Connection
+    from perseus.cli.terminal import did_you_mean
 
     of_flags = {f"{PREFIX}{field.name}".upper() for field in fields(Connection)}
     if LIFELINE in named or named <= of_flags:
@@ -27,12 +27,6 @@ def unknown(environment: Mapping[str, str]) -> Iterator[str]:
     known = _OTHERS | of_flags | {LIFELINE, *_of_settings()}
     for name in sorted(named - known):
         yield f"environment variable {name} is unknown to Perseus{did_you_mean(name, known)}"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message on an unknown name: the most similar known one, if any is similar."""
-    close = get_close_matches(name, known, n=1)
-    return f": did you mean {close[0]}?" if close else ""
 
 
 def _of_settings() -> Iterator[str]:

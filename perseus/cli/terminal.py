@@ -1,5 +1,6 @@
 """Consoles, exit codes and error messages that the commands share."""
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import typer
@@ -61,3 +62,11 @@ def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
     lines = (printable(line) for line in message.split("\n"))
     error_console.print("\n".join(lines), highlight=False)
     raise typer.Exit(code)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message on an unknown name: the most similar known one, if any is similar."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]}?" if close else ""

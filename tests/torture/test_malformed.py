@@ -12,7 +12,8 @@ from google.protobuf.descriptor import Descriptor
 from tests.torture import malformed_messages as messages
 from tests.torture.malformed import SHARES, torture_malformed
 
-COUNT = 600
+COUNT = 3000
+"""So many that the coordinator collects all its garbage while they come: its memory is compared."""
 
 
 @pytest.mark.slow("a coordinator's process, and hundreds of messages that end its streams")

@@ -11,6 +11,8 @@ from perseus.retry import Retry
 JOIN_RETRY_S = 1.0
 """Delay of the announcement after the first refusal."""
 MAX_JOIN_RETRY_S = 8.0
+MIN_JOIN_RETRY_S = 0.1
+"""Shortest delay: a lease that has run out may still be in force until the coordinator checks it."""
 
 
 class JoinState:
@@ -63,7 +65,9 @@ class JoinState:
         """Note a refusal, or the end of the acceptance; another agent's lease may have some time left."""
         self.is_accepted = False
         delay_s = self._retry.failed()
-        self._announce_at_s = now_s + (delay_s if lease_left_s is None else min(delay_s, lease_left_s))
+        if lease_left_s is not None:
+            delay_s = min(delay_s, max(lease_left_s, MIN_JOIN_RETRY_S))
+        self._announce_at_s = now_s + delay_s
 
     def is_announcement_due(self, now_s: float) -> bool:
         """Return whether it is time to announce the rank again."""

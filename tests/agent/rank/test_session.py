@@ -18,7 +18,7 @@ from perseus.agent.rank.events import (
     TrainerJoined,
     TrainerSpecified,
 )
-from perseus.agent.rank.join_state import JOIN_RETRY_S, MAX_JOIN_RETRY_S
+from perseus.agent.rank.join_state import JOIN_RETRY_S, MAX_JOIN_RETRY_S, MIN_JOIN_RETRY_S
 from perseus.agent.rank.messages import (
     Hold,
     PlanId,
@@ -73,6 +73,9 @@ def test_a_refused_rank_is_announced_again_when_the_other_agents_lease_ends() ->
     assert bench.after(0.1, Tick()) == [joined(-1)]
     bench.do(RankRefused(RANK, "RANK_ALREADY_SERVED", "", lease_left_s=LEASE_S))
     assert bench.after(2 * JOIN_RETRY_S, Tick()) == [joined(-1)], "the other rank may leave before"
+    bench.do(RankRefused(RANK, "RANK_ALREADY_SERVED", "", lease_left_s=0.0))
+    assert bench.after(0.0, Tick()) == [], "a lease that has just run out makes no loop of announcements"
+    assert bench.after(MIN_JOIN_RETRY_S, Tick()) == [joined(-1)]
 
 
 def test_a_repeatedly_refused_rank_is_announced_less_and_less_often() -> None:

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from perseus.service.api import translate_problems
 from perseus.service.domain.errors import cut
+from perseus.service.domain.messages import frontier_to_proto
 from perseus.solver import (
     Frontier,
     MeasuredSetting,
@@ -39,7 +40,7 @@ _Place = tuple[int, int]
 
 def frontier_text(frontier: Frontier) -> str:
     """Return a frontier's file."""
-    document = _document(translate_problems.frontier_to_proto(frontier))
+    document = _document(frontier_to_proto(frontier))
     profiles = frontier.pipeline.profiles
     # FIXED computations, which have no setting, come last.
     for written, key in zip(document["problem"]["profiles"], sorted(profiles), strict=False):

@@ -773,7 +773,9 @@ class GetTimelineRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Required. The job."""
     pipeline: builtins.int
-    """The pipeline, from 0."""
+    """The pipeline, from 0. Of a job that has ended only one timeline outlives a restart of the coordinator, that of the
+    first pipeline that had one.
+    """
     from_baseline: builtins.bool
     """Whether to return an iteration of the latest stock baseline, from the pipeline for which it was kept."""
     def __init__(

@@ -15,12 +15,12 @@ from perseus.service.api.authentication import caller
 from perseus.service.api.statuses import mapped
 from perseus.service.api.translate_problems import (
     check_problem_size,
-    frontier_to_proto,
     plan_to_proto,
     problem_from_proto,
 )
 from perseus.service.domain.bounds import MAX_DURATION_S, MIN_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.messages import frontier_to_proto
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.solving.work import POINT_COUNT
@@ -43,8 +43,7 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
     @mapped
     async def GetFrontier(self, request: pb.GetFrontierRequest, context: Context) -> pb.GetFrontierResponse:
         """Return a job's frontier."""
-        frontier = self._jobs.frontier(request.job_id)
-        return pb.GetFrontierResponse(frontier=await asyncio.to_thread(frontier_to_proto, frontier))
+        return pb.GetFrontierResponse(frontier=await self._jobs.frontier(request.job_id))
 
     @mapped
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:

@@ -2,7 +2,6 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,7 +21,6 @@ from perseus.service.api.translate_jobs import (
     rank_to_proto,
     spec_from_proto,
     straggler_from_proto,
-    timeline_to_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.inputs import (
@@ -184,8 +182,9 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
         """Return a pipeline's latest complete iteration, or that of its stock baseline."""
-        timeline = self._jobs.timeline(request.job_id, request.pipeline, from_baseline=request.from_baseline)
-        return await asyncio.to_thread(timeline_to_proto, timeline)
+        return await self._jobs.timeline(
+            request.job_id, request.pipeline, from_baseline=request.from_baseline
+        )
 
     @mapped_stream
     async def WatchJob(

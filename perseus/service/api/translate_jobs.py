@@ -11,10 +11,9 @@ from perseus.service.api.translate_problems import (
     schedule_spec_from_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
+from perseus.service.domain.measured import Period, Saving
 from perseus.service.domain.messages import (
     NUMBERS,
-    computation_to_proto,
     coordinates_to_proto,
     saving_to_proto,
     time_from_proto,
@@ -42,8 +41,7 @@ from perseus.service.domain.specification import (
     OperatingPolicy,
     Parallelism,
 )
-from perseus.service.domain.telemetry import KINDS, ClockStatistics
-from perseus.solver import Computation
+from perseus.service.domain.telemetry import ClockStatistics
 from perseus.v1 import (
     clock_statistics_pb2,
     event_pb2,
@@ -233,33 +231,6 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
         irregular_time_s=period.irregular_time_s,
         latency_cost_percent=period.latency_cost_percent,
     )
-
-
-def timeline_to_proto(measured: MeasuredTimeline) -> job_service_pb2.GetTimelineResponse:
-    """Return an iteration, with each stage's computations in the order of their start."""
-    timeline = measured.timeline
-    response = job_service_pb2.GetTimelineResponse(
-        iteration=timeline.iteration,
-        iteration_time_s=timeline.iteration_time_s,
-        pipeline=measured.pipeline,
-        blocking_power_w=measured.blocking_power_w,
-    )
-    for stage, columns in enumerate(timeline.stages):
-        for row in sorted(range(len(columns.begin_s)), key=columns.begin_s.__getitem__):
-            computation = Computation(
-                stage, KINDS[columns.kind[row]], columns.microbatch[row], columns.chunk[row]
-            )
-            response.entries.add(
-                stage=stage,
-                computation=computation_to_proto(computation),
-                start_s=columns.begin_s[row],
-                duration_s=columns.duration_s[row],
-                clock_mhz=columns.clock_mhz[row],
-                power_w=measured.powers.at(
-                    stage, (computation.chunk, computation.kind), columns.clock_mhz[row]
-                ),
-            )
-    return response
 
 
 def _states_from_proto(numbers: Iterable[int], known: type[State]) -> frozenset[State]:

@@ -14,7 +14,7 @@ from perseus.service.domain.bounds import (
     check_size,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.messages import NUMBERS, schedule_to_proto
+from perseus.service.domain.messages import NUMBERS
 from perseus.service.domain.specification import (
     MAX_COMPUTATION_COUNT,
     MAX_STAGE_COUNT,
@@ -25,14 +25,12 @@ from perseus.service.domain.specification import (
 )
 from perseus.solver import (
     Computation,
-    Frontier,
     Kind,
     Measurement,
     Pipeline,
     Plan,
     PlannedComputation,
     ProfileKey,
-    common_lag_s,
     with_lag,
 )
 from perseus.v1 import computation_pb2, frontier_pb2
@@ -111,37 +109,6 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
 
 
 # ---------------------------------------------------------------------- problems, frontiers and plans
-
-
-def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
-    """Return a problem, with one lag for all transfers and one time for a stage and chunk's FIXED work.
-
-    Raises:
-        PipelineError: its transfers have different lags, or it has extra lags.
-    """
-    message = frontier_pb2.PipelineProblem(
-        schedule=schedule_to_proto(problem.schedule.orders, problem.schedule.paths),
-        stage_count=problem.schedule.stage_count,
-        blocking_power_w=problem.blocking_power_w,
-        transfer_lag_s=common_lag_s(problem),
-    )
-    for stage, chunk, kind in sorted(problem.profiles):
-        message.profiles.add(stage=stage, chunk=chunk, kind=NUMBERS[kind]).measurements.extend(
-            frontier_pb2.Measurement(
-                clock_mhz=m.clock_mhz,
-                time_s=m.time_s,
-                energy_j=m.energy_j,
-                time_se_s=m.time_se_s,
-                energy_se_j=m.energy_se_j,
-            )
-            for m in problem.profiles[stage, chunk, kind]
-        )
-    fixed_s = {(c.stage, c.chunk): time_s for c, time_s in sorted(problem.fixed_times_s.items())}
-    for (stage, chunk), time_s in fixed_s.items():
-        message.profiles.add(stage=stage, chunk=chunk, kind=NUMBERS[Kind.FIXED]).measurements.add(
-            time_s=time_s, energy_j=time_s * problem.blocking_power_w[stage]
-        )
-    return message
 
 
 def check_problem_size(
@@ -253,30 +220,6 @@ def pipeline_from_proto(
         },
     )
     return with_lag(pipeline, message.transfer_lag_s)
-
-
-def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
-    """Return a frontier, with all that is needed for a plan of another iteration time."""
-    return frontier_pb2.Frontier(
-        problem=problem_to_proto(frontier.pipeline),
-        baseline=frontier_pb2.IterationCost(
-            iteration_time_s=frontier.baseline.iteration_time_s, energy_j=frontier.baseline.energy_j
-        ),
-        points=[
-            frontier_pb2.FrontierPoint(
-                iteration_time_s=point.iteration_time_s,
-                energy_j=point.energy_j,
-                bound_energy_j=point.bound_energy_j,
-                latency_cost_j=point.latency_cost_j,
-            )
-            for point in frontier.points
-        ],
-        t_min_s=frontier.t_min_s,
-        t_star_s=frontier.t_star_s,
-        t_slow_s=frontier.t_slow_s,
-        t_star_index=frontier.t_star_index,
-        set_latency_s=frontier.set_latency_s,
-    )
 
 
 def plan_to_proto(plan: Plan) -> frontier_pb2.Plan:

@@ -1,11 +1,12 @@
 """The published figures of a run, as plain values; None means unknown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from perseus.service.domain.measured import JobIteration, Period, Saving
+from perseus.service.domain.measured import JobIteration, MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import Rank, RankState
 from perseus.service.domain.stall import Stall
+from perseus.solver import Frontier
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +95,27 @@ class RankColumns:
         return RankColumns(
             self.state[own], self.iteration[own], self.clock_mhz[own], self.slowness[own], self.power_w[own]
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastMeasured:
+    """The latest measurements and frontier of a run that has ended.
+
+    All are kept in memory for the runs that ended last; the frontier and two of the timelines are stored.
+
+    Attributes:
+        frontier: of the job's plans.
+        timelines: the latest complete iteration of each pipeline that has one.
+        baseline: the timeline kept from the stock baseline.
+        columns: all ranks.
+    """
+
+    frontier: Frontier | None
+    timelines: Mapping[int, MeasuredTimeline]
+    baseline: MeasuredTimeline | None
+    columns: RankColumns
+
+    @property
+    def shown(self) -> MeasuredTimeline | None:
+        """The timeline that is stored: the first pipeline's that has one."""
+        return self.timelines[min(self.timelines)] if self.timelines else None

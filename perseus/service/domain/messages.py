@@ -13,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from perseus.schedule_name import ScheduleName
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.measured import Saving
+from perseus.service.domain.measured import MeasuredTimeline, Saving
 from perseus.service.domain.model import (
     FaultyPart,
     GpuErrorReason,
@@ -40,8 +40,17 @@ from perseus.service.domain.specification import (
     ScheduleSpec,
 )
 from perseus.service.domain.stall import StallReason
-from perseus.solver import Computation, Kind, Path
-from perseus.v1 import computation_pb2, event_pb2, job_pb2, power_service_pb2, rank_pb2
+from perseus.service.domain.telemetry import KINDS
+from perseus.solver import Computation, Frontier, Kind, Path, Pipeline, common_lag_s
+from perseus.v1 import (
+    computation_pb2,
+    event_pb2,
+    frontier_pb2,
+    job_pb2,
+    job_service_pb2,
+    power_service_pb2,
+    rank_pb2,
+)
 
 _CONTRACT: Mapping[type[enum.Enum], Any] = {
     BudgetStage: power_service_pb2.BudgetState,
@@ -238,3 +247,85 @@ def schedule_to_proto(
             ],
         )
     )
+
+
+def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
+    """Return a problem, with one lag for all transfers and one time for a stage and chunk's FIXED work.
+
+    Raises:
+        PipelineError: its transfers have different lags, or it has extra lags.
+    """
+    message = frontier_pb2.PipelineProblem(
+        schedule=schedule_to_proto(problem.schedule.orders, problem.schedule.paths),
+        stage_count=problem.schedule.stage_count,
+        blocking_power_w=problem.blocking_power_w,
+        transfer_lag_s=common_lag_s(problem),
+    )
+    for stage, chunk, kind in sorted(problem.profiles):
+        message.profiles.add(stage=stage, chunk=chunk, kind=NUMBERS[kind]).measurements.extend(
+            frontier_pb2.Measurement(
+                clock_mhz=m.clock_mhz,
+                time_s=m.time_s,
+                energy_j=m.energy_j,
+                time_se_s=m.time_se_s,
+                energy_se_j=m.energy_se_j,
+            )
+            for m in problem.profiles[stage, chunk, kind]
+        )
+    fixed_s = {(c.stage, c.chunk): time_s for c, time_s in sorted(problem.fixed_times_s.items())}
+    for (stage, chunk), time_s in fixed_s.items():
+        message.profiles.add(stage=stage, chunk=chunk, kind=NUMBERS[Kind.FIXED]).measurements.add(
+            time_s=time_s, energy_j=time_s * problem.blocking_power_w[stage]
+        )
+    return message
+
+
+def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
+    """Return a frontier, with all that is needed for a plan of another iteration time."""
+    return frontier_pb2.Frontier(
+        problem=problem_to_proto(frontier.pipeline),
+        baseline=frontier_pb2.IterationCost(
+            iteration_time_s=frontier.baseline.iteration_time_s, energy_j=frontier.baseline.energy_j
+        ),
+        points=[
+            frontier_pb2.FrontierPoint(
+                iteration_time_s=point.iteration_time_s,
+                energy_j=point.energy_j,
+                bound_energy_j=point.bound_energy_j,
+                latency_cost_j=point.latency_cost_j,
+            )
+            for point in frontier.points
+        ],
+        t_min_s=frontier.t_min_s,
+        t_star_s=frontier.t_star_s,
+        t_slow_s=frontier.t_slow_s,
+        t_star_index=frontier.t_star_index,
+        set_latency_s=frontier.set_latency_s,
+    )
+
+
+def timeline_to_proto(measured: MeasuredTimeline) -> job_service_pb2.GetTimelineResponse:
+    """Return an iteration, with each stage's computations in the order of their start."""
+    timeline = measured.timeline
+    response = job_service_pb2.GetTimelineResponse(
+        iteration=timeline.iteration,
+        iteration_time_s=timeline.iteration_time_s,
+        pipeline=measured.pipeline,
+        blocking_power_w=measured.blocking_power_w,
+    )
+    for stage, columns in enumerate(timeline.stages):
+        for row in sorted(range(len(columns.begin_s)), key=columns.begin_s.__getitem__):
+            computation = Computation(
+                stage, KINDS[columns.kind[row]], columns.microbatch[row], columns.chunk[row]
+            )
+            response.entries.add(
+                stage=stage,
+                computation=computation_to_proto(computation),
+                start_s=columns.begin_s[row],
+                duration_s=columns.duration_s[row],
+                clock_mhz=columns.clock_mhz[row],
+                power_w=measured.powers.at(
+                    stage, (computation.chunk, computation.kind), columns.clock_mhz[row]
+                ),
+            )
+    return response

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from perseus.service.domain.figures import LastMeasured
 from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import (
@@ -114,9 +115,15 @@ class Registrations:
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """The final view of a run that has ended and whose ranks are no longer served."""
+    """The final view of a run that has ended and whose ranks are no longer served.
+
+    Attributes:
+        job: as clients see it.
+        measured: its frontier and latest timelines; None for a quarantined run.
+    """
 
     job: job_pb2.Job
+    measured: LastMeasured | None = None
 
 
 @dataclass(frozen=True, slots=True)

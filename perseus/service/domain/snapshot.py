@@ -1,6 +1,5 @@
 """A run without a state machine: it has ended, or it is quarantined."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from perseus.service.domain.errors import (
@@ -11,7 +10,7 @@ from perseus.service.domain.errors import (
     TimelineNotReadyError,
     cut,
 )
-from perseus.service.domain.figures import RankColumns
+from perseus.service.domain.figures import LastMeasured, RankColumns
 from perseus.service.domain.measured import MeasuredTimeline
 from perseus.service.domain.model import FaultyPart, Rank
 from perseus.service.domain.records import JobRecord, Registrations
@@ -37,23 +36,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"the coordinator failed while {self.part.value} ({self.error})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LastMeasured:
-    """The latest measurements and frontier, which are not stored but kept for the runs that ended last.
-
-    Attributes:
-        frontier: of the job's plans.
-        timelines: the latest complete iteration of each pipeline that has one.
-        baseline: the timeline kept from the stock baseline.
-        columns: all ranks.
-    """
-
-    frontier: Frontier | None
-    timelines: Mapping[int, MeasuredTimeline]
-    baseline: MeasuredTimeline | None
-    columns: RankColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)

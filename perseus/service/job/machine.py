@@ -73,7 +73,6 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import (
     MAX_REQUEST_IDS,
-    EndedRun,
     JobRecord,
     Registrations,
     StoredJob,
@@ -223,7 +222,7 @@ class JobMachine:
             run.buffer.store(self._stored_record)
         if run.record.has_finished and not run.has_live_rank and not self._has_ended:
             self._has_ended = True
-            run.buffer.store(EndedRun(views.job(run, is_full=True)))
+            run.buffer.store(views.ended(run))
         return run.buffer.take()
 
     # ------------------------------------------------------------------ inputs

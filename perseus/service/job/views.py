@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from perseus.service.domain.errors import JobNotSolvedError, TimelineNotReadyError
-from perseus.service.domain.figures import RankColumns, RunFigures
+from perseus.service.domain.figures import LastMeasured, RankColumns, RunFigures
 from perseus.service.domain.job_power import JobPower
 from perseus.service.domain.job_signal import JobSignal
 from perseus.service.domain.measured import MeasuredTimeline, Powers, Timeline
@@ -24,8 +24,8 @@ from perseus.service.domain.messages import (
     time_to_proto,
 )
 from perseus.service.domain.model import JobState, RankState
-from perseus.service.domain.records import JobRecord, StoredJob
-from perseus.service.domain.snapshot import LastMeasured, RunSnapshot
+from perseus.service.domain.records import EndedRun, JobRecord, StoredJob
+from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import BudgetTerms, Coordinates
 from perseus.service.domain.stall import MAX_CLOCK_STEP, Stall, next_step
 from perseus.service.job.ranks.rank_table import LIVE
@@ -319,16 +319,25 @@ def solved_frontier(run: Run) -> Frontier:
 
 def snapshot(run: Run) -> RunSnapshot:
     """Return the part of an ended run that is kept in memory."""
-    pipelines = range(run.spec.parallelism.pipeline_count)
-    latest = {pipeline: run.timelines.latest(pipeline) for pipeline in pipelines}
+    end = ended(run)
     return RunSnapshot(
         run.spec,
         run.run_number,
         run.create_time_s,
         run.registrations,
         run.record,
+        end.job,
+        measured=end.measured,
+    )
+
+
+def ended(run: Run) -> EndedRun:
+    """Return what is stored of an ended run; costs work over its ranks."""
+    pipelines = range(run.spec.parallelism.pipeline_count)
+    latest = {pipeline: run.timelines.latest(pipeline) for pipeline in pipelines}
+    return EndedRun(
         job(run, is_full=True),
-        measured=LastMeasured(
+        LastMeasured(
             run.planner.frontier,
             {
                 pipeline: _measured_timeline(run, pipeline, found)

@@ -13,9 +13,11 @@ from perseus.service.domain.errors import (
     JobAlreadyExistsError,
     JobNotFinishedError,
     JobNotFoundError,
+    JobNotSolvedError,
     JobUnreadableError,
     OwnerMismatchError,
     RunNotFoundError,
+    TimelineNotReadyError,
 )
 from perseus.service.domain.figures import RankColumns
 from perseus.service.domain.inputs import (
@@ -24,7 +26,8 @@ from perseus.service.domain.inputs import (
     RegisteredAgain,
     ResumeRequested,
 )
-from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
+from perseus.service.domain.measured import Period, Saving
+from perseus.service.domain.messages import frontier_to_proto, timeline_to_proto
 from perseus.service.domain.model import (
     EventFilter,
     JobState,
@@ -56,7 +59,7 @@ from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import JobDeleted, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
-from perseus.v1 import event_pb2, job_pb2
+from perseus.v1 import event_pb2, frontier_pb2, job_pb2, job_service_pb2
 
 T = TypeVar("T")
 
@@ -339,35 +342,55 @@ class Jobs:
         await self._writer.flush()
         return report(await self._store.load_periods(job_id, run.number, first_number), first_number)
 
-    def timeline(self, job_id: str, pipeline: int, *, from_baseline: bool) -> MeasuredTimeline:
+    async def timeline(
+        self, job_id: str, pipeline: int, *, from_baseline: bool
+    ) -> job_service_pb2.GetTimelineResponse:
         """Return a pipeline's latest complete iteration, or the iteration kept of its stock baseline.
 
         Raises:
-            PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration yet.
+            PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration of it.
         """
-        return self._live.read(
-            self._live.find(job_id),
-            partial(views.timeline, pipeline=pipeline, from_baseline=from_baseline),
-            partial(RunSnapshot.timeline, pipeline=pipeline, from_baseline=from_baseline),
-        )
+        run = self._live.find(job_id)
+        try:
+            found = self._live.read(
+                run,
+                partial(views.timeline, pipeline=pipeline, from_baseline=from_baseline),
+                partial(RunSnapshot.timeline, pipeline=pipeline, from_baseline=from_baseline),
+            )
+        except TimelineNotReadyError:
+            stored = await self._store.ended_timeline(job_id, run.number, from_baseline=from_baseline)
+            if stored is None or (stored.pipeline != pipeline and not from_baseline):
+                raise
+            return stored
+        return await asyncio.to_thread(timeline_to_proto, found)
 
-    def frontier(self, job_id: str) -> Frontier:
+    async def frontier(self, job_id: str) -> frontier_pb2.Frontier:
         """Return a job's frontier.
 
         Raises:
-            JobNotSolvedError: there is no frontier yet.
+            JobNotSolvedError: there is none.
         """
-        return self._live.read(self._live.find(job_id), views.solved_frontier, RunSnapshot.solved_frontier)
+        run = self._live.find(job_id)
+        try:
+            found = self._frontier(run)
+        except JobNotSolvedError:
+            if (stored := await self._store.ended_frontier(job_id, run.number)) is None:
+                raise
+            return stored
+        return await asyncio.to_thread(frontier_to_proto, found)
+
+    def _frontier(self, run: LiveRun) -> Frontier:
+        return self._live.read(run, views.solved_frontier, RunSnapshot.solved_frontier)
 
     async def plan(self, job_id: str, iteration_time_s: float) -> Plan:
         """Return the plan of least energy that keeps an iteration time, with FIXED computations in place.
 
         Raises:
-            JobNotSolvedError: there is no frontier yet.
+            JobNotSolvedError: there is no frontier, or it is only stored, as the run ended long ago.
             DeadlineError: no plan is as fast as that.
             SolverBusyError, SolverCrashedError, SolverTimeoutError: the solver gave no answer.
         """
-        frontier = self.frontier(job_id)
+        frontier = self._frontier(self._live.find(job_id))
         plan = await self._solver.plan(frontier, iteration_time_s)
         return await asyncio.to_thread(with_fixed, plan, frontier.pipeline)
 

@@ -292,7 +292,7 @@ class LiveRuns:
         """Begin a run, the latest of its job from now on. Await the result to know that it is stored."""
         before = self._runs.get(machine.spec.job_id)
         if before is not None and isinstance(before.machine, JobMachine):  # some rank is still served
-            ended = EndedRun(self.job(before, is_full=True))
+            ended = self.read(before, views.ended, lambda snapshot: EndedRun(snapshot.job))
             entries = [JobEntry(before.job_id, before.number, ended), *entries]
         self._runs[machine.spec.job_id] = run = LiveRun(machine)
         return self._perform(run, commands, entries)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from sqlalchemy import Connection, Row, Table, and_, func, or_, select, text
+from sqlalchemy import Column, Connection, Row, Table, and_, func, or_, select, text
 
 from perseus.service.domain.errors import InvalidFieldError, JobUnreadableError, cut
 from perseus.service.domain.measured import MAX_PERIODS, KnownProfile, Period, StageProfile
@@ -22,7 +22,7 @@ from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.storage import codecs, ledger_rows, schema
-from perseus.v1 import event_pb2, job_pb2
+from perseus.v1 import event_pb2, frontier_pb2, job_pb2, job_service_pb2
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DecodeError)
 """Exceptions of reading any stored value (pydantic's errors are ValueErrors)."""
@@ -50,10 +50,10 @@ def load_ended_run(
     connection: Connection, job_id: str, run_number: int
 ) -> RunSnapshot | UnreadableJob | None:
     """Return a run of a job if it exists and has ended, archived or not."""
-    runs = schema.runs
+    runs = schema.runs.c
     row = connection.execute(
-        select(runs).where(
-            runs.c.job_id == job_id, runs.c.run_number == run_number, runs.c.ended_job.is_not(None)
+        select(runs.spec, runs.create_time_s, runs.registrations, runs.record, runs.ended_job).where(
+            runs.job_id == job_id, runs.run_number == run_number, runs.ended_job.is_not(None)
         )
     ).first()
     if row is None:
@@ -69,6 +69,29 @@ def load_ended_run(
         )
     except _UNREADABLE as error:
         return UnreadableJob(job_id, run_number, _cause(error))
+
+
+def ended_frontier(connection: Connection, job_id: str, run_number: int) -> frontier_pb2.Frontier | None:
+    """Return the frontier that a run had when it ended."""
+    content = _of_ended_run(connection, job_id, run_number, schema.runs.c.frontier)
+    return None if content is None else frontier_pb2.Frontier.FromString(content)
+
+
+def ended_timeline(
+    connection: Connection, job_id: str, run_number: int, *, from_baseline: bool
+) -> job_service_pb2.GetTimelineResponse | None:
+    """Return the last timeline that was kept when a run ended, or that of its stock baseline."""
+    runs = schema.runs.c
+    column = runs.baseline_timeline if from_baseline else runs.last_timeline
+    content = _of_ended_run(connection, job_id, run_number, column)
+    return None if content is None else job_service_pb2.GetTimelineResponse.FromString(content)
+
+
+def _of_ended_run(connection: Connection, job_id: str, run_number: int, column: Column[Any]) -> bytes | None:
+    runs = schema.runs.c
+    query = select(column).where(runs.job_id == job_id, runs.run_number == run_number)
+    found: bytes | None = connection.scalar(query)
+    return found
 
 
 def ended_jobs(

@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "v0003"
+HEAD = "v0004"
 """The latest migration, which names this schema."""
 
 # Ordered by bytes in both engines, as SQLite orders all texts.
@@ -67,7 +67,10 @@ coordinator = _table(
 boots = _table("boots", _number("number", primary_key=True), _text("token"), _number("first_commit"))
 
 # `version` and `finish_time_s` repeat values of the record. `ended_job` is the serialised `perseus.v1.Job` of
-# a run that has ended and has no served rank any more. An archived run has that, its report and little else.
+# a run that has ended and has no served rank any more. Its frontier (`Frontier`) and timelines
+# (`GetTimelineResponse`) are there if it had them. An archived run has these, its report and little else.
+ENDED_COLUMNS = ("ended_job", "frontier", "last_timeline", "baseline_timeline")
+
 runs = _table(
     "runs",
     *_run_columns(),
@@ -78,7 +81,7 @@ runs = _table(
     _number("version"),
     _figure("finish_time_s", nullable=True),
     _number("is_archived"),
-    Column("ended_job", LargeBinary(), nullable=True),
+    *(Column(name, LargeBinary(), nullable=True) for name in ENDED_COLUMNS),
     Index("runs_by_finish", "is_archived", "finish_time_s"),
 )
 

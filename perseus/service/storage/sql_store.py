@@ -57,6 +57,8 @@ class SqlStore:
     load_jobs = _read_method(reading.load_jobs)
     load_ended_run = _read_method(reading.load_ended_run)
     ended_jobs = _read_method(reading.ended_jobs)
+    ended_frontier = _read_method(reading.ended_frontier)
+    ended_timeline = _read_method(reading.ended_timeline)
     load_ranks = _read_method(reading.load_ranks)
     load_periods = _read_method(reading.load_periods)
     load_run = _read_method(reading.load_run)

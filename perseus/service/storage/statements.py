@@ -17,7 +17,7 @@ Row = tuple[Any, ...]
 
 UPDATE_RECORD = "update_record"
 UPDATE_REGISTRATIONS = "update_registrations"
-UPDATE_ENDED_JOB = "update_ended_job"
+UPDATE_ENDED_RUN = "update_ended_run"
 INSERT_PLAN = "insert_plan"
 PRUNE_PLANS = "prune_plans"
 INSERT_ITERATION = "insert_iteration"
@@ -41,7 +41,7 @@ ORDER = (
     INSERT_RUN,
     UPDATE_RECORD,
     UPDATE_REGISTRATIONS,
-    UPDATE_ENDED_JOB,
+    UPDATE_ENDED_RUN,
     UPSERT_RANK,
     INSERT_PLAN,
     UPSERT_OFFER,
@@ -120,7 +120,9 @@ class Statements:
             UPDATE_REGISTRATIONS: update(runs)
             .where(*of_run(runs))
             .values(registrations=bindparam("registrations")),
-            UPDATE_ENDED_JOB: update(runs).where(*of_run(runs)).values(ended_job=bindparam("ended_job")),
+            UPDATE_ENDED_RUN: update(runs)
+            .where(*of_run(runs))
+            .values({name: bindparam(name) for name in schema.ENDED_COLUMNS}),
             UPSERT_RANK: upsert(schema.ranks),
             INSERT_PLAN: insert(plans).on_conflict_do_nothing(),
             UPSERT_OFFER: upsert(offers),

@@ -14,7 +14,7 @@ from sqlalchemy.engine.interfaces import DBAPICursor
 
 from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
-from perseus.service.domain.messages import time_from_proto
+from perseus.service.domain.messages import frontier_to_proto, time_from_proto, timeline_to_proto
 from perseus.service.domain.model import Clocks, Rank
 from perseus.service.domain.records import (
     EndedRun,
@@ -229,7 +229,8 @@ class GroupWriter:
                     )
                 case NewRun(spec, run_number, create_time_s):
                     beginning = spec.job_id, run_number, create_time_s, self._spec(entry)
-                    row = (*beginning, codecs.NO_REGISTRATIONS, None, 0, None, 0, None)
+                    ended = [None] * len(schema.ENDED_COLUMNS)
+                    row = (*beginning, codecs.NO_REGISTRATIONS, None, 0, None, 0, *ended)
                     group.rows[to.INSERT_RUN].append(row)
                 case JobDeleted(job_id):
                     self._drop_plans(job_id)
@@ -252,8 +253,8 @@ class GroupWriter:
                 rows[to.UPDATE_RECORD].append(
                     (codecs.RECORD.dump(record), version, record.finish_time_s, *run)
                 )
-            case EndedRun(job):
-                rows[to.UPDATE_ENDED_JOB].append((job.SerializeToString(), *run))
+            case EndedRun():
+                rows[to.UPDATE_ENDED_RUN].append((*_ended_columns(record), *run))
             case Registrations(registrations):
                 rows[to.UPDATE_REGISTRATIONS].append((codecs.REGISTRATIONS.dump(registrations), *run))
             case Rank():
@@ -322,3 +323,16 @@ class GroupWriter:
     def _drop_plans(self, job_id: str) -> None:
         for run in [run for run in self._plans if run[0] == job_id]:
             del self._plans[run]
+
+
+def _ended_columns(ended: EndedRun) -> list[bytes | None]:
+    """Return the values of `schema.ENDED_COLUMNS`."""
+    measured = ended.measured
+    if measured is None:
+        return [ended.job.SerializeToString(), None, None, None]
+    frontier, timelines = measured.frontier, (measured.shown, measured.baseline)
+    return [
+        ended.job.SerializeToString(),
+        None if frontier is None else frontier_to_proto(frontier).SerializeToString(),
+        *(None if found is None else timeline_to_proto(found).SerializeToString() for found in timelines),
+    ]

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
-from perseus.service.api.translate_problems import problem_to_proto
+from perseus.service.domain.messages import problem_to_proto
 from perseus.v1 import (
     agent_service_pb2,
     clock_statistics_pb2,

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from perseus.service.api.translate_problems import problem_to_proto
+from perseus.service.domain.messages import problem_to_proto
 from perseus.v1 import computation_pb2, frontier_pb2, frontier_service_pb2
 from tests.service.grpc_fakes import TIMEOUT_S, connected, make_settings, refusal
 from tests.service.solving.problems import large_problem, make_problem

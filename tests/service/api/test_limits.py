@@ -14,7 +14,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
-from perseus.service.api.translate_problems import problem_to_proto
+from perseus.service.domain.messages import problem_to_proto
 from perseus.service.domain.statement import Statement
 from perseus.service.shell.ledger import Ledger
 from perseus.tls.channels import Channels

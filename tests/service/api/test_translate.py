@@ -18,16 +18,10 @@ from perseus.service.api.translate_agents import (
     telemetry_from_proto,
 )
 from perseus.service.api.translate_jobs import event_filter_from_proto, spec_from_proto
-from perseus.service.api.translate_problems import (
-    check_problem_size,
-    frontier_to_proto,
-    plan_to_proto,
-    problem_from_proto,
-    problem_to_proto,
-)
+from perseus.service.api.translate_problems import check_problem_size, plan_to_proto, problem_from_proto
 from perseus.service.domain import model
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.messages import NUMBERS, spec_to_proto
+from perseus.service.domain.messages import NUMBERS, frontier_to_proto, problem_to_proto, spec_to_proto
 from perseus.service.domain.specification import (
     Coordinates,
     ExplicitSchedule,

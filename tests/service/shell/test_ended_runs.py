@@ -9,7 +9,7 @@ import pytest
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.run import Run
 from perseus.service.shell import live_runs
-from perseus.v1 import agent_service_pb2, job_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_pb2, rank_pb2
 from perseus.v1 import job_service_pb2 as pb
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -88,8 +88,31 @@ async def test_an_ended_run_looks_as_before_and_no_machine_is_made_for_it(
     monkeypatch.setattr(Run, "__init__", refuse)
     async with connected(settings) as client:
         assert await shown(client, "ended") == found
+        assert await client.jobs.GetTimeline(timeline, timeout=TIMEOUT_S) == before
+        timeline.pipeline = 1
         code, reason, _ = await refusal(client.jobs.GetTimeline(timeline, timeout=TIMEOUT_S))
         assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "TIMELINE_NOT_READY")
+
+
+async def test_the_frontier_and_the_baselines_timeline_outlive_a_restart(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    baseline = pb.GetTimelineRequest(job_id="job", from_baseline=True)
+    of_job = frontier_service_pb2.GetFrontierRequest(job_id="job")
+    async with connected(settings) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await client.finish()
+        await leave(client, agent)
+        before = await client.jobs.GetTimeline(baseline, timeout=TIMEOUT_S)
+        frontier = await client.frontiers.GetFrontier(of_job, timeout=TIMEOUT_S)
+        assert frontier.frontier.points
+    async with connected(settings) as client:
+        assert await client.jobs.GetTimeline(baseline, timeout=TIMEOUT_S) == before
+        assert await client.frontiers.GetFrontier(of_job, timeout=TIMEOUT_S) == frontier
+        plan = frontier_service_pb2.GetPlanRequest(job_id="job", iteration_time_s=frontier.frontier.t_slow_s)
+        assert (await refusal(client.frontiers.GetPlan(plan, timeout=TIMEOUT_S)))[1] == "JOB_NOT_SOLVED"
 
 
 async def test_runs_are_listed_without_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,5 +159,5 @@ async def test_unstored_details_are_kept_of_the_latest_ended_runs(
             await client.finish(job_id)
         later = pb.GetTimelineRequest(job_id="second")
         assert (await client.jobs.GetTimeline(later, timeout=TIMEOUT_S)).entries
-        gone = client.jobs.GetTimeline(pb.GetTimelineRequest(job_id="first"), timeout=TIMEOUT_S)
+        gone = client.jobs.GetTimeline(pb.GetTimelineRequest(job_id="first", pipeline=1), timeout=TIMEOUT_S)
         assert (await refusal(gone))[1] == "TIMELINE_NOT_READY"

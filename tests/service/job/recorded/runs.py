@@ -22,7 +22,6 @@ from perseus.service.api.translate_agents import max_clock_to_proto, offer_to_pr
 from perseus.service.api.translate_jobs import (
     period_to_proto,
     rank_to_proto,
-    timeline_to_proto,
 )
 from perseus.service.domain.commands import (
     AcceptRank,
@@ -44,6 +43,7 @@ from perseus.service.domain.figures import RankColumns
 from perseus.service.domain.inputs import Input
 from perseus.service.domain.job_power import NO_POWER
 from perseus.service.domain.ledger import HourFilter
+from perseus.service.domain.messages import timeline_to_proto
 from perseus.service.domain.model import FaultyPart, RankFilter
 from perseus.service.domain.records import EndedRun, StoredJob
 from perseus.service.domain.snapshot import Fault, RunSnapshot

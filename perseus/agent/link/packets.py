@@ -6,7 +6,7 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
                      Registration (the job's first rank), answered by a Reply
                      Membership (all other ranks), IterationMark, ComputationMark, WaitMark, Finish: never
                      answered
-    agent → probe    Reply
+    agent → probe    Reply, Packing
 
 A health check sends HealthQuestion first, and the agent answers with a Reply.
 
@@ -25,6 +25,11 @@ decoding yields to other threads. Marks are frequent: 32 bytes each, little-endi
 Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share. The ordinal
 of an iteration's begin is its relative work in thousandths, 0 if unknown; that of its end counts the marks
 that the probe has dropped on this connection so far.
+
+Every packet wakes the agent, which takes most of a mark's cost at either end. So while no clock is set that
+depends on them, the agent allows marks to be packed (Packing): a packet then holds up to MAX_PACKED_MARKS
+marks, in order, one after the other. An iteration's begin is never packed with what follows it, nor its end
+kept back.
 
 Standard library only: this module is imported into the trainer.
 
@@ -53,6 +58,7 @@ SMALL_PACKET_BYTES = 4 * 1024
 MAX_JSON_BYTES = 4 * 1024 * 1024
 MAX_OBJECTS = 100_000
 MAX_NAME_LENGTH = 256
+MAX_PACKED_MARKS = 64
 
 # The highest valid iteration number: doubles hold integers exactly up to here.
 MAX_ITERATION = 2**53
@@ -64,6 +70,7 @@ _MAGIC = 0x50
 _JSON_BEGIN = 0x7B  # "{"
 _DEFLATED_BEGIN = 0x78  # first byte of a zlib stream
 _MARK = struct.Struct("<BBBBiiiqq")
+MARK_BYTES = _MARK.size
 # A registration has a list for each stage and path, and six quotation marks in the object of a computation.
 _MAX_LISTS = 4096
 _MAX_QUOTES = 8 * MAX_OBJECTS
@@ -100,13 +107,14 @@ class MarkType(IntEnum):
 class Hello:
     """A rank introduces itself. `is_registered`: others register its job, and it will not declare it.
 
-    `time_ns`: its CLOCK_MONOTONIC, 0 if unknown.
+    `time_ns`: its CLOCK_MONOTONIC, 0 if unknown. `packs_marks`: it packs marks where that is allowed.
     """
 
     rank: Rank
     gpu_uuid: str
     is_registered: bool = False
     time_ns: int = 0
+    packs_marks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +155,13 @@ class Reply:
     reason: str = ""
     message: str = ""
     is_notice: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Whether the probe may pack marks from the next iteration on; at first it may not."""
+
+    is_allowed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +212,7 @@ Message = (
     | Registration
     | Membership
     | Reply
+    | Packing
     | IterationMark
     | ComputationMark
     | WaitMark
@@ -219,7 +235,7 @@ def encode(message: Message) -> bytes:
     match message:
         case HealthQuestion():
             return _encode_json({"type": "health"})
-        case Hello(rank, gpu_uuid, is_registered, time_ns):
+        case Hello(rank, gpu_uuid, is_registered, time_ns, packs_marks):
             return _encode_json(
                 {
                     "type": "hello",
@@ -230,6 +246,7 @@ def encode(message: Message) -> bytes:
                     "gpu_uuid": gpu_uuid,
                     "is_registered": is_registered,
                     "time_ns": time_ns,
+                    "packs_marks": packs_marks,
                 }
             )
         case Registration(spec, request_id, spec_fingerprint):
@@ -246,6 +263,8 @@ def encode(message: Message) -> bytes:
         case Reply(ok, reason, text, is_notice):
             reply = {"type": "reply", "ok": ok, "reason": reason, "message": text}
             return _encode_json({**reply, "is_notice": True} if is_notice else reply)
+        case Packing(is_allowed):
+            return _encode_json({"type": "packing", "is_allowed": is_allowed})
         case IterationMark(Edge.BEGIN, iteration, time_ns, relative_work_permille):
             return mark_packer(MarkType.ITERATION_BEGIN)(0, 0, 0, relative_work_permille, iteration, time_ns)
         case IterationMark(_, iteration, time_ns, _, dropped_mark_count):
@@ -284,6 +303,16 @@ def decode(packet: bytes | bytearray | memoryview) -> Message:
     if first == _DEFLATED_BEGIN:
         return _decode_json(_inflate(bytes(packet)))
     raise MalformedPacket(f"packet: expected a mark or JSON, found first byte 0x{first:02x}")
+
+
+def decode_all(packet: bytes | bytearray | memoryview) -> list[Message]:
+    """Return the messages of a packet, which may be packed marks; MalformedPacket as `decode`."""
+    size = _MARK.size
+    if len(packet) <= size or packet[0] != _MAGIC:
+        return [decode(packet)]
+    if len(packet) > MAX_PACKED_MARKS * size:
+        raise MalformedPacket(f"marks: expected at most {MAX_PACKED_MARKS * size} bytes, found {len(packet)}")
+    return [_decode_mark(packet[start : start + size]) for start in range(0, len(packet), size)]
 
 
 def _encode_json(fields: dict[str, Any]) -> bytes:
@@ -390,6 +419,7 @@ def _decode_json(packet: bytes) -> Message:
                 _text(fields, "gpu_uuid", minimum=1),
                 _field(fields, "is_registered", bool),
                 _count(fields, "time_ns", maximum=2**63 - 1) if "time_ns" in fields else 0,
+                _field(fields, "packs_marks", bool) if "packs_marks" in fields else False,
             )
         case "registration":
             return Registration(
@@ -406,9 +436,11 @@ def _decode_json(packet: bytes) -> Message:
                 _field(fields, "message", str),
                 _field(fields, "is_notice", bool) if "is_notice" in fields else False,
             )
+        case "packing":
+            return Packing(_field(fields, "is_allowed", bool))
         case _:
             raise MalformedPacket(
-                "packet: expected type health, hello, registration, membership or reply, "
+                "packet: expected type health, hello, registration, membership, reply or packing, "
                 f"found {message_type!r}"
             )
 

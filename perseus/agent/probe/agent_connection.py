@@ -16,7 +16,15 @@ from collections.abc import Callable
 from time import monotonic_ns
 
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import MAX_PACKET_BYTES, MalformedPacket, Reply, decode
+from perseus.agent.link.packets import (
+    MARK_BYTES,
+    MAX_PACKED_MARKS,
+    MAX_PACKET_BYTES,
+    MalformedPacket,
+    Packing,
+    Reply,
+    decode,
+)
 from perseus.agent.probe.rejoin import Rejoin
 
 _log = logging.getLogger("perseus.probe")
@@ -26,6 +34,7 @@ _JOB_EXISTS = "JOB_ALREADY_EXISTS"
 # Interval of polling for the agent's notices: one poll costs the trainer a microsecond or two.
 _NOTICE_PERIOD_NS = 10**9
 _MAX_NOTICE_BYTES = 16 * 1024
+_MAX_PACKED_BYTES = MAX_PACKED_MARKS * MARK_BYTES
 _MAX_REPORTED_DROPPED = 2**31 - 1  # limit of a mark's field
 
 
@@ -33,7 +42,8 @@ class AgentConnection:
     """One rank's connection. Made by `introduce`; `hello` makes the packet that introduces the rank.
 
     Attributes:
-        send: sends a packet, and raises OSError for `not_sent`; bound once, because marks must be cheap.
+        send: sends or packs a mark, and raises OSError for `not_sent`; bound once, because marks must be
+            cheap.
         dropped_count: packets dropped so far because the socket was full.
         dropped_here_count: those on the current connection, since agents count per connection.
     """
@@ -54,6 +64,8 @@ class AgentConnection:
         self._is_unsent = False
         self._is_registering = False
         self._notice_at_ns = 0
+        self._packed = bytearray()
+        self._is_packing = False
         _connections.add(self)
 
     @classmethod
@@ -66,7 +78,9 @@ class AgentConnection:
             sock.settimeout(timeout_s)
             sock.connect(path)
             sock.send(hello())
-            reply = _receive_reply(sock)
+            reply = _receive(sock)
+            if not isinstance(reply, Reply):
+                raise MalformedPacket(f"expected a reply, found {type(reply).__name__}")
         except (OSError, MalformedPacket) as error:
             _log.warning("%s: no agent at %s (%s): training continues at stock clocks", rank, path, error)
             sock.close()
@@ -120,14 +134,30 @@ class AgentConnection:
         """Maintain the connection and read messages, between two iterations and without waiting."""
         if self._rejoin is not None or self._is_unsent or self._is_registering:
             self._maintain_connection()
-        elif monotonic_ns() >= self._notice_at_ns:
+        elif self._is_packing or monotonic_ns() >= self._notice_at_ns:
             self._hear_notices()
 
-    def not_sent(self, error: OSError) -> None:
-        """Handle a send error: count a dropped packet, or give up the connection."""
+    def _pack(self, mark: bytes) -> None:
+        """Keep a mark back, to be sent with others in one packet."""
+        self._packed += mark
+        if len(self._packed) == _MAX_PACKED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the marks that were kept back."""
+        if not self._packed or self._socket is None:
+            return
+        packed, self._packed = self._packed, bytearray()
+        try:
+            self._socket.send(packed)
+        except OSError as error:
+            self.not_sent(error, len(packed) // MARK_BYTES)
+
+    def not_sent(self, error: OSError, mark_count: int = 1) -> None:
+        """Handle a send error: count dropped marks, or give up the connection."""
         if isinstance(error, BlockingIOError):
-            self.dropped_count += 1
-            self.dropped_here_count = min(self.dropped_here_count + 1, _MAX_REPORTED_DROPPED)
+            self.dropped_count += mark_count
+            self.dropped_here_count = min(self.dropped_here_count + mark_count, _MAX_REPORTED_DROPPED)
         else:
             self._lose(error)
 
@@ -137,6 +167,9 @@ class AgentConnection:
             return
         try:
             self._socket.settimeout(timeout_s)
+            if self._packed:
+                self._socket.send(self._packed)
+                self._packed.clear()
             self._socket.send(packet)
             self._socket.setblocking(False)
         except OSError as error:
@@ -160,6 +193,8 @@ class AgentConnection:
         if self._socket is not None:
             self._socket.close()
             self._socket, self.send = None, _discard
+        self._packed.clear()
+        self._is_packing = False
 
     def after_fork(self) -> None:
         """Close the child's copy; the parent's connection stays open."""
@@ -201,22 +236,36 @@ class AgentConnection:
             self._lose(error)
 
     def _hear_notices(self) -> None:
-        """Poll for the agent's notices about the rank, at most once per period."""
+        """Read what the agent sends unasked; before each iteration while packing, else once a period."""
         self._notice_at_ns = monotonic_ns() + _NOTICE_PERIOD_NS
-        if self._socket is None:
-            return
         try:
-            self._log_notice(_receive_reply(self._socket, _MAX_NOTICE_BYTES, socket.MSG_DONTWAIT))
+            while self._socket is not None:
+                heard = _receive(self._socket, _MAX_NOTICE_BYTES, socket.MSG_DONTWAIT)
+                if isinstance(heard, Packing):
+                    self._follow_packing(heard)
+                else:
+                    self._log_notice(heard)
         except BlockingIOError:
             pass  # no notice, the usual case
         except (OSError, MalformedPacket) as error:
             self._lose(error)
 
+    def _follow_packing(self, packing: Packing) -> None:
+        self.flush()
+        if self._socket is not None:
+            self._is_packing = packing.is_allowed
+            self.send = self._pack if packing.is_allowed else self._socket.send
+
     def _receive_answer(self, sock: socket.socket) -> Reply:
-        """Return the answer to a registration; log notices that arrive before it."""
-        while (reply := _receive_reply(sock)).is_notice:
-            self._log_notice(reply)
-        return reply
+        """Return the answer to a registration; handle what arrives before it."""
+        while True:
+            heard = _receive(sock)
+            if isinstance(heard, Packing):
+                self._follow_packing(heard)
+            elif heard.is_notice:
+                self._log_notice(heard)
+            else:
+                return heard
 
     def _log_notice(self, notice: Reply) -> None:
         _log.log(logging.INFO if notice.ok else logging.WARNING, "%s: %s", self._rank, notice.message)
@@ -255,21 +304,21 @@ def _final_reply(sock: socket.socket) -> Reply | None:
     sock.setblocking(False)
     for _ in range(3):  # Linux reports a reset once, before what is still queued
         try:
-            reply = _receive_reply(sock)
+            heard = _receive(sock)
         except ConnectionResetError:
             continue
         except (OSError, MalformedPacket):
             return None
-        if not reply.ok:
-            return reply
+        if isinstance(heard, Reply) and not heard.ok:
+            return heard
     return None
 
 
-def _receive_reply(sock: socket.socket, max_bytes: int = MAX_PACKET_BYTES, flags: int = 0) -> Reply:
+def _receive(sock: socket.socket, max_bytes: int = MAX_PACKET_BYTES, flags: int = 0) -> Reply | Packing:
     packet = sock.recv(max_bytes, flags)
     if not packet:
         raise ConnectionResetError("the agent closed the connection")
-    reply = decode(packet)
-    if not isinstance(reply, Reply):
-        raise MalformedPacket(f"expected a reply, found {type(reply).__name__}")
-    return reply
+    heard = decode(packet)
+    if not isinstance(heard, Reply | Packing):
+        raise MalformedPacket(f"expected a reply, found {type(heard).__name__}")
+    return heard

@@ -111,7 +111,7 @@ class Probe:
         rank = Rank(job_id, pipeline, stage, tensor)
 
         def hello() -> bytes:
-            return encode(Hello(rank, gpu_uuid, is_registered, monotonic_ns()))
+            return encode(Hello(rank, gpu_uuid, is_registered, monotonic_ns(), packs_marks=True))
 
         return cls(rank, AgentConnection.introduce(rank, path, hello, timeout_s))
 
@@ -191,6 +191,7 @@ class Probe:
             self._connection.send(
                 _pack_iteration_begin(0, 0, 0, work, self._iteration, time_ns or monotonic_ns())
             )
+            self._connection.flush()
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
@@ -202,6 +203,7 @@ class Probe:
                     0, 0, 0, self._connection.dropped_here_count, self._iteration, time_ns or monotonic_ns()
                 )
             )
+            self._connection.flush()
         except (OSError, struct.error) as error:
             self._not_sent(error)
 

@@ -23,4 +23,11 @@ class Send:
     message: FromSession
 
 
-Command = SetClock | ResetClock | ScheduleClock | EstimateEnergy | Send
+@dataclass(frozen=True, slots=True)
+class AllowPacking:
+    """Let the trainer pack its marks, or have each sent at once, from its next iteration on."""
+
+    is_allowed: bool
+
+
+Command = SetClock | ResetClock | ScheduleClock | EstimateEnergy | Send | AllowPacking

@@ -69,6 +69,13 @@ class Plans:
         return self.in_force is not None or self.pending is not None
 
     @property
+    def sets_clocks(self) -> bool:
+        """Whether a plan in force or pending sets a clock, or a maximum clock is."""
+        plans = (self.in_force, self.pending)
+        is_planned = any(mhz is not None for plan in plans if plan for mhz in plan.clocks_mhz)
+        return is_planned or self.fallback_mhz is not None
+
+    @property
     def id_in_force(self) -> PlanId:
         """The identity of the plan in force."""
         return self.in_force.plan if self.in_force is not None else NO_PLAN

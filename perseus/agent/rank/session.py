@@ -14,7 +14,8 @@ clocks, or (but see below) after a lease without a message from the coordinator.
 clocks that are held for measuring. It and all plans lapse with the lease, unless it was set to outlast the
 lease: then both stay.
 
-*Clocks.* `rank.iteration_tracker` follows the marks, and `clocks.keeper` decides on clocks.
+*Clocks.* `rank.iteration_tracker` follows the marks, and `clocks.keeper` decides on clocks. Where none is
+set, nor will be soon, the trainer may pack its marks (`AllowPacking`).
 
 *Measurement.* `rank.recorder` turns finished iterations into telemetry. A plan's energy estimate takes
 milliseconds to compute, so the session requests it (`EstimateEnergy`), and it returns as an event.
@@ -46,7 +47,7 @@ from perseus.agent.clocks.sets import ClockSet, ResetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark, WaitMark
-from perseus.agent.rank.commands import Command, EstimateEnergy, Send
+from perseus.agent.rank.commands import AllowPacking, Command, EstimateEnergy, Send
 from perseus.agent.rank.events import (
     AgentStops,
     Connected,
@@ -85,6 +86,8 @@ from perseus.agent.rank.plans import Plans
 from perseus.agent.rank.recorder import Recorder
 from perseus.v1 import agent_service_pb2 as wire
 
+_MARKS = (ComputationMark, WaitMark, IterationMark)
+
 
 class Session:
     """One rank, from its trainer's hello to its end (see the module's docstring).
@@ -111,6 +114,7 @@ class Session:
         self._owner = owner
         self._after_sequence = after_sequence
         self._commands: list[Command] = []
+        self._is_packing_allowed = False
         self._join = JoinState(is_registered=is_registered)
         self._plans = Plans(rank, gpu, forbidden="the agent only observes" if observe else None)
         self._recorder = Recorder(gpu.supported_clocks_mhz[0])
@@ -120,6 +124,8 @@ class Session:
         """Handle an event; return commands, in order. Times are CLOCK_MONOTONIC."""
         if not self.has_ended:
             self._dispatch(event, now_s)
+            if not isinstance(event, _MARKS):
+                self._allow_packing()
         commands, self._commands = self._commands, []
         return commands
 
@@ -359,6 +365,13 @@ class Session:
                 self._commands += tracker.begin_iteration(mark, now_s)
             case IterationMark():
                 self._commands += tracker.end_iteration(mark, now_s)
+
+    def _allow_packing(self) -> None:
+        """Let the trainer pack marks as long as no clock depends on seeing them at once."""
+        is_allowed = not self._plans.sets_clocks
+        if is_allowed != self._is_packing_allowed:
+            self._is_packing_allowed = is_allowed
+            self._commands.append(AllowPacking(is_allowed))
 
     def _on_set_not_permitted(self, event: SetNotPermitted) -> None:
         self._plans.forbidden = event.message

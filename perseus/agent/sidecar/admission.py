@@ -83,7 +83,7 @@ class Admission:
             return refused
         if self._roster.is_stopping:
             return Refused("AGENT_STOPS", "the agent is being stopped")
-        trainer = Trainer(claim, connection, hello.is_registered, problem)
+        trainer = Trainer(claim, connection, hello, problem)
         self._roster.enter(trainer)
         return trainer
 

@@ -23,7 +23,7 @@ import stat
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,10 @@ from perseus.agent.link.packets import (
     SMALL_PACKET_BYTES,
     MalformedPacket,
     Message,
+    Packing,
     Reply,
     decode,
+    decode_all,
     encode,
     is_quick,
 )
@@ -258,12 +260,18 @@ class ProbeConnection:
         self._has_ended = False  # the peer has: nothing more will be queued
         self._is_over = False  # we have ended it: nothing more is read
         self._waiting: asyncio.Future[None] | None = None
+        self._is_watched = False  # the loop reports when there is something to read
+        self._has_answered = False
+        self._packing = Packing(False)
         self._loop = asyncio.get_running_loop()
         if peer.pidfd is not None:
             self._loop.add_reader(peer.pidfd, self._peer_ended)
 
-    async def receive(self) -> Message | None:
-        """Return the next message; None when the probe or its process is gone. Raises MalformedPacket."""
+    async def receive(self) -> Sequence[Message]:
+        """Return the messages of the next packet; none when the probe or its process is gone.
+
+        Raises MalformedPacket.
+        """
         self._packets_in_a_row += 1
         if self._packets_in_a_row == _PACKETS_IN_A_ROW:
             self._packets_in_a_row = 0
@@ -272,11 +280,11 @@ class ProbeConnection:
         packet = memoryview(_buffer)[:size]
         if is_quick(packet):
             self._allowance.spend(size, time.monotonic())
-            return decode(packet) if size else None
+            return decode_all(packet) if size else ()
         self._allowance.spend(size * _INFLATED_COST, time.monotonic())
         message = await self._loop.run_in_executor(self._readers, decode, bytes(packet))
         await asyncio.sleep(self._allowance.wait_s())
-        return message
+        return [message]
 
     async def pay_hello(self) -> None:
         """Wait until the user's token bucket allows one more hello."""
@@ -309,16 +317,24 @@ class ProbeConnection:
 
     async def _readable(self) -> None:
         self._waiting = self._loop.create_future()
-        self._loop.add_reader(self._socket, self._wake)
+        if not self._is_watched:
+            self._loop.add_reader(self._socket, self._wake)
+            self._is_watched = True
         try:
             await self._waiting
         finally:
-            self._loop.remove_reader(self._socket)
             self._waiting = None
 
     def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
+        if self._waiting is None:
+            self._unwatch()  # nobody reads now, and the loop would report it again and again
+        elif not self._waiting.done():
             self._waiting.set_result(None)
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
+            self._loop.remove_reader(self._socket)
+            self._is_watched = False
 
     def _peer_ended(self) -> None:
         """Note the end of the peer's process: only queued packets count, even if a child is connected."""
@@ -332,8 +348,22 @@ class ProbeConnection:
 
     def reply(self, reply: Reply) -> None:
         """Send a reply without waiting for a probe that is gone or does not read."""
+        self._send(reply)
+        if not self._has_answered:
+            self._has_answered = True
+            if self._packing.is_allowed:
+                self._send(self._packing)
+
+    def allow_packing(self, is_allowed: bool) -> None:
+        """Let the probe pack marks, or not, from its next iteration on, once its hello was answered."""
+        if self._packing.is_allowed != is_allowed:
+            self._packing = Packing(is_allowed)
+            if self._has_answered:
+                self._send(self._packing)
+
+    def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):
-            self._socket.send(encode(reply))
+            self._socket.send(encode(message))
 
     def end(self, reply: Reply) -> None:
         """Send a final reply and stop reading: `receive` returns None at once."""
@@ -344,6 +374,7 @@ class ProbeConnection:
     def close(self) -> None:
         """Close the connection."""
         self._stop_watching()
+        self._unwatch()
         self.peer.close()
         self._socket.close()
 

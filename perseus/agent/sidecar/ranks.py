@@ -29,6 +29,7 @@ from perseus.agent.link.packets import (
     MalformedPacket,
     Membership,
     Message,
+    Packing,
     Registration,
     Reply,
     WaitMark,
@@ -101,8 +102,9 @@ class Ranks:
             self._uplink.begin(trainer.rank)
             served = await self._take_up(trainer)
             trainer.serving = asyncio.create_task(self._keep_serving(trainer, served))
-            while (message := await connection.receive()) is not None:
-                await self._on_message(trainer, message)
+            while messages := await connection.receive():
+                for message in messages:
+                    await self._on_message(trainer, message)
         except MalformedPacket as error:
             rank = str(trainer.rank) if trainer else None
             self._log_refusal(
@@ -151,7 +153,7 @@ class Ranks:
                 self._specify(trainer, message.spec_fingerprint)
             case Membership(spec_fingerprint):
                 self._specify(trainer, spec_fingerprint)
-            case HealthQuestion() | Hello() | Reply():
+            case HealthQuestion() | Hello() | Reply() | Packing():
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"
                 )
@@ -229,7 +231,7 @@ class Ranks:
                 opened.description,
                 observe=self._gpus.observe,
                 after_sequence=coordinator.telemetry_sequence,
-                is_registered=trainer.is_registered,
+                is_registered=trainer.hello.is_registered,
                 owner=owner,
             )
             rank = ServedRank(
@@ -238,6 +240,7 @@ class Ranks:
                 self._estimator,
                 self._gpus.counters.opened(uuid),
                 send=coordinator.send,
+                allow_packing=trainer.allow_packing,
                 report=lambda error: reports.report(
                     claim.rank, gpu_error_report(claim.rank, uuid, error, owner), own
                 ),

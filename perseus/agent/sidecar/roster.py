@@ -10,7 +10,7 @@ import structlog
 from perseus.agent.claims.registry import Claim, ClaimRegistry
 from perseus.agent.gpu import GpuError
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import Reply
+from perseus.agent.link.packets import Hello, Reply
 from perseus.agent.rank.events import Event
 from perseus.agent.sidecar.local import ProbeConnection
 from perseus.agent.sidecar.served import ServedRank
@@ -23,11 +23,11 @@ class Trainer:
     """A trainer whose claim is entered. `problem` is the error of its GPU, if already known."""
 
     def __init__(
-        self, claim: Claim, connection: ProbeConnection, is_registered: bool, problem: GpuError | None
+        self, claim: Claim, connection: ProbeConnection, hello: Hello, problem: GpuError | None
     ) -> None:
         self.claim = claim
         self.connection = connection
-        self.is_registered = is_registered
+        self.hello = hello
         self.problem = problem
         self.problems = RateLimitedLog(_log)
         self.dropped_mark_count = 0
@@ -42,6 +42,11 @@ class Trainer:
     def rank(self) -> Rank:
         """The rank that it trains."""
         return self.claim.rank
+
+    def allow_packing(self, is_allowed: bool) -> None:
+        """Let its probe pack marks, or not, if it can."""
+        if self.hello.packs_marks:
+            self.connection.allow_packing(is_allowed)
 
 
 class Roster:

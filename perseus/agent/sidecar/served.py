@@ -31,7 +31,7 @@ from perseus.agent.gpu import (
 from perseus.agent.gpu.executor import TIMEOUT_S
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import MAX_NAME_LENGTH
-from perseus.agent.rank.commands import EstimateEnergy, Send
+from perseus.agent.rank.commands import AllowPacking, EstimateEnergy, Send
 from perseus.agent.rank.events import (
     Event,
     GpuFailed,
@@ -131,8 +131,8 @@ def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError, owner: str) -> 
 class ServedRank:
     """A rank from its trainer's hello, or its GPU's recovery, to its end.
 
-    `counters` counts sets, `send` takes messages to the coordinator, `report` takes errors of the GPU. The
-    GPU is given back at the end.
+    `counters` counts sets, `send` takes messages to the coordinator, `allow_packing` whether the trainer may
+    pack its marks, `report` errors of the GPU. The GPU is given back at the end.
     """
 
     def __init__(
@@ -142,6 +142,7 @@ class ServedRank:
         estimator: Estimator,
         counters: GpuCounters,
         send: Callable[[FromSession], None],
+        allow_packing: Callable[[bool], None],
         report: Callable[[GpuError], None],
     ) -> None:
         self.rank = session.rank
@@ -153,6 +154,7 @@ class ServedRank:
         self._gpu = gpu = opened.gpu
         self._estimator = estimator
         self._send = send
+        self._allow_packing = allow_packing
         self._report = report
         self._loop = asyncio.get_running_loop()
         self._log = _log.bind(rank=str(self.rank), gpu=gpu.uuid)
@@ -239,6 +241,8 @@ class ServedRank:
                     self._estimator.request(
                         self.rank, request, lambda estimate: self._hand_over(self.handle, estimate)
                     )
+                case AllowPacking(is_allowed):
+                    self._allow_packing(is_allowed)
                 case Send(wire.RankLeft(reason=reason) as message):
                     self.has_failed = reason == rank_pb2.RANK_LEFT_REASON_GPU_FAILED
                     self._final_messages.append(message)  # it reports that the GPU is back at stock

@@ -23,6 +23,7 @@ from perseus.agent.link.packets import (
     MarkType,
     Membership,
     Message,
+    Packing,
     Registration,
     Reply,
     WaitMark,
@@ -41,7 +42,8 @@ identifiers = texts.filter(str.isprintable)
 names = identifiers.filter(bool)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.just(HealthQuestion()),
-    st.builds(Hello, st.builds(Rank, names, int32, int32, int32), names, st.booleans()),
+    st.builds(Hello, st.builds(Rank, names, int32, int32, int32), names, st.booleans(), int64, st.booleans()),
+    st.builds(Packing, st.booleans()),
     st.builds(
         Registration,
         st.dictionaries(texts, st.one_of(texts, int32, st.lists(int32))),
@@ -158,7 +160,7 @@ def test_hostile_json_is_refused_with_a_printable_message(text: bytes, is_deflat
         ({"version": 1, "type": "hello"}, "hello: expected protocol version 2, found 1"),
         (
             {"version": 2, "type": "greeting"},
-            "expected type health, hello, registration, membership or reply, found 'greeting'",
+            "expected type health, hello, registration, membership, reply or packing, found 'greeting'",
         ),
         ({"version": 2}, "field 'type': expected str, found null"),
         ({"version": True, "type": "hello"}, "field 'version': expected int, found true"),

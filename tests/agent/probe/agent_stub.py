@@ -4,7 +4,7 @@ import socket
 import threading
 from pathlib import Path
 
-from perseus.agent.link.packets import MAX_PACKET_BYTES, Message, Reply, decode, encode
+from perseus.agent.link.packets import MAX_PACKET_BYTES, Message, Packing, Reply, decode, decode_all, encode
 from perseus.agent.probe.client import Probe
 
 
@@ -18,6 +18,7 @@ class AgentStub:
         self._listener.bind(str(path))
         self._listener.listen()
         self.asked: list[Message] = []
+        self.packet_count = 0
         self._thread = threading.Thread(target=self._answer)
         self._thread.start()
 
@@ -36,10 +37,15 @@ class AgentStub:
         received: list[Message] = []
         try:
             while packet := self.connection.recv(MAX_PACKET_BYTES):
-                received.append(decode(packet))
+                received += decode_all(packet)
+                self.packet_count += 1
         except BlockingIOError:
             pass
         return received
+
+    def allow_packing(self, is_allowed: bool) -> None:
+        """Allow packing from the next iteration on, or forbid it."""
+        self.connection.send(encode(Packing(is_allowed)))
 
     def close(self) -> None:
         self.answered()

@@ -13,14 +13,17 @@ import pytest
 from perseus.agent.link.computation import Kind
 from perseus.agent.link.packets import (
     MAX_PACKET_BYTES,
+    ComputationMark,
     Edge,
     Finish,
     Hello,
     IterationMark,
     Registration,
     Reply,
+    WaitMark,
     encode,
 )
+from perseus.agent.probe import agent_connection
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.agent.probe.rejoin import PERIOD_NS
@@ -38,6 +41,74 @@ def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.Log
     probe.close()
     assert not probe.is_connected
     assert caplog.text.count("lost the agent") == 1
+
+
+def test_marks_are_packed_only_while_the_agent_allows_it(
+    agent: AgentStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
+    probe = connect(agent.path)
+    agent.answered()
+    hello = agent.asked[0]
+    assert isinstance(hello, Hello)
+    assert hello.packs_marks
+
+    def iterate(count: int) -> int:
+        """Return the number of packets of an iteration of some computations."""
+        probe.begin_iteration()
+        for microbatch in range(count):
+            with probe.computation(Kind.FORWARD, microbatch):
+                probe.begin_wait()
+                probe.end_wait()
+        probe.end_iteration()
+        before = agent.packet_count
+        marks = agent.marks()
+        assert [type(mark) for mark in marks] == [
+            IterationMark,
+            *[ComputationMark, WaitMark, WaitMark, ComputationMark] * count,
+            IterationMark,
+        ]
+        times_ns = [getattr(mark, "time_ns") for mark in marks]  # noqa: B009 - of whatever type
+        assert times_ns == sorted(times_ns)
+        return agent.packet_count - before
+
+    assert iterate(3) == 14
+    agent.allow_packing(True)
+    assert iterate(3) == 2, "the begin, and everything else with the end"
+    assert iterate(20) == 3, "at most 64 marks a packet"
+    agent.allow_packing(False)
+    assert iterate(3) == 14
+    assert probe.dropped_mark_count == 0
+    probe.close()
+
+
+def test_packed_marks_that_find_no_room_are_counted_one_by_one(
+    agent: AgentStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
+    probe = connect(agent.path)
+    agent.answered()
+    agent.allow_packing(True)
+    sent_count = 0
+    while not probe.dropped_mark_count:
+        with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+            pass
+        sent_count += 4
+    received_count = len(agent.marks())
+    assert sent_count == received_count + probe.dropped_mark_count
+    probe.close()
+
+
+def test_packed_marks_arrive_before_the_end(agent: AgentStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
+    probe = connect(agent.path)
+    agent.answered()
+    agent.allow_packing(True)
+    probe.begin_iteration()
+    probe.begin_computation(Kind.FORWARD, 0)
+    probe.finish()
+    assert [type(mark) for mark in agent.marks()] == [IterationMark, ComputationMark, Finish]
+    probe.close()
 
 
 def test_a_forked_child_closes_the_connection_and_sends_nothing(agent: AgentStub) -> None:

@@ -6,7 +6,7 @@ from perseus.agent.clocks.sets import ClockSet, ScheduleClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, IterationMark
-from perseus.agent.rank.commands import Command, EstimateEnergy, Send
+from perseus.agent.rank.commands import AllowPacking, Command, EstimateEnergy, Send
 from perseus.agent.rank.events import Connected, Event, Tick, TrainerJoined
 from perseus.agent.rank.messages import (
     NO_PLAN,
@@ -47,14 +47,18 @@ class Bench:
         self.session = Session(RANK, GPU, observe=observe, is_registered=is_registered)
         self.order = order
         self.now_s = 100.0
+        self.is_packing_allowed = False
 
     def do(self, event: Event) -> list[Command]:
-        """Return the session's commands; energy estimates are computed at once."""
+        """Return the session's commands; energy estimates are computed at once, packing is noted."""
         commands: list[Command] = []
         for command in self.session.handle(event, self.now_s):
             if isinstance(command, EstimateEnergy):
                 found = estimate(command.request)
                 commands += self.session.handle(found, self.now_s) if found else []
+            elif isinstance(command, AllowPacking):
+                assert command.is_allowed != self.is_packing_allowed
+                self.is_packing_allowed = command.is_allowed
             else:
                 commands.append(command)
         self.session.validate()

@@ -6,7 +6,7 @@ from perseus.agent.clocks.sets import SetClock
 from perseus.agent.link.computation import Computation
 from perseus.agent.link.packets import Edge, Finish
 from perseus.agent.rank.commands import Send
-from perseus.agent.rank.events import Connected, SetNotPermitted, TrainerJoined
+from perseus.agent.rank.events import Connected, SetNotPermitted, Tick, TrainerJoined
 from perseus.agent.rank.messages import (
     Hold,
     PlanRefusalReason,
@@ -124,3 +124,27 @@ def test_without_permission_the_plan_in_force_ends(bench: Bench) -> None:
     assert bench.do(SetNotPermitted("needs root")) == [in_force(0, 1)]
     assert refusal(bench.offer(2, 5, Hold(1000))) == (PlanRefusalReason.NOT_PERMITTED, f"{RANK}: needs root")
     assert bench.run(1) == []
+
+
+def test_marks_may_be_packed_only_where_no_clock_depends_on_them(bench: Bench) -> None:
+    assert bench.is_packing_allowed, "nothing was ever set"
+    bench.offer(1, 2, Stock())
+    assert bench.is_packing_allowed
+    bench.run(0, duration_s=0.01)
+    bench.offer(2, 3, Hold(1000))
+    assert not bench.is_packing_allowed, "before it comes into force"
+    for number in (1, 2, 3):
+        bench.run(number, duration_s=0.01)
+    bench.do(Tick())
+    assert not bench.is_packing_allowed
+    bench.offer(3, 4, Stock())
+    bench.run(4, duration_s=0.01)
+    bench.do(Tick())
+    assert bench.is_packing_allowed
+    bench.limit(1200)
+    assert not bench.is_packing_allowed, "the fallback after a silence depends on marks"
+    bench.limit(None)
+    assert bench.is_packing_allowed
+    bench.offer(4, 5, Hold(1000))
+    bench.do(SetNotPermitted("not root"))
+    assert bench.is_packing_allowed

@@ -20,7 +20,7 @@ from perseus.agent.claims.registry import Claim
 from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import Reply, decode
+from perseus.agent.link.packets import Hello, Reply, decode
 from perseus.agent.rank import events
 from perseus.agent.rank.commands import EstimateEnergy, Send
 from perseus.agent.rank.messages import GpuDescription, GpuLimits, Welcome
@@ -159,9 +159,8 @@ class RecordedRun:
     def _serve(self, rank: Rank, gpu: str, options: dict[str, Any]) -> None:
         user = User(1000, "ada")
         claim = Claim(rank, gpu, user, Allowed(is_granted=True, is_running=True))
-        trainer = Trainer(
-            claim, cast(Any, _Line(rank, self.stream.out)), bool(options["is_registered"]), None
-        )
+        hello = Hello(rank, gpu, bool(options["is_registered"]))
+        trainer = Trainer(claim, cast(Any, _Line(rank, self.stream.out)), hello, None)
         self.roster.enter(trainer)
         self.uplink.begin(rank)
         session = Session(

@@ -71,7 +71,9 @@ async def test_a_hello_that_must_be_refused_is_not_inspected(
 ) -> None:
     admits, access, roster = admitting
     held = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "owner"), Allowed(is_granted=True))
-    roster.enter(Trainer(held, cast(Any, FakeConnection(1000)), is_registered=True, problem=None))
+    roster.enter(
+        Trainer(held, cast(Any, FakeConnection(1000)), Hello(held.rank, held.gpu_uuid), problem=None)
+    )
     for uid, rank, gpu, reason in (
         (1000, Rank("job", 0, 0, 0), "GPU-1", RANK_TAKEN),
         (1000, Rank("job", 0, 1, 0), "GPU-0", GPU_TAKEN),
@@ -114,7 +116,7 @@ async def test_a_claim_is_judged_again_after_any_error(monkeypatch: pytest.Monke
     claim = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "somebody"), Allowed())
     watching = Admission(cast(Any, roster), cast(Any, access), AgentCounters())
     with capture_logs() as logs:
-        await watching.watch(Trainer(claim, cast(Any, line), is_registered=False, problem=None))
+        await watching.watch(Trainer(claim, cast(Any, line), Hello(claim.rank, claim.gpu_uuid), problem=None))
     assert [line["event"] for line in logs] == ["claim not judged again", "rank refused"]
     assert "Too many open files" in logs[0]["message"]
     assert len(reported) == 2, "the trainer and the rank's end"

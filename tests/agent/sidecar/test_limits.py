@@ -45,7 +45,7 @@ OPEN = SocketAccess(0o666)
 
 
 async def drain(line: ProbeConnection) -> None:
-    while await line.receive() is not None:
+    while await line.receive():
         pass
 
 
@@ -97,7 +97,7 @@ async def test_without_free_file_descriptors_clients_wait(
     heard: asyncio.Queue[object] = asyncio.Queue()
 
     async def serve(line: ProbeConnection) -> None:
-        await heard.put(await line.receive())
+        await heard.put(*await line.receive())
 
     server = LocalServer(path, OPEN, serve)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,18 +3,30 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import MAX_PACKET_BYTES, Finish, Hello, MalformedPacket, Reply, decode, encode
+from perseus.agent.link.packets import (
+    MAX_PACKET_BYTES,
+    Edge,
+    Finish,
+    Hello,
+    MalformedPacket,
+    Packing,
+    Reply,
+    WaitMark,
+    decode,
+    encode,
+)
 from perseus.agent.sidecar.local import LocalServer, ProbeConnection, SocketAccess, SocketInUseError
 from perseus.agent.sidecar.peer import identify
 
 
 async def drain(line: ProbeConnection) -> None:
-    while await line.receive() is not None:
+    while await line.receive():
         pass
 
 
@@ -65,12 +77,12 @@ def pair() -> tuple[ProbeConnection, socket.socket]:
     return ProbeConnection(ours, identify(ours)), theirs
 
 
-async def test_a_packet_is_a_message_and_the_end_is_none() -> None:
+async def test_a_packet_is_a_message_and_the_end_is_empty() -> None:
     line, probe = pair()
     for time_ns in range(200):
         probe.send(encode(Finish(time_ns)))
     probe.close()
-    assert [await line.receive() for _ in range(201)] == [*map(Finish, range(200)), None]
+    assert [[*await line.receive()] for _ in range(201)] == [*([Finish(n)] for n in range(200)), []]
     line.close()
 
 
@@ -79,9 +91,58 @@ async def test_messages_before_an_abrupt_end_are_received() -> None:
     line.reply(Reply(True))  # never read: the kernel reports a reset first
     probe.send(encode(Finish(1)))
     probe.close()
-    assert await line.receive() == Finish(1)
-    assert await line.receive() is None
+    assert await line.receive() == [Finish(1)]
+    assert not await line.receive()
     line.close()
+
+
+async def test_packed_marks_are_received_together_and_in_order() -> None:
+    line, probe = pair()
+    marks = [WaitMark(edge, 3, time_ns) for time_ns in range(32) for edge in Edge]
+    probe.send(b"".join(map(encode, marks)))
+    assert await line.receive() == marks
+    probe.send(b"".join(map(encode, [*marks, *marks[:1]])))
+    with pytest.raises(MalformedPacket, match="marks: expected at most 2048 bytes, found 2080"):
+        await line.receive()
+    probe.send(encode(marks[0]) + b"P")
+    with pytest.raises(MalformedPacket, match="mark: expected 32 bytes, found 1"):
+        await line.receive()
+    line.close()
+    probe.close()
+
+
+async def test_a_probe_hears_of_packing_after_its_hello_is_answered_and_of_changes_only() -> None:
+    line, probe = pair()
+    probe.setblocking(False)
+    line.allow_packing(True)
+    with pytest.raises(BlockingIOError):
+        probe.recv(1024)
+    line.reply(Reply(True))
+    assert [decode(probe.recv(1024)) for _ in range(2)] == [Reply(True), Packing(True)]
+    line.allow_packing(True)
+    line.reply(Reply(True))
+    line.allow_packing(False)
+    assert [decode(probe.recv(1024)) for _ in range(2)] == [Reply(True), Packing(False)]
+    line.close()
+    probe.close()
+
+
+async def test_a_conversation_that_does_not_read_now_does_not_keep_the_loop_busy() -> None:
+    line, probe = pair()
+    probe.send(encode(Finish(1)))
+    reading = asyncio.create_task(line.receive())
+    assert await reading == [Finish(1)]
+    reading = asyncio.create_task(line.receive())
+    await asyncio.sleep(0)
+    probe.send(encode(Finish(2)))
+    assert await reading == [Finish(2)]
+    probe.send(encode(Finish(3)))  # nobody reads it yet
+    before_s = time.process_time()
+    await asyncio.sleep(0.3)
+    assert time.process_time() - before_s < 0.1
+    assert await line.receive() == [Finish(3)]
+    line.close()
+    probe.close()
 
 
 TRAINER_WITH_CHILD = """
@@ -102,8 +163,8 @@ async def test_the_end_of_a_process_is_seen_although_a_child_holds_its_connectio
     heard: asyncio.Queue[object] = asyncio.Queue()
 
     async def serve(line: ProbeConnection) -> None:
-        while (message := await line.receive()) is not None:
-            await heard.put(message)
+        while messages := await line.receive():
+            await heard.put(*messages)
         await heard.put(None)
 
     server = LocalServer(tmp_path / "sock", ACCESS, serve)
@@ -140,10 +201,10 @@ async def test_a_conversation_that_fails_does_not_end_the_others(tmp_path: Path)
     heard: asyncio.Queue[object] = asyncio.Queue()
 
     async def serve(line: ProbeConnection) -> None:
-        message = await line.receive()
-        if message == Finish(1):
+        messages = await line.receive()
+        if messages == [Finish(1)]:
             raise KeyError
-        await heard.put(message)
+        await heard.put(*messages)
 
     server = LocalServer(tmp_path / "agent.sock", ACCESS, serve)
     for time_ns in (1, 2):

@@ -86,17 +86,23 @@ class Port:
 def check_free(address: str) -> None:
     """Check that an address can be bound, without listening there.
 
-    A start that would fail at it then fails before it has made a database. gRPC alone judges its own schemes.
+    A start that would fail at it then fails before it has made a database.
 
     Raises:
         AddressUnavailableError: it is taken, or invalid.
     """
     if address.startswith("unix:"):  # a socket that is there is replaced
-        folder = Path(address.removeprefix("unix:").removeprefix("//")).parent
-        if not os.access(folder, os.W_OK):
-            raise AddressUnavailableError(address=address, cause=f"can't write to the folder {folder}")
+        path = Path(address.removeprefix("unix:").removeprefix("//"))
+        if not os.access(path.parent, os.W_OK):
+            raise AddressUnavailableError(address=address, cause=f"can't write to the folder {path.parent}")
+        if path.exists() and not path.is_socket():
+            raise AddressUnavailableError(
+                address=address, cause="expected a socket or nothing there, found a file"
+            )
+    if address.startswith(OTHER_SCHEMES):  # gRPC has them for clients only
+        raise AddressUnavailableError(address=address, cause="expected HOST:PORT, or unix:PATH")
     found = host_and_port(address)
-    if found is None or address.startswith(OTHER_SCHEMES):
+    if found is None:
         return
     host, port = found
     failure: OSError | None = None

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import gc
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -32,7 +34,7 @@ from perseus.service.listening import Port, check_free
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.signals import NamedSignal
-from perseus.service.shell.tokens import Tokens, new_secret
+from perseus.service.shell.tokens import new_secret
 from perseus.service.signals.factory import open_source
 from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
@@ -41,7 +43,7 @@ from perseus.service.watchdog import Watchdog
 from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.app import make_app
 from perseus.service.web.collector import CoordinatorCollector
-from perseus.service.web.listening import listening
+from perseus.service.web.listening import bind, listening
 from perseus.service.web.origin import Hosts
 from perseus.service.web.page_api import PageApi
 from perseus.service.web.page_files import packaged_page
@@ -143,11 +145,22 @@ async def running(
     The block gets the bound address, and a future that is done early only if the coordinator fails (its
     database fails); its error is raised when the block ends. `new_worker` makes each of the solver's workers.
     """
-    # What fails often fails first: a failed first start leaves no database and no operator's token behind.
+    # A failed first start leaves no database and no operator's token behind: what may fail comes before the
+    # database, and a new token's file is removed if anything fails after it.
     port = Port(settings)
-    for address_to_bind in filter(None, (settings.listen, settings.http)):
-        await asyncio.to_thread(check_free, address_to_bind)
+    signals = [
+        NamedSignal(name, SignalKind(some.kind), some.feeds, open_source(name, some))
+        for name, some in settings.signals.items()
+    ]
     async with contextlib.AsyncExitStack() as stack:
+        http = None
+        if settings.http is not None:
+            http = stack.enter_context(await asyncio.to_thread(bind, settings.http))
+        await asyncio.to_thread(check_free, settings.listen)
+        starting = stack.enter_context(contextlib.ExitStack())
+        secret = None
+        if not settings.insecure:
+            secret = await asyncio.to_thread(_operator_token, settings.operator_token_file, starting)
         store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
         percent = settings.solver_hull_tolerance_percent
@@ -173,10 +186,6 @@ async def running(
             {name: some.hosts for name, some in settings.feeds.items()},
             [name for name, some in settings.feeds.items() if some.fail_safe == "last plan"],
         )
-        signals = [
-            NamedSignal(name, SignalKind(some.kind), some.feeds, open_source(name, some))
-            for name, some in settings.signals.items()
-        ]
         coordinator = Coordinator(
             store,
             job_solver,
@@ -192,9 +201,11 @@ async def running(
         background = asyncio.ensure_future(coordinator.run())
         address = None
         try:
-            if not settings.insecure:
-                await _adopt_operator(coordinator.tokens, settings)
-            async with _listening(coordinator, settings, port) as address:
+            if secret is not None:
+                await coordinator.tokens.adopt(secret)
+                log.info("the operator's token is in a file", path=str(settings.operator_token_file))
+            async with _listening(coordinator, settings, port, http) as address:
+                starting.pop_all()
                 yield address, background
         finally:
             await coordinator.close()
@@ -213,24 +224,25 @@ async def running(
                 await background
 
 
-async def _adopt_operator(tokens: Tokens, settings: CoordinatorSettings) -> None:
-    """Make the token in the operator's file an operator's; write the file if it doesn't exist.
+def _operator_token(path: Path, starting: contextlib.ExitStack) -> str:
+    """Return the token in the operator's file; if there is none, write one, which `starting` removes again.
 
     Raises:
         TokenFileUnusableError: it can't be read or written, or others can read or write it.
     """
-    path = settings.operator_token_file
+    new = new_secret()
     try:
-        secret = await asyncio.to_thread(own_token, path, new_secret())
+        secret = own_token(path, new)
     except TokenFileError as error:
         raise TokenFileUnusableError(cause=error) from None
-    await tokens.adopt(secret)
-    log.info("the operator's token is in a file", path=str(path))
+    if secret == new:
+        starting.callback(path.unlink, missing_ok=True)
+    return secret
 
 
 @contextlib.asynccontextmanager
 async def _listening(
-    coordinator: Coordinator, settings: CoordinatorSettings, port: Port
+    coordinator: Coordinator, settings: CoordinatorSettings, port: Port, http: socket.socket | None
 ) -> AsyncIterator[str]:
     grants = {name: Grant.parse(text) for name, text in settings.certificate_scopes.items()}
     asking = NoAuthentication() if settings.insecure else Authentication(coordinator.tokens, grants)
@@ -274,7 +286,7 @@ async def _listening(
                 _watch_health(coordinator, health_servicer, watchdog, settings.late_limit_s)
             )
             try:
-                async with _serving_http(coordinator, settings, port, grants):
+                async with _serving_http(coordinator, settings, port, http, grants):
                     yield address
             finally:
                 watching.cancel()
@@ -288,10 +300,14 @@ async def _listening(
 
 @contextlib.asynccontextmanager
 async def _serving_http(
-    coordinator: Coordinator, settings: CoordinatorSettings, port: Port, grants: Mapping[str, Grant]
+    coordinator: Coordinator,
+    settings: CoordinatorSettings,
+    port: Port,
+    http: socket.socket | None,
+    grants: Mapping[str, Grant],
 ) -> AsyncIterator[None]:
     """Serve the page and the metrics over HTTP for the length of the block, if the settings ask for it."""
-    if settings.http is None:
+    if settings.http is None or http is None:
         yield
         return
     tls = port.tls
@@ -318,7 +334,7 @@ async def _serving_http(
         packaged_page(),
         Hosts(_host_names(settings.http, settings.http_hosts), are_metrics_free=not is_on_loopback),
     )
-    async with listening(app, settings.http, tls, settings.shutdown_grace_s):
+    async with listening(app, http, tls, settings.shutdown_grace_s):
         yield
 
 

@@ -40,13 +40,9 @@ _server_log.addHandler(_Log())
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: web.Application, address: str, tls: TlsSource | None, shutdown_grace_s: float
+    app: web.Application, bound: socket.socket, tls: TlsSource | None, shutdown_grace_s: float
 ) -> AsyncIterator[str]:
-    """Serve for the length of the block, which gets the bound URL.
-
-    Raises:
-        AddressUnavailableError: the address is taken, or invalid.
-    """
+    """Serve on a socket of `bind` for the length of the block, which gets its URL; then close it."""
     connections = Connections()
     app.middlewares.insert(0, connections.note_requests)
     runner = web.AppRunner(
@@ -58,7 +54,7 @@ async def listening(
     )
     await runner.setup()
     try:
-        with _bound(address) as bound:
+        with bound:
             host, port = bound.getsockname()[:2]
             url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
             _log.info("listening for HTTP", url=url)
@@ -74,7 +70,12 @@ async def listening(
         await connections.abort()
 
 
-def _bound(address: str) -> socket.socket:
+def bind(address: str) -> socket.socket:
+    """Return a socket that listens on an address; connections wait there until they are served.
+
+    Raises:
+        AddressUnavailableError: the address is taken, or invalid.
+    """
     found = host_and_port(address)
     if found is None:
         raise AddressUnavailableError(address=address, cause="expected HOST:PORT")

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from perseus.service.domain.errors import AddressUnavailableError, StartupError
+from perseus.service.signal_settings import SignalSettings
 from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
 from tests.ports import free_port
 from tests.service.coordinator_process import Process
@@ -108,16 +109,24 @@ async def test_a_failed_first_start_leaves_no_file_behind(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", port)):
         (tmp_path / "bad.pem").write_text("no certificate")
         bad = str(tmp_path / "bad.pem")
+        free = f"127.0.0.1:{free_port()}"
+        keyless = SignalSettings(kind="carbon", provider="electricity-maps", zone="DE")
         for wrong in (
             {"listen": taken},
             {"http": taken},
+            {"listen": free, "http": free},
             {"listen": f"unix:{tmp_path / 'none' / 'socket'}"},
+            {"listen": f"unix:{bad}"},
+            {"listen": "dns:localhost:0"},
             {"tls_certificate": bad, "tls_key": bad},
+            {"operator_token_file": bad},
+            {"signals": {"grid": keyless}},
+            {"database": tmp_path},
         ):
             folder = tmp_path / "first"
             folder.mkdir()
             own = {"insecure": False, "operator_token_file": folder / "operator.token"}
-            settings = make_settings(folder, **own, **wrong)
+            settings = make_settings(folder, **(own | wrong))
             with pytest.raises(StartupError):
                 async with running_here(settings):
                     raise AssertionError("it started")

@@ -23,7 +23,7 @@ from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.web.access import HttpAuthenticator
 from perseus.service.web.app import make_app
-from perseus.service.web.listening import listening
+from perseus.service.web.listening import bind, listening
 from perseus.service.web.origin import Hosts
 from perseus.service.web.page_api import PageApi
 from perseus.service.web.page_files import PageFile
@@ -94,7 +94,7 @@ async def serving(
         access = None if is_open else HttpAuthenticator(coordinator.tokens, {})
         app = make_app(Scrape(nothing), access, PageApi(coordinator, calls, access), files, Hosts({"board"}))
         try:
-            async with listening(app, "127.0.0.1:0", None, 1.0) as url:
+            async with listening(app, bind("127.0.0.1:0"), None, 1.0) as url:
                 yield PageServer(url, coordinator)
         finally:
             await coordinator.close()

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from perseus.service.web.listening import listening
+from perseus.service.web.listening import bind, listening
 from perseus.tls.address import host_and_port
 from perseus.tls.files import Role, TlsFiles, TlsSource
 from tests.tls.pairs import authority, issue
@@ -22,7 +22,7 @@ HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000
 
 
 async def spoken_to(app: web.Application, request: bytes) -> bytes:
-    async with listening(app, "127.0.0.1:0", None, 1.0) as url:
+    async with listening(app, bind("127.0.0.1:0"), None, 1.0) as url:
         place = host_and_port(url.removeprefix("http://"))
         assert place is not None
         reader, writer = await asyncio.open_connection(*place)
@@ -109,7 +109,7 @@ async def test_refused_handshakes_are_logged_once_per_kind_without_a_traceback(
     late = issue(ours, "late", ["client"], is_server=False, begins_days=-9, ends_days=-1)
     tls = TlsSource(TlsFiles(files.certificate, files.key, ca), Role.SERVER)
     with capture_logs() as reported:
-        async with listening(web.Application(), "127.0.0.1:0", tls, 1.0) as url:
+        async with listening(web.Application(), bind("127.0.0.1:0"), tls, 1.0) as url:
             place = host_and_port(url.removeprefix("https://"))
             assert place is not None
             assert await shaken(*place, of_client(ca, good, version))
@@ -147,7 +147,7 @@ async def test_a_new_connection_gets_the_present_certificate(tmp_path: Path) -> 
     tls = TlsSource(TlsFiles(files.certificate, files.key), Role.SERVER)
     before = of_client(first.folder / "ca.pem", None, ssl.TLSVersion.TLSv1_3)
     after = of_client(second.folder / "ca.pem", None, ssl.TLSVersion.TLSv1_3)
-    async with listening(web.Application(), "127.0.0.1:0", tls, 1.0) as url:
+    async with listening(web.Application(), bind("127.0.0.1:0"), tls, 1.0) as url:
         place = host_and_port(url.removeprefix("https://"))
         assert place is not None
         assert await shaken(*place, before)
@@ -165,7 +165,7 @@ async def test_a_handshake_that_never_ends_holds_up_neither_others_nor_the_end(t
     files = issue(authority(tmp_path))
     tls = TlsSource(TlsFiles(files.certificate, files.key), Role.SERVER)
     context = of_client(files.ca, None, ssl.TLSVersion.TLSv1_3)
-    async with asyncio.timeout(20), listening(web.Application(), "127.0.0.1:0", tls, 1.0) as url:
+    async with asyncio.timeout(20), listening(web.Application(), bind("127.0.0.1:0"), tls, 1.0) as url:
         place = host_and_port(url.removeprefix("https://"))
         assert place is not None
         reader, writer = await asyncio.open_connection(*place)

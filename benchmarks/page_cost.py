@@ -8,7 +8,6 @@ turns before and after it.
 """
 
 import asyncio
-import gc
 import json
 import sys
 import time
@@ -30,13 +29,14 @@ from perseus.service.domain.inputs import Input
 from perseus.service.domain.model import JobState
 from perseus.service.domain.retention import Retention
 from perseus.service.job.rules import Rules
+from perseus.service.server import collect_rarely
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import NewRun
 from perseus.service.web.app import make_app
 from perseus.service.web.collector import CoordinatorCollector
-from perseus.service.web.listening import listening
+from perseus.service.web.listening import bind, listening
 from perseus.service.web.page_api import PageApi
 from perseus.service.web.scrape import Scrape
 from perseus.v1 import frontier_service_pb2 as frontier_pb
@@ -112,7 +112,7 @@ async def _serving(cluster: LiveCluster) -> AsyncIterator[str]:
             app = make_app(Scrape(collector.collect), None, PageApi(coordinator, calls, None))
             background = asyncio.ensure_future(coordinator.run())
             reporting = asyncio.ensure_future(cluster.run())
-            async with listening(app, "127.0.0.1:0", None, 1.0) as url:
+            async with listening(app, bind("127.0.0.1:0"), None, 1.0) as url:
                 yield url
             for task in (reporting, background):
                 task.cancel()
@@ -134,7 +134,7 @@ async def measure() -> tuple[list[float], list[float], dict[str, float]]:
     alone: list[float] = []
     looked_at: list[float] = []
     reported: dict[str, float] = {}
-    gc.set_threshold(50_000)  # as the coordinator's process does
+    collect_rarely()
     async with _serving(cluster) as url:
         command = (sys.executable, "-m", "benchmarks.load.pages", url, str(LIST_PAGES), str(JOB_PAGES))
         pipe = asyncio.subprocess.PIPE

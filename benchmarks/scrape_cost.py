@@ -28,7 +28,7 @@ from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.web.app import make_app
 from perseus.service.web.collector import CoordinatorCollector
-from perseus.service.web.listening import listening
+from perseus.service.web.listening import bind, listening
 from perseus.service.web.scrape import FRESH_S, Scrape
 
 EVERY_S = 5.0
@@ -91,7 +91,7 @@ async def _serving(machines: Iterable[JobMachine], *, has_ranks: bool) -> AsyncI
                 coordinator, has_ranks=has_ranks, late_limit_s=10.0, expiries_s=dict, refusal_counts={}
             )
             app = make_app(Scrape(collector.collect), None)
-            async with listening(app, "127.0.0.1:0", None, 1.0) as url:
+            async with listening(app, bind("127.0.0.1:0"), None, 1.0) as url:
                 yield f"{url}/metrics"
         finally:
             job_solver.close()

@@ -330,7 +330,7 @@ def _time_for(least: job_pb2.LeastSignal) -> str:
 def signal_target_text(signal_target: job_pb2.SignalTarget, kind: str) -> str:
     """Return how a job follows its signal, and how far it is."""
     states = {
-        job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL: "no value is known: no slowdown",
+        job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL: "the signal is unknown: no slowdown",
         job_pb2.SIGNAL_TARGET_STATE_LATE: "no slowdown: the work can't be done in time",
         job_pb2.SIGNAL_TARGET_STATE_DONE: "no slowdown: the work is done, or its deadline has passed",
     }

@@ -14,20 +14,29 @@ def budget_table(budgets: Iterable[Budget]) -> Table:
     table.add_column("from – until (UTC)", no_wrap=True)
     table.add_column("set by", overflow="fold")
     for budget in budgets:
-        limit = f"{budget.limit_w:.0f}"
-        if budget.HasField("percent"):
-            limit += f" ({budget.percent:g} %)"
-        if budget.HasField("ramp_w_per_s"):
-            limit += f", ramp {budget.ramp_w_per_s:g} W/s"
         table.add_row(
             budget.budget_id,
             budget.feed,
             BudgetState.Name(budget.state).removeprefix("BUDGET_STATE_").lower().replace("_", " "),
-            limit,
+            limit_text(
+                budget.limit_w,
+                budget.percent if budget.HasField("percent") else None,
+                budget.ramp_w_per_s if budget.HasField("ramp_w_per_s") else None,
+            ),
             f"{_shown(budget.start_time)} –\n{_until(budget)}",
             ", ".join(filter(None, (budget.principal, budget.correlation_id))),
         )
     return table
+
+
+def limit_text(limit_w: float, percent: float | None, ramp_w_per_s: float | None) -> str:
+    """Return a budget's limit in watts, with its percentage and its ramp if it has them."""
+    limit = f"{limit_w:.0f}"
+    if percent is not None:
+        limit += f" ({percent:g} %)"
+    if ramp_w_per_s is not None:
+        limit += f", ramp {ramp_w_per_s:g} W/s"
+    return limit
 
 
 def feed_table(feeds: Iterable[FeedState]) -> Table:
@@ -41,10 +50,10 @@ def feed_table(feeds: Iterable[FeedState]) -> Table:
             feed.feed,
             f"{feed.limit_w:.0f}" if feed.HasField("limit_w") else "none",
             f"{feed.power_cap_w:.0f}" if feed.HasField("power_cap_w") else "none",
-            _judged_mean(feed),
+            judged_mean(feed),
             f"{feed.measured_w:.0f}",
             f"{feed.managed_w:.0f} + {feed.unmanaged_w:.0f}",
-            _state(feed) + _slowed(feed),
+            state_text(feed) + _slowed(feed),
         )
     return table
 
@@ -56,8 +65,8 @@ def feed_line(feed: FeedState) -> str:
     limit = f"limit {feed.limit_w:.0f} W" if feed.HasField("limit_w") else "limit none yet"
     if feed.is_in_transition and feed.HasField("power_cap_w"):
         limit += f", power cap {feed.power_cap_w:.0f} W"
-    judged = f", judged mean {mean}" if (mean := _judged_mean(feed, unit=" W")) else ""
-    line = f"{feed.feed}: {feed.measured_w:.0f} W drawn, {limit}{judged}, {_state(feed)}"
+    judged = f", judged mean {mean}" if (mean := judged_mean(feed, unit=" W")) else ""
+    line = f"{feed.feed}: {feed.measured_w:.0f} W drawn, {limit}{judged}, {state_text(feed)}"
     return line + _slowed(feed)
 
 
@@ -66,14 +75,14 @@ def has_excess(feed: FeedState) -> bool:
     return feed.is_above_power_cap or not feed.is_compliant
 
 
-def _judged_mean(feed: FeedState, unit: str = "") -> str:
+def judged_mean(feed: FeedState, unit: str = "") -> str:
     """Return the mean that decides whether the limit is kept, with its time; "" if none does."""
     if not feed.HasField("judged_mean_w"):
         return ""
     return f"{feed.judged_mean_w:.0f}{unit} in {feed.judged_s:.0f} s"
 
 
-def _state(feed: FeedState) -> str:
+def state_text(feed: FeedState) -> str:
     """Return whether a feed keeps its limit and its power cap."""
     if feed.is_above_power_cap:
         state = "ABOVE POWER CAP"

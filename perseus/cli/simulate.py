@@ -1,10 +1,13 @@
 """`perseus simulate`: days of jobs under budgets and signals, in seconds. No service."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
@@ -13,7 +16,9 @@ from perseus.cli.solve import check_picture, without_pyplot, wrong_unit
 from perseus.cli.terminal import fail, warn
 
 if TYPE_CHECKING:
+    from perseus.service.domain.power import FeedStatus
     from perseus.simulation.replay import Fleet, Replay
+    from perseus.v1.power_service_pb2 import FeedState
 
 _MAX_PLOTTED_STEPS = 20_000
 """Most steps in a picture; more of them would be indistinguishable."""
@@ -58,7 +63,7 @@ def simulate(
         done = replay(fleet, report)
     if picture is None or not picture.is_standard_output:
         rows = _rows(done)
-        show_rows(form, rows, list(rows[0]), lambda: _table(fleet, done, rows))
+        show_rows(form, rows, list(rows[0]), lambda: tables(fleet, done, rows))
     if picture is not None:
         with working("Drawing"):
             _draw(picture, scenario.stem, fleet, done)
@@ -83,42 +88,92 @@ def _rows(done: "Replay") -> list[dict[str, Any]]:
     ]
 
 
+def tables(fleet: "Fleet", done: "Replay", rows: list[dict[str, Any]]) -> RenderableType:
+    """Return the tables of jobs and budgets; `rows` are those of `--format json`."""
+    jobs = _table(fleet, done, rows)
+    return Group(jobs, Text(), _budget_table(fleet, done)) if done.outcomes else jobs
+
+
 def _table(fleet: "Fleet", done: "Replay", rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"{(fleet.end_s - fleet.begin_s) / 3600:g} hours of {len(rows)} jobs")
-    table.add_column("job")
+    from perseus.cli.power_tables import feed_line, has_excess
+
+    table = _plain(f"{(fleet.end_s - fleet.begin_s) / 3600:g} hours of {len(rows)} jobs")
+    table.add_column("job", overflow="fold")
     for column in (
         "iterations",
-        "time over stock",
-        "energy",
-        "of stock",
-        "carbon",
-        "of stock",
+        "time\nover\nstock",
+        "energy,\nkWh",
+        "of\nstock",
+        "CO2,\nkg",
+        "of\nstock",
         "cost",
-        "of stock",
+        "of\nstock",
     ):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row["job_id"],
+            Text(row["job_id"]),
             f"{row['iteration_count']:.0f}",
             _ratio(row["time_s"], row["stock_time_s"]),
-            f"{row['energy_j'] / 3.6e6:.1f} kWh",
+            f"{row['energy_j'] / 3.6e6:.1f}",
             _ratio(row["energy_j"], row["stock_energy_j"]),
-            "" if row["carbon_g"] is None else f"{row['carbon_g'] / 1000:.1f} kg",
+            "" if row["carbon_g"] is None else f"{row['carbon_g'] / 1000:.1f}",
             _ratio(row["carbon_g"], row["stock_carbon_g"]),
             "" if row["cost"] is None else f"{row['cost']:.2f}",
             _ratio(row["cost"], row["stock_cost"]),
         )
-    begin_s = fleet.begin_s
-    violated = [(time_s, status) for time_s, status in done.statuses if not status.is_compliant]
     lines = [
-        f"{(time_s - begin_s) / 3600:.2f} h: feed {status.feed} is not compliant"
-        + (f", to be paused: {', '.join(status.to_pause)}" if status.to_pause else "")
-        for time_s, status in violated
+        f"{(time_s - fleet.begin_s) / 3600:.2f} h: {feed_line(state)}"
+        for time_s, state in ((time_s, _feed_state(fleet, status)) for time_s, status in done.statuses)
+        if has_excess(state)
     ]
     lines.append("of stock: relative to the same iterations at the highest clocks from the job's start")
-    table.caption = "\n".join(lines)
+    table.caption = Text("\n".join(lines))
     return table
+
+
+def _plain(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+        caption_justify="left",
+    )
+
+
+def _budget_table(fleet: "Fleet", done: "Replay") -> Table:
+    """Return a table with a line for each budget that was in force, as it was at its end."""
+    from perseus.cli.power_tables import judged_mean, limit_text, state_text
+
+    table = _plain("Budgets, at their ends")
+    for column in ("budget", "feed"):
+        table.add_column(column, overflow="fold")
+    for column in ("limit, W", "from – until, h", "judged mean, W"):
+        table.add_column(column)
+    table.add_column("state", overflow="fold")
+    for each, status in done.outcomes:
+        state, budget = _feed_state(fleet, status), each.budget
+        ramp_w_per_s = fleet.feeds[budget.feed].ramp_down_w_per_s
+        hours = [
+            (time_s - fleet.begin_s) / 3600 for time_s in (budget.start_s, min(each.over_s, fleet.end_s))
+        ]
+        table.add_row(
+            Text(budget.budget_id),
+            Text(budget.feed),
+            limit_text(budget.limit_w, None, ramp_w_per_s if ramp_w_per_s < math.inf else None),
+            " – ".join(f"{hour:g}" for hour in hours),
+            judged_mean(state),
+            state_text(state),
+        )
+    return table
+
+
+def _feed_state(fleet: "Fleet", status: "FeedStatus") -> "FeedState":
+    from perseus.service.api.translate_power import feed_to_proto
+
+    return feed_to_proto(fleet.feeds[status.feed], status)
 
 
 def _ratio(value: float | None, of: float | None) -> str:

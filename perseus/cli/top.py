@@ -115,4 +115,4 @@ def _fetch(channel: "grpc.Channel", wanted: "ListJobsRequest", job: str | None) 
     if job is None:
         return Snapshot(found, feeds.feeds)
     asked = pages(jobs.ListRanks, job_service_pb2.ListRanksRequest(job_id=job, page_size=PAGE_SIZE))
-    return Snapshot(found, feeds.feeds, [rank for page in asked for rank in page.ranks])
+    return Snapshot(found, feeds.feeds, [rank for page in asked for rank in page.ranks], job)

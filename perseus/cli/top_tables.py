@@ -21,11 +21,12 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A coordinator's answers at one moment; `ranks` are those of the selected job, if there is one."""
+    """A coordinator's answers at one moment; `ranks` are those of the job `job_id`, if one is selected."""
 
     jobs: Sequence[job_pb2.Job]
     feeds: Sequence[power_service_pb2.FeedState] = ()
     ranks: Sequence[rank_pb2.Rank] = field(default=())
+    job_id: str | None = None
 
     @property
     def running(self) -> list[job_pb2.Job]:
@@ -48,6 +49,11 @@ def screen(snapshot: Snapshot, row_count: int, trouble: str = "") -> RenderableT
     parts.append(_jobs(running[:row_count]))
     if len(running) > row_count:
         parts.append(Text(f"… and {len(running) - row_count} more", style="dim"))
+    parts += [
+        Text(f"{job.job_id}: {job.next_step}", style="yellow")
+        for job in (running[:row_count] if snapshot.job_id is None else running)
+        if job.next_step and snapshot.job_id in (None, job.job_id)
+    ]
     if snapshot.ranks:
         parts.append(rank_table(snapshot.ranks[:row_count]))
         if len(snapshot.ranks) > row_count:

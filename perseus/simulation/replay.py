@@ -97,6 +97,12 @@ class ReplayedBudget:
     known_s: float
     cancelled_s: float = float("inf")
 
+    @property
+    def over_s(self) -> float:
+        """When it ends or is cancelled; infinite for never."""
+        end_s = self.budget.end_s
+        return self.cancelled_s if end_s is None else min(end_s, self.cancelled_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
@@ -143,6 +149,7 @@ class Replay:
         feeds_w, limits_w, power_caps_w: per feed: power, limit in force, and power cap; infinite if none.
         signals: per kind; NaN where unknown.
         statuses: the published statuses of feeds, with their times.
+        outcomes: the budgets that were in force, each with its feed's status at its end.
         totals: per job.
     """
 
@@ -155,6 +162,7 @@ class Replay:
     power_caps_w: Mapping[str, Floats]
     signals: Mapping[SignalKind, Floats]
     statuses: Sequence[tuple[float, FeedStatus]]
+    outcomes: Sequence[tuple[ReplayedBudget, FeedStatus]]
     totals: Mapping[str, JobTotals]
 
 
@@ -262,6 +270,7 @@ class _Replayer:
         self._jobs = {job.job_id: _Job(job) for job in fleet.jobs}
         self._forecasts = _Forecasts(fleet.signals)
         self._statuses: list[tuple[float, FeedStatus]] = []
+        self._outcomes: list[tuple[ReplayedBudget, FeedStatus]] = []
         self._feeds = sorted({job.feed for job in fleet.jobs} | fleet.feeds.keys())
         self._set: set[str] = set()
         self._fine_until_s = fleet.begin_s
@@ -278,6 +287,12 @@ class _Replayer:
             self._happen(now_s)
             self._apply(Tick(), now_s)
             until_s = self._next_s(now_s)
+            self._outcomes += [
+                (each, self._machine.statuses[each.budget.feed])
+                for each in self._fleet.budgets
+                if max(each.known_s, each.budget.start_s) <= now_s
+                and until_s == min(each.over_s, self._fleet.end_s)
+            ]
             self._draw(now_s, until_s)
             if now_s // HOUR_S != until_s // HOUR_S:
                 on_progress((until_s - begin_s) / (end_s - begin_s))
@@ -395,6 +410,7 @@ class _Replayer:
             power_caps_w={name: np.array(values) for name, values in self._power_caps_w.items()},
             signals=signals,
             statuses=tuple(self._statuses),
+            outcomes=tuple(self._outcomes),
             totals={
                 job_id: self._totals(job, powers_w[job_id], times_s, durations_s, signals)
                 for job_id, job in self._jobs.items()

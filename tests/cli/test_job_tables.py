@@ -87,7 +87,7 @@ def test_a_job_s_signal_and_progress_are_shown() -> None:
     assert f"signal no slowdown now, at 412.6 g per kWh; {done}" in lines(job_facts(job))
     job.signal_target.ClearField("value_per_kwh")
     for state, text in [
-        (job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, "no value is known: no slowdown"),
+        (job_pb2.SIGNAL_TARGET_STATE_NO_SIGNAL, "the signal is unknown: no slowdown"),
         (job_pb2.SIGNAL_TARGET_STATE_LATE, "no slowdown: the work can't be done in time"),
         (job_pb2.SIGNAL_TARGET_STATE_DONE, "no slowdown: the work is done, or its deadline has passed"),
     ]:

@@ -1,10 +1,18 @@
 """`perseus simulate`, as users call it."""
 
+import io
 import json
+import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from rich.console import Console
 
+from perseus.cli.simulate import tables
+from perseus.service.domain.power import Budget, Feed, FeedStatus
+from perseus.simulation.replay import Fleet, Replay, ReplayedBudget
 from tests.cli.test_solve import HEADER, rows, run, text
 
 SCENARIO = """
@@ -42,7 +50,56 @@ def test_a_table_has_the_results_and_violated_limits(scenario: Path) -> None:
     result = run("simulate", scenario)
     assert result.exit_code == 0, result.output
     assert "2 hours of 1 jobs" in text(result)
-    assert "feed default is not compliant, to be paused: x" in text(result)
+    assert "NOT KEPT, pause x" in text(result)
+
+
+def test_budgets_are_shown_as_perseus_power_shows_them(scenario: Path) -> None:
+    feed = '[[feeds]]\nname = "default"\nramp_down_w_per_s = 5\n[[jobs]]'
+    later = '[[budgets]]\nbudget_id = "never"\npercent = 80\nbegin_h = 1.5\ncancelled_h = 1.2\n'
+    changed = scenario.read_text().replace("[[jobs]]", feed).replace("percent = 60", "percent = 90")
+    scenario.write_text(changed + later)
+    shown = text(run("simulate", scenario))
+    budget = re.search(r"cut default (\d+), ramp 5 W/s 0.5 – 1 (\d+) in \d+ s kept", shown)
+    assert budget is not None, shown
+    assert int(budget[2]) <= int(budget[1])
+    assert "never" not in shown
+
+
+def test_power_above_a_power_cap_that_falls_is_shown() -> None:
+    feed = Feed("default", ramp_down_w_per_s=5.0)
+    status = FeedStatus(
+        "default",
+        limit_w=1000.0,
+        in_transition=True,
+        is_compliant=True,
+        to_pause=(),
+        beyond_tolerance=(),
+        measured_w=1081.0,
+        managed_w=1081.0,
+        unmanaged_w=0.0,
+        power_cap_w=1050.0,
+        held=(),
+        judged_w=None,
+        judged_mean_w=None,
+        judged_s=0.0,
+        is_above_power_cap=True,
+    )
+    fleet = Fleet(0.0, 7200.0, {"default": feed}, ())
+    nothing: dict[Any, Any] = {}
+    budget = ReplayedBudget(Budget("a-budget-with-a-long-name", "default", 1000.0, 1800.0, None), 0.0)
+    done = Replay(
+        np.array([]), np.array([]), *(5 * [nothing]), nothing, [(3600.0, status)], [(budget, status)], nothing
+    )
+    row = {"job_id": "a-job-with-a-long-name", "iteration_count": 1e4}
+    names = ("time_s", "stock_time_s", "energy_j", "stock_energy_j", "carbon_g", "stock_carbon_g", "cost")
+    row |= dict.fromkeys((*names, "stock_cost"), 1e6)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tables(fleet, done, [row]))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "1.00 h: default: 1081 W drawn, limit 1000 W, power cap 1050 W" in " ".join(shown.split())
+    assert shown.split().count("ABOVE") == 2
+    assert "…" not in shown
 
 
 def test_json_has_every_job(scenario: Path) -> None:

@@ -16,6 +16,7 @@ from perseus.cli.main import app
 from perseus.cli.top_tables import Snapshot, screen, summary
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import DEMO
+from perseus.service.domain.stall import StockReason, next_step
 from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
 
 PLANNED, STOCK, FINISHED = job_pb2.JOB_STATE_PLANNED, job_pb2.JOB_STATE_STOCK, job_pb2.JOB_STATE_FINISHED
@@ -69,6 +70,22 @@ def test_the_reasons_of_a_slower_job_are_shown() -> None:
     first, second = shown(Snapshot(jobs))[2:]
     assert first.rstrip().endswith("2 stragglers; a power budget: 1.500 s")
     assert second.rstrip().endswith("the [model] fails")
+
+
+def test_the_next_step_is_shown_where_a_job_stands_still() -> None:
+    step = next_step(StockReason.PREDICTIONS_VIOLATED, "b")
+    jobs = [
+        make_job("a", 3.0),
+        make_job("b", 2.0, state=STOCK, next_step=step),
+        make_job("c", 1.0, next_step="wait"),
+    ]
+    assert f"b: {step} c: wait" in " ".join(" ".join(shown(Snapshot(jobs))).split())
+    assert shown(Snapshot(jobs, job_id="c"))[5:] == ["c: wait"]
+    for width in (80, 120):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(screen(Snapshot(jobs, job_id="b"), 1))
+        assert isinstance(console.file, io.StringIO)
+        assert f"b: {step}" in " ".join(console.file.getvalue().split())
 
 
 def test_only_feeds_with_a_limit_are_shown() -> None:

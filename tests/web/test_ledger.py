@@ -203,7 +203,7 @@ async def test_the_savings_of_a_job_without_a_baseline_are_unknown(tmp_path: Pat
             await expect(table_row(page, name).get_by_role("cell")).to_have_text("unknown")
         row = table_row(page, "assumed: price per kWh").get_by_role("cell")
         await expect(row).to_have_text("unknown: not set")
-        await expect(ledger).to_contain_text("no stock baseline was measured")
+        await expect(ledger).to_contain_text("Saving unknown: no stock baseline was measured.")
         # All of it is uncompared, and the figure of the energy used shows that, too.
         used_kwh = await table_row(page, "used").get_by_role("cell").inner_text()
         await expect(table_row(page, "uncompared").get_by_role("cell")).to_have_text(used_kwh)

@@ -92,10 +92,12 @@ async def test_missing_content_is_explained(site: Site) -> None:
         await page.goto(site.url)
         await expect(page.get_by_text("No jobs yet.")).to_be_visible()
         await site.client.register()
+        step = "Next step: perseus jobs ranks job --state expected"
+        await expect(page.get_by_role("row").filter(has_text="some ranks")).to_contain_text(step)
         await page.get_by_role("link", name="job", exact=True).click()
         await expect(page.get_by_role("heading", name="job", level=1)).to_be_visible()
         await expect(page.locator("#content .state")).to_have_text("waiting")
-        await expect(page.get_by_text("Next step: perseus jobs ranks job --state expected")).to_be_visible()
+        await expect(page.get_by_text(step)).to_be_visible()
         await expect(panel(page, "Frontier")).to_contain_text("some have not joined yet")
         await expect(panel(page, "Ranks")).to_contain_text("4 expected")
         await expect(figure(page, "ranks")).to_have_text("0 of 4")

@@ -11,7 +11,9 @@ from perseus.certificates import Authority
 from perseus.demo.security import Security
 from perseus.metrics import names
 from perseus.service.domain.errors import AddressUnavailableError
+from perseus.service.domain.power import Feed, FeedStatus
 from perseus.service.job.ranks.rank_table import RankTable
+from perseus.service.shell.power import Power
 from perseus.v1 import job_pb2, job_service_pb2, ledger_service_pb2
 from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
 from tests.ports import free_port
@@ -178,6 +180,44 @@ async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) ->
 
             await until(has_job)  # an answer is reused for a second
     assert counts["job-1"] == counts["job-64"]
+
+
+@pytest.mark.parametrize("is_above", [False, True])
+async def test_a_feeds_metrics_are_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_above: bool
+) -> None:
+    status = FeedStatus(
+        "hall",
+        limit_w=1000.0,
+        in_transition=not is_above,
+        is_compliant=not is_above,
+        to_pause=(),
+        beyond_tolerance=(),
+        measured_w=1081.0,
+        managed_w=990.0,
+        unmanaged_w=60.0,
+        power_cap_w=1050.0,
+        held=("job",),
+        judged_w=None,
+        judged_mean_w=None,
+        judged_s=0.0,
+        is_above_power_cap=is_above,
+    )
+    monkeypatch.setattr(Power, "feeds", lambda _: [(Feed("hall"), status)])
+    http = f"127.0.0.1:{free_port()}"
+    async with running_here(make_settings(tmp_path, http=http)):
+        samples = await scrape(f"http://{http}/metrics")
+    assert {metric.name: value(samples, metric.name, feed="hall") for metric in names.FEED} == {
+        "perseus_feed_limit_watts": 1000.0,
+        "perseus_feed_power_cap_watts": 1050.0,
+        "perseus_feed_power_watts": 1081.0,
+        "perseus_feed_managed_watts": 990.0,
+        "perseus_feed_unmanaged_watts": 60.0,
+        "perseus_feed_compliant": not is_above,
+        "perseus_feed_above_power_cap": is_above,
+        "perseus_feed_in_transition": not is_above,
+        "perseus_feed_held_jobs": 1.0,
+    }
 
 
 async def test_metrics_show_the_progress_of_profiling(tmp_path: Path) -> None:

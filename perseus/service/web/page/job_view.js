@@ -10,7 +10,7 @@ import { IterationsPanel } from "./iterations_panel.js";
 import { JobModel } from "./job_model.js";
 import { LedgerPanel } from "./ledger_panel.js";
 import * as n from "./numbers.js";
-import { figure } from "./panel.js";
+import { figure, nextStep } from "./panel.js";
 import { PeriodsPanel } from "./periods_panel.js";
 import { RanksPanel } from "./ranks_panel.js";
 import { TimelinePanel } from "./timeline_panel.js";
@@ -211,12 +211,12 @@ export class JobView {
     }
   }
 
-  /** Show what to do next, with its commands between backquotes; leave it alone, for copying, while it is the same. */
+  /** Show what to do next; leave it alone, for copying, while it is the same. */
   _showNextStep(text) {
     if (text === this._shownStep) return;
     this._shownStep = text;
     this._nextStep.hidden = !text;
-    put(this._nextStep, "Next step: ", text.split("`").map((part, at) => (at % 2 ? el("code", {}, part) : part)));
+    put(this._nextStep, nextStep(text));
   }
 
   _showFigures(job) {

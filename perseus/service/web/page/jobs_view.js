@@ -4,7 +4,7 @@ import { el, put, setText } from "./dom.js";
 import { EventStream } from "./event_stream.js";
 import { Feeds } from "./feeds.js";
 import * as n from "./numbers.js";
-import { cardTable, figure, numberCell, waiting } from "./panel.js";
+import { cardTable, figure, nextStep, numberCell, waiting } from "./panel.js";
 import { jobState, layout, profiling, rankCount } from "./words.js";
 
 const COLUMNS = [
@@ -141,7 +141,12 @@ function row(job) {
     numberCell("power", power_w === undefined ? "–" : n.watts(power_w)),
     numberCell("saved", saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_margin_percent), { kind: "strong" }),
     numberCell("slowdown", saving === undefined ? "–" : n.change(saving.slowdown_percent)),
-    el("td", { role: "cell", class: `reason ${isAttention ? "attention" : ""}` }, goesOn),
+    el(
+      "td",
+      { role: "cell", class: `reason ${isAttention ? "attention" : ""}` },
+      goesOn,
+      job.next_step ? el("p", { class: "note" }, nextStep(job.next_step)) : null,
+    ),
   );
 }
 

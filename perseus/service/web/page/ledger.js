@@ -94,10 +94,10 @@ export function savedEnergy({ saved_energy_kwh: saved, saved_energy_margin_kwh: 
 /** Caveats of the figures: what they leave out, and what they understate. */
 export function caveats(account) {
   const notes = [];
-  if (account.saved_energy_kwh === undefined) notes.push("Savings are unknown: no stock baseline was measured.");
-  else if (account.saved_energy_margin_kwh === undefined) notes.push("The uncertainty of the savings is unknown.");
+  if (account.saved_energy_kwh === undefined) notes.push("Saving unknown: no stock baseline was measured.");
+  else if (account.saved_energy_margin_kwh === undefined) notes.push("The uncertainty of the saving is unknown.");
   if (account.straggler_energy_kwh > 0)
-    notes.push(`${n.kilowattHours(account.straggler_energy_kwh)} with a straggler: its savings are understated.`);
+    notes.push(`${n.kilowattHours(account.straggler_energy_kwh)} with a straggler: their saving is understated.`);
   const unmeasured = Number(account.unmeasured_iteration_count);
   if (unmeasured > 0) notes.push(`${n.count(unmeasured, "iteration")} without measurements of all GPUs.`);
   return notes;

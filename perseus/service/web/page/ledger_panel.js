@@ -69,7 +69,7 @@ function beyondStock({ profiling_energy_kwh: used, profiling_extra_energy_kwh: e
 }
 
 const EXPLAINED = {
-  uncompared: "energy with unknown savings: there was no baseline to compare it with, or not all GPUs were measured",
+  uncompared: "energy whose saving is unknown: there was no baseline to compare it with, or not all GPUs were measured",
 };
 
 function rows(accounts) {

@@ -18,6 +18,11 @@ export function waiting(text) {
   return el("p", { class: "waiting" }, text);
 }
 
+/** What to do next about a job, with the commands that the coordinator puts between backquotes. */
+export function nextStep(text) {
+  return ["Next step: ", text.split("`").map((part, at) => (at % 2 ? el("code", {}, part) : part))];
+}
+
 /** A choice of one of a few options, side by side; radio buttons, so that arrow keys work. */
 export function choice(name, label, options, chosen, onChoose) {
   return el(

@@ -28,7 +28,8 @@ class _Console(Console):
 # Lines are not wrapped: terminals wrap them themselves, and scripts need them whole.
 console = _Console(soft_wrap=True, markup=False, emoji=False)
 error_console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
-
+screen_console = _Console(markup=False, emoji=False)
+"""For screens that are drawn again and again: their lines wrap, as they would be cut at the edge."""
 
 _ANY_WIDTH = 1_000_000
 

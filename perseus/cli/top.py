@@ -11,7 +11,7 @@ import typer
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, LabelsOption, label_filter, pages
 from perseus.cli.rows import print_json, row_of
-from perseus.cli.terminal import console, print_whole
+from perseus.cli.terminal import print_whole, screen_console
 
 if TYPE_CHECKING:
     import grpc
@@ -67,7 +67,7 @@ def top(
         if not sys.stdout.isatty():
             print_whole(screen(snapshot, _ROWS_UNSEEN))
             return
-        with Live(console=console, screen=True, auto_refresh=False) as live:
+        with Live(console=screen_console, screen=True, auto_refresh=False) as live:
             _show_until_interrupted(live, lambda: _fetch(channel, wanted, job), interval_s, snapshot)
 
 
@@ -92,10 +92,10 @@ def _fitting(snapshot: "Snapshot", trouble: str) -> "RenderableType":
     """Return the screen with as many rows as the terminal has lines for: rows wrap on a narrow one."""
     from perseus.cli.top_tables import screen
 
-    rows = console.height
+    rows = screen_console.height
     while True:
         shown = screen(snapshot, rows, trouble)
-        if rows == 1 or len(console.render_lines(shown, pad=False)) <= console.height:
+        if rows == 1 or len(screen_console.render_lines(shown, pad=False)) <= screen_console.height:
             return shown
         rows = max(1, rows * 3 // 4)
 

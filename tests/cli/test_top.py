@@ -2,17 +2,22 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 from typer.testing import CliRunner
 
 from perseus.cli.main import app
+from perseus.cli.terminal import screen_console
+from perseus.cli.top import _show_until_interrupted
 from perseus.cli.top_tables import Snapshot, screen, summary
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import DEMO
@@ -86,6 +91,22 @@ def test_the_next_step_is_shown_where_a_job_stands_still() -> None:
         console.print(screen(Snapshot(jobs, job_id="b"), 1))
         assert isinstance(console.file, io.StringIO)
         assert f"b: {step}" in " ".join(console.file.getvalue().split())
+
+
+def test_on_the_screen_long_lines_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = next_step(StockReason.PREDICTIONS_VIOLATED, "b")
+    drawn = Console(
+        file=io.StringIO(), width=80, height=40, soft_wrap=screen_console.soft_wrap, force_terminal=True
+    )
+    monkeypatch.setattr("perseus.cli.top.screen_console", drawn)
+    monkeypatch.setattr("time.sleep", Mock(side_effect=KeyboardInterrupt))
+    snapshot = Snapshot([make_job("b", 2.0, state=STOCK, next_step=step)])
+    live = Live(console=drawn, screen=True, auto_refresh=False)
+    with live, pytest.raises(KeyboardInterrupt):
+        _show_until_interrupted(live, lambda: snapshot, 1.0, snapshot)
+    assert isinstance(drawn.file, io.StringIO)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.file.getvalue())
+    assert step in " ".join(plain.split())
 
 
 def test_only_feeds_with_a_limit_are_shown() -> None:

@@ -98,6 +98,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         if job.profiling_cost.iteration_count
         else "",
         "frontier": frontier if job.t_min_s else "",
+        "saved": _saved(job.figures),
         "set latency": _latency(job),
         "no slowdown": no_slowdown(job.no_slowdown_time) if job.HasField("no_slowdown_time") else "",
         "labels": ", ".join(f"{label.key}={printable(label.value)}" for label in job.labels),
@@ -211,17 +212,21 @@ def gap_text(gap: job_service_pb2.WatchGap) -> str:
 
 
 def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
-    """Return a table with one line for each period."""
+    """Return a table with one line for each period; at 80 columns, its cells wrap."""
     table = Table(
-        caption="mean ± half its 95 % interval; slowdown and saving against the latest stock baseline before"
+        box=None,
+        padding=(0, 1, 0, 0),
+        header_style="dim",
+        caption="mean ± half its 95 % interval; slowdown and saving against the latest stock baseline before",
+        caption_justify="left",
     )
-    table.add_column("period", min_width=12)
+    table.add_column("period")
     table.add_column("plan")
-    for column in ("iterations", "count"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("from – to (UTC)", min_width=15)
-    for column in ("iteration, s", "energy, J", "slowdown, %", "saving, %"):
-        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("iteration", "count"):
+        table.add_column(column, justify="right")
+    table.add_column("from – to (UTC)")
+    for column in ("time\nin s", "energy\nin J", "slowdown\nin %", "saving\nin %"):
+        table.add_column(column, justify="right")
     gaps = ""
     irregular: list[str] = []
     latency: list[str] = []
@@ -235,7 +240,7 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
         table.add_row(
             f"{period.number} {state}",
             ", ".join(map(_version, sorted(set(period.plan_versions)))),
-            f"{first}–{last}" if last > first else str(first),
+            f"{first} – {last}" if last > first else str(first),
             str(period.iteration_count),
             _span(period.start_time, period.end_time),
             _figure(period.iteration_time_s, _known(period, "iteration_time_margin_s"), ".3f"),
@@ -264,7 +269,13 @@ def _gaps(period: job_pb2.ReportPeriod) -> str:
     return f"{text} each on average, of which clocks cost {1e3 * period.gap_slowed_time_s:.1f} ms at most"
 
 
-def _saving(period: job_pb2.ReportPeriod) -> tuple[str, str]:
+def _saved(figures: job_pb2.JobFigures) -> str:
+    """Return what a job saves, or saved before it ended, against its stock baseline."""
+    slowdown, saving = _saving(figures)
+    return f"{saving} % energy against stock; slowdown {slowdown} %" if saving else ""
+
+
+def _saving(period: job_pb2.ReportPeriod | job_pb2.JobFigures) -> tuple[str, str]:
     """Return slowdown and saving, as far as they are known."""
     if not period.HasField("saving"):
         return "", ""

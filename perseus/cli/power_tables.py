@@ -41,7 +41,8 @@ def limit_text(limit_w: float, percent: float | None, ramp_w_per_s: float | None
 
 def feed_table(feeds: Iterable[FeedState]) -> Table:
     """Return a table with one line for each feed."""
-    table = Table("feed")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("feed", overflow="fold")
     for column in ("limit, W", "power cap, W", "judged mean, W", "drawn, W", "plans + others, W"):
         table.add_column(column, justify="right")
     table.add_column("state", overflow="fold")

@@ -1,6 +1,7 @@
 """Tables of `perseus jobs` for the coordinator's messages."""
 
 import io
+import re
 import shlex
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ from perseus.cli.job_tables import (
     report_table,
 )
 from perseus.cli.main import app
+from perseus.cli.terminal import print_whole
 from perseus.cli.top_tables import Snapshot, screen
 from perseus.service.domain.stall import StallReason, StockReason, next_step
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
@@ -187,6 +189,41 @@ def test_the_limits_of_a_gpu_are_shown_with_its_rank() -> None:
     )
 
 
+def test_a_finished_job_shows_what_it_saved() -> None:
+    saving = job_pb2.Saving(slowdown_percent=1.3, energy_percent=9.3, energy_margin_percent=1.4)
+    job = job_pb2.Job(state=job_pb2.JOB_STATE_FINISHED, figures=job_pb2.JobFigures(saving=saving))
+    assert "saved +9.3 ± 1.4 % energy against stock; slowdown +1.3 %" in lines(job_facts(job))
+    assert not any(line.startswith("saved") for line in lines(job_facts(job_pb2.Job())))
+
+
+def test_a_report_fits_80_columns_without_cut_figures() -> None:
+    period = job_pb2.ReportPeriod(
+        number=12,
+        state=job_pb2.JOB_STATE_PROFILING,
+        plan_versions=[29],
+        first_iteration=10_083,
+        last_iteration=10_095,
+        iteration_count=13,
+        iteration_time_s=1.011,
+        iteration_time_margin_s=0.107,
+        energy_j=1324.0,
+        energy_margin_j=35.0,
+        saving=job_pb2.Saving(
+            slowdown_percent=34.2,
+            slowdown_margin_percent=14.3,
+            energy_percent=19.6,
+            energy_margin_percent=2.2,
+        ),
+    )
+    console = Console(width=80, file=io.StringIO(), force_terminal=True)
+    print_whole(report_table([period]), to=console)
+    shown = console.file.getvalue()
+    assert all(len(line) <= 80 for line in re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()), shown
+    assert "…" not in shown
+    for figure in ("10083", "10095", "1.011", "0.107", "1324", "+34.2", "14.3", "+19.6"):
+        assert figure in shown
+
+
 def test_set_latency_is_shown_with_the_job_and_below_the_report() -> None:
     job = job_pb2.Job(set_latency_s=0.0201, latency_cost_percent=0.618)
     assert "set latency 20 ms" in lines(job_facts(job))
@@ -242,7 +279,7 @@ def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
     )
     found = lines(report_table([known, single]))
     assert (
-        "4 planned with straggler 8, 9 40–47 8 05-06 23:59:58 – 05-07 00:00:07 1.025 ± 0.002 780 ± 3 "
+        "4 planned with straggler 8, 9 40 – 47 8 05-06 23:59:58 – 05-07 00:00:07 1.025 ± 0.002 780 ± 3 "
         "+0.0 ± 0.2 +22.0 ± 0.3" in found
     )
     assert "5 planned 9 48 1 05-07 00:00:07 – 00:00:07 1.000 0 +2.0" in found
@@ -260,7 +297,7 @@ def test_gaps_between_iterations_are_one_line() -> None:
         "between iterations, in period 3: 0.632 s and 55 J each on average, "
         "of which clocks cost 4.2 ms at most"
     )
-    assert line in lines(report_table([job_pb2.ReportPeriod(), period]))
+    assert line in " ".join(lines(report_table([job_pb2.ReportPeriod(), period])))
     assert not any("between" in each for each in lines(report_table([period, job_pb2.ReportPeriod()])))
 
 

@@ -91,6 +91,9 @@ def test_a_feed_is_shown_with_the_mean_that_decides_whether_its_limit_is_kept() 
     feed.judged_mean_w, feed.judged_s = 994.0, 41.0
     assert feed_line(feed) == "hall: 1081 W drawn, limit 1000 W, judged mean 994 W in 41 s, kept"
     assert "994 in 41 s" in shown(feed_table([feed]))
+    feed.is_in_transition = True
+    feed.slowed_job_ids.append("demo")
+    assert "in transition; slowed:" in " ".join(shown(feed_table([feed]), 80).split())
 
 
 def test_a_feed_on_its_way_to_a_limit_is_shown_with_its_power_cap_and_with_power_above_it() -> None:

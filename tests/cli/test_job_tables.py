@@ -217,6 +217,7 @@ def test_a_report_fits_80_columns_without_cut_figures() -> None:
     )
     console = Console(width=80, file=io.StringIO(), force_terminal=True)
     print_whole(report_table([period]), to=console)
+    assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert all(len(line) <= 80 for line in re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()), shown
     assert "…" not in shown

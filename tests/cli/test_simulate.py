@@ -85,12 +85,21 @@ def test_power_above_a_power_cap_that_falls_is_shown() -> None:
         is_above_power_cap=True,
     )
     fleet = Fleet(0.0, 7200.0, {"default": feed}, ())
-    nothing: dict[Any, Any] = {}
     budget = ReplayedBudget(Budget("a-budget-with-a-long-name", "default", 1000.0, 1800.0, None), 0.0)
     done = Replay(
-        np.array([]), np.array([]), *(5 * [nothing]), nothing, [(3600.0, status)], [(budget, status)], nothing
+        times_s=np.array([]),
+        durations_s=np.array([]),
+        speeds={},
+        powers_w={},
+        feeds_w={},
+        limits_w={},
+        power_caps_w={},
+        signals={},
+        statuses=[(3600.0, status)],
+        outcomes=[(budget, status)],
+        totals={},
     )
-    row = {"job_id": "a-job-with-a-long-name", "iteration_count": 1e4}
+    row: dict[str, Any] = {"job_id": "a-job-with-a-long-name", "iteration_count": 1e4}
     names = ("time_s", "stock_time_s", "energy_j", "stock_energy_j", "carbon_g", "stock_carbon_g", "cost")
     row |= dict.fromkeys((*names, "stock_cost"), 1e6)
     console = Console(file=io.StringIO(), width=80)

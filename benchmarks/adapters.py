@@ -109,7 +109,7 @@ def _schedule() -> tuple[Any, Any]:
 
 
 def _connect(**arguments: Any) -> Probe:
-    return Probe.connect(**{**arguments, "gpu_uuid": UUID})
+    return Probe.connect(**{**arguments, "gpu_uuid": f"{UUID}-0"})
 
 
 def _connect_at_device_time(**arguments: Any) -> DeviceMarks:

@@ -79,8 +79,8 @@ def _measure(condition: str) -> list[float]:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
         schedule, stage = _schedule()
         if condition != "not attached":
-            connect = _connect_at_device_time if condition == AT_DEVICE_TIME else _connect
-            attachment = attach(schedule, job_id="job", connect=connect)
+            chosen = _connect_at_device_time if condition == AT_DEVICE_TIME else connect
+            attachment = attach(schedule, job_id="job", connect=chosen)
             schedule.step(return_outputs=False)  # the first iteration registers
         if condition == "detached again":
             attachment.detach()
@@ -108,12 +108,13 @@ def _schedule() -> tuple[Any, Any]:
     return schedule, stage
 
 
-def _connect(**arguments: Any) -> Probe:
+def connect(**arguments: Any) -> Probe:
+    """Return a probe of the benchmark's GPU."""
     return Probe.connect(**{**arguments, "gpu_uuid": f"{UUID}-0"})
 
 
 def _connect_at_device_time(**arguments: Any) -> DeviceMarks:
-    return DeviceMarks(_connect(**arguments), _Events())
+    return DeviceMarks(connect(**arguments), _Events())
 
 
 class _Events:
@@ -161,7 +162,7 @@ def _measure_stand_in(make: Callable[[], _StandIn], condition: str) -> list[floa
         mark, iterate, forward = make()
         attachment = None
         if condition != "not attached":
-            marks = _connect(job_id="job", pipeline=0, stage=0)
+            marks = connect(job_id="job", pipeline=0, stage=0)
             attachment = Attachment(Placement(0, 1, 0, 1), marks, LocalExchange())
             mark(attachment)
         costs_us: list[float] = []

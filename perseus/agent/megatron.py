@@ -44,6 +44,7 @@ from perseus.agent.probe.attachment import Attachment, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
+from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
@@ -173,9 +174,10 @@ def wrap_training(
     """Make Megatron-LM's own loop attach when it trains, and detach when it ends; arguments as above.
 
     All ranks call this before `pretrain`; once is enough. If the loop exits by itself (an exit interval, a
-    signal), the job stays unfinished. Raises ValueError for a Megatron-LM without
+    signal), the job stays unfinished. Raises ValueError for invalid arguments, and for a Megatron-LM without
     `megatron.training.training.train`, or whose `train` takes no `config`.
     """
+    check_job(job_id, max_slowdown_percent)
     training = importlib.import_module(_LOOP)
     check_attributes(training, _LOOP, "train")
     wrap_train(

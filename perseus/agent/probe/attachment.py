@@ -17,6 +17,7 @@ reason, and training continues at stock.
 Standard library only.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -25,6 +26,7 @@ from typing import Any, Self, TypeVar, cast
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.exchange import Exchange, LocalExchange
 from perseus.agent.probe.job_order import JobOrder
+from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Marks, UnmarkableError
 from perseus.agent.probe.placement import Placement
 
@@ -284,10 +286,16 @@ _ABSENT = object()
 
 
 def never_raises(attach: _Hook) -> _Hook:
-    """Wrap a hook's `attach`: a failure leaves training unmarked, ValueErrors (mistakes) pass."""
+    """Wrap a hook's `attach`: a failure leaves training unmarked, mistakes pass.
+
+    Mistakes are its ValueErrors, an invalid `job_id` or `max_slowdown_percent`, and arguments that it lacks.
+    """
+    signature = inspect.signature(attach)
 
     @wraps(attach)
     def attached(*args: Any, **kwargs: Any) -> Attachment:
+        given = signature.bind(*args, **kwargs).arguments
+        check_job(given["job_id"], given.get("max_slowdown_percent", 0.0))
         try:
             return attach(*args, **kwargs)
         except ValueError:

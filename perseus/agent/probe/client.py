@@ -50,6 +50,7 @@ from perseus.agent.probe.job_spec import (
     Path,
     StageOrders,
     check_count,
+    check_job,
     job_spec,
     spec_fingerprint,
 )
@@ -98,11 +99,11 @@ class Probe:
 
         `socket_path` is PERSEUS_AGENT_SOCKET by default, and /run/perseus/agent.sock if that is not set.
         `is_registered`: another client registers the job, and no rank calls `register`; then nothing checks
-        that the ranks compute what was registered. Raises ValueError for impossible coordinates. If the agent
+        that the ranks compute what was registered. Raises ValueError for a job identifier that the
+        coordinator would refuse, and for impossible coordinates. If the agent
         is absent, does not answer or refuses, the probe logs that and does nothing.
         """
-        if not job_id:
-            raise ValueError("job_id: expected a name, found an empty string")
+        check_job(job_id)
         for name, value in (("pipeline", pipeline), ("stage", stage), ("tensor", tensor)):
             check_count(name, value, at_least=0)
         if not gpu_uuid:

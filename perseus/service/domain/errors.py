@@ -8,6 +8,8 @@ and a reason, which is the class's name (docs/errors.md lists them all).
 import re
 from typing import ClassVar
 
+from perseus.job_id import JOB_ID_RULE
+
 _MAX_VALUE_LENGTH = 256
 """Characters of a value that an error quotes."""
 
@@ -77,7 +79,7 @@ class InvalidJobIdError(InvalidInputError):
 
     parts = (
         "job_id",
-        "1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit",
+        JOB_ID_RULE,
         "{job_id!r}",
     )
 

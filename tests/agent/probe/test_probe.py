@@ -242,8 +242,8 @@ def test_programming_mistakes_are_refused_before_training(tmp_path: Path) -> Non
     path = tmp_path / "nothing.sock"
     with pytest.raises(ValueError, match="stage: expected an integer of at least 0, found -1"):
         Probe.connect(path, job_id="job", pipeline=0, stage=-1, gpu_uuid="GPU-1")
-    with pytest.raises(ValueError, match="job_id: expected a name"):
-        Probe.connect(path, job_id="", pipeline=0, stage=0, gpu_uuid="GPU-1")
+    with pytest.raises(ValueError, match=r"job_id: expected 1 to 63 of .*, found 'GPT 3'"):
+        Probe.connect(path, job_id="GPT 3", pipeline=0, stage=0, gpu_uuid="GPU-1")
     with pytest.raises(ValueError, match="gpu_uuid: expected"):
         Probe.connect(path, job_id="job", pipeline=0, stage=0, gpu_uuid="")
     with pytest.raises(ValueError, match=r"expected one of gpipe, 1f1b, .*found 'zb'"):

@@ -50,6 +50,7 @@ from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.unmarked_steps import watch_steps
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +97,11 @@ _OF_PARALLEL_STATE = (
     "get_tensor_model_parallel_world_size",
     "get_context_parallel_rank",
     "get_context_parallel_world_size",
+)
+
+_UNMARKED = (
+    "no forward-backward function of Megatron-Core runs for training: call get_forward_backward_func() after "
+    "attach"
 )
 
 
@@ -163,6 +169,7 @@ def attach(
         else:
             timers = MarkedTimers(attachment, config.timers, torch.is_grad_enabled)
             attachment.replace(config, "timers", timers)
+        watch_steps(attachment, lambda: _UNMARKED)
 
     OfThisProcess.keep(attachment, job_id, seam)
     return attachment.put_marks(put_marks)

@@ -107,7 +107,7 @@ def _computation_json(computation: Computation) -> dict[str, int]:
     }
 
 
-def check_job(job_id: object, max_slowdown_percent: object = 0.0) -> None:
+def check_job(job_id: Any, max_slowdown_percent: Any = 0.0) -> None:
     """Raise ValueError for a job identifier or a slowdown that the coordinator would refuse."""
     if not isinstance(job_id, str) or not is_job_id(job_id):
         raise ValueError(f"job_id: expected {JOB_ID_RULE}, found {job_id!r}")

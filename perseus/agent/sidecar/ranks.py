@@ -32,6 +32,7 @@ from perseus.agent.link.packets import (
     Packing,
     Registration,
     Reply,
+    Unmarked,
     WaitMark,
 )
 from perseus.agent.rank.events import AgentStops, Connected, TrainerGone, TrainerSpecified
@@ -139,6 +140,7 @@ class Ranks:
         match message:
             case IterationMark() | ComputationMark() | WaitMark() | Finish():
                 trainer.has_marked.set()
+                trainer.unmarked = ""
                 if isinstance(message, IterationMark) and message.dropped_mark_count:
                     dropped_count = message.dropped_mark_count - trainer.dropped_mark_count
                     trainer.dropped_mark_count = message.dropped_mark_count
@@ -153,6 +155,9 @@ class Ranks:
                 self._specify(trainer, message.spec_fingerprint)
             case Membership(spec_fingerprint):
                 self._specify(trainer, spec_fingerprint)
+            case Unmarked(text):
+                trainer.unmarked = text
+                _log.warning("no iteration marked", rank=str(trainer.rank), reason=text)
             case HealthQuestion() | Hello() | Reply() | Packing():
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"

@@ -15,9 +15,10 @@ once if its hello declares that others have registered the job.
 
 HealthQuestion, Hello, Registration, Membership, Unmarked and Reply are JSON objects, because they are rare
 and should be readable in a trace. A registration with explicit orders may exceed a socket buffer, so large
-ones are deflated. Limits on inflated bytes, objects, lists and text lengths are checked before decoding. Decoding the
-largest takes a while: callers that must not block decode packets that are not `is_quick` in a thread, where
-decoding yields to other threads. Marks are frequent: 32 bytes each, little-endian, all of one layout:
+ones are deflated. Limits on inflated bytes, objects, lists and text lengths are checked before decoding.
+Decoding the largest takes a while: callers that must not block decode packets that are not `is_quick` in a
+thread, where decoding yields to other threads. Marks are frequent: 32 bytes each, little-endian, all of one
+layout:
 
     magic  version  type  kind  microbatch  chunk  ordinal  iteration  time_ns
     u8     u8       u8    u8    i32         i32    i32      i64        i64

@@ -26,6 +26,7 @@ from perseus.agent.link.packets import (
     Packing,
     Registration,
     Reply,
+    Unmarked,
     WaitMark,
     decode,
     encode,
@@ -58,6 +59,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(IterationMark, st.just(Edge.END), iterations, int64, st.just(0), int32),
     st.builds(ComputationMark, edges, iterations, int32, computations, int64),
     st.builds(WaitMark, edges, iterations, int64),
+    st.builds(Unmarked, identifiers),
     st.builds(Finish, int64),
 )
 

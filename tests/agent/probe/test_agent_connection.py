@@ -148,7 +148,8 @@ def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCapt
     probe.finish()
     probe.close()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "training continues at stock clocks" in caplog.text
+    assert "training continues at stock clocks, and joins an agent that starts there later" in caplog.text
+    assert "systemctl start perseus-agent" in caplog.text
 
 
 class Now:

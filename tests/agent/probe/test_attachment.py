@@ -150,11 +150,13 @@ def test_training_continues_if_a_hook_fails_and_mistakes_are_refused(
     with pytest.raises(ValueError, match="no pipeline"):
         attached(ValueError("no pipeline"), job_id="GPT-3")
     with pytest.raises(TypeError, match="job_id"):
-        attached(OSError())
-    for job_id in ("", "GPT 3", "-gpt", "x" * 64, 3):
+        attached(OSError())  # type: ignore[call-arg]
+    job_ids: list[Any] = ["", "GPT 3", "-gpt", "x" * 64, 3]
+    for job_id in job_ids:
         with pytest.raises(ValueError, match=r"job_id: expected 1 to 63 of a–z, A–Z, .*, found "):
             attached(OSError(), job_id=job_id)
-    for percent in (-1.0, math.nan, math.inf, 101, True, "5"):
+    percents: list[Any] = [-1.0, math.nan, math.inf, 101, True, "5"]
+    for percent in percents:
         with pytest.raises(ValueError, match="max_slowdown_percent: expected 0 to 100, found "):
             attached(OSError(), job_id="GPT-3", max_slowdown_percent=percent)
 

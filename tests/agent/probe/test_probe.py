@@ -13,6 +13,7 @@ from google.protobuf import json_format
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
+    MAX_UNMARKED_LENGTH,
     ComputationMark,
     Edge,
     Finish,
@@ -21,6 +22,7 @@ from perseus.agent.link.packets import (
     Membership,
     Registration,
     Reply,
+    Unmarked,
     WaitMark,
     encode,
 )
@@ -236,6 +238,15 @@ def test_with_a_full_socket_another_order_is_registered_when_there_is_room(tmp_p
     assert [type(some) for some in agent.marks()] == [Membership, IterationMark]
     probe.close()
     agent.close()
+
+
+def test_training_without_marks_is_reported_to_the_agent(agent: AgentStub) -> None:
+    probe = connect(agent.path)
+    agent.answered()
+    probe.report_unmarked(2 * MAX_UNMARKED_LENGTH * "x")
+    assert agent.marks() == [Unmarked(MAX_UNMARKED_LENGTH * "x")]
+    probe.close()
+    probe.report_unmarked("after the end")
 
 
 def test_programming_mistakes_are_refused_before_training(tmp_path: Path) -> None:

@@ -162,10 +162,18 @@ class HelloRepeatedError(ProtocolError):
 
 
 class JobNotFoundError(CoordinatorError):
-    """The job does not exist."""
+    """The job does not exist.
+
+    If a rank of it trains all the same, `unmarked` is why it marks no iterations.
+    """
 
     code = "NOT_FOUND"
-    template = "job {job_id!r} is not registered"
+    template = "job {job_id!r} is not registered{unmarked}"
+
+    def __init__(self, *, job_id: str, unmarked: str = "") -> None:
+        super().__init__(job_id=job_id, unmarked=f": {unmarked}" if unmarked else "")
+        if not unmarked:
+            del self.metadata["unmarked"]
 
 
 class JobUnreadableError(CoordinatorError):

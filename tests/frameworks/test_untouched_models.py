@@ -19,12 +19,14 @@ if find_spec("torch") is None:
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS
-from perseus.agent.torch import attach_model
+from perseus.agent.torch import attach, attach_model
 from tests.agent.marks_stub import MarksStub
 
 pytestmark = [
@@ -212,3 +214,23 @@ def test_a_wrapped_model_that_is_deleted_is_not_kept_by_its_attachment(wrap: Cal
     gc.collect()
     assert gone() is None
     assert training.marks.calls[-1] == ("close",)
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["attachment kept", "attachment dropped"])
+def test_a_schedule_that_is_deleted_leaves_no_hooks_and_is_not_kept(is_kept: bool) -> None:
+    before = len(_global_optimizer_post_hooks)
+    stage = PipelineStage(make_model(), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    marks = MarksStub()
+    attachment = attach(schedule, job_id="job", connect=lambda **_: marks)
+    for _ in range(2):
+        schedule.step(torch.ones(4, 8), target=torch.ones(4, 1))
+    assert len(_global_optimizer_post_hooks) == before + 1
+    if not is_kept:
+        del attachment
+    gone = [weakref.ref(schedule), weakref.ref(stage)]
+    del schedule, stage
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    assert marks.calls[-1] == ("close",)
+    assert len(_global_optimizer_post_hooks) == before

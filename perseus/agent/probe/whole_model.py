@@ -117,8 +117,7 @@ class MarkedModel:
             return True
         if is_recorded:
             self._unmarked_call = (
-                "the attached model is in eval(), as in an evaluation: call its train() before training (a "
-                "wrapper has a mode of its own)"
+                "the attached model is in eval(): call its train() before training, also of a wrapper"
             )
         elif model.training:
             self._unmarked_call = (

@@ -70,7 +70,9 @@ class Roster:
         """Describe the ranks, for people: how many there are, and why some are not marked."""
         text = f"ranks: {len(self.served)}"
         trainers = self.trainers.values()
-        if waiting := sum(each.spec_fingerprint is None and not each.is_registered for each in trainers):
+        if waiting := sum(
+            each.spec_fingerprint is None and not each.hello.is_registered for each in trainers
+        ):
             text += f", {waiting} before the first marked iteration"
         if unmarked := self.unmarked:
             text += f"; {len(unmarked)} not marked, such as {unmarked[0].rank}: {unmarked[0].unmarked}"

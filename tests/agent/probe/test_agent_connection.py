@@ -20,6 +20,7 @@ from perseus.agent.link.packets import (
     IterationMark,
     Registration,
     Reply,
+    Unmarked,
     WaitMark,
     encode,
 )
@@ -106,8 +107,16 @@ def test_packed_marks_arrive_before_the_end(agent: AgentStub, monkeypatch: pytes
     agent.allow_packing(True)
     probe.begin_iteration()
     probe.begin_computation(Kind.FORWARD, 0)
+    probe.report_unmarked("in eval()")
+    probe.end_computation(Kind.FORWARD, 0)
     probe.finish()
-    assert [type(mark) for mark in agent.marks()] == [IterationMark, ComputationMark, Finish]
+    assert [type(mark) for mark in agent.marks()] == [
+        IterationMark,
+        ComputationMark,
+        Unmarked,
+        ComputationMark,
+        Finish,
+    ]
     probe.close()
 
 

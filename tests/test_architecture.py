@@ -55,6 +55,7 @@ RULES: Mapping[str, PackageRules] = {
     "printable": pure(),
     "regular_file": allowed(),
     "gpu": pure(),
+    "job_id": pure(),
     "emulation": allowed(),
     "emulation.physics": pure(),
     "emulation.dynamics": pure(),

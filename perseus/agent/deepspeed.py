@@ -25,9 +25,10 @@ from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gpu_uuid
-from perseus.agent.probe.stage_work import work_text
+from perseus.agent.probe.stage_work import while_alive, work_text
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.unmarked_steps import watch_steps
 
 # DeepSpeed's computing instructions, by class name.
 _KINDS = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
@@ -77,10 +78,15 @@ def attach(
         connect_marks(connect, job_id, placement, engine.device),
         StoreExchange(placement.pipeline, placement.tensor),
         table=table_if_any(lambda: _table(engine)),
-        work=lambda: work_of(engine),
+        work=while_alive(work_of, engine),
         max_slowdown_percent=max_slowdown_percent,
     )
-    return attachment.put_marks(lambda: mark_engine(attachment, engine))
+
+    def put_marks() -> None:
+        mark_engine(attachment, engine)
+        watch_steps(attachment, lambda: "train_batch() of the attached engine is not called", engine)
+
+    return attachment.put_marks(put_marks)
 
 
 def _placement(engine: Any) -> Placement:

@@ -44,11 +44,13 @@ from perseus.agent.probe.attachment import Attachment, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
+from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.unmarked_steps import watch_steps
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +97,11 @@ _OF_PARALLEL_STATE = (
     "get_tensor_model_parallel_world_size",
     "get_context_parallel_rank",
     "get_context_parallel_world_size",
+)
+
+_UNMARKED = (
+    "no forward-backward function of Megatron-Core runs for training: call get_forward_backward_func() after "
+    "attach"
 )
 
 
@@ -162,6 +169,7 @@ def attach(
         else:
             timers = MarkedTimers(attachment, config.timers, torch.is_grad_enabled)
             attachment.replace(config, "timers", timers)
+        watch_steps(attachment, lambda: _UNMARKED)
 
     OfThisProcess.keep(attachment, job_id, seam)
     return attachment.put_marks(put_marks)
@@ -173,9 +181,10 @@ def wrap_training(
     """Make Megatron-LM's own loop attach when it trains, and detach when it ends; arguments as above.
 
     All ranks call this before `pretrain`; once is enough. If the loop exits by itself (an exit interval, a
-    signal), the job stays unfinished. Raises ValueError for a Megatron-LM without
+    signal), the job stays unfinished. Raises ValueError for invalid arguments, and for a Megatron-LM without
     `megatron.training.training.train`, or whose `train` takes no `config`.
     """
+    check_job(job_id, max_slowdown_percent)
     training = importlib.import_module(_LOOP)
     check_attributes(training, _LOOP, "train")
     wrap_train(

@@ -20,6 +20,7 @@ weight step runs.
 Models that are trained in data parallel alone have no schedule: `attach_model(model, optimizer, job_id=…)`.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,11 @@ from perseus.agent.probe.framework import Argument, check_attributes, find_argum
 from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
-from perseus.agent.probe.stage_work import shapes_of, work_text
+from perseus.agent.probe.stage_work import shapes_of, while_alive, work_text
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
-from perseus.agent.probe.whole_model import MarkedModel, TorchParts
+from perseus.agent.probe.unmarked_steps import watch_steps
+from perseus.agent.probe.whole_model import MarkedModel, TorchParts, is_marked
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,6 +65,8 @@ _KINDS = {
     "I": Kind.BACKWARD_INPUT,
     "W": Kind.BACKWARD_WEIGHT,
 }
+
+_UNMARKED = "step() of the attached schedule is not called: attach the schedule that the training loop steps"
 
 
 @never_raises
@@ -122,10 +126,15 @@ def attach_at(
         StoreExchange(placement.pipeline, placement.tensor),
         chunk_positions=[stage.stage_index for stage in stages],
         table=table_if_any(lambda: _table(schedule, stages)),
-        work=lambda: work_of(stages, **versions),
+        work=while_alive(lambda *stages: work_of(stages, **versions), *stages),
         max_slowdown_percent=max_slowdown_percent,
     )
-    return attachment.put_marks(lambda: mark_schedule(attachment, schedule, stages, identities))
+
+    def put_marks() -> None:
+        mark_schedule(attachment, schedule, stages, identities)
+        watch_steps(attachment, lambda: _UNMARKED, schedule)
+
+    return attachment.put_marks(put_marks)
 
 
 @never_raises
@@ -146,39 +155,60 @@ def attach_model(
     default that of a `DistributedDataParallel`, or else all processes. `max_slowdown_percent`, `connect`: as
     in `attach`.
 
-    Raises ValueError if the model or the optimizer is not torch's, or the sharding is of an unknown version.
-    Without an agent the hook logs one line, and training continues as before.
+    One process without `torch.distributed` is one replica.
+
+    Raises ValueError if the model or the optimizer is not torch's, the model is attached, the sharding is of
+    an unknown version, or there are more processes and no process group yet. Without an agent the hook logs
+    one line, and training continues as before.
     """
     import torch
-    from torch import distributed
     from torch.utils import _pytree
 
     warn_if_untested("torch", str(torch.__version__), str(torch.__version__))
     check_attributes(model, f"model {type(model).__name__}", "forward", "training", "parameters", "modules")
     check_attributes(optimizer, f"optimizer {type(optimizer).__name__}", "register_step_post_hook")
+    if is_marked(model):
+        raise ValueError(f"model {type(model).__name__}: expected one that is not attached; detach it first")
     sharded = list(parameter_groups(model))
     group = process_group if process_group is not None else getattr(model, "process_group", None)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    placement = places.Placement(
-        distributed.get_rank(group), distributed.get_world_size(group), 0, 1, gpu_uuid=places.gpu_uuid(device)
-    )
+    placement = places.from_replicas(group, device)
     attachment = Attachment(
         placement,
         connect_marks(connect, job_id, placement, device),
         LocalExchange(),
-        work=lambda: work_text([model], torch=str(torch.__version__)),
+        work=while_alive(lambda model: work_text([model], torch=str(torch.__version__)), model),
         max_slowdown_percent=max_slowdown_percent,
     )
 
     def put_marks() -> None:
         engine = torch.autograd.Variable._execution_engine
         parts = TorchParts(
-            torch.compiler.is_compiling, torch.is_grad_enabled, _pytree.tree_leaves, engine.queue_callback
+            is_compiling=torch.compiler.is_compiling,
+            is_grad_enabled=torch.is_grad_enabled,
+            is_in_backward=lambda: torch._C._current_graph_task_id() != -1,
+            is_checkpointing=_is_checkpointing,
+            leaves=_pytree.tree_leaves,
+            when_backward_is_done=engine.queue_callback,
         )
-        MarkedModel(attachment, parts).mark(model, optimizer)
+        marked = MarkedModel(attachment, parts)
+        marked.mark(model, optimizer)
         mark_waits(attachment, sharded)
+        watch_steps(attachment, marked.why_unmarked, model)
 
     return attachment.put_marks(put_marks)
+
+
+def _is_checkpointing() -> bool:
+    """Return whether a caller is the forward of torch's reentrant activation checkpoint."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def stages_of(schedule: Any) -> list[Any]:

@@ -29,6 +29,7 @@ from perseus.agent.probe import placement as places
 from perseus.agent.probe.attachment import Attachment, never_raises
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.framework import check_attributes
+from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.torch import attach_at
@@ -102,9 +103,10 @@ def wrap_training(
 ) -> None:
     """Make every trainer of torchtitan attach when it trains, and detach when it ends; arguments as above.
 
-    All ranks call this before training. Raises ValueError if it was called before, or for a torchtitan
-    without `torchtitan.train.Trainer.train`.
+    All ranks call this before training. Raises ValueError if it was called before, for invalid arguments, or
+    for a torchtitan without `torchtitan.train.Trainer.train`.
     """
+    check_job(job_id, max_slowdown_percent)
     from torchtitan import train
 
     check_attributes(train, "torchtitan.train", "Trainer")

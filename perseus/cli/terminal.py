@@ -69,5 +69,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message on an unknown name: the most similar known one, if any is similar."""
     from difflib import get_close_matches
 
-    close = get_close_matches(name, known, n=1)
-    return f": did you mean {close[0]}?" if close else ""
+    spelled = {each.casefold(): each for each in known}
+    close = get_close_matches(name.casefold(), spelled, n=1)
+    return f": did you mean {spelled[close[0]]}?" if close else ""

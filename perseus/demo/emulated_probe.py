@@ -36,6 +36,7 @@ class EmulatedProbe:
         self.register = probe.register
         self.begin_iteration = probe.begin_iteration
         self.end_iteration = probe.end_iteration
+        self.report_unmarked = probe.report_unmarked
         self.finish = probe.finish
 
     def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:

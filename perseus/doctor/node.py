@@ -14,7 +14,7 @@ from perseus.agent.gpu.executor import ALL_GPUS, GpuExecutor
 from perseus.agent.link.packets import MalformedPacket
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.sidecar.backends import backend
-from perseus.agent.sidecar.health_client import ask_health
+from perseus.agent.sidecar.health_client import UNMARKED, ask_health
 from perseus.agent.sidecar.self_test import may_set_clocks
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.doctor.checks import Check, Verdict
@@ -128,4 +128,7 @@ def _agent(path: Path) -> Check:
         return Check(subject, Verdict.BAD, f"it can't be queried: {error}", "check its log")
     if not answer.ok:
         return Check(subject, Verdict.BAD, answer.message, "see above, and the agent's log")
+    if answer.reason == UNMARKED:
+        advice = "change those trainers accordingly; until then their GPUs stay at stock"
+        return Check(subject, Verdict.WARNING, answer.message, advice)
     return Check(subject, Verdict.GOOD, answer.message)

@@ -266,7 +266,7 @@ async def _listening(
     )
     info_service_pb2_grpc.add_InfoServiceServicer_to_server(InfoService(), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(
-        JobService(coordinator.jobs, coordinator.quotas), server
+        JobService(coordinator.jobs, coordinator.quotas, coordinator.agents.unmarked), server
     )
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(
         FrontierService(coordinator.jobs, coordinator.quotas), server
@@ -331,7 +331,7 @@ async def _serving_http(
     access = None if settings.insecure else HttpAuthenticator(coordinator.tokens, grants)
     jobs, quotas = coordinator.jobs, coordinator.quotas
     calls = [
-        *unary_calls(_JOB_SERVICE, JobService(jobs, quotas)),
+        *unary_calls(_JOB_SERVICE, JobService(jobs, quotas, coordinator.agents.unmarked)),
         *unary_calls(_FRONTIER_SERVICE, FrontierService(jobs, quotas), but_for=("Solve",)),
         *unary_calls(_LEDGER_SERVICE, LedgerService(coordinator.ledger, coordinator.quotas)),
         *unary_calls(_POWER_SERVICE, PowerService(coordinator.power, quotas), but_for=_NOT_ON_THE_PAGE),

@@ -9,12 +9,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from perseus.job_id import JOB_ID_RULE, is_job_id
 from perseus.service.domain.power import DEFAULT_FEED
 from perseus.service.domain.signals import SignalKind
 
+
+def _job_id(text: str) -> str:
+    if not is_job_id(text):
+        raise ValueError(f"expected {JOB_ID_RULE}, found {text!r}")
+    return text
+
+
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=r"[a-z0-9][a-z0-9._-]*")]
+JobId = Annotated[str, AfterValidator(_job_id)]
 Hours = Annotated[float, Field(ge=0, le=366 * 24)]
 Percent = Annotated[float, Field(ge=0, le=100)]
 Watts = Annotated[float, Field(gt=0, le=1e12)]
@@ -56,7 +65,7 @@ class PolicyPart(_Part):
 class JobPart(_Part):
     """A job with a profile as `perseus solve` reads it; its schedule is 1F1B."""
 
-    job_id: Name
+    job_id: JobId
     profile: Path
     microbatches: Annotated[int, Field(ge=1, le=4096)]
     gpus_per_stage: Annotated[int, Field(ge=1, le=256)] = 1

@@ -77,6 +77,7 @@ class ConnectRequest(google.protobuf.message.Message):
     GPU_ERROR_FIELD_NUMBER: builtins.int
     MESSAGE_REFUSED_FIELD_NUMBER: builtins.int
     POWER_READING_FIELD_NUMBER: builtins.int
+    TRAINER_UNMARKED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello:
         """First message on every stream."""
@@ -121,6 +122,10 @@ class ConnectRequest(google.protobuf.message.Message):
     def power_reading(self) -> Global___PowerReading:
         """Power of the node's GPUs since the previous reading; sent only where the Welcome requests it."""
 
+    @property
+    def trainer_unmarked(self) -> Global___TrainerUnmarked:
+        """A trainer trains without marked iterations, or no longer does."""
+
     def __init__(
         self,
         *,
@@ -135,10 +140,11 @@ class ConnectRequest(google.protobuf.message.Message):
         gpu_error: Global___GpuError | None = ...,
         message_refused: Global___MessageRefused | None = ...,
         power_reading: Global___PowerReading | None = ...,
+        trainer_unmarked: Global___TrainerUnmarked | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error", "message_refused", "power_reading"] | None: ...
+    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry", "trainer_unmarked", b"trainer_unmarked"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry", "trainer_unmarked", b"trainer_unmarked"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error", "message_refused", "power_reading", "trainer_unmarked"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
@@ -571,6 +577,41 @@ class GpuError(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["gpu_uuid", b"gpu_uuid", "job_id", b"job_id", "message", b"message", "owner", b"owner", "rank", b"rank", "reason", b"reason"]) -> None: ...
 
 Global___GpuError: typing_extensions.TypeAlias = GpuError
+
+@typing.final
+class TrainerUnmarked(google.protobuf.message.Message):
+    """A trainer on the agent's node trains and marks no iterations, so that its rank can't join, or its iterations can't be
+    measured. The job need not be registered. It is shown with the job, or in the error for one that is not registered,
+    until another message about the rank or the end of the stream: send it again on every stream. The coordinator keeps
+    up to 64 of a stream; others are ignored.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """Required. The job."""
+    message: builtins.str
+    """One sentence for people: the likely cause. At most 1024 characters; empty once the trainer marks iterations or is
+    gone.
+    """
+    @property
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
+        """Required. The rank."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "message", b"message", "rank", b"rank"]) -> None: ...
+
+Global___TrainerUnmarked: typing_extensions.TypeAlias = TrainerUnmarked
 
 @typing.final
 class RankLeft(google.protobuf.message.Message):

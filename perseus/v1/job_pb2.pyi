@@ -390,7 +390,7 @@ class JobSpec(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     STAGE_WORK_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """Required. Identifier: 1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
+    """Required. Identifier: 1 to 63 of a–z, A–Z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
     @property
     def parallelism(self) -> Global___Parallelism:
         """Required. Layout of the ranks."""

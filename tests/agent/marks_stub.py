@@ -37,6 +37,9 @@ class MarksStub:
     def end_wait(self) -> None:
         self._note("end_wait")
 
+    def report_unmarked(self, message: str) -> None:
+        self._note("unmarked", message)
+
     def finish(self) -> None:
         self._note("finish")
 

@@ -81,7 +81,7 @@ def test_list_names_every_job(coordinator: Coordinator) -> None:
 
 
 def test_a_similar_job_is_asked_for(coordinator: Coordinator) -> None:
-    for arguments in (("show", "gtp3"), ("ranks", "gpt-3"), ("events", "gp3")):
+    for arguments in (("show", "gtp3"), ("ranks", "gpt-3"), ("events", "GPT3")):
         result = run(coordinator, *arguments)
         assert result.exit_code == 2
         assert f"job {arguments[1]!r} is not registered: did you mean gpt3?" in result.stderr

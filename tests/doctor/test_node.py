@@ -12,6 +12,7 @@ import pytest
 
 from perseus import configuration
 from perseus.agent.gpu.executor import GpuExecutor
+from perseus.agent.probe.client import Probe
 from perseus.agent.restore.records import Record, RecordFolder
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
@@ -55,6 +56,31 @@ async def test_a_node_with_a_running_agent_is_good(settings: AgentSettings) -> N
     assert verdicts(checks) == dict.fromkeys(names, GOOD)
     assert checks["GPUs"].found.startswith("1 can be read")
     assert checks["agent"].found == "GPUs: 1; ranks: 0; not connected to 127.0.0.1:1"
+
+
+async def test_a_trainer_without_marks_is_named_until_it_marks(settings: AgentSettings) -> None:
+    def train() -> list[Check]:
+        checks = []
+        arguments = {"job_id": "GPT3", "pipeline": 0, "stage": 0, "gpu_uuid": "GPU-0"}
+        with Probe.connect(settings.socket, **arguments) as probe:  # type: ignore[arg-type]
+            checks.append(checked(settings)["agent"])
+            probe.report_unmarked("the model is in eval()")
+            checks.append(checked(settings)["agent"])
+            with probe.iteration():
+                pass
+            checks.append(checked(settings)["agent"])
+        return checks
+
+    async with serving(settings):
+        before, unmarked, after = await asyncio.to_thread(train)
+    ranks = "GPUs: 1; ranks: 1, 1 before the first marked iteration"
+    end = "not connected to 127.0.0.1:1"
+    assert (before.verdict, before.found) == (GOOD, f"{ranks}; {end}")
+    assert (unmarked.verdict, unmarked.found) == (
+        Verdict.WARNING,
+        f"{ranks}; 1 not marked, such as GPT3[pipeline 0, stage 0, tensor 0]: the model is in eval(); {end}",
+    )
+    assert after == before
 
 
 def test_without_an_agent_the_socket_is_missing_and_nothing_is_queried(settings: AgentSettings) -> None:

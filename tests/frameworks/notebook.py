@@ -44,6 +44,9 @@ class Notebook:
     def end_wait(self) -> None:
         assert self.open is not None
 
+    def report_unmarked(self, message: str) -> None:
+        raise AssertionError(message)
+
     def finish(self) -> None:
         self.is_finished = True
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow("trains for real, with the framework")
 OF_EACH = (
     "perseus.agent.{hook}.warn_if_untested",
     "perseus.agent.{hook}.connect_marks",
+    "perseus.agent.{hook}.watch_steps",
     "perseus.agent.probe.attachment.Attachment.replace",
     "perseus.agent.probe.attachment.JobOrder.end_iteration",
 )
@@ -40,8 +41,9 @@ OF_ALL = (
 )
 OF_A_MODEL = [
     *(place for place in OF_ALL if ".StoreExchange." not in place and not place.endswith(".replace")),
+    "perseus.agent.probe.attachment.Attachment.note_step",
     "perseus.agent.probe.whole_model.MarkedModel.mark",
-    "perseus.agent.probe.whole_model.MarkedModel._is_training",
+    "perseus.agent.probe.whole_model.MarkedModel._is_forward",
     "perseus.agent.probe.whole_model.MarkedModel._await_gradient",
     "perseus.agent.probe.whole_model.MarkedModel._begin_backward",
 ]
@@ -49,7 +51,7 @@ OF_SHARDS = [place for place in OF_A_MODEL if ".Probe." not in place]
 OF_TORCHTITAN = (
     "perseus.agent.torchtitan.warn_if_untested",
     "perseus.agent.torch.connect_marks",
-    *OF_EACH[2:],
+    *OF_EACH[3:],
 )
 ITERATIONS = 25  # ranks give up waiting for an order after 20
 TWO_STAGES = (1.0, 1.0)

@@ -1,9 +1,11 @@
 """Copies, pickles and compilers treat an attached model as one without Perseus, bit for bit."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +18,15 @@ if find_spec("torch") is None:
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.torch import attach_model
+from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS
+from perseus.agent.torch import attach, attach_model
 from tests.agent.marks_stub import MarksStub
 
 pytestmark = [
@@ -164,7 +171,10 @@ def test_a_model_compiled_after_attaching_computes_as_before_and_the_log_has_adv
     ]
     assert losses[0] == losses[1]
     assert attached.begun == []
-    assert "the attached Net was not called" in caplog.text
+    for _ in range(MAX_UNMARKED_STEPS - ITERATIONS):
+        attached.optimizer.step()
+    assert "without a marked iteration: the attached model is not called" in caplog.text
+    attached.attachment.detach()
 
 
 def test_scripts_traces_slices_and_functional_calls_match_the_model() -> None:
@@ -193,3 +203,34 @@ def test_a_scripted_model_is_marked() -> None:
     assert attached.begun[:2] == MARKED
     attached.attachment.detach()
     assert type(attached.model) is type(plain.model)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_a_wrapped_model_that_is_deleted_is_not_kept_by_its_attachment(wrap: Callable[..., Any]) -> None:
+    training = Training(wrap(make_model()), is_attached=True)
+    training.train()
+    gone = weakref.ref(training.model)
+    del training.model
+    gc.collect()
+    assert gone() is None
+    assert training.marks.calls[-1] == ("close",)
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["attachment kept", "attachment dropped"])
+def test_a_schedule_that_is_deleted_leaves_no_hooks_and_is_not_kept(is_kept: bool) -> None:
+    before = len(_global_optimizer_post_hooks)
+    stage = PipelineStage(make_model(), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    marks = MarksStub()
+    attachment = attach(schedule, job_id="job", connect=lambda **_: marks)
+    for _ in range(2):
+        schedule.step(torch.ones(4, 8), target=torch.ones(4, 1))
+    assert len(_global_optimizer_post_hooks) == before + 1
+    if not is_kept:
+        del attachment
+    gone = [weakref.ref(schedule), weakref.ref(stage)]
+    del schedule, stage
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    assert marks.calls[-1] == ("close",)
+    assert len(_global_optimizer_post_hooks) == before

@@ -4,8 +4,8 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
 
     probe → agent    Hello, answered by a Reply
                      Registration (the job's first rank), answered by a Reply
-                     Membership (all other ranks), IterationMark, ComputationMark, WaitMark, Finish: never
-                     answered
+                     Membership (all other ranks), IterationMark, ComputationMark, WaitMark, Unmarked, Finish:
+                     never answered
     agent → probe    Reply, Packing
 
 A health check sends HealthQuestion first, and the agent answers with a Reply.
@@ -13,11 +13,12 @@ A health check sends HealthQuestion first, and the agent answers with a Reply.
 A rank is announced to the coordinator once it has declared its job, by a registration or membership, or at
 once if its hello declares that others have registered the job.
 
-HealthQuestion, Hello, Registration, Membership and Reply are JSON objects, because they are rare and should
-be readable in a trace. A registration with explicit orders may exceed a socket buffer, so large ones are
-deflated. Limits on inflated bytes, objects, lists and text lengths are checked before decoding. Decoding the
-largest takes a while: callers that must not block decode packets that are not `is_quick` in a thread, where
-decoding yields to other threads. Marks are frequent: 32 bytes each, little-endian, all of one layout:
+HealthQuestion, Hello, Registration, Membership, Unmarked and Reply are JSON objects, because they are rare
+and should be readable in a trace. A registration with explicit orders may exceed a socket buffer, so large
+ones are deflated. Limits on inflated bytes, objects, lists and text lengths are checked before decoding.
+Decoding the largest takes a while: callers that must not block decode packets that are not `is_quick` in a
+thread, where decoding yields to other threads. Marks are frequent: 32 bytes each, little-endian, all of one
+layout:
 
     magic  version  type  kind  microbatch  chunk  ordinal  iteration  time_ns
     u8     u8       u8    u8    i32         i32    i32      i64        i64
@@ -59,6 +60,7 @@ MAX_JSON_BYTES = 4 * 1024 * 1024
 MAX_OBJECTS = 100_000
 MAX_NAME_LENGTH = 256
 MAX_PACKED_MARKS = 64
+MAX_UNMARKED_LENGTH = 1024
 
 # The highest valid iteration number: doubles hold integers exactly up to here.
 MAX_ITERATION = 2**53
@@ -200,6 +202,13 @@ class WaitMark:
 
 
 @dataclass(frozen=True, slots=True)
+class Unmarked:
+    """Training goes on without marked iterations; the message, for people, has the likely cause."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Training has ended: the following end of the connection is no failure."""
 
@@ -216,6 +225,7 @@ Message = (
     | IterationMark
     | ComputationMark
     | WaitMark
+    | Unmarked
     | Finish
 )
 
@@ -260,6 +270,8 @@ def encode(message: Message) -> bytes:
             )
         case Membership(spec_fingerprint):
             return _encode_json({"type": "membership", "spec_fingerprint": spec_fingerprint})
+        case Unmarked(text):
+            return _encode_json({"type": "unmarked", "message": text})
         case Reply(ok, reason, text, is_notice):
             reply = {"type": "reply", "ok": ok, "reason": reason, "message": text}
             return _encode_json({**reply, "is_notice": True} if is_notice else reply)
@@ -429,6 +441,8 @@ def _decode_json(packet: bytes) -> Message:
             )
         case "membership":
             return Membership(_text(fields, "spec_fingerprint", maximum=_MAX_IDENTIFIER_LENGTH))
+        case "unmarked":
+            return Unmarked(_text(fields, "message", maximum=MAX_UNMARKED_LENGTH))
         case "reply":
             return Reply(
                 _field(fields, "ok", bool),
@@ -440,7 +454,7 @@ def _decode_json(packet: bytes) -> Message:
             return Packing(_field(fields, "is_allowed", bool))
         case _:
             raise MalformedPacket(
-                "packet: expected type health, hello, registration, membership, reply or packing, "
+                "packet: expected type health, hello, registration, membership, unmarked, reply or packing, "
                 f"found {message_type!r}"
             )
 

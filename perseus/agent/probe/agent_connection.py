@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from time import monotonic_ns
 
+from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import (
     MARK_BYTES,
@@ -82,7 +83,14 @@ class AgentConnection:
             if not isinstance(reply, Reply):
                 raise MalformedPacket(f"expected a reply, found {type(reply).__name__}")
         except (OSError, MalformedPacket) as error:
-            _log.warning("%s: no agent at %s (%s): training continues at stock clocks", rank, path, error)
+            _log.warning(
+                "%s: no agent at %s (%s): training continues at stock clocks, and joins an agent that starts "
+                "there later (systemctl start perseus-agent, or perseus agent; %s names another socket)",
+                rank,
+                path,
+                error,
+                SOCKET_VARIABLE,
+            )
             sock.close()
             return cls(rank, path, hello, None)
         if not reply.ok:
@@ -159,6 +167,18 @@ class AgentConnection:
             self.dropped_count += mark_count
             self.dropped_here_count = min(self.dropped_here_count + mark_count, _MAX_REPORTED_DROPPED)
         else:
+            self._lose(error)
+
+    def send_report(self, packet: bytes) -> None:
+        """Send a packet that is no mark, if the socket has room."""
+        self.flush()
+        if self._socket is None:
+            return
+        try:
+            self._socket.send(packet)
+        except BlockingIOError:
+            _log.debug("%s: the agent's socket is full: not reported", self._rank)
+        except OSError as error:
             self._lose(error)
 
     def send_last(self, packet: bytes, timeout_s: float) -> None:

@@ -17,7 +17,10 @@ reason, and training continues at stock.
 Standard library only.
 """
 
+import inspect
 import logging
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Self, TypeVar, cast
@@ -25,11 +28,18 @@ from typing import Any, Self, TypeVar, cast
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.exchange import Exchange, LocalExchange
 from perseus.agent.probe.job_order import JobOrder
+from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Marks, UnmarkableError
 from perseus.agent.probe.placement import Placement
 
 _log = logging.getLogger("perseus.attachment")
 
+MAX_UNMARKED_STEPS = 10
+"""Steps of one optimizer without a marked iteration, after which that is reported.
+
+A few are no training: torch's checkpoints step once to create an optimizer's state, and trainers try a step
+before they begin. Ten are no accident, and take a few minutes of the longest iterations.
+"""
 
 Identify = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Kind, int, int] | None]
 """Maps a call's arguments to its computation: kind, microbatch and chunk; None if it is not marked."""
@@ -66,17 +76,22 @@ class Attachment:
         )
         self._has_given_up = False
         self._given_up: Marks | None = None
-        self._restores: list[Callable[[], None]] = []
+        self._restores: list[Callable[[], object]] = []
         self._is_in_iteration = False
         self._is_computing = False
+        # Steps of each optimizer since an iteration began.
+        self._step_counts: Counter[int] = Counter()
+        self._has_reported_steps = False
 
     def replace(self, owner: Any, name: str, value: object) -> None:
-        """Set an attribute of an object or a module until `detach`."""
+        """Set an attribute of an object or a module until `detach`. Keeps neither object nor value alive."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
+        find_owner, find_value = _reference(owner), _reference(value)
 
         def restore() -> None:
-            if vars(owner).get(name) is not value:
+            owner, value = find_owner(), find_value()
+            if owner is None or vars(owner).get(name) is not value:
                 return  # wrapped again by other code, which still calls it: it no longer marks
             if before is _ABSENT:
                 delattr(owner, name)
@@ -94,9 +109,44 @@ class Attachment:
             self._give_up(error)
         return self
 
-    def when_detached(self, undo: Callable[[], None]) -> None:
+    def when_detached(self, undo: Callable[[], object]) -> None:
         """Also call `undo` in `detach`."""
         self._restores.append(undo)
+
+    def end_with(self, owner: Any, may_end: Callable[[], bool] = lambda: True) -> None:
+        """End marking once `owner` is garbage: as the trainer's failure, since the job has not ended.
+
+        `may_end`: whether replacements can be undone at the moment of the garbage collection.
+        """
+
+        def end() -> None:
+            if not may_end():
+                return
+            _log.info("no longer marked: what was attached is gone")
+            if (marks := self._leave("what was attached is gone")) is not None:
+                self._close(marks)
+
+        finalizer = weakref.finalize(owner, self.ask, end)
+        finalizer.atexit = False
+        self.when_detached(finalizer.detach)
+
+    def note_step(self, optimizer: int, cause: Callable[[], str]) -> None:
+        """Note a step of an optimizer, given its `id`; report too many without an iteration once.
+
+        `cause` returns why none is marked, as a part of a sentence.
+        """
+        self._step_counts[optimizer] += 1
+        if (
+            self._step_counts[optimizer] < MAX_UNMARKED_STEPS
+            or self._has_reported_steps
+            or self._has_given_up
+        ):
+            return
+        self._has_reported_steps = True
+        message = f"{MAX_UNMARKED_STEPS} optimizer steps without a marked iteration: {cause()}"
+        _log.warning("not marked, training continues at stock clocks: %s", message)
+        if self._marks is not None:
+            self._marks.report_unmarked(message)
 
     def marked(
         self,
@@ -162,6 +212,7 @@ class Attachment:
     def begin_iteration(self) -> None:
         """Mark the begin of a training iteration."""
         self._is_in_iteration = True
+        self._step_counts.clear()
         try:
             self._order.begin_iteration()
             if self._marks is not None:
@@ -220,7 +271,7 @@ class Attachment:
 
     def detach(self) -> None:
         """End marking: undo every replacement and close the connection; the GPU returns to stock."""
-        marks = self._leave()
+        marks = self._leave("it is detached")
         if marks is not None:
             try:
                 marks.finish()
@@ -236,13 +287,13 @@ class Attachment:
             self.detach()
             return
         # The trainer failed: the rank is gone, but its job has not ended.
-        marks = self._leave()
+        marks = self._leave("it is detached")
         if marks is not None:
             self._close(marks)
 
-    def _leave(self) -> Marks | None:
+    def _leave(self, why: str) -> Marks | None:
         self._restore()
-        self._report_lost("it is detached")
+        self._report_lost(why)
         marks, self._marks = self._marks, None
         return marks
 
@@ -283,11 +334,25 @@ class Attachment:
 _ABSENT = object()
 
 
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference to a value, or a strong one to a value without weak references."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
 def never_raises(attach: _Hook) -> _Hook:
-    """Wrap a hook's `attach`: a failure leaves training unmarked, ValueErrors (mistakes) pass."""
+    """Wrap a hook's `attach`: a failure leaves training unmarked, mistakes pass.
+
+    Mistakes are its ValueErrors, an invalid `job_id` or `max_slowdown_percent`, and arguments that it lacks.
+    """
+    signature = inspect.signature(attach)
 
     @wraps(attach)
     def attached(*args: Any, **kwargs: Any) -> Attachment:
+        given = signature.bind(*args, **kwargs).arguments
+        check_job(given["job_id"], given.get("max_slowdown_percent", 0.0))
         try:
             return attach(*args, **kwargs)
         except ValueError:

@@ -36,11 +36,13 @@ from perseus.agent.link.address import DEFAULT_SOCKET_PATH, SOCKET_VARIABLE
 from perseus.agent.link.computation import Kind, Rank
 from perseus.agent.link.packets import (
     MAX_RELATIVE_WORK_PERMILLE,
+    MAX_UNMARKED_LENGTH,
     Finish,
     Hello,
     MarkType,
     Membership,
     Registration,
+    Unmarked,
     encode,
     mark_packer,
 )
@@ -50,6 +52,7 @@ from perseus.agent.probe.job_spec import (
     Path,
     StageOrders,
     check_count,
+    check_job,
     job_spec,
     spec_fingerprint,
 )
@@ -98,11 +101,11 @@ class Probe:
 
         `socket_path` is PERSEUS_AGENT_SOCKET by default, and /run/perseus/agent.sock if that is not set.
         `is_registered`: another client registers the job, and no rank calls `register`; then nothing checks
-        that the ranks compute what was registered. Raises ValueError for impossible coordinates. If the agent
-        is absent, does not answer or refuses, the probe logs that and does nothing.
+        that the ranks compute what was registered. Raises ValueError for a job identifier that the
+        coordinator would refuse, and for impossible coordinates. If the agent is absent, does not answer or
+        refuses, the probe logs that and does nothing.
         """
-        if not job_id:
-            raise ValueError("job_id: expected a name, found an empty string")
+        check_job(job_id)
         for name, value in (("pipeline", pipeline), ("stage", stage), ("tensor", tensor)):
             check_count(name, value, at_least=0)
         if not gpu_uuid:
@@ -246,6 +249,10 @@ class Probe:
             self._connection.send(_pack_wait_end(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
             self._not_sent(error)
+
+    def report_unmarked(self, message: str) -> None:
+        """Report that training goes on without marked iterations, and why; until the next mark."""
+        self._connection.send_report(encode(Unmarked(message[:MAX_UNMARKED_LENGTH])))
 
     def iteration(self, *, relative_work: float | None = None) -> "_Block":
         """`with probe.iteration():` begins and ends an iteration. `relative_work` as in `begin_iteration`."""

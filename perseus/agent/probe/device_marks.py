@@ -183,6 +183,11 @@ class DeviceMarks:
         """Mark the end of the wait."""
         self._add(self._probe.end_wait)
 
+    def report_unmarked(self, message: str) -> None:
+        """Report that training goes on without marked iterations, and why."""
+        with self._lock:
+            self._probe.report_unmarked(message)
+
     def poll(self) -> None:
         """Send the marks of all events that have completed, in the order in which they were recorded."""
         with self._lock:
@@ -276,7 +281,8 @@ class DeviceMarks:
     def _end_helper(self) -> None:
         self._is_over.set()
         self._is_marking.set()
-        if self._helper.is_alive():
+        # The helper itself may collect what was attached as garbage.
+        if self._helper.is_alive() and self._helper is not threading.current_thread():
             self._helper.join()
 
     def _warn_of_capture(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perseus.agent.link.computation import Computation
+from perseus.job_id import JOB_ID_RULE, is_job_id
 from perseus.schedule_name import ScheduleName
 
 
@@ -52,8 +53,7 @@ def job_spec(
     check_count("pipeline_count", pipeline_count, at_least=1)
     check_count("stage_count", stage_count, at_least=1)
     check_count("tensor_count", tensor_count, at_least=1)
-    if not 0 <= max_slowdown_percent <= 100:
-        raise ValueError(f"max_slowdown_percent: expected 0 to 100, found {max_slowdown_percent}")
+    check_job(job_id, max_slowdown_percent)
     if stage_work and len(stage_work) != stage_count:
         raise ValueError(f"stage_work: expected none or {stage_count} texts, found {len(stage_work)}")
     order: dict[str, Any]
@@ -105,6 +105,15 @@ def _computation_json(computation: Computation) -> dict[str, int]:
         "microbatch": computation.microbatch,
         "chunk": computation.chunk,
     }
+
+
+def check_job(job_id: Any, max_slowdown_percent: Any = 0.0) -> None:
+    """Raise ValueError for a job identifier or a slowdown that the coordinator would refuse."""
+    if not isinstance(job_id, str) or not is_job_id(job_id):
+        raise ValueError(f"job_id: expected {JOB_ID_RULE}, found {job_id!r}")
+    is_number = isinstance(max_slowdown_percent, int | float) and not isinstance(max_slowdown_percent, bool)
+    if not is_number or not 0 <= max_slowdown_percent <= 100:
+        raise ValueError(f"max_slowdown_percent: expected 0 to 100, found {max_slowdown_percent!r}")
 
 
 def check_count(name: str, value: int, *, at_least: int) -> None:

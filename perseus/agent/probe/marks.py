@@ -46,6 +46,9 @@ class Marks(Protocol):
     def end_wait(self) -> None:
         """Mark the end of the wait."""
 
+    def report_unmarked(self, message: str) -> None:
+        """Report that training goes on without marked iterations, and why."""
+
     def finish(self) -> None:
         """Report the end of training."""
 

@@ -6,6 +6,7 @@ at the same time and so share its plan: both count as tensor-parallel.
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ TIMEOUT_S = 600.0
 """How long ranks wait for others to attach, which may still be loading their stages."""
 
 _meetings = count()
+
+_PROCESS_COUNT_VARIABLE = "WORLD_SIZE"
 
 NO_GPU = "none"
 """No GPU's UUID: an agent refuses it, so training on a CPU continues as without an agent."""
@@ -139,6 +142,26 @@ def from_pipeline_group(group: "ProcessGroup | None", device: "torch.device", me
         pause_s = min(2 * pause_s, 1.0)
     pipelines = [json.loads(store.get(key)) for key in keys]
     return place_among_pipelines(rank, pipelines, gpu_uuid(device))
+
+
+def from_replicas(group: "ProcessGroup | None", device: "torch.device") -> Placement:
+    """Return this process's place if there are no pipelines: each process of the group (None: all processes)
+    has a whole model, or a shard. Without `torch.distributed` it is alone.
+
+    Raises ValueError if it is not alone according to WORLD_SIZE, which launchers set.
+    """
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        pipeline, pipeline_count = distributed.get_rank(group), distributed.get_world_size(group)
+        return Placement(pipeline, pipeline_count, 0, 1, gpu_uuid=gpu_uuid(device))
+    process_count = os.environ.get(_PROCESS_COUNT_VARIABLE, "1")
+    if process_count != "1":
+        raise ValueError(
+            "torch.distributed: expected it to be initialised before attach, as "
+            f"{_PROCESS_COUNT_VARIABLE} is {process_count}, found it is not"
+        )
+    return Placement(0, 1, 0, 1, gpu_uuid=gpu_uuid(device))
 
 
 @contextlib.contextmanager

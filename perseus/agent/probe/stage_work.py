@@ -10,6 +10,7 @@ Standard library only: models and tensors are inspected without importing torch.
 import hashlib
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,6 +51,12 @@ def work_text(modules: Sequence[Any], **more: Any) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     count = parameter_count(modules)
     return f"{count} parameters, {digest}" if modules else digest
+
+
+def while_alive(describe: Callable[..., str], *owners: Any) -> Callable[[], str]:
+    """Return `describe` of these objects, without a reference that keeps them alive."""
+    references = [weakref.ref(owner) for owner in owners]
+    return lambda: describe(*(reference() for reference in references))
 
 
 def work_if_known(describe: Callable[[], str]) -> str:

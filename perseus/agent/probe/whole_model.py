@@ -4,6 +4,10 @@
     backward      from the moment at which a gradient reaches the forward's output until autograd is done
     iteration     from the first forward to the end of the optimizer's step
 
+A call within a backward, by an activation checkpoint of the whole model, is part of that backward. With
+torch's reentrant checkpoints no gradient reaches the forward's output, as the forward records none: their
+backward begins with that call.
+
 Waiting for other replicas is no computation. DistributedDataParallel waits for its all-reduces in a callback
 that autograd calls at its end; our callback runs before it, as it was registered earlier. So the wait lies
 between the backward and the optimizer's step, within the iteration.
@@ -16,7 +20,6 @@ Standard library only; functions of torch are passed in as `TorchParts`.
 """
 
 import copyreg
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ from typing import Any
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 
-_log = logging.getLogger("perseus.attachment")
+_marked_classes: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,16 @@ class TorchParts:
     Attributes:
         is_compiling: whether calls are being compiled or exported, not executed.
         is_grad_enabled: whether gradients are recorded.
+        is_in_backward: whether this thread executes a backward.
+        is_checkpointing: whether the call is within the forward of a reentrant activation checkpoint.
         leaves: all values in a model's result, including those in lists, dictionaries and similar.
         when_backward_is_done: calls a function at the end of the current backward; only called within it.
     """
 
     is_compiling: Callable[[], bool]
     is_grad_enabled: Callable[[], bool]
+    is_in_backward: Callable[[], bool]
+    is_checkpointing: Callable[[], bool]
     leaves: Callable[[Any], Iterable[Any]]
     when_backward_is_done: Callable[[Callable[[], None]], None]
 
@@ -54,29 +61,42 @@ class MarkedModel:
         self._is_in_iteration = False
         self._microbatch = 0
         self._is_in_backward = False
-        self._has_been_called = False
+        # Forwards of reentrant checkpoints, whose backward has not begun.
+        self._checkpointed: list[int] = []
+        self._unmarked_call = ""
 
     def mark(self, model: Any, optimizer: Any) -> None:
         """Mark the model's calls and observe the optimizer's steps, until the attachment is detached."""
         own = type(model)
-        marked = _marked_class(own, model, self._call, self._parts.is_compiling)
+        the_model = weakref.ref(model)  # not the model itself, which would live as long as the attachment
+        marked = _marked_class(own, the_model, self._call, self._parts.is_compiling)
         # Not by plain assignment: wrapper modules forward attributes.
         object.__setattr__(model, "__class__", marked)
 
         def restore() -> None:
+            model = the_model()
             if type(model) is marked:  # otherwise other code has subclassed it since, and it no longer marks
                 object.__setattr__(model, "__class__", own)
 
         self._attachment.when_detached(restore)
-        name = own.__name__
-        handle = optimizer.register_step_post_hook(lambda *_: self._end_iteration(name))
+        handle = optimizer.register_step_post_hook(lambda *_: self._end_iteration())
         self._attachment.when_detached(handle.remove)
 
+    def why_unmarked(self) -> str:
+        """Return why optimizers step and no iteration is marked."""
+        if self._is_in_iteration:
+            return "the attached optimizer does not step: attach the one whose step ends an iteration"
+        return self._unmarked_call or (
+            "the attached model is not called: attach the object that the training loop calls, such as a "
+            "wrapper or the result of torch.compile; and call it, not its forward()"
+        )
+
     def _call(self, model: Any, call: Callable[[], Any]) -> Any:
-        if not self._attachment.ask(self._is_training, model):
+        if not self._attachment.ask(self._is_forward, model):
             return call()
         if not self._is_in_iteration:
-            self._is_in_iteration, self._microbatch, self._has_been_called = True, 0, True
+            self._is_in_iteration, self._microbatch, self._unmarked_call = True, 0, ""
+            self._checkpointed.clear()
             self._attachment.begin_iteration()
         microbatch = self._microbatch
         self._microbatch += 1
@@ -86,10 +106,31 @@ class MarkedModel:
         self._attachment.ask(self._await_gradient, result, microbatch)
         return result
 
-    def _is_training(self, model: Any) -> bool:
-        return bool(model.training) and self._parts.is_grad_enabled()
+    def _is_forward(self, model: Any) -> bool:
+        """Return whether a call is a forward of training; if it is called again, its backward has begun."""
+        if self._parts.is_in_backward():
+            if self._checkpointed:
+                self._begin_backward(self._checkpointed.pop())
+            return False
+        is_recorded = self._parts.is_grad_enabled()
+        if model.training and (is_recorded or self._parts.is_checkpointing()):
+            return True
+        if is_recorded:
+            self._unmarked_call = (
+                "the attached model is in eval(): call its train() before training, also of a wrapper"
+            )
+        elif model.training:
+            self._unmarked_call = (
+                "the attached model is called without gradients (no_grad, inference_mode, or an activation "
+                "checkpoint other than torch's): attach it where they are recorded"
+            )
+        return False
 
     def _await_gradient(self, result: Any, microbatch: int) -> None:
+        if not self._parts.is_grad_enabled():
+            self._checkpointed.append(microbatch)
+            return
+
         def begin_backward(_gradient: Any) -> None:
             self._attachment.ask(self._begin_backward, microbatch)
 
@@ -110,28 +151,28 @@ class MarkedModel:
         self._is_in_backward = True
         self._attachment.begin(Kind.BACKWARD, microbatch)
 
-    def _end_iteration(self, name: str) -> None:
+    def _end_iteration(self) -> None:
         if self._is_in_iteration:
             self._is_in_iteration = self._is_in_backward = False
             self._attachment.end_iteration()
-        elif not self._has_been_called:
-            self._has_been_called = True  # log only once
-            _log.warning(
-                "not marked: the optimizer steps, but the attached %s was not called; attach the object that "
-                "the training loop calls, such as the result of torch.compile or a wrapper",
-                name,
-            )
+
+
+def is_marked(model: Any) -> bool:
+    """Return whether a model's calls are marked, by an attachment that has not been detached."""
+    return type(model) in _marked_classes
 
 
 def _marked_class(
-    own: Any, model: Any, marked: Callable[[Any, Callable[[], Any]], Any], is_compiling: Callable[[], bool]
+    own: Any,
+    the_model: Callable[[], Any],
+    marked: Callable[[Any, Callable[[], Any]], Any],
+    is_compiling: Callable[[], bool],
 ) -> type:
     """Return a subclass of a model's class that marks only this model's calls.
 
     It holds no reference to the model: a class lives until garbage collection, and a model holds process
     groups.
     """
-    the_model = weakref.ref(model)
 
     class OfItsOwn(type(own)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -154,4 +195,5 @@ def _marked_class(
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     derived: type = OfItsOwn(own.__name__, (own,), {**names, "__call__": call, "__reduce_ex__": reduce})
+    _marked_classes.add(derived)
     return derived

@@ -8,7 +8,6 @@ files to remove, since a batch system may have others in the same folder.
 """
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from perseus.agent.sidecar.backends import Backend
 from perseus.agent.sidecar.counter_poller import read_limits
 from perseus.agent.sidecar.optional import OptionalParts
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.job_id import is_job_id
 from perseus.metrics.distribution import Distribution
 
 # How often power and clock are read for the metrics.
@@ -81,9 +81,6 @@ class AgentCounters:
 
 _log = structlog.get_logger(__name__)
 
-# The coordinator's rule for job identifiers.
-_JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-
 _OWN = ".perseus"
 
 
@@ -108,7 +105,7 @@ class JobMapping:
 
     def enter(self, gpu_index: int, job_id: str) -> None:
         """Write the file of a GPU that a job runs on. A file from another program stays."""
-        if not _JOB_ID.fullmatch(job_id):
+        if not is_job_id(job_id):
             _log.warning("job not mapped: invalid job identifier", gpu_index=gpu_index)
             return
         file, own = self._paths(gpu_index)

@@ -12,6 +12,9 @@ from perseus.agent.link.packets import (
     encode,
 )
 
+UNMARKED = "UNMARKED"
+"""Reason of a healthy agent's answer if trainers report training without marked iterations."""
+
 
 def ask_health(path: Path, timeout_s: float) -> Reply:
     """Return an agent's answer to a health question.

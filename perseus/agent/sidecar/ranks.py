@@ -32,6 +32,7 @@ from perseus.agent.link.packets import (
     Packing,
     Registration,
     Reply,
+    Unmarked,
     WaitMark,
 )
 from perseus.agent.rank.events import AgentStops, Connected, TrainerGone, TrainerSpecified
@@ -139,6 +140,8 @@ class Ranks:
         match message:
             case IterationMark() | ComputationMark() | WaitMark() | Finish():
                 trainer.has_marked.set()
+                if trainer.unmarked:
+                    self._note_unmarked(trainer, "")
                 if isinstance(message, IterationMark) and message.dropped_mark_count:
                     dropped_count = message.dropped_mark_count - trainer.dropped_mark_count
                     trainer.dropped_mark_count = message.dropped_mark_count
@@ -153,12 +156,20 @@ class Ranks:
                 self._specify(trainer, message.spec_fingerprint)
             case Membership(spec_fingerprint):
                 self._specify(trainer, spec_fingerprint)
+            case Unmarked(text):
+                _log.warning("no iteration marked", rank=str(trainer.rank), reason=text)
+                self._note_unmarked(trainer, text)
             case HealthQuestion() | Hello() | Reply() | Packing():
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"
                 )
             case _:
                 assert_never(message)
+
+    def _note_unmarked(self, trainer: Trainer, why: str) -> None:
+        """Note that a trainer trains without marked iterations, or no longer does if `why` is empty."""
+        trainer.unmarked = why
+        self._uplink.report_unmarked(trainer)
 
     def _specify(self, trainer: Trainer, spec_fingerprint: str) -> None:
         """Note a trainer's specification; the coordinator refuses one that was not registered."""
@@ -180,6 +191,8 @@ class Ranks:
             if trainer.gpu_index is not None:
                 self._gpus.unmap_job(trainer.gpu_index)
             self._roster.leave(trainer)
+            if trainer.unmarked:
+                self._note_unmarked(trainer, "")
             self._uplink.end(trainer.rank)
             trainer.gone.set()
 

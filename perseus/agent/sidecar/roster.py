@@ -31,6 +31,7 @@ class Trainer:
         self.problem = problem
         self.problems = RateLimitedLog(_log)
         self.dropped_mark_count = 0
+        self.unmarked = ""  # why it marks no iterations, by its own report
         self.gpu_index: int | None = None
         self.spec_fingerprint: str | None = None
         self.has_marked = asyncio.Event()
@@ -64,6 +65,23 @@ class Roster:
         self.trainers: dict[Rank, Trainer] = {}
         self.served: dict[Rank, ServedRank] = {}
         self.is_stopping = False
+
+    def describe(self) -> str:
+        """Describe the ranks, for people: how many there are, and why some are not marked."""
+        text = f"ranks: {len(self.served)}"
+        trainers = self.trainers.values()
+        if waiting := sum(
+            each.spec_fingerprint is None and not each.hello.is_registered for each in trainers
+        ):
+            text += f", {waiting} before the first marked iteration"
+        if unmarked := self.unmarked:
+            text += f"; {len(unmarked)} not marked, such as {unmarked[0].rank}: {unmarked[0].unmarked}"
+        return text
+
+    @property
+    def unmarked(self) -> list[Trainer]:
+        """The trainers that report training without marked iterations."""
+        return [trainer for trainer in self.trainers.values() if trainer.unmarked]
 
     def enter(self, trainer: Trainer) -> None:
         """Enter a trainer whose claim conflicts with no other."""

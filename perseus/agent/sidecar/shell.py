@@ -31,6 +31,7 @@ from perseus.agent.sidecar.access import AccessChecker
 from perseus.agent.sidecar.admission import Admission
 from perseus.agent.sidecar.backends import Backend, Inventory, VisibleGpus, backend
 from perseus.agent.sidecar.gpus import RankGpus
+from perseus.agent.sidecar.health_client import UNMARKED
 from perseus.agent.sidecar.local import LocalServer, SocketAccess
 from perseus.agent.sidecar.metrics_server import AgentCollector, serving_metrics_of
 from perseus.agent.sidecar.optional import OptionalParts
@@ -176,11 +177,12 @@ class Agent:
         found = await self._inventory.refresh()
         parts = [
             f"GPUs: {found.gpu_count}",
-            f"ranks: {len(self._roster.served)}",
+            self._roster.describe(),
             self._uplink.describe(),
             *found.problems,
         ]
-        return Reply(found.gpu_count > 0, "" if found.gpu_count else "NO_GPU", "; ".join(parts))
+        reason = UNMARKED if self._roster.unmarked else ""
+        return Reply(found.gpu_count > 0, reason if found.gpu_count else "NO_GPU", "; ".join(parts))
 
     async def _tick(self) -> None:
         while True:

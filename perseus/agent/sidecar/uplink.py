@@ -29,10 +29,11 @@ from perseus.agent.rank.messages import (
     RankRefused,
     ToSession,
     Welcome,
+    coordinates,
     plan_answer,
 )
 from perseus.agent.sidecar.gpus import AgentCounters
-from perseus.agent.sidecar.roster import Roster
+from perseus.agent.sidecar.roster import Roster, Trainer
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.registration import Outcome, Refused, Registered, Registrar, Unreachable
@@ -167,6 +168,14 @@ class Uplink:
         if not self._roster.registry.has_job(rank.job_id):
             self._registrar.forget_job(rank.job_id)
 
+    def report_unmarked(self, trainer: Trainer) -> None:
+        """Report whether a trainer trains without marked iterations, as it says itself."""
+        self.coordinator.send(
+            wire.TrainerUnmarked(
+                job_id=trainer.rank.job_id, rank=coordinates(trainer.rank), message=trainer.unmarked
+            )
+        )
+
     # --- Messages from the coordinator: a `stream.coordinator.Listener` -------------------------------------
 
     def connected(self, welcome: Welcome) -> None:
@@ -174,6 +183,8 @@ class Uplink:
         self._welcome = welcome
         self._roster.dispatch_to_all(Connected(welcome.lease_s))
         self.reports.report_all_again()
+        for trainer in self._roster.unmarked:
+            self.report_unmarked(trainer)
 
     def disconnected(self) -> None:
         """Note the end of the stream."""

@@ -103,7 +103,7 @@ class Coordinator:
         """Say goodbye; `run` then returns. Without an open stream, cancel `run`."""
         self._connection.close(reason)
 
-    def send(self, message: FromSession | wire.GpuError | wire.PowerReading) -> None:
+    def send(self, message: FromSession | wire.GpuError | wire.PowerReading | wire.TrainerUnmarked) -> None:
         """Send a message: telemetry and a rank's end are kept for later streams, others are not."""
         match message:
             case Telemetry():

@@ -58,6 +58,7 @@ Sendable = (
     | wire.PlanAnswer
     | wire.PlanInForce
     | wire.PowerReading
+    | wire.TrainerUnmarked
     | MessageRefused
     | Batch
 )

@@ -46,6 +46,7 @@ from perseus.service.api.translate_agents import (
     reading_from_proto,
     telemetry_from_proto,
     unknown_fields,
+    unmarked_from_proto,
 )
 from perseus.service.domain.bounds import MAX_COUNT
 from perseus.service.domain.errors import (
@@ -350,6 +351,8 @@ class _Stream:
                 self._take_one(request.plan_in_force, self._take_in_force)
             case "gpu_error":
                 self._take_one(request.gpu_error, self._take_gpu_error)
+            case "trainer_unmarked":
+                self._take_one(request.trainer_unmarked, self._take_unmarked)
             case _:
                 numbers = unknown_fields(request)
                 self._refuse(
@@ -385,6 +388,10 @@ class _Stream:
 
     def _take_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
         self._agents.note_gpu_error(message.job_id, gpu_error_from_proto(message))
+
+    def _take_unmarked(self, message: agent_service_pb2.TrainerUnmarked) -> None:
+        place, why = unmarked_from_proto(message)
+        self._agents.note_unmarked(self.instance_id, self._hostname, message.job_id, place, why)
 
     def _take_power(self, message: agent_service_pb2.PowerReading) -> None:
         try:

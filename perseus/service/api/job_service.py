@@ -2,7 +2,7 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -22,7 +22,7 @@ from perseus.service.api.translate_jobs import (
     spec_from_proto,
     straggler_from_proto,
 )
-from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.errors import InvalidFieldError, JobNotFoundError
 from perseus.service.domain.inputs import (
     BaselineRequested,
     FinishRequested,
@@ -40,10 +40,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
-    """Registers, observes and steers jobs."""
+    """Registers, observes and steers jobs. `unmarked`: why a job's training marks no iterations, if known."""
 
-    def __init__(self, jobs: Jobs, quotas: Quotas) -> None:
+    def __init__(self, jobs: Jobs, quotas: Quotas, unmarked: Callable[[str], str] = lambda _: "") -> None:
         self._jobs = jobs
+        self._unmarked = unmarked
         self._quotas = quotas
 
     @mapped
@@ -65,10 +66,17 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
         """Return a run of a job."""
-        job = await self._jobs.job(
-            request.job_id, request.run_number, is_full=is_full(request.view, default=True)
-        )
-        return pb.GetJobResponse(job=job)
+        unmarked = self._unmarked(request.job_id) if request.run_number == LATEST else ""
+        try:
+            job = await self._jobs.job(
+                request.job_id, request.run_number, is_full=is_full(request.view, default=True)
+            )
+        except JobNotFoundError:
+            raise JobNotFoundError(job_id=request.job_id, unmarked=unmarked) from None
+        response = pb.GetJobResponse(job=job)  # a copy: the job may be a snapshot
+        if unmarked:
+            response.job.next_step = unmarked
+        return response
 
     @mapped
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:

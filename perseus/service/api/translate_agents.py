@@ -54,6 +54,9 @@ from perseus.service.domain.model import (
 from perseus.service.domain.power_reading import PowerReading
 from perseus.service.domain.specification import (
     MAX_FINGERPRINT_LENGTH,
+    MAX_PIPELINE_COUNT,
+    MAX_STAGE_COUNT,
+    MAX_TENSOR_COUNT,
     Coordinates,
 )
 from perseus.service.domain.telemetry import (
@@ -81,6 +84,7 @@ RankMessage = (
     | agent_service_pb2.PlanAnswer
     | agent_service_pb2.PlanInForce
     | agent_service_pb2.TelemetryBatch
+    | agent_service_pb2.TrainerUnmarked
 )
 """Messages about one rank."""
 
@@ -223,6 +227,22 @@ def gpu_error_from_proto(message: agent_service_pb2.GpuError) -> GpuErrorReporte
         reason,
         check_text("gpu_error.message", message.message, maximum=MAX_SENTENCE_LENGTH),
     )
+
+
+def unmarked_from_proto(message: agent_service_pb2.TrainerUnmarked) -> tuple[Coordinates, str]:
+    """Return a rank that marks no iterations, and why; an empty reason if it does.
+
+    Raises:
+        InvalidFieldError: the reason is too long, or no job can have the rank.
+    """
+    place = place_from_proto(message, "trainer_unmarked")
+    for name, count in (
+        ("pipeline", MAX_PIPELINE_COUNT),
+        ("stage", MAX_STAGE_COUNT),
+        ("tensor", MAX_TENSOR_COUNT),
+    ):
+        check_range(f"trainer_unmarked.rank.{name}", getattr(place, name), 0, count - 1)
+    return place, check_text("trainer_unmarked.message", message.message, maximum=MAX_SENTENCE_LENGTH)
 
 
 def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -> OfferAnswered:

@@ -8,6 +8,8 @@ and a reason, which is the class's name (docs/errors.md lists them all).
 import re
 from typing import ClassVar
 
+from perseus.job_id import JOB_ID_RULE
+
 _MAX_VALUE_LENGTH = 256
 """Characters of a value that an error quotes."""
 
@@ -77,7 +79,7 @@ class InvalidJobIdError(InvalidInputError):
 
     parts = (
         "job_id",
-        "1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit",
+        JOB_ID_RULE,
         "{job_id!r}",
     )
 
@@ -160,10 +162,18 @@ class HelloRepeatedError(ProtocolError):
 
 
 class JobNotFoundError(CoordinatorError):
-    """The job does not exist."""
+    """The job does not exist.
+
+    If a rank of it trains all the same, `unmarked` is why it marks no iterations.
+    """
 
     code = "NOT_FOUND"
-    template = "job {job_id!r} is not registered"
+    template = "job {job_id!r} is not registered{unmarked}"
+
+    def __init__(self, *, job_id: str, unmarked: str = "") -> None:
+        super().__init__(job_id=job_id, unmarked=f": {unmarked}" if unmarked else "")
+        if not unmarked:
+            del self.metadata["unmarked"]
 
 
 class JobUnreadableError(CoordinatorError):

@@ -32,7 +32,7 @@ TOKEN_BYTES = 32
 MAX_PATTERN_COUNT = 64
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_JOB_PATTERN = re.compile(r"[a-z0-9._*?-]{1,63}")
+_JOB_PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,63}")
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,253}")
 
 
@@ -75,7 +75,10 @@ class Grant:
             expected = f"none, as the scope is {self.scope.value}"
             raise InvalidFieldError(field="host_patterns", expected=expected, found=len(self.host_patterns))
         _check_patterns(
-            "job_patterns", self.job_patterns, _JOB_PATTERN, "1 to 63 of a–z, 0–9, '-', '_', '.', '*' and '?'"
+            "job_patterns",
+            self.job_patterns,
+            _JOB_PATTERN,
+            "1 to 63 of letters, digits, '-', '_', '.', '*' and '?'",
         )
         _check_patterns(
             "host_patterns",

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from perseus.job_id import is_job_id
 from perseus.schedule_name import ScheduleName
 from perseus.service.domain.bounds import (
     MAX_COUNT,
@@ -24,8 +25,7 @@ from perseus.service.domain.errors import (
 from perseus.service.domain.signals import SignalRule
 from perseus.solver import Computation, Path, Schedule, max_computations, named_schedule
 
-_JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_LABEL = _JOB_ID
+_LABEL = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 MAX_PIPELINE_COUNT = 4096
 MAX_STAGE_COUNT = 256
@@ -53,7 +53,7 @@ def check_job_id(job_id: str) -> str:
     Raises:
         InvalidJobIdError: it is invalid.
     """
-    if not _JOB_ID.fullmatch(job_id):
+    if not is_job_id(job_id):
         raise InvalidJobIdError(job_id=job_id)
     return job_id
 

@@ -32,11 +32,13 @@ class StockReason(enum.Enum):
 _NEXT_STEPS = {
     StallReason.RANK_MISSING: (
         "`perseus jobs ranks JOB --state expected --state lost --state finished` lists the missing "
-        "ranks: read their trainers' logs, and run `perseus doctor --node` on their hosts"
+        "ranks: read their trainers' logs, and run `perseus doctor --node` on their hosts; both say why "
+        "training marks no iterations"
     ),
     StallReason.NO_ITERATIONS: (
         "read the trainers' logs on the hosts of `perseus jobs ranks JOB`: they hang, compile, load "
-        "data, or mark no iterations"
+        "data, or mark no iterations; `perseus doctor --node` there names the cause of the latter, such as a "
+        "model in eval()"
     ),
     StallReason.IRREGULAR_ITERATIONS: (
         "`perseus jobs report JOB` counts these iterations: train with the microbatches of the first "

@@ -45,6 +45,9 @@ from perseus.service.storage.store import Entry, TelemetrySequence
 LAST_PLAN_LEASE_S = 1e6
 """Eleven days: the longest lease that an agent accepts. It means that the agent keeps the last plan."""
 
+MAX_UNMARKED_COUNT = 64
+"""Reports of trainers without marked iterations that are kept of an agent: no node has more GPUs."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -58,6 +61,8 @@ class _Agent:
     """Jobs with ranks that it joined; those without a live rank are dropped when it is next heard."""
     gpus: dict[str, tuple[Place, Gpu]] = field(default_factory=dict)
     """By UUID, the rank that it last joined on that GPU."""
+    unmarked: dict[tuple[str, Coordinates], str] = field(default_factory=dict)
+    """By job and rank, why trainers mark no iterations, for people."""
 
 
 class Agents:
@@ -83,6 +88,7 @@ class Agents:
         self._writer = writer
         self._live = live
         self._agents: dict[str, _Agent] = {}
+        self._with_unmarked: dict[str, _Agent] = {}
         self._gpus = GpuIndex(self._lease_on_gpu_s, self._principal_of)
         self._monotonic = monotonic
         self._readings = PowerReadings()
@@ -162,6 +168,7 @@ class Agents:
             raise InstanceServedError(instance_id=instance_id, principal=principal.name)
         # Register the agent before anything else is awaited: of many that come at once, the last one stays.
         self._agents[instance_id] = agent = _Agent(port, principal)
+        self._with_unmarked.pop(instance_id, None)
         self._live.ports[instance_id] = port
         if older is not None:
             older.port.end(StreamReplacedError(instance_id=instance_id))
@@ -199,6 +206,7 @@ class Agents:
         if agent is not None and agent.port is port:
             del self._agents[instance_id]
             del self._live.ports[instance_id]
+            self._with_unmarked.pop(instance_id, None)
             self._readings.forget(instance_id)
             self._dispatch_to_jobs(
                 agent, AgentLeft(instance_id) if is_goodbye else AgentDisconnected(instance_id)
@@ -255,6 +263,33 @@ class Agents:
         """
         run = self._live.find(job_id)
         self._live.handle(run, event)
+
+    def note_unmarked(
+        self, instance_id: str, hostname: str, job_id: str, place: Coordinates, why: str
+    ) -> None:
+        """Note a trainer that trains without marked iterations; with an empty reason it no longer does."""
+        if (agent := self._agents.get(instance_id)) is None:
+            return
+        agent.unmarked.pop((job_id, place), None)
+        if why and len(agent.unmarked) < MAX_UNMARKED_COUNT:
+            agent.unmarked[job_id, place] = f"{place} on {hostname or 'an unnamed host'}: {why}"
+        if agent.unmarked:
+            self._with_unmarked[instance_id] = agent
+        else:
+            self._with_unmarked.pop(instance_id, None)
+
+    def unmarked(self, job_id: str) -> str:
+        """Return which rank of a job trains without marked iterations, and why; empty if none is known.
+
+        The first rank of those that have reported, which usually have the same reason.
+        """
+        found = [
+            (place, text)
+            for agent in self._with_unmarked.values()
+            for (other, place), text in agent.unmarked.items()
+            if other == job_id
+        ]
+        return min(found)[1] if found else ""
 
     def take_power(self, instance_id: str, hostname: str, reading: PowerReading) -> None:
         """Take an agent's power reading, which counts until the next one, or for a few seconds."""

@@ -20,6 +20,7 @@ from perseus.agent.link.packets import (
     IterationMark,
     Registration,
     Reply,
+    Unmarked,
     WaitMark,
     encode,
 )
@@ -106,8 +107,16 @@ def test_packed_marks_arrive_before_the_end(agent: AgentStub, monkeypatch: pytes
     agent.allow_packing(True)
     probe.begin_iteration()
     probe.begin_computation(Kind.FORWARD, 0)
+    probe.report_unmarked("in eval()")
+    probe.end_computation(Kind.FORWARD, 0)
     probe.finish()
-    assert [type(mark) for mark in agent.marks()] == [IterationMark, ComputationMark, Finish]
+    assert [type(mark) for mark in agent.marks()] == [
+        IterationMark,
+        ComputationMark,
+        Unmarked,
+        ComputationMark,
+        Finish,
+    ]
     probe.close()
 
 
@@ -148,7 +157,8 @@ def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCapt
     probe.finish()
     probe.close()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "training continues at stock clocks" in caplog.text
+    assert "training continues at stock clocks, and joins an agent that starts there later" in caplog.text
+    assert "systemctl start perseus-agent" in caplog.text
 
 
 class Now:

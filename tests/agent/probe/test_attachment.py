@@ -1,6 +1,7 @@
 """The hooks' common part: an attached rank's marks, and that no failure of ours raises into training."""
 
 import logging
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -138,15 +139,26 @@ def test_marks_are_put_completely_or_not_at_all(marks: MarksStub, caplog: pytest
 def test_training_continues_if_a_hook_fails_and_mistakes_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def attach(failure: Exception) -> Attachment:
+    def attach(failure: Exception, *, job_id: str, max_slowdown_percent: float = 0.0) -> Attachment:
         raise failure
 
-    with never_raises(attach)(AttributeError("no parallel_state")) as attachment:
+    attached = never_raises(attach)
+    with attached(AttributeError("no parallel_state"), job_id="GPT-3") as attachment:
         train(attachment)
     (record,) = caplog.records
     assert record.getMessage() == "not attached, training continues at stock clocks: no parallel_state"
-    with pytest.raises(ValueError, match="job_id"):
-        never_raises(attach)(ValueError("job_id"))
+    with pytest.raises(ValueError, match="no pipeline"):
+        attached(ValueError("no pipeline"), job_id="GPT-3")
+    with pytest.raises(TypeError, match="job_id"):
+        attached(OSError())  # type: ignore[call-arg]
+    job_ids: list[Any] = ["", "GPT 3", "-gpt", "x" * 64, 3]
+    for job_id in job_ids:
+        with pytest.raises(ValueError, match=r"job_id: expected 1 to 63 of a–z, A–Z, .*, found "):
+            attached(OSError(), job_id=job_id)
+    percents: list[Any] = [-1.0, math.nan, math.inf, 101, True, "5"]
+    for percent in percents:
+        with pytest.raises(ValueError, match="max_slowdown_percent: expected 0 to 100, found "):
+            attached(OSError(), job_id="GPT-3", max_slowdown_percent=percent)
 
 
 def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:

@@ -122,6 +122,9 @@ class ProbeStub(Probe):
         self.stage_work = arguments["stage_work"]
         return True
 
+    def report_unmarked(self, message: str) -> None:
+        self.marks.append(("unmarked", message))
+
     def finish(self) -> None:
         self.marks.append(("finish",))
 
@@ -273,6 +276,21 @@ def test_a_helper_that_might_spoil_captures_does_not_run(caplog: pytest.LogCaptu
     marks.close()
     assert probe.marks == [("close",), ("close",)]
     assert "libcuda.so.1: not found" in caplog.text
+
+
+def test_the_helper_may_close_the_marks_itself() -> None:
+    """As it does if it collects the model as garbage."""
+
+    class Collecting(Device):
+        def enter_helper(self) -> None:
+            marks.close()
+
+    probe = ProbeStub()
+    marks = DeviceMarks(probe, Collecting([0.0] * 4))
+    marks.report_unmarked("in eval()")
+    launch_iteration(marks)
+    until(lambda: not marks._helper.is_alive())
+    assert probe.marks == [("unmarked", "in eval()"), ("close",)]
 
 
 def test_captures_by_other_code_are_not_spoilt() -> None:

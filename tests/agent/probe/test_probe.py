@@ -13,6 +13,7 @@ from google.protobuf import json_format
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
+    MAX_UNMARKED_LENGTH,
     ComputationMark,
     Edge,
     Finish,
@@ -21,6 +22,7 @@ from perseus.agent.link.packets import (
     Membership,
     Registration,
     Reply,
+    Unmarked,
     WaitMark,
     encode,
 )
@@ -238,12 +240,21 @@ def test_with_a_full_socket_another_order_is_registered_when_there_is_room(tmp_p
     agent.close()
 
 
+def test_training_without_marks_is_reported_to_the_agent(agent: AgentStub) -> None:
+    probe = connect(agent.path)
+    agent.answered()
+    probe.report_unmarked(2 * MAX_UNMARKED_LENGTH * "x")
+    assert agent.marks() == [Unmarked(MAX_UNMARKED_LENGTH * "x")]
+    probe.close()
+    probe.report_unmarked("after the end")
+
+
 def test_programming_mistakes_are_refused_before_training(tmp_path: Path) -> None:
     path = tmp_path / "nothing.sock"
     with pytest.raises(ValueError, match="stage: expected an integer of at least 0, found -1"):
         Probe.connect(path, job_id="job", pipeline=0, stage=-1, gpu_uuid="GPU-1")
-    with pytest.raises(ValueError, match="job_id: expected a name"):
-        Probe.connect(path, job_id="", pipeline=0, stage=0, gpu_uuid="GPU-1")
+    with pytest.raises(ValueError, match=r"job_id: expected 1 to 63 of .*, found 'GPT 3'"):
+        Probe.connect(path, job_id="GPT 3", pipeline=0, stage=0, gpu_uuid="GPU-1")
     with pytest.raises(ValueError, match="gpu_uuid: expected"):
         Probe.connect(path, job_id="job", pipeline=0, stage=0, gpu_uuid="")
     with pytest.raises(ValueError, match=r"expected one of gpipe, 1f1b, .*found 'zb'"):

@@ -1,17 +1,20 @@
 """Marks around a whole model, with stand-ins for it and for autograd; tests/frameworks uses the real ones."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS, Attachment
 from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
-from perseus.agent.probe.whole_model import MarkedModel, TorchParts
+from perseus.agent.probe.whole_model import MarkedModel, TorchParts, is_marked
 from tests.agent.marks_stub import MarksStub
 
 
@@ -32,14 +35,18 @@ class Engine:
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
+        self.is_running = False
 
     def call_back(self, callback: Callable[[], None]) -> None:
         self.callbacks.append(callback)
 
-    def backward(self, *outputs: Tensor) -> None:
+    def backward(self, *outputs: Tensor, recompute: Callable[[], object] = lambda: None) -> None:
+        self.is_running = True
         for output in outputs:
             for hook in output.hooks:
                 assert hook("gradient") is None
+            recompute()
+        self.is_running = False
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
@@ -48,10 +55,14 @@ class Engine:
 class Model:
     """Returns a tensor, and something that needs no gradient."""
 
-    training = True
+    training = gives_loss = True
 
     def __call__(self, value: str) -> dict[str, Any]:
-        return {"loss": Tensor(), "mask": Tensor(requires_grad=False), "value": value}
+        return {
+            "loss": Tensor(requires_grad=self.gives_loss),
+            "mask": Tensor(requires_grad=False),
+            "value": value,
+        }
 
 
 class Handle:
@@ -85,15 +96,22 @@ class Training:
     def __init__(self) -> None:
         self.marks, self.engine = MarksStub(), Engine()
         self.model, self.optimizer = Model(), Optimizer()
-        self.is_grad_enabled, self.is_compiling = True, False
+        self.is_grad_enabled, self.is_compiling, self.is_checkpointing = True, False, False
         self.attachment = Attachment(Placement(0, 4, 0, 1), self.marks, LocalExchange())
         parts = TorchParts(
-            lambda: self.is_compiling,
-            lambda: self.is_grad_enabled,
-            lambda result: result.values(),
-            self.engine.call_back,
+            is_compiling=lambda: self.is_compiling,
+            is_grad_enabled=lambda: self.is_grad_enabled,
+            is_in_backward=lambda: self.engine.is_running,
+            is_checkpointing=lambda: self.is_checkpointing,
+            leaves=lambda result: result.values(),
+            when_backward_is_done=self.engine.call_back,
         )
-        MarkedModel(self.attachment, parts).mark(self.model, self.optimizer)
+        self.marked = MarkedModel(self.attachment, parts)
+        self.marked.mark(self.model, self.optimizer)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.attachment.note_step(id(self.optimizer), self.marked.why_unmarked)
 
 
 def begin_and_end(kind: Kind, microbatch: int) -> list[tuple[Any, ...]]:
@@ -149,16 +167,136 @@ def test_copies_and_pickles_have_the_original_class(training: Training) -> None:
     assert [type(each) for each in copies] == 4 * [Model]
 
 
-def test_a_call_that_is_being_compiled_is_the_original_one(
+def test_a_call_that_is_being_compiled_is_the_original_one(training: Training) -> None:
+    training.is_compiling = True
+    training.engine.backward(training.model("x")["loss"])
+    training.optimizer.step()
+    assert training.marks.calls == []
+
+
+def test_a_call_within_the_backward_belongs_to_it(training: Training) -> None:
+    """As by a checkpoint of the whole model that is not reentrant."""
+    for value in ("first", "second"):
+        output = training.model(value)
+        training.engine.backward(output["loss"], recompute=partial(training.model, value))
+    training.optimizer.step()
+    computed = [*begin_and_end(F, 0), *begin_and_end(B, 0), *begin_and_end(F, 1), *begin_and_end(B, 1)]
+    assert training.marks.calls[1:-2] == computed
+
+
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_a_reentrant_checkpoint_of_the_whole_model_is_marked(training: Training, is_summed: bool) -> None:
+    losses = []
+    for value in ("first", "second"):
+        training.is_checkpointing, training.is_grad_enabled = True, False
+        training.model.gives_loss = False
+        training.model(value)
+        training.is_checkpointing, training.is_grad_enabled = False, True
+        training.model.gives_loss = True
+        losses.append(Tensor())
+        if not is_summed:
+            training.engine.backward(losses.pop(), recompute=partial(training.model, value))
+    training.engine.backward(*losses, recompute=partial(training.model, "again"))
+    training.optimizer.step()
+    forwards = [begin_and_end(F, 0), begin_and_end(F, 1)]
+    expected = (
+        [*forwards[0], *forwards[1], *begin_and_end(B, 1)]
+        if is_summed
+        else [*forwards[0], *begin_and_end(B, 0), *forwards[1], *begin_and_end(B, 1)]
+    )
+    assert training.marks.calls[1:-2] == expected
+
+
+def evaluate(training: Training) -> None:
+    """An evaluation, which is no sign of a mistake."""
+    training.is_grad_enabled = training.model.training = False
+    training.model("x")
+    training.is_grad_enabled = training.model.training = True
+
+
+def in_eval(training: Training) -> None:
+    training.model.training = False
+    training.model("x")
+
+
+def without_gradients(training: Training) -> None:
+    training.is_grad_enabled = False
+    training.model("x")
+
+
+@pytest.mark.parametrize(
+    ("call", "cause"),
+    [
+        (evaluate, "the attached model is not called: attach the object that the training loop calls"),
+        (in_eval, "the attached model is in eval()"),
+        (without_gradients, "the attached model is called without gradients"),
+    ],
+)
+def test_steps_without_an_iteration_are_reported_once_with_the_cause(
+    training: Training, caplog: pytest.LogCaptureFixture, call: Callable[[Training], None], cause: str
+) -> None:
+    training.engine.backward(training.model("x")["loss"])
+    training.step()
+    training.marks.calls.clear()
+    for _ in range(MAX_UNMARKED_STEPS - 2):
+        call(training)
+        training.step()
+    assert training.marks.calls == []
+    for _ in range(MAX_UNMARKED_STEPS):
+        call(training)
+        training.step()
+    message = f"{MAX_UNMARKED_STEPS} optimizer steps without a marked iteration: {cause}"
+    (reported,) = training.marks.calls
+    assert reported[0] == "unmarked"
+    assert reported[1].startswith(message)
+    (logged,) = caplog.messages
+    assert logged.startswith(f"not marked, training continues at stock clocks: {message}")
+
+
+def test_another_optimizer_that_steps_is_reported(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training.is_compiling = True
-    for _ in range(2):
-        training.engine.backward(training.model("x")["loss"])
+    for _ in range(MAX_UNMARKED_STEPS):
+        training.model("x")
+        training.attachment.note_step(1, training.marked.why_unmarked)
+    assert "the attached optimizer does not step: attach the one" in caplog.text
+
+
+def test_many_optimizers_that_step_in_marked_iterations_are_not_reported(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        training.model("x")
         training.optimizer.step()
+        for optimizer in range(2 * MAX_UNMARKED_STEPS):
+            training.attachment.note_step(optimizer, training.marked.why_unmarked)
+    assert caplog.messages == []
+
+
+def test_a_model_that_is_deleted_is_not_kept_and_ends_the_attachment(training: Training) -> None:
+    training.model("x")
+    training.attachment.end_with(training.model)
+    gone = weakref.ref(training.model)
+    del training.model
+    gc.collect()
+    assert gone() is None
+    assert training.marks.calls[-1] == ("close",)
+    assert training.optimizer.hooks == []
+
+
+def test_a_model_that_is_deleted_within_an_optimizers_step_leaves_hooks_alone(training: Training) -> None:
+    training.attachment.end_with(training.model, may_end=lambda: False)
+    del training.model
+    gc.collect()
     assert training.marks.calls == []
-    (message,) = caplog.messages
-    assert "the optimizer steps, but the attached Model was not called" in message
+    training.optimizer.step()
+
+
+def test_a_marked_model_is_known_until_it_is_detached(training: Training) -> None:
+    assert is_marked(training.model)
+    assert not is_marked(copy.copy(training.model))
+    training.attachment.detach()
+    assert not is_marked(training.model)
 
 
 def test_detaching_leaves_the_model_and_the_optimizer_as_they_were(training: Training) -> None:

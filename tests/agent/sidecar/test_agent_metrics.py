@@ -228,7 +228,7 @@ class TestJobMapping:
         JobMapping(tmp_path).clear()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["4"]
 
-    @pytest.mark.parametrize("job_id", ['a"b', "a\nb", "a\\b", "../a", "", "a" * 64, "ä", "A"])
+    @pytest.mark.parametrize("job_id", ['a"b', "a\nb", "a\\b", "../a", "", "a" * 64, "ä", "A B"])
     def test_invalid_identifiers_are_not_written(self, tmp_path: Path, job_id: str) -> None:
         JobMapping(tmp_path).enter(0, job_id)
         assert list(tmp_path.iterdir()) == []

@@ -194,6 +194,29 @@ async def test_a_rank_is_announced_once_its_trainer_has_sent_its_specification(
         await trainer.stop()
 
 
+async def test_the_coordinator_learns_of_training_without_marks_on_every_stream_until_it_is_marked(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    def reported(inbox: Inbox) -> list[str]:
+        return [request.trainer_unmarked.message for request in inbox.all("trainer_unmarked")]
+
+    inbox = Inbox()
+    coordinator = await start(inbox)
+    async with serving(settings(tmp_path, coordinator.port)):
+        probe = await asyncio.to_thread(connected_probe, tmp_path / "run" / "agent.sock")
+        probe.report_unmarked("in eval()")
+        await coordinator.until(lambda inbox: reported(inbox) == ["in eval()"], "a report")
+        (request,) = inbox.all("trainer_unmarked")
+        assert (request.trainer_unmarked.job_id, request.trainer_unmarked.rank) == ("job", RANK)
+        await coordinator.stop()
+        coordinator = await start(inbox, coordinator.port)
+        await coordinator.until(lambda inbox: reported(inbox) == 2 * ["in eval()"], "the report again")
+        with probe.iteration():
+            pass
+        await coordinator.until(lambda inbox: reported(inbox)[2:] == [""], "its end")
+        probe.close()
+
+
 async def test_every_training_registers_with_a_new_request(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:

@@ -150,6 +150,7 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
         ConnectRequest(
             gpu_error=agent_service_pb2.GpuError(job_id="job", rank=place, reason=4, message="m")  # type: ignore[arg-type]
         ),
+        ConnectRequest(trainer_unmarked=agent_service_pb2.TrainerUnmarked(job_id="job", rank=place)),
         ConnectRequest(message_refused=agent_service_pb2.MessageRefused(rank=place)),
         ConnectRequest(
             power_reading=agent_service_pb2.PowerReading(duration_s=1.0, gpu_uuid=["g"], power_w=[90.0])

@@ -135,6 +135,9 @@ VALID: list[Callable[[], wire.ConnectRequest]] = [
     lambda: wire.ConnectRequest(
         gpu_error=wire.GpuError(job_id="job", rank=place(MINE), gpu_uuid="GPU-0-0-0", reason=4, message="m")  # type: ignore[arg-type]
     ),
+    lambda: wire.ConnectRequest(
+        trainer_unmarked=wire.TrainerUnmarked(job_id="job", rank=place(MINE), message="m")
+    ),
     lambda: wire.ConnectRequest(message_refused=wire.MessageRefused(reason="R", field="f[3]")),
     lambda: wire.ConnectRequest(
         power_reading=wire.PowerReading(duration_s=1.0, gpu_uuid=["GPU-0-0-0", "GPU-x"], power_w=[90.0, 60.0])

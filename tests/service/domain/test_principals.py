@@ -23,7 +23,7 @@ from perseus.service.domain.principals import (
     digest_of,
 )
 
-TOKEN = Token("ci", digest_of("perseus_secret"), Grant(Scope.AGENT, ("llama-*", "opt-?")), 100.0)
+TOKEN = Token("ci", digest_of("perseus_secret"), Grant(Scope.AGENT, ("llama-*", "opt-?", "GPT*")), 100.0)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,8 @@ TOKEN = Token("ci", digest_of("perseus_secret"), Grant(Scope.AGENT, ("llama-*", 
         ("llama-70b", True),
         ("llama-", True),
         ("opt-1", True),
+        ("GPT3", True),
+        ("gpt3", False),
         ("opt-10", False),
         ("llama", False),
         ("", False),
@@ -73,7 +75,7 @@ def test_grants_are_parsed_as_in_the_configuration(text: str, grant: Grant) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["", "agent", "agent:", "agent:A", "reader:a", "operator:*", "root", "agent:[a]"]
+    "text", ["", "agent", "agent:", "agent:a b", "reader:a", "operator:*", "root", "agent:[a]"]
 )
 def test_an_invalid_grant_is_refused(text: str) -> None:
     with pytest.raises(InvalidFieldError):

@@ -59,7 +59,8 @@ def explicit(
 async def test_invalid_specifications_are_refused(client: Client) -> None:
     no_name = computation_pb2.Schedule(named=computation_pb2.NamedSchedule(microbatch_count=4))
     cases: list[tuple[job_pb2.JobSpec, str, dict[str, str]]] = [
-        (spec_message(job_id="Upper"), "INVALID_JOB_ID", {"job_id": "Upper"}),
+        (spec_message(job_id="GPT 3"), "INVALID_JOB_ID", {"job_id": "GPT 3"}),
+        (spec_message(job_id=".GPT3"), "INVALID_JOB_ID", {"job_id": ".GPT3"}),
         (spec_message(job_id=""), "INVALID_JOB_ID", {"job_id": ""}),
         (spec_message(job_id="x" * 64), "INVALID_JOB_ID", {}),
         (

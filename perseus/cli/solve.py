@@ -246,7 +246,7 @@ def wrong_unit(pipeline: "Pipeline", gpus_per_stage: int, profile: str, blocking
                 f"{profile}: {where}: expected energy / time to be {least_w:g} to {_watts(most_w)} a GPU, "
                 f"found {_watts(power_w)}: are times in seconds, energies in joules per GPU?"
             )
-    waiting_w, (computing_w, _) = max(pipeline.blocking_power_w) / gpus_per_stage, max(draws_w)
+    waiting_w, (computing_w, _) = max(pipeline.stock_blocking_power_w) / gpus_per_stage, max(draws_w)
     if waiting_w > computing_w:
         return (
             f"{blocking_power}: expected a waiting GPU to draw at most what a computing one does, "
@@ -497,7 +497,7 @@ def _draw(destination: Destination, frontier: "Frontier", others: "Mapping[str, 
         t_star_index=frontier.t_star_index,
         baseline_time_s=frontier.baseline.iteration_time_s,
         baseline_energy_j=frontier.baseline.energy_j,
-        blocking_power_w=sum(frontier.pipeline.blocking_power_w),
+        blocking_power_w=frontier.baseline.blocking_power_w,
         others={
             name: [(plan.iteration_time_s, plan.energy_j) for plan in plans]
             for name, plans in others.items()

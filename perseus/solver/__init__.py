@@ -33,7 +33,7 @@ from perseus.solver.named_schedules import (
     zero_bubble_v,
 )
 from perseus.solver.pipeline import Pipeline, ProfileKey
-from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay
+from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay, waiting_saved_j
 from perseus.solver.profile import MeasuredSetting, Measurement
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
@@ -89,6 +89,7 @@ __all__ = [
     "shrink",
     "shrink_profiles",
     "solve",
+    "waiting_saved_j",
     "with_lag",
     "with_margin",
     "zero_bubble_h1",

@@ -48,7 +48,7 @@ class FrontierPoint:
         deadline_s: the iteration time that the plan was made for.
         iteration_time_s: the plan's own iteration time, at most the deadline.
         energy_j: of one iteration of ``iteration_time_s``, waiting included.
-        effective_energy_j: ``energy_j`` without the blocking power over the iteration.
+        effective_energy_j: ``energy_j`` without the blocking power at stock over the iteration.
         bound_energy_j: lower bound on the energy of any plan of ``iteration_time_s``.
         latency_cost_j: extra energy until the deadline due to the GPUs' set latency, over the plan whose
             clocks change at once; 0 for plans without latency.
@@ -295,7 +295,12 @@ def solve(
     )
     plans = tabulate(pipeline, graph, realiser.columns, choices)
     choice_times_ps = tuple(map(to_ps, plans.iteration_times_s))
-    found = [LatencyPoint(deadline_ps / PS_PER_S, row, 0.0) for row, deadline_ps in enumerate(deadlines_ps)]
+    # What waiting saves at lower clocks is known only now: a faster plan may turn out to be cheaper.
+    effective_j = plans.effective_energies_j
+    cheapest = [0]
+    for row in range(1, len(deadlines_ps)):
+        cheapest.append(row if effective_j[row] <= effective_j[cheapest[-1]] else cheapest[-1])
+    found = [LatencyPoint(at / PS_PER_S, row, 0.0) for at, row in zip(deadlines_ps, cheapest, strict=True)]
     if set_latency_s:
         marks_ps = {sweep.t_min_ps, all_max_ps, t_star_ps, sweep.t_slow_ps}
         step = max(1, len(deadlines_ps) // dwelled_count(len(graph.computations)))

@@ -11,8 +11,8 @@ raise that depends on it.
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from perseus.solver.graph import order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, replay
 from perseus.solver.profile import PS_PER_S, Measurement, refuse_further, to_ps
+from perseus.solver.waiting import BlockingPower
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class LatencyReplay:
 
     Attributes:
         iteration_time_s: from the first start to the last end.
-        effective_energy_j: of all stages, without the blocking power over the iteration.
-        blocking_power_w: of all GPUs of the pipeline together.
+        effective_energy_j: of all stages, without the blocking power at stock over the iteration.
+        blocking_power_w: of all GPUs of the pipeline together, at stock.
         set_count: sets in an iteration on all stages, including those back to the first clock at its end.
         share_on_clock: of the time in computations that have a clock, the share spent at the planned one.
     """
@@ -68,10 +69,13 @@ def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> Lat
     check_clocks(pipeline)
     clocks_mhz = replay(pipeline, plan.clocks_mhz).clocks_mhz
     curves = {key: Curve(measurements) for key, measurements in pipeline.profiles.items()}
+    powers = [BlockingPower(by_clock) for by_clock in pipeline.blocking_powers_w]
+    stock_w = pipeline.stock_blocking_power_w
     stage_clocks = [_StageClock(stage[0].clock_mhz, latency_ps) if stage else None for stage in plan.stages]
     computations, dependencies = order_computations(pipeline)
     starts_ps = [0] * len(computations)
     last_end_ps = [0] * pipeline.schedule.stage_count
+    waits_since_ps = list(last_end_ps)  # FIXED computations draw blocking power, too
     effective_energy_j = 0.0
     busy_ps = on_clock_ps = 0
     arcs = iter(dependencies)
@@ -82,10 +86,14 @@ def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> Lat
             end_ps = starts_ps[i] + to_ps(pipeline.fixed_times_s[c])
         else:
             clock.want(clocks_mhz[c], last_end_ps[c.stage])
+            if powers:
+                for held_mhz, held_ps in clock.held(waits_since_ps[c.stage], starts_ps[i]):
+                    saved_w = stock_w[c.stage] - powers[c.stage].at_w(held_mhz)
+                    effective_energy_j -= saved_w * held_ps / PS_PER_S
             run = clock.run(curves[c.stage, c.chunk, c.kind], starts_ps[i], clocks_mhz[c])
-            end_ps = run.end_ps
+            end_ps = waits_since_ps[c.stage] = run.end_ps
             effective_energy_j += run.energy_j
-            effective_energy_j -= pipeline.blocking_power_w[c.stage] * (end_ps - starts_ps[i]) / PS_PER_S
+            effective_energy_j -= stock_w[c.stage] * (end_ps - starts_ps[i]) / PS_PER_S
             busy_ps += end_ps - starts_ps[i]
             on_clock_ps += run.on_clock_ps
         last_end_ps[c.stage] = end_ps
@@ -180,6 +188,22 @@ class _StageClock:
         if clock_mhz != self._sets[-1].clock_mhz:
             issued_ps = max(at_ps, self._sets[-1].in_force_ps)
             self._sets.append(_Set(issued_ps, issued_ps + self._latency_ps, clock_mhz))
+
+    def held(self, begin_ps: int, end_ps: int) -> Iterator[tuple[int, int]]:
+        """Yield (clock in MHz, time in ps) of each clock held in a wait.
+
+        A raise that is in force when the wait begins is not needed before its end, and issued later then.
+        """
+        begun_mhz = self._sets[
+            bisect_left(self._sets, begin_ps, 1, key=lambda s: s.in_force_ps) - 1
+        ].clock_mhz
+        for one in reversed(self._sets):
+            if end_ps <= begin_ps:
+                break
+            if one.in_force_ps < end_ps:
+                since_ps = max(one.in_force_ps, begin_ps)
+                yield min(one.clock_mhz, begun_mhz), end_ps - since_ps
+                end_ps = since_ps
 
     def run(self, curve: Curve, start_ps: int, planned_mhz: int) -> _Run:
         """Run a computation from its start, through all sets that come into force before its end."""

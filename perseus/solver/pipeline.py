@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from perseus.solver.bounds import MAX_POWER_W, MAX_TIME_S
+from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_POWER_W, MAX_TIME_S
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import PipelineError, ProfileError
 from perseus.solver.profile import Measurement
@@ -26,7 +26,10 @@ class Pipeline:
     Attributes:
         schedule: each stage's order of computations.
         profiles: measurements by (stage, chunk, kind), for every computation that is not FIXED.
-        blocking_power_w: per stage, the power of all its GPUs together while they wait.
+        blocking_power_w: per stage, the power of all its GPUs together while they wait, at any clock.
+        blocking_powers_w: the same by the clock in MHz that they hold meanwhile, in between linear, if that
+            is known. Plans are searched for as if waiting drew ``blocking_power_w`` at every clock, so that
+            is the least of them, and bounds stay bounds; what plans cost counts these.
         activation_lags_s: by (sending stage, receiving stage), from the end of a forward to the earliest
             start of the one that needs its activations. Pairs that are not named have no lag.
         gradient_lags_s: the same from backward to backward.
@@ -39,7 +42,8 @@ class Pipeline:
         ProfileError: a computation has no measurements, or a clock (or setting) is measured twice.
         ScheduleError: an extra lag names a missing computation, or deadlocks the orders.
         PipelineError: a power, lag or fixed time is out of bounds (`perseus.solver.bounds`), or matches
-            nothing in the schedule; or the total time exceeds MAX_TOTAL_TIME_S.
+            nothing in the schedule; a power by clock is below that at any clock; or the total time exceeds
+            MAX_TOTAL_TIME_S.
     """
 
     schedule: Schedule
@@ -49,6 +53,14 @@ class Pipeline:
     gradient_lags_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     fixed_times_s: Mapping[Computation, float] = field(default_factory=dict)
     extra_lags_s: Mapping[tuple[Computation, Computation], float] = field(default_factory=dict)
+    blocking_powers_w: tuple[Mapping[int, float], ...] = ()
+
+    @property
+    def stock_blocking_power_w(self) -> tuple[float, ...]:
+        """Each stage's blocking power at stock, its highest clock."""
+        if not self.blocking_powers_w:
+            return self.blocking_power_w
+        return tuple(by_clock[max(by_clock)] for by_clock in self.blocking_powers_w)
 
     def __post_init__(self) -> None:
         stage_count = self.schedule.stage_count
@@ -62,6 +74,7 @@ class Pipeline:
             )
         for stage, power_w in enumerate(self.blocking_power_w):
             _check_amount(power_w, "blocking_power_w", f"stage {stage}", MAX_POWER_W)
+        self._check_blocking_powers()
         for name in ("activation_lags_s", "gradient_lags_s"):
             for (sender, receiver), lag_s in getattr(self, name).items():
                 _check_amount(lag_s, name, f"stages {sender} → {receiver}", MAX_TIME_S)
@@ -78,6 +91,32 @@ class Pipeline:
         self._check_fixed_times()
         self._check_profiles()
         self._check_total_time()
+
+    def _check_blocking_powers(self) -> None:
+        if len(self.blocking_powers_w) not in (0, len(self.blocking_power_w)):
+            raise PipelineError(
+                f"blocking_powers_w: expected none, or those of each of {len(self.blocking_power_w)} stages, "
+                f"found {len(self.blocking_powers_w)}",
+                field="blocking_powers_w",
+                found=len(self.blocking_powers_w),
+            )
+        for stage, by_clock in enumerate(self.blocking_powers_w):
+            least_w = self.blocking_power_w[stage]
+            if not by_clock:
+                raise PipelineError(
+                    f"blocking_powers_w, stage {stage}: expected a power at one clock or more, found none",
+                    field="blocking_powers_w",
+                    stage=stage,
+                )
+            for clock_mhz, power_w in by_clock.items():
+                if not (1 <= clock_mhz <= MAX_CLOCK_MHZ and least_w <= power_w <= MAX_POWER_W):
+                    raise PipelineError(
+                        f"blocking_powers_w, stage {stage}: expected {least_w:g} to {MAX_POWER_W:g} W "
+                        f"at 1 to {MAX_CLOCK_MHZ} MHz, found {power_w:g} W at {clock_mhz} MHz",
+                        field="blocking_powers_w",
+                        stage=stage,
+                        found=power_w,
+                    )
 
     def _check_fixed_times(self) -> None:
         fixed = {computation for computation in self.schedule.computations if computation.kind is Kind.FIXED}

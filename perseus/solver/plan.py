@@ -4,12 +4,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import ProfileError
 from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import PS_PER_S, highest, to_ps
 from perseus.solver.setting import Further, Setting, clock_of, further_of, in_order, name_of
+from perseus.solver.waiting import FloatArray, below_searched_j, below_stock_j
 
 
 class PlannedComputation(NamedTuple):
@@ -33,7 +37,8 @@ class Plan:
     Attributes:
         iteration_time_s: from the first start to the last end.
         effective_energy_j: of all stages, without the blocking power over the iteration.
-        blocking_power_w: of all GPUs of the pipeline together.
+        blocking_power_w: of all GPUs of the pipeline together, at stock: after their last computation they
+            wait there. What they save while they wait at lower clocks is in the effective energy.
         stages: each stage's computations in order; FIXED ones, which have no clock, are left out.
     """
 
@@ -141,11 +146,32 @@ def assemble_plan(
             stages[c.stage].append(
                 PlannedComputation(c, clock_of(setting), start_s, duration_s, further_of(setting))
             )
+    effective_j = sum(effective_energy_j for _, _, effective_energy_j in chosen)
+    if pipeline.blocking_powers_w:
+        for stage, planned in enumerate(stages):
+            effective_j -= float(below_searched_j(pipeline, stage, *_columns(planned))[0])
     return Plan(
         iteration_time_s=max(finishes_ps) / PS_PER_S,
-        effective_energy_j=sum(effective_energy_j for _, _, effective_energy_j in chosen),
-        blocking_power_w=sum(pipeline.blocking_power_w),
+        effective_energy_j=effective_j,
+        blocking_power_w=sum(pipeline.stock_blocking_power_w),
         stages=tuple(tuple(stage) for stage in stages),
+    )
+
+
+def waiting_saved_j(pipeline: Pipeline, plan: Plan) -> list[float]:
+    """Return how much less each stage draws in its waits, up to its last computation, than at stock."""
+    return [
+        float(below_stock_j(pipeline, stage, *_columns(planned))[0])
+        for stage, planned in enumerate(plan.stages)
+    ]
+
+
+def _columns(planned: Sequence[PlannedComputation]) -> tuple[NDArray[np.int32], FloatArray, FloatArray]:
+    """Return clocks, starts and durations of a stage's computations, a row each."""
+    return (
+        np.array([[p.clock_mhz for p in planned]], dtype=np.int32),
+        np.array([[p.start_s for p in planned]], dtype=np.float64),
+        np.array([[p.duration_s for p in planned]], dtype=np.float64),
     )
 
 

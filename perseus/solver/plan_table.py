@@ -15,6 +15,7 @@ from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, PlannedComputation
 from perseus.solver.profile import PS_PER_S
 from perseus.solver.setting import further_of
+from perseus.solver.waiting import below_searched_j
 
 _PLANNED = partial(tuple.__new__, PlannedComputation)
 
@@ -27,7 +28,7 @@ class PlanTable:
         computations: stage by stage, as in every plan.
         stage_sizes: computations per stage.
         iteration_times_s, effective_energies_j: one per plan.
-        blocking_power_w: of all GPUs together, the same for all plans.
+        blocking_power_w: of all GPUs together at stock, the same for all plans.
         clocks_mhz, starts_s, durations_s: one row per plan, one column per computation.
         further: the same for further settings; None if there are none.
     """
@@ -114,14 +115,22 @@ def tabulate(
     order = np.array(list(chain.from_iterable(stages)), dtype=np.int64)
     # Summed in the same order as in assemble_plan, so that the same plan has exactly the same energy.
     effective_j = np.cumsum(columns.energies_j[chosen], axis=0)[-1]
+    planned_mhz = np.ascontiguousarray(clocks_mhz[chosen[order]].T)
+    starts_s = np.ascontiguousarray(((finishes_ps - durations_ps)[order] / PS_PER_S).T)
+    durations_s = np.ascontiguousarray((durations_ps[order] / PS_PER_S).T)
+    if pipeline.blocking_powers_w:
+        ends = accumulate(map(len, stages), initial=0)
+        for stage, own in enumerate(slice(*pair) for pair in pairwise(ends)):
+            figures = planned_mhz[:, own], starts_s[:, own], durations_s[:, own]
+            effective_j -= below_searched_j(pipeline, stage, *figures)
     return PlanTable(
         computations=tuple(graph.computations[index] for index in order.tolist()),
         stage_sizes=tuple(map(len, stages)),
         iteration_times_s=tuple((finishes_ps.max(axis=0) / PS_PER_S).tolist()),
         effective_energies_j=tuple(effective_j.tolist()),
-        blocking_power_w=sum(pipeline.blocking_power_w),
-        clocks_mhz=np.ascontiguousarray(clocks_mhz[chosen[order]].T),
-        starts_s=np.ascontiguousarray(((finishes_ps - durations_ps)[order] / PS_PER_S).T),
-        durations_s=np.ascontiguousarray((durations_ps[order] / PS_PER_S).T),
+        blocking_power_w=sum(pipeline.stock_blocking_power_w),
+        clocks_mhz=planned_mhz,
+        starts_s=starts_s,
+        durations_s=durations_s,
         further=further[chosen[order]].T if any(further) else None,
     )

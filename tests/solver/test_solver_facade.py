@@ -56,6 +56,7 @@ def test_public_names() -> None:
         "shrink",
         "shrink_profiles",
         "solve",
+        "waiting_saved_j",
         "with_lag",
         "with_margin",
         "zero_bubble_h1",

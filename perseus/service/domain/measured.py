@@ -267,7 +267,8 @@ class Powers:
 class MeasuredTimeline:
     """A pipeline's iteration, and the known powers of its computations.
 
-    `blocking_power_w`: the blocking power of each stage's GPUs together; empty before the job is solved.
+    `blocking_power_w`: the blocking power of each stage's GPUs together, at stock; empty before the job is
+    solved.
     """
 
     pipeline: int

@@ -270,7 +270,7 @@ def _measured_timeline(run: Run, pipeline: int, found: Timeline) -> MeasuredTime
         pipeline,
         found,
         Powers(run.profiler.profiles),
-        tuple(frontier.pipeline.blocking_power_w) if frontier is not None else (),
+        frontier.pipeline.stock_blocking_power_w if frontier is not None else (),
     )
 
 

@@ -7,14 +7,13 @@ already cover all its GPUs.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from perseus.solver.computation import Computation
-from perseus.solver.errors import PipelineError, SolverError
+from perseus.solver.errors import SolverError
 from perseus.solver.pipeline import Pipeline
-from perseus.solver.plan import Plan, PlannedComputation, replay
+from perseus.solver.plan import Plan, PlannedComputation, replay, waiting_saved_j
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,50 +83,30 @@ class EmulatedIteration:
     pipelines: tuple[EmulatedPipeline, ...]
 
 
-def emulate(
-    pipeline: Pipeline,
-    cluster: Sequence[Replicas],
-    waiting_power_w: Sequence[Mapping[int, float]] | None = None,
-) -> EmulatedIteration:
+def emulate(pipeline: Pipeline, cluster: Sequence[Replicas]) -> EmulatedIteration:
     """Emulate one iteration of a cluster of such pipelines.
 
-    ``waiting_power_w`` is the power of each stage's GPUs together while they wait, by the clock in MHz that
-    they hold meanwhile: that of the stage's next computation, or after the last one that of the next
-    iteration's first. Without it, waiting draws blocking power at any clock.
+    Waiting draws blocking power at the clock held meanwhile (:mod:`perseus.solver.waiting`).
 
     Raises:
         SolverError: the cluster is empty.
         ProfileError: a computation has no clock in a plan, or one at which it was not measured.
-        PipelineError: a stage's waiting power is missing at a clock of a plan.
     """
     if not cluster:
         raise SolverError("cluster: expected at least one pipeline, found none")
-    if waiting_power_w is not None and len(waiting_power_w) != pipeline.schedule.stage_count:
-        raise PipelineError(
-            f"waiting_power_w: expected one mapping for each of {pipeline.schedule.stage_count} stages, "
-            f"found {len(waiting_power_w)}",
-            field="waiting_power_w",
-            found=len(waiting_power_w),
-        )
     plans = [replay(pipeline, replicas.plan.settings) for replicas in cluster]
     until_s = max(
         plan.iteration_time_s * replicas.slowdown for plan, replicas in zip(plans, cluster, strict=True)
     )
     pipelines = tuple(
-        _emulate_pipeline(pipeline, plan, replicas.slowdown, until_s, waiting_power_w)
+        _emulate_pipeline(pipeline, plan, replicas.slowdown, until_s)
         for plan, replicas in zip(plans, cluster, strict=True)
     )
     energy_j = sum(one.energy_j * replicas.count for one, replicas in zip(pipelines, cluster, strict=True))
     return EmulatedIteration(until_s, energy_j, pipelines)
 
 
-def _emulate_pipeline(
-    pipeline: Pipeline,
-    plan: Plan,
-    slowdown: float,
-    until_s: float,
-    waiting_power_w: Sequence[Mapping[int, float]] | None,
-) -> EmulatedPipeline:
+def _emulate_pipeline(pipeline: Pipeline, plan: Plan, slowdown: float, until_s: float) -> EmulatedPipeline:
     power_w = {
         (*key, m.setting): m.energy_j / m.time_s
         for key, measurements in pipeline.profiles.items()
@@ -143,36 +122,8 @@ def _emulate_pipeline(
 
     stages = tuple(tuple(run(p) for p in stage) for stage in plan.stages)
     energy_j = 0.0
-    for stage, computations in enumerate(stages):
+    saved_j = waiting_saved_j(pipeline, plan)
+    for computations, stock_w, less_j in zip(stages, pipeline.stock_blocking_power_w, saved_j, strict=True):
         energy_j += sum(one.power_w * one.duration_s for one in computations)
-        for clock_mhz, wait_s in _waits(computations, until_s):
-            if waiting_power_w is None or clock_mhz is None:
-                energy_j += pipeline.blocking_power_w[stage] * wait_s
-            else:
-                energy_j += _power_at(waiting_power_w, stage, clock_mhz) * wait_s
+        energy_j += stock_w * (until_s - sum(one.duration_s for one in computations)) - slowdown * less_j
     return EmulatedPipeline(plan.iteration_time_s * slowdown, energy_j, stages)
-
-
-def _waits(computations: Sequence[EmulatedComputation], until_s: float) -> Iterator[tuple[int | None, float]]:
-    """Yield each wait's (clock held, length in s); no clock is held where a stage has only FIXED ones."""
-    if not computations:
-        yield None, until_s
-        return
-    first, last = computations[0], computations[-1]
-    yield first.clock_mhz, first.start_s
-    for earlier, later in pairwise(computations):
-        yield later.clock_mhz, later.start_s - earlier.start_s - earlier.duration_s
-    yield first.clock_mhz, until_s - last.start_s - last.duration_s
-
-
-def _power_at(waiting_power_w: Sequence[Mapping[int, float]], stage: int, clock_mhz: int) -> float:
-    power_w = waiting_power_w[stage].get(clock_mhz)
-    if power_w is None or not (math.isfinite(power_w) and power_w >= 0):
-        raise PipelineError(
-            f"waiting_power_w, stage {stage}: expected a finite power of 0 W or more at {clock_mhz} MHz, "
-            f"found {'none' if power_w is None else power_w}",
-            field="waiting_power_w",
-            stage=stage,
-            clock_mhz=clock_mhz,
-        )
-    return power_w

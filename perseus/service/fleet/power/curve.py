@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.fleet.power.demand import PowerPoint
-from perseus.solver import Frontier, Plan
+from perseus.solver import Frontier, Plan, waiting_saved_j
 
 Floats = NDArray[np.float64]
 
@@ -39,7 +39,7 @@ def power_points(
         placement: per pipeline and stage, the feeds of its GPUs.
         own_time_s: the iteration time of the job's policy while no budget asks for less power.
         slowdowns: by straggling pipeline, how many times longer everything takes.
-        overhead_s: the time in an iteration outside computations, at blocking power.
+        overhead_s: the time in an iteration outside computations, at stock's blocking power.
 
     Raises:
         InvalidFieldError: there is no pipeline, one has a different number of stages than the frontier, or a
@@ -59,7 +59,7 @@ def power_points(
     first_s = max(own_time_s, slowest * frontier.t_min_s)
     own_times_s = [point.iteration_time_s for point in frontier.points]
     times_s = sorted({first_s, *(f * t for f in groups for t in own_times_s if f * t > first_s)})
-    blocking_w = np.array(frontier.pipeline.blocking_power_w)
+    blocking_w = np.array(frontier.pipeline.stock_blocking_power_w)
     plans = _Plans(frontier)
     points: list[PowerPoint] = []
     for time_s in times_s:
@@ -88,7 +88,7 @@ class _Plans:
 
     def __init__(self, frontier: Frontier) -> None:
         self._frontier = frontier
-        blocking_w = frontier.pipeline.blocking_power_w
+        blocking_w = frontier.pipeline.stock_blocking_power_w
         self._measured_j = {
             (*key, m.clock_mhz): m.energy_j - blocking_w[key[0]] * m.time_s
             for key, some in frontier.pipeline.profiles.items()
@@ -107,8 +107,10 @@ class _Plans:
 
     def _of_plan(self, plan: Plan) -> _Totals:
         stages_j = [
-            sum(self._measured_j[c.stage, c.chunk, c.kind, clock_mhz] for c, clock_mhz, *_ in stage)
-            for stage in plan.stages
+            sum(self._measured_j[c.stage, c.chunk, c.kind, clock_mhz] for c, clock_mhz, *_ in stage) - saved_j
+            for stage, saved_j in zip(
+                plan.stages, waiting_saved_j(self._frontier.pipeline, plan), strict=True
+            )
         ]
         highest_mhz = max(clock_mhz for stage in plan.stages for _, clock_mhz, *_ in stage)
         return _Totals(np.array(stages_j), highest_mhz)

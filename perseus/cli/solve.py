@@ -69,8 +69,13 @@ def solve(
     ] = ScheduleName.ONE_FORWARD_ONE_BACKWARD,
     gpus_per_stage: Annotated[int, typer.Option(min=1, help="GPUs that share each stage.")] = 1,
     blocking_power_w: Annotated[
-        float, typer.Option(min=0.0, help="Power of one GPU that waits for communication, watts.")
-    ] = 0.0,
+        str,
+        typer.Option(
+            metavar="POWER",
+            help="Power of one GPU that waits for communication, watts; or by the clock that it holds "
+            "meanwhile, the highest being stock: 705=69.5,1410=83.6.",
+        ),
+    ] = "0",
     confidence_percent: Annotated[
         float,
         typer.Option(
@@ -110,6 +115,7 @@ def solve(
     with without_pyplot():
         from perseus import solver
 
+    waiting = _blocking_power_w(blocking_power_w)
     destination = _checked("--output", output, profile)
     picture = _checked("--plot", plot, profile)
     if picture is not None:
@@ -123,10 +129,12 @@ def solve(
         _check_settings(profile, profiles)
         counts = stage_count, microbatches, 1 + max(chunk for _, chunk, _ in profiles)
         _check_size(solver.max_computations(schedule, *counts), points, limit_computations)
+        waiting_w, by_clock_w = solver.blocking_of_stages(waiting, gpus_per_stage, stage_count)
         pipeline = solver.Pipeline(
             schedule=solver.named_schedule(schedule, *counts),
             profiles=profiles,
-            blocking_power_w=(blocking_power_w * gpus_per_stage,) * stage_count,
+            blocking_power_w=waiting_w,
+            blocking_powers_w=by_clock_w,
         )
         if found := wrong_unit(pipeline, gpus_per_stage, str(profile), "--blocking-power-w"):
             warn(found)
@@ -226,6 +234,31 @@ def plan(
         show_rows(form, rows, list(rows[0]), lambda: _plan_table(made, saving_percent, rows))
     if destination is not None:
         _write(destination, plan_text(made))
+
+
+def _blocking_power_w(text: str) -> float | dict[int, float]:
+    """Return the power of a waiting GPU, at any clock or by clock."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        if "=" not in text:
+            found: float | dict[int, float] = _watts_of(text)
+        else:
+            found = {int(clock_mhz): _watts_of(power_w) for clock_mhz, _, power_w in pairs}
+            if len(found) < len(pairs):
+                raise ValueError
+    except ValueError:
+        expected = "watts, or watts by clock as 705=69.5,1410=83.6, each clock once"
+        raise typer.BadParameter(
+            f"expected {expected}, found {text!r}", param_hint="--blocking-power-w"
+        ) from None
+    return found
+
+
+def _watts_of(text: str) -> float:
+    power_w = float(text)
+    if not power_w >= 0:
+        raise ValueError
+    return power_w
 
 
 def wrong_unit(pipeline: "Pipeline", gpus_per_stage: int, profile: str, blocking_power: str) -> str:

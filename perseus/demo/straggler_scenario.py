@@ -213,6 +213,8 @@ def draw(outcome: Outcome, out_dir: Path) -> None:
         OSError: `out_dir` can't be written.
     """
     frontier = outcome.frontier
+    problem = frontier.problem
+    waiting_w = [max(powers.power_w) for powers in problem.blocking_powers] or problem.blocking_power_w
     picture = pictures.FrontierPicture(
         iteration_time_s=[point.iteration_time_s for point in frontier.points],
         energy_j=[point.energy_j for point in frontier.points],
@@ -220,7 +222,7 @@ def draw(outcome: Outcome, out_dir: Path) -> None:
         t_star_index=frontier.t_star_index,
         baseline_time_s=frontier.baseline.iteration_time_s,
         baseline_energy_j=frontier.baseline.energy_j,
-        blocking_power_w=sum(frontier.problem.blocking_power_w),
+        blocking_power_w=sum(waiting_w),
     )
     (out_dir / "frontier.png").write_bytes(pictures.draw_frontier(picture, "png"))
     powers_w = {
@@ -251,7 +253,7 @@ def draw(outcome: Outcome, out_dir: Path) -> None:
                 )
                 for entry in measured.entries
             ],
-            blocking_power_w=frontier.problem.blocking_power_w,
+            blocking_power_w=waiting_w,
         )
 
     pictures.draw_timelines(

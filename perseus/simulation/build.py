@@ -16,6 +16,7 @@ from perseus.solver import (
     MeasuredSetting,
     Pipeline,
     SolverError,
+    blocking_of_stages,
     one_forward_one_backward,
     read_profile_csv,
     shrink_profiles,
@@ -39,10 +40,10 @@ def build_fleet(scenario: Scenario, on_progress: Callable[[float], None] = lambd
     def at_s(hours: float | None) -> float:
         return end_s if hours is None else begin_s + hours * HOUR_S
 
-    frontiers: dict[tuple[Path, int, int, float], Frontier] = {}
+    frontiers: dict[tuple[Path, int, int, str], Frontier] = {}
     jobs = []
     for number, part in enumerate(scenario.jobs):
-        key = (part.profile, part.microbatches, part.gpus_per_stage, part.blocking_power_w)
+        key = (part.profile, part.microbatches, part.gpus_per_stage, str(part.blocking_power_w))
         if key not in frontiers:
             frontiers[key] = _solve(part)
         jobs.append(
@@ -134,11 +135,13 @@ def _solve(part: JobPart) -> Frontier:
                 f"job {part.job_id!r}: expected at most {MAX_COMPUTATION_COUNT} computations, "
                 f"found {computation_count}"
             )
+        waiting_w, by_clock_w = blocking_of_stages(part.blocking_power_w, part.gpus_per_stage, stage_count)
         return solve(
             Pipeline(
                 schedule=one_forward_one_backward(stage_count, part.microbatches),
                 profiles=profiles,
-                blocking_power_w=(part.blocking_power_w * part.gpus_per_stage,) * stage_count,
+                blocking_power_w=waiting_w,
+                blocking_powers_w=by_clock_w,
             )
         )
     except SolverError as error:

@@ -27,6 +27,7 @@ JobId = Annotated[str, AfterValidator(_job_id)]
 Hours = Annotated[float, Field(ge=0, le=366 * 24)]
 Percent = Annotated[float, Field(ge=0, le=100)]
 Watts = Annotated[float, Field(gt=0, le=1e12)]
+BlockingWatts = Annotated[float, Field(ge=0, le=1e4)]
 
 
 class ScenarioError(Exception):
@@ -69,7 +70,8 @@ class JobPart(_Part):
     profile: Path
     microbatches: Annotated[int, Field(ge=1, le=4096)]
     gpus_per_stage: Annotated[int, Field(ge=1, le=256)] = 1
-    blocking_power_w: Annotated[float, Field(ge=0, le=1e4)] = 0.0
+    blocking_power_w: BlockingWatts | Annotated[dict[int, BlockingWatts], Field(min_length=1)] = 0.0
+    """Per GPU; by the clock held meanwhile, MHz, if it is a table."""
     pipelines: Annotated[int, Field(ge=1, le=4096)] = 1
     feed: Name = DEFAULT_FEED
     tolerance_percent: Percent = 100.0

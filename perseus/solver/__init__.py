@@ -39,6 +39,7 @@ from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
 from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
+from perseus.solver.waiting import blocking_of_stages
 
 __all__ = [
     "MAX_CLOCK_MHZ",
@@ -67,6 +68,7 @@ __all__ = [
     "ScheduleError",
     "Setting",
     "SolverError",
+    "blocking_of_stages",
     "common_lag_s",
     "dual_pipe_v",
     "dwell",

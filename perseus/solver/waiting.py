@@ -35,6 +35,19 @@ class BlockingPower:
         return found
 
 
+def blocking_of_stages(
+    power_w: float | Mapping[int, float], gpus_per_stage: int, stage_count: int
+) -> tuple[tuple[float, ...], tuple[Mapping[int, float], ...]]:
+    """Return a `Pipeline`'s `blocking_power_w` and `blocking_powers_w` from what each of its GPUs draws.
+
+    That is one value for all clocks, or one by clock in MHz, at least one.
+    """
+    if not isinstance(power_w, Mapping):
+        return (power_w * gpus_per_stage,) * stage_count, ()
+    by_clock = {mhz: power_w[mhz] * gpus_per_stage for mhz in sorted(power_w)}
+    return (min(by_clock.values()),) * stage_count, (by_clock,) * stage_count
+
+
 def below_stock_j(
     pipeline: Pipeline,
     stage: int,

@@ -1042,8 +1042,9 @@ class EnergyEstimate(google.protobuf.message.Message):
     iteration_count: builtins.int
     """Iterations in the estimate."""
     blocking_power_w: builtins.float
-    """Power while waiting, watts, at least 1e-3; absent while the windows do not determine it (the rank may hardly
-    ever wait). It never counts as 0: a stage without any such value is planned with the mean of the others.
+    """Power while waiting, watts, at least 1e-3; where a clock is held, while it is. Absent while the windows do not
+    determine it (the rank may hardly ever wait). It never counts as 0: a stage without any such value is planned with
+    the mean of the others.
     """
     blocking_power_se_w: builtins.float
     """Standard error of blocking_power_w; 0 if that is absent."""

@@ -86,6 +86,34 @@ class ComputationProfile(google.protobuf.message.Message):
 Global___ComputationProfile: typing_extensions.TypeAlias = ComputationProfile
 
 @typing.final
+class BlockingPowers(google.protobuf.message.Message):
+    """The blocking power of a stage by the clock that its GPUs hold while they wait; in between it is linear, beyond
+    the lowest and the highest constant. Stock is the highest.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    POWER_W_FIELD_NUMBER: builtins.int
+    @property
+    def clock_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Required. SM clocks, MHz, each once; 1 to 100,000; at most 1024."""
+
+    @property
+    def power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Required. Power of the stage's GPUs together at each of them, watts."""
+
+    def __init__(
+        self,
+        *,
+        clock_mhz: collections.abc.Iterable[builtins.int] | None = ...,
+        power_w: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_mhz", b"clock_mhz", "power_w", b"power_w"]) -> None: ...
+
+Global___BlockingPowers: typing_extensions.TypeAlias = BlockingPowers
+
+@typing.final
 class PipelineProblem(google.protobuf.message.Message):
     """One pipeline's iteration as the solver sees it: everything that determines a frontier."""
 
@@ -96,6 +124,7 @@ class PipelineProblem(google.protobuf.message.Message):
     PROFILES_FIELD_NUMBER: builtins.int
     BLOCKING_POWER_W_FIELD_NUMBER: builtins.int
     TRANSFER_LAG_S_FIELD_NUMBER: builtins.int
+    BLOCKING_POWERS_FIELD_NUMBER: builtins.int
     stage_count: builtins.int
     """Required. Number of stages; an explicit schedule must agree with it."""
     transfer_lag_s: builtins.float
@@ -112,7 +141,13 @@ class PipelineProblem(google.protobuf.message.Message):
 
     @property
     def blocking_power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Required. Blocking power of each stage's GPUs together, watts, stage 0 first; 0 to 1e10."""
+        """Required. Blocking power of each stage's GPUs together, watts, stage 0 first; 0 to 1e10. With blocking_powers, the
+        least of them: plans are searched for with it.
+        """
+
+    @property
+    def blocking_powers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockingPowers]:
+        """Blocking power by clock, stage 0 first; none if it is blocking_power_w at every clock."""
 
     def __init__(
         self,
@@ -122,9 +157,10 @@ class PipelineProblem(google.protobuf.message.Message):
         profiles: collections.abc.Iterable[Global___ComputationProfile] | None = ...,
         blocking_power_w: collections.abc.Iterable[builtins.float] | None = ...,
         transfer_lag_s: builtins.float = ...,
+        blocking_powers: collections.abc.Iterable[Global___BlockingPowers] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["schedule", b"schedule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocking_power_w", b"blocking_power_w", "profiles", b"profiles", "schedule", b"schedule", "stage_count", b"stage_count", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocking_power_w", b"blocking_power_w", "blocking_powers", b"blocking_powers", "profiles", b"profiles", "schedule", b"schedule", "stage_count", b"stage_count", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
 
 Global___PipelineProblem: typing_extensions.TypeAlias = PipelineProblem
 

@@ -812,7 +812,7 @@ class GetTimelineResponse(google.protobuf.message.Message):
 
     @property
     def blocking_power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Blocking power of each stage's GPUs together, watts, stage 0 first; empty before the job is solved."""
+        """Blocking power of each stage's GPUs together at stock, watts, stage 0 first; empty before the job is solved."""
 
     def __init__(
         self,

@@ -67,6 +67,21 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
+def test_blocking_power_by_clock_is_counted_in_the_frontier_and_its_plans(
+    tmp_path: Path, profile: Path, frontier: Path
+) -> None:
+    path = tmp_path / "by-clock.json"
+    flags = ("--microbatches", 4, "--blocking-power-w", "1000=50,600=40")
+    assert run("solve", profile, *flags, "--output", path).exit_code == 0
+    found, constant = load(path), load(frontier)
+    assert found["problem"]["blockingPowers"] == [{"clockMhz": [600, 1000], "powerW": [40.0, 50.0]}] * 2
+    assert found["baseline"] == constant["baseline"], "all waits are at the highest clock"
+    assert found["points"][0]["energyJ"] < constant["points"][0]["energyJ"]
+    plan = tmp_path / "plan.json"
+    assert run("plan", path, "--no-slowdown", "--output", plan).exit_code == 0
+    assert load(plan)["energyJ"] == pytest.approx(found["points"][0]["energyJ"], rel=1e-3)
+
+
 def test_frontier_file_holds_baseline_and_points_from_t_min_to_t_slow(frontier: Path) -> None:
     found = load(frontier)
     times_s = [point["iterationTimeS"] for point in found["points"]]
@@ -363,6 +378,9 @@ def test_unknown_picture_format_is_named(profile: Path, tmp_path: Path) -> None:
         ["--microbatches", 4, "--gpus-per-stage", 0],
         ["--microbatches", 4, "--blocking-power-w", -1],
         ["--microbatches", 4, "--blocking-power-w", "nan"],
+        ["--microbatches", 4, "--blocking-power-w", "1400=80,700"],
+        ["--microbatches", 4, "--blocking-power-w", "1400=80,1400=70"],
+        ["--microbatches", 4, "--blocking-power-w", "1400=-1"],
         ["--microbatches", 4, "--points", 1],
         ["--microbatches", 4, "--schedule", "zigzag"],
     ],

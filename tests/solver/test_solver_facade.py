@@ -34,6 +34,7 @@ def test_public_names() -> None:
         "ScheduleError",
         "Setting",
         "SolverError",
+        "blocking_of_stages",
         "common_lag_s",
         "dual_pipe_v",
         "dwell",

@@ -208,11 +208,15 @@ def pipeline_from_proto(
     """
     check_range("stage_count", message.stage_count, 1, MAX_STAGE_COUNT)
     check_range("transfer_lag_s", message.transfer_lag_s, 0, MAX_DURATION_S)
+    check_size("blocking_powers", len(message.blocking_powers), MAX_STAGE_COUNT)
     schedule = build_schedule(schedule_spec_from_proto(message.schedule), message.stage_count)
     pipeline = Pipeline(
         schedule=schedule,
         profiles=profiles,
         blocking_power_w=tuple(message.blocking_power_w),
+        blocking_powers_w=tuple(
+            _blocking_powers_w(stage, powers) for stage, powers in enumerate(message.blocking_powers)
+        ),
         fixed_times_s={
             c: fixed_s[c.stage, c.chunk]
             for c in schedule.computations
@@ -220,6 +224,18 @@ def pipeline_from_proto(
         },
     )
     return with_lag(pipeline, message.transfer_lag_s)
+
+
+def _blocking_powers_w(stage: int, message: frontier_pb2.BlockingPowers) -> dict[int, float]:
+    check_size(f"blocking_powers[{stage}].clock_mhz", len(message.clock_mhz), MAX_CLOCK_COUNT)
+    clock_count = len({*message.clock_mhz})
+    if not clock_count == len(message.clock_mhz) == len(message.power_w):
+        raise InvalidFieldError(
+            field=f"blocking_powers[{stage}]",
+            expected="each clock once, and a power for each",
+            found=f"{clock_count} clocks in {len(message.clock_mhz)}, and {len(message.power_w)} powers",
+        )
+    return dict(zip(message.clock_mhz, message.power_w, strict=True))
 
 
 def plan_to_proto(plan: Plan) -> frontier_pb2.Plan:

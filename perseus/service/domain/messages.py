@@ -260,6 +260,10 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
         stage_count=problem.schedule.stage_count,
         blocking_power_w=problem.blocking_power_w,
         transfer_lag_s=common_lag_s(problem),
+        blocking_powers=[
+            frontier_pb2.BlockingPowers(clock_mhz=by_clock.keys(), power_w=by_clock.values())
+            for by_clock in problem.blocking_powers_w
+        ],
     )
     for stage, chunk, kind in sorted(problem.profiles):
         message.profiles.add(stage=stage, chunk=chunk, kind=NUMBERS[kind]).measurements.extend(

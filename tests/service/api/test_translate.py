@@ -1,6 +1,7 @@
 """Translation between messages and values, both ways."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,23 @@ def test_a_problem_with_fixed_computations_survives_translation_and_solves_the_s
     assert problem == FRONTIER.pipeline
     assert problem_to_proto(problem) == message.problem
     assert solve(problem, point_count=8).points == FRONTIER.points
+
+
+def test_a_problem_with_blocking_powers_by_clock_survives_translation_and_solves_the_same() -> None:
+    powers_w = tuple({1400: power_w + 15, 700: power_w} for power_w in FRONTIER.pipeline.blocking_power_w)
+    frontier = solve(replace(FRONTIER.pipeline, blocking_powers_w=powers_w), point_count=8)
+    message = frontier_pb2.Frontier.FromString(frontier_to_proto(frontier).SerializeToString())
+    problem = problem_from_proto(message.problem)
+    assert problem == frontier.pipeline
+    assert solve(problem, point_count=8).points == frontier.points != FRONTIER.points
+
+
+def test_blocking_powers_by_clock_are_pairs_and_each_clock_is_there_once() -> None:
+    for clocks_mhz, powers_w in (((700, 700), (1.0, 2.0)), ((700, 1400), (1.0,))):
+        message = problem_to_proto(FRONTIER.pipeline)
+        message.blocking_powers.add(clock_mhz=clocks_mhz, power_w=powers_w)
+        with pytest.raises(InvalidFieldError, match=r"blocking_powers\[0\]: expected each clock once"):
+            problem_from_proto(message)
 
 
 def test_a_problem_with_a_lag_survives_translation_and_solves_the_same() -> None:

@@ -12,6 +12,9 @@ linearly in the cycle time (1 / clock). Plans then verify interpolated clocks on
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
 
 from perseus.service.domain.measured import StageKey, StageProfile
 from perseus.service.domain.profiling import ClockGivenUpReason
@@ -36,6 +39,9 @@ The published A100 and A40 draw 0.36 and 0.40 of it.
 
 _MIN_J = 1e-9
 """Smallest energy of a valid sample."""
+
+_CLOCKS_DIFFER = 0.1
+"""Blocking powers at different clocks differ by about this share."""
 
 _MIN_SE_W = 1e-6
 """Smallest standard error of a power, so that none outweighs all others for good."""
@@ -166,6 +172,39 @@ def _assumed_power_w(profiles: Iterable[StageProfile], stage: int) -> float:
     return ASSUMED_BLOCKING_SHARE * min(powers_w, default=0.0)
 
 
+def blocking_powers_w(profiles: Sequence[StageProfile], stage_count: int) -> tuple[dict[int, float], ...]:
+    """Return each stage's blocking power by clock; that of `blocking_power_w` at a single clock if assumed.
+
+    Uncertain powers are drawn towards the stage's mean. A waiting GPU draws no less at a higher clock:
+    neighbouring clocks whose powers contradict that, by their errors, get their mean.
+    """
+    means_w = blocking_power_w(profiles, stage_count)
+    found: dict[int, dict[int, float]] = {}
+    for profile in sorted(profiles, key=lambda p: p.clock_mhz):
+        if profile.blocking_power_w is not None:
+            mean_w = means_w[profile.stage]
+            trust = 1 / (1 + (profile.blocking_power_se_w / (_CLOCKS_DIFFER * mean_w)) ** 2)
+            power_w = mean_w + trust * (profile.blocking_power_w - mean_w)
+            found.setdefault(profile.stage, {})[profile.clock_mhz] = power_w
+    rising = {stage: _rising(by_clock) for stage, by_clock in found.items()}
+    clocks_mhz = sorted({mhz for by_clock in rising.values() for mhz in by_clock})
+    usual = {
+        mhz: math.fsum(np.interp(mhz, [*own], [*own.values()]) for own in rising.values()) / len(rising)
+        for mhz in clocks_mhz
+    }
+    return tuple(rising.get(stage, usual) or {1: means_w[stage]} for stage in range(stage_count))
+
+
+def _rising(by_clock: Mapping[int, float]) -> dict[int, float]:
+    """Return values by clock that never fall, and differ from these as little as possible, in squares."""
+    pools: list[list[float]] = []
+    for power_w in by_clock.values():
+        pools.append([power_w])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return dict(zip(by_clock, (fmean(pool) for pool in pools for _ in pool), strict=True))
+
+
 def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
     """Return a measurement at a clock between (or a little beyond) at least two measured ones.
 
@@ -230,10 +269,13 @@ def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_m
             by_key[stage, chunk, kind] = tuple(
                 m for m in interpolate_clocks(measured, between_mhz) if m.clock_mhz in clocks_mhz[stage]
             )
+    powers_w = blocking_powers_w(profiles, schedule.stage_count)
+    differ = any(len({*by_clock.values()}) > 1 for by_clock in powers_w)
     return Pipeline(
         schedule=schedule,
         profiles=by_key,
-        blocking_power_w=blocking_power_w(profiles, schedule.stage_count),
+        blocking_power_w=tuple(min(by_clock.values()) for by_clock in powers_w),
+        blocking_powers_w=powers_w if differ else (),
         fixed_times_s={
             c: fixed_s[c.stage, c.chunk, c.kind] for c in schedule.computations if c.kind is Kind.FIXED
         },

@@ -11,6 +11,7 @@ from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.profiling.stage_profiles import (
     agree,
     blocking_power_w,
+    blocking_powers_w,
     build_problem,
     corrected,
     interpolate,
@@ -67,6 +68,40 @@ def test_over_the_clocks_blocking_power_is_weighted_by_its_certainty() -> None:
     assert blocking_power_w(profiles, 1) == pytest.approx((101.0,))
     without_error = [with_power(0, 80.0, 0.0), with_power(0, 90.0, 1.0)]
     assert blocking_power_w(without_error, 1) == pytest.approx((85.0,))
+
+
+def test_blocking_power_is_known_by_clock_and_a_stage_that_never_waits_gets_the_mean_of_the_others() -> None:
+    measured = [
+        StageProfile(stage, mhz, {}, power_w, 0.1)
+        for stage, *powers_w in ((0, 72.0, 70.0, 84.0), (1, 74.0, None, 80.0), (2, None, None, None))
+        for mhz, power_w in zip((700, 900, 1400), powers_w, strict=True)
+    ]
+    rising, sparse, usual = blocking_powers_w(measured, 3)
+    assert rising == pytest.approx({700: 71.0, 900: 71.0, 1400: 84.0}, rel=1e-3), "errors average out"
+    assert sparse == pytest.approx({700: 74.0, 1400: 80.0}, rel=1e-3)
+    assert usual == pytest.approx({700: 72.5, 900: (71 + 74 + 6 * 2 / 7) / 2, 1400: 82.0}, rel=1e-3)
+
+
+def test_an_uncertain_blocking_power_is_drawn_to_the_mean_of_all_clocks() -> None:
+    measured = [StageProfile(0, 1400, {}, 80.0, 0.1), StageProfile(0, 700, {}, 40.0, 30.0)]
+    (by_clock,) = blocking_powers_w(measured, 1)
+    assert 75 < by_clock[700] < by_clock[1400]
+    assert by_clock[1400] == pytest.approx(80.0, rel=1e-3)
+
+
+def test_a_problem_has_blocking_powers_by_clock_where_they_differ() -> None:
+    found = [
+        merge(stage, mhz, estimates(mhz), SHAPE, range(2), mhz) for stage in range(2) for mhz in (1000, 1400)
+    ]
+    assert build_problem(found, SCHEDULE, ((1400, 1000),) * 2).blocking_powers_w == ()
+    found = [
+        replace(profile, blocking_power_w=0.1 * profile.clock_mhz) if profile.stage else profile
+        for profile in found
+    ]
+    problem = build_problem(found, SCHEDULE, ((1400, 1000),) * 2)
+    at_stock_w, least_w = problem.stock_blocking_power_w[1], problem.blocking_power_w[1]
+    assert (at_stock_w, least_w) == pytest.approx((140.0, 100.0), rel=1e-2)
+    assert problem.blocking_power_w[0] == problem.stock_blocking_power_w[0]
 
 
 def test_a_stage_that_never_waits_gets_the_mean_of_the_others() -> None:

@@ -9,7 +9,18 @@ from tests.frameworks.case_table import RESULTS, RESULTS_VARIABLE, CaseResult, P
 
 PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
 CASE = CaseResult(
-    "one", 1, "One case", "2 × 2", 1.0, 1.01, 200.0, 180.0, 15, losses_are_equal=True, packages=("pytest",)
+    "one",
+    1,
+    "One case",
+    "2 × 2",
+    1.0,
+    1.01,
+    200.0,
+    180.0,
+    15,
+    losses_are_equal=True,
+    packages=("pytest",),
+    energy_errors_percent=(-0.12, 0.3),
 )
 
 
@@ -27,6 +38,12 @@ def test_every_published_case_has_equal_losses_and_no_slowdown() -> None:
         assert case["energy_j"] < case["base_energy_j"], case["name"]
 
 
+def test_predicted_energies_are_within_half_a_percent_of_the_measured_ones() -> None:
+    cases = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    errors_percent = {case["name"]: case.get("energy_errors_percent") for case in cases}
+    assert [name for name, errors in errors_percent.items() if errors and max(map(abs, errors)) > 0.5] == []
+
+
 def test_a_case_is_a_line_and_the_later_result_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,7 +52,8 @@ def test_a_case_is_a_line_and_the_later_result_counts(
     CASE.keep()
     (line,) = [line for line in table(tmp_path).splitlines() if "2 × 2" in line]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[:-1] == ["One case", "2 × 2", "1.000 s", "1.010 s (+1.0 %)", "-10.0 %", "equal"]
+    figures = ["1.000 s", "1.010 s (+1.0 %)", "-10.0 %", "-0.1 %, +0.3 %", "equal"]
+    assert cells[:-1] == ["One case", "2 × 2", *figures]
     assert cells[-1] == f"pytest {pytest.__version__}"
     assert "Old" not in table(tmp_path)
 

@@ -38,6 +38,8 @@ class CaseResult:
         packages: packages whose versions are listed.
         note: additional information.
         budget_percent: slowdown against its base that its policy permits.
+        energy_errors_percent: by how much predicted energies exceed measured ones, at stock and under the
+            plan, over iterations and the gaps between them.
     """
 
     name: str
@@ -54,6 +56,7 @@ class CaseResult:
     packages: tuple[str, ...] = ("torch",)
     note: str = ""
     budget_percent: float = 0.0
+    energy_errors_percent: tuple[float, float] | None = None
 
     def keep(self) -> None:
         """Write it to the folder of results, if there is one."""
@@ -81,8 +84,8 @@ def table(results: Path) -> str:
     cases = [json.loads(path.read_text()) for path in results.glob("*.json")]
     cases.sort(key=lambda case: (case["position"], case["name"]))
     lines = [
-        "| case | ranks | iteration | with Perseus | energy | losses | versions |",
-        "|---|---|---:|---:|---:|---|---|",
+        "| case | ranks | iteration | with Perseus | energy | prediction | losses | versions |",
+        "|---|---|---:|---:|---:|---:|---|---|",
         *(_line(case) for case in cases),
     ]
     cores = sorted({case["core_count"] for case in cases})
@@ -97,12 +100,15 @@ def _line(case: dict[str, object]) -> str:
     versions = case["versions"]
     assert isinstance(versions, dict)
     base = "" if case["base"] == STOCK else f" {case['base']}"
+    errors_percent = case.get("energy_errors_percent")
+    assert errors_percent is None or isinstance(errors_percent, list)
     cells = [
         f"{case['title']}{': ' if case['note'] else ''}{case['note']}",
         str(case["ranks"]),
         f"{base_s:.3f} s{base}",
         f"{time_s:.3f} s ({100 * (time_s / base_s - 1):+.1f} %)",
         f"{100 * (energy_j / base_j - 1):+.1f} %",
+        "–" if errors_percent is None else ", ".join(f"{error:+.1f} %" for error in errors_percent),
         "equal" if case["losses_are_equal"] else "DIFFER",
         ", ".join(f"{name} {number}" for name, number in versions.items()),
     ]

@@ -16,7 +16,7 @@ from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
 from perseus.emulation.physics import A100_SXM, Work
 from tests.frameworks.case_table import CaseResult
-from tests.frameworks.real_run import Figures, Identity, RealRun
+from tests.frameworks.real_run import Figures, Identity, RealRun, Whole
 from tests.frameworks.trainers import TrainerTask
 from tests.frameworks.versions import beside
 
@@ -152,6 +152,7 @@ def keep(
         found.energy_j,
         found.iteration_count,
         losses_are_equal=True,
+        energy_errors_percent=found.energy_errors_percent,
         **more,
     ).keep()
 
@@ -183,33 +184,48 @@ def check_identities(run: RealRun, expected: Sequence[Sequence[Identity]]) -> No
         assert stages == run.registered(), f"pipeline {pipeline}, iteration {iteration}"
 
 
-async def check_plan(run: RealRun, *, max_excess_saving: float = 2) -> Figures:
-    """Check the plan's prediction: at most 2 % slower than stock, its energy, and its time; return it.
+MAX_ENERGY_ERROR_PERCENT = 1.0
+"""Of predictions; below 0.5 on a quiet machine. Late marks and messages on a CPU cost energy, too."""
 
-    Predictions exclude the time between computations. It is the same under the plan as at stock.
 
-    Args:
-        run: has its plan in force.
-        max_excess_saving: percentage points by which the saving may exceed the prediction.
+async def check_plan(run: RealRun) -> Figures:
+    """Check the predictions of the plan in force: at most 2 % slower than stock, energy, time; return it.
+
+    Predictions exclude the time between computations, at stock's blocking power. It is the same under the
+    plan as at stock.
     """
     plan = await run.plan_beside_stock(WATCHED)
     assert run.stock is not None
     frontier = await run.frontier()
     point, stock = frontier.points[0], frontier.baseline
     predicted_percent = 100 * (1 - point.energy_j / stock.energy_j)
-    saved_percent = 100 * (1 - plan.energy_j / run.stock.energy_j)
+    whole_stock, whole_plan = await run.whole(at_stock=True), await run.whole(at_stock=False)
+    saved_percent = 100 * (1 - whole_plan.energy_j / whole_stock.energy_j)
+    problem = frontier.problem
+    waiting_w = sum([max(powers.power_w) for powers in problem.blocking_powers] or problem.blocking_power_w)
+
+    def error_percent(time_s: float, energy_j: float, whole: Whole) -> float:
+        pipeline_j = energy_j + waiting_w * (whole.time_s - time_s)
+        return 100 * (run.workload.pipeline_count * pipeline_j / whole.energy_j - 1)
+
+    errors_percent = (
+        error_percent(stock.iteration_time_s, stock.energy_j, whole_stock),
+        error_percent(point.iteration_time_s, point.energy_j, whole_plan),
+    )
     print(
         f"\n{run.workload.job_id}: iteration predicted {point.iteration_time_s:.4f} s, measured "
         f"{plan.time_s:.4f} s ({100 * (plan.time_s / point.iteration_time_s - 1):+.2f} %), at stock "
         f"{run.stock.time_s:.4f} s ({100 * (plan.time_s / run.stock.time_s - 1):+.2f} %); energy predicted "
         f"-{predicted_percent:.2f} % ({stock.energy_j:.1f} to {point.energy_j:.1f} J), measured "
-        f"-{saved_percent:.2f} % ({run.stock.energy_j:.1f} to {plan.energy_j:.1f} J)"
+        f"-{saved_percent:.2f} % ({whole_stock} to {whole_plan}), off by {errors_percent[0]:+.2f} % and "
+        f"{errors_percent[1]:+.2f} %"
     )
     unpredicted_s = run.stock.time_s - stock.iteration_time_s
     assert plan.time_s == pytest.approx(point.iteration_time_s + unpredicted_s, rel=0.03)
     assert predicted_percent > 3
-    assert -2 <= saved_percent - predicted_percent <= max_excess_saving
-    return plan
+    assert abs(saved_percent - predicted_percent) <= MAX_ENERGY_ERROR_PERCENT
+    assert max(map(abs, errors_percent)) <= MAX_ENERGY_ERROR_PERCENT
+    return replace(plan, energy_errors_percent=errors_percent)
 
 
 def identities(schedule: solver.Schedule) -> list[list[Identity]]:

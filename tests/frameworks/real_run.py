@@ -47,12 +47,27 @@ Identity = tuple[int, int, int]
 class Figures:
     """Medians over some iterations of the whole job: seconds, and joules of all its GPUs.
 
-    `time_se_s` is the standard error of the time, by the median deviation.
+    `time_se_s` is the standard error of the time, by the median deviation. `energy_errors_percent`: of a
+    plan's predictions, as in `CaseResult`.
     """
 
     iteration_count: int
     time_s: float
     time_se_s: float
+    energy_j: float
+    energy_errors_percent: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The mean time and energy of an iteration and the gap before it: seconds, and joules of all GPUs.
+
+    Later stages end their own iterations earlier, and wait for the first one in their gap. Its energy counts
+    in predictions. And the counter is too slow to tell how much of the energy around an iteration's end was
+    drawn before it; over iterations and gaps together that averages out.
+    """
+
+    time_s: float
     energy_j: float
 
 
@@ -167,6 +182,20 @@ class RealRun:
         stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
         request = frontier_service_pb2.GetFrontierRequest(job_id=self.workload.job_id)
         return (await stub.GetFrontier(request, timeout=STEP_TIMEOUT_S)).frontier
+
+    async def whole(self, *, at_stock: bool) -> Whole:
+        """Return what a whole iteration of the latest stock baseline, or of the plan in force, takes."""
+        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
+        job_id = self.workload.job_id
+        state = job_pb2.JOB_STATE_BASELINE if at_stock else job_pb2.JOB_STATE_PLANNED
+        report = await stub.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=STEP_TIMEOUT_S)
+        period = [period for period in report.periods if period.state == state][-1]
+        of = job_service_pb2.GetTimelineRequest(job_id=job_id, from_baseline=at_stock)
+        ends_s: dict[int, float] = {}
+        for entry in (await stub.GetTimeline(of, timeout=STEP_TIMEOUT_S)).entries:
+            ends_s[entry.stage] = max(ends_s.get(entry.stage, 0.0), entry.start_s + entry.duration_s)
+        # The stage that ends first has the longest gap.
+        return Whole(min(ends_s.values()) + period.gap_time_s, period.energy_j + period.gap_energy_j)
 
     async def set_policy(self, policy: job_pb2.OperatingPolicy) -> None:
         """Set the operating policy, and wait until its plan is in force."""

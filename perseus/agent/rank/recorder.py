@@ -5,6 +5,7 @@ clocks in force known, too, because the worker's completions may arrive after th
 """
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from perseus.agent.clocks.keeper import Clocks
@@ -223,7 +224,13 @@ class Recorder:
             and begin_j is not None  # the counter was not yet polled: no energy is known
         )
         iteration.plan.sampler.add(
-            FinishedIteration(iteration.begin_s, iteration.end_s, tuple(complete), is_regular)
+            FinishedIteration(
+                iteration.begin_s,
+                iteration.end_s,
+                tuple(complete),
+                is_regular,
+                tuple(self._off_clock_s(iteration, complete)),
+            )
         )
         gap_time_s, gap_energy_j, gap_slowed_time_s = self._measure_gap(iteration, begin_j)
         self._measured_end = (iteration.end_s, end_j)
@@ -256,6 +263,21 @@ class Recorder:
             )
             for each in complete
         ]
+
+    def _off_clock_s(
+        self, iteration: Iteration, complete: Sequence[FinishedComputation]
+    ) -> Iterator[tuple[float, float]]:
+        """Yield (begin, end) of waits at another clock than the plan's, if that has only one."""
+        highest_mhz = self._highest_clock_mhz
+        planned = {clock_mhz or highest_mhz for clock_mhz in iteration.plan.clocks_mhz}
+        if len(planned) != 1 or iteration.begin_s is None:
+            return
+        begins_s = [iteration.begin_s, *(each.end_s for each in complete)]
+        ends_s = [*(each.begin_s for each in complete), iteration.end_s]
+        for begin_s, end_s in zip(begins_s, ends_s, strict=True):
+            for clock_mhz, since_s, until_s in self._clocks_between(begin_s, end_s):
+                if (clock_mhz or highest_mhz) not in planned and since_s < until_s:
+                    yield since_s, until_s
 
     def _measure_gap(self, iteration: Iteration, end_j: float | None) -> tuple[float, float, float]:
         """Return the gap's time and energy, and the most that clocks can have added to its time."""

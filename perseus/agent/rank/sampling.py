@@ -72,17 +72,22 @@ class FinishedComputation:
 
 @dataclass(frozen=True, slots=True)
 class FinishedIteration:
-    """An iteration with both its edges. `is_regular`: it held the registered computations, all complete."""
+    """An iteration with both its edges. `is_regular`: it held the registered computations, all complete.
+
+    `off_clock_s`: (begin, end) of waits at another clock than the plan's only one, in order of time.
+    """
 
     begin_s: float
     end_s: float
     computations: tuple[FinishedComputation, ...]
     is_regular: bool
+    off_clock_s: tuple[tuple[float, float], ...] = ()
 
     @property
     def part_count(self) -> int:
         """The number of its computing parts."""
-        return sum(1 + len(computation.waits_s) for computation in self.computations)
+        computing = sum(1 + len(computation.waits_s) for computation in self.computations)
+        return computing + len(self.off_clock_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +152,12 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
         if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
     ]
     pure = [computation for computation in computations if computation.is_pure]
+    spans: list[Span[Key | None]] = [Span(each.key, *part_s) for each in pure for part_s in each.parts_s]
+    # After its last computation a GPU waits at stock, so these waits have a power of their own.
+    spans += [Span(None, *wait_s) for iteration in regular for wait_s in iteration.off_clock_s]
     fit = estimate_power(
         request.changes,
-        [Span(each.key, *part_s) for each in pure for part_s in each.parts_s],
+        sorted(spans, key=lambda span: span.begin_s),
         begin_s=request.iterations[0].begin_s,
         end_s=request.iterations[-1].end_s,
         unknown=unknown,
@@ -169,7 +177,7 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
         samples=tuple(
             _sample(key, len(durations_s[key]), typical_s[key], power_w)
             for key, power_w in fit.power_w.items()
-            if typical_s[key].value > 0
+            if key is not None and typical_s[key].value > 0
         ),
         blocking_power_w=blocking.value if blocking else None,
         blocking_power_se_w=blocking.standard_error if blocking else 0.0,

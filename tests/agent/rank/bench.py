@@ -154,7 +154,7 @@ def joined(iteration: int, plan: PlanId = NO_PLAN, spec_fingerprint: str = "") -
     )
 
 
-def clock_set(clock_mhz: int, time_s: float) -> ClockSet:
+def clock_set(clock_mhz: int | None, time_s: float) -> ClockSet:
     return ClockSet(clock_mhz, time_s, time_s - 0.010, time_s - 0.010)
 
 

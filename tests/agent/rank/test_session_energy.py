@@ -44,6 +44,39 @@ def test_energy_is_reported_of_computing_without_waits_within(bench: Bench) -> N
         assert sample.energy_j == pytest.approx(30.0, rel=0.05)
 
 
+def test_blocking_power_is_that_of_the_held_clock_and_not_of_stock_after_the_last_computation(
+    bench: Bench,
+) -> None:
+    """300 W while computing, 100 W in waits at the held clock, and 140 W in those at stock."""
+    bench.offer(7, 0, Hold(1000))
+    messages: list[Telemetry] = []
+    energy_j, tick = 0.0, 0
+
+    def pass_time(hundredths: int, drawn_w: float) -> None:
+        nonlocal energy_j, tick, messages
+        for _ in range(hundredths):
+            bench.now_s += 0.01
+            energy_j += drawn_w * 0.01
+            tick += 1
+            if tick % 7 == 0:
+                messages += telemetry(counted(bench, energy_j))
+
+    for number in range(16):
+        bench.iteration(Edge.BEGIN, number)
+        bench.do(clock_set(1000, bench.now_s))
+        for computation in ORDER:
+            pass_time(4 + (number + computation.microbatch) % 4, 100.0)
+            bench.mark(Edge.BEGIN, number, computation)
+            pass_time(6, 300.0)
+            bench.mark(Edge.END, number, computation)
+        bench.do(clock_set(None, bench.now_s))
+        pass_time(15 + number % 5, 140.0)
+        bench.iteration(Edge.END, number)
+    estimate = [message.energy for message in messages if message.energy is not None][-1]
+    assert estimate.blocking_power_w == pytest.approx(100, rel=0.03)
+    assert {sample.clock_mhz for sample in estimate.samples} == {1000}
+
+
 def test_the_energy_estimate_is_that_of_the_plan_and_its_clock(bench: Bench) -> None:
     """Forwards draw 300 W, backwards 400 W and waiting 100 W; the counter moves every 70 ms."""
     power_w = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0}

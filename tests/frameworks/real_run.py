@@ -194,8 +194,12 @@ class RealRun:
         ends_s: dict[int, float] = {}
         for entry in (await stub.GetTimeline(of, timeout=STEP_TIMEOUT_S)).entries:
             ends_s[entry.stage] = max(ends_s.get(entry.stage, 0.0), entry.start_s + entry.duration_s)
-        # The stage that ends first has the longest gap.
-        return Whole(min(ends_s.values()) + period.gap_time_s, period.energy_j + period.gap_energy_j)
+        # If each stage ends with its last computation, the first one to end has the longest gap. If they wait
+        # for each other within the iteration, all have the same gap.
+        time_s = min(ends_s.values()) + period.gap_time_s
+        if time_s < period.iteration_time_s:
+            time_s = period.iteration_time_s + period.gap_time_s
+        return Whole(time_s, period.energy_j + period.gap_energy_j)
 
     async def set_policy(self, policy: job_pb2.OperatingPolicy) -> None:
         """Set the operating policy, and wait until its plan is in force."""

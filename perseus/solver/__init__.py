@@ -39,12 +39,13 @@ from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
 from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
-from perseus.solver.waiting import blocking_of_stages
+from perseus.solver.waiting import BlockingPower, blocking_of_stages
 
 __all__ = [
     "MAX_CLOCK_MHZ",
     "MAX_POWER_W",
     "MAX_TIME_S",
+    "BlockingPower",
     "Computation",
     "DeadlineError",
     "Frontier",

@@ -8,6 +8,7 @@ import perseus.solver
 
 def test_public_names() -> None:
     assert sorted(perseus.solver.__all__) == [
+        "BlockingPower",
         "Computation",
         "DeadlineError",
         "Frontier",

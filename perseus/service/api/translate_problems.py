@@ -227,14 +227,15 @@ def pipeline_from_proto(
 
 
 def _blocking_powers_w(stage: int, message: frontier_pb2.BlockingPowers) -> dict[int, float]:
-    check_size(f"blocking_powers[{stage}].clock_mhz", len(message.clock_mhz), MAX_CLOCK_COUNT)
-    clock_count = len({*message.clock_mhz})
-    if not clock_count == len(message.clock_mhz) == len(message.power_w):
+    where, clock_count = f"blocking_powers[{stage}]", len(message.clock_mhz)
+    check_size(f"{where}.clock_mhz", clock_count, MAX_CLOCK_COUNT)
+    if not message.clock_mhz or len({*message.clock_mhz}) < clock_count:
         raise InvalidFieldError(
-            field=f"blocking_powers[{stage}]",
-            expected="each clock once, and a power for each",
-            found=f"{clock_count} clocks in {len(message.clock_mhz)}, and {len(message.power_w)} powers",
+            field=f"{where}.clock_mhz", expected="clocks, each once", found=[*message.clock_mhz]
         )
+    if len(message.power_w) != clock_count:
+        expected = f"a power for each of {clock_count} clocks"
+        raise InvalidFieldError(field=f"{where}.power_w", expected=expected, found=len(message.power_w))
     return dict(zip(message.clock_mhz, message.power_w, strict=True))
 
 

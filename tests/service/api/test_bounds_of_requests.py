@@ -7,6 +7,7 @@ refused, and the coordinator continues. A number that is new in the contract fai
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,9 @@ def budgets() -> list[Message]:
 
 
 def solves() -> list[Message]:
-    explicit = frontier_service_pb2.SolveRequest(problem=problem_to_proto(FRONTIER.pipeline), point_count=5)
+    powers_w = tuple({1400: 1.1 * power_w, 700: power_w} for power_w in FRONTIER.pipeline.blocking_power_w)
+    problem = replace(FRONTIER.pipeline, blocking_powers_w=powers_w)
+    explicit = frontier_service_pb2.SolveRequest(problem=problem_to_proto(problem), point_count=5)
     named = frontier_service_pb2.SolveRequest()
     named.CopyFrom(explicit)
     named.problem.schedule.named.microbatch_count = 1

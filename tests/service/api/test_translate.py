@@ -147,10 +147,12 @@ def test_a_problem_with_blocking_powers_by_clock_survives_translation_and_solves
 
 
 def test_blocking_powers_by_clock_are_pairs_and_each_clock_is_there_once() -> None:
-    for clocks_mhz, powers_w in (((700, 700), (1.0, 2.0)), ((700, 1400), (1.0,))):
+    refused = "clock_mhz: expected clocks, each once", "power_w: expected a power for each of 2 clocks"
+    figures = ((700, 700), (1.0, 2.0)), ((700, 1400), (1.0,))
+    for why, (clocks_mhz, powers_w) in zip(refused, figures, strict=True):
         message = problem_to_proto(FRONTIER.pipeline)
         message.blocking_powers.add(clock_mhz=clocks_mhz, power_w=powers_w)
-        with pytest.raises(InvalidFieldError, match=r"blocking_powers\[0\]: expected each clock once"):
+        with pytest.raises(InvalidFieldError, match=rf"blocking_powers\[0\]\.{why}"):
             problem_from_proto(message)
 
 

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from statistics import fmean
 
-import numpy as np
-
 from perseus.service.domain.measured import StageKey, StageProfile
 from perseus.service.domain.profiling import ClockGivenUpReason
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.ranks.usable_clocks import UsableClocks, stages_at_stock
 from perseus.solver import (
+    BlockingPower,
     Kind,
     Measurement,
     Pipeline,
@@ -188,10 +187,8 @@ def blocking_powers_w(profiles: Sequence[StageProfile], stage_count: int) -> tup
             found.setdefault(profile.stage, {})[profile.clock_mhz] = power_w
     rising = {stage: _rising(by_clock) for stage, by_clock in found.items()}
     clocks_mhz = sorted({mhz for by_clock in rising.values() for mhz in by_clock})
-    usual = {
-        mhz: math.fsum(np.interp(mhz, [*own], [*own.values()]) for own in rising.values()) / len(rising)
-        for mhz in clocks_mhz
-    }
+    powers = [BlockingPower(by_clock) for by_clock in rising.values()]
+    usual = {mhz: fmean(power.at_w(mhz) for power in powers) for mhz in clocks_mhz}
     return tuple(rising.get(stage, usual) or {1: means_w[stage]} for stage in range(stage_count))
 
 

@@ -1,5 +1,7 @@
 """The points of a job, read off a frontier, against plain sums."""
 
+from dataclasses import replace
+
 import pytest
 
 from perseus.service.domain.errors import InvalidFieldError
@@ -11,9 +13,9 @@ from tests.solver.pipelines import small_pipeline
 HERE = {DEFAULT_FEED: 1.0}
 
 
-@pytest.fixture(scope="module")
-def frontier() -> Frontier:
-    return solve(small_pipeline(), point_count=12)
+@pytest.fixture(scope="module", params=[(), ({1400: 65.0, 1000: 50.0},) * 2], ids=["one power", "by clock"])
+def frontier(request: pytest.FixtureRequest) -> Frontier:
+    return solve(replace(small_pipeline(), blocking_powers_w=request.param), point_count=12)
 
 
 def test_points_are_the_frontiers(frontier: Frontier) -> None:
@@ -60,7 +62,7 @@ def test_time_outside_computations_draws_blocking_power(frontier: Frontier) -> N
         power_points(frontier, [[HERE, HERE]], own_time_s=frontier.t_min_s, overhead_s=overhead_s)
         for overhead_s in (0.0, 0.05)
     )
-    energy_j = bare.power_w[DEFAULT_FEED] * frontier.t_min_s + 0.05 * sum(frontier.pipeline.blocking_power_w)
+    energy_j = bare.power_w[DEFAULT_FEED] * frontier.t_min_s + 0.05 * frontier.baseline.blocking_power_w
     assert long.power_w[DEFAULT_FEED] * (frontier.t_min_s + 0.05) == pytest.approx(energy_j)
 
 

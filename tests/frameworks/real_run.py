@@ -14,10 +14,12 @@ from statistics import median
 
 import grpc.aio
 
+from perseus import solver
 from perseus.demo.cluster import Cluster
 from perseus.demo.observation import Observer
 from perseus.demo.summary import Measurements
 from perseus.demo.workload import Workload
+from perseus.service.api.translate_problems import KIND_FROM_PROTO
 from perseus.v1 import (
     event_pb2,
     frontier_pb2,
@@ -182,6 +184,19 @@ class RealRun:
         stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
         request = frontier_service_pb2.GetFrontierRequest(job_id=self.workload.job_id)
         return (await stub.GetFrontier(request, timeout=STEP_TIMEOUT_S)).frontier
+
+    async def planned_mhz(self, iteration_time_s: float) -> dict[solver.Computation, int]:
+        """Return the clocks of the coordinator's plan for an iteration time."""
+        stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
+        request = frontier_service_pb2.GetPlanRequest(
+            job_id=self.workload.job_id, iteration_time_s=iteration_time_s
+        )
+        plan = (await stub.GetPlan(request, timeout=STEP_TIMEOUT_S)).plan
+        return {
+            solver.Computation(stage, KIND_FROM_PROTO[c.kind], c.microbatch, c.chunk): c.clock_mhz
+            for stage, planned in enumerate(plan.stages)
+            for c in planned.computations
+        }
 
     async def whole(self, *, at_stock: bool) -> Whole:
         """Return what a whole iteration of the latest stock baseline, or of the plan in force, takes."""

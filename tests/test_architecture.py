@@ -76,7 +76,7 @@ RULES: Mapping[str, PackageRules] = {
     "service.job": pure("google", "pydantic"),
     "service.job.ranks": pure(),
     "service.job.iterations": pure("numpy"),
-    "service.job.profiling": pure(),
+    "service.job.profiling": pure("numpy"),
     "service.job.statistics": pure("numpy"),
     "service.job.stragglers": pure("numpy"),
     "service.job.planning": pure("numpy"),

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.regression import (
     Estimate,
+    JointInformation,
     NotDetermined,
     Span,
     computation_energy_j,
@@ -34,6 +37,8 @@ _MAX_REFRESH = 1000
 _MAX_PARTS = 32_768
 # A smaller power is invalid.
 _MIN_BLOCKING_W = 1e-3
+# Most kinds of computations whose joint information is reported.
+_MAX_JOINT_KEYS = 64
 
 # Kind, chunk and clock (MHz, None for stock).
 Key = tuple[Kind, int, int | None]
@@ -136,7 +141,7 @@ class Sampler:
 
 
 def estimate(request: EstimateRequest) -> EnergyEstimate | None:
-    """Estimate the iterations' energy from the counter's windows, if these determine it."""
+    """Estimate the iterations' energy from the counter's windows, if there are enough of them."""
     regular = [iteration for iteration in request.iterations if iteration.is_regular]
     computations = [computation for iteration in regular for computation in iteration.computations]
     unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
@@ -163,19 +168,41 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     if blocking is not None and blocking.value < _MIN_BLOCKING_W:
         blocking = None  # few windows may yield impossible values
     typical_s = {key: typical_duration_s(some) for key, some in durations_s.items()}
+    determined = [key for key in fit.power_w if typical_s[key].value > 0]
+    undetermined: list[Key] = []
+    information: tuple[float, ...] = ()
+    information_vector: tuple[float, ...] = ()
+    is_one_clock = len({clock_mhz for _, _, clock_mhz in typical_s}) == 1
+    if (
+        is_one_clock
+        and len(typical_s) <= _MAX_JOINT_KEYS
+        and all(some.value > 0 for some in typical_s.values())
+    ):
+        undetermined = [key for key in typical_s if key not in fit.power_w]
+        information, information_vector = _flat(fit.joint, [*determined, *undetermined])
     return EnergyEstimate(
         plan_version=request.plan_version,
         iteration_count=len(regular),
         samples=tuple(
-            _sample(key, len(durations_s[key]), typical_s[key], power_w)
-            for key, power_w in fit.power_w.items()
-            if typical_s[key].value > 0
+            _sample(key, len(durations_s[key]), typical_s[key], fit.power_w[key]) for key in determined
         ),
         blocking_power_w=blocking.value if blocking else None,
         blocking_power_se_w=blocking.standard_error if blocking else 0.0,
         window_count=fit.window_count,
         discarded_window_count=fit.dropped_window_count,
+        undetermined=tuple(
+            _sample(key, len(durations_s[key]), typical_s[key], Estimate(0.0, 0.0)) for key in undetermined
+        ),
+        power_information=information,
+        power_information_vector=information_vector,
     )
+
+
+def _flat(joint: JointInformation[Key], keys: Sequence[Key]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the information's lower triangle by rows, and its vector, with the keys in this order."""
+    rows = np.array([*map(joint.keys.index, keys), len(keys)])
+    matrix = joint.matrix[np.ix_(rows, rows)]
+    return tuple(matrix[np.tril_indices(len(rows))].tolist()), tuple(joint.vector[rows].tolist())
 
 
 def _sample(key: Key, count: int, duration_s: Estimate, power_w: Estimate) -> EnergySample:

@@ -83,6 +83,17 @@ class JointInformation(Generic[K]):
     matrix: Array
     vector: Array
 
+    def of(self, keys: Sequence[K]) -> "JointInformation[K]":
+        """Return the information on some of the keys, in this order, and waiting, whatever the others are."""
+        kept = [*map(self.keys.index, keys), len(self.keys)]
+        others = [row for row in range(len(self.keys)) if row not in kept]
+        through = self.matrix[np.ix_(kept, others)] @ np.linalg.pinv(self.matrix[np.ix_(others, others)])
+        return JointInformation(
+            tuple(keys),
+            self.matrix[np.ix_(kept, kept)] - through @ self.matrix[np.ix_(others, kept)],
+            self.vector[kept] - through @ self.vector[others],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PowerFit(Generic[K]):

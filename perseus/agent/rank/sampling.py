@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 import numpy as np
 
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.regression import (
     Estimate,
-    JointInformation,
     NotDetermined,
+    PowerFit,
     Span,
     computation_energy_j,
     cumulative_energy_j,
@@ -29,6 +30,8 @@ from perseus.gpu import ClockEventReason
 # Nothing is marked between iterations. A gap of at most this length holds no significant work and counts as
 # waiting; the content of a longer one is unknown.
 _NEGLIGIBLE_GAP_S = 0.001
+# Multiple of the median gap up to which a gap holds the same as the others (an optimizer step, say).
+_TYPICAL_GAP = 2.0
 # An estimate is refreshed when the plan has been in force for this share longer than at the previous one.
 _REFRESH_SHARE = 0.125
 # And after this many more iterations in any case, because a plan's energy may change while it is in force.
@@ -144,31 +147,18 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     """Estimate the iterations' energy from the counter's windows, if there are enough of them."""
     regular = [iteration for iteration in request.iterations if iteration.is_regular]
     computations = [computation for iteration in regular for computation in iteration.computations]
-    unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
-    unknown += [(each.begin_s, each.end_s) for each in request.iterations if not each.is_regular]
-    unknown += [
-        (before.end_s, after.begin_s)
-        for before, after in pairwise(request.iterations)
-        if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
-    ]
-    pure = [computation for computation in computations if computation.is_pure]
-    fit = estimate_power(
-        request.changes,
-        [Span(each.key, *part_s) for each in pure for part_s in each.parts_s],
-        begin_s=request.iterations[0].begin_s,
-        end_s=request.iterations[-1].end_s,
-        unknown=unknown,
-    )
+    fit = _fit(request, computations)
     if isinstance(fit, NotDetermined):
         return None
     durations_s: dict[Key, list[float]] = {}
-    for each in pure:
-        durations_s.setdefault(each.key, []).append(each.duration_s)
+    for each in computations:
+        if each.is_pure:
+            durations_s.setdefault(each.key, []).append(each.duration_s)
     blocking = fit.blocking_power_w
     if blocking is not None and blocking.value < _MIN_BLOCKING_W:
         blocking = None  # few windows may yield impossible values
     typical_s = {key: typical_duration_s(some) for key, some in durations_s.items()}
-    determined = [key for key in fit.power_w if typical_s[key].value > 0]
+    determined = [key for key in fit.power_w if key is not None and typical_s[key].value > 0]
     undetermined: list[Key] = []
     information: tuple[float, ...] = ()
     information_vector: tuple[float, ...] = ()
@@ -179,7 +169,9 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
         and all(some.value > 0 for some in typical_s.values())
     ):
         undetermined = [key for key in typical_s if key not in fit.power_w]
-        information, information_vector = _flat(fit.joint, [*determined, *undetermined])
+        joint = fit.joint.of([*determined, *undetermined])
+        information = tuple(joint.matrix[np.tril_indices(len(joint.vector))].tolist())
+        information_vector = tuple(joint.vector.tolist())
     return EnergyEstimate(
         plan_version=request.plan_version,
         iteration_count=len(regular),
@@ -198,11 +190,37 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     )
 
 
-def _flat(joint: JointInformation[Key], keys: Sequence[Key]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the information's lower triangle by rows, and its vector, with the keys in this order."""
-    rows = np.array([*map(joint.keys.index, keys), len(keys)])
-    matrix = joint.matrix[np.ix_(rows, rows)]
-    return tuple(matrix[np.tril_indices(len(rows))].tolist()), tuple(joint.vector[rows].tolist())
+def _fit(
+    request: EstimateRequest, computations: Sequence[FinishedComputation]
+) -> PowerFit[Key | None] | NotDetermined:
+    """Regress the counter's windows on the pure ones of the regular iterations' computations.
+
+    What a GPU does in the gaps between iterations is unknown. If hardly any window is without a gap, typical
+    gaps get a power of their own, with the key None.
+    """
+    spans: list[Span[Key | None]] = [
+        Span(each.key, *part_s) for each in computations if each.is_pure for part_s in each.parts_s
+    ]
+    unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
+    unknown += [(each.begin_s, each.end_s) for each in request.iterations if not each.is_regular]
+    gaps_s = [
+        (before.end_s, after.begin_s)
+        for before, after in pairwise(request.iterations)
+        if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
+    ]
+    begin_s, end_s = request.iterations[0].begin_s, request.iterations[-1].end_s
+    fit = estimate_power(request.changes, spans, begin_s=begin_s, end_s=end_s, unknown=[*unknown, *gaps_s])
+    if not gaps_s or fit.window_count >= fit.dropped_window_count:
+        return fit
+    longest_s = _TYPICAL_GAP * median(until_s - since_s for since_s, until_s in gaps_s)
+    for since_s, until_s in gaps_s:
+        if until_s - since_s <= longest_s:
+            spans.append(Span(None, since_s, until_s))
+        else:
+            unknown.append((since_s, until_s))
+    spans.sort(key=lambda span: span.begin_s)
+    through = estimate_power(request.changes, spans, begin_s=begin_s, end_s=end_s, unknown=unknown)
+    return through if through.window_count > fit.window_count else fit
 
 
 def _sample(key: Key, count: int, duration_s: Estimate, power_w: Estimate) -> EnergySample:

@@ -30,9 +30,9 @@ KindAndChunk = tuple[Kind, int]
 # power.)
 _WAITING_SHARE = 0.35
 # Standard deviations of μ, as shares of the power of computing. Published forwards and backwards differ by up
-# to 7 %, at the same clock.
+# to 7 % at the same clock; those of small models may differ by more.
 _WAITING_DEVIATION = 0.15
-_KIND_DEVIATION = 0.1
+_KIND_DEVIATION = 0.15
 # Standard deviations of t, as shares of each power: of the factor common to a GPU's powers, and of the rest.
 _GPU_DEVIATION = 0.05
 _REST_DEVIATION = 0.02

@@ -41,7 +41,7 @@ def ddp(slowness: float) -> list[tuple[str, float]]:
 
 
 def in_step(slowness: float) -> list[tuple[str, float]]:
-    """Iterations of a quarter of the counter's period at every clock, as if paced."""
+    """Iterations of a quarter of the counter's period at every clock."""
     waits_s = (0.025 - 0.015 * slowness) / 2
     return [
         ("forward", 0.005 * slowness), ("wait", waits_s), ("backward", 0.01 * slowness), ("wait", waits_s)

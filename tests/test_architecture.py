@@ -115,7 +115,7 @@ RULES: Mapping[str, PackageRules] = {
     "agent.claims": pure(),
     "agent.clocks": pure(),
     "agent.energy": pure("numpy"),
-    "agent.rank": pure(),
+    "agent.rank": pure("numpy"),
     "agent.restore": allowed("structlog"),
     "agent.stream": allowed("google", "grpc", "grpc_status", "structlog"),
     "agent.sidecar": allowed("pydantic", "pydantic_settings", "pynvml", "structlog"),

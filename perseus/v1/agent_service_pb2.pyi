@@ -1058,25 +1058,25 @@ class EnergyEstimate(google.protobuf.message.Message):
     """
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EnergySample]:
-        """One sample per kind, chunk and clock; at most 10,000."""
+        """Required where power_information covers them. One sample per kind, chunk and clock; at most 10,000."""
 
     @property
     def undetermined(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EnergySample]:
-        """Kinds of computations whose energy the windows do not determine (yet), energy_j and energy_se_j 0; with
-        power_information only. Like samples, and one of either per kind, chunk and clock.
+        """Required where power_information covers them. Computations whose energy the windows do not determine (yet),
+        with energy_j and energy_se_j 0; one per kind, chunk and clock, counting samples.
         """
 
     @property
     def power_information(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """What the windows say about all powers together, by which a stage's ranks complete each other's estimates: the
-        inverse of the covariance of the powers, watts, of samples, undetermined and, last, waiting; 1/W². Its lower
-        triangle by rows, (n + 1)(n + 2) / 2 numbers for n samples of either, at most 64. Absent if not reported, or if
-        there are several clocks.
+        """Required if anything is undetermined. What the windows say about all powers together, by which a stage's ranks
+        complete each other's estimates: the inverse of the covariance of the powers of samples, undetermined and, last,
+        waiting, 1/W². Its lower triangle by rows: (n + 1)(n + 2) / 2 numbers for n of samples and undetermined, at most
+        64. It is of use at one clock only.
         """
 
     @property
     def power_information_vector(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """power_information times the powers, n + 1 numbers, 1/W."""
+        """Required with power_information. That times the powers: n + 1 numbers, 1/W."""
 
     def __init__(
         self,

@@ -31,7 +31,6 @@ from perseus.v1 import (
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.frontiers import FRONTIER
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings
-from tests.service.service_fakes import CLOCKS_MHZ
 
 FLOATS = [math.nan, math.inf, -math.inf, 1.7e308, -1.7e308]
 INTEGERS = {
@@ -131,8 +130,7 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
     telemetry.gpu_limits.power_limit_w = joined.gpu.power_limit_w
     telemetry.gpu_limits.workload_power_profiles.append(7)
     energy = telemetry.energy
-    energy.undetermined.add().CopyFrom(energy.samples[0])
-    energy.undetermined[0].clock_mhz = CLOCKS_MHZ[1]
+    energy.undetermined.append(energy.samples.pop())
     row_count = len(energy.samples) + 2
     energy.power_information.extend([1.0] * (row_count * (row_count + 1) // 2))
     energy.power_information_vector.extend([1.0] * row_count)

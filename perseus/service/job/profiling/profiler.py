@@ -3,8 +3,9 @@
 In a round (`round`) every stage holds one clock of its own (`clock_choice`) on all pipelines. The round ends
 when all stages are measured accurately enough for their noise (`sample_allocation`), or when it has lasted so
 long that the missing measurements will not come (a stage that computes in step with its energy counter, say):
-that clock is given up. A stage that stays at stock is measured at stock, which counts as its highest clock. A
-stage with nothing left to measure holds a clock that it has already measured.
+without even the energy of all its computations together, that clock is given up. A stage that stays at stock
+is measured at stock, which counts as its highest clock. A stage with nothing left to measure holds a clock
+that it has already measured.
 
 Profiling ends when the plan's energy can no longer change by more than the required accuracy, or when the
 budget is used up (`budget_tracker`), within a round or after it. Each stage needs at least two clocks;

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.service.domain.bounds import MIN_POWER_W
+from perseus.service.domain.bounds import MAX_RANK_POWER_W, MIN_POWER_W
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.solver import Kind
@@ -39,6 +39,8 @@ _REST_DEVIATION = 0.02
 # A power with a larger standard error than this share of the power of computing is not determined, as in
 # agents.
 _MAX_ERROR_SHARE = 0.1
+# Of a power, as a share: an error of 0.003 %, far less than GPUs differ by.
+_MAX_INFORMATION = 1e9
 
 
 def is_informative(estimate: EnergyEstimate, needed: Set[KindAndChunk], clock_mhz: int) -> bool:
@@ -89,17 +91,20 @@ class _Pool:
 def _pool(estimates: Sequence[EnergyEstimate]) -> _Pool | None:
     """Return the ranks' powers, given the information of all; None if that is no information on any."""
     information, vectors = map(np.array, zip(*map(_information, estimates), strict=True))
-    # Rounding must not make information negative.
-    values, directions = np.linalg.eigh(information)
-    information = (directions * values.clip(0)[:, None, :]) @ directions.swapaxes(1, 2)
     size = vectors.shape[1]
     typical = np.append(np.ones(size - 1), _WAITING_SHARE)
     weight = float(typical @ information.sum(axis=0) @ typical)
     level_w = float(typical @ vectors.sum(axis=0)) / weight if weight > 0 else 0.0
-    if not MIN_POWER_W <= level_w < np.inf:
+    if not MIN_POWER_W <= level_w <= MAX_RANK_POWER_W:
         return None
-    # From here on, all powers are shares of the power of computing.
-    information, vectors = information * level_w**2, (vectors * level_w)[..., None]
+    # From here on, all powers are shares of the power of computing. Information is neither negative, as by
+    # rounding, nor so much that it would drown the rest.
+    values, directions = np.linalg.eigh(information * level_w**2)
+    kept = values.clip(0, _MAX_INFORMATION)
+    shares = np.divide(kept, values, out=np.zeros_like(kept), where=kept > 0)
+    turned = directions.swapaxes(1, 2)
+    information = (directions * kept[:, None, :]) @ turned
+    vectors = directions @ (shares[..., None] * (turned @ vectors[..., None])) * level_w
     common = np.outer(typical, typical)
     of_gpu = _GPU_DEVIATION**2 * common + np.diag((_REST_DEVIATION * typical) ** 2)
     deviations = np.append(np.full(size - 1, _KIND_DEVIATION), _WAITING_DEVIATION)
@@ -125,7 +130,7 @@ def _completed(
     is_determined = errors_w <= _MAX_ERROR_SHARE * pool.level_w
     samples = sorted(_joint_samples(estimate), key=_key)
     times_s = np.array([sample.computation_count * sample.time_s for sample in samples])
-    if not np.all(powers_w[:-1] > 0):
+    if not np.all((powers_w[:-1] > 0) & (powers_w[:-1] <= MAX_RANK_POWER_W)):
         return None
     if not is_determined[:-1].all():
         error_j = float(np.sqrt(times_s @ covariance_w2[:-1, :-1] @ times_s))

@@ -1,7 +1,9 @@
 """Energies that single ranks' counters leave undetermined, from all ranks of a stage."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from perseus.service.domain.bounds import MAX_INFORMATION
+from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.profiling.pooling import complete, is_informative
@@ -188,3 +192,48 @@ def test_only_information_on_just_the_needed_computations_counts() -> None:
     assert not is_informative(some, NEEDED | {(Kind.FIXED, 0)}, CLOCK_MHZ)
     assert not is_informative(some, {(Kind.FORWARD, 0)}, CLOCK_MHZ)
     assert not is_informative(replace(some, power_information=()), NEEDED, CLOCK_MHZ)
+
+
+impossible = st.builds(
+    lambda some, triangle, vector: replace(
+        some, power_information=tuple(triangle), power_information_vector=tuple(vector)
+    ),
+    st.just(reported(SUM_ONLY, POWERS_W)),
+    st.lists(st.floats(-MAX_INFORMATION, MAX_INFORMATION), min_size=6, max_size=6),
+    st.lists(st.floats(-MAX_INFORMATION, MAX_INFORMATION), min_size=3, max_size=3),
+)
+
+
+@given(st.lists(impossible, min_size=1, max_size=3), st.booleans())
+def test_impossible_information_does_no_harm(estimates: list[EnergyEstimate], accepts_sums: bool) -> None:
+    """Agents may send any numbers within bounds."""
+    for each in estimates:
+        each.check()
+    for completed in complete(by_rank(estimates), accepts_sums=accepts_sums).values():
+        for sample in completed.samples:
+            assert 0 < sample.energy_j < np.inf
+            assert 0 <= sample.energy_se_j < np.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"power_information": (1.0,) * 5}, "energy.power_information: expected 6 numbers, found 5"),
+        ({"power_information": ()}, "energy.power_information: expected 6 numbers, found 0"),
+        (
+            {"power_information_vector": (1.0,)},
+            "energy.power_information_vector: expected 3 numbers, found 1",
+        ),
+        (
+            {"power_information": (), "power_information_vector": ()},
+            "energy.undetermined: expected at most 0 of them, found 2",
+        ),
+        (
+            {"samples": (EnergySample(Kind.FORWARD, 0, CLOCK_MHZ, 1, 1.0, 0.0, 1.0, 0.0),) * 63},
+            "energy.samples: expected at most 64 of them, found 65",
+        ),
+    ],
+)
+def test_information_of_another_size_is_refused(changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(InvalidFieldError, match=re.escape(found)):
+        replace(reported(SUM_ONLY, POWERS_W), **changes).check()

@@ -30,9 +30,10 @@ KindAndChunk = tuple[Kind, int]
 # power.)
 _WAITING_SHARE = 0.35
 # Standard deviations of μ, as shares of the power of computing. Published forwards and backwards differ by up
-# to 7 % at the same clock; those of small models may differ by more.
+# to 7 % at the same clock; those of small models may differ by more, and FIXED ones may be of any kind.
 _WAITING_DEVIATION = 0.15
 _KIND_DEVIATION = 0.15
+_FIXED_DEVIATION = 0.5
 # Standard deviations of t, as shares of each power: of the factor common to a GPU's powers, and of the rest.
 _GPU_DEVIATION = 0.05
 _REST_DEVIATION = 0.02
@@ -107,8 +108,12 @@ def _pool(estimates: Sequence[EnergyEstimate]) -> _Pool | None:
     vectors = directions @ (shares[..., None] * (turned @ vectors[..., None])) * level_w
     common = np.outer(typical, typical)
     of_gpu = _GPU_DEVIATION**2 * common + np.diag((_REST_DEVIATION * typical) ** 2)
-    deviations = np.append(np.full(size - 1, _KIND_DEVIATION), _WAITING_DEVIATION)
-    precision = np.linalg.inv(common + np.diag(deviations**2))  # the level itself is known to its full size
+    kinds = [sample.kind for sample in sorted(_joint_samples(estimates[0]), key=_key)]
+    deviations = np.array(
+        [*(_FIXED_DEVIATION if kind is Kind.FIXED else _KIND_DEVIATION for kind in kinds), _WAITING_DEVIATION]
+    )
+    # The power of computing itself may be off by all its size.
+    precision = np.linalg.inv(common + np.diag(deviations**2))
     # Of μ: a rank's information and vector, given that its powers are t away.
     through_gpu = np.linalg.inv(np.eye(size) + information @ of_gpu)
     about, about_vectors = through_gpu @ information, through_gpu @ vectors

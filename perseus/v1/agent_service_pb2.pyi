@@ -1037,6 +1037,9 @@ class EnergyEstimate(google.protobuf.message.Message):
     BLOCKING_POWER_SE_W_FIELD_NUMBER: builtins.int
     WINDOW_COUNT_FIELD_NUMBER: builtins.int
     DISCARDED_WINDOW_COUNT_FIELD_NUMBER: builtins.int
+    UNDETERMINED_FIELD_NUMBER: builtins.int
+    POWER_INFORMATION_FIELD_NUMBER: builtins.int
+    POWER_INFORMATION_VECTOR_FIELD_NUMBER: builtins.int
     plan_version: builtins.int
     """Version of the plan in force."""
     iteration_count: builtins.int
@@ -1056,7 +1059,25 @@ class EnergyEstimate(google.protobuf.message.Message):
     """
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EnergySample]:
-        """One sample per kind, chunk and clock; at most 10,000."""
+        """Required where power_information covers them. One sample per kind, chunk and clock; at most 10,000."""
+
+    @property
+    def undetermined(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EnergySample]:
+        """Required where power_information covers them. Computations whose energy the windows do not determine (yet),
+        with energy_j and energy_se_j 0; one per kind, chunk and clock, counting samples.
+        """
+
+    @property
+    def power_information(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Required if anything is undetermined. What the windows say about all powers together, by which a stage's ranks
+        complete each other's estimates: the inverse of the covariance of the powers of samples, undetermined and, last,
+        waiting, 1/W². Its lower triangle by rows: (n + 1)(n + 2) / 2 numbers for n of samples and undetermined, at most
+        64. It is of use at one clock only.
+        """
+
+    @property
+    def power_information_vector(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Required with power_information. That times the powers: n + 1 numbers, 1/W."""
 
     def __init__(
         self,
@@ -1068,9 +1089,12 @@ class EnergyEstimate(google.protobuf.message.Message):
         blocking_power_se_w: builtins.float = ...,
         window_count: builtins.int = ...,
         discarded_window_count: builtins.int = ...,
+        undetermined: collections.abc.Iterable[Global___EnergySample] | None = ...,
+        power_information: collections.abc.Iterable[builtins.float] | None = ...,
+        power_information_vector: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_blocking_power_w", b"_blocking_power_w", "blocking_power_w", b"blocking_power_w"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_blocking_power_w", b"_blocking_power_w", "blocking_power_se_w", b"blocking_power_se_w", "blocking_power_w", b"blocking_power_w", "discarded_window_count", b"discarded_window_count", "iteration_count", b"iteration_count", "plan_version", b"plan_version", "samples", b"samples", "window_count", b"window_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_blocking_power_w", b"_blocking_power_w", "blocking_power_se_w", b"blocking_power_se_w", "blocking_power_w", b"blocking_power_w", "discarded_window_count", b"discarded_window_count", "iteration_count", b"iteration_count", "plan_version", b"plan_version", "power_information", b"power_information", "power_information_vector", b"power_information_vector", "samples", b"samples", "undetermined", b"undetermined", "window_count", b"window_count"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_blocking_power_w", b"_blocking_power_w"]) -> typing.Literal["blocking_power_w"] | None: ...
 
 Global___EnergyEstimate: typing_extensions.TypeAlias = EnergyEstimate

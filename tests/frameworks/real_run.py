@@ -21,7 +21,6 @@ from perseus.demo.summary import Measurements
 from perseus.demo.workload import Workload
 from perseus.service.api.translate_problems import KIND_FROM_PROTO
 from perseus.v1 import (
-    event_pb2,
     frontier_pb2,
     frontier_service_pb2,
     frontier_service_pb2_grpc,
@@ -104,17 +103,6 @@ class RealRun:
             lambda: observer.state == job_pb2.JOB_STATE_PLANNED and observer.is_in_force(),
             _PROFILING_TIMEOUT_S,
         )
-
-    def why_unmeasured(self) -> str | None:
-        """Return why profiling gave up clocks, if it ended without enough of them for a plan."""
-        events = self.observer.events
-        is_enough = all(
-            event.profiling_ended.is_enough
-            for event in events
-            if event.type == event_pb2.JOB_EVENT_TYPE_PROFILING_ENDED
-        )
-        given_up = [event for event in events if event.type == event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP]
-        return None if is_enough or not given_up else given_up[-1].message
 
     async def watch(self, count: int) -> Figures:
         """Measure the next `count` iterations that begin after now."""

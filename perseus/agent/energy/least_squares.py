@@ -10,9 +10,12 @@ _MIN_SINGULAR_SHARE = 1e-9
 
 def generalised_least_squares(
     design: Array, observed: Array, *, diagonals: Array, off_diagonal: Array
-) -> tuple[Array, Array]:
-    """Return coefficients and standard errors, shape (p,) each, under the likeliest of several noise
-    covariances.
+) -> tuple[Array, Array, Array]:
+    """Return coefficients and standard errors, shape (p,) each, and their information, shape (p, p), under
+    the likeliest of several noise covariances.
+
+    The information is the inverse of the coefficients' covariance. It is finite for every design, and 0 along
+    directions that the design does not determine.
 
     Shapes: `design` (n, p), `observed` (n,), `diagonals` (covariances, n), `off_diagonal` (n - 1,). The
     covariance is chosen by restricted likelihood. A coefficient that the design does not determine gets an
@@ -33,7 +36,9 @@ def generalised_least_squares(
             coefficients = solution / norms
             excess = max(1.0, misfit / (design.shape[0] - design.shape[1]))
             errors = np.sqrt(excess * np.sum((right.T / singular) ** 2, axis=1)) / norms
-    return coefficients, errors
+            scaled = system[:, :-1] * norms
+            information = scaled.T @ scaled / excess
+    return coefficients, errors, information
 
 
 def _whiten(rows: Array, diagonals: Array, off_diagonal: Array) -> tuple[Array, Array]:

@@ -18,6 +18,10 @@ The noise model makes the estimate precise and its standard errors honest: gener
 - The change of the powers when the moves shift within their uncertainty is an error, too. It reveals windows
   that differ by little more than that uncertainty, as they do if the training iteration is a whole number of
   counter periods.
+
+Computations much shorter than a window may leave single powers undetermined. What the windows still say about
+all powers together, such as their sum by time, is their joint information: the inverse of their covariance.
+That of ranks with the same work adds up.
 """
 
 from bisect import bisect_left
@@ -69,11 +73,35 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class JointInformation(Generic[K]):
+    """What the windows say about the powers of `keys` and, last, blocking power, determined or not.
+
+    `matrix` is the inverse of the powers' covariance, 1/W²; times the powers it gives `vector`, 1/W.
+    """
+
+    keys: tuple[K, ...]
+    matrix: Array
+    vector: Array
+
+    def of(self, keys: Sequence[K]) -> "JointInformation[K]":
+        """Return the information on some of the keys, in this order, and waiting, whatever the others are."""
+        kept = [*map(self.keys.index, keys), len(self.keys)]
+        others = [row for row in range(len(self.keys)) if row not in kept]
+        through = self.matrix[np.ix_(kept, others)] @ np.linalg.pinv(self.matrix[np.ix_(others, others)])
+        return JointInformation(
+            tuple(keys),
+            self.matrix[np.ix_(kept, kept)] - through @ self.matrix[np.ix_(others, kept)],
+            self.vector[kept] - through @ self.vector[others],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PowerFit(Generic[K]):
     """Powers in watts. Keys that the windows do not separate (yet) are absent; blocking power may be None."""
 
     power_w: Mapping[K, Estimate]
     blocking_power_w: Estimate | None
+    joint: JointInformation[K]
     window_count: int
     dropped_window_count: int
 
@@ -150,12 +178,9 @@ def estimate_power(
         reason = f"expected at least {needed} windows for {len(keys)} keys and waiting, found {window_count}"
         return NotDetermined(reason, window_count, dropped_window_count)
 
-    *powers, blocking = _with_errors(moves, usable, spans, keys)
+    (*powers, blocking), joint = _with_errors(moves, usable, spans, keys)
     power_w = {key: power for key, power in zip(keys, powers, strict=True) if power is not None}
-    if not power_w and blocking is None:
-        reason = f"the {window_count} windows do not separate {len(keys)} keys and waiting"
-        return NotDetermined(reason, window_count, dropped_window_count)
-    return PowerFit(power_w, blocking, window_count, dropped_window_count)
+    return PowerFit(power_w, blocking, joint, window_count, dropped_window_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,20 +274,28 @@ def _without_outliers(
 
 def _with_errors(
     moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K]
-) -> list[Estimate | None]:
+) -> tuple[list[Estimate | None], JointInformation[K]]:
     """Return the power of each key and, last, blocking power; None where it is not determined."""
     regression = _Regression(moves, np.flatnonzero(usable))
-    powers_w, errors_w = regression.fit(_time_spent_s(moves, 0.0, spans, keys))
+    powers_w, errors_w, information = regression.fit(_time_spent_s(moves, 0.0, spans, keys))
     elsewhere_w = [
         regression.fit(_time_spent_s(moves, shift_s, spans, keys))[0] for shift_s in moves.error_shifts_s()
     ]
-    errors_w = np.sqrt(errors_w**2 + np.sum((np.array(elsewhere_w) - powers_w) ** 2, axis=0))
-    return [
+    changes_w = np.array(elsewhere_w).T - powers_w[:, None]
+    errors_w = np.sqrt(errors_w**2 + np.sum(changes_w**2, axis=1))
+    # The covariance grows by the changes' products. Woodbury's formula gives the inverse of the sum from the
+    # information, which may have no inverse itself.
+    seen = information @ changes_w
+    lost = seen @ np.linalg.solve(np.eye(changes_w.shape[1]) + changes_w.T @ seen, seen.T)
+    matrix = information - lost
+    joint = JointInformation(tuple(keys), matrix, matrix @ powers_w)
+    found = [
         Estimate(float(power_w), float(error_w))
         if power_w > 0 and error_w <= _MAX_ERROR_SHARE * regression.mean_power_w
         else None
         for power_w, error_w in zip(powers_w, errors_w, strict=True)
     ]
+    return found, joint
 
 
 class _Regression:
@@ -278,20 +311,20 @@ class _Regression:
         self.mean_power_w = self.mean_increment_j / float(window_s.mean())
         self._variation_j2 = np.outer((_POWER_VARIATIONS * self.mean_power_w) ** 2, 0.1 * window_s)
 
-    def fit(self, spent_s: Array) -> tuple[Array, Array]:
-        """Return powers and their standard errors, one per key and, last, of waiting."""
+    def fit(self, spent_s: Array) -> tuple[Array, Array, Array]:
+        """Return powers, one per key and, last, of waiting; their standard errors; and their information."""
         exposures_s = self._exposures_s(spent_s)
         powers_w = np.full(spent_s.shape[-1], self.mean_power_w)
         for _ in range(_REWEIGHTINGS):
             drawn_j = spent_s @ powers_w.clip(0, 10 * self.mean_power_w)
             own_j2 = (self._own_share * drawn_j).var(axis=1) + _COUNTER_RESOLUTION_J**2
-            powers_w, errors_w = generalised_least_squares(
+            powers_w, errors_w, information = generalised_least_squares(
                 exposures_s,
                 self._increments_j,
                 diagonals=own_j2[self.rows] + own_j2[self.rows + 1] + self._variation_j2,
                 off_diagonal=np.where(self._adjacent, -own_j2[self.rows[1:]], 0.0),
             )
-        return powers_w, errors_w
+        return powers_w, errors_w, information
 
     def misfits_j(self, spent_s: Array, powers_w: Array) -> Array:
         """Return each window's misfit between its increment and that predicted by the powers."""

@@ -187,7 +187,9 @@ class EnergySample:
 class EnergyEstimate:
     """A plan's energy from the energy counter so far; replaces the previous estimate for that version.
 
-    Blocking power is None while the windows do not determine it (a stage may hardly ever wait).
+    Blocking power is None while the windows do not determine it (a stage may hardly ever wait). The joint
+    information on the powers of `samples`, `undetermined` and waiting is a lower triangle by rows, and a
+    vector, as in the contract; both are empty if it is not reported.
     """
 
     plan_version: int
@@ -197,6 +199,9 @@ class EnergyEstimate:
     blocking_power_se_w: float
     window_count: int
     discarded_window_count: int
+    undetermined: tuple[EnergySample, ...] = ()
+    power_information: tuple[float, ...] = ()
+    power_information_vector: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,17 @@ when they are due. `estimate` regresses the counter's windows (`energy.regressio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import pairwise
+from statistics import median
+
+import numpy as np
 
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.regression import (
     Estimate,
     NotDetermined,
+    PowerFit,
     Span,
     computation_energy_j,
     cumulative_energy_j,
@@ -26,6 +31,8 @@ from perseus.gpu import ClockEventReason
 # Nothing is marked between iterations. A gap of at most this length holds no significant work and counts as
 # waiting; the content of a longer one is unknown.
 _NEGLIGIBLE_GAP_S = 0.001
+# Multiple of the median gap up to which a gap holds the same as the others (an optimizer step, say).
+_TYPICAL_GAP = 2.0
 # An estimate is refreshed when the plan has been in force for this share longer than at the previous one.
 _REFRESH_SHARE = 0.125
 # And after this many more iterations in any case, because a plan's energy may change while it is in force.
@@ -34,9 +41,18 @@ _MAX_REFRESH = 1000
 _MAX_PARTS = 32_768
 # A smaller power is invalid.
 _MIN_BLOCKING_W = 1e-3
+# Most kinds of computations whose joint information is reported.
+_MAX_JOINT_KEYS = 64
 
 # Kind, chunk and clock (MHz, None for stock).
 Key = tuple[Kind, int, int | None]
+
+
+class _Other(Enum):
+    """What else gets a power of its own, which is not reported."""
+
+    GAP = auto()
+    OFF_CLOCK_WAIT = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,49 +157,88 @@ class Sampler:
 
 
 def estimate(request: EstimateRequest) -> EnergyEstimate | None:
-    """Estimate the iterations' energy from the counter's windows, if these determine it."""
+    """Estimate the iterations' energy from the counter's windows, if there are enough of them."""
     regular = [iteration for iteration in request.iterations if iteration.is_regular]
     computations = [computation for iteration in regular for computation in iteration.computations]
-    unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
-    unknown += [(each.begin_s, each.end_s) for each in request.iterations if not each.is_regular]
-    unknown += [
-        (before.end_s, after.begin_s)
-        for before, after in pairwise(request.iterations)
-        if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
-    ]
-    pure = [computation for computation in computations if computation.is_pure]
-    spans: list[Span[Key | None]] = [Span(each.key, *part_s) for each in pure for part_s in each.parts_s]
-    # After its last computation a GPU waits at stock, so these waits have a power of their own.
-    spans += [Span(None, *wait_s) for iteration in regular for wait_s in iteration.off_clock_s]
-    fit = estimate_power(
-        request.changes,
-        sorted(spans, key=lambda span: span.begin_s),
-        begin_s=request.iterations[0].begin_s,
-        end_s=request.iterations[-1].end_s,
-        unknown=unknown,
-    )
+    fit = _fit(request, regular)
     if isinstance(fit, NotDetermined):
         return None
     durations_s: dict[Key, list[float]] = {}
-    for each in pure:
-        durations_s.setdefault(each.key, []).append(each.duration_s)
+    for each in computations:
+        if each.is_pure:
+            durations_s.setdefault(each.key, []).append(each.duration_s)
     blocking = fit.blocking_power_w
     if blocking is not None and blocking.value < _MIN_BLOCKING_W:
         blocking = None  # few windows may yield impossible values
     typical_s = {key: typical_duration_s(some) for key, some in durations_s.items()}
+    determined = [key for key in fit.power_w if isinstance(key, tuple) and typical_s[key].value > 0]
+    undetermined: list[Key] = []
+    information: tuple[float, ...] = ()
+    information_vector: tuple[float, ...] = ()
+    is_one_clock = len({clock_mhz for _, _, clock_mhz in typical_s}) == 1
+    if (
+        is_one_clock
+        and len(typical_s) <= _MAX_JOINT_KEYS
+        and all(some.value > 0 for some in typical_s.values())
+    ):
+        undetermined = [key for key in typical_s if key not in fit.power_w]
+        joint = fit.joint.of([*determined, *undetermined])
+        information = tuple(joint.matrix[np.tril_indices(len(joint.vector))].tolist())
+        information_vector = tuple(joint.vector.tolist())
     return EnergyEstimate(
         plan_version=request.plan_version,
         iteration_count=len(regular),
         samples=tuple(
-            _sample(key, len(durations_s[key]), typical_s[key], power_w)
-            for key, power_w in fit.power_w.items()
-            if key is not None and typical_s[key].value > 0
+            _sample(key, len(durations_s[key]), typical_s[key], fit.power_w[key]) for key in determined
         ),
         blocking_power_w=blocking.value if blocking else None,
         blocking_power_se_w=blocking.standard_error if blocking else 0.0,
         window_count=fit.window_count,
         discarded_window_count=fit.dropped_window_count,
+        undetermined=tuple(
+            _sample(key, len(durations_s[key]), typical_s[key], Estimate(0.0, 0.0)) for key in undetermined
+        ),
+        power_information=information,
+        power_information_vector=information_vector,
     )
+
+
+def _fit(
+    request: EstimateRequest, regular: Sequence[FinishedIteration]
+) -> PowerFit[Key | _Other] | NotDetermined:
+    """Regress the counter's windows on the pure ones of the regular iterations' computations.
+
+    After its last computation a GPU waits at stock, so these waits have a power of their own. What it does in
+    the gaps between iterations is unknown. If hardly any window is without a gap, typical gaps get a power of
+    their own, too.
+    """
+    computations = [computation for iteration in regular for computation in iteration.computations]
+    pure = [computation for computation in computations if computation.is_pure]
+    spans: list[Span[Key | _Other]] = [Span(each.key, *part_s) for each in pure for part_s in each.parts_s]
+    waits_s = [wait_s for iteration in regular for wait_s in iteration.off_clock_s]
+    if waits_s:
+        spans += [Span(_Other.OFF_CLOCK_WAIT, *wait_s) for wait_s in waits_s]
+        spans.sort(key=lambda span: span.begin_s)
+    unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
+    unknown += [(each.begin_s, each.end_s) for each in request.iterations if not each.is_regular]
+    gaps_s = [
+        (before.end_s, after.begin_s)
+        for before, after in pairwise(request.iterations)
+        if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
+    ]
+    begin_s, end_s = request.iterations[0].begin_s, request.iterations[-1].end_s
+    fit = estimate_power(request.changes, spans, begin_s=begin_s, end_s=end_s, unknown=[*unknown, *gaps_s])
+    if not gaps_s or fit.window_count >= fit.dropped_window_count:
+        return fit
+    longest_s = _TYPICAL_GAP * median(until_s - since_s for since_s, until_s in gaps_s)
+    for since_s, until_s in gaps_s:
+        if until_s - since_s <= longest_s:
+            spans.append(Span(_Other.GAP, since_s, until_s))
+        else:
+            unknown.append((since_s, until_s))
+    spans.sort(key=lambda span: span.begin_s)
+    through = estimate_power(request.changes, spans, begin_s=begin_s, end_s=end_s, unknown=unknown)
+    return through if through.window_count > fit.window_count else fit
 
 
 def _sample(key: Key, count: int, duration_s: Estimate, power_w: Estimate) -> EnergySample:

@@ -19,9 +19,10 @@ CAPACITY = 4096
 CAPACITY_BYTES = 64 * 1024 * 1024
 """Their largest size, estimated from their rows: an iteration may have thousands."""
 
-# Sizes of a batch and of a row with its numbers as Python objects.
+# Sizes of a batch, of a row with its numbers as Python objects, and of a number.
 _BATCH_BYTES = 500
 _ROW_BYTES = 250
+_NUMBER_BYTES = 32
 
 WINDOW = 64
 """Batches sent and not yet acknowledged."""
@@ -122,6 +123,8 @@ class TelemetryRing:
 
 def size_bytes(telemetry: Telemetry) -> int:
     """Estimate the memory of a batch, in bytes."""
-    sample_count = len(telemetry.energy.samples) if telemetry.energy is not None else 0
-    row_count = len(telemetry.iterations) + len(telemetry.computations) + sample_count
-    return _BATCH_BYTES + _ROW_BYTES * row_count
+    row_count, number_count = len(telemetry.iterations) + len(telemetry.computations), 0
+    if (energy := telemetry.energy) is not None:
+        row_count += len(energy.samples) + len(energy.undetermined)
+        number_count = len(energy.power_information) + len(energy.power_information_vector)
+    return _BATCH_BYTES + _ROW_BYTES * row_count + _NUMBER_BYTES * number_count

@@ -24,6 +24,7 @@ from perseus.agent.rank.messages import (
     ComputationRow,
     Drain,
     EnergyEstimate,
+    EnergySample,
     GpuLimits,
     HeartbeatAnswer,
     Hold,
@@ -261,23 +262,27 @@ def _energy(estimate: EnergyEstimate) -> wire.EnergyEstimate:
     return wire.EnergyEstimate(
         plan_version=estimate.plan_version,
         iteration_count=estimate.iteration_count,
-        samples=[
-            wire.EnergySample(
-                kind=_kind(sample.kind),
-                chunk=sample.chunk,
-                clock_mhz=sample.clock_mhz or 0,
-                computation_count=sample.computation_count,
-                time_s=sample.time_s,
-                time_se_s=sample.time_se_s,
-                energy_j=sample.energy_j,
-                energy_se_j=sample.energy_se_j,
-            )
-            for sample in estimate.samples
-        ],
+        samples=map(_energy_sample, estimate.samples),
         blocking_power_w=estimate.blocking_power_w,
         blocking_power_se_w=estimate.blocking_power_se_w,
         window_count=estimate.window_count,
         discarded_window_count=estimate.discarded_window_count,
+        undetermined=map(_energy_sample, estimate.undetermined),
+        power_information=estimate.power_information,
+        power_information_vector=estimate.power_information_vector,
+    )
+
+
+def _energy_sample(sample: EnergySample) -> wire.EnergySample:
+    return wire.EnergySample(
+        kind=_kind(sample.kind),
+        chunk=sample.chunk,
+        clock_mhz=sample.clock_mhz or 0,
+        computation_count=sample.computation_count,
+        time_s=sample.time_s,
+        time_se_s=sample.time_se_s,
+        energy_j=sample.energy_j,
+        energy_se_j=sample.energy_se_j,
     )
 
 

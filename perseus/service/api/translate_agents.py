@@ -6,7 +6,7 @@ a number or a text out of bounds) and raises InvalidFieldError with the field's 
 telemetry, within the stream's message for everything else. Repeated fields become lists at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -364,21 +364,30 @@ def _estimate_from_proto(message: agent_service_pb2.EnergyEstimate) -> EnergyEst
     return EnergyEstimate(
         plan_version=message.plan_version,
         iteration_count=message.iteration_count,
-        samples=tuple(
-            EnergySample(
-                kind=kind_from_proto(sample.kind, f"energy.samples[{row}].kind"),
-                chunk=sample.chunk,
-                clock_mhz=sample.clock_mhz,
-                computation_count=sample.computation_count,
-                time_s=sample.time_s,
-                time_se_s=sample.time_se_s,
-                energy_j=sample.energy_j,
-                energy_se_j=sample.energy_se_j,
-            )
-            for row, sample in enumerate(message.samples)
-        ),
+        samples=_samples_from_proto(message.samples, "energy.samples"),
         blocking_power_w=message.blocking_power_w if message.HasField("blocking_power_w") else None,
         blocking_power_se_w=message.blocking_power_se_w,
+        undetermined=_samples_from_proto(message.undetermined, "energy.undetermined"),
+        power_information=tuple(message.power_information),
+        power_information_vector=tuple(message.power_information_vector),
+    )
+
+
+def _samples_from_proto(
+    samples: Iterable[agent_service_pb2.EnergySample], field: str
+) -> tuple[EnergySample, ...]:
+    return tuple(
+        EnergySample(
+            kind=kind_from_proto(sample.kind, f"{field}[{row}].kind"),
+            chunk=sample.chunk,
+            clock_mhz=sample.clock_mhz,
+            computation_count=sample.computation_count,
+            time_s=sample.time_s,
+            time_se_s=sample.time_se_s,
+            energy_j=sample.energy_j,
+            energy_se_j=sample.energy_se_j,
+        )
+        for row, sample in enumerate(samples)
     )
 
 

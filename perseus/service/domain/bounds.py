@@ -38,6 +38,10 @@ MAX_READING_ROWS = 256
 """GPUs of a node; real ones have 16 at most."""
 MAX_COMPUTATION_ROWS = 1_000_000
 MAX_SAMPLE_COUNT = 10_000
+MAX_JOINT_SAMPLE_COUNT = 64
+"""Samples with joint information, whose size grows with the square."""
+MAX_INFORMATION = 1e30
+"""About powers, 1/W² and 1/W."""
 MAX_PROFILE_COUNT = 10_000
 
 MAX_NAME_LENGTH = 256

@@ -6,7 +6,7 @@ Python. The fast path compares whole columns; only unusual batches are checked r
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ from perseus.service.domain.bounds import (
     MAX_COMPUTATION_ROWS,
     MAX_COUNT,
     MAX_DURATION_S,
+    MAX_INFORMATION,
     MAX_ITERATION_ROWS,
+    MAX_JOINT_SAMPLE_COUNT,
     MAX_RANK_ENERGY_J,
     MAX_RANK_POWER_W,
     MAX_RELATIVE_WORK,
@@ -153,13 +155,21 @@ class EnergySample:
 
 @dataclass(frozen=True, slots=True)
 class EnergyEstimate:
-    """One rank's energy under a plan so far, by its energy counter; blocking power None if undetermined."""
+    """One rank's energy under a plan so far, by its energy counter; blocking power None if undetermined.
+
+    `undetermined` has the times of other computations, at energy 0. The information on the powers of
+    `samples`, `undetermined` and waiting is the inverse of their covariance, 1/W², as a lower triangle by
+    rows, and that times the powers, 1/W; both are empty if it was not reported.
+    """
 
     plan_version: int
     iteration_count: int
     samples: tuple[EnergySample, ...]
     blocking_power_w: float | None
     blocking_power_se_w: float
+    undetermined: tuple[EnergySample, ...] = ()
+    power_information: tuple[float, ...] = ()
+    power_information_vector: tuple[float, ...] = ()
 
     def check(self) -> None:
         """Refuse impossible figures.
@@ -173,9 +183,9 @@ class EnergyEstimate:
             check_range("energy.blocking_power_w", self.blocking_power_w, MIN_POWER_W, MAX_RANK_POWER_W)
         check_range("energy.blocking_power_se_w", self.blocking_power_se_w, 0, MAX_RANK_POWER_W)
         check_size("energy.samples", len(self.samples), MAX_SAMPLE_COUNT)
+        self._check_information()
         seen = set()
-        for row, sample in enumerate(self.samples):
-            where = f"energy.samples[{row}]"
+        for where, sample in self.places():
             check_range(f"{where}.chunk", sample.chunk, 0, MAX_COUNT)
             check_range(f"{where}.clock_mhz", sample.clock_mhz, 0, MAX_CLOCK_MHZ)
             check_range(f"{where}.computation_count", sample.computation_count, 1, MAX_COUNT)
@@ -189,6 +199,28 @@ class EnergyEstimate:
                     field=where, expected="one sample per kind, chunk and clock", found="another"
                 )
             seen.add(key)
+
+    def places(self) -> Iterator[tuple[str, EnergySample]]:
+        """Return each sample, undetermined ones too, with its place in the message."""
+        for name, samples in (("samples", self.samples), ("undetermined", self.undetermined)):
+            for row, sample in enumerate(samples):
+                yield f"energy.{name}[{row}]", sample
+
+    def _check_information(self) -> None:
+        where, size = "energy.power_information", len(self.samples) + len(self.undetermined) + 1
+        if not (self.power_information or self.power_information_vector):
+            check_size("energy.undetermined", len(self.undetermined), 0)
+            return
+        check_size("energy.samples", size - 1, MAX_JOINT_SAMPLE_COUNT)
+        for name, column, expected in (
+            (where, self.power_information, size * (size + 1) // 2),
+            (f"{where}_vector", self.power_information_vector, size),
+        ):
+            if len(column) != expected:
+                raise InvalidFieldError(field=name, expected=f"{expected} numbers", found=len(column))
+            _check_rows(
+                name, column, lambda value: abs(value) <= MAX_INFORMATION, f"at most {MAX_INFORMATION}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +309,10 @@ class TelemetryBatch(NamedTuple):
         if not all(mhz == 0 or mhz in supported_clocks_mhz for mhz in {*clocks_mhz}):
             known = {0, *supported_clocks_mhz}
             _check_rows("computations.clock_mhz", clocks_mhz, known.__contains__, "a clock of the rank's GPU")
-        for row, sample in enumerate(self.energy.samples if self.energy else ()):
+        for where, sample in self.energy.places() if self.energy else ():
             if sample.clock_mhz != 0 and sample.clock_mhz not in supported_clocks_mhz:
                 raise InvalidFieldError(
-                    field=f"energy.samples[{row}].clock_mhz",
+                    field=f"{where}.clock_mhz",
                     expected="a clock of the rank's GPU",
                     found=sample.clock_mhz,
                 )
@@ -296,10 +328,10 @@ class TelemetryBatch(NamedTuple):
         is_plain = order.is_just(self.iterations, self.computations)
         if not is_plain:
             order.check_regular(self.iterations, self.computations)
-        for row, sample in enumerate(self.energy.samples if self.energy else ()):
+        for where, sample in self.energy.places() if self.energy else ():
             if (sample.kind, sample.chunk) not in order.keys:
                 raise InvalidFieldError(
-                    field=f"energy.samples[{row}]",
+                    field=where,
                     expected="kinds and chunks of the rank's order",
                     found=f"{sample.kind.value} of chunk {sample.chunk}",
                 )

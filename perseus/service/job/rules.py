@@ -29,7 +29,8 @@ class Rules(BaseModel):
         default=3,
         ge=1,
         le=1000,
-        description="Iterations measured per clock; a noisier clock gets more, a cleaner one fewer.",
+        description="Iterations measured per clock; a noisier clock gets more, a cleaner one fewer. Those "
+        "under 0.5 s count in part.",
     )
     profile_accuracy_percent: float = Field(
         default=0.3,
@@ -41,7 +42,7 @@ class Rules(BaseModel):
         default=12, ge=2, le=1000, description="Maximum number of clocks measured per stage."
     )
     profile_budget_iterations: int = Field(
-        default=1000, ge=1, le=MAX_SETTING, description="Iterations that profiling may take."
+        default=30_000, ge=1, le=MAX_SETTING, description="Iterations that profiling may take."
     )
     profile_budget_s: float = Field(default=math.inf, gt=0, description="Seconds that profiling may take.")
     profile_budget_extra_s: float = Field(

@@ -240,13 +240,55 @@ def test_a_gpu_that_never_waited_has_no_blocking_power() -> None:
     assert result.power_w["forward"].value == pytest.approx(POWER_W["forward"], rel=0.05)
 
 
-def test_a_steady_mixture_determines_nothing() -> None:
+def test_a_steady_mixture_determines_only_the_mean_power() -> None:
     """Windows that all have the same shares, because a computation takes a tenth of the counter's step."""
     changes = [CounterChange(0.1 * step, 20.0 * step, 1e-6) for step in range(50)]
     spans = [Span("forward", 0.01 * step, 0.01 * step + 0.005) for step in range(490)]
     result = estimate_power(changes, spans, begin_s=-1.0, end_s=5.0)
-    assert isinstance(result, NotDetermined)
-    assert "do not separate" in result.reason
+    assert isinstance(result, PowerFit)
+    assert result.power_w == {}
+    assert result.blocking_power_w is None
+    least, most = np.linalg.eigvalsh(result.joint.matrix)
+    assert abs(least) < 1e-6 * most
+    assert result.joint.vector == pytest.approx(result.joint.matrix @ [200.0, 200.0], rel=1e-3)
+
+
+SHORT = [("forward", 0.002), ("wait", 0.001), ("backward", 0.004), ("wait", 0.002)]
+
+
+@pytest.mark.parametrize("duration_noise", [0.001, 0.05])
+def test_the_joint_information_on_short_computations_is_honest(duration_noise: float) -> None:
+    """It holds in all directions, however little of it there is: errors are no larger than stated."""
+    true_w = np.array(list(POWER_W.values()))
+    found = []
+    for seed in SEEDS:
+        joint = fit(simulate(SHORT, seed=seed, iterations=120, duration_noise=duration_noise)).joint
+        assert joint.keys == ("forward", "backward")
+        error = joint.vector - joint.matrix @ true_w
+        found.append(error @ np.linalg.pinv(joint.matrix, rcond=1e-12, hermitian=True) @ error / 3)
+    assert np.mean(found) <= 1.2
+    assert np.mean(np.array(found) <= 2.6) >= 0.9, "95 % of χ²/3 with 3 degrees of freedom"
+
+
+def test_determined_powers_follow_from_the_joint_information() -> None:
+    result = fit(simulate(LONG, seed=1, iterations=20))
+    covariance = np.linalg.inv(result.joint.matrix)
+    own = powers_w(result)
+    assert list(own) == [*result.joint.keys, "wait"]
+    assert covariance @ result.joint.vector == pytest.approx([each.value for each in own.values()])
+    assert np.sqrt(np.diag(covariance)) == pytest.approx([each.standard_error for each in own.values()])
+
+
+def test_information_on_some_powers_is_that_without_the_others() -> None:
+    joint = fit(simulate(LONG, seed=1, iterations=20)).joint
+    some = joint.of(["backward"])
+    assert some.keys == ("backward",)
+    assert np.linalg.inv(some.matrix) == pytest.approx(np.linalg.inv(joint.matrix)[1:, 1:])
+    assert np.linalg.solve(some.matrix, some.vector) == pytest.approx(
+        np.linalg.solve(joint.matrix, joint.vector)[1:]
+    )
+    turned = joint.of(["backward", "forward"])
+    assert turned.matrix == pytest.approx(joint.matrix[np.ix_([1, 0, 2], [1, 0, 2])])
 
 
 def test_overlapping_spans_are_refused() -> None:

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from perseus.agent.energy.counter import ChangeDetector
 from perseus.agent.link.computation import Computation, Kind
@@ -26,14 +28,18 @@ DESCRIPTION = (
     "begin_s and end_s; those like both their neighbours are left out. All computations are of chunk 0, and "
     "at one clock unless is_at_one_clock is false. Counts are exact; tolerance.value is the largest relative "
     "error of values. Standard errors depend on random numbers: tolerance.standard_error_ratio is their "
-    "largest ratio."
+    "largest ratio. So does power_information: along each of its eigenvectors, the error is the inverse root "
+    "of the eigenvalue, and what it says about the powers may differ by one such error; those with an "
+    "eigenvalue below tolerance.least_information say nothing."
 )
-TOLERANCE = {"value": 0.001, "standard_error_ratio": 5.0}
+TOLERANCE = {"value": 0.001, "standard_error_ratio": 5.0, "least_information": 1e-4}
 
 CLOCK_MHZ = 1200
 STAGE = one_forward_one_backward(1, stage_count=4, microbatch_count=8)
 LONG_WAITS = [("forward", 0.04), ("wait", 0.05), ("backward", 0.08), ("wait", 0.12)]
 NO_WAITS = [("forward", 0.05), ("backward", 0.1)]
+SHORT = [("forward", 0.006), ("wait", 0.004), ("backward", 0.012), ("wait", 0.004), ("gap", 0.005)]
+IN_STEP = [("forward", 0.005), ("wait", 0.002), ("backward", 0.01), ("wait", 0.003)]
 DISTURBED = "a power cap, an evaluation, an irregular iteration and a changed clock"
 SIMULATIONS: dict[str, tuple[list[tuple[str, float]], dict[str, Any]]] = {
     "a stage of a pipeline, read every 5 ms": (STAGE, {"iterations": 5}),
@@ -44,6 +50,8 @@ SIMULATIONS: dict[str, tuple[list[tuple[str, float]], dict[str, Any]]] = {
     DISTURBED: (STAGE, {"iterations": 9}),
     "no waits, and so no blocking power": (NO_WAITS, {"iterations": 30}),
     "too few windows for an estimate": (LONG_WAITS, {"iterations": 2}),
+    "short iterations with a gap after each": (SHORT, {"iterations": 60}),
+    "short iterations in step with the counter": (IN_STEP, {"iterations": 50, "duration_noise": 0.0}),
 }
 
 READING = ("begin_s", "end_s", "energy_j", "clock_event_reasons")
@@ -59,13 +67,39 @@ def test_the_agents_estimates_are_those_of_the_vectors(case: Mapping[str, Any]) 
     for ours, theirs in zip([found, *found["samples"]], [expected, *expected["samples"]], strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            if "_se_" in name:
+            if name.startswith("power_information"):
+                continue
+            if name == "undetermined":
+                assert [(each["kind"], each["computation_count"]) for each in ours[name]] == [
+                    (each["kind"], each["computation_count"]) for each in value
+                ]
+            elif "_se_" in name:
                 ratio = VECTORS["tolerance"]["standard_error_ratio"]
                 assert value / ratio <= ours[name] <= value * ratio
             elif isinstance(value, float):
                 assert ours[name] == pytest.approx(value, rel=VECTORS["tolerance"]["value"])
             elif name != "samples":
                 assert ours[name] == value
+    (matrix, vector), (expected_matrix, expected_vector) = information(found), information(expected)
+    strengths, directions = np.linalg.eigh(expected_matrix)
+    for strength, direction in zip(strengths, directions.T, strict=True):
+        if strength > VECTORS["tolerance"]["least_information"]:
+            ratio = (direction @ matrix @ direction / strength) ** 0.5
+            assert 1 / VECTORS["tolerance"]["standard_error_ratio"] <= ratio
+            assert ratio <= VECTORS["tolerance"]["standard_error_ratio"]
+            ours, theirs = (
+                direction @ np.linalg.lstsq(of, by, rcond=1e-12)[0]
+                for of, by in ((matrix, vector), (expected_matrix, expected_vector))
+            )
+            assert abs(ours - theirs) <= strength**-0.5
+
+
+def information(estimate: Mapping[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return an estimate's information and its vector, the keys in the order of samples and undetermined."""
+    vector = np.array(estimate["power_information_vector"])
+    lower = np.zeros((len(vector), len(vector)))
+    lower[np.tril_indices(len(vector))] = estimate["power_information"]
+    return lower + np.tril(lower, -1).T, vector
 
 
 def test_there_are_vectors_of_every_simulation() -> None:
@@ -107,6 +141,17 @@ def _vector(found: EnergyEstimate) -> dict[str, Any]:
         "blocking_power_se_w": _rounded(found.blocking_power_se_w),
         "window_count": found.window_count,
         "discarded_window_count": found.discarded_window_count,
+        "undetermined": [
+            {
+                "kind": sample.kind.name,
+                "computation_count": sample.computation_count,
+                "time_s": _rounded(sample.time_s),
+                "time_se_s": _rounded(sample.time_se_s),
+            }
+            for sample in found.undetermined
+        ],
+        "power_information": [float(f"{value:.12g}") for value in found.power_information],
+        "power_information_vector": [float(f"{value:.12g}") for value in found.power_information_vector],
     }
 
 
@@ -125,6 +170,7 @@ def _make(name: str, seed: int) -> dict[str, Any]:
     kept = sorted({0, *moved, *(row - 1 for row in moved)})
     spans = [(span.key.upper(), round(span.begin_s, 6), round(span.end_s, 6)) for span in made.spans]
     size = len(spans) // options["iterations"]
+    has_gaps = "gap" in dict(program)
     kinds, begins_s, ends_s = (list(column) for column in zip(*spans, strict=True))
     edges_s = [0.0, *begins_s[size::size], round(made.end_s, 6)]
     case: dict[str, Any] = {
@@ -136,8 +182,8 @@ def _make(name: str, seed: int) -> dict[str, Any]:
             )
         },
         "iterations": {
-            "begin_s": edges_s[:-1],
-            "end_s": edges_s[1:],
+            "begin_s": [round(begin_s, 6) for begin_s, _ in made.iterations_s] if has_gaps else edges_s[:-1],
+            "end_s": [round(end_s, 6) for _, end_s in made.iterations_s] if has_gaps else edges_s[1:],
             "is_regular": [True] * options["iterations"],
         },
         "computations": {

@@ -130,7 +130,11 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
     joined.gpu.workload_power_profiles.append(7)
     telemetry.gpu_limits.power_limit_w = joined.gpu.power_limit_w
     telemetry.gpu_limits.workload_power_profiles.append(7)
-    assert telemetry.HasField("energy")
+    energy = telemetry.energy
+    energy.undetermined.append(energy.samples.pop())
+    row_count = len(energy.samples) + 2
+    energy.power_information.extend([1.0] * (row_count * (row_count + 1) // 2))
+    energy.power_information_vector.extend([1.0] * row_count)
     place = agent.place(ALL_PLACES[0])
     return [
         ConnectRequest(rank_joined=joined),

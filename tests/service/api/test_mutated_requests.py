@@ -118,6 +118,8 @@ def telemetry(rank: Coordinates, sequence: int) -> wire.ConnectRequest:
                     wire.EnergySample(kind=BACKWARD, computation_count=3, time_s=0.2, energy_j=20.0),
                 ],
                 blocking_power_w=60.0,
+                power_information=[3.0, 1.0, 3.0, 1.0, 1.0, 3.0],
+                power_information_vector=[400.0, 400.0, 300.0],
             ),
             clocks=clock_statistics_pb2.ClockStatistics(set_count=1),
         )

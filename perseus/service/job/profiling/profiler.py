@@ -3,8 +3,9 @@
 In a round (`round`) every stage holds one clock of its own (`clock_choice`) on all pipelines. The round ends
 when all stages are measured accurately enough for their noise (`sample_allocation`), or when it has lasted so
 long that the missing measurements will not come (a stage that computes in step with its energy counter, say):
-that clock is given up. A stage that stays at stock is measured at stock, which counts as its highest clock. A
-stage with nothing left to measure holds a clock that it has already measured.
+without even the energy of all its computations together, that clock is given up. A stage that stays at stock
+is measured at stock, which counts as its highest clock. A stage with nothing left to measure holds a clock
+that it has already measured.
 
 Profiling ends when the plan's energy can no longer change by more than the required accuracy, or when the
 budget is used up (`budget_tracker`), within a round or after it. Each stage needs at least two clocks;
@@ -157,7 +158,7 @@ class Profiler:
         """
         extra_s = self.budget_tracker.take_iteration(iteration, baseline)
         if is_of_round:
-            self._round.take_iteration(extra_s, disturbed)
+            self._round.take_iteration(iteration.iteration_time_s, extra_s, disturbed)
 
     def unmeasured_ranks(self, held: HoldClocks, clocks_mhz: UsableClocks) -> list[Coordinates]:
         """Return the ranks from which a round awaits estimates, in order.
@@ -253,14 +254,18 @@ class Profiler:
     def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks, *, is_last: bool) -> bool:
         """Keep the measurements if the round has ended; the last round ends with whatever it has."""
         round_ = self._round
-        has_lasted = round_.held_count >= HOLD_LIMIT * self._rules.profile_iterations
+        held_count = round_.effective_count(round_.held_count)
+        has_lasted = held_count >= HOLD_LIMIT * self._rules.profile_iterations
         if not has_lasted and not is_last:
             counted = partial(self._counted_mhz, held, clocks_mhz)
             if round_.is_waiting(held, counted, self.profiles):
                 return False
         counted_mhz = self._counted_mhz(held, clocks_mhz)
         missing = round_.unmeasured(
-            held, counted_mhz, min(round_.wanted_count, self._rules.profile_iterations)
+            held,
+            counted_mhz,
+            min(round_.wanted_count, self._rules.profile_iterations),
+            accepts_sums=True,
         )
         if not missing and counted_mhz:
             self._allocation.take_round(*round_.judge(held, counted_mhz, self.profiles))

@@ -3,8 +3,12 @@
 Pipelines that were slow in a round do not count in it, unless all were. An expensive round (one that has used
 its share of the extra time) ends with its first complete measurement; others are checked again an iteration
 later, until they are accurate enough (`sample_allocation`).
+
+Energies that a rank's counter leaves undetermined are completed from all ranks of its stage (`pooling`), once
+all of these have reported. If even that does not determine them, the round goes on.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from perseus.service.domain.measured import StageProfile
@@ -12,7 +16,13 @@ from perseus.service.domain.model import STOCK_MHZ, HoldClocks
 from perseus.service.domain.profiling import ClockGivenUpReason
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
-from perseus.service.job.profiling.sample_allocation import RoundError, SampleAllocation, round_error
+from perseus.service.job.profiling.pooling import complete, is_informative
+from perseus.service.job.profiling.sample_allocation import (
+    RoundError,
+    SampleAllocation,
+    effective_count,
+    round_error,
+)
 from perseus.service.job.profiling.stage_profiles import merge, why_not_measured
 from perseus.solver import Schedule
 
@@ -46,7 +56,9 @@ class Round:
         # The kinds and chunks that a stage's estimate has to cover.
         self._needed = [frozenset((each.kind, each.chunk) for each in order) for order in schedule.orders]
         self._estimates: dict[Coordinates, EnergyEstimate] = {}
-        self._extra_s = 0.0
+        self._held_s = self._extra_s = 0.0
+        # Whether the counted ranks' estimates do not determine all energies, even together.
+        self._is_undetermined = False
         # The ranks to measure, and the length of the prefix known to be measured: until the next rank is,
         # no other one needs to be checked.
         self._measured_ranks: list[Coordinates] = []
@@ -68,8 +80,9 @@ class Round:
         self._estimates = {rank: some for rank, some in self._estimates.items() if rank.stage in at_stock}
         self.disturbed.clear()
         self.held_count = 0
+        self._is_undetermined = False
         self.wanted_count = self._allocation.min_iterations
-        self._extra_s = 0.0
+        self._held_s = self._extra_s = 0.0
         self._measured_ranks = []
 
     def forget(self) -> None:
@@ -80,50 +93,86 @@ class Round:
         """Take a rank's estimate for the clock that it holds."""
         self._estimates[rank] = estimate
 
-    def take_iteration(self, extra_s: float, disturbed: Iterable[int]) -> None:
+    def take_iteration(self, time_s: float, extra_s: float, disturbed: Iterable[int]) -> None:
         """Take an iteration under the round's clocks, which took `extra_s` longer than at stock."""
         self.held_count += 1
+        self._held_s += time_s
         self._extra_s += extra_s
         self.disturbed.update(disturbed)
 
     # ------------------------------------------------------------------ measurements
 
+    def effective_count(self, iteration_count: int) -> float:
+        """Return as how many iterations the round's count, given their mean time."""
+        return effective_count(
+            iteration_count, self._held_s / self.held_count if self.held_count else math.inf
+        )
+
     def found(self, stage: int, clock_mhz: int, held: HoldClocks) -> StageProfile:
-        """Return a stage's measurements, which count as taken at `clock_mhz`."""
-        shape = self._parallelism
+        """Return a measured stage's measurements, which count as taken at `clock_mhz`."""
         held_mhz = held.clocks_mhz[stage]
-        return merge(stage, clock_mhz, self._estimates, shape, self.pipelines, held_mhz)
+        estimates = self._completed(stage, held_mhz, self.pipelines, accepts_sums=True)
+        return merge(stage, clock_mhz, estimates, self._parallelism, self.pipelines, held_mhz)
 
     def found_at_stock(self, stage: int, clock_mhz: int, iteration_count: int) -> StageProfile | None:
         """Return a stage's measurements at stock; None until all pipelines have them."""
         all_pipelines = range(self._parallelism.pipeline_count)
         if self._unmeasured_of(stage, STOCK_MHZ, all_pipelines, iteration_count):
             return None
-        return merge(stage, clock_mhz, self._estimates, self._parallelism, all_pipelines, STOCK_MHZ)
+        estimates = self._completed(stage, STOCK_MHZ, all_pipelines, accepts_sums=False)
+        return merge(stage, clock_mhz, estimates, self._parallelism, all_pipelines, STOCK_MHZ)
 
     def unmeasured(
-        self, held: HoldClocks, counted_mhz: Mapping[int, int], iteration_count: int
+        self,
+        held: HoldClocks,
+        counted_mhz: Mapping[int, int],
+        iteration_count: int,
+        *,
+        accepts_sums: bool = False,
     ) -> dict[int, Unmeasured]:
-        """Return, by stage, the ranks that have not yet measured `iteration_count` iterations."""
+        """Return, by stage, the ranks that have not yet measured `iteration_count` iterations.
+
+        `accepts_sums`: it is enough that the energy of all computations together is determined.
+        """
         pipelines = self.pipelines
         found = {
-            stage: self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines, iteration_count)
+            stage: self._unmeasured_of(
+                stage, held.clocks_mhz[stage], pipelines, iteration_count, accepts_sums=accepts_sums
+            )
             for stage in counted_mhz
         }
         return {stage: ranks for stage, ranks in found.items() if ranks}
 
     def _unmeasured_of(
-        self, stage: int, clock_mhz: int, pipelines: Sequence[int], iteration_count: int
+        self,
+        stage: int,
+        clock_mhz: int,
+        pipelines: Sequence[int],
+        iteration_count: int,
+        *,
+        accepts_sums: bool = False,
     ) -> Unmeasured:
-        ranks = (Coordinates(p, stage, t) for p in pipelines for t in range(self._parallelism.tensor_count))
-        found = ((rank, self._why_not_measured(rank, clock_mhz, iteration_count)) for rank in ranks)
+        needed, count = self._needed[stage], 1 if self._is_expensive else iteration_count
+        estimates = self._completed(stage, clock_mhz, pipelines, accepts_sums=accepts_sums)
+        found = (
+            (rank, why_not_measured(estimates.get(rank), needed, clock_mhz, count))
+            for rank in self._ranks_of(stage, pipelines)
+        )
         return [(rank, why) for rank, why in found if why is not None]
 
-    def _why_not_measured(
-        self, rank: Coordinates, clock_mhz: int, iteration_count: int
-    ) -> ClockGivenUpReason | None:
-        count = 1 if self._is_expensive else iteration_count
-        return why_not_measured(self._estimates.get(rank), self._needed[rank.stage], clock_mhz, count)
+    def _completed(
+        self, stage: int, clock_mhz: int, pipelines: Sequence[int], *, accepts_sums: bool
+    ) -> Mapping[Coordinates, EnergyEstimate]:
+        """Return the estimates of a stage's ranks in these pipelines, each completed if it can be."""
+        ranks = self._ranks_of(stage, pipelines)
+        own = {rank: self._estimates[rank] for rank in ranks if rank in self._estimates}
+        informative = {
+            rank: some for rank, some in own.items() if is_informative(some, self._needed[stage], clock_mhz)
+        }
+        return own | complete(informative, accepts_sums=accepts_sums)
+
+    def _ranks_of(self, stage: int, pipelines: Sequence[int]) -> list[Coordinates]:
+        return [Coordinates(p, stage, t) for p in pipelines for t in range(self._parallelism.tensor_count)]
 
     @property
     def _is_expensive(self) -> bool:
@@ -140,21 +189,29 @@ class Round:
         `counted_mhz` is not called.
         """
         while not self._is_any_awaited(held, counted_mhz):
-            if self._is_expensive or self._allocation.is_enough(*self.judge(held, counted_mhz(), profiles)):
+            counted = counted_mhz()
+            self._is_undetermined = bool(self.unmeasured(held, counted, 1))
+            if not self._is_undetermined and (
+                self._is_expensive or self._allocation.is_enough(*self.judge(held, counted, profiles))
+            ):
                 return False
-            self.wanted_count += 1
+            # Only newer estimates can change that.
+            self.wanted_count = self._iteration_count(counted) + 1
             self._measured_count = 0
         return True
 
     def judge(
         self, held: HoldClocks, counted_mhz: Mapping[int, int], profiles: Sequence[StageProfile]
-    ) -> tuple[int, RoundError]:
-        """Return how many iterations all counted ranks have measured, and the error."""
-        pipelines, tensors = self.pipelines, range(self._parallelism.tensor_count)
+    ) -> tuple[float, RoundError]:
+        """Return how many iterations all counted ranks have measured, in effect, and the error."""
         found = [self.found(stage, clock_mhz, held) for stage, clock_mhz in counted_mhz.items()]
-        ranks = (Coordinates(p, stage, t) for p in pipelines for stage in counted_mhz for t in tensors)
-        iteration_count = min((self._estimates[rank].iteration_count for rank in ranks), default=0)
-        return iteration_count, round_error(found, profiles, self._schedule)
+        count = self.effective_count(self._iteration_count(counted_mhz))
+        return count, round_error(found, profiles, self._schedule)
+
+    def _iteration_count(self, counted_mhz: Iterable[int]) -> int:
+        """Return how many iterations all ranks of these stages have measured."""
+        ranks = (rank for stage in counted_mhz for rank in self._ranks_of(stage, self.pipelines))
+        return min((self._estimates[rank].iteration_count for rank in ranks), default=0)
 
     def _is_any_awaited(self, held: HoldClocks, counted_mhz: Callable[[], Mapping[int, int]]) -> bool:
         """Tell whether a counted rank has not yet measured as many iterations as wanted."""
@@ -177,7 +234,12 @@ class Round:
         return undone is not None
 
     def _is_awaited(self, rank: Coordinates, held: HoldClocks) -> bool:
-        """Tell whether a rank counts and is not measured. If all pipelines were slow, all of them count."""
+        """Tell whether a rank counts and has reported too little. If all pipelines were slow, all count."""
         if rank.pipeline in self.disturbed and not self.is_all_disturbed:
             return False
-        return self._why_not_measured(rank, held.clocks_mhz[rank.stage], self.wanted_count) is not None
+        estimate, clock_mhz = self._estimates.get(rank), held.clocks_mhz[rank.stage]
+        count = 1 if self._is_expensive and not self._is_undetermined else self.wanted_count
+        needed = self._needed[rank.stage]
+        if estimate is not None and is_informative(estimate, needed, clock_mhz):
+            return estimate.iteration_count < count
+        return why_not_measured(estimate, needed, clock_mhz, count) is not None

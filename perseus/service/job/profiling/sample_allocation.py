@@ -10,6 +10,9 @@ Three things bound that. A clock that is already much more accurate than profili
 longer. A clock that surely lies above the hull of the clocks measured before will be in no plan, so its
 errors don't count. And a noisy clock gets a fixed multiple of its share at most.
 
+Energy counters need time, not iterations: their windows take up to 100 ms each. So a short iteration counts
+as a part of one (`effective_count`), in all counts here.
+
 The first errors are estimated from few values: none is believed before the second iteration. If an error was
 not reported (0), the clock is held for the configured iterations.
 """
@@ -30,6 +33,9 @@ MIN_ITERATIONS = 2
 MAX_HOLD_FACTOR = 4
 """Multiple of `iterations` for which a noisy clock is held at most: well before it is given up."""
 
+_WHOLE_ITERATION_S = 0.5
+"""Time of an iteration that counts as a whole one."""
+
 _NEGLIGIBLE_SHARE = 0.25
 """An error below this share of the accuracy is negligible: it adds 3 % to it, in squares."""
 
@@ -46,6 +52,11 @@ class RoundError:
 
     error_j: float | None
     energy_j: float
+
+
+def effective_count(iteration_count: int, iteration_time_s: float) -> float:
+    """Return as how many iterations so many of this time count."""
+    return iteration_count * min(1.0, iteration_time_s / _WHOLE_ITERATION_S)
 
 
 class SampleAllocation:
@@ -68,7 +79,7 @@ class SampleAllocation:
         """The fewest iterations that a clock is held for."""
         return min(MIN_ITERATIONS, self._iterations)
 
-    def is_enough(self, iteration_count: int, found: RoundError) -> bool:
+    def is_enough(self, iteration_count: float, found: RoundError) -> bool:
         """Tell whether a round is accurate enough after `iteration_count` iterations."""
         if found.error_j is None:
             return iteration_count >= self._iterations
@@ -81,7 +92,7 @@ class SampleAllocation:
         usual_j = math.fsum(self._noises_j) / len(self._noises_j)
         return iteration_count * usual_j >= self._iterations * found.error_j * math.sqrt(iteration_count)
 
-    def take_round(self, iteration_count: int, found: RoundError) -> None:
+    def take_round(self, iteration_count: float, found: RoundError) -> None:
         """Remember the noise of a round, unless it has no error or none that counts."""
         if found.error_j:
             self._noises_j.append(found.error_j * math.sqrt(iteration_count))

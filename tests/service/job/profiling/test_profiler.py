@@ -1,6 +1,10 @@
 """Rounds of held clocks by themselves: which pipelines count, and when a round has ended."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from perseus.service.domain.commands import Announce, Command
 from perseus.service.domain.measured import JobIteration
@@ -8,12 +12,13 @@ from perseus.service.domain.model import STOCK_MHZ, HoldClocks, StockIteration
 from perseus.service.domain.profiling import ProfilingProgress
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
+from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.command_buffer import CommandBuffer
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler
 from perseus.service.job.rules import Rules
 from perseus.solver import Kind, one_forward_one_backward
 from perseus.v1 import event_pb2
-from tests.service.service_fakes import CLOCKS_MHZ, estimate, time_s
+from tests.service.service_fakes import BLOCKING_POWER_W, CLOCKS_MHZ, energy_j, estimate, time_s
 
 SHAPE = Parallelism(2, 2, 1)
 SCHEDULE = one_forward_one_backward(2, 3)
@@ -24,7 +29,9 @@ USABLE_MHZ = [CLOCKS_MHZ] * 2
 class Bench:
     """A profiler in its first round, in which all stages hold the highest clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, iteration_time_s: float = 0.8) -> None:
+        self.iteration_time_s = iteration_time_s
+        self.informed: dict[int, NDArray[np.float64]] = {}
         self.buffer = CommandBuffer()
         rules = Rules(profile_iterations=ITERATIONS)
         self.profiler = Profiler(JobRecord(OperatingPolicy()), SHAPE, SCHEDULE, rules, self.buffer)
@@ -41,9 +48,11 @@ class Bench:
                 slowness = 3.0 if place.pipeline in disturbed else 1.0
                 order = SCHEDULE.orders[place.stage]
                 found = estimate(order, 1, self.number, 1400, slowness)
+                if place.pipeline in self.informed:
+                    found = with_information(found, self.informed[place.pipeline])
                 self.profiler.take_estimate(place, found)
-        iteration = JobIteration(self.number, (1, 1), True, 0.8, (1.0, 1.0))
-        self.profiler.take_iteration(iteration, True, disturbed, StockIteration(0.8, 2.0))
+        iteration = JobIteration(self.number, (1, 1), True, self.iteration_time_s, (1.0, 1.0))
+        self.profiler.take_iteration(iteration, True, disturbed, StockIteration(self.iteration_time_s, 2.0))
 
     def goes_on(self) -> bool:
         return self.profiler.next_round(self.held, USABLE_MHZ) is self.held
@@ -56,6 +65,23 @@ class Bench:
     def events(self) -> list[event_pb2.JobEventType.ValueType]:
         commands: list[Command] = self.buffer.take()
         return [command.event.type for command in commands if isinstance(command, Announce)]
+
+
+def with_information(found: EnergyEstimate, matrix: NDArray[np.float64]) -> EnergyEstimate:
+    """Return an estimate with joint information, and without energies where that determines none."""
+    powers_w = np.array([*(each.energy_j / each.time_s for each in found.samples), BLOCKING_POWER_W])
+    if np.linalg.matrix_rank(matrix) < len(matrix):
+        lacking = tuple(replace(each, energy_j=0.0, energy_se_j=0.0) for each in found.samples)
+        found = replace(found, samples=(), undetermined=lacking)
+    return replace(
+        found,
+        power_information=tuple(matrix[np.tril_indices(len(matrix))].tolist()),
+        power_information_vector=tuple((matrix @ powers_w).tolist()),
+    )
+
+
+OF_ALL = np.eye(3)
+OF_SUM = 4.0 * np.outer([0.3, 0.6, 0.1], [0.3, 0.6, 0.1])
 
 
 def true_s(stage: int) -> float:
@@ -139,3 +165,60 @@ def test_estimates_at_stock_count_for_a_stage_that_stays_there() -> None:
     assert isinstance(following, HoldClocks)
     assert following.clocks_mhz[1] == STOCK_MHZ
     assert [(profile.stage, profile.clock_mhz) for profile in profiler.profiles] == [(0, 1400), (1, 1400)]
+
+
+def test_short_iterations_count_in_part() -> None:
+    """Before, they were given up after as many iterations, in which the energy counter had hardly moved."""
+    bench = Bench(iteration_time_s=0.125)
+    whole_count = HOLD_LIMIT * ITERATIONS
+    for _ in range(4 * whole_count - 1):
+        bench.iterate(disturbed=set(), measured={0})
+    assert bench.goes_on()
+    bench.iterate(disturbed=set(), measured={0})
+    assert not bench.goes_on()
+
+
+def test_a_rank_that_does_not_determine_its_energies_is_completed_from_others() -> None:
+    bench = Bench()
+    bench.informed = {0: OF_ALL, 1: OF_SUM}
+    bench.iterate(disturbed=set(), measured={0, 1})
+    assert bench.goes_on()
+    bench.iterate(disturbed=set(), measured={0, 1})
+    while bench.goes_on():
+        bench.iterate(disturbed=set(), measured={0, 1})
+    assert bench.number < HOLD_LIMIT * ITERATIONS
+    assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
+    for profile in bench.profiler.profiles:
+        for (_, kind), found in profile.measurements.items():
+            assert found.energy_j == pytest.approx(energy_j(profile.stage, kind, 1400), rel=0.01)
+            assert found.energy_se_j > 0
+
+
+def test_undetermined_energies_are_awaited_until_their_sum_has_to_do() -> None:
+    bench = Bench()
+    bench.informed = {0: OF_SUM, 1: OF_SUM}
+    for _ in range(HOLD_LIMIT * ITERATIONS - 1):
+        bench.iterate(disturbed=set(), measured={0, 1})
+        assert bench.goes_on()
+    assert len(bench.profiler.unmeasured_ranks(bench.held, USABLE_MHZ)) == 4
+    bench.iterate(disturbed=set(), measured={0, 1})
+    assert not bench.goes_on()
+    assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]
+    for profile in bench.profiler.profiles:
+        found_j = sum(found.energy_j for found in profile.measurements.values())
+        true_j = sum(energy_j(profile.stage, kind, 1400) for _, kind in profile.measurements)
+        assert found_j == pytest.approx(true_j, rel=0.05)
+        assert all(found.energy_se_j > 0.03 * found.energy_j for found in profile.measurements.values())
+
+
+def test_newer_estimates_may_determine_what_older_ones_did_not() -> None:
+    bench = Bench()
+    bench.informed = {0: OF_SUM, 1: OF_SUM}
+    for _ in range(2 * ITERATIONS):
+        bench.iterate(disturbed=set(), measured={0, 1})
+        assert bench.goes_on()
+    bench.informed = {0: OF_ALL}
+    while bench.goes_on():
+        bench.iterate(disturbed=set(), measured={0, 1})
+    assert bench.number < HOLD_LIMIT * ITERATIONS
+    assert bench.events() == [event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED]

@@ -84,7 +84,7 @@ def _command_s(gpu: str, microbatch_count: int) -> float:
             DATA / "profiles" / f"gpt3-175b-{gpu}.csv",
             microbatch_count,
             gpus_per_stage=GPUS_PER_STAGE,
-            blocking_power_w=BLOCKING_POWER_W[gpu],
+            blocking_power_w=str(BLOCKING_POWER_W[gpu]),
         )
     return watch.seconds
 

@@ -33,10 +33,13 @@ RUNS: Sequence[Run] = (
 # End of the generated part.
 
 FRAMEWORKS = {
+    "accelerate": "Accelerate",
     "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
     "megatron": "Megatron-Core",
     "torch": "torch",
     "torchtitan": "torchtitan",
+    "transformers": "Transformers",
 }
 """Each hook's framework, by its distribution name."""
 

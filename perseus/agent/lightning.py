@@ -5,8 +5,8 @@
     trainer = Trainer(…, callbacks=[PerseusCallback(job_id="resnet")])
     trainer.fit(module, data)
 
-The rank is attached while `fit` trains, as `attach_model` of `perseus.agent.torch` does. A forward is one call of
-the strategy's `training_step`, whatever that calls: the module, or a wrapper such as
+The rank is attached while `fit` trains, as `attach_model` of `perseus.agent.torch` does. A forward is one
+call of the strategy's `training_step`, whatever that calls: the module, or a wrapper such as
 `DistributedDataParallel`, which Lightning leaves in `eval()`.
 """
 
@@ -43,15 +43,15 @@ def attach(
 ) -> Attachment:
     """Attach a trainer whose strategy has set up the model and the optimizer.
 
-    Arguments and errors as those of `attach_model`. Raises ValueError also for a module that optimizes by itself, and
-    for tensor parallelism.
+    Arguments and errors as those of `attach_model`. Raises ValueError also for a module that optimizes by
+    itself, and for tensor parallelism.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     name = f"module {type(module).__name__}"
     if not module.automatic_optimization:
         raise ValueError(
-            f"{name}: expected automatic optimization, found manual: call attach_model of perseus.agent.torch "
-            "in on_train_start, with the network that training_step calls"
+            f"{name}: expected automatic optimization, found manual: call attach_model of "
+            "perseus.agent.torch in on_train_start, with the network that training_step calls"
         )
     mesh = getattr(strategy, "device_mesh", None)
     if mesh is not None and (count := mesh["tensor_parallel"].size()) > 1:

@@ -7,9 +7,9 @@
     trainer.train()
 
 The rank is attached from the begin of training to its end, as `attach_model` of `perseus.agent.torch` does
-with the model that the trainer has prepared. If training raises an exception, the rank has failed. Transformers
-calls no callback then, nor does it tell callbacks the model as prepared: so this one takes the trainer, as
-TRL's callbacks do, and wraps its `train`.
+with the model that the trainer has prepared. If training raises an exception, the rank has failed.
+Transformers calls no callback then, nor does it pass callbacks the model as prepared: so this one takes the
+trainer, as TRL's callbacks do, and wraps its `train`.
 """
 
 from functools import partial, wraps

@@ -57,8 +57,7 @@ def attach(
             logs.update(attachment.figures())
         return log(logs, *args, **kwargs)
 
-    attachment.replace(trainer, "log", log_with_saving)
-    return attachment
+    return attachment.put_marks(lambda: attachment.replace(trainer, "log", log_with_saving))
 
 
 class PerseusCallback(transformers.TrainerCallback):  # type: ignore[misc]

@@ -151,10 +151,11 @@ class OutboxPort:
             savings=[
                 agent_service_pb2.JobSaving(
                     job_id=job_id,
-                    energy_percent=saving.energy_percent or 0.0,
+                    energy_percent=saving.energy_percent,
                     slowdown_percent=saving.slowdown_percent,
                 )
                 for job_id, saving in savings.items()
+                if saving.energy_percent is not None
             ],
         )
         self._outbox.replace("heartbeat", ConnectResponse(heartbeat=heartbeat))

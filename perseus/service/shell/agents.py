@@ -231,7 +231,7 @@ class Agents:
         for (job_id, rank), _ in agent.gpus.values():
             run = self._live.get(job_id) if rank == FIRST_RANK and job_id in agent.job_ids else None
             saving = self._live.read(run, views.saving, lambda _: None) if run is not None else None
-            if saving is not None and saving.energy_percent is not None:
+            if saving is not None:
                 savings[job_id] = saving
         return savings
 

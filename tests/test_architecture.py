@@ -106,7 +106,9 @@ RULES: Mapping[str, PackageRules] = {
     # The training process.
     "agent": allowed(),
     "agent.probe": allowed("torch"),
-    "agent.torch": allowed("torch"),
+    "agent.torch": allowed("accelerate", "torch"),
+    "agent.lightning": allowed("torch"),
+    "agent.transformers": allowed("torch", "transformers"),
     "agent.megatron": allowed("megatron", "torch"),
     "agent.deepspeed": allowed("deepspeed", "torch"),
     "agent.torchtitan": allowed("torch", "torchtitan"),

@@ -1,6 +1,6 @@
 """The sidecar on a GPU node and the probe in the training process: one package per process, and shared ones.
 
-    torch, megatron, deepspeed, torchtitan
+    torch, megatron, deepspeed, torchtitan, transformers, lightning
                                 training process: the hooks into frameworks, one line each
     probe                       training process: the probe, marks at the device's time
     link                        both: the local protocol, where the two sides meet

@@ -144,6 +144,7 @@ def attach_model(
     *,
     job_id: str,
     process_group: "ProcessGroup | None" = None,
+    forward: tuple[Any, str] | None = None,
     connect: Connect = Probe.connect,
     max_slowdown_percent: float = 0.0,
 ) -> Attachment:
@@ -151,9 +152,10 @@ def attach_model(
 
     Called by all ranks of the job, before training, with the model that the training loop calls (such as the
     `DistributedDataParallel`, the model that `fully_shard` has sharded, or the result of `torch.compile`) and
-    the optimizer whose step ends an iteration (the last one, of several). `process_group`: the replicas; by
-    default that of a `DistributedDataParallel`, or else all processes. `max_slowdown_percent`, `connect`: as
-    in `attach`.
+    the optimizer whose step ends an iteration (the last one, of several): torch's, or accelerate's or
+    Lightning's around it. `process_group`: the replicas; by default that of a `DistributedDataParallel`, or
+    else all processes. `forward`: the owner and the name of a function that computes a microbatch's loss, if
+    the loop calls that instead of the model. `max_slowdown_percent`, `connect`: as in `attach`.
 
     One process without `torch.distributed` is one replica.
 
@@ -165,7 +167,9 @@ def attach_model(
     from torch.utils import _pytree
 
     warn_if_untested("torch", str(torch.__version__), str(torch.__version__))
+    _warn_if_accelerate_is_untested(optimizer, str(torch.__version__))
     check_attributes(model, f"model {type(model).__name__}", "forward", "training", "parameters", "modules")
+    optimizer = stepping(optimizer)
     check_attributes(optimizer, f"optimizer {type(optimizer).__name__}", "register_step_post_hook")
     if is_marked(model):
         raise ValueError(f"model {type(model).__name__}: expected one that is not attached; detach it first")
@@ -192,7 +196,10 @@ def attach_model(
             when_backward_is_done=engine.queue_callback,
         )
         marked = MarkedModel(attachment, parts)
-        marked.mark(model, optimizer)
+        if forward is None:
+            marked.mark(model, optimizer)
+        else:
+            marked.mark_function(*forward, optimizer)
         mark_waits(attachment, sharded)
         watch_steps(attachment, marked.why_unmarked, model)
 
@@ -209,6 +216,20 @@ def _is_checkpointing() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def stepping(optimizer: Any) -> Any:
+    """Return the optimizer that steps: a wrapper's own `step` does not always, as in accumulation."""
+    while hasattr(inner := getattr(optimizer, "optimizer", None), "step"):
+        optimizer = inner
+    return optimizer
+
+
+def _warn_if_accelerate_is_untested(optimizer: Any, torch_version: str) -> None:
+    if type(optimizer).__module__.partition(".")[0] == "accelerate":
+        import accelerate
+
+        warn_if_untested("accelerate", str(accelerate.__version__), torch_version)
 
 
 def stages_of(schedule: Any) -> list[Any]:

@@ -34,8 +34,8 @@ def demo(
     script: Annotated[
         Path | None,
         typer.Option(
-            help="Train with this script instead: a pipeline of four stages that attaches, as in examples/. "
-            "The demo ends once its plan has been measured.",
+            help="Train with this script instead: a pipeline of four stages, or two replicas, that attaches, "
+            "as in examples/. The demo ends once its plan has been measured.",
             exists=True,
             dir_okay=False,
         ),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perseus.agent.link.computation import Kind
+from perseus.agent.link.packets import Saving
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.marks import Connect
 from perseus.emulation.gpu import EmulatedGpu
@@ -38,6 +39,11 @@ class EmulatedProbe:
         self.end_iteration = probe.end_iteration
         self.report_unmarked = probe.report_unmarked
         self.finish = probe.finish
+
+    @property
+    def saving(self) -> Saving | None:
+        """As of the probe."""
+        return self._probe.saving
 
     def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
         """Begin the computation's work on the GPU. KeyError for a computation without work."""

@@ -1,8 +1,9 @@
 """A training script on emulated GPUs, from stock to its plan, on a machine that needs no GPU.
 
 The script can be any torchrun script that attaches to Perseus and trains a pipeline of four stages with one
-chunk each, like those in examples/. It needs no change: every rank runs it in `perseus.demo.example_rank`,
-where computations take as long as on an emulated GPU. The demo ends the ranks once it has measured the plan.
+chunk each, or two replicas of a whole model, like those in examples/. It needs no change: every rank runs it
+in `perseus.demo.example_rank`, where computations take as long as on an emulated GPU. The demo ends the ranks
+once it has measured the plan.
 """
 
 import ast
@@ -10,11 +11,12 @@ import asyncio
 import importlib.util
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
-from perseus.demo.example_rank import HOOKS, RankOfScript
+from perseus.demo.example_rank import HOOKS_OF_PIPELINES, HOOKS_OF_REPLICAS, RankOfScript
 from perseus.demo.observation import Observer, registered_job
 from perseus.demo.summary import Measurements
 from perseus.demo.workload import Workload
@@ -38,6 +40,9 @@ _NODE = Workload(
     gpu=A100_SXM.with_clocks(6),
 )
 
+# Replicas of a whole model: no stage waits for another, so only a slowdown saves much.
+_REPLICAS = replace(_NODE, pipeline_count=2, stage_weights=(1.0,))
+
 
 class ScriptError(Exception):
     """The script can't be run in the demo."""
@@ -59,12 +64,13 @@ async def show(
         OSError: the script can't be read, or `out_dir` can't be written.
     """
     hook = hook_of(script)
+    workload = _NODE if hook in HOOKS_OF_PIPELINES else _REPLICAS
     if importlib.util.find_spec("torch") is None:
         raise ScriptError(f"{script}: expected torch to be installed, found none")
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
         Cluster(
-            _NODE,
+            workload,
             Path(run_dir),
             out_dir / "logs",
             nvml_library=nvml_stub.build(Path(run_dir)) if through_nvml else None,
@@ -75,7 +81,7 @@ async def show(
         for line in cluster.page_lines(address):
             log(line)
         await asyncio.to_thread(cluster.start_agents, address)
-        _start_ranks(cluster, hook, script)
+        _start_ranks(cluster, workload, hook, script)
         async with cluster.security.channels(address).open() as channel, asyncio.TaskGroup() as tasks:
             watchers = [tasks.create_task(_keep_watch(cluster))]
             job_id = await registered_job(channel, _REGISTRATION_TIMEOUT_S)
@@ -87,7 +93,7 @@ async def show(
                     log(event.message)
                 logged_count = len(observer.events)
 
-            observer = Observer(channel, job_id, Measurements(_NODE.pipeline_count), log_new)
+            observer = Observer(channel, job_id, Measurements(workload.pipeline_count), log_new)
             watchers.append(tasks.create_task(observer.follow()))
             await _watch(observer)
             for watcher in watchers:
@@ -98,27 +104,33 @@ async def show(
 
 
 def hook_of(script: Path) -> str:
-    """Return the module whose `attach` a script imports. ScriptError if it imports none, or isn't Python."""
+    """Return the hook that a script imports. ScriptError if it imports none, or isn't Python."""
     try:
         tree = ast.parse(script.read_bytes(), filename=str(script))
     except (SyntaxError, ValueError) as error:
         raise ScriptError(f"{script}: expected a Python script: {error}") from error
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    for hook in HOOKS:
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    hooks = (*HOOKS_OF_PIPELINES, *HOOKS_OF_REPLICAS)
+    for hook in hooks:
         if hook in imported:
             return hook
-    raise ScriptError(f"{script}: expected `from … import attach`, of one of {', '.join(HOOKS)}, found none")
+    raise ScriptError(f"{script}: expected `from … import …` of one of {', '.join(hooks)}, found none")
 
 
-def _start_ranks(cluster: Cluster, hook: str, script: Path) -> None:
-    stages = range(_NODE.stage_count)
+def _start_ranks(cluster: Cluster, workload: Workload, hook: str, script: Path) -> None:
+    pipelines, stages = range(workload.pipeline_count), range(workload.stage_count)
     task = RankOfScript(
         script=str(script),
         hook=hook,
-        agent_socket=str(cluster.socket(0)),
-        gpu_files=[str(cluster.gpu_file(0, stage)) for stage in stages],
+        agent_sockets=[str(cluster.socket(pipeline)) for pipeline in pipelines],
+        gpu_files=[[str(cluster.gpu_file(pipeline, stage)) for stage in stages] for pipeline in pipelines],
         works=[
-            [(work.compute_s, work.memory_s, work.activity) for work in _NODE.stage_work(stage)]
+            [(work.compute_s, work.memory_s, work.activity) for work in workload.stage_work(stage)]
             for stage in stages
         ],
     )
@@ -127,7 +139,7 @@ def _start_ranks(cluster: Cluster, hook: str, script: Path) -> None:
         "-m",
         "torch.distributed.run",
         "--standalone",
-        f"--nproc-per-node={_NODE.stage_count}",
+        f"--nproc-per-node={len(workload.ranks)}",
         "-m",
         "perseus.demo.example_rank",
         task.to_json(),

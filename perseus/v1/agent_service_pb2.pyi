@@ -1428,18 +1428,52 @@ class Heartbeat(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
+    SAVINGS_FIELD_NUMBER: builtins.int
     power_interval_s: builtins.float
     """From the coordinator, which may send it unprompted: the new requested interval of PowerReadings, seconds; 0 if the
     previous one still applies. Agents leave it 0.
     """
+    @property
+    def savings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobSaving]:
+        """From the coordinator: the savings of those jobs whose rank 0, 0, 0 this agent serves, for that trainer's log. A job
+        is absent while its saving is unknown. Agents leave it empty.
+        """
+
     def __init__(
         self,
         *,
         power_interval_s: builtins.float = ...,
+        savings: collections.abc.Iterable[Global___JobSaving] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["power_interval_s", b"power_interval_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["power_interval_s", b"power_interval_s", "savings", b"savings"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
+
+@typing.final
+class JobSaving(google.protobuf.message.Message):
+    """What the plans in force on a job's ranks save, measured against its stock baseline."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    ENERGY_PERCENT_FIELD_NUMBER: builtins.int
+    SLOWDOWN_PERCENT_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    energy_percent: builtins.float
+    """Energy saved, percent of the baseline's."""
+    slowdown_percent: builtins.float
+    """Time lost, percent of the baseline's; below 0 if time was gained."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        energy_percent: builtins.float = ...,
+        slowdown_percent: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_percent", b"energy_percent", "job_id", b"job_id", "slowdown_percent", b"slowdown_percent"]) -> None: ...
+
+Global___JobSaving: typing_extensions.TypeAlias = JobSaving
 
 @typing.final
 class Goodbye(google.protobuf.message.Message):

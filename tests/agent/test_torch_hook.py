@@ -8,7 +8,7 @@ from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
-from perseus.agent.torch import identities_of, mark_schedule, stages_of
+from perseus.agent.torch import identities_of, mark_schedule, stages_of, stepping
 from tests.agent.marks_stub import MarksStub
 
 
@@ -125,3 +125,16 @@ def test_unknown_objects_are_refused() -> None:
         ValueError, match="Stage: forward_one_chunk: expected a parameter 'fwd_chunk_id', found microbatch"
     ):
         identities_of([renamed])
+
+
+def test_the_optimizer_that_steps_is_inside_its_wrappers() -> None:
+    class Optimizer:
+        optimizer: object = None
+
+        def step(self) -> None:
+            pass
+
+    inner, middle, outer = Optimizer(), Optimizer(), Optimizer()
+    outer.optimizer, middle.optimizer = middle, inner
+    inner.optimizer = "adamw"
+    assert stepping(outer) is stepping(inner) is inner

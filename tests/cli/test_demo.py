@@ -22,7 +22,7 @@ def test_a_script_that_does_not_attach_is_bad_input(tmp_path: Path) -> None:
     output = tmp_path / "out"
     result = CliRunner().invoke(app, ["demo", "--script", str(script), "--output", str(output)])
     assert result.exit_code == 2
-    assert f"{script}: expected `from … import attach`" in result.output
+    assert f"{script}: expected `from … import …`" in result.output
     assert not any(output.iterdir())
 
 

@@ -33,15 +33,15 @@ def task(tmp_path: Path) -> RankOfScript:
     script.write_text(SCRIPT)
     return RankOfScript(
         script=str(script),
-        hook="perseus.agent.torch",
-        agent_socket=str(tmp_path / "agent.sock"),
-        gpu_files=[str(tmp_path / f"gpu-{stage}") for stage in range(2)],
+        hook="perseus.agent.torch.attach",
+        agent_sockets=[str(tmp_path / "agent.sock")],
+        gpu_files=[[str(tmp_path / f"gpu-{stage}") for stage in range(2)]],
         works=[[(0.001, 0.0, 0.9), (0.001, 0.0, 0.9)], [(0.1, 0.0, 0.9), (0.001, 0.0, 0.9)]],
     )
 
 
 def test_a_script_s_computations_are_those_of_its_stage_s_emulated_gpu(task: RankOfScript) -> None:
-    for path in task.gpu_files:
+    for path in task.gpu_files[0]:
         EmulatedGpu.create(Path(path), A40.with_clocks(4), "GPU-emulated").close()
     command = [sys.executable, "-m", "perseus.demo.example_rank", task.to_json()]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -51,11 +51,11 @@ def test_a_script_s_computations_are_those_of_its_stage_s_emulated_gpu(task: Ran
     assert others == [[task.script], task.script, ""], (
         "as torchrun starts it, without a GPU of this machine's"
     )
-    assert f"no agent at {task.agent_socket}" in done.stderr
+    assert f"no agent at {task.agent_sockets[0]}" in done.stderr
 
 
 @pytest.mark.parametrize(("pipeline", "stage"), [(1, 0), (0, 2)])
 def test_a_rank_without_an_emulated_gpu_is_refused(task: RankOfScript, pipeline: int, stage: int) -> None:
-    expected = f"one pipeline of up to 2 stages, found pipeline {pipeline}, stage {stage}"
+    expected = f"up to 1 pipelines of up to 2 stages, found pipeline {pipeline}, stage {stage}"
     with pytest.raises(ValueError, match=expected):
         task.connect(pipeline=pipeline, stage=stage, job_id="job", tensor=0, gpu_uuid="none")

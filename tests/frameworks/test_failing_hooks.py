@@ -53,8 +53,17 @@ OF_TORCHTITAN = (
     "perseus.agent.torch.connect_marks",
     *OF_EACH[3:],
 )
+OF_CALLBACKS = (
+    "perseus.agent.{hook}.warn_if_untested",
+    "perseus.agent.torch.connect_marks",
+    "perseus.agent.probe.attachment.Attachment.replace",
+)
 ITERATIONS = 25  # ranks give up waiting for an order after 20
 TWO_STAGES = (1.0, 1.0)
+EVERYDAY = {
+    name: Case("everyday_trainer", f"{name} ddp", (1.0,), 1, 0.0, 0.0, pipeline_count=2)
+    for name in ("transformers", "lightning")
+}
 PIPELINES = Case("torch_trainer", "1F1B", TWO_STAGES, 1, 0.0, 0.0, pipeline_count=2)
 
 
@@ -71,8 +80,19 @@ PIPELINES = Case("torch_trainer", "1F1B", TWO_STAGES, 1, 0.0, 0.0, pipeline_coun
         ),
         (Case("megatron_trainer", "1f1b", TWO_STAGES, 1, 0.0, 0.0), "megatron", OF_EACH),
         (Case("deepspeed_trainer", "1f1b", TWO_STAGES, 1, 0.0, 0.0), "deepspeed", OF_EACH),
+        (EVERYDAY["transformers"], "transformers", OF_CALLBACKS),
+        (EVERYDAY["lightning"], "lightning", OF_CALLBACKS),
     ],
-    ids=["pipelining", "DistributedDataParallel", "fully_shard", "torchtitan", "Megatron-Core", "DeepSpeed"],
+    ids=[
+        "pipelining",
+        "DistributedDataParallel",
+        "fully_shard",
+        "torchtitan",
+        "Megatron-Core",
+        "DeepSpeed",
+        "Transformers",
+        "Lightning",
+    ],
 )
 def test_training_continues_with_equal_losses_and_the_log_has_rank_and_reason(
     case: Case, hook: str, places: Sequence[str], tmp_path: Path

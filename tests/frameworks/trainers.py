@@ -25,6 +25,9 @@ from perseus.demo.trainer import STOP_FILE
 from perseus.emulation.physics import Work
 from tests.frameworks.punctual import make_punctual
 
+FAIL_FILE, CAUGHT_FILE = "fail", "caught"
+"""Files of the run's folder: training has to raise an exception; it was caught."""
+
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 

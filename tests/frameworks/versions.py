@@ -45,7 +45,8 @@ def table(runs: Sequence[Run]) -> str:
         framework = (
             "its own pipelining and data parallelism" if hook == "torch" else f"{FRAMEWORKS[hook]} {versions}"
         )
-        lines.append(f"| `perseus.agent.{hook}` | {framework} | {torch} |")
+        module = "torch" if hook == "accelerate" else hook
+        lines.append(f"| `perseus.agent.{module}` | {framework} | {torch} |")
     return "".join(f"{line}\n" for line in lines)
 
 

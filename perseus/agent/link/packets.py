@@ -145,18 +145,45 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """What a job's plans save, in percent of stock, and how much more time iterations take."""
+
+    energy_percent: float
+    slowdown_percent: float
+
+    def __str__(self) -> str:
+        return f"{self.energy_percent:.1f} % of energy, at {self.slowdown_percent:+.1f} % of time"
+
+    def rounded(self) -> "Saving":
+        """Return it in tenths of a percent."""
+        return Saving(round(self.energy_percent, 1), round(self.slowdown_percent, 1))
+
+    def figures(self) -> dict[str, float]:
+        """Return it by the names that trainings log."""
+        return {
+            "perseus_energy_saved_percent": self.energy_percent,
+            "perseus_slowdown_percent": self.slowdown_percent,
+        }
+
+
+SAVING = "SAVING"
+"""Reason of a notice of the job's saving; without one, it is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """Answer to a HealthQuestion, a Hello or a Registration.
 
     A refusal has a stable reason; the message is for people.
 
-    `is_notice`: it is no answer, but reports a change of the rank's state.
+    `is_notice`: it is no answer, but reports a change of the rank's state; with reason SAVING, of `saving`.
     """
 
     ok: bool
     reason: str = ""
     message: str = ""
     is_notice: bool = False
+    saving: Saving | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +299,10 @@ def encode(message: Message) -> bytes:
             return _encode_json({"type": "membership", "spec_fingerprint": spec_fingerprint})
         case Unmarked(text):
             return _encode_json({"type": "unmarked", "message": text})
-        case Reply(ok, reason, text, is_notice):
+        case Reply(ok, reason, text, is_notice, saving):
             reply = {"type": "reply", "ok": ok, "reason": reason, "message": text}
+            if saving is not None:
+                reply["saving"] = [saving.energy_percent, saving.slowdown_percent]
             return _encode_json({**reply, "is_notice": True} if is_notice else reply)
         case Packing(is_allowed):
             return _encode_json({"type": "packing", "is_allowed": is_allowed})
@@ -449,6 +478,7 @@ def _decode_json(packet: bytes) -> Message:
                 _field(fields, "reason", str),
                 _field(fields, "message", str),
                 _field(fields, "is_notice", bool) if "is_notice" in fields else False,
+                _saving(fields) if "saving" in fields else None,
             )
         case "packing":
             return Packing(_field(fields, "is_allowed", bool))
@@ -457,6 +487,13 @@ def _decode_json(packet: bytes) -> Message:
                 "packet: expected type health, hello, registration, membership, unmarked, reply or packing, "
                 f"found {message_type!r}"
             )
+
+
+def _saving(fields: dict[str, Any]) -> Saving:
+    match _field(fields, "saving", list):
+        case [int() | float() as energy_percent, int() | float() as slowdown_percent]:
+            return Saving(energy_percent, slowdown_percent)
+    raise MalformedPacket("packet: field 'saving': expected two numbers")
 
 
 def _field(fields: dict[str, Any], name: str, expected: type[T]) -> T:

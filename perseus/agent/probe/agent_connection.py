@@ -21,9 +21,11 @@ from perseus.agent.link.packets import (
     MARK_BYTES,
     MAX_PACKED_MARKS,
     MAX_PACKET_BYTES,
+    SAVING,
     MalformedPacket,
     Packing,
     Reply,
+    Saving,
     decode,
 )
 from perseus.agent.probe.rejoin import Rejoin
@@ -47,6 +49,7 @@ class AgentConnection:
             cheap.
         dropped_count: packets dropped so far because the socket was full.
         dropped_here_count: those on the current connection, since agents count per connection.
+        saving: what the job's plans save, as far as the agent knows; only the job's first rank receives it.
     """
 
     def __init__(self, rank: Rank, path: str, hello: Callable[[], bytes], sock: socket.socket | None) -> None:
@@ -57,6 +60,7 @@ class AgentConnection:
         self.send: Callable[[bytes], object] = sock.send if sock is not None else _discard
         self.dropped_count = 0
         self.dropped_here_count = 0
+        self.saving: Saving | None = None
         self._rejoin = Rejoin(path, hello, monotonic_ns()) if sock is None else None
         # The registration or membership packet, once sent, and whether the agent answers it.
         self._membership: bytes | None = None
@@ -212,7 +216,7 @@ class AgentConnection:
     def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
-            self._socket, self.send = None, _discard
+            self._socket, self.send, self.saving = None, _discard, None
         self._packed.clear()
         self._is_packing = False
 
@@ -288,6 +292,9 @@ class AgentConnection:
                 return heard
 
     def _log_notice(self, notice: Reply) -> None:
+        if notice.reason == SAVING:
+            self.saving = notice.saving
+            return
         _log.log(logging.INFO if notice.ok else logging.WARNING, "%s: %s", self._rank, notice.message)
 
     def _log_registration(self, reply: Reply, *, is_known: bool = False) -> None:

@@ -269,6 +269,14 @@ class Attachment:
             except Exception as error:  # as above
                 self._give_up(error)
 
+    def figures(self) -> dict[str, float]:
+        """Return what the plan in force saves, for a training's logger, in percent of stock.
+
+        Empty while that is unknown, and on all ranks but the job's first.
+        """
+        saving = getattr(self._marks, "saving", None)
+        return saving.figures() if saving is not None else {}
+
     def detach(self) -> None:
         """End marking: undo every replacement and close the connection; the GPU returns to stock."""
         marks = self._leave("it is detached")

@@ -42,6 +42,7 @@ from perseus.agent.link.packets import (
     MarkType,
     Membership,
     Registration,
+    Saving,
     Unmarked,
     encode,
     mark_packer,
@@ -127,6 +128,11 @@ class Probe:
     def dropped_mark_count(self) -> int:
         """Marks dropped so far because the socket was full."""
         return self._connection.dropped_count
+
+    @property
+    def saving(self) -> Saving | None:
+        """What the job's plans save; None while that is unknown, and on all ranks but the job's first."""
+        return self._connection.saving
 
     def register(
         self,

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.link.packets import Saving
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_time import DeviceTime
 from perseus.agent.probe.job_spec import Path
@@ -118,6 +119,11 @@ class DeviceMarks:
         self._is_over = threading.Event()
         self._has_helper = has_helper
         self._helper = threading.Thread(target=self._keep_polling, name="perseus-marks", daemon=True)
+
+    @property
+    def saving(self) -> Saving | None:
+        """As of the probe."""
+        return self._probe.saving
 
     def register(
         self,

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 _log = logging.getLogger("perseus.versions")
 
 Run = tuple[str, str, str]
-"""A hook (the module's name below `perseus.agent`), its framework's version, and torch's."""
+"""A hook, its framework's version, and torch's. A hook is a module below `perseus.agent`, or Accelerate."""
 
 # Written by `make framework-versions`.
 RUNS: Sequence[Run] = (
+    ("accelerate", "1.15.0", "2.13.0"),
     ("deepspeed", "0.19.8", "2.13.0"),
+    ("lightning", "2.6.6", "2.13.0"),
     ("megatron", "0.12.3", "2.13.0"),
     ("megatron", "0.13.1", "2.13.0"),
     ("megatron", "0.14.0", "2.13.0"),
@@ -29,14 +31,18 @@ RUNS: Sequence[Run] = (
     ("torch", "2.15.0", "2.15.0"),
     ("torchtitan", "0.2.2", "2.13.0"),
     ("torchtitan", "0.3.0", "2.15.0"),
+    ("transformers", "5.24.0", "2.13.0"),
 )
 # End of the generated part.
 
 FRAMEWORKS = {
+    "accelerate": "Accelerate",
     "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
     "megatron": "Megatron-Core",
     "torch": "torch",
     "torchtitan": "torchtitan",
+    "transformers": "Transformers",
 }
 """Each hook's framework, by its distribution name."""
 

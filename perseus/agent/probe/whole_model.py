@@ -23,6 +23,7 @@ import copyreg
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from perseus.agent.link.computation import Kind
@@ -79,6 +80,20 @@ class MarkedModel:
                 object.__setattr__(model, "__class__", own)
 
         self._attachment.when_detached(restore)
+        self._observe_steps(optimizer)
+
+    def mark_function(self, owner: Any, name: str, optimizer: Any) -> None:
+        """Mark the calls of a function that trains, in place of the model's; otherwise as `mark`."""
+        function = getattr(owner, name)
+
+        @wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            return self._call(None, lambda: function(*args, **kwargs))
+
+        self._attachment.replace(owner, name, marked)
+        self._observe_steps(optimizer)
+
+    def _observe_steps(self, optimizer: Any) -> None:
         handle = optimizer.register_step_post_hook(lambda *_: self._end_iteration())
         self._attachment.when_detached(handle.remove)
 
@@ -113,13 +128,14 @@ class MarkedModel:
                 self._begin_backward(self._checkpointed.pop())
             return False
         is_recorded = self._parts.is_grad_enabled()
-        if model.training and (is_recorded or self._parts.is_checkpointing()):
+        is_training = model is None or model.training  # None: of a function that only trains
+        if is_training and (is_recorded or self._parts.is_checkpointing()):
             return True
         if is_recorded:
             self._unmarked_call = (
                 "the attached model is in eval(): call its train() before training, also of a wrapper"
             )
-        elif model.training:
+        elif is_training:
             self._unmarked_call = (
                 "the attached model is called without gradients (no_grad, inference_mode, or an activation "
                 "checkpoint other than torch's): attach it where they are recorded"

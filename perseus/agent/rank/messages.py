@@ -5,10 +5,12 @@ built where they arise. Measurements are rows here and columns in the contract, 
 checked: `stream.translate` converts both. Clocks are MHz, None for stock.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import Saving
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import rank_pb2
 
@@ -342,9 +344,14 @@ class TelemetryRefused:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """The answer to a heartbeat. `power_interval_s`: the new interval of power readings; None: unchanged."""
+    """The answer to a heartbeat.
+
+    `power_interval_s`: the new interval of power readings; None: unchanged. `savings`: those that are known,
+    of the jobs whose first ranks this agent serves.
+    """
 
     power_interval_s: float | None = None
+    savings: Mapping[str, Saving] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

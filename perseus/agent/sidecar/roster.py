@@ -10,7 +10,7 @@ import structlog
 from perseus.agent.claims.registry import Claim, ClaimRegistry
 from perseus.agent.gpu import GpuError
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import Hello, Reply
+from perseus.agent.link.packets import SAVING, Hello, Reply, Saving
 from perseus.agent.rank.events import Event
 from perseus.agent.sidecar.local import ProbeConnection
 from perseus.agent.sidecar.served import ServedRank
@@ -38,6 +38,7 @@ class Trainer:
         self.gone = asyncio.Event()
         self.serving: asyncio.Task[None] | None = None
         self.watching: asyncio.Task[None] | None = None
+        self._saving: Saving | None = None
 
     @property
     def rank(self) -> Rank:
@@ -48,6 +49,15 @@ class Trainer:
         """Let its probe pack marks, or not, if it can."""
         if self.hello.packs_marks:
             self.connection.allow_packing(is_allowed)
+
+    def inform(self, saving: Saving | None) -> None:
+        """Send the job's saving, if it has changed; None if it is unknown."""
+        if saving != self._saving:
+            self._saving = saving
+            text = (
+                f"the plans in force save {saving}" if saving is not None else "the plans' saving is unknown"
+            )
+            self.connection.reply(Reply(True, SAVING, text, is_notice=True, saving=saving))
 
 
 class Roster:

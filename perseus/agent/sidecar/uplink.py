@@ -7,6 +7,7 @@ import asyncio
 import random
 import socket
 import uuid
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import assert_never
 
@@ -14,7 +15,7 @@ import structlog
 
 from perseus.agent.claims.grants import Labels
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import Registration, Reply
+from perseus.agent.link.packets import Registration, Reply, Saving
 from perseus.agent.rank.events import Connected, Disconnected, Heard
 from perseus.agent.rank.messages import (
     JOB_ALREADY_EXISTS,
@@ -208,6 +209,13 @@ class Uplink:
                 self._roster.dispatch(message.rank, message)
             case _:
                 assert_never(message)
+
+    def saved(self, savings: Mapping[str, Saving]) -> None:
+        """Pass savings that have changed by a tenth of a percent to the trainers of the jobs' first ranks."""
+        for rank, trainer in self._roster.trainers.items():
+            if (rank.pipeline, rank.stage, rank.tensor) == (0, 0, 0):
+                saving = savings.get(rank.job_id)
+                trainer.inform(saving.rounded() if saving is not None else None)
 
     def _on_plan_offer(self, offer: PlanOffer) -> None:
         served = self._roster.served.get(offer.rank)

@@ -10,6 +10,7 @@ from typing import Protocol, assert_never
 
 import structlog
 
+from perseus.agent.link.packets import Saving
 from perseus.agent.rank.messages import (
     AgentIdentity,
     Drain,
@@ -49,6 +50,9 @@ class Listener(Protocol):
 
     def received(self, message: ToSession) -> None:
         """Called for a message about one rank."""
+
+    def saved(self, savings: Mapping[str, Saving]) -> None:
+        """Called with the known savings of the jobs whose first ranks this agent serves."""
 
     def disconnected(self) -> None:
         """Called when the open stream has ended."""
@@ -169,7 +173,8 @@ class Coordinator:
                 )
             case Drain(reason):
                 _log.info("the coordinator is about to stop", reason=reason)
-            case HeartbeatAnswer(power_interval_s):
+            case HeartbeatAnswer(power_interval_s, savings):
+                self._listener.saved(savings)
                 if power_interval_s is not None:
                     self.power_interval_s = power_interval_s
             case Welcome():

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import Registration
+from perseus.agent.link.packets import Registration, Saving
 from perseus.agent.rank.messages import (
     MAX_SENTENCE_LENGTH,
     AgentIdentity,
@@ -83,6 +83,7 @@ _MAX_CLOCK_MHZ = 100_000
 _MIN_LEASE_S = 0.01
 _MIN_INTERVAL_S = 0.05
 _MAX_TIME_S = 1e6
+_MAX_PERCENT = 1e6
 _SHOWN_COUNT = 10
 
 
@@ -312,7 +313,10 @@ def response(message: wire.ConnectResponse) -> Incoming:
             about = _place(refused.job_id, refused.rank) if refused.HasField("rank") else None
             return MessageRefused(refused.reason, refused.field, refused.expected, refused.found, about)
         case "heartbeat":
-            return HeartbeatAnswer(_power_interval_s("heartbeat", message.heartbeat))
+            return HeartbeatAnswer(
+                _power_interval_s("heartbeat", message.heartbeat),
+                {saving.job_id: _saving(saving) for saving in message.heartbeat.savings},
+            )
         case "drain":
             return Drain(message.drain.reason)
         case "rank_accepted":
@@ -450,6 +454,14 @@ def _computation(
 
 def _count(where: str, value: int) -> int:
     return _within(where, value, 0, _MAX_COUNT)
+
+
+def _saving(saving: wire.JobSaving) -> Saving:
+    where, most = "heartbeat.savings", _MAX_PERCENT
+    return Saving(
+        _within(f"{where}.energy_percent", saving.energy_percent, -most, most),
+        _within(f"{where}.slowdown_percent", saving.slowdown_percent, -most, most),
+    )
 
 
 def _power_interval_s(where: str, message: wire.Welcome | wire.Heartbeat) -> float | None:

@@ -13,7 +13,7 @@ continues: other ranks share it. The contract lists the errors that end a stream
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -64,6 +64,7 @@ from perseus.service.domain.errors import (
     cut,
 )
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
+from perseus.service.domain.measured import Saving
 from perseus.service.domain.messages import coordinates_to_proto, order_to_proto
 from perseus.service.domain.model import MaxClock, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates, check_job_id
@@ -143,9 +144,20 @@ class OutboxPort:
         message = offer_to_proto(job_id, rank, offer, self.epoch, lease_s)
         self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
 
-    def heartbeat(self, power_interval_s: float) -> None:
+    def heartbeat(self, power_interval_s: float, savings: Mapping[str, Saving]) -> None:
         """Put Heartbeat in place of one that still waits."""
-        heartbeat = agent_service_pb2.Heartbeat(power_interval_s=power_interval_s)
+        heartbeat = agent_service_pb2.Heartbeat(
+            power_interval_s=power_interval_s,
+            savings=[
+                agent_service_pb2.JobSaving(
+                    job_id=job_id,
+                    energy_percent=saving.energy_percent,
+                    slowdown_percent=saving.slowdown_percent,
+                )
+                for job_id, saving in savings.items()
+                if saving.energy_percent is not None
+            ],
+        )
         self._outbox.replace("heartbeat", ConnectResponse(heartbeat=heartbeat))
 
     def acknowledge(self, sequence: int) -> None:
@@ -336,7 +348,8 @@ class _Stream:
                 raise HelloRepeatedError(instance_id=self.instance_id)
             case "heartbeat":
                 self._agents.hear(self.instance_id)
-                self._port.heartbeat(self._agents.power_interval_s)
+                savings = self._agents.savings(self.instance_id)
+                self._port.heartbeat(self._agents.power_interval_s, savings)
             case "power_reading":
                 self._take_power(request.power_reading)
             case "message_refused":

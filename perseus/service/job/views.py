@@ -11,7 +11,7 @@ from perseus.service.domain.errors import JobNotSolvedError, TimelineNotReadyErr
 from perseus.service.domain.figures import LastMeasured, RankColumns, RunFigures
 from perseus.service.domain.job_power import JobPower
 from perseus.service.domain.job_signal import JobSignal
-from perseus.service.domain.measured import MeasuredTimeline, Powers, Timeline
+from perseus.service.domain.measured import MeasuredTimeline, Period, Powers, Saving, Timeline
 from perseus.service.domain.messages import (
     NUMBERS,
     budget_to_proto,
@@ -170,8 +170,7 @@ def _figures_to_proto(found: RunFigures) -> job_pb2.JobFigures:
 
 def figures(run: Run) -> RunFigures:
     """Return the metrics beyond the job's fields: no work over its ranks, either."""
-    found = run.log.latest_period()
-    period, saving = found if found and found[0].versions == run.offers.versions else (None, None)
+    period, saving = _under_offered_clocks(run)
     return RunFigures(
         stall=run.progress.stall,
         latest=run.log.latest,
@@ -183,6 +182,16 @@ def figures(run: Run) -> RunFigures:
         switch_count=run.offers.switch_count,
         saved_energy_j=run.meter.saved_j,
     )
+
+
+def saving(run: Run) -> Saving | None:
+    """Return what the plans in force save; None while that is unknown."""
+    return _under_offered_clocks(run)[1]
+
+
+def _under_offered_clocks(run: Run) -> tuple[Period | None, Saving | None]:
+    found = run.log.latest_period()
+    return found if found and found[0].versions == run.offers.versions else (None, None)
 
 
 def power(run: Run) -> JobPower:

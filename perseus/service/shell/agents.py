@@ -28,6 +28,7 @@ from perseus.service.domain.inputs import (
     RankLeft,
     TelemetryArrived,
 )
+from perseus.service.domain.measured import Saving
 from perseus.service.domain.model import FaultyPart, Gpu, MaxClock, RankLeftReason
 from perseus.service.domain.power_reading import PowerReading
 from perseus.service.domain.principals import ANYBODY, Principal
@@ -41,6 +42,9 @@ from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, TelemetrySequence
+
+FIRST_RANK = Coordinates(0, 0, 0)
+"""The rank of a job whose trainer logs its saving."""
 
 LAST_PLAN_LEASE_S = 1e6
 """Eleven days: the longest lease that an agent accepts. It means that the agent keeps the last plan."""
@@ -114,9 +118,9 @@ class Agents:
     def ask_for_power(self) -> None:
         """Ask all agents, present and future, to report what their GPUs draw."""
         self.power_interval_s = INTERVAL_S
-        for agent in self._agents.values():
+        for instance_id, agent in self._agents.items():
             if agent.is_greeted:  # otherwise its Welcome, which comes first, carries the interval
-                agent.port.heartbeat(INTERVAL_S)
+                agent.port.heartbeat(INTERVAL_S, self.savings(instance_id))
 
     @property
     def commit_marker(self) -> str:
@@ -217,6 +221,19 @@ class Agents:
         agent = self._agents.get(instance_id)
         if agent is not None:
             self._dispatch_to_jobs(agent, AgentHeard(instance_id))
+
+    def savings(self, instance_id: str) -> dict[str, Saving]:
+        """Return the known savings of the jobs whose first ranks an agent serves."""
+        savings: dict[str, Saving] = {}
+        agent = self._agents.get(instance_id)
+        if agent is None:
+            return savings
+        for (job_id, rank), _ in agent.gpus.values():
+            run = self._live.get(job_id) if rank == FIRST_RANK and job_id in agent.job_ids else None
+            saving = self._live.read(run, views.saving, lambda _: None) if run is not None else None
+            if saving is not None:
+                savings[job_id] = saving
+        return savings
 
     def join(self, job_id: str, event: RankJoined, owner: str = "") -> None:
         """Add a rank that an agent serves; `owner` is its trainer's, "" if it is unknown.

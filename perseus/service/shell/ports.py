@@ -1,9 +1,10 @@
 """The coordinator's messages to an agent."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from perseus.service.domain.errors import CoordinatorError
+from perseus.service.domain.measured import Saving
 from perseus.service.domain.model import MaxClock, Offer
 from perseus.service.domain.specification import Coordinates
 from perseus.solver import Computation
@@ -28,8 +29,9 @@ class AgentPort(Protocol):
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """Offer clocks to a rank; this replaces an offer that still waits for the rank."""
 
-    def heartbeat(self, power_interval_s: float) -> None:
-        """Send a heartbeat, with the wanted interval of power readings in seconds; 0 for none."""
+    def heartbeat(self, power_interval_s: float, savings: Mapping[str, Saving]) -> None:
+        """Send a heartbeat, with the wanted interval of power readings in seconds (0 for none), and the known
+        savings of the jobs whose first ranks the agent serves."""
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge all telemetry up to the sequence: it is stored."""

@@ -26,6 +26,7 @@ from perseus.agent.link.packets import (
     Packing,
     Registration,
     Reply,
+    Saving,
     Unmarked,
     WaitMark,
     decode,
@@ -41,6 +42,8 @@ computations = st.builds(Computation, st.sampled_from(Kind), int32, int32)
 texts = st.text(max_size=50)
 identifiers = texts.filter(str.isprintable)
 names = identifiers.filter(bool)
+percents = st.floats(-1e6, 1e6)
+savings = st.builds(Saving, percents, percents)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.just(HealthQuestion()),
     st.builds(Hello, st.builds(Rank, names, int32, int32, int32), names, st.booleans(), int64, st.booleans()),
@@ -52,7 +55,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         identifiers,
     ),
     st.builds(Membership, identifiers),
-    st.builds(Reply, st.booleans(), texts, texts, st.booleans()),
+    st.builds(Reply, st.booleans(), texts, texts, st.booleans(), st.none() | savings),
     st.builds(
         IterationMark, st.just(Edge.BEGIN), iterations, int64, st.integers(0, MAX_RELATIVE_WORK_PERMILLE)
     ),

@@ -13,6 +13,7 @@ import pytest
 from perseus.agent.link.computation import Kind
 from perseus.agent.link.packets import (
     MAX_PACKET_BYTES,
+    SAVING,
     ComputationMark,
     Edge,
     Finish,
@@ -20,6 +21,7 @@ from perseus.agent.link.packets import (
     IterationMark,
     Registration,
     Reply,
+    Saving,
     Unmarked,
     WaitMark,
     encode,
@@ -313,5 +315,29 @@ def test_notices_are_logged_at_any_time(tmp_path: Path, caplog: pytest.LogCaptur
     probe.begin_iteration()
     assert caplog.messages[2:] == ["job[pipeline 0, stage 0, tensor 0]: the rank is taken now"]
     assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR", "INFO"]
+    probe.close()
+    agent.close()
+
+
+def test_the_job_s_saving_is_known_until_the_agent_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
+    caplog.set_level(logging.INFO, "perseus.probe")
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True)])
+    probe = connect(agent.path)
+    agent.answered()
+    assert probe.saving is None
+    found: list[Saving | None] = []
+    for saving in (Saving(13.2, 0.1), None, Saving(13.3, 0.0)):
+        agent.connection.send(encode(Reply(True, SAVING, "13.2 %", is_notice=True, saving=saving)))
+        probe.begin_iteration()
+        found.append(probe.saving)
+    assert found == [Saving(13.2, 0.1), None, Saving(13.3, 0.0)]
+    assert caplog.messages == [], "a trainer logs figures by its own logger"
+    agent.connection.close()
+    for _ in range(2):
+        probe.begin_iteration()
+    assert probe.saving is None
     probe.close()
     agent.close()

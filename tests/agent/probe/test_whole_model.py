@@ -98,7 +98,7 @@ class Training:
         self.model, self.optimizer = Model(), Optimizer()
         self.is_grad_enabled, self.is_compiling, self.is_checkpointing = True, False, False
         self.attachment = Attachment(Placement(0, 4, 0, 1), self.marks, LocalExchange())
-        parts = TorchParts(
+        self.parts = TorchParts(
             is_compiling=lambda: self.is_compiling,
             is_grad_enabled=lambda: self.is_grad_enabled,
             is_in_backward=lambda: self.engine.is_running,
@@ -106,7 +106,7 @@ class Training:
             leaves=lambda result: result.values(),
             when_backward_is_done=self.engine.call_back,
         )
-        self.marked = MarkedModel(self.attachment, parts)
+        self.marked = MarkedModel(self.attachment, self.parts)
         self.marked.mark(self.model, self.optimizer)
 
     def step(self) -> None:
@@ -154,6 +154,30 @@ def test_calls_outside_of_training_are_not_marked(training: Training) -> None:
     training.engine.backward(training.model("x")["loss"])
     training.optimizer.step()
     assert training.marks.calls == []
+
+
+def test_a_function_that_calls_the_model_is_marked_in_its_stead(training: Training) -> None:
+    training.attachment.detach()
+    training.marks.calls.clear()
+
+    class Strategy:
+        def training_step(self, value: str) -> dict[str, Any]:
+            assert not training.model.training
+            return training.model(value)
+
+    strategy = Strategy()
+    training.model.training = False  # whatever the model's mode is
+    attachment = Attachment(Placement(0, 4, 0, 1), training.marks, LocalExchange())
+    MarkedModel(attachment, training.parts).mark_function(strategy, "training_step", training.optimizer)
+    output = strategy.training_step("x")
+    training.engine.backward(output["loss"])
+    training.optimizer.step()
+    assert output["value"] == "x"
+    computed = [*begin_and_end(F, 0), *begin_and_end(B, 0)]
+    assert training.marks.calls[:-1] == [("begin_iteration",), *computed, ("end_iteration",)]
+    attachment.detach()
+    assert vars(strategy) == {}
+    assert training.optimizer.hooks == []
 
 
 def test_copies_and_pickles_have_the_original_class(training: Training) -> None:

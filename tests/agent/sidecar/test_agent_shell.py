@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from perseus.agent import Kind, Probe
+from perseus.agent.link.packets import Saving
+from perseus.agent.probe import agent_connection
 from perseus.agent.rank import join_state
 from perseus.agent.sidecar import admission
 from perseus.agent.sidecar.shell import run, serving
@@ -378,3 +380,31 @@ async def test_a_lasting_refusal_of_a_rank_and_its_end_are_logged_once_by_the_tr
         "training continues at stock clocks",
         "job[pipeline 0, stage 0, tensor 0]: the coordinator now accepts the rank",
     ]
+
+
+async def test_a_job_s_saving_reaches_its_first_rank_s_trainer(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_connection, "_NOTICE_PERIOD_NS", 0)
+    coordinator = await start(Inbox())
+
+    def answer(*savings: wire.JobSaving) -> None:
+        coordinator.send(wire.ConnectResponse(heartbeat=wire.Heartbeat(savings=savings)))
+
+    async with serving(settings(tmp_path, coordinator.port)):
+        probe = await asyncio.to_thread(connected_probe, tmp_path / "run" / "agent.sock", is_registered=True)
+
+        async def until_known(saving: Saving | None) -> None:
+            def is_known() -> bool:
+                probe.begin_iteration()
+                return probe.saving == saving
+
+            await until(is_known, f"{saving} in the trainer")
+
+        await coordinator.until(lambda inbox: bool(inbox.all("rank_joined")), "the rank")
+        other = wire.JobSaving(job_id="other", energy_percent=50.0)
+        answer(other, wire.JobSaving(job_id="job", energy_percent=13.24, slowdown_percent=0.06))
+        await until_known(Saving(13.2, 0.1))
+        answer(other)
+        await until_known(None)
+        await asyncio.to_thread(probe.close)

@@ -1,13 +1,14 @@
 """Messages to a coordinator that comes and goes, on real streams."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
 from structlog.testing import capture_logs
 
 from perseus.agent.link.computation import Rank
+from perseus.agent.link.packets import Saving
 from perseus.agent.rank.messages import (
     AgentIdentity,
     RankLeftReason,
@@ -49,6 +50,9 @@ class Agent:
 
     def received(self, message: ToSession) -> None:
         self.seen.append(message)
+
+    def saved(self, savings: Mapping[str, Saving]) -> None:
+        pass
 
     def disconnected(self) -> None:
         self.seen.append("disconnected")

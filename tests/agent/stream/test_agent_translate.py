@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import Registration
+from perseus.agent.link.packets import Registration, Saving
 from perseus.agent.rank.messages import (
     ClockStatistics,
     ComputationRow,
@@ -212,6 +212,15 @@ def test_rows_become_columns() -> None:
             MessageRefused("R", "f", "e", "g", RANK),
         ),
         (wire.ConnectResponse(heartbeat=wire.Heartbeat()), HeartbeatAnswer()),
+        (
+            wire.ConnectResponse(
+                heartbeat=wire.Heartbeat(
+                    power_interval_s=1.0,
+                    savings=[wire.JobSaving(job_id="job", energy_percent=9.5, slowdown_percent=-0.5)],
+                )
+            ),
+            HeartbeatAnswer(1.0, {"job": Saving(9.5, -0.5)}),
+        ),
         (wire.ConnectResponse(drain=wire.Drain(reason="r")), Drain("r")),
     ],
 )

@@ -166,7 +166,11 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
 NEVER_ANSWERED = {("message_refused", "rank", name) for name in ("pipeline", "stage", "tensor")}
 """Refusals: they are only logged."""
 OF_STREAM = {("hello", "protocol_version")}
-OF_COORDINATOR = {("heartbeat", "power_interval_s")}
+OF_COORDINATOR = {
+    ("heartbeat", "power_interval_s"),
+    ("heartbeat", "savings", "energy_percent"),
+    ("heartbeat", "savings", "slowdown_percent"),
+}
 """Fields that the coordinator does not read."""
 
 

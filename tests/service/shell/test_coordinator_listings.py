@@ -8,7 +8,7 @@ import pytest
 
 from perseus.service.api import paging
 from perseus.service.domain.specification import Coordinates
-from perseus.v1 import computation_pb2, job_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, rank_pb2
 from perseus.v1 import job_service_pb2 as pb
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -104,6 +104,31 @@ async def test_ranks_are_listed_in_pages(client: Client) -> None:
     )
     counts = (await client.job()).rank_counts
     assert counts == job_pb2.RankCounts(connected_count=3, expected_count=1)
+
+
+async def test_an_agent_of_a_job_s_first_rank_learns_its_saving(client: Client) -> None:
+    async def savings(agent: FakeAgent) -> list[agent_service_pb2.JobSaving]:
+        agent.received.clear()
+        await agent.send(heartbeat=agent_service_pb2.Heartbeat())
+        await agent.until(lambda: any(message.HasField("heartbeat") for message in agent.received))
+        return [saving for message in agent.received for saving in message.heartbeat.savings]
+
+    await client.register()
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    assert await savings(agent) == [], "it is unknown"
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    await agent.iterate(6)
+    saving = (await client.job()).figures.saving
+    assert await savings(agent) == [
+        agent_service_pb2.JobSaving(
+            job_id="job", energy_percent=saving.energy_percent, slowdown_percent=saving.slowdown_percent
+        )
+    ]
+    other = FakeAgent(client, "other", [])
+    await other.join()
+    assert await savings(other) == []
+    await other.end()
 
 
 async def test_a_report_comes_in_pages_with_savings(client: Client) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from perseus.service.domain.commands import Command, SlowPlan
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
+from perseus.service.domain.measured import Saving
 from perseus.service.domain.model import MaxClock, Offer
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
@@ -109,7 +110,7 @@ class Port:
         self.reported.append(("offer", rank, offer))
         self.offers.append((rank, offer))
 
-    def heartbeat(self, power_interval_s: float) -> None:
+    def heartbeat(self, power_interval_s: float, savings: Mapping[str, Saving]) -> None:
         self.reported.append(("heartbeat", power_interval_s))
 
     def acknowledge(self, sequence: int) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -38,7 +38,7 @@ class Cluster:
     `run_dir` holds sockets, GPU files and the database: a short path, since a socket's may have 107 bytes.
     `log_dir` receives each process's output. With `nvml_library`, the agents use that stand-in for NVML.
     `guard_tolerance_percent`: None for the coordinator's own default. `serves_page`: the coordinator serves
-    the live page, and asks no client for a certificate.
+    the live page, and asks no client for a certificate. `observing`: pipelines whose agents never set clocks.
 
     Attributes:
         page_url: where the started coordinator serves the page; empty without it.
@@ -53,6 +53,7 @@ class Cluster:
         nvml_library: Path | None = None,
         guard_tolerance_percent: float | None = None,
         serves_page: bool = False,
+        observing: Collection[int] = (),
     ) -> None:
         self._workload = workload
         self._run_dir = run_dir
@@ -64,6 +65,7 @@ class Cluster:
             else [f"--guard-tolerance-percent={guard_tolerance_percent}"]
         )
         self._serves_page = serves_page
+        self._observing = observing
         self.page_url = ""
         self.security = Security(run_dir / "security", has_browsers=serves_page)
         self._coordinator: subprocess.Popen[bytes] | None = None
@@ -140,6 +142,7 @@ class Cluster:
                 f"--socket={self.socket(pipeline)}",
                 f"--restore-folder={self._run_dir / 'restore'}",
                 *backend,
+                *(["--observe"] if pipeline in self._observing else []),
                 "--log-format=json",
                 environment=environment,
             )

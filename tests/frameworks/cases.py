@@ -16,8 +16,9 @@ from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
 from perseus.emulation.physics import A100_SXM, Work
 from perseus.service.api.translate_problems import problem_from_proto
+from perseus.v1 import job_pb2
 from tests.frameworks.case_table import CaseResult
-from tests.frameworks.real_run import Figures, Identity, RealRun, Whole
+from tests.frameworks.real_run import Figures, Identity, RealRun, Whole, is_no_slower, real_run
 from tests.frameworks.trainers import TrainerTask
 from tests.frameworks.versions import beside
 
@@ -53,6 +54,9 @@ class Case:
     beside: Sequence[str] = ()
     """Folders of the environment with versions other than those installed."""
     microbatch_count: int = MICROBATCHES
+    tensor_count: int = 1
+    break_for: str = ""
+    """Between iterations, from time to time (`torch_trainer`)."""
     logs_one_loss: bool = False
     """Per iteration, not per microbatch."""
 
@@ -73,6 +77,12 @@ class Case:
             optimizer_s=0.0,
             gpu=GPU,
         )
+
+    @property
+    def nodes(self) -> Workload:
+        """The workload with a GPU for each tensor-parallel rank: GPUs, not stages, are on nodes."""
+        gpus = [weight for weight in self.stage_weights for _ in range(self.tensor_count)]
+        return replace(self.workload, stage_weights=gpus)
 
     @property
     def works(self) -> list[list[tuple[int, int, float, float, float]]]:
@@ -105,6 +115,8 @@ class Case:
             chunk_count=self.chunk_count,
             microbatch_count=self.microbatch_count,
             iteration_count=iteration_count,
+            tensor_count=self.tensor_count,
+            break_for=self.break_for,
         )
 
     def command(self, *tasks: TrainerTask) -> list[str]:
@@ -121,7 +133,7 @@ def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:
     alone = case.alone(tmp_path / "attached", 0)
 
     def start_trainers(cluster: Cluster, run_dir: Path) -> None:
-        stages = range(len(case.stage_weights))
+        stages = range(case.nodes.stage_count)
         pipelines = range(case.pipeline_count)
         task = replace(
             alone,
@@ -137,6 +149,24 @@ def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:
     return start_trainers
 
 
+async def check_case(
+    case: Case, name: str, position: int, title: str, tmp_path: Path, *, budget_percent: float = 0.0
+) -> None:
+    """Check that a case reaches a plan that saves, and ends at stock with equal losses."""
+    async with real_run(case.workload, tmp_path / "logs", start(case, tmp_path), nodes=case.nodes) as run:
+        await run.until_planned()
+        found = plan = await run.plan_beside_stock(WATCHED)
+        if budget_percent:
+            await run.set_policy(job_pb2.OperatingPolicy(max_slowdown_percent=budget_percent))
+            found = await run.watch(WATCHED)
+            assert is_no_slower(found, plan, 1.02 * (1 + budget_percent / 100))
+        assert run.stock is not None
+        assert found.energy_j < 0.97 * run.stock.energy_j
+        check_identities(run, run.registered())
+    check_losses(case, tmp_path)
+    keep(case, name, position, title, run.stock, found, budget_percent=budget_percent)
+
+
 def keep(
     case: Case, name: str, position: int, title: str, compared: Figures | None, found: Figures, **more: Any
 ) -> None:
@@ -146,7 +176,8 @@ def keep(
         name,
         position,
         title,
-        f"{case.pipeline_count} × {len(case.stage_weights)}",
+        f"{case.pipeline_count} × {len(case.stage_weights)}"
+        + (f" × {case.tensor_count}" if case.tensor_count > 1 else ""),
         compared.time_s,
         found.time_s,
         compared.energy_j,

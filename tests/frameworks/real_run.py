@@ -6,8 +6,9 @@ The frameworks' tests start their own trainer on it, and check its figures.
 import asyncio
 import math
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from perseus.demo.cluster import Cluster
 from perseus.demo.observation import Observer
 from perseus.demo.summary import Measurements
 from perseus.demo.workload import Workload
+from perseus.emulation.gpu import EmulatedGpu
 from perseus.service.api.translate_problems import KIND_FROM_PROTO
 from perseus.v1 import (
     frontier_pb2,
@@ -32,6 +34,8 @@ from perseus.v1 import (
 _START_TIMEOUT_S = 60.0
 _PROFILING_TIMEOUT_S = 240.0
 STEP_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 30.0
+_POLL_S = 0.1
 GUARD_TOLERANCE_PERCENT = 10.0
 """Waits between stages and parts depend on the machine, and predictions exclude them: with other work on the
 machine, the guard would withdraw plans that the tests compare with stock at the same time."""
@@ -249,7 +253,7 @@ class RealRun:
                 iteration = self.observer.measurements.latest_of(pipeline)
                 if iteration is not None and iteration.number > before:
                     kept[pipeline] = await self._keep_timeline(pipeline, before)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(_POLL_S)
 
     async def _keep_timeline(self, pipeline: int, before: int) -> int:
         """Record a pipeline's latest iteration; return its number, or `before` without a whole one."""
@@ -272,11 +276,26 @@ async def real_run(
     workload: Workload,
     log_dir: Path,
     start_trainers: Callable[[Cluster, Path], None],
+    *,
+    nodes: Workload | None = None,
+    observing: Collection[int] = (),
 ) -> AsyncIterator[RealRun]:
-    """Run and observe coordinator, agents and trainers on loopback; the job finishes with the block."""
+    """Run and observe coordinator, agents and trainers on loopback; the job finishes with the block, and then
+    all GPUs are at stock.
+
+    `nodes`: the agents and their GPUs, a stage for each, if not those of the workload. `observing`: agents
+    that never set clocks.
+    """
+    nodes = nodes or workload
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as folder,
-        Cluster(workload, Path(folder), log_dir, guard_tolerance_percent=GUARD_TOLERANCE_PERCENT) as cluster,
+        Cluster(
+            nodes,
+            Path(folder),
+            log_dir,
+            guard_tolerance_percent=GUARD_TOLERANCE_PERCENT,
+            observing=observing,
+        ) as cluster,
     ):
         address = await asyncio.to_thread(cluster.start_coordinator)
         await asyncio.to_thread(cluster.start_agents, address)
@@ -296,7 +315,18 @@ async def real_run(
                 )
                 for watcher in watchers:
                     watcher.cancel()
+        await until_at_stock(nodes, cluster)
         await asyncio.to_thread(cluster.stop_services)
+
+
+async def until_at_stock(nodes: Workload, cluster: Cluster) -> None:
+    """Wait until all GPUs are at stock, which must happen soon after the trainers have gone."""
+    deadline_s = time.monotonic() + _END_TIMEOUT_S
+    for rank in nodes.ranks:
+        with closing(EmulatedGpu(cluster.gpu_file(*rank))) as gpu:
+            while gpu.sm_clock_mhz() != nodes.gpu.highest_clock_mhz:
+                assert time.monotonic() < deadline_s, f"GPU of {rank} (pipeline, stage): not at stock"
+                await asyncio.sleep(_POLL_S)
 
 
 async def _keep_watch(cluster: Cluster) -> None:

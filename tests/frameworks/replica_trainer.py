@@ -1,9 +1,12 @@
 """Train a tiny model on CPUs with data-parallel ranks, without pipelines: `-m …replica_trainer TASK`.
 
-The task's schedule sets how they share it: `ddp` (a whole replica each, `DistributedDataParallel`) or `fsdp2`
-(a shard each, `fully_shard`).
+The task's schedule sets how they share it: `ddp` (a whole replica each, `DistributedDataParallel`), `fsdp2`
+(a shard each, `fully_shard`) or `hsdp` (the same, over two replicas). `ddp-children` has other processes:
+each rank loads its data in a spawned one, and in each iteration forks one and kills it.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 from perseus.agent.torch import attach_model
 from tests.frameworks.trainers import TrainerTask, main
@@ -36,9 +40,12 @@ def replicated() -> tuple[nn.Module, Reducing]:
     return model, lambda reduces: nullcontext() if reduces else model.no_sync()
 
 
-def sharded() -> tuple[nn.Module, Reducing]:
+def sharded(replica_count: int = 1) -> tuple[nn.Module, Reducing]:
     """Return a shard on every rank; layers are gathered one after another."""
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    shard_count = distributed.get_world_size() // replica_count
+    mesh = init_device_mesh("cpu", (replica_count, shard_count), mesh_dim_names=("replicate", "shard"))
+    if replica_count == 1:
+        mesh = mesh["shard"]
     layers = make_layers(2)
     for layer in layers[:-1]:
         fully_shard(layer, mesh=mesh)
@@ -52,7 +59,33 @@ def sharded() -> tuple[nn.Module, Reducing]:
     return model, reducing
 
 
-WRAPPINGS: Mapping[str, Callable[[], tuple[nn.Module, Reducing]]] = {"ddp": replicated, "fsdp2": sharded}
+class Inputs(Dataset[torch.Tensor]):  # type: ignore[misc]
+    """Every microbatch of a rank's inputs, computed in the loader's process."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1000 * self._rank + index))
+
+
+def kill_a_child() -> None:
+    """Fork a child, and kill it."""
+    if (child := os.fork()) == 0:
+        signal.pause()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+WRAPPINGS: Mapping[str, Callable[[], tuple[nn.Module, Reducing]]] = {
+    "ddp": replicated,
+    "ddp-children": replicated,
+    "fsdp2": sharded,
+    "hsdp": lambda: sharded(replica_count=2),
+}
 
 
 def train(task: TrainerTask, rank: int) -> None:
@@ -65,14 +98,20 @@ def train(task: TrainerTask, rank: int) -> None:
     attachment = None
     if task.is_attached:
         attachment = attach_model(model, optimizer, **task.attach_arguments(rank, 0))
+    loaded: Iterator[torch.Tensor] | None = None
+    if task.schedule == "ddp-children":
+        loader = DataLoader(Inputs(rank), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+        loaded = iter(loader)
     losses: list[float] = []
     iteration, goes_on = 0, True
     while goes_on:
         generator = torch.Generator().manual_seed(1000 * rank + iteration)
         for microbatch in range(task.microbatch_count):
-            inputs = torch.randn(BATCH, WIDTH, generator=generator)
+            inputs = next(loaded) if loaded else torch.randn(BATCH, WIDTH, generator=generator)
             with reducing(microbatch == task.microbatch_count - 1):
                 loss = functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
+                if loaded and microbatch == 0:
+                    kill_a_child()
                 loss.backward()
             losses.append(loss.item())
         iteration += 1
@@ -88,7 +127,7 @@ def train(task: TrainerTask, rank: int) -> None:
     task.leave_losses(rank, losses)
     # Before the group: if the model is the last owner of the group, its deletion deadlocks with a thread of
     # gloo.
-    del model, reducing, optimizer, loss, attachment
+    del model, reducing, optimizer, loss, attachment, loaded
     distributed.destroy_process_group()
 
 

@@ -28,10 +28,10 @@ from perseus.agent.link.computation import Kind
 from perseus.demo.cluster import Cluster
 from perseus.demo.trainer import STOP_FILE
 from perseus.demo.workload import Workload
-from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM, Work
 from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
 from tests.frameworks.case_table import CaseResult
+from tests.frameworks.real_run import until_at_stock
 from tests.frameworks.restart_plan import MAX_RANKS, Launch, Layout, launches
 from tests.frameworks.restart_trainer import RAMP_FILE, STOCK_ITERATIONS, report_file
 from tests.frameworks.trainers import TrainerTask
@@ -160,7 +160,7 @@ class Job:
                 if trainers.poll() is None:
                     os.killpg(trainers.pid, signal.SIGKILL)
                     await asyncio.to_thread(trainers.wait)
-        await self._until_gpus_are_at_stock()
+        await until_at_stock(NODES, self._cluster)
         ranks = [(p, s) for p in range(task.pipeline_count) for s in range(task.stage_count)]
         reported = {rank: read_report(report_file(folder, *rank)) for rank in ranks}
         are_equal = await asyncio.to_thread(self._losses_are_equal, task, folder, reported)
@@ -216,18 +216,6 @@ class Job:
             await self._jobs.GetJob(job_service_pb2.GetJobRequest(job_id=JOB_ID), timeout=_RPC_TIMEOUT_S)
         ).job
         return f"expected a plan, found {job_pb2.JobState.Name(job.state)}: {job.state_reason}"
-
-    async def _until_gpus_are_at_stock(self) -> None:
-        """Wait until all GPUs are at stock, which must happen within seconds after the trainers have gone."""
-        deadline_s = time.monotonic() + _END_TIMEOUT_S
-        for pipeline, stage in NODES.ranks:
-            gpu = EmulatedGpu(self._cluster.gpu_file(pipeline, stage))
-            while gpu.sm_clock_mhz() != GPU.highest_clock_mhz:
-                assert time.monotonic() < deadline_s, (
-                    f"GPU of pipeline {pipeline}, stage {stage}: not at stock"
-                )
-                await asyncio.sleep(_POLL_S)
-            gpu.close()
 
     def _task(self, layout: Layout, folder: Path) -> TrainerTask:
         pipelines, stages = range(layout.pipeline_count), range(layout.stage_count)

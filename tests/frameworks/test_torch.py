@@ -22,6 +22,7 @@ from tests.frameworks.cases import (
     UNEVEN,
     WATCHED,
     Case,
+    check_case,
     check_identities,
     check_losses,
     check_plan,
@@ -40,6 +41,8 @@ ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.04, 0.08, microbatch_coun
 HALF_LIGHT = (0.6, 1.0)
 INTERLEAVED = Case("torch_trainer", "Interleaved1F1B", HALF_LIGHT, 2, 0.045, 0.09)
 V_SHAPED = Case("torch_trainer", "ZBVZeroBubble", HALF_LIGHT, 2, 0.045, 0.09)
+DUAL_PIPE_V = Case("torch_trainer", "DualPipeV", HALF_LIGHT, 2, 0.03, 0.06)
+TENSOR_PARALLEL = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.05, 0.1, pipeline_count=2, tensor_count=2)
 REPLICATED = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.06, 0.12, pipeline_count=2)
 DATA_PARALLEL = Case("replica_trainer", "ddp", (1.0,), 1, 0.04, 0.1, pipeline_count=4)
 # FSDP2 waits between parts: three of each forward, four or five of each backward take these times. All ranks
@@ -49,6 +52,8 @@ SHORT = [
     replace(DATA_PARALLEL, forward_s=0.005, backward_s=0.01, pipeline_count=2),
     replace(FULLY_SHARDED, forward_s=0.005, backward_s=0.01),
 ]
+HYBRID_SHARDED = Case("replica_trainer", "hsdp", (1.0,), 1, 0.05, 0.1, pipeline_count=4, microbatch_count=1)
+WITH_CHILDREN = Case("replica_trainer", "ddp-children", (1.0,), 1, 0.03, 0.06, pipeline_count=2)
 STRAGGLER, SLOWDOWN = 1, 1.3
 BUDGET_PERCENT = 20
 
@@ -92,6 +97,35 @@ async def test_zbv(tmp_path: Path) -> None:
         check_identities(run, run.registered())
     check_losses(V_SHAPED, tmp_path)
     keep(V_SHAPED, "torch-zbv", 12, "torch, ZBV", run.stock, plan)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("case", "name", "position", "title"),
+    [
+        (DUAL_PIPE_V, "torch-dual-pipe-v", 12, "torch, DualPipeV"),
+        (TENSOR_PARALLEL, "torch-tensor", 14, "torch, 1F1B, data and tensor parallel"),
+    ],
+    ids=["DualPipeV", "tensor parallel"],
+)
+async def test_a_plan_is_reached(case: Case, name: str, position: int, title: str, tmp_path: Path) -> None:
+    await check_case(case, name, position, title, tmp_path)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("case", "position", "title"),
+    [
+        (WITH_CHILDREN, 17, "torch, DistributedDataParallel, loaders spawned, forked children killed"),
+        (HYBRID_SHARDED, 19, "torch, HSDP (fully_shard over 2 × 2)"),
+    ],
+    ids=["children", "HSDP"],
+)
+async def test_replicas_keep_a_slowdown_budget(case: Case, position: int, title: str, tmp_path: Path) -> None:
+    within = f"{title}, a budget of {BUDGET_PERCENT} %"
+    await check_case(
+        case, f"torch-{case.schedule}", position, within, tmp_path, budget_percent=BUDGET_PERCENT
+    )
 
 
 @pytest.mark.timeout(300)

@@ -1,6 +1,7 @@
 """Train a tiny transformer with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,6 +11,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from perseus.agent.torch import attach
@@ -17,6 +20,10 @@ from tests.frameworks.trainers import TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+BREAK_INTERVAL = 10
+"""Iterations between two breaks."""
+CHECKPOINT_S = 5.0
+EVALUATION_STEPS = 20
 
 
 class Chunk(nn.Module):  # type: ignore[misc]
@@ -77,6 +84,17 @@ def _positions(task: TrainerTask, stage: int) -> list[int]:
     return [stage + chunk * task.stage_count for chunk in range(task.chunk_count)]
 
 
+def _checkpoint(task: TrainerTask, rank: int, parameters: Sequence[torch.Tensor]) -> None:
+    """Write a checkpoint, which takes as long as a large one if the training is attached."""
+    torch.save([parameter.detach() for parameter in parameters], f"{task.losses_dir}/checkpoint-{rank}.pt")
+    if task.is_attached:
+        time.sleep(CHECKPOINT_S)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class HiccupError(Exception):
     """Raised in the first iteration, after all computations."""
 
@@ -97,16 +115,24 @@ def train(task: TrainerTask, rank: int) -> None:
     """Train one rank."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
-    mesh = init_device_mesh("cpu", (task.pipeline_count, task.stage_count), mesh_dim_names=("dp", "pp"))
-    pipeline, stage = mesh.get_coordinate()
-    schedule, chunks = make_schedule(task, stage, mesh.get_group("pp"))
+    sizes = (task.pipeline_count, task.stage_count, task.tensor_count)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
+    pipeline, stage, tensor = mesh.get_coordinate()
+    chunks = make_chunks(task, stage)
+    if task.tensor_count > 1:
+        plan = {"block.*.linear1": ColwiseParallel(), "block.*.linear2": RowwiseParallel()}
+        for chunk in chunks:
+            parallelize_module(chunk, mesh["tp"], plan)
+    schedule = schedule_of(task, stage, chunks, mesh.get_group("pp"))
     if task.planted == "step" and rank in task.planted_ranks:
         schedule.step = failing_once(schedule.step)
     attachment = None
     if task.is_attached:
         # Without a mesh, ranks synchronise when they attach.
         device_mesh = None if task.planted else mesh
-        attachment = attach(schedule, device_mesh=device_mesh, **task.attach_arguments(pipeline, stage))
+        attachment = attach(
+            schedule, device_mesh=device_mesh, **task.attach_arguments(pipeline, stage, tensor)
+        )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     # The model's last chunk has the losses: in a V it is on the first stage.
@@ -122,19 +148,25 @@ def train(task: TrainerTask, rank: int) -> None:
         with suppress(HiccupError):
             schedule.step(*inputs, **({"target": tokens[:, 1:], "losses": found} if has_losses else {}))
         losses += [loss.item() for loss in found]
-        for parameter in parameters:
-            distributed.all_reduce(parameter.grad, group=mesh.get_group("dp"))
+        gradients = [_local(parameter.grad) for parameter in parameters]
+        for gradient in gradients:
+            distributed.all_reduce(gradient, group=mesh.get_group("dp"))
         iteration += 1
         # The norm of all gradients, as for clipping: here all ranks wait for each other.
-        norm = torch.stack([parameter.grad.square().sum() for parameter in parameters]).sum()
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
         state = torch.stack([norm, torch.tensor(float(rank == 0 and task.is_over(iteration)))])
         distributed.all_reduce(state)
         goes_on = state[1].item() == 0
         optimizer.step()
         optimizer.zero_grad()
+        if iteration % BREAK_INTERVAL == 0 and task.break_for == "checkpoint":
+            _checkpoint(task, rank, parameters)
+        elif iteration % BREAK_INTERVAL == 0 and task.break_for == "evaluation":
+            for _ in range(EVALUATION_STEPS):
+                schedule.eval(*inputs, **({"target": tokens[:, 1:]} if has_losses else {}))
     if attachment is not None:
         attachment.detach()
-    if has_losses:
+    if has_losses and tensor == 0:
         task.leave_losses(pipeline, losses)
     distributed.destroy_process_group()
 

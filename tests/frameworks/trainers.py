@@ -48,6 +48,10 @@ class TrainerTask:
     gpu_files: Sequence[Sequence[str]] = ()
     works: Sequence[Sequence[tuple[int, int, float, float, float]]] = ()
     """For every stage: kind, chunk, and the work's compute-bound and memory-bound seconds and activity."""
+    tensor_count: int = 1
+    """Tensor-parallel ranks of each stage, with GPUs beside each other."""
+    break_for: str = ""
+    """What interrupts the training between iterations from time to time, by name; none: nothing."""
     layers: Sequence[int] = ()
     """Layers of each stage; none: one each."""
     planted: str = ""
@@ -71,9 +75,9 @@ class TrainerTask:
     @property
     def rank_count(self) -> int:
         """Number of ranks of the whole job."""
-        return self.pipeline_count * self.stage_count
+        return self.pipeline_count * self.stage_count * self.tensor_count
 
-    def attach_arguments(self, pipeline: int, stage: int) -> dict[str, Any]:
+    def attach_arguments(self, pipeline: int, stage: int, tensor: int = 0) -> dict[str, Any]:
         """Return arguments for every framework's `attach`; put the agent's socket into the environment."""
         if not self.sockets:
             os.environ[SOCKET_VARIABLE] = f"{self.losses_dir}/no-agent.sock"
@@ -82,7 +86,9 @@ class TrainerTask:
         works: Works = {(Kind(kind), chunk): Work(*work) for kind, chunk, *work in self.works[stage]}
         return {
             "job_id": self.job_id,
-            "connect": emulated_connect(Path(self.gpu_files[pipeline][stage]), works),
+            "connect": emulated_connect(
+                Path(self.gpu_files[pipeline][stage * self.tensor_count + tensor]), works
+            ),
         }
 
     def is_over(self, iteration_count: int) -> bool:

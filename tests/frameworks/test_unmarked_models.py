@@ -20,8 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import MAX_UNMARKED_STEPS, Attachment
+from perseus.agent.probe.device_marks import DeviceMarks
+from perseus.agent.probe.marks import Marks
 from perseus.agent.torch import attach_model
 from tests.agent.marks_stub import MarksStub
+from tests.agent.probe.test_device_marks import Device, ProbeStub
 
 pytestmark = pytest.mark.slow("trains with torch")
 
@@ -39,17 +42,18 @@ def make_model() -> nn.Module:
 class Training:
     """A model's training of two microbatches an iteration, in one process."""
 
-    def __init__(self, *, is_attached: bool = True) -> None:
+    def __init__(self, *, is_attached: bool = True, marks: Marks | None = None) -> None:
         self.model = make_model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.marks = MarksStub()
+        self.connected = marks or self.marks
         self.placed: list[dict[str, object]] = []
         self.attachment = self.attach() if is_attached else None
 
     def attach(self) -> Attachment:
-        def connect(**arguments: object) -> MarksStub:
+        def connect(**arguments: object) -> Marks:
             self.placed.append(arguments)
-            return self.marks
+            return self.connected
 
         return attach_model(self.model, self.optimizer, job_id="GPT-3", connect=connect)
 
@@ -98,6 +102,40 @@ def test_one_process_is_attached_as_it_is_also_with_a_checkpoint_of_the_whole_mo
     assert (registered["pipeline_count"], registered["stage_count"], registered["tensor_count"]) == (1, 1, 1)
     assert attached.attachment is not None
     attached.attachment.detach()
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole iterations", "the forward"])
+def test_a_captured_training_has_equal_losses_and_the_log_says_what_is_not_marked(
+    is_whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a simulated device. A forward is captured once, after a warm-up, and then called as before."""
+    device, probe = Device([float(time_ms) for time_ms in range(1000)]), ProbeStub()
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+
+    def trained(training: Training) -> list[float]:
+        losses = training.train(plainly) if is_whole else []
+        for device.is_captured in () if is_whole else (False, True):
+            training.model(torch.ones(4, 8))
+        device.is_captured = is_whole
+        return losses + training.train(plainly, 12)
+
+    attached = Training(marks=marks)
+    losses = trained(attached)
+    device.now_ms = 1000.0
+    marks.poll()
+    if is_whole:
+        (message,) = caplog.messages
+        assert "training continues at stock clocks: iterations are captured whole in a CUDA graph" in message
+        assert probe.marks[-1] == ("close",), "its GPU returns to stock"
+    else:
+        message, changed = caplog.messages
+        assert "captured in a CUDA graph are not marked" in message
+        assert "stage 0 executes 2 microbatches (4 computations) instead of 4 (6)" in changed
+        assert [mark[0] for mark in probe.marks].count("register") == 2
+        assert probe.marks[-1][0] == "end iteration"
+    assert attached.attachment is not None
+    attached.attachment.detach()
+    assert losses == trained(Training(is_attached=False))
 
 
 def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

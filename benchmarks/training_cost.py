@@ -24,7 +24,7 @@ from benchmarks.probe import TRAINER_CORE, running_agent
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.torch import attach, attach_model
 
-_BLOCK_COUNT = 60
+_BLOCK_COUNT = 28
 """Pairs of blocks; the first few, while caches fill, are dropped."""
 _DROPPED = 4
 _BLOCK_S = 0.5

@@ -161,6 +161,8 @@ class ClockKeeper:
         self._predicted_begin = None
         if duration_s is not None:
             self._predicted_begin = next(self._timetable.after_begin(position, time_s))
+        if self._has_nothing_to_set(following):
+            return []
         ahead = self._timetable.after_begin(position, time_s)
         own = _Need(now_s, self._clocks[position])
         return self._decide([own, *self._needs(ahead, next_mark_s, following)], now_s, next_mark_s)
@@ -194,9 +196,16 @@ class ClockKeeper:
         self.position = position + 1
         if position == len(self._clocks) - 1:
             return self._begin_gap(time_s, now_s, following)
+        if self._has_nothing_to_set(following):
+            return []
         next_mark_s = max(now_s, time_s + self._timetable.gap_s((position + 1) % len(self._clocks)))
         needs = self._needs(self._timetable.after_end(position, time_s), next_mark_s, following)
         return self._decide(needs, now_s, next_mark_s)
+
+    def _has_nothing_to_set(self, following: Clocks) -> bool:
+        """Tell whether all is at stock and stays there: most marks of a job without a plan."""
+        is_at_stock = self._wanted_mhz is None and self._scheduled is None
+        return is_at_stock and not any(self._clocks) and not any(following)
 
     def _needs(self, ahead: Iterable[Prediction], next_mark_s: float, following: Clocks) -> list[_Need]:
         """Return all predicted needs that a set requested before the next mark can serve."""

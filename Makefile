@@ -168,6 +168,7 @@ bench: $(STAMP)
 	$(BIN)/pip install -qq --editable '.[dev,bench]'
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit; done
 	test ! -e $(FRAMEWORKS_STAMP) || $(FRAMEWORKS_VENV)/bin/python -m benchmarks.adapters
+	test ! -e $(FRAMEWORKS_STAMP) || $(FRAMEWORKS_VENV)/bin/python -m benchmarks.training_cost
 	$(BIN)/python -m benchmarks.report
 
 # --proto_path is the folder above the package, so that the stubs import each other as perseus.v1.

@@ -231,7 +231,7 @@ _MAX_FILES = 65_536
 _FILES_PER_CONNECTION = 2
 _FILES_FOR_ALL_ELSE = 256
 # Neither a trainer that floods its socket nor new connections may starve the others.
-_PACKETS_IN_A_ROW = 64
+_MESSAGES_IN_A_ROW = 64
 _ACCEPTED_IN_A_ROW = 16
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_ROOM_PAUSE_S = 0.2
@@ -256,7 +256,7 @@ class ProbeConnection:
         self._socket = connection
         self._allowance = bucket or TokenBucket(time.monotonic())
         self._readers = readers
-        self._packets_in_a_row = 0
+        self._messages_in_a_row = 0
         self._has_ended = False  # the peer has: nothing more will be queued
         self._is_over = False  # we have ended it: nothing more is read
         self._waiting: asyncio.Future[None] | None = None
@@ -272,15 +272,16 @@ class ProbeConnection:
 
         Raises MalformedPacket.
         """
-        self._packets_in_a_row += 1
-        if self._packets_in_a_row == _PACKETS_IN_A_ROW:
-            self._packets_in_a_row = 0
+        if self._messages_in_a_row >= _MESSAGES_IN_A_ROW:
+            self._messages_in_a_row = 0
             await asyncio.sleep(self._allowance.wait_s())
         size = await self._receive_into_buffer()
         packet = memoryview(_buffer)[:size]
         if is_quick(packet):
             self._allowance.spend(size, time.monotonic())
-            return decode_all(packet) if size else ()
+            messages = decode_all(packet) if size else []
+            self._messages_in_a_row += len(messages)
+            return messages
         self._allowance.spend(size * _INFLATED_COST, time.monotonic())
         message = await self._loop.run_in_executor(self._readers, decode, bytes(packet))
         await asyncio.sleep(self._allowance.wait_s())

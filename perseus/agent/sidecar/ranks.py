@@ -157,8 +157,9 @@ class Ranks:
             case Membership(spec_fingerprint):
                 self._specify(trainer, spec_fingerprint)
             case Unmarked(text):
-                _log.warning("no iteration marked", rank=str(trainer.rank), reason=text)
-                self._note_unmarked(trainer, text)
+                if trainer.unmarked is None:  # a client that floods its connection with them is not heard
+                    _log.warning("no iteration marked", rank=str(trainer.rank), reason=text)
+                    self._note_unmarked(trainer, text)
             case HealthQuestion() | Hello() | Reply() | Packing():
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"

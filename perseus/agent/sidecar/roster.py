@@ -31,7 +31,8 @@ class Trainer:
         self.problem = problem
         self.problems = RateLimitedLog(_log)
         self.dropped_mark_count = 0
-        self.unmarked = ""  # why it marks no iterations, by its own report
+        # Why it marks no iterations, by its own report; None before that, which a probe makes once at most.
+        self.unmarked: str | None = None
         self.gpu_index: int | None = None
         self.spec_fingerprint: str | None = None
         self.has_marked = asyncio.Event()

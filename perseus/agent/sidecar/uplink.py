@@ -173,7 +173,7 @@ class Uplink:
         """Report whether a trainer trains without marked iterations, as it says itself."""
         self.coordinator.send(
             wire.TrainerUnmarked(
-                job_id=trainer.rank.job_id, rank=coordinates(trainer.rank), message=trainer.unmarked
+                job_id=trainer.rank.job_id, rank=coordinates(trainer.rank), message=trainer.unmarked or ""
             )
         )
 

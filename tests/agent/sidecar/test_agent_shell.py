@@ -210,6 +210,8 @@ async def test_the_coordinator_learns_of_training_without_marks_on_every_stream_
         await coordinator.until(lambda inbox: reported(inbox) == ["in eval()"], "a report")
         (request,) = inbox.all("trainer_unmarked")
         assert (request.trainer_unmarked.job_id, request.trainer_unmarked.rank) == ("job", RANK)
+        for _ in range(50):
+            probe.report_unmarked("a client that floods the agent")
         await coordinator.stop()
         coordinator = await start(inbox, coordinator.port)
         await coordinator.until(lambda inbox: reported(inbox) == 2 * ["in eval()"], "the report again")

@@ -111,6 +111,21 @@ async def test_packed_marks_are_received_together_and_in_order() -> None:
     probe.close()
 
 
+async def test_others_have_a_turn_between_two_full_packets_of_marks() -> None:
+    line, probe = pair()
+    packet = encode(WaitMark(Edge.BEGIN, 0, 1)) * 64
+    turns: list[str] = []
+    for _ in range(3):
+        probe.send(packet)
+    asyncio.get_running_loop().call_soon(turns.append, "another")
+    await line.receive()
+    assert not turns
+    await line.receive()
+    assert turns == ["another"]
+    line.close()
+    probe.close()
+
+
 async def test_a_probe_hears_of_packing_after_its_hello_is_answered_and_of_changes_only() -> None:
     line, probe = pair()
     probe.setblocking(False)

@@ -167,18 +167,21 @@ def estimate_power(
     """
     _check_order(spans)
     moves = _moves(changes).within(begin_s, end_s)
-    keys = list(dict.fromkeys(span.key for span in spans))
+    edges: dict[K, list[tuple[float, float]]] = {}
+    for span in spans:
+        edges.setdefault(span.key, []).append((span.begin_s, span.end_s))
+    keys, edges_s = list(edges), [np.array(some) for some in edges.values()]
     usable = moves.usable_windows(unknown)
     needed = len(keys) + 1 + _SPARE_WINDOWS
     if usable.sum() >= needed:
-        usable = _without_outliers(moves, usable, spans, keys, needed)
+        usable = _without_outliers(moves, usable, edges_s, needed)
     window_count = int(usable.sum())
     dropped_window_count = len(usable) - window_count
     if window_count < needed:
         reason = f"expected at least {needed} windows for {len(keys)} keys and waiting, found {window_count}"
         return NotDetermined(reason, window_count, dropped_window_count)
 
-    (*powers, blocking), joint = _with_errors(moves, usable, spans, keys)
+    (*powers, blocking), joint = _with_errors(moves, usable, edges_s, keys)
     power_w = {key: power for key, power in zip(keys, powers, strict=True) if power is not None}
     return PowerFit(power_w, blocking, joint, window_count, dropped_window_count)
 
@@ -254,10 +257,10 @@ def _check_order(spans: Sequence[Span[K]]) -> None:
 
 
 def _without_outliers(
-    moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K], needed: int
+    moves: _Moves, usable: NDArray[np.bool_], edges_s: Sequence[Array], needed: int
 ) -> NDArray[np.bool_]:
     """Return the usable windows without outliers, which no powers explain, but at least `needed` ones."""
-    spent_s = _time_spent_s(moves, 0.0, spans, keys)
+    spent_s = _time_spent_s(moves, 0.0, edges_s)
     for _ in range(_OUTLIER_ROUNDS):
         regression = _Regression(moves, np.flatnonzero(usable))
         misfits_j = regression.misfits_j(spent_s, regression.fit(spent_s)[0])
@@ -273,13 +276,13 @@ def _without_outliers(
 
 
 def _with_errors(
-    moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K]
+    moves: _Moves, usable: NDArray[np.bool_], edges_s: Sequence[Array], keys: Sequence[K]
 ) -> tuple[list[Estimate | None], JointInformation[K]]:
     """Return the power of each key and, last, blocking power; None where it is not determined."""
     regression = _Regression(moves, np.flatnonzero(usable))
-    powers_w, errors_w, information = regression.fit(_time_spent_s(moves, 0.0, spans, keys))
+    powers_w, errors_w, information = regression.fit(_time_spent_s(moves, 0.0, edges_s))
     elsewhere_w = [
-        regression.fit(_time_spent_s(moves, shift_s, spans, keys))[0] for shift_s in moves.error_shifts_s()
+        regression.fit(_time_spent_s(moves, shift_s, edges_s))[0] for shift_s in moves.error_shifts_s()
     ]
     changes_w = np.array(elsewhere_w).T - powers_w[:, None]
     errors_w = np.sqrt(errors_w**2 + np.sum(changes_w**2, axis=1))
@@ -336,18 +339,16 @@ class _Regression:
         return exposures_s
 
 
-def _time_spent_s(
-    moves: _Moves, shift_s: Array | float, spans: Sequence[Span[K]], keys: Sequence[K]
-) -> Array:
+def _time_spent_s(moves: _Moves, shift_s: Array | float, edges_s: Sequence[Array]) -> Array:
     """Return cumulative seconds on each key and, last, waiting, at points across each move's uncertainty.
 
-    The moves are shifted by `shift_s`. Shape (moves, uncertainty points, keys + 1).
+    `edges_s`: for each key the begins and ends of its spans, shape (spans, 2). The moves are shifted by
+    `shift_s`. Shape (moves, uncertainty points, keys + 1).
     """
     times_s = (moves.times_s + shift_s)[:, None] + np.multiply.outer(moves.error_s, _ERROR_POINTS)
-    spent_s = np.empty((*times_s.shape, len(keys) + 1))
-    for column, key in enumerate(keys):
-        edges_s = np.array([(span.begin_s, span.end_s) for span in spans if span.key == key])
-        done_s = np.concatenate([[0.0], np.cumsum(np.diff(edges_s))])
-        spent_s[..., column] = np.interp(times_s, edges_s.ravel(), np.repeat(done_s, 2)[1:-1])
+    spent_s = np.empty((*times_s.shape, len(edges_s) + 1))
+    for column, key_edges_s in enumerate(edges_s):
+        done_s = np.concatenate([[0.0], np.cumsum(np.diff(key_edges_s))])
+        spent_s[..., column] = np.interp(times_s, key_edges_s.ravel(), np.repeat(done_s, 2)[1:-1])
     spent_s[..., -1] = times_s - moves.times_s[0] - spent_s[..., :-1].sum(axis=-1)
     return spent_s

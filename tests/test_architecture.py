@@ -54,6 +54,7 @@ RULES: Mapping[str, PackageRules] = {
     "v1": pure("google", "grpc"),  # its messages are values; its services (`*_pb2_grpc`) are not
     "printable": pure(),
     "regular_file": allowed(),
+    "release": allowed(),
     "gpu": pure(),
     "job_id": pure(),
     "emulation": allowed(),

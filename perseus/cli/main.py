@@ -138,9 +138,9 @@ for _name, (_, _summary) in _COMMANDS.items():
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from perseus.release import release
 
-        console.print(f"perseus {version('perseus-energy')}", highlight=False)
+        console.print(f"perseus {release()}", highlight=False)
         raise typer.Exit
 
 

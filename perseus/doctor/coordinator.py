@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from importlib.metadata import version
 
 import grpc
 
 from perseus.doctor.checks import Check, Verdict, clock_check, expiry_checks, version_check
+from perseus.release import release
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsError
 from perseus.tls.tokens import TokenFileError
@@ -46,7 +46,7 @@ def coordinator_checks(
     received_s = clock()
     yield _reached(subject, channels)
     yield _credential(info, scopes)
-    yield version_check(version("perseus-energy"), info.version)
+    yield version_check(release(), info.version)
     yield clock_check(sent_s, info.current_time.ToNanoseconds() / 1e9, received_s)
 
 

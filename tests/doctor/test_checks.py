@@ -34,6 +34,7 @@ def test_a_small_clock_skew_is_a_warning() -> None:
 
 def test_different_releases_are_a_warning() -> None:
     assert version_check("1.2.0", "1.2.0").verdict is Verdict.GOOD
+    assert version_check("1.2.0+gab", "1.2.0+gcd").verdict is Verdict.GOOD
     check = version_check("1.2.0", "1.3.0")
     assert check.verdict is Verdict.WARNING
     assert "1.2.0" in check.found

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from perseus.agent.stream.coordinator import Coordinator
 from perseus.metrics import names
 from perseus.metrics.exposition import check_installed, render
 from perseus.metrics.readings import Readings
+from perseus.release import release
 from perseus.tls.address import host_and_port
 from perseus.tls.files import Role, TlsSource
 from perseus.tls.server import server_context
@@ -55,12 +55,11 @@ class AgentCollector:
         self._restorer = restorer
         self._counters = counters
         self.optional = optional
-        self._version = version("perseus-energy")
 
     def collect(self) -> Readings:
         """Read all metrics."""
         readings = Readings()
-        readings.put(names.BUILD_INFO, 1, self._version)
+        readings.put(names.BUILD_INFO, 1, release())
         for file, expiry_s in self._coordinator.certificate_expiries_s.items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         self._read_stream(readings)

@@ -8,7 +8,6 @@ import random
 import socket
 import uuid
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import assert_never
 
 import structlog
@@ -38,6 +37,7 @@ from perseus.agent.sidecar.roster import Roster, Trainer
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.registration import Outcome, Refused, Registered, Registrar, Unreachable
+from perseus.release import release
 from perseus.tls.address import is_local
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import find_token
@@ -130,7 +130,7 @@ class Uplink:
         if channels.is_exposed:
             _log.warning("insecure: plaintext to another machine", coordinator=settings.coordinator)
         self._registrar = Registrar(channels)
-        identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
+        identity = AgentIdentity(uuid.uuid4().hex, release(), socket.gethostname())
         self.coordinator = Coordinator(channels, identity, self, random.random)
         self.reports = GpuReports(self.coordinator, counters)
 

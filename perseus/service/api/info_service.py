@@ -4,11 +4,11 @@
 
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import grpc
 
+from perseus.release import release
 from perseus.service.api.agent_service import PROTOCOL_VERSION
 from perseus.service.api.authentication import caller
 from perseus.service.api.statuses import mapped
@@ -24,7 +24,6 @@ class InfoService(info_service_pb2_grpc.InfoServiceServicer):
     """Returns the release, the time and the caller's scope. `clock` is the wall clock."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._version = version("perseus-energy")
         self._clock = clock
 
     @mapped
@@ -32,7 +31,7 @@ class InfoService(info_service_pb2_grpc.InfoServiceServicer):
         """Return the release, the protocol version, the time, and the caller's name and scope."""
         principal = caller()
         return pb.GetInfoResponse(
-            version=self._version,
+            version=release(),
             protocol_version=PROTOCOL_VERSION,
             current_time=time_to_proto(self._clock()),
             principal=principal.name,

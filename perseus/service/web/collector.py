@@ -8,10 +8,10 @@ coordinator fail here is quarantined, as anywhere else.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
+from perseus.release import release
 from perseus.service.domain.figures import RunFigures
 from perseus.service.domain.model import FaultyPart, JobState, RankState
 from perseus.service.domain.power import FeedStatus
@@ -56,7 +56,6 @@ class CoordinatorCollector:
         self._late_limit_s = late_limit_s
         self._expiries_s = expiries_s
         self._refusal_counts = refusal_counts
-        self._version = version("perseus-energy")
 
     async def collect(self) -> Readings:
         """Read everything."""
@@ -78,7 +77,7 @@ class CoordinatorCollector:
     def _read_process(self, readings: Readings) -> None:
         coordinator = self._coordinator
         live, agents = coordinator.live, coordinator.agents
-        readings.put(names.BUILD_INFO, 1, self._version)
+        readings.put(names.BUILD_INFO, 1, release())
         for file, expiry_s in self._expiries_s().items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         readings.put(names.SERVING, coordinator.late_s() <= self._late_limit_s)

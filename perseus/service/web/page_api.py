@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from aiohttp import hdrs, web
 
+from perseus.release import release
 from perseus.service.api.calls import Call
 from perseus.service.api.rpc_scopes import READERS
 from perseus.service.domain.errors import (
@@ -171,6 +172,7 @@ def _session_answer(principal: Principal | None, *, is_open: bool = False) -> we
                 "scope": scope.value if scope is not None else "",
                 "requires_login": not is_open,
                 "may_control": scope is Scope.OPERATOR,
+                "release": release() if principal is not None else "",
             }
         )
     )

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from perseus.demo.security import Security
+from perseus.release import release
 from perseus.service.domain.errors import (
     CredentialMissingError,
     LimitReachedError,
@@ -24,7 +25,7 @@ from tests.service.web.page_server import PageServer, ask, serving, streaming
 from tests.service.web.test_metrics import client_context
 from tests.service.web.test_page_api import assert_refused, registration
 
-NOBODY = {"name": "", "scope": "", "requires_login": True, "may_control": False}
+NOBODY = {"name": "", "scope": "", "requires_login": True, "may_control": False, "release": ""}
 
 
 def browser() -> aiohttp.ClientSession:
@@ -55,7 +56,13 @@ async def test_a_login_and_its_end(tmp_path: Path) -> None:
 
         answer = await ask(session, "POST", f"{url}/session", {"token": secret}, server.origin)
         assert answer.status == 200
-        me = {"name": "token me", "scope": "reader", "requires_login": True, "may_control": False}
+        me = {
+            "name": "token me",
+            "scope": "reader",
+            "requires_login": True,
+            "may_control": False,
+            "release": release(),
+        }
         assert answer.json == me
         (cookie,) = SimpleCookie(answer.headers["Set-Cookie"]).values()
         assert cookie["httponly"]
@@ -173,7 +180,13 @@ async def test_a_rebound_name_is_refused(tmp_path: Path) -> None:
 
 async def test_no_login_is_needed_under_insecure(tmp_path: Path) -> None:
     async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
-        everybody = {"name": "anybody", "scope": "operator", "requires_login": False, "may_control": True}
+        everybody = {
+            "name": "anybody",
+            "scope": "operator",
+            "requires_login": False,
+            "may_control": True,
+            "release": release(),
+        }
         assert (await ask(session, "GET", f"{server.url}/session")).json == everybody
         login = await ask(session, "POST", f"{server.url}/session", {"token": "x"}, server.origin)
         assert login.json == everybody

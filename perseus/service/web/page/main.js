@@ -11,6 +11,7 @@ import * as n from "./numbers.js";
 const content = document.getElementById("content");
 const trail = document.getElementById("trail");
 const who = document.getElementById("who");
+const release = document.getElementById("release");
 const streamState = document.getElementById("stream-state");
 
 const app = {
@@ -51,6 +52,7 @@ const isLoggedIn = (found) => !found.requires_login || found.name !== "";
 
 function enter(found, why = "") {
   app.session = found;
+  put(release, found.release && `perseus ${found.release}`);
   if (!isLoggedIn(found)) {
     put(who);
     put(trail);

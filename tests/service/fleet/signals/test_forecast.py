@@ -30,6 +30,15 @@ def days(count: int, noise: float = 0.0) -> Floats:
     return wave
 
 
+def level_grid(count: int) -> Floats:
+    """Return the intensity of a grid that changes slowly, by little of its mean."""
+    changes = np.random.default_rng(5).standard_normal(count * DAY_H)
+    hours = np.zeros(len(changes))
+    for hour in range(1, len(hours)):
+        hours[hour] = 0.98 * hours[hour - 1] + changes[hour]
+    return 600 + 4 * hours
+
+
 def test_persistence_and_seasonal_naive() -> None:
     history = np.arange(50.0)
     assert persistence(history, 3).tolist() == [49.0, 49.0, 49.0]
@@ -37,9 +46,38 @@ def test_persistence_and_seasonal_naive() -> None:
     assert seasonal_naive(np.array([7.0]), 2).tolist() == [7.0, 7.0]
 
 
-def test_too_little_history_falls_back_to_the_seasonal_naive() -> None:
-    history = days(30)[: MIN_HISTORY_H - 1]
+def test_a_day_of_history_is_repeated() -> None:
+    history = days(1)
     assert RegressionForecast().forecast(0, history, 30).tolist() == seasonal_naive(history, 30).tolist()
+
+
+def test_days_of_history_tell_which_baseline_is_better() -> None:
+    """Too short for a regression: it repeats days that are alike, and keeps a value that wanders."""
+    alike, wandering = days(8), level_grid(8)
+    assert len(alike) < MIN_HISTORY_H
+    made = RegressionForecast().forecast(0, alike, 30)
+    assert made.tolist() == pytest.approx(seasonal_naive(alike, 30).tolist())
+    made = RegressionForecast().forecast(0, wandering, 1)
+    assert made.tolist() == pytest.approx([wandering[-1]])
+
+
+@pytest.mark.parametrize("ahead", [1, 6])
+@pytest.mark.parametrize(
+    "hours", [level_grid(140), days(140, noise=3.0), days(140)], ids=["level", "noisy", "regular"]
+)
+def test_no_worse_than_persistence_and_seasonal_naive(hours: Floats, ahead: int) -> None:
+    model = RegressionForecast()
+    errors = []
+    for known in range(8 * WEEK_H, len(hours) - ahead, 13):
+        history = hours[:known]
+        made = (
+            model.forecast(0, history, ahead),
+            persistence(history, ahead),
+            seasonal_naive(history, ahead),
+        )
+        errors.append([abs(float(each[-1]) - hours[known + ahead - 1]) for each in made])
+    ours, as_now, as_yesterday = np.mean(errors, axis=0).tolist()
+    assert ours <= 1.03 * min(as_now, as_yesterday)
 
 
 def test_regression_learns_weekends() -> None:

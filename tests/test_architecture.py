@@ -71,6 +71,7 @@ RULES: Mapping[str, PackageRules] = {
     "pictures": allowed("matplotlib"),
     "solver": pure("igraph", "numpy"),
     "solver.study": pure("igraph", "numpy"),
+    "serving": pure("numpy"),
     # The coordinator, from the values up to the process.
     "service": pure(),
     "service.domain": pure("google", "numpy", "pydantic"),
@@ -206,7 +207,7 @@ def test_every_rule_has_modules() -> None:
     assert ruled | {GENERATED} == set(RULES)
 
 
-@pytest.mark.parametrize("part", ["agent", "emulation", "grid", "service", "solver"])
+@pytest.mark.parametrize("part", ["agent", "emulation", "grid", "service", "serving", "solver"])
 def test_tests_mirror_the_packages(part: str) -> None:
     folders = [path.relative_to(TESTS) for path in (TESTS / part).rglob("test_*.py")]
     assert folders

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POWER_COLOURS = "YlOrRd"
-_OTHERS_COLOURS = ("tab:orange", "tab:purple", "tab:brown")
+_OTHERS_COLOURS = ("tab:orange", "tab:purple", "tab:brown", "tab:cyan")
 _DPI = 150
 
 
@@ -127,7 +127,8 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
         style = "^" if len(plans) == 1 else ".:"
         axes.plot(*zip(*shown, strict=True), style, color=colour, lw=1, ms=5, label=name)
     axes.margins(0.08)
-    # Labels on different sides: the points may be close to each other, and other plans above the first.
+    # Labels on different sides: the points may be close to each other, and other plans above the first. On
+    # white: plans of another partition of the layers may be faster than T_min.
     marked = [
         ("$T_{min}$", 0, (-8, -4), "right"),
         ("$T^*$", picture.t_star_index, (0, -17), "center"),
@@ -136,7 +137,15 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
     for name, index, offset, side in marked:
         where = picture.iteration_time_s[index], picture.energy_j[index]
         axes.plot(*where, "o", color="tab:red", ms=6)
-        axes.annotate(name, where, xytext=offset, textcoords="offset points", fontsize=11, ha=side)
+        axes.annotate(
+            name,
+            where,
+            xytext=offset,
+            textcoords="offset points",
+            fontsize=11,
+            ha=side,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+        )
     axes.set_xlabel("iteration time (s)")
     axes.set_ylabel("energy of one pipeline's iteration (J)")
     axes.set_title("Iteration time-energy frontier")

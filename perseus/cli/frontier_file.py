@@ -24,12 +24,10 @@ from perseus.solver import (
     ProfileError,
     ProfileKey,
 )
+from perseus.solver.frontier import MIN_POINT_COUNT
 from perseus.v1 import frontier_pb2
 
 _MEMBER = "furtherSettings"
-
-_MIN_POINT_COUNT = 3
-"""T_min, T* and T_slow: a frontier of a single iteration time has fewer."""
 
 _EXACT = 2**53
 """Every integer below this bound is exact as a float."""
@@ -71,7 +69,8 @@ def problem_from_text(text: str, max_computations: int) -> tuple[Pipeline, int]:
     document = _parsed(text)
     members = dict(_taken(document))
     frontier = json_format.ParseDict(document, frontier_pb2.Frontier())
-    message, point_count = frontier.problem, max(_MIN_POINT_COUNT, len(frontier.points))
+    # A frontier of a single iteration time has fewer.
+    message, point_count = frontier.problem, max(MIN_POINT_COUNT, len(frontier.points))
     translate_problems.check_problem_size(message, point_count, max_computations)
     profiles, fixed_s = translate_problems.profiles_from_proto(message)
     if members:

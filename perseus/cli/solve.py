@@ -13,8 +13,9 @@ from rich.table import Table
 from perseus.cli.comparison import RULES, baselines, comparison_rows
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
+from perseus.cli.rebalancing import partitions_of, partitions_table, read_layers, rows_with_partitions
 from perseus.cli.rows import Format, FormatOption, show_rows
-from perseus.cli.terminal import FAILURE, console, error_console, fail, warn
+from perseus.cli.terminal import FAILURE, console, error_console, fail, print_whole, warn
 from perseus.schedule_name import ScheduleName
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         Frontier,
         FrontierPoint,
         Measurement,
+        Partition,
         Pipeline,
         Plan,
         PlannedComputation,
@@ -103,6 +105,22 @@ def solve(
             help="Also show what one clock for all, one per stage, and EnvPipe's plan save in the same time.",
         ),
     ] = False,
+    rebalance: Annotated[
+        bool,
+        typer.Option(
+            "--rebalance",
+            help="Also show what moving layers between stages would bring beside clocks. Needs --layers.",
+        ),
+    ] = False,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Layers of each stage, as 7,8,8,7, or one number for all; of each chunk, in the model's "
+            "order, if stages have several.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the frontier here, as JSON.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the frontier here; the suffix names the format, PNG if none.")
@@ -115,6 +133,8 @@ def solve(
     with without_pyplot():
         from perseus import solver
 
+    if rebalance != (layers is not None):
+        fail("--rebalance: expected together with --layers")
     waiting = _blocking_power_w(blocking_power_w)
     destination = _checked("--output", output, profile)
     picture = _checked("--plot", plot, profile)
@@ -138,6 +158,7 @@ def solve(
         )
         if found := wrong_unit(pipeline, gpus_per_stage, str(profile), "--blocking-power-w"):
             warn(found)
+        model = read_layers(layers, pipeline) if layers is not None else None
         with _at_most(limit_s), working("Solving", is_measured=True) as report:
             frontier = solver.solve(
                 pipeline,
@@ -147,12 +168,17 @@ def solve(
                 on_progress=report,
             )
             others = baselines(frontier.pipeline) if compare else {}
+        with _at_most(limit_s), working("Rebalancing"):
+            advice = solver.rebalance(frontier, model) if model is not None else None
     except solver.SolverError as error:
         fail(str(error))
     is_data = any(each.is_standard_output for each in (destination, picture) if each is not None)
     if not is_data:
         rows = _frontier_rows(frontier, others)
-        show_rows(form, rows, list(rows[0]), lambda: _frontier_table(rows))
+        shown = rows if advice is None else rows_with_partitions(rows, advice, frontier.baseline)
+        show_rows(form, shown, list(shown[0]), lambda: _frontier_table(rows))
+        if advice is not None and form is Format.TABLE:
+            print_whole(partitions_table(advice, frontier.baseline))
     notes = console if form is Format.TABLE and not is_data else error_console
     if frontier.hull_tolerance:
         notes.print(
@@ -177,7 +203,7 @@ def solve(
             _write(destination, frontier_text(frontier))
     if picture is not None:
         with working("Drawing"):
-            _draw(picture, frontier, others)
+            _draw(picture, frontier, others, partitions_of(advice) if advice is not None else {})
 
 
 def plan(
@@ -520,8 +546,16 @@ def _write(destination: Destination, text: str) -> None:
     destination.write(lambda stream: stream.write(text.encode()))
 
 
-def _draw(destination: Destination, frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]") -> None:
+def _draw(
+    destination: Destination,
+    frontier: "Frontier",
+    others: "Mapping[str, tuple[Plan, ...]]",
+    partitions: "Mapping[str, Partition]",
+) -> None:
     from perseus import pictures
+
+    drawn: dict[str, Sequence[Plan | FrontierPoint]] = {**others}
+    drawn |= {f"layers moved {moves}": found.frontier.points for moves, found in [*partitions.items()][-1:]}
 
     picture = pictures.FrontierPicture(
         iteration_time_s=[point.iteration_time_s for point in frontier.points],
@@ -533,7 +567,7 @@ def _draw(destination: Destination, frontier: "Frontier", others: "Mapping[str, 
         blocking_power_w=frontier.baseline.blocking_power_w,
         others={
             name: [(plan.iteration_time_s, plan.energy_j) for plan in plans]
-            for name, plans in others.items()
+            for name, plans in drawn.items()
             if plans
         },
     )

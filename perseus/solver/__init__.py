@@ -36,6 +36,7 @@ from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay, waiting_saved_j
 from perseus.solver.profile import MeasuredSetting, Measurement
 from perseus.solver.profile_csv import read_profile_csv
+from perseus.solver.rebalancing import Partition, Rebalancing, rebalance
 from perseus.solver.schedule import Path, Schedule
 from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
@@ -56,6 +57,7 @@ __all__ = [
     "Margin",
     "MeasuredSetting",
     "Measurement",
+    "Partition",
     "Path",
     "Pipeline",
     "PipelineError",
@@ -63,6 +65,7 @@ __all__ = [
     "PlannedComputation",
     "ProfileError",
     "ProfileKey",
+    "Rebalancing",
     "Recheck",
     "Refinement",
     "Schedule",
@@ -86,6 +89,7 @@ __all__ = [
     "plan_at",
     "predicted_iteration_time_s",
     "read_profile_csv",
+    "rebalance",
     "recheck",
     "replay",
     "replay_with_latency",

@@ -22,6 +22,9 @@ from perseus.solver.realisation import MANY_COMPUTATIONS, REFINED_BESIDE, Realis
 from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
 
+MIN_POINT_COUNT = 3
+"""T_min, T* and T_slow."""
+
 _GRACE_PS = 1000
 """A deadline this little below T_min counts as T_min: sums of the same seconds differ in their last
 digits."""
@@ -269,8 +272,10 @@ def solve(
     """
     if check_latency(set_latency_s):
         check_clocks(pipeline)
-    if point_count < 3:
-        raise SolverError(f"point_count: expected at least 3, found {point_count}", found=point_count)
+    if point_count < MIN_POINT_COUNT:
+        raise SolverError(
+            f"point_count: expected at least {MIN_POINT_COUNT}, found {point_count}", found=point_count
+        )
     if hull_tolerance is None:
         hull_tolerance = automatic_tolerance(pipeline)
     if not 0 <= hull_tolerance < 1:

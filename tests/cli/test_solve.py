@@ -67,6 +67,43 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
+def test_moves_of_layers_are_shown_beside_the_frontier(profile: Path, tmp_path: Path) -> None:
+    flags = ("--microbatches", 4, "--blocking-power-w", 50, "--rebalance", "--layers", "4,6")
+    result = run("solve", profile, *flags, "--plot", tmp_path / "frontier.svg", "--format", "json")
+    assert result.exit_code == 0, result.output
+    found = {row["point"]: row for row in json.loads(result.output)}
+    row, present = found["layers 1 → 0"], found["T_min"]
+    assert (present["layers"], row["layers"], row["is_advised"]) == ([4, 6], [5, 5], True)
+    assert row["t_min_s"] < present["t_min_s"] == present["iteration_time_s"]
+    assert row["iteration_time_s"] <= present["iteration_time_s"]
+    assert row["saving_percent"] > row["clocks_alone_saving_percent"] == present["saving_percent"]
+    assert "layers moved 1 → 0" in (tmp_path / "frontier.svg").read_text()
+
+
+def test_the_table_of_moved_layers_states_what_it_assumes(profile: Path) -> None:
+    result = run("solve", profile, "--microbatches", 4, "--rebalance", "--layers", "4")
+    assert result.exit_code == 0
+    assert "layers are equal" in text(result)
+    assert "33.3 % of the last" in text(result)
+    assert "Memory is not considered" in text(result)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rebalance",), "--rebalance: expected together with --layers"),
+        (("--layers", "4"), "--rebalance: expected together with --layers"),
+        (("--rebalance", "--layers", "4,four"), "a whole number for each stage"),
+        (("--rebalance", "--layers", "4,4,4"), "expected a number for each stage, 2 in all, found 3"),
+        (("--rebalance", "--layers", "4,0"), "expected 1 to 10000 in stage 1, chunk 0, found 0"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(profile: Path, flags: tuple[str, ...], message: str) -> None:
+    result = run("solve", profile, "--microbatches", 4, *flags)
+    assert result.exit_code == 2
+    assert message in text(result)
+
+
 def test_blocking_power_by_clock_is_counted_in_the_frontier_and_its_plans(
     tmp_path: Path, profile: Path, frontier: Path
 ) -> None:

@@ -1,14 +1,22 @@
-"""The published measurements of inference engines."""
+"""The published measurements of inference engines, and requests for replays."""
 
 import csv
+from datetime import datetime
+
+import numpy as np
 
 from benchmarks.harness import DATA
+from perseus.serving.engine import Request
 from perseus.serving.model import MeasuredStep
 
 PROFILES = {
     "Qwen2.5-14B, A100 PCIe": "batches-qwen2.5-14b-a100-pcie-tp1.csv",
     "Qwen2.5-32B (one of two stages), 2 × A100 SXM": "batches-qwen2.5-32b-a100-sxm-tp2-pp2.csv",
 }
+HOURS = {"conversations": "requests-m-small-08h.csv", "code": "requests-azure-2023-code.csv"}
+HOUR_S = 3600.0
+_SHIFT_S = 30.0
+"""Repeated requests come up to half a minute before or after the original: the hour keeps its minutes."""
 
 
 def measured_steps(name: str) -> list[MeasuredStep]:
@@ -30,3 +38,21 @@ def measured_steps(name: str) -> list[MeasuredStep]:
             for row in csv.DictReader(file)
             if row["valid"] == "1"
         ]
+
+
+def requests(name: str, factor: float, length_s: float = HOUR_S) -> list[Request]:
+    """Return the requests of one of HOURS at `factor` times their rate: dropped or repeated at random."""
+    generator = np.random.default_rng(1)
+    found = []
+    with (DATA / "serving" / HOURS[name]).open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    times_s = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
+    for row, time_s in zip(rows, times_s, strict=True):
+        count = int(factor) + int(generator.random() < factor % 1)
+        for copy in range(count):
+            shift_s = generator.uniform(-_SHIFT_S, _SHIFT_S) if copy else 0.0
+            arrival_s = abs(time_s - times_s[0] + shift_s)
+            if arrival_s < length_s:
+                tokens = (max(1, round(float(row[c]))) for c in ("ContextTokens", "GeneratedTokens"))
+                found.append(Request(arrival_s, *tokens))
+    return sorted(found, key=lambda request: request.arrival_s)

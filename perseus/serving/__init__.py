@@ -3,4 +3,8 @@
 model        step time and watts by clock, fitted to measured steps
 live         what live measurements change in it
 stats        what an engine reports of an interval, and the objectives for its latencies
+prediction   latencies and watts of the load at every clock
+controller   events with the time in, clocks out
+engine       an event-driven engine with continuous batching, for replays
+replay       an engine, its requests, and a policy for its clock
 """

@@ -245,13 +245,15 @@ def _features(
     is_tiled: bool,
 ) -> Floats:
     """Return the columns: ramps between knots, tokens, decoding requests, context; shape (…, features)."""
-    arguments = (prefill_tokens, decoding_count, context_tokens)
-    prefill, decoding, context = np.broadcast_arrays(
-        *(np.atleast_1d(np.asarray(a, float)) for a in arguments)
-    )
-    tokens = prefill + decoding
-    linear = np.stack([tokens / _TILE, decoding / _TILE, context / _CONTEXT_UNIT], axis=-1)
-    return np.concatenate([_ramps(_in_tiles(tokens) if is_tiled else tokens, knots, True), linear], axis=-1)
+    decoding, context = np.asarray(decoding_count, dtype=float), np.asarray(context_tokens, dtype=float)
+    tokens = np.atleast_1d(prefill_tokens + decoding)
+    shape = np.broadcast_shapes(tokens.shape, context.shape)
+    features = np.empty((*shape, len(knots) + 3))
+    features[..., :-3] = _ramps(_in_tiles(tokens) if is_tiled else tokens, knots, goes_on=True)
+    features[..., -3] = tokens / _TILE
+    features[..., -2] = decoding / _TILE
+    features[..., -1] = context / _CONTEXT_UNIT
+    return features
 
 
 def _in_tiles(tokens: Floats) -> Floats:
@@ -265,12 +267,12 @@ def _ramps(values: Floats, knots: tuple[float, ...], goes_on: bool) -> Floats:
 
     The last one goes on beyond its upper knot, if wanted.
     """
-    starts = np.array(knots[:-1])
-    rises = (values[..., None] - starts) / np.diff(knots)
-    upper = np.ones(len(starts))
-    if goes_on:
-        upper[-1:] = np.inf
-    return np.concatenate([np.ones((*values.shape, 1)), np.clip(rises, 0.0, upper)], axis=-1)
+    points = np.array(knots)
+    ramps = np.ones((*values.shape, len(knots)))
+    ramps[..., 1:] = np.maximum((values[..., None] - points[:-1]) / (points[1:] - points[:-1]), 0.0)
+    bounded = ramps[..., 1:-1] if goes_on else ramps[..., 1:]
+    np.minimum(bounded, 1.0, out=bounded)
+    return ramps
 
 
 def _non_negative(clock_ramps: Floats, features: Floats, measured: Floats) -> Floats:

@@ -52,6 +52,7 @@ def pure(*needs: str) -> PackageRules:
 RULES: Mapping[str, PackageRules] = {
     "perseus": pure(),
     "v1": pure("google", "grpc"),  # its messages are values; its services (`*_pb2_grpc`) are not
+    "bundles": pure(),
     "printable": pure(),
     "regular_file": allowed(),
     "release": allowed(),

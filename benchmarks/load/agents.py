@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.load import wire
 from benchmarks.load.http2 import GrpcStream
+from perseus.bundles import MAX_BYTES, MAX_MESSAGES
 from perseus.solver import Schedule
 from perseus.v1 import agent_service_pb2 as pb
 from perseus.v1 import rank_pb2
@@ -23,6 +24,8 @@ CONNECT = "/perseus.v1.AgentService/Connect"
 
 _PAST_START = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
 _MESSAGES_LIMIT = 20
+_HEADER_BYTES = 6
+"""At most, before each message in a bundle."""
 _HEARTBEAT_SHARE = 0.3
 """Share of the lease: a heartbeat is due every third of it."""
 
@@ -197,6 +200,8 @@ class Agent:
         self._next_heartbeat_s = math.inf
         self._stream: GrpcStream | None = None
         self._is_welcome = False
+        self._max_bundle_bytes = 0
+        self._answers: list[bytes] = []
         self._is_closed = False
         self._task: asyncio.Task[None] | None = None
 
@@ -240,7 +245,20 @@ class Agent:
             if now_s >= self._next_heartbeat_s:
                 messages.append(_HEARTBEAT)
                 self._next_heartbeat_s = now_s + self._heartbeat_interval_s
-            self._stream.send(*messages)
+            self._send(*messages)
+
+    def _send(self, *messages: bytes) -> None:
+        """Send messages, in bundles if the server takes them."""
+        assert self._stream is not None
+        together: list[bytes] = []
+        size = 0
+        for message in messages:
+            size += len(message) + _HEADER_BYTES
+            if together and (size > self._max_bundle_bytes or len(together) == MAX_MESSAGES):
+                self._stream.send(wire.bundle(together) if len(together) > 1 else together[0])
+                together, size = [], len(message) + _HEADER_BYTES
+            together.append(message)
+        self._stream.send(wire.bundle(together) if len(together) > 1 else together[0])
 
     def report_power(self, power_w: float) -> None:
         """Report the power of its ranks' GPUs, the same for each."""
@@ -291,6 +309,7 @@ class Agent:
             stream.send(pb.ConnectRequest(hello=self._hello()).SerializeToString())
             if self._is_echo:
                 self._is_welcome, self._accepted_count = True, len(self.ranks)
+                self._max_bundle_bytes = MAX_BYTES
             return
 
     def _hello(self) -> pb.Hello:
@@ -299,6 +318,7 @@ class Agent:
             hostname="load",
             protocol_version=1,
             commit_marker=self._commit_marker,
+            max_bundle_bytes=MAX_BYTES,
         )
 
     def _ended(self, target: str, why: str) -> None:
@@ -311,10 +331,20 @@ class Agent:
 
     def _take(self, data: bytes) -> None:
         if self._is_echo:
-            if self._unacknowledged:
-                self._acknowledge(self._unacknowledged[0][0])
+            if self._unacknowledged:  # one answer for a bundle of one report of each rank
+                self._acknowledge(self._unacknowledged[0][0] + len(self.ranks) - 1)
             return
         message = pb.ConnectResponse.FromString(data)
+        if message.HasField("bundle"):
+            for each in message.bundle.messages:
+                self._take_one(each)
+        else:
+            self._take_one(message)
+        if self._answers:
+            answers, self._answers = self._answers, []
+            self._send(*answers)
+
+    def _take_one(self, message: pb.ConnectResponse) -> None:
         match message.WhichOneof("message"):
             case "telemetry_ack":
                 self._commit_marker = message.telemetry_ack.commit_marker
@@ -349,11 +379,11 @@ class Agent:
         self._next_heartbeat_s = time.perf_counter() + random.uniform(0.0, self._heartbeat_interval_s)
         self._acknowledge(welcome.acknowledged_sequence, is_measured=False)
         self._is_welcome = True
-        assert self._stream is not None
+        self._max_bundle_bytes = min(welcome.max_bundle_bytes, MAX_BYTES)
         self._resent_through = self._unacknowledged[-1][0] if self._unacknowledged else 0
         if not self._resent_through:
             self.back.resent_s = time.monotonic()
-        self._stream.send(
+        self._send(
             *(rank.joined(self.iteration) for rank in self.ranks),
             *(batch for _, batch, _ in self._unacknowledged),
         )
@@ -382,8 +412,7 @@ class Agent:
             refusal_reason=_PAST_START if is_late else rank_pb2.PLAN_REFUSAL_REASON_UNSPECIFIED,
             iteration=self.iteration,
         )
-        assert self._stream is not None
-        self._stream.send(pb.ConnectRequest(plan_answer=answer).SerializeToString())
+        self._answers.append(pb.ConnectRequest(plan_answer=answer).SerializeToString())
         if not is_late:
             rank.pending = offer if offer.version != rank.version else None
             if self.offered is not None:

@@ -16,6 +16,8 @@ ITERATION_S = 0.8
 BLOCKING_POWER_W = 60.0
 
 _TELEMETRY_TAG = bytes([pb.ConnectRequest.TELEMETRY_FIELD_NUMBER << 3 | 2])
+_BUNDLE_TAG = bytes([pb.ConnectRequest.BUNDLE_FIELD_NUMBER << 3 | 2])
+_MESSAGES_TAG = bytes([pb.ConnectRequestBundle.MESSAGES_FIELD_NUMBER << 3 | 2])
 _KINDS = {kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind}
 
 
@@ -115,6 +117,12 @@ def telemetry(prefix: bytes, body: bytes, sequence: int) -> bytes:
     """Return a whole request of the stream."""
     numbered = prefix + pb.TelemetryBatch(sequence=sequence).SerializeToString() + body
     return _TELEMETRY_TAG + _varint(len(numbered)) + numbered
+
+
+def bundle(messages: Sequence[bytes]) -> bytes:
+    """Return several requests as one."""
+    inner = b"".join([part for each in messages for part in (_MESSAGES_TAG, _varint(len(each)), each)])
+    return _BUNDLE_TAG + _varint(len(inner)) + inner
 
 
 def _varint(number: int) -> bytes:

@@ -15,6 +15,9 @@ const PERMANENT = new Set(['HELLO_EXPECTED', 'HELLO_REPEATED', 'INVALID_FIELD', 
 // Time, or a registration, may resolve these.
 const JOIN_AGAIN = new Set(['JOB_NOT_FOUND', 'RANK_ALREADY_SERVED', 'GPU_ALREADY_SERVED', 'SPEC_MISMATCH']);
 const KEPT_BATCHES = 4096;
+const GATHERING_S = 0.005;
+const MAX_BUNDLED = 256; // messages in a bundle
+const LARGEST_BYTES = 4096; // more than any message of this agent
 const WINDOW = 64; // batches under way, not yet acknowledged
 
 export class Agent {
@@ -27,6 +30,8 @@ export class Agent {
   #saidAtS = 0;
   #leaseS = 30; // until the coordinator sends its own
   #telemetry = new TelemetryRing();
+  #waiting = []; // messages that are sent together
+  #maxBundleBytes = 0; // none until the coordinator takes some
   #isClosing = false;
 
   /** @param onJobUnknown called with a job's identifier if the coordinator does not know it (any more) */
@@ -83,6 +88,7 @@ export class Agent {
       this.#send({ rankLeft: { jobId, rank: place, reason: 'RANK_LEFT_REASON_FINISHED' } });
     }
     this.#send({ goodbye: { reason: 'training is done' } });
+    this.#flush();
     this.#stream?.end();
   }
 
@@ -109,9 +115,11 @@ export class Agent {
     });
   }
 
-  #welcome(call, { epoch, leaseS, acknowledgedSequence, protocolVersion }) {
+  #welcome(call, { epoch, leaseS, acknowledgedSequence, protocolVersion, maxBundleBytes }) {
     this.log(`connected: epoch ${epoch}, protocol version ${protocolVersion || 1}`);
     this.#stream = call;
+    this.#waiting = [];
+    this.#maxBundleBytes = maxBundleBytes;
     this.#leaseS = leaseS;
     for (const rank of this.#ranks.values()) this.#send({ rankJoined: rank.joined() });
     this.#telemetry.rewind(acknowledgedSequence);
@@ -188,9 +196,19 @@ export class Agent {
     for (const telemetry of this.#telemetry.sendable()) this.#send({ telemetry });
   }
 
-  /** Drop messages without a stream: a new stream begins with the current state. */
+  /** Send a message soon, with others. Drop it without a stream: a new stream begins with the current state. */
   #send(request) {
-    this.#stream?.write(request);
+    if (!this.#stream) return;
+    if (this.#waiting.push(request) === 1) setTimeout(() => this.#flush(), 1000 * GATHERING_S);
+  }
+
+  /** Send what waits, as bundles if the coordinator takes them. */
+  #flush() {
+    const count = Math.max(1, Math.min(MAX_BUNDLED, Math.floor(this.#maxBundleBytes / LARGEST_BYTES)));
+    while (this.#stream && this.#waiting.length) {
+      const messages = this.#waiting.splice(0, count);
+      this.#stream.write(messages.length > 1 ? { bundle: { messages } } : messages[0]);
+    }
   }
 }
 

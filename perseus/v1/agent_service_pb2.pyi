@@ -78,6 +78,7 @@ class ConnectRequest(google.protobuf.message.Message):
     MESSAGE_REFUSED_FIELD_NUMBER: builtins.int
     POWER_READING_FIELD_NUMBER: builtins.int
     TRAINER_UNMARKED_FIELD_NUMBER: builtins.int
+    BUNDLE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello:
         """First message on every stream."""
@@ -126,6 +127,10 @@ class ConnectRequest(google.protobuf.message.Message):
     def trainer_unmarked(self) -> Global___TrainerUnmarked:
         """A trainer trains without marked iterations, or no longer does."""
 
+    @property
+    def bundle(self) -> Global___ConnectRequestBundle:
+        """Several messages, where the Welcome allows it."""
+
     def __init__(
         self,
         *,
@@ -141,12 +146,37 @@ class ConnectRequest(google.protobuf.message.Message):
         message_refused: Global___MessageRefused | None = ...,
         power_reading: Global___PowerReading | None = ...,
         trainer_unmarked: Global___TrainerUnmarked | None = ...,
+        bundle: Global___ConnectRequestBundle | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry", "trainer_unmarked", b"trainer_unmarked"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry", "trainer_unmarked", b"trainer_unmarked"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error", "message_refused", "power_reading", "trainer_unmarked"] | None: ...
+    def HasField(self, field_name: typing.Literal["bundle", b"bundle", "goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry", "trainer_unmarked", b"trainer_unmarked"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bundle", b"bundle", "goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry", "trainer_unmarked", b"trainer_unmarked"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error", "message_refused", "power_reading", "trainer_unmarked", "bundle"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
+
+@typing.final
+class ConnectRequestBundle(google.protobuf.message.Message):
+    """Several messages of an agent, handled in order as if each had come alone; all their telemetry is acknowledged at
+    once. An agent sends those of all its ranks together that arise within a few milliseconds: a bundle costs both sides
+    little more than one message. A refusal is about one message, and its field is a path from that one. Hello and
+    Goodbye come alone. A bundle with too many messages is refused as a whole.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: builtins.int
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ConnectRequest]:
+        """At most 256. None is a bundle itself: one that is, is refused."""
+
+    def __init__(
+        self,
+        *,
+        messages: collections.abc.Iterable[Global___ConnectRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
+
+Global___ConnectRequestBundle: typing_extensions.TypeAlias = ConnectRequestBundle
 
 @typing.final
 class ConnectResponse(google.protobuf.message.Message):
@@ -164,6 +194,7 @@ class ConnectResponse(google.protobuf.message.Message):
     TELEMETRY_REFUSED_FIELD_NUMBER: builtins.int
     MESSAGE_REFUSED_FIELD_NUMBER: builtins.int
     RANK_MAX_CLOCK_FIELD_NUMBER: builtins.int
+    BUNDLE_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -204,6 +235,10 @@ class ConnectResponse(google.protobuf.message.Message):
     def rank_max_clock(self) -> Global___RankMaxClock:
         """The maximum clock of a rank has changed."""
 
+    @property
+    def bundle(self) -> Global___ConnectResponseBundle:
+        """Several messages, where the Hello allows it."""
+
     def __init__(
         self,
         *,
@@ -217,12 +252,33 @@ class ConnectResponse(google.protobuf.message.Message):
         telemetry_refused: Global___TelemetryRefused | None = ...,
         message_refused: Global___MessageRefused | None = ...,
         rank_max_clock: Global___RankMaxClock | None = ...,
+        bundle: Global___ConnectResponseBundle | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_max_clock", b"rank_max_clock", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_max_clock", b"rank_max_clock", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "rank_accepted", "rank_refused", "telemetry_ack", "plan_offer", "heartbeat", "drain", "telemetry_refused", "message_refused", "rank_max_clock"] | None: ...
+    def HasField(self, field_name: typing.Literal["bundle", b"bundle", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_max_clock", b"rank_max_clock", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bundle", b"bundle", "drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_max_clock", b"rank_max_clock", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "rank_accepted", "rank_refused", "telemetry_ack", "plan_offer", "heartbeat", "drain", "telemetry_refused", "message_refused", "rank_max_clock", "bundle"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
+
+@typing.final
+class ConnectResponseBundle(google.protobuf.message.Message):
+    """Several messages of the coordinator, to be handled in order as if each had come alone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: builtins.int
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ConnectResponse]:
+        """At most 256. None is a bundle itself."""
+
+    def __init__(
+        self,
+        *,
+        messages: collections.abc.Iterable[Global___ConnectResponse] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
+
+Global___ConnectResponseBundle: typing_extensions.TypeAlias = ConnectResponseBundle
 
 @typing.final
 class MessageRefused(google.protobuf.message.Message):
@@ -322,6 +378,7 @@ class Hello(google.protobuf.message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     COMMIT_MARKER_FIELD_NUMBER: builtins.int
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
+    MAX_BUNDLE_BYTES_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
     """Required. Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
     agent_version: builtins.str
@@ -340,6 +397,8 @@ class Hello(google.protobuf.message.Message):
     """The instance_key of any Welcome that this instance received; empty if none. It proves that this is the same agent
     even with another credential, such as a renewed token. At most 256 characters.
     """
+    max_bundle_bytes: builtins.int
+    """The largest ConnectResponse with a bundle that the agent takes, bytes; 0 if it takes none, as older agents."""
     def __init__(
         self,
         *,
@@ -349,8 +408,9 @@ class Hello(google.protobuf.message.Message):
         protocol_version: builtins.int = ...,
         commit_marker: builtins.str = ...,
         instance_key: builtins.str = ...,
+        max_bundle_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "commit_marker", b"commit_marker", "hostname", b"hostname", "instance_id", b"instance_id", "instance_key", b"instance_key", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "commit_marker", b"commit_marker", "hostname", b"hostname", "instance_id", b"instance_id", "instance_key", b"instance_key", "max_bundle_bytes", b"max_bundle_bytes", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -367,6 +427,7 @@ class Welcome(google.protobuf.message.Message):
     COMMIT_MARKER_FIELD_NUMBER: builtins.int
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
     POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
+    MAX_BUNDLE_BYTES_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -387,6 +448,10 @@ class Welcome(google.protobuf.message.Message):
     """Requested interval of PowerReadings, seconds; 0 for none until a Heartbeat requests them. Older coordinators
     send 0.
     """
+    max_bundle_bytes: builtins.int
+    """The largest ConnectRequest with a bundle that the coordinator takes, bytes; 0 if it takes none, as older
+    coordinators.
+    """
     def __init__(
         self,
         *,
@@ -397,8 +462,9 @@ class Welcome(google.protobuf.message.Message):
         commit_marker: builtins.str = ...,
         instance_key: builtins.str = ...,
         power_interval_s: builtins.float = ...,
+        max_bundle_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "max_bundle_bytes", b"max_bundle_bytes", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 

@@ -161,6 +161,14 @@ def conversation() -> list[ConnectRequest]:
         ConnectRequest(message_refused=wire.MessageRefused(reason="R", field="f[3]")),
         ConnectRequest(power_reading=wire.PowerReading(duration_s=1.0, gpu_uuid=["GPU-f"], power_w=[90.0])),
         ConnectRequest(heartbeat=wire.Heartbeat()),
+        ConnectRequest(
+            bundle=wire.ConnectRequestBundle(
+                messages=[
+                    ConnectRequest(telemetry=wire.TelemetryBatch(sequence=2, job_id=JOB, rank=place)),
+                    ConnectRequest(heartbeat=wire.Heartbeat()),
+                ]
+            )
+        ),
         ConnectRequest(rank_left=wire.RankLeft(job_id=JOB, rank=place)),
         ConnectRequest(goodbye=wire.Goodbye(reason="r")),
     ]  # fmt: skip
@@ -174,7 +182,7 @@ def paths(descriptor: Descriptor, above: Path = ()) -> Iterator[Path]:
     for field in descriptor.fields:
         yield (*above, field)
         inner = field.message_type
-        is_new = all(inner is not each.message_type for each in above)
+        is_new = all(inner is not each.containing_type for each in (*above, field))
         if inner is not None and is_new and len(above) < _DEEPEST:
             yield from paths(inner, (*above, field))
 

@@ -259,13 +259,17 @@ FromSession = wire.RankJoined | wire.RankLeft | wire.PlanAnswer | wire.PlanInFor
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The answer to the agent's hello. `power_interval_s`: None if no power readings are wanted."""
+    """The answer to the agent's hello. `power_interval_s`: None if no power readings are wanted.
+
+    `max_bundle_bytes`: the largest bundle that the coordinator takes, 0 for none.
+    """
 
     epoch: str
     lease_s: float
     acknowledged_sequence: int
     protocol_version: int = 1
     power_interval_s: float | None = None
+    max_bundle_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ The agent refuses messages of the coordinator that it does not know (the coordin
 individually, and the stream continues. Any other error, here or in gRPC, ends at most the stream, never the
 agent.
 
-Concurrent writes on one stream fail, hence one queue and one writer task. Messages queued for a stream that
-has ended are dropped; their senders resend them when `connected` is called.
+Concurrent writes on one stream fail, hence one queue and one writer task. It sends together what a node's
+ranks, which end their iterations at about the same time, report within a few milliseconds. Messages queued
+for a stream that has ended are dropped; their senders resend them when `connected` is called.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ import structlog
 from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
 from perseus.agent.stream import statuses, translate
 from perseus.agent.stream.call import Call
+from perseus.bundles import bundled
 from perseus.rate_limited_log import RateLimitedLog
 from perseus.retry import Retry
 from perseus.tls.channels import Channels
@@ -39,6 +41,11 @@ _HANDSHAKE_S = 10.0
 _GOODBYE_S = 2.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.25, 15.0
 _MAX_COMMIT_MARKER_LENGTH = 256
+
+_GATHERING_S = 0.005
+"""How long a message waits for others of a bundle: no answer is needed faster, and ranks that wait for each
+other end an iteration closer together."""
+
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
 
 # Attempts follow our own backoff, so a new attempt must not wait for gRPC's own on a shared connection.
@@ -96,8 +103,8 @@ class Connection:
         return self._heard_at_s
 
     def send(self, message: translate.Sendable) -> None:
-        """Queue a message for the open stream; drop it if there is none."""
-        if self._outbox is not None:
+        """Queue a message for the open stream; drop it if there is none, or it is about to end."""
+        if self._outbox is not None and not self._is_closing:
             self._outbox.put_nowait(translate.request(message))
 
     def close(self, reason: str) -> None:
@@ -184,7 +191,7 @@ class Connection:
                     own_protocol_version=translate.PROTOCOL_VERSION,
                 )
             self._handler.connected(welcome)
-            writer = asyncio.create_task(self._write(call, self._outbox))
+            writer = asyncio.create_task(self._write(call, self._outbox, welcome.max_bundle_bytes))
             reader = asyncio.create_task(self._read(call))
             heart = asyncio.create_task(self._send_heartbeats(self._outbox, welcome.lease_s))
             tasks = [writer, reader, heart]
@@ -237,25 +244,45 @@ class Connection:
         except TimeoutError:
             raise TimeoutError(f"expected a welcome within {_HANDSHAKE_S} s, found silence") from None
 
-    async def _write(self, call: Call, outbox: asyncio.Queue[wire.ConnectRequest | None]) -> None:
+    async def _write(
+        self, call: Call, outbox: asyncio.Queue[wire.ConnectRequest | None], max_bundle_bytes: int
+    ) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
-            while (request := await outbox.get()) is not None:
-                await call.write(request)
+            is_last = False
+            while not is_last:
+                waiting = [await outbox.get()]
+                if max_bundle_bytes:
+                    await asyncio.sleep(_GATHERING_S)
+                while not outbox.empty():
+                    waiting.append(outbox.get_nowait())
+                is_last = None in waiting
+                requests = [each for each in waiting if each is not None]
+                for request in bundled(requests, max_bundle_bytes):
+                    await call.write(request)
             await call.done_writing()
 
     async def _read(self, call: Call) -> None:
         while (answer := await call.read()) is not None:
             self._heard_at_s = time.monotonic()
-            self._note_commit_marker(answer)
             try:
-                message = translate.response(answer)
+                answers = translate.unbundled(answer)
             except translate.MalformedMessageError as error:
                 self.send(self._refusal(error))
                 continue
-            try:
-                self._handler.received(message)
-            except Exception:  # a bug that concerns one message
-                _log.exception("message not handled", message=type(message).__name__)
+            for each in answers:
+                self._take(each)
+
+    def _take(self, answer: wire.ConnectResponse) -> None:
+        self._note_commit_marker(answer)
+        try:
+            message = translate.response(answer)
+        except translate.MalformedMessageError as error:
+            self.send(self._refusal(error))
+            return
+        try:
+            self._handler.received(message)
+        except Exception:  # a bug that concerns one message
+            _log.exception("message not handled", message=type(message).__name__)
 
     def _note_commit_marker(self, answer: wire.ConnectResponse) -> None:
         if 0 < len(marker := translate.commit_marker(answer)) <= _MAX_COMMIT_MARKER_LENGTH:

@@ -46,6 +46,7 @@ from perseus.agent.rank.messages import (
     sentence,
 )
 from perseus.agent.stream.telemetry import Batch
+from perseus.bundles import MAX_BYTES, MAX_MESSAGES
 from perseus.printable import printable
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_pb2, job_service_pb2, rank_pb2
@@ -126,6 +127,7 @@ def hello(
             protocol_version=PROTOCOL_VERSION,
             commit_marker=latest_commit_marker,
             instance_key=instance_key,
+            max_bundle_bytes=MAX_BYTES,
         )
     )
 
@@ -290,6 +292,20 @@ def _energy_sample(sample: EnergySample) -> wire.EnergySample:
 # --- Messages from the coordinator --------------------------------------------------------------------------
 
 
+def unbundled(message: wire.ConnectResponse) -> Sequence[wire.ConnectResponse]:
+    """Return the messages of a bundle, or the only message; none has been checked.
+
+    Raises MalformedMessageError if there are too many.
+    """
+    if not message.HasField("bundle"):
+        return (message,)
+    if len(message.bundle.messages) > MAX_MESSAGES:
+        raise MalformedMessageError(
+            "bundle.messages", f"at most {MAX_MESSAGES}", len(message.bundle.messages)
+        )
+    return message.bundle.messages
+
+
 def response(message: wire.ConnectResponse) -> Incoming:
     """Return the coordinator's message. Raises MalformedMessageError if it violates the contract."""
     name = message.WhichOneof("message")
@@ -302,6 +318,7 @@ def response(message: wire.ConnectResponse) -> Incoming:
                 _count("welcome.acknowledged_sequence", welcome.acknowledged_sequence),
                 _count("welcome.protocol_version", welcome.protocol_version) or 1,
                 _power_interval_s("welcome", welcome),
+                min(MAX_BYTES, _count("welcome.max_bundle_bytes", welcome.max_bundle_bytes)),
             )
         case "telemetry_ack":
             return TelemetryAck(_count("telemetry_ack.sequence", message.telemetry_ack.sequence))
@@ -339,6 +356,8 @@ def response(message: wire.ConnectResponse) -> Incoming:
                 return RankMaxClock(rank, _max_clock("rank_max_clock", limited))
         case "plan_offer":
             return _plan_offer(message.plan_offer)
+        case "bundle":
+            raise MalformedMessageError("bundle", "a message that comes in a bundle", "a bundle")
         case _:
             numbers = _unknown_fields(message)
             if not numbers:

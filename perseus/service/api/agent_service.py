@@ -5,8 +5,9 @@ of them may wait to be stored: an agent can neither fill the coordinator's memor
 others. Unread messages wait with the agent, by HTTP/2's flow control. One writer task sends what the outbox
 holds.
 
-A message that is invalid, unknown here or makes the coordinator fail is refused by itself, and the stream
-continues: other ranks share it. The contract lists the errors that end a stream, at the top of its file.
+A message that is invalid, unknown here or makes the coordinator fail is refused by itself, also in a bundle,
+and the stream continues: other ranks share it. The contract lists the errors that end a stream, at the top of
+its file.
 """
 
 # ruff: noqa: N802 (the contract names the methods)
@@ -20,6 +21,7 @@ from typing import TypeVar
 import grpc
 import structlog
 
+from perseus.bundles import MAX_BYTES, MAX_MESSAGES, bundled
 from perseus.service.api.authentication import caller
 from perseus.service.api.memo import Memo
 from perseus.service.api.outbox import Outbox
@@ -240,6 +242,7 @@ class _Stream:
         self._principal = caller()
         self._outbox = Outbox()
         self._port = OutboxPort(self._outbox, agents.lease_s)
+        self._max_bundle_bytes = 0
         self._is_goodbye = False
         self._logged: set[tuple[str, str, str]] = set()
 
@@ -250,6 +253,8 @@ class _Stream:
             messages, is_last = await self._outbox.take()
             for message in messages:
                 self._stamp(message)
+            is_first = messages and messages[0].HasField("welcome")  # it comes alone
+            for message in bundled(messages, 0 if is_first else self._max_bundle_bytes):
                 await self._context.write(message)
 
     async def ended(self) -> None:
@@ -278,9 +283,10 @@ class _Stream:
         """
         unstored = 0
         async for request in requests:
-            kind, count = request.WhichOneof("message"), 1
-            if kind == "telemetry":
-                count += len(request.telemetry.computations.iteration) // ROWS_LIKE_A_MESSAGE
+            messages = request.bundle.messages if request.HasField("bundle") else (request,)
+            if (count := len(messages)) <= MAX_MESSAGES:
+                rows = (len(each.telemetry.computations.iteration) for each in messages)
+                count += sum(row_count // ROWS_LIKE_A_MESSAGE for row_count in rows)
             unstored += count
             if unstored >= _UNSTORED_LIMIT:
                 await self._agents.flush()
@@ -289,12 +295,16 @@ class _Stream:
                 await self._agents.admission()
             if not self.instance_id:
                 await self._greet(request)
-            elif kind == "goodbye":
-                log.info("agent left", instance_id=self.instance_id, reason=cut(request.goodbye.reason))
-                self._is_goodbye = True
-                return
+            elif 0 < len(messages) <= MAX_MESSAGES:
+                self._take_together(messages)
             else:
-                self._take(kind, request)
+                self._refuse(
+                    InvalidFieldError(
+                        field="bundle.messages", expected=f"1 to {MAX_MESSAGES} of them", found=len(messages)
+                    )
+                )
+            if self._is_goodbye:
+                return
             pause_s = self._rate_limiter.take(count)
             if pause_s > _MIN_PAUSE_S:
                 self._log_limited("agent sends faster than it may: it is slowed down", ("rate limit", "", ""))
@@ -310,6 +320,7 @@ class _Stream:
         if kind != "hello":
             raise HelloExpectedError(found=kind or "an empty message")
         check_hello(request.hello)
+        self._max_bundle_bytes = min(request.hello.max_bundle_bytes, MAX_BYTES)
         self._principal.check_host(request.hello.hostname)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
@@ -337,8 +348,23 @@ class _Stream:
             protocol_version=PROTOCOL_VERSION,
             instance_key=self._agents.instance_key(instance_id),
             power_interval_s=self._agents.power_interval_s,
+            max_bundle_bytes=min(self._limits.limit_message_bytes, MAX_BYTES),
         )
         self._outbox.enqueue(ConnectResponse(welcome=welcome))
+
+    def _take_together(self, messages: Sequence[ConnectRequest]) -> None:
+        """Take messages that came as one, and acknowledge all their telemetry at once."""
+        has_telemetry = False
+        try:
+            for message in messages:
+                kind = message.WhichOneof("message")
+                has_telemetry = has_telemetry or kind == "telemetry"
+                self._take(kind, message)
+                if self._is_goodbye:
+                    break
+        finally:
+            if has_telemetry:  # even if the stream must end: what was taken must not be taken again
+                self._agents.acknowledge_telemetry(self.instance_id)
 
     def _take(self, kind: str | None, request: ConnectRequest) -> None:
         match kind:
@@ -346,6 +372,15 @@ class _Stream:
                 self._take_telemetry(request.telemetry)
             case "hello":
                 raise HelloRepeatedError(instance_id=self.instance_id)
+            case "goodbye":
+                log.info("agent left", instance_id=self.instance_id, reason=cut(request.goodbye.reason))
+                self._is_goodbye = True
+            case "bundle":
+                self._refuse(
+                    InvalidFieldError(
+                        field="bundle", expected="a message that comes in a bundle", found="a bundle"
+                    )
+                )
             case "heartbeat":
                 self._agents.hear(self.instance_id)
                 savings = self._agents.savings(self.instance_id)

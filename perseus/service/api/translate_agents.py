@@ -115,6 +115,7 @@ def check_hello(message: agent_service_pb2.Hello) -> None:
     check_range("hello.protocol_version", message.protocol_version, 0, MAX_COUNT)
     check_text("hello.commit_marker", message.commit_marker)
     check_text("hello.instance_key", message.instance_key)
+    check_range("hello.max_bundle_bytes", message.max_bundle_bytes, 0, MAX_COUNT)
 
 
 def place_from_proto(message: RankMessage, field: str = "") -> Coordinates:

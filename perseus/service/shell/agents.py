@@ -60,6 +60,8 @@ class _Agent:
     port: AgentPort
     principal: Principal = ANYBODY
     received_sequence: int = 0
+    noted_sequence: int = 0
+    """The highest that the writer has got."""
     is_greeted: bool = False
     job_ids: set[str] = field(default_factory=set)
     """Jobs with ranks that it joined; those without a live rank are dropped when it is next heard."""
@@ -178,7 +180,8 @@ class Agents:
             older.port.end(StreamReplacedError(instance_id=instance_id))
             self._dispatch_to_jobs(older, AgentDisconnected(instance_id))
         await self._writer.flush()
-        agent.received_sequence = await self._store.telemetry_sequence(instance_id)
+        agent.noted_sequence = await self._store.telemetry_sequence(instance_id)
+        agent.received_sequence = agent.noted_sequence
         agent.is_greeted = True
         return self._live.epoch, agent.received_sequence
 
@@ -330,12 +333,11 @@ class Agents:
         }
 
     def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
-        """Take a batch and acknowledge it once it is stored; only acknowledge a repeated one.
+        """Take a batch, unless it is a repeated one. Call `acknowledge_telemetry` before awaiting anything.
 
         Raises:
             JobNotFoundError: the job is not registered.
-            InvalidInputError: the batch doesn't fit the rank. It is neither stored nor acknowledged:
-                call `pass_telemetry` next.
+            InvalidInputError: the batch doesn't fit the rank, and is not stored: call `pass_telemetry` next.
         """
         instance_id, sequence = event.instance_id, event.batch.sequence
         agent = self._agents.get(instance_id)
@@ -343,29 +345,31 @@ class Agents:
             return
         if sequence <= agent.received_sequence:
             self.repeated_count += 1
-            self._acknowledge(agent, instance_id, sequence)
             return
-        run, acknowledge = self._live.find(job_id), partial(agent.port.acknowledge, sequence)
-        self._live.handle(
-            run, event, [TelemetrySequence(instance_id, sequence, agent.principal.name)], [acknowledge]
-        )
+        self._live.handle(self._live.find(job_id), event)
         agent.received_sequence = sequence
         self.taken_count += 1
 
     def pass_telemetry(self, instance_id: str, sequence: int) -> None:
-        """Acknowledge a batch that was refused, so that the agent doesn't send it again."""
+        """Count a refused batch as taken, so that the agent doesn't send it again."""
         self.passed_count += 1
         agent = self._agents.get(instance_id)
-        if agent is None or not agent.is_greeted:  # the last message of a stream that is being replaced
-            return
-        self._acknowledge(agent, instance_id, sequence)
+        if agent is not None and agent.is_greeted:  # else the last message of a stream that is being replaced
+            agent.received_sequence = max(agent.received_sequence, sequence)
 
-    def _acknowledge(self, agent: _Agent, instance_id: str, sequence: int) -> None:
+    def acknowledge_telemetry(self, instance_id: str) -> None:
+        """Acknowledge all batches taken so far, once they are stored.
+
+        Nothing may be awaited since they were taken: the writer stores together what comes in one turn.
+        """
+        agent = self._agents.get(instance_id)
+        if agent is None or not agent.is_greeted:
+            return
         entries: list[Entry] = []
-        if sequence > agent.received_sequence:
-            agent.received_sequence = sequence
-            entries = [TelemetrySequence(instance_id, sequence, agent.principal.name)]
-        self._writer.later(entries, [partial(agent.port.acknowledge, agent.received_sequence)])
+        if agent.received_sequence > agent.noted_sequence:
+            agent.noted_sequence = agent.received_sequence
+            entries = [TelemetrySequence(instance_id, agent.noted_sequence, agent.principal.name)]
+        self._writer.later(entries, [partial(agent.port.acknowledge, agent.noted_sequence)])
 
     @property
     def is_overloaded(self) -> bool:

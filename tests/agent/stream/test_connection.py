@@ -280,6 +280,101 @@ async def test_no_attempt_is_made_before_the_retry_delay(monkeypatch: pytest.Mon
     )
 
 
+class Reporting(Witness):
+    """A `Handler` that reports of eight ranks as soon as a stream opens, as at an iteration's end."""
+
+    connection: Connection
+
+    def connected(self, welcome: Welcome) -> None:
+        super().connected(welcome)
+        for number in range(8):
+            self.connection.send(wire.TrainerUnmarked(job_id=f"{number}"))
+
+
+@pytest.mark.parametrize("max_bundle_bytes", [0, 100, 2**20])
+async def test_what_ranks_report_together_is_sent_together_if_the_coordinator_takes_it(
+    max_bundle_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses_s: list[float] = []
+    heard: list[wire.ConnectRequest] = []
+    sleep = asyncio.sleep
+
+    async def hurried(delay_s: float) -> None:
+        pauses_s.append(delay_s)
+        await sleep(0 if delay_s < 1 else delay_s)  # the next heartbeat is far away
+
+    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        assert (await anext(requests)).hello.max_bundle_bytes == 2**20
+        yield wire.ConnectResponse(
+            welcome=wire.Welcome(epoch="e", lease_s=9000, max_bundle_bytes=max_bundle_bytes)
+        )
+        async for request in requests:
+            heard.append(request)  # noqa: PERF401 - it is read meanwhile
+
+    witness = Reporting()
+
+    def reported() -> list[str]:
+        each = [
+            one for request in heard for one in ([*request.bundle.messages] or [request])
+        ]  # an unbundled one has no messages
+        return [one.trainer_unmarked.job_id for one in each if one.HasField("trainer_unmarked")]
+
+    server = grpc.aio.server()
+    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(ScriptedCoordinator(script), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    witness.connection = Connection(Channels(f"127.0.0.1:{port}"), AGENT, witness, lambda: 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("perseus.agent.stream.connection.asyncio.sleep", hurried)
+        running = asyncio.create_task(witness.connection.run())
+        while len(reported()) < 8:
+            await sleep(0.01)
+        witness.connection.close("done")
+        witness.connection.send(wire.TrainerUnmarked(job_id="too late"))
+        while not any(request.HasField("goodbye") for request in heard):
+            await sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop(None)
+    assert reported() == [f"{number}" for number in range(8)]
+    sizes = [len(request.bundle.messages) for request in heard]
+    if max_bundle_bytes:
+        assert 0.005 in pauses_s
+        assert max(sizes) > 1
+        assert all(request.ByteSize() <= max_bundle_bytes for request in heard)
+        assert (len(heard) == 2) == (max_bundle_bytes > 100), "all of them, and the goodbye"
+    else:
+        assert 0.005 not in pauses_s
+        assert max(sizes) == 0
+
+
+async def test_a_bundle_of_the_coordinator_is_taken_apart() -> None:
+    reported: list[wire.MessageRefused] = []
+    acknowledged = [
+        wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=number)) for number in range(3)
+    ]
+
+    def bundle(*messages: wire.ConnectResponse) -> wire.ConnectResponse:
+        return wire.ConnectResponse(bundle=wire.ConnectResponseBundle(messages=messages))
+
+    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        yield welcome(9000)
+        yield bundle(acknowledged[0], NEWER, bundle(acknowledged[0]), acknowledged[1])
+        yield bundle(*acknowledged * 100)
+        yield acknowledged[2]
+        async for request in requests:
+            reported.extend([request.message_refused] if request.HasField("message_refused") else [])
+
+    witness = Witness()
+    await converse(witness, lambda: len(witness.seen) >= 4 and len(reported) >= 3, script)
+    assert witness.seen[1:4] == [TelemetryAck(0), TelemetryAck(1), TelemetryAck(2)]
+    assert [(each.reason, each.field) for each in reported] == [
+        ("UNKNOWN_MESSAGE", "99"),
+        ("INVALID_FIELD", "bundle"),
+        ("INVALID_FIELD", "bundle.messages"),
+    ]
+
+
 async def test_a_repeated_refusal_is_logged_once_until_a_stream_opens() -> None:
     attempts = 0
 

@@ -48,11 +48,11 @@ _FLOATS = [0.0, -1.0, 5e-324, 1e155, 1e200, 1.7e308, float("inf"), float("-inf")
 _TEXTS = ["", "job", "no", "Upper", "x" * 5000, "\x00", "\u202e", "GPU-1-0-0"]
 
 
-class _EndedError(Exception):
+class EndedError(Exception):
     pass
 
 
-class _Context:
+class StreamContext:
     """A stream's server side: keeps the written messages; `answered` is set by the answer to a heartbeat."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _Context:
 
     async def abort_with_status(self, status: grpc.Status) -> None:
         self.status = status
-        raise _EndedError
+        raise EndedError
 
     def done(self) -> bool:
         return False
@@ -145,6 +145,11 @@ VALID: list[Callable[[], wire.ConnectRequest]] = [
         power_reading=wire.PowerReading(duration_s=1.0, gpu_uuid=["GPU-0-0-0", "GPU-x"], power_w=[90.0, 60.0])
     ),
     lambda: wire.ConnectRequest(heartbeat=wire.Heartbeat()),
+    lambda: wire.ConnectRequest(
+        bundle=wire.ConnectRequestBundle(
+            messages=[telemetry(MINE, BEGINNING + 1), wire.ConnectRequest(heartbeat=wire.Heartbeat())]
+        )
+    ),
     lambda: wire.ConnectRequest(hello=wire.Hello(instance_id="mine")),
     lambda: wire.ConnectRequest(goodbye=wire.Goodbye(reason="r")),
 ]
@@ -216,7 +221,7 @@ def beginning(rank: Coordinates) -> list[wire.ConnectRequest]:
     return [joined(rank), *(telemetry(rank, sequence) for sequence in range(1, BEGINNING + 1))]
 
 
-def offered(context: _Context) -> bool:
+def offered(context: StreamContext) -> bool:
     return any(each.HasField("plan_offer") for each in context.written)
 
 
@@ -228,9 +233,11 @@ async def output_of(coordinator: Coordinator, rank: Coordinates) -> tuple[object
     return found.state, found.instance_id, found.gpu, found.in_force_version, found.iteration, found.clocks
 
 
-async def converse(coordinator: Coordinator, instance_id: str, output: list[wire.ConnectRequest]) -> _Context:
+async def converse(
+    coordinator: Coordinator, instance_id: str, output: list[wire.ConnectRequest]
+) -> StreamContext:
     """Send all messages on one stream, and wait until they are answered or the stream has ended."""
-    context = _Context()
+    context = StreamContext()
 
     async def speak() -> AsyncIterator[wire.ConnectRequest]:
         yield wire.ConnectRequest(hello=wire.Hello(instance_id=instance_id))
@@ -241,7 +248,7 @@ async def converse(coordinator: Coordinator, instance_id: str, output: list[wire
         await context.answered.wait()
 
     async with asyncio.timeout(TIMEOUT_S):
-        with suppress(_EndedError):
+        with suppress(EndedError):
             await AgentService(coordinator.agents, coordinator.quotas).Connect(speak(), context)  # type: ignore[arg-type]
     return context
 
@@ -253,7 +260,7 @@ async def check(path: Path, output: list[wire.ConnectRequest]) -> None:
     running = asyncio.create_task(coordinator.run())
     try:
         await coordinator.jobs.register(JOB, Registration("one"))
-        others = _Context()
+        others = StreamContext()
         over = asyncio.Event()
 
         async def speak() -> AsyncIterator[wire.ConnectRequest]:

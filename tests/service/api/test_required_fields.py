@@ -171,7 +171,7 @@ def messages(descriptor: Any) -> Iterator[Any]:
     """Yield a message's type and those of its parts."""
     yield descriptor
     for field in descriptor.fields:
-        if field.message_type is not None:
+        if field.message_type is not None and field.name != "bundle":  # its messages also come alone
             yield from messages(field.message_type)
 
 

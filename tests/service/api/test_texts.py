@@ -36,7 +36,7 @@ def texts(descriptor: Descriptor, above: Path_ = ()) -> Iterator[Path_]:
         path = (*above, field)
         if field.type == FieldDescriptor.TYPE_STRING:
             yield path
-        elif field.message_type is not None:
+        elif field.message_type is not None and field.name != "bundle":  # its messages also come alone
             yield from texts(field.message_type, path)
 
 

@@ -170,7 +170,8 @@ class World:
         try:
             self.agents.take_telemetry(self.spec.job_id, event)
         except CoordinatorError:
-            self.agents.pass_telemetry(self.spec.job_id, event.batch.sequence)
+            self.agents.pass_telemetry(event.instance_id, event.batch.sequence)
+        self.agents.acknowledge_telemetry(event.instance_id)
 
     async def seen(self) -> list[object]:
         """Everything that agents and watchers have seen of the job, apart from wall-clock times."""

@@ -39,12 +39,8 @@ class WorkerDiedError(Exception):
         is_of_its_work: whether it died during its work, rather than while starting.
     """
 
-    def __init__(self, exit_code: int | None, *, is_of_its_work: bool) -> None:
-        if exit_code is not None and exit_code < 0:
-            how = f"by signal {-exit_code} ({_signal_name(-exit_code)})"
-        else:
-            how = f"with exit code {exit_code}"
-        super().__init__(f"its process ended {how}")
+    def __init__(self, how: str, *, is_of_its_work: bool) -> None:
+        super().__init__(f"its process {how}")
         self.is_of_its_work = is_of_its_work
 
 
@@ -113,7 +109,10 @@ class Worker:
             WorkerDiedError: it died while starting and was replaced.
         """
         if not self.is_alive:
-            self.start()
+            try:
+                self.start()
+            except OSError as error:
+                raise WorkerDiedError(f"can't be started: {error}", is_of_its_work=False) from None
         if self.is_ready:
             return
         try:
@@ -142,7 +141,11 @@ class Worker:
         await asyncio.to_thread(self._process.join, _TIMEOUT_S)
         exit_code = self._process.exitcode
         self._replace()
-        return WorkerDiedError(exit_code, is_of_its_work=is_of_its_work)
+        if exit_code is not None and exit_code < 0:
+            how = f"ended by signal {-exit_code} ({_signal_name(-exit_code)})"
+        else:
+            how = f"ended with exit code {exit_code}"
+        return WorkerDiedError(how, is_of_its_work=is_of_its_work)
 
     async def _readable(self) -> None:
         """Wait for a message or the end of the process, without a thread, as solving may take an hour."""
@@ -161,11 +164,21 @@ class Worker:
             loop.remove_reader(descriptor)
 
     def start(self) -> None:
-        """Start a process, which takes a second or two to become ready."""
-        self._connection, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
+        """Start a process, which takes a second or two to become ready.
+
+        Raises:
+            OSError: it can't be started; there is none then.
+        """
+        ours, theirs = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+        try:
+            process.start()
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._connection, self._process = ours, process
         self.is_ready = False
         self.known.clear()
 
@@ -174,7 +187,11 @@ class Worker:
         assert self._process is not None
         self._process.kill()
         self._killed = [*(process for process in self._killed if process.is_alive()), self._process]
-        self.start()
+        self._process = None
+        try:
+            self.start()
+        except OSError as error:  # the next work tries again
+            log.warning("a worker can't be started", reason=str(error))
 
 
 def _signal_name(number: int) -> str:

@@ -32,7 +32,7 @@ class MortalWorker(ThreadWorker):
         self._is_dying = not self._is_dying
         if self._is_dying:
             self.death_count += 1
-            raise WorkerDiedError(-9, is_of_its_work=True)
+            raise WorkerDiedError("ended by signal 9 (SIGKILL)", is_of_its_work=True)
         return await super().run(work, *arguments)
 
 

@@ -124,6 +124,30 @@ def never_end(begun: Path) -> None:
     time.sleep(3600)
 
 
+@pytest.mark.slow("processes start and are killed")
+async def test_a_process_that_cannot_start_is_tried_again_and_does_not_hinder_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker()
+    await worker.ready()
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()  # Python starts no process in a folder that is gone
+
+    cancelled = asyncio.ensure_future(worker.run(time.sleep, 60))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    with pytest.raises(WorkerDiedError, match=r"can't be started: .*No such file"):
+        await worker.run(os.getpid)
+
+    monkeypatch.chdir(tmp_path)
+    assert await worker.run(os.getpid) == worker.process_id
+    worker.close()
+
+
 @pytest.mark.slow("a solver's process starts five times")
 async def test_a_dead_worker_is_replaced(tmp_path: Path) -> None:
     worker = Worker()

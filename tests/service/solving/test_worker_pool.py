@@ -90,7 +90,7 @@ class Retries(list[tuple[str, int, float]]):
         self.append((cause, crash_count, delay_s))
 
 
-DIED = WorkerDiedError(-9, is_of_its_work=True)
+DIED = WorkerDiedError("ended by signal 9 (SIGKILL)", is_of_its_work=True)
 PROBLEMS = [make_problem(2, microbatches) for microbatches in range(2, 6)]
 
 
@@ -269,7 +269,7 @@ async def test_a_worker_that_does_not_start_is_not_the_problems_fault(
     task = solving(jobs, "job", PROBLEMS[0], retries)
     for asked_count in range(1, 2 * worker_pool.MAX_CRASHES):
         await until(lambda count=asked_count: len(worker.asked) == count)  # type: ignore[misc]
-        worker.end(WorkerDiedError(1, is_of_its_work=False))
+        worker.end(WorkerDiedError("ended with exit code 1", is_of_its_work=False))
     await until(lambda: len(worker.asked) == 2 * worker_pool.MAX_CRASHES)
     worker.end(frontier)
     assert await task is frontier

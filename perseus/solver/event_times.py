@@ -60,7 +60,7 @@ class Step:
     @property
     def moves_ps(self) -> Int64Array:
         """Each event's move toward earlier times."""
-        moves_ps = np.unpackbits(self.bits, count=self.event_count) * np.int64(self.whole_ps)
+        moves_ps = np.unpackbits(self.bits, count=self.event_count).astype(np.int64) * self.whole_ps
         moves_ps[self.others] = self.others_ps
         return moves_ps
 

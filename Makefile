@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOWEST_VENV ?= .venv-lowest
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 FRAMEWORKS_RESULTS := $(CURDIR)/tests/frameworks/results
@@ -30,8 +31,8 @@ PARTS := grid languages prometheus slurm web
 # Every runnable module of benchmarks/ is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-all test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions \
-  test-postgresql test-kubernetes test-dist pictures torture torture-coordinator check bench docs metrics settings protos \
+.PHONY: demo test test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions \
+  test-postgresql test-kubernetes test-dist pictures torture torture-coordinator fuzz check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
 demo: $(STAMP)
@@ -46,6 +47,14 @@ PYTEST := $(BIN)/pytest --hypothesis-seed=0 --numprocesses=auto --maxprocesses=8
 # The tests before every commit, in minutes: all but those marked slow (tests/tiers.py).
 test: check
 	$(PYTEST) -m "smoke or not slow"
+
+# The same tests with the oldest dependencies that pyproject.toml allows; `test` has the newest.
+test-lowest: $(STAMP)
+	$(BIN)/pip install -qq --upgrade 'uv>=0.9,<1'
+	test -d $(LOWEST_VENV) || $(BIN)/uv venv --quiet --python $(PYTHON) $(LOWEST_VENV)
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(LOWEST_VENV)/bin/python \
+	  --resolution lowest-direct --editable '.[dev]'
+	$(PYTEST:$(BIN)/%=$(LOWEST_VENV)/bin/%) -m "smoke or not slow"
 
 # Everything, as in CI; it continues after a failing part.
 test-all:
@@ -118,12 +127,19 @@ needs-kubernetes: $(STAMP)
 	test -x $(BIN)/helm || $(BIN)/python -m tests.kubernetes.get_helm $(BIN)/helm
 
 # The source distribution, the wheel, and a bundle for installation without an index: all wheels that it needs, for this
-# Python and this kind of machine, with deploy/ and its install script. The same commit makes the same bytes.
+# Python and this kind of machine, with their licences and bill of materials (CycloneDX), deploy/ and its install script. The
+# same commit, and the same wheels of others, make the same bytes.
 DIST_EXTRAS := coordinator,postgresql,certificates
 dist: $(STAMP)
 	rm -rf dist build
 	$(BIN)/python -m build --no-isolation --outdir dist > /dev/null
 	$(BIN)/pip wheel -qq --wheel-dir dist/wheels "$$(echo dist/perseus_energy-*.whl)[$(DIST_EXTRAS)]"
+	$(PYTHON) -m venv dist/installed
+	dist/installed/bin/pip install -qq --no-index --find-links dist/wheels "perseus-energy[$(DIST_EXTRAS)]"
+	dist/installed/bin/pip uninstall -qq --yes pip setuptools
+	$(BIN)/cyclonedx-py environment --gather-license-texts --output-reproducible --output-file \
+	  dist/perseus-energy.cdx.json dist/installed
+	rm -r dist/installed
 	$(BIN)/python deploy/bundle.py dist
 
 # Install the bundle as an operator does, without a network.
@@ -151,6 +167,13 @@ MALFORMED ?= 100000
 torture-coordinator: needs-grid
 	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) benchmarks/results/torture-coordinator.md \
 	  --malformed $(MALFORMED)
+
+# Search for input that a parser neither accepts nor refuses, for so long each, guided by coverage.
+FUZZ_S ?= 1200
+fuzz: $(STAMP)
+	$(BIN)/pip install -qq 'atheris>=3,<4'
+	for target in $$($(BIN)/python -c 'from tests.fuzz.targets import TARGETS; print(*TARGETS)'); do \
+	  echo "$$target"; $(BIN)/python -m tests.fuzz $$target $(FUZZ_S) 2>&1 | tail -8 || exit; done
 
 # The documentation site, in build/docs; warnings are errors, and broken links are warnings.
 docs: $(STAMP)
@@ -214,4 +237,4 @@ $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) examples/nodejs/node_modules gpu-wheels dist demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) examples/nodejs/node_modules gpu-wheels dist demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

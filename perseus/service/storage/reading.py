@@ -351,26 +351,27 @@ def events_query(
         "after": after_sequence,
         "limit": limit,
     }
+    # All parts of the text are ours; what was asked for is bound.
     conditions = f"{run} AND sequence > :after"
     if wanted.start_time_s is not None:
         values["start_s"] = wanted.start_time_s
         conditions += (
-            " AND create_time_s >= :start_s AND sequence >= (SELECT min(sequence) "
+            " AND create_time_s >= :start_s AND sequence >= (SELECT min(sequence) "  # noqa: S608
             f"FROM {along('events_by_time')} WHERE {run} AND create_time_s >= :start_s)"
         )
     if wanted.end_time_s is not None:
         values["end_s"] = wanted.end_time_s
         conditions += (
-            " AND create_time_s < :end_s AND sequence <= (SELECT max(sequence) "
+            " AND create_time_s < :end_s AND sequence <= (SELECT max(sequence) "  # noqa: S608
             f"FROM {along('events_by_time')} WHERE {run} AND create_time_s < :end_s)"
         )
     columns = "sequence, create_time_s, type, event"
     if not wanted.types:
-        query = f"SELECT {columns} FROM events WHERE {conditions}"
+        query = f"SELECT {columns} FROM events WHERE {conditions}"  # noqa: S608
     else:
         kinds = {f"type_{number}": kind for number, kind in enumerate(wanted.types)}
         values |= kinds
-        of_type = f"SELECT {columns} FROM {along('events_by_type')} WHERE {conditions} AND type ="
+        of_type = f"SELECT {columns} FROM {along('events_by_type')} WHERE {conditions} AND type ="  # noqa: S608
         query = " UNION ALL ".join(f"{of_type} :{name}" for name in kinds)
     return f"{query} ORDER BY sequence LIMIT :limit", values
 

@@ -1,17 +1,25 @@
 """Pack the offline bundle: `python deploy/bundle.py DIST`, called by `make dist`.
 
-DIST contains the wheel of Perseus, and its dependencies in `wheels`. The output is beside it:
-`perseus-energy-VERSION-PYTHON-PLATFORM.tar.gz`, a folder of that name with the wheels, `install` and the rest
-of deploy/. The same wheels make the same file: entries are sorted, owned by root and undated.
+DIST contains the wheel of Perseus, its bill of materials, and all wheels in `wheels`. The output is beside
+them: `perseus-energy-VERSION-PYTHON-PLATFORM.tar.gz`, a folder of that name with the wheels, the licences
+that they bring, the bill, `install` and the rest of deploy/. The same wheels make the same file: entries are
+sorted, owned by root and undated.
 """
 
 import gzip
+import io
+import re
 import sys
 import sysconfig
 import tarfile
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _DEPLOY = Path(__file__).parent
+_LICENCE = re.compile(
+    r"([^/]+)\.dist-info/(?:licenses/)?((?:.*/)?(?:licen[cs]e|copying|notice|authors)[^/]*)", re.I
+)
 _NOT_SHIPPED = {"bundle.py", "__pycache__"}
 
 
@@ -23,7 +31,12 @@ def pack(dist: Path) -> Path:
     version = found[0].name.split("-")[1]
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     name = f"perseus-energy-{version}-{python}-{sysconfig.get_platform().replace('-', '_')}"
-    files = {path: f"wheels/{path.name}" for path in (dist / "wheels").glob("*.whl")}
+    wheels = sorted((dist / "wheels").glob("*.whl"))
+    files = {path: f"wheels/{path.name}" for path in wheels}
+    files |= {
+        dist / "perseus-energy.cdx.json": "perseus-energy.cdx.json",
+        _DEPLOY.parent / "NOTICE": "NOTICE",
+    }
     for path in _DEPLOY.rglob("*"):
         inside = path.relative_to(_DEPLOY)
         if path.is_file() and not _NOT_SHIPPED & set(inside.parts):
@@ -34,9 +47,22 @@ def pack(dist: Path) -> Path:
         gzip.GzipFile("", "wb", fileobj=output, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
     ):
-        for path, inside in sorted(files.items(), key=lambda each: each[1]):
-            archive.add(path, f"{name}/{inside}", filter=_without_traces)
+        for path, place in sorted(files.items(), key=lambda each: each[1]):
+            archive.add(path, f"{name}/{place}", filter=_without_traces)
+        for licence, text in licences(wheels):
+            entry = tarfile.TarInfo(f"{name}/{licence}")
+            entry.size = len(text)
+            archive.addfile(_without_traces(entry), io.BytesIO(text))
     return bundle
+
+
+def licences(wheels: list[Path]) -> Iterator[tuple[str, bytes]]:
+    """Yield (path in the bundle, text) of the licences that wheels bring."""
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as opened:
+            for inside in sorted(opened.namelist()):
+                if found := _LICENCE.fullmatch(inside):
+                    yield f"licences/{found[1]}/{found[2]}", opened.read(inside)
 
 
 def _without_traces(entry: tarfile.TarInfo) -> tarfile.TarInfo:

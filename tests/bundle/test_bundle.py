@@ -134,3 +134,16 @@ def test_the_bundle_brings_units_and_slurms_scripts(unpacked: Path) -> None:
         "prometheus/perseus-rules.yml",
     } <= names
     assert os.access(unpacked / "slurm" / "epilog", os.X_OK)
+
+
+def test_the_bundle_names_all_that_it_brings_and_its_licences(unpacked: Path) -> None:
+    wheels = {path.name.split("-")[0].lower() for path in (unpacked / "wheels").glob("*.whl")}
+    bill = json.loads((unpacked / "perseus-energy.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    named = {each["name"].replace("-", "_").lower(): each for each in bill["components"]}
+    assert named.keys() == wheels
+    without = {path.name.split("-")[0].lower() for path in (unpacked / "licences").iterdir()} ^ wheels
+    assert all(named[name]["licenses"] for name in without), without
+    (igraph,) = (unpacked / "licences").glob("igraph-*/LICENSE")
+    assert "GNU GENERAL PUBLIC LICENSE" in igraph.read_text()
+    assert "https://pypi.org/project/igraph/" in (unpacked / "NOTICE").read_text()

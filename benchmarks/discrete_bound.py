@@ -21,7 +21,6 @@ from perseus.solver import Frontier, solve
 from perseus.solver.graph import EventGraph, build_event_graph
 
 _INF = highspy.kHighsInf
-_PS_PER_MS = 1e9
 
 _WINDOW = 6
 """Microbatches per window."""
@@ -65,12 +64,16 @@ class DiscreteBound:
 
     def __init__(self, graph: EventGraph) -> None:
         """Lay out the iteration."""
+        ps_per_ms = graph.scale.ps_per_s / 1000
         self._microbatches = [computation.microbatch for computation in graph.computations]
         self._options = [
-            [(option.time_ps / _PS_PER_MS, option.effective_energy_j) for option in graph.options[p]]
+            [
+                (option.time_ps / ps_per_ms, option.effective_energy_j / graph.scale.energy)
+                for option in graph.options[p]
+            ]
             for p in graph.profile_of.tolist()
         ]
-        self._arcs = [(i, j, lag_ps / _PS_PER_MS) for i, j, lag_ps in graph.dependencies]
+        self._arcs = [(i, j, lag_ps / ps_per_ms) for i, j, lag_ps in graph.dependencies]
         awaited = {i for i, _, _ in self._arcs}
         self._last = [i for i in range(len(self._options)) if i not in awaited]
 

@@ -112,7 +112,7 @@ def _solve(stage_count: int, microbatch_count: int, tolerance: float) -> _Outcom
         stored_mb=sweep.event_times.byte_count / 1e6,
         peak_mb=peak_memory_mb(),
         rebuild_ms=1000 * rebuilding.seconds / _REBUILD_COUNT,
-        times_s=(sweep.iteration_times_ps / 1e12).tolist(),
+        times_s=(sweep.iteration_times_ps / graph.scale.ps_per_s).tolist(),
         energies_j=sweep.effective_energies_j.tolist(),
     )
 

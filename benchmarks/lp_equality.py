@@ -67,7 +67,7 @@ def _relative_errors(pipeline: Pipeline, random: np.random.Generator) -> Iterato
     scale_j = float(np.abs(sweep.effective_energies_j[[0, -1]]).max())
     for share in random.uniform(size=_DEADLINE_COUNT):
         # 10 ps more: at T_min itself the program may be a rounding error short of feasible.
-        time_s = (sweep.t_min_ps + share * (sweep.t_slow_ps - sweep.t_min_ps)) / 1e12 + 1e-11
+        time_s = sweep.t_min_s + share * (sweep.t_slow_s - sweep.t_min_s) + 1e-11
         expected_j = program.min_effective_energy_j(time_s)
         yield abs(sweep.effective_energy_j_at(time_s) - expected_j) / scale_j
 

@@ -16,7 +16,6 @@ from benchmarks.harness import GPUS, Cell, Column, Table, main, published_pipeli
 from perseus.solver import Measurement, Pipeline, fastest_clock_plan, replay, shrink_profiles, with_margin
 from perseus.solver.computation import Computation
 from perseus.solver.graph import build_event_graph
-from perseus.solver.profile import PS_PER_S
 from perseus.solver.realisation import Realiser
 from perseus.solver.sweep import sweep_frontier
 
@@ -104,7 +103,7 @@ def _plan(truth: Pipeline, known: Pipeline) -> list[Prediction]:
     all_max_s, true_all_max_s = (fastest_clock_plan(each).iteration_time_s for each in (known, truth))
     predictions = []
     for factor in FACTORS:
-        deadline_ps = max(sweep.t_min_ps, round(factor * all_max_s * PS_PER_S))
+        deadline_ps = max(sweep.t_min_ps, graph.scale.to_ps(factor * all_max_s))
         choice = realiser.rounded(sweep.event_times_at(deadline_ps))
         clocks_mhz: dict[Computation, int] = {
             c: graph.options[p][k].clock_mhz

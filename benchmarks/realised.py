@@ -94,7 +94,7 @@ def _relaxed_s(pipeline: Pipeline) -> tuple[float, float]:
     with timed() as sweeping:
         sweep = sweep_frontier(build_event_graph(pipeline))
     # A nanosecond above T_min: there the program may be a rounding error short of feasible.
-    first_s, width_s = sweep.t_min_ps / 1e12 + 1e-9, (sweep.t_slow_ps - sweep.t_min_ps) / 1e12
+    first_s, width_s = sweep.t_min_s + 1e-9, sweep.t_slow_s - sweep.t_min_s
     with timed() as solving:
         program = LinearProgram(pipeline)
         for k in reversed(range(_DEADLINE_COUNT)):

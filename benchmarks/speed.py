@@ -78,7 +78,7 @@ def _time_ours(pipeline: Pipeline) -> tuple[float, Sweep]:
 
 def _time_program(pipeline: Pipeline, sweep: Sweep) -> float:
     # A nanosecond above T_min: there the program may be a rounding error short of feasible.
-    first_s, width_s = sweep.t_min_ps / 1e12 + 1e-9, (sweep.t_slow_ps - sweep.t_min_ps) / 1e12
+    first_s, width_s = sweep.t_min_s + 1e-9, sweep.t_slow_s - sweep.t_min_s
     with timed() as watch:
         program = LinearProgram(pipeline)
         for k in reversed(range(_DEADLINE_COUNT)):
@@ -99,7 +99,7 @@ def _time_reference(pipeline: Pipeline, sweep: Sweep) -> tuple[float, float]:
             ended = False
             break
     spent_s = time.process_time() - started_s
-    share = 1.0 if ended else (from_s - last_s) / (from_s - sweep.t_min_ps / 1e12)
+    share = 1.0 if ended else (from_s - last_s) / (from_s - sweep.t_min_s)
     return spent_s / share, share
 
 

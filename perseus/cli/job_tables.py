@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from perseus.cli.amounts import joules, seconds
 from perseus.printable import printable
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
@@ -38,7 +39,7 @@ def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
             state_name(job.state) + (f", {count} straggler{'s' * (count != 1)}" if count else ""),
             _layout(layout),
             f"{job.rank_counts.connected_count}/{rank_count}",
-            f"{job.t_min_s:.3f} s" if job.t_min_s else "",
+            seconds(job.t_min_s) if job.t_min_s else "",
             power_text(figures),
             f"{figures.saving.energy_percent:+z.1f} %" if figures.saving.HasField("energy_percent") else "",
         )
@@ -76,7 +77,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "lost": counts.lost_count,
         "finished": counts.finished_count,
     }
-    frontier = f"T_min {job.t_min_s:.3f} s, T* {job.t_star_s:.3f} s, T_slow {job.t_slow_s:.3f} s"
+    frontier = f"T_min {seconds(job.t_min_s)}, T* {seconds(job.t_star_s)}, T_slow {seconds(job.t_slow_s)}"
     facts = {
         "job": job.job_id,
         "run": str(job.run_number),
@@ -88,7 +89,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "signal": signal_target_text(job.signal_target, job.policy.WhichOneof("rule") or "")
         if job.HasField("signal_target")
         else "",
-        "power budget": f"holds it back: iterations of {job.budget_target_iteration_time_s:.3f} s"
+        "power budget": f"holds it back: iterations of {seconds(job.budget_target_iteration_time_s)}"
         if job.HasField("budget_target_iteration_time_s")
         else "",
         "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
@@ -104,7 +105,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "labels": ", ".join(f"{label.key}={printable(label.value)}" for label in job.labels),
         "stragglers": "\n".join(
             f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
-            + (f": {each.iteration_time_s:.3f} s" if each.iteration_time_s else "")
+            + (f": {seconds(each.iteration_time_s)}" if each.iteration_time_s else "")
             for each in job.stragglers
         ),
         "registered": _moment(job.create_time),
@@ -137,7 +138,7 @@ def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget)
         *([f"{budget.extra_energy_j:g} J more"] if budget.HasField("extra_energy_j") else []),
     ]
     return (
-        f"{cost.iteration_count} iterations, {cost.time_s:.1f} s, {cost.energy_j:.0f} J: "
+        f"{cost.iteration_count} iterations, {cost.time_s:.1f} s, {joules(cost.energy_j)}: "
         f"{cost.extra_time_s:.1f} s and {cost.extra_energy_j:+.0f} J more than at stock; "
         f"at most {', '.join(limits) or 'any'}"
     )
@@ -149,7 +150,7 @@ def no_slowdown(found: job_pb2.NoSlowdownTime) -> str:
         job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX: "every computation at its highest clock, as planned with",
         job_pb2.NO_SLOWDOWN_BASIS_BASELINE: "the stock baseline, measured shorter than planned with",
     }.get(found.basis, "")
-    return f"up to {found.iteration_time_s:.3f} s: {basis}"
+    return f"up to {seconds(found.iteration_time_s)}: {basis}"
 
 
 def plan_table(job: job_pb2.Job) -> Table:
@@ -164,7 +165,7 @@ def plan_table(job: job_pb2.Job) -> Table:
     stock_s = job.no_slowdown_time.iteration_time_s or job.t_min_s
     for time_s in sorted(pipelines):
         slowdown_percent = 100 * (time_s / stock_s - 1) if stock_s else 0.0
-        table.add_row(_ranges(pipelines[time_s]), f"{time_s:.3f} s", f"{slowdown_percent:+.1f} %")
+        table.add_row(_ranges(pipelines[time_s]), seconds(time_s), f"{slowdown_percent:+.1f} %")
     return table
 
 
@@ -233,7 +234,7 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
     for period in periods:
         gaps = _gaps(period)
         if period.irregular_count:
-            mean = f"{period.irregular_time_s:.3f} s on average"
+            mean = f"{seconds(period.irregular_time_s)} on average"
             irregular.append(f"{period.irregular_count} in period {period.number}, {mean}")
         state = state_name(period.state) + (" with straggler" if period.has_straggler else "")
         first, last = period.first_iteration, period.last_iteration
@@ -263,9 +264,9 @@ def _gaps(period: job_pb2.ReportPeriod) -> str:
     """Return the gaps between iterations, which belong to no iteration."""
     if not period.gap_time_s:
         return ""
-    text = f"between iterations, in period {period.number}: {period.gap_time_s:.3f} s"
+    text = f"between iterations, in period {period.number}: {seconds(period.gap_time_s)}"
     if period.gap_energy_j:
-        text += f" and {period.gap_energy_j:.0f} J"
+        text += f" and {joules(period.gap_energy_j)}"
     return f"{text} each on average, of which clocks cost {1e3 * period.gap_slowed_time_s:.1f} ms at most"
 
 
@@ -345,7 +346,7 @@ def signal_target_text(signal_target: job_pb2.SignalTarget, kind: str) -> str:
         job_pb2.SIGNAL_TARGET_STATE_LATE: "no slowdown: the work can't be done in time",
         job_pb2.SIGNAL_TARGET_STATE_DONE: "no slowdown: the work is done, or its deadline has passed",
     }
-    slow = f"iterations of {signal_target.iteration_time_s:.3f} s"
+    slow = f"iterations of {seconds(signal_target.iteration_time_s)}"
     text = states.get(
         signal_target.state, slow if signal_target.HasField("iteration_time_s") else "no slowdown now"
     )
@@ -359,8 +360,8 @@ def signal_target_text(signal_target: job_pb2.SignalTarget, kind: str) -> str:
 
 
 def _baseline(baseline: job_pb2.Baseline) -> str:
-    energy = f", {baseline.energy_j:.0f} J" if baseline.energy_j else ""
-    return f"{baseline.iteration_time_s:.3f} s{energy}"
+    energy = f", {joules(baseline.energy_j)}" if baseline.energy_j else ""
+    return f"{seconds(baseline.iteration_time_s)}{energy}"
 
 
 def _version(version: int) -> str:

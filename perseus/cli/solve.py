@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
+from perseus.cli.amounts import joules, seconds
 from perseus.cli.comparison import RULES, baselines, comparison_rows
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
@@ -185,6 +186,12 @@ def solve(
             f"Planned on curves that are lower by at most {100 * frontier.hull_tolerance:g} % of each "
             f"computation's energy (--hull-tolerance-percent): the bounds are lower by at most "
             f"{100 * frontier.bound_slack:.3f} % for it.",
+            highlight=False,
+        )
+    elif frontier.bound_slack:
+        notes.print(
+            "Some measurements differ so little in time that the curve between them is too steep to plan on: "
+            f"the bounds are lower by at most {100 * frontier.bound_slack:.2g} % for it.",
             highlight=False,
         )
     if settings := _settings_found(profiles):
@@ -479,9 +486,9 @@ def _frontier_table(rows: list[dict[str, Any]]) -> Table:
         bound_j, saving_percent = row["bound_energy_j"], row["saving_percent"]
         table.add_row(
             row["point"],
-            f"{row['iteration_time_s']:.4f} s",
-            f"{row['energy_j']:.1f} J",
-            f"{bound_j:.1f} J" if bound_j is not None else "",
+            seconds(row["iteration_time_s"], 4),
+            joules(row["energy_j"], 1),
+            joules(bound_j, 1) if bound_j is not None else "",
             f"{saving_percent:.2f} %" if saving_percent is not None else "",
         )
     meanings = {"no slowdown": "no slowdown: the time of all-max"} | RULES
@@ -521,7 +528,8 @@ def _further_used(computations: "Sequence[PlannedComputation]") -> dict[str, lis
 
 
 def _plan_table(made: "Plan", saving_percent: float, rows: list[dict[str, Any]]) -> Table:
-    title = f"Plan of {made.iteration_time_s:.4f} s and {made.energy_j:.1f} J, saving {saving_percent:.2f} %"
+    cost = f"{seconds(made.iteration_time_s, 4)} and {joules(made.energy_j, 1)}"
+    title = f"Plan of {cost}, saving {saving_percent:.2f} %"
     table = Table(title=title, caption=_SAVING, caption_justify="left")
     table.add_column("stage", justify="right")
     table.add_column("kind")

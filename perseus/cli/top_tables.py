@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from perseus.cli.amounts import seconds
 from perseus.cli.job_tables import power_text, rank_table, state_name
 from perseus.cli.power_tables import feed_line, has_excess
 from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
@@ -88,7 +89,7 @@ def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
             Text(job.job_id),
             Text(state_name(job.state), style=_STYLES.get(job.state, "")),
             f"{job.rank_counts.connected_count}/{count}",
-            f"{figures.iteration_time_s:.3f} s" if figures.HasField("iteration_time_s") else "",
+            seconds(figures.iteration_time_s) if figures.HasField("iteration_time_s") else "",
             f"{saving.slowdown_percent:+.1f} %" if saving is not None else "",
             f"{-saving.energy_percent:+.1f} %" if saving is not None and saved else "",
             power_text(figures),
@@ -105,5 +106,5 @@ def _holding(job: job_pb2.Job) -> str:
     if job.straggler_count:
         held.append(f"{job.straggler_count} straggler{'s' * (job.straggler_count != 1)}")
     if job.HasField("budget_target_iteration_time_s"):
-        held.append(f"a power budget: {job.budget_target_iteration_time_s:.3f} s")
+        held.append(f"a power budget: {seconds(job.budget_target_iteration_time_s)}")
     return "; ".join(held)

@@ -9,6 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from perseus.cli.amounts import joules, seconds
 from perseus.cli.job_tables import gap_text, progress_text
 from perseus.cli.progress import has_terminal
 from perseus.cli.rows import print_json, row_of
@@ -57,7 +58,7 @@ class Watching:
             found = update.iteration
             text = (
                 f"{_INDENT}pipeline {found.pipeline} iteration {found.iteration}: "
-                f"{found.iteration_time_s:.3f} s, {found.energy_j:.0f} J, plan {found.plan_version}"
+                f"{seconds(found.iteration_time_s)}, {joules(found.energy_j)}, plan {found.plan_version}"
             )
             self._print(text, style="dim")
         elif update.HasField("caught_up"):

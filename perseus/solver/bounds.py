@@ -5,7 +5,9 @@ They apply to whole stages of many GPUs each; an iteration has its own limit (se
 
 MAX_CLOCK_MHZ = 100_000
 MAX_TIME_S = 1e6
-"""For one computation or lag; the minimum is a picosecond, or 0 for none."""
+"""For one computation or lag."""
+MIN_TIME_S = 1e-12
+"""For one computation."""
 MIN_ENERGY_J = 1e-12
 MAX_ENERGY_J = 1e15
 """For one computation of a stage."""

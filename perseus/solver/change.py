@@ -11,8 +11,9 @@ from perseus.solver.frontier import Frontier
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, replay
 
-_GRACE_S = 1e-9
-"""Sums of the same seconds differ in their last digits."""
+_GRACE = 1e-9
+"""A plan that is late by no more than this share of its deadline is in time: sums of the same
+seconds differ in their last digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Recheck:
     def late_s(self) -> float:
         """By how much the plan now misses its deadline; 0 if it does not."""
         late_s = self.plan.iteration_time_s - self.deadline_s
-        return late_s if late_s > _GRACE_S else 0.0
+        return late_s if late_s > _GRACE * self.deadline_s else 0.0
 
     def excess_energy_j(self, frontier: Frontier) -> float:
         """Return the plan's energy above the new frontier's bound for the same iteration time."""

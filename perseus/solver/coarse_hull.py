@@ -14,7 +14,8 @@ from bisect import bisect_left
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from perseus.solver.profile import PS_PER_S, UW_PER_W, Hull
+from perseus.solver.profile import Hull
+from perseus.solver.scale import PS_PER_SCALED_S, UW_PER_W
 
 
 class _Line(NamedTuple):
@@ -26,7 +27,7 @@ class _Line(NamedTuple):
 
 def coarse_hull(hull: Hull, tolerance_j: float) -> Hull:
     """Return a hull of rounder slopes below this one, nowhere by more than ``tolerance_j``."""
-    tolerance = int(tolerance_j * PS_PER_S * UW_PER_W)
+    tolerance = int(tolerance_j * PS_PER_SCALED_S * UW_PER_W)
     if not tolerance or not hull.slopes_uw:
         return hull
     # Take two slopes q apart, one on either side of the piece's own slope, with lines through the piece's

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.graph import EventGraph, Int64Array
-from perseus.solver.profile import PS_PER_S, UW_PER_W
+from perseus.solver.scale import PS_PER_SCALED_S, UW_PER_W
 
 FloatArray = NDArray[np.float64]
 
@@ -188,7 +188,9 @@ class Columns:
         prices_w[0] = 0.0
         cheapest = np.empty((PRICE_COUNT, len(self.times_ps)), dtype=np.int64)
         for first, end in zip(self._firsts, self._firsts[1:], strict=False):
-            costs = self.energies_j[first:end] + prices_w[:, None] * (self.times_ps[first:end] / PS_PER_S)
+            costs = self.energies_j[first:end] + prices_w[:, None] * (
+                self.times_ps[first:end] / PS_PER_SCALED_S
+            )
             is_least = costs <= np.minimum.accumulate(costs, axis=1)
             places = np.where(is_least, np.arange(first, end), first)
             cheapest[:, first:end] = np.maximum.accumulate(places, axis=1)

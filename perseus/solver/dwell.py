@@ -23,7 +23,7 @@ from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.latency import Curve, check_clocks, check_latency, replay_with_latency
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, PlannedComputation, earliest_finishes_ps, replay
-from perseus.solver.profile import PS_PER_S, to_ps
+from perseus.solver.scale import Scale
 
 FloatArray = NDArray[np.float64]
 
@@ -84,7 +84,8 @@ class _Search:
 
     def __init__(self, pipeline: Pipeline, planned: Plan, latency_s: float) -> None:
         self._pipeline, self._planned = pipeline, planned
-        self._latency_s, self._latency_ps = latency_s, check_latency(latency_s)
+        check_latency(latency_s)
+        self._latency_s = latency_s
         self._stages = [_StageCosts(pipeline, s) if stage else None for s, stage in enumerate(planned.stages)]
 
     def is_on_clock(self, plan: Plan) -> bool:
@@ -110,21 +111,22 @@ class _Search:
         return plan
 
     def _choose_runs(self, lateness_price_w: float, max_slowdown: float) -> Plan:
-        plan = self._planned
-        limits_ps = {p.computation: to_ps(p.duration_s) for stage in plan.stages for p in stage}
+        plan, scale = self._planned, self._pipeline.scale
+        limits_ps = {p.computation: scale.to_ps(p.duration_s) for stage in plan.stages for p in stage}
         for _ in range(_STRETCH_COUNT):
             clocks_mhz: dict[Computation, int] = {}
             for costs, computations in zip(self._stages, plan.stages, strict=True):
                 if costs:
                     limits = [limits_ps[p.computation] for p in computations]
+                    latency_ps = scale.to_ps(self._latency_s)
                     runs = _Runs(
-                        costs, computations, limits, self._latency_ps, lateness_price_w, max_slowdown
+                        costs, computations, limits, scale, latency_ps, lateness_price_w, max_slowdown
                     )
                     clocks_mhz |= runs.cheapest_clocks() or {p.computation: p.clock_mhz for p in computations}
             before, plan = plan, replay(self._pipeline, clocks_mhz)
             if plan.clocks_mhz == before.clocks_mhz:
                 break
-            limits_ps = _stretch(self._pipeline, plan, to_ps(self._planned.iteration_time_s))
+            limits_ps = _stretch(self._pipeline, plan, scale.to_ps(self._planned.iteration_time_s))
         return plan
 
 
@@ -135,6 +137,7 @@ def _stretch(pipeline: Pipeline, plan: Plan, deadline_ps: int) -> dict[Computati
     path through any of its computations, so the stretched path meets the deadline.
     """
     computations, dependencies = order_computations(pipeline)
+    to_ps = pipeline.scale.to_ps
     index_of = {c: i for i, c in enumerate(computations)}
     durations_ps = [to_ps(pipeline.fixed_times_s.get(c, 0.0)) for c in computations]
     planned = [p for stage in plan.stages for p in stage]
@@ -165,11 +168,11 @@ class _StageCosts:
         self.clocks_mhz = np.array(sorted({m.clock_mhz for some in measured.values() for m in some}))
         self._kinds: dict[tuple[int, Kind], _KindCosts] = {}
         for key, some in measured.items():
-            curve = Curve(some)
+            curve = Curve(some, pipeline.scale)
             times_ps, energies_j = np.array([curve.at(int(clock_mhz)) for clock_mhz in self.clocks_mhz]).T
             self._kinds[key] = _KindCosts(
                 times_ps,
-                energies_j - pipeline.blocking_power_w[stage] * times_ps / PS_PER_S,
+                energies_j - pipeline.blocking_power_w[stage] * times_ps / pipeline.scale.ps_per_s,
                 np.isin(self.clocks_mhz, [m.clock_mhz for m in some]),
             )
 
@@ -185,13 +188,14 @@ class _Runs:
         stage: _StageCosts,
         planned: Sequence[PlannedComputation],
         limits_ps: Sequence[int],
+        scale: Scale,
         latency_ps: int,
         lateness_price_w: float,
         max_slowdown: float,
     ) -> None:
         self._stage, self._planned, self._limits_ps = stage, planned, limits_ps
         self._latency_ps, self._lateness_price_w = latency_ps, lateness_price_w
-        self._max_slowdown = max_slowdown
+        self._max_slowdown, self._scale = max_slowdown, scale
         self._lateness_known: dict[tuple[int, Kind, int], _Lateness] = {}
         self._costs = costs = [stage.of(p.computation) for p in planned]
         times_ps = np.array([cost.times_ps for cost in costs])
@@ -200,7 +204,7 @@ class _Runs:
         self._energy_before_j = _sums_before(np.array([cost.effective_energies_j for cost in costs]))
         # A wait before a computation hides part of the latency: lower clocks are set when the wait begins.
         waits_ps = [0] + [
-            to_ps(later.start_s - earlier.start_s - earlier.duration_s)
+            scale.to_ps(later.start_s - earlier.start_s - earlier.duration_s)
             for earlier, later in pairwise(planned)
         ]
         self._exposed_ps = [max(latency_ps - wait_ps, 0) for wait_ps in waits_ps]
@@ -264,7 +268,7 @@ class _Runs:
         lower = np.tri(len(times_ps), k=-1, dtype=bool)
         late_ps = np.minimum(exposed_ps, times_ps)[:, None]
         costs_j = late_ps / times_ps[:, None] * (energies_j[:, None] - energies_j)
-        costs_j += self._lateness_price_w * late_ps / PS_PER_S
+        costs_j += self._lateness_price_w * late_ps / self._scale.ps_per_s
         # A wait shorter than planned may hide less of the latency, so the time limit counts none of it as
         # hidden.
         late_ps = np.minimum(self._latency_ps, times_ps)[:, None]

@@ -1,5 +1,6 @@
 """The frontier of one pipeline: its relaxed bound, its realised points, and plans at any iteration time."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from perseus.solver.margin import Margin, with_margin
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
 from perseus.solver.plan_table import PlanTable, tabulate
-from perseus.solver.profile import PS_PER_S, to_ps
 from perseus.solver.realisation import MANY_COMPUTATIONS, REFINED_BESIDE, Realiser, Target
 from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
@@ -26,8 +26,8 @@ MIN_POINT_COUNT = 3
 """T_min, T* and T_slow."""
 
 _GRACE_PS = 1000
-"""A deadline this little below T_min counts as T_min: sums of the same seconds differ in their last
-digits."""
+"""A deadline this many scaled picoseconds below T_min counts as T_min: sums of the same seconds differ in
+their last digits."""
 
 _PRICED_AT = 1.05
 """The iteration time at which a margin's price is reported, as a factor of T_min."""
@@ -113,7 +113,8 @@ class Frontier:
         set_latency_s: the GPUs' set latency; 0 for plans whose clocks change at once.
         hull_tolerance: how far computations' curves were simplified, as a share of their energy.
         bound_slack: the most by which a point's bound is below that of the exact curves, as a share of its
-            energy; 0 without tolerance.
+            energy. It is 0 without tolerance, unless two measurements differ so little in time that the
+            curve between them is too steep for exact arithmetic.
     """
 
     pipeline: Pipeline
@@ -138,7 +139,7 @@ class Frontier:
     @property
     def t_min_s(self) -> float:
         """The shortest iteration time."""
-        return self._sweep.t_min_ps / PS_PER_S
+        return self._sweep.t_min_s
 
     @property
     def t_star_s(self) -> float:
@@ -148,7 +149,7 @@ class Frontier:
     @property
     def t_slow_s(self) -> float:
         """The iteration time with every computation at its least effective energy."""
-        return self._sweep.t_slow_ps / PS_PER_S
+        return self._sweep.t_slow_s
 
     @property
     def margin_energy_share(self) -> float:
@@ -170,7 +171,7 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
-        _check_deadline(iteration_time_s, self._sweep)
+        self._deadline_ps(iteration_time_s)
         return _bound_energy_j(self.pipeline, self._sweep, iteration_time_s)
 
     def plan(self, iteration_time_s: float) -> Plan:
@@ -192,11 +193,11 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
-        deadline_ps = _check_deadline(iteration_time_s, self._sweep)
+        deadline_ps = self._deadline_ps(iteration_time_s)
         within = bisect_right(self._choice_times_ps, deadline_ps) - 1
         return Refinement(
             pipeline=self.pipeline,
-            deadline_s=deadline_ps / PS_PER_S,
+            deadline_s=self.pipeline.scale.to_s(deadline_ps),
             _graph=self._graph,
             _target=_target(self.pipeline, self._sweep, deadline_ps),
             _others=self._choices[max(0, within - REFINED_BESIDE) : within + REFINED_BESIDE + 1],
@@ -212,7 +213,7 @@ class Frontier:
         """
         # T_min's plan was refined; at T_slow nothing is left to choose.
         ends_ps = self._sweep.t_min_ps, self._sweep.t_slow_ps
-        return _check_deadline(iteration_time_s, self._sweep) in ends_ps
+        return self._deadline_ps(iteration_time_s) in ends_ps
 
     def plan_within(self, iteration_time_s: float) -> Plan:
         """Return the slowest of the points' plans that is not slower than that: a look-up, without solving.
@@ -220,9 +221,7 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
-        return self._plans.plan(
-            self._rows[self._index_within(_check_deadline(iteration_time_s, self._sweep))]
-        )
+        return self._plans.plan(self._rows[self._index_within(iteration_time_s)])
 
     def point_within(self, iteration_time_s: float) -> FrontierPoint:
         """Return the point of that plan.
@@ -230,10 +229,15 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
-        return self.points[self._index_within(_check_deadline(iteration_time_s, self._sweep))]
+        return self.points[self._index_within(iteration_time_s)]
 
-    def _index_within(self, deadline_ps: int) -> int:
+    def _index_within(self, iteration_time_s: float) -> int:
+        to_ps = self.pipeline.scale.to_ps
+        deadline_ps = self._deadline_ps(iteration_time_s)
         return bisect_right(self.points, deadline_ps, key=lambda point: to_ps(point.iteration_time_s)) - 1
+
+    def _deadline_ps(self, iteration_time_s: float) -> int:
+        return _check_deadline(iteration_time_s, self._sweep)
 
 
 def solve(
@@ -266,11 +270,11 @@ def solve(
     Raises:
         SolverError: ``point_count`` is below 3 (T_min, T*, T_slow), the tolerance is no share, the confidence
             no probability from 0.5 to less than 1, or the latency no finite number of 0 or more.
-        PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
         ProfileError: there is a latency, and settings are more than a clock
             (:func:`perseus.solver.latency.check_clocks`).
     """
-    if check_latency(set_latency_s):
+    check_latency(set_latency_s)
+    if set_latency_s:
         check_clocks(pipeline)
     if point_count < MIN_POINT_COUNT:
         raise SolverError(
@@ -287,11 +291,12 @@ def solve(
     margin = None
     if confidence is not None:
         pipeline, margin = with_margin(pipeline, confidence)
+    scale = pipeline.scale
     graph = build_event_graph(pipeline, hull_tolerance)
     sweep = sweep_frontier(graph, lambda share: report(_SWEEP_SHARE * share))
     baseline = fastest_clock_plan(pipeline)
     t_star_ps = _t_star_ps(pipeline, sweep)
-    all_max_ps = min(to_ps(baseline.iteration_time_s), sweep.t_slow_ps)
+    all_max_ps = min(scale.to_ps(baseline.iteration_time_s), sweep.t_slow_ps)
     deadlines_ps = _space_deadlines_ps(sweep, (t_star_ps, all_max_ps), point_count)
     realiser = Realiser(graph)
     choices = realiser.realise(
@@ -299,20 +304,22 @@ def solve(
         lambda share: report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * share),
     )
     plans = tabulate(pipeline, graph, realiser.columns, choices)
-    choice_times_ps = tuple(map(to_ps, plans.iteration_times_s))
+    choice_times_ps = tuple(map(scale.to_ps, plans.iteration_times_s))
     # What waiting saves at lower clocks is known only now: a faster plan may turn out to be cheaper.
     effective_j = plans.effective_energies_j
     cheapest = [0]
     for row in range(1, len(deadlines_ps)):
         cheapest.append(row if effective_j[row] <= effective_j[cheapest[-1]] else cheapest[-1])
-    found = [LatencyPoint(at / PS_PER_S, row, 0.0) for at, row in zip(deadlines_ps, cheapest, strict=True)]
+    found = [
+        LatencyPoint(scale.to_s(at_ps), row, 0.0) for at_ps, row in zip(deadlines_ps, cheapest, strict=True)
+    ]
     if set_latency_s:
         marks_ps = {sweep.t_min_ps, all_max_ps, t_star_ps, sweep.t_slow_ps}
         step = max(1, len(deadlines_ps) // dwelled_count(len(graph.computations)))
         kept = LatencyPlans(pipeline, baseline, set_latency_s)
         for row, deadline_ps in enumerate(deadlines_ps):
             is_needed = deadline_ps in marks_ps or row % step == 0
-            kept.take(deadline_ps / PS_PER_S, plans.plan(row), is_needed=is_needed)
+            kept.take(scale.to_s(deadline_ps), plans.plan(row), is_needed=is_needed)
             report(1.0)
         found, plans = kept.finish()
     points = tuple(_measure_point(pipeline, sweep, plans, point) for point in found)
@@ -320,11 +327,11 @@ def solve(
         pipeline=pipeline,
         baseline=baseline,
         points=points,
-        t_star_index=[point.deadline_s for point in found].index(t_star_ps / PS_PER_S),
+        t_star_index=[point.deadline_s for point in found].index(scale.to_s(t_star_ps)),
         margin=margin,
         set_latency_s=set_latency_s,
         hull_tolerance=hull_tolerance,
-        bound_slack=_bound_slack(hull_tolerance, graph, sweep, points) if hull_tolerance else 0.0,
+        bound_slack=_bound_slack(hull_tolerance, graph, sweep, points),
         _graph=graph,
         _sweep=sweep,
         _choices=choices,
@@ -349,11 +356,10 @@ def plan_at(
 
     Raises:
         DeadlineError: the iteration time is shorter than T_min.
-        PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
     graph = build_event_graph(pipeline, automatic_tolerance(pipeline))
-    fastest_s = iteration_time_s * (1 - max(_AROUND_SHARES))
-    sweep = sweep_frontier(graph, lambda share: on_progress(share / 2), stop_s=fastest_s)
+    fastest_ps = iteration_time_s * (1 - max(_AROUND_SHARES)) * graph.scale.ps_per_s
+    sweep = sweep_frontier(graph, lambda share: on_progress(share / 2), stop_ps=fastest_ps)
     deadline_ps = _check_deadline(iteration_time_s, sweep)
     fastest_ps = int(sweep.iteration_times_ps[-1])
     around_ps = {round(deadline_ps * (1 + sign * share)) for share in _AROUND_SHARES for sign in (-1, 1)}
@@ -371,27 +377,26 @@ def plan_at(
 
 
 def _check_deadline(iteration_time_s: float, sweep: Sweep) -> int:
-    """Return the deadline in picoseconds, at most T_slow."""
-    t_min_ps, t_slow_ps = sweep.t_min_ps, sweep.t_slow_ps
-    if iteration_time_s >= t_slow_ps / PS_PER_S:
-        return t_slow_ps
-    if not iteration_time_s * PS_PER_S >= t_min_ps - _GRACE_PS:
+    """Return the deadline in scaled picoseconds, at most T_slow."""
+    if iteration_time_s >= sweep.t_slow_s:
+        return sweep.t_slow_ps
+    if not iteration_time_s * sweep.scale.ps_per_s >= sweep.t_min_ps - _GRACE_PS:
         raise DeadlineError(
-            f"expected an iteration time of at least T_min, {t_min_ps / PS_PER_S:.9f} s, "
+            f"expected an iteration time of at least T_min, {sweep.t_min_s:.12g} s, "
             f"found {iteration_time_s} s",
-            t_min_s=t_min_ps / PS_PER_S,
+            t_min_s=sweep.t_min_s,
             found=iteration_time_s,
         )
-    return max(to_ps(iteration_time_s), t_min_ps)
+    return max(sweep.scale.to_ps(iteration_time_s), sweep.t_min_ps)
 
 
 def _target(pipeline: Pipeline, sweep: Sweep, deadline_ps: int) -> Target:
-    deadline_s = deadline_ps / PS_PER_S
+    scale, deadline_s = sweep.scale, sweep.scale.to_s(deadline_ps)
     return Target(
         deadline_ps=deadline_ps,
         relaxed_ps=sweep.event_times_at(deadline_ps),
-        bound_j=sweep.effective_energy_j_at(deadline_s),
-        energy_j=_bound_energy_j(pipeline, sweep, deadline_s),
+        bound_j=sweep.effective_energy_j_at(deadline_s) * scale.energy,
+        energy_j=_bound_energy_j(pipeline, sweep, deadline_s) * scale.energy,
     )
 
 
@@ -401,19 +406,24 @@ def _bound_slack(
     sweep: Sweep,
     points: Iterable[FrontierPoint],
 ) -> float:
-    """Return the largest share of a point's bound that the hull tolerance may have cost.
+    """Return the largest share of a point's bound that coarse or limited hulls may have cost.
 
-    It is at most the sum of all computations' tolerances. On the exact hulls a relaxed plan costs no less
-    than the best one, so the exact bound is at most that cost.
+    Coarse hulls cost at most the sum of all computations' tolerances. On the exact hulls a relaxed plan costs
+    no less than the best one, so the exact bound is at most that cost.
     """
-    exact = convex_hulls(graph.options, graph.profile_of)
-    cost = RelaxedCost(exact, graph.profile_of)
+    is_limited = math.isfinite(graph.steepest_uw)
+    if not (hull_tolerance or is_limited):
+        return 0.0
+    cost = RelaxedCost(convex_hulls(graph.options), graph.profile_of)
     tolerated_j = hull_tolerance * sum(graph.options[p][-1].energy_j for p in graph.profile_of.tolist())
+    tolerated_j /= graph.scale.energy
     maximum = 0.0
     for point in points:
-        times_ps = sweep.event_times_at(max(to_ps(point.iteration_time_s), sweep.t_min_ps))
+        times_ps = sweep.event_times_at(max(graph.scale.to_ps(point.iteration_time_s), sweep.t_min_ps))
         relaxed_j = cost.effective_energy_j(times_ps[graph.finish_event] - times_ps[graph.start_event])
-        slack_j = min(relaxed_j - sweep.effective_energy_j_at(point.iteration_time_s), tolerated_j)
+        slack_j = relaxed_j / graph.scale.energy - sweep.effective_energy_j_at(point.iteration_time_s)
+        if not is_limited:
+            slack_j = min(slack_j, tolerated_j)
         maximum = max(maximum, slack_j / point.bound_energy_j)
     return maximum
 
@@ -449,7 +459,10 @@ def _assemble(pipeline: Pipeline, graph: EventGraph, choice: Choice) -> Plan:
         pipeline,
         graph.computations,
         graph.dependencies,
-        [(option.setting, option.time_ps, option.effective_energy_j) for option in options],
+        [
+            (option.setting, option.time_ps, option.effective_energy_j / graph.scale.energy)
+            for option in options
+        ],
     )
 
 

@@ -6,6 +6,7 @@ merged with it, and so is a finish for which exactly one event waits without lag
 a computation may always start earlier or finish later than necessary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -17,22 +18,13 @@ from numpy.typing import NDArray
 from perseus.solver.coarse_hull import coarse_hull
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.pipeline import Pipeline
-from perseus.solver.profile import (
-    UW_PER_W,
-    Hull,
-    Option,
-    convex_hull,
-    pareto_options,
-    to_ps,
-)
+from perseus.solver.profile import Hull, Option, convex_hull, pareto_options
+from perseus.solver.scale import Scale
 
 Int64Array = NDArray[np.int64]
 
 EXACT = 2**53
 """igraph computes in doubles, which hold every integer below this."""
-
-_STEEPEST_UW = 10**7 * UW_PER_W
-"""Ten megawatts: no stage draws it, but two measurements of almost equal time may suggest it."""
 
 
 class Dependency(NamedTuple):
@@ -45,13 +37,15 @@ class Dependency(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventGraph:
-    """One pipeline's iteration.
+    """One pipeline's iteration, in scaled units (:mod:`perseus.solver.scale`).
 
     Attributes:
+        scale: the conversion to these units.
         computations: in topological order.
         profile_of: per computation, the index of its options and hull.
         options: per profile, its Pareto options.
         hulls: per profile, the convex curve for planning.
+        steepest_uw: the limit on their slopes; infinite if none had to be limited.
         dependencies: between computations, by rising index of the earlier one.
         start_event, finish_event: per computation, the ends of its arc. Event 0 begins the iteration, the
             last one ends it.
@@ -59,10 +53,12 @@ class EventGraph:
         event_count: number of events.
     """
 
+    scale: Scale
     computations: tuple[Computation, ...]
     profile_of: Int64Array
     options: tuple[tuple[Option, ...], ...]
     hulls: tuple[Hull, ...]
+    steepest_uw: float
     dependencies: tuple[Dependency, ...]
     start_event: Int64Array
     finish_event: Int64Array
@@ -82,11 +78,14 @@ def build_event_graph(pipeline: Pipeline, hull_tolerance: float = 0.0) -> EventG
     profile_of, options = _collect_options(pipeline, computations)
     event_of, event_count, arcs = _merge_events(len(computations), dependencies)
     columns = np.array(arcs, dtype=np.int64).reshape(-1, 3).T
+    steepest_uw = steepest_exact_uw(options, profile_of, hull_tolerance)
     return EventGraph(
+        scale=pipeline.scale,
         computations=computations,
         profile_of=profile_of,
         options=options,
-        hulls=convex_hulls(options, profile_of, hull_tolerance),
+        hulls=convex_hulls(options, steepest_uw, hull_tolerance),
+        steepest_uw=steepest_uw,
         dependencies=dependencies,
         start_event=event_of[0:-2:2],
         finish_event=event_of[1:-2:2],
@@ -100,8 +99,10 @@ def build_event_graph(pipeline: Pipeline, hull_tolerance: float = 0.0) -> EventG
 def order_computations(pipeline: Pipeline) -> tuple[tuple[Computation, ...], tuple[Dependency, ...]]:
     """Return the computations in topological order, and the dependencies between them.
 
-    The dependencies are sorted, so that those into a computation come before those out of it.
+    The dependencies are sorted, so that those into a computation come before those out of it. Their lags are
+    in the scaled picoseconds of the pipeline.
     """
+    to_ps = pipeline.scale.to_ps
     orders = pipeline.schedule.orders
     waits_for: dict[Computation, list[Computation]] = {}
     for earlier, later in chain(pipeline.schedule.dependencies, pipeline.extra_lags_s):
@@ -136,6 +137,7 @@ def _collect_options(
     pipeline: Pipeline, computations: Sequence[Computation]
 ) -> tuple[Int64Array, tuple[tuple[Option, ...], ...]]:
     """Return each computation's profile index, and per profile its Pareto options."""
+    scale = pipeline.scale
     index_of: dict[object, int] = {}
     options: list[tuple[Option, ...]] = []
     profile_of = np.empty(len(computations), dtype=np.int64)
@@ -147,34 +149,45 @@ def _collect_options(
             power_w = pipeline.blocking_power_w[c.stage]
             if fixed:
                 time_s = pipeline.fixed_times_s[c]
-                options.append((Option(0, to_ps(time_s), power_w * time_s, 0.0),))
+                waiting_j = power_w * time_s * scale.energy
+                options.append((Option(0, scale.to_ps(time_s), waiting_j, 0.0),))
             else:
-                options.append(pareto_options(pipeline.profiles[c.stage, c.chunk, c.kind], power_w))
+                measurements = pipeline.profiles[c.stage, c.chunk, c.kind]
+                options.append(pareto_options(measurements, power_w, scale))
         profile_of[i] = index_of[key]
     return profile_of, tuple(options)
 
 
 def convex_hulls(
-    options: Sequence[tuple[Option, ...]],
-    profile_of: Int64Array,
-    hull_tolerance: float = 0.0,
+    options: Sequence[tuple[Option, ...]], steepest_uw: float = math.inf, hull_tolerance: float = 0.0
 ) -> tuple[Hull, ...]:
-    """Return each profile's hull, with slopes small enough that all flows stay exact in doubles."""
+    """Return each profile's hull, with slopes limited to ``steepest_uw``."""
+    return tuple(
+        coarse_hull(convex_hull(some, steepest_uw), hull_tolerance * some[-1].energy_j) for some in options
+    )
 
-    def hulls(steepest_uw: int) -> tuple[Hull, ...]:
-        return tuple(
-            coarse_hull(convex_hull(some, steepest_uw), hull_tolerance * some[-1].energy_j)
-            for some in options
-        )
 
-    free = hulls(_STEEPEST_UW)
-    steepest_uw = [max(hull.slopes_uw, default=0) for hull in free]
-    # Upper bound on the total flow and on one arc's flow (see sweep.py); an arc's two directions add up.
-    max_flow_uw = 4 * sum(steepest_uw[p] for p in profile_of.tolist())
-    if max_flow_uw < EXACT:
-        return free
-    # Rounder slopes may be twice as steep.
-    return hulls(EXACT // ((8 if hull_tolerance else 4) * (len(profile_of) + 1)))
+def steepest_exact_uw(
+    options: Sequence[tuple[Option, ...]], profile_of: Int64Array, hull_tolerance: float = 0.0
+) -> float:
+    """Return the highest limit on slopes that keeps all flows exact in doubles; infinite if none is needed.
+
+    One is needed where two measurements have almost the same time: between them, the hull is nearly vertical.
+    """
+    counts = np.bincount(profile_of, minlength=len(options)).tolist()
+    steepest = sorted(
+        (max(hull.slopes_uw, default=0), count)
+        for hull, count in zip(convex_hulls(options), counts, strict=True)
+    )
+    # Upper bound on the total flow and on one arc's flow (see sweep.py); an arc's two directions add up, and
+    # rounder slopes may be twice as steep.
+    left_uw, left_count = EXACT // (8 if hull_tolerance else 4), len(profile_of)
+    for slope_uw, count in steepest:
+        if slope_uw * left_count >= left_uw:
+            return left_uw // left_count
+        left_uw -= slope_uw * count
+        left_count -= count
+    return math.inf
 
 
 def _merge_events(

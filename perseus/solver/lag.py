@@ -17,7 +17,6 @@ from perseus.solver.errors import PipelineError
 from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, earliest_finishes_ps
-from perseus.solver.profile import PS_PER_S, to_ps
 
 _MEASUREMENT_TOLERANCE = 0.01
 """Relative error of a measured iteration time."""
@@ -76,8 +75,9 @@ def explaining_lag_s(
         PipelineError: the pipeline's transfers have different lags, or there are extra ones.
     """
     slow, fast = _iteration_time_ps(pipeline, slow_plan), _iteration_time_ps(pipeline, fast_plan)
-    excess_ps = to_ps(slow_time_s - fast_time_s)
-    max_ps = to_ps((1 + _MEASUREMENT_TOLERANCE) * fast_time_s)
+    scale = pipeline.scale
+    excess_ps = scale.to_ps(slow_time_s - fast_time_s)
+    max_ps = scale.to_ps((1 + _MEASUREMENT_TOLERANCE) * fast_time_s)
 
     def explains(lag_ps: int) -> bool:
         return slow(lag_ps) - fast(lag_ps) >= excess_ps
@@ -85,16 +85,16 @@ def explaining_lag_s(
     def is_too_long(lag_ps: int) -> bool:
         return fast(lag_ps) > max_ps
 
-    min_ps = to_ps(common_lag_s(pipeline))
+    min_ps = scale.to_ps(common_lag_s(pipeline))
     if not _hops(pipeline) or is_too_long(min_ps):
         return None
     if explains(min_ps):
-        return min_ps / PS_PER_S
+        return scale.to_s(min_ps)
     longest_ps = _first(is_too_long, min_ps, max(min_ps, max_ps) + 1) - 1
     grid_ps = [min_ps + (longest_ps - min_ps) * k // _GRID_COUNT for k in range(_GRID_COUNT + 1)]
     for below_ps, grid_lag_ps in pairwise(grid_ps):
         if explains(grid_lag_ps):
-            return _first(explains, below_ps, grid_lag_ps) / PS_PER_S
+            return scale.to_s(_first(explains, below_ps, grid_lag_ps))
     return None
 
 
@@ -104,7 +104,8 @@ def predicted_iteration_time_s(pipeline: Pipeline, plan: Plan) -> float:
     Raises:
         PipelineError: the pipeline's transfers have different lags, or there are extra ones.
     """
-    return _iteration_time_ps(pipeline, plan)(to_ps(common_lag_s(pipeline))) / PS_PER_S
+    scale = pipeline.scale
+    return scale.to_s(_iteration_time_ps(pipeline, plan)(scale.to_ps(common_lag_s(pipeline))))
 
 
 def _hops(pipeline: Pipeline) -> set[tuple[int, int]]:
@@ -118,11 +119,11 @@ def _hops(pipeline: Pipeline) -> set[tuple[int, int]]:
 
 
 def _iteration_time_ps(pipeline: Pipeline, plan: Plan) -> Callable[[int], int]:
-    """Return the plan's iteration time as a function of the lag, both in picoseconds."""
+    """Return the plan's iteration time as a function of the lag, both in scaled picoseconds."""
     computations, dependencies = order_computations(with_lag(pipeline, 1.0))
     times_s: dict[Computation, float] = dict(pipeline.fixed_times_s)
     times_s |= {planned.computation: planned.duration_s for stage in plan.stages for planned in stage}
-    durations_ps = [to_ps(times_s[computation]) for computation in computations]
+    durations_ps = [pipeline.scale.to_ps(times_s[computation]) for computation in computations]
 
     def replayed(lag_ps: int) -> int:
         # The lags of one second mark the dependencies that are transfers.

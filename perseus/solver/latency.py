@@ -24,7 +24,8 @@ from perseus.solver.errors import SolverError
 from perseus.solver.graph import order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, replay
-from perseus.solver.profile import PS_PER_S, Measurement, refuse_further, to_ps
+from perseus.solver.profile import Measurement, refuse_further
+from perseus.solver.scale import Scale
 from perseus.solver.waiting import BlockingPower
 
 
@@ -65,10 +66,12 @@ def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> Lat
         ProfileError: a computation has no clock in the plan, or one at which it was not measured; or settings
             of more than a clock were measured (`check_clocks`).
     """
-    latency_ps = check_latency(latency_s)
+    check_latency(latency_s)
     check_clocks(pipeline)
+    scale = pipeline.scale
+    latency_ps = scale.to_ps(latency_s)
     clocks_mhz = replay(pipeline, plan.clocks_mhz).clocks_mhz
-    curves = {key: Curve(measurements) for key, measurements in pipeline.profiles.items()}
+    curves = {key: Curve(measurements, scale) for key, measurements in pipeline.profiles.items()}
     powers = [BlockingPower(by_clock) for by_clock in pipeline.blocking_powers_w]
     stock_w = pipeline.stock_blocking_power_w
     stage_clocks = [_StageClock(stage[0].clock_mhz, latency_ps) if stage else None for stage in plan.stages]
@@ -83,17 +86,17 @@ def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> Lat
     for i, c in enumerate(computations):
         clock = stage_clocks[c.stage]
         if c.kind is Kind.FIXED or clock is None:
-            end_ps = starts_ps[i] + to_ps(pipeline.fixed_times_s[c])
+            end_ps = starts_ps[i] + scale.to_ps(pipeline.fixed_times_s[c])
         else:
             clock.want(clocks_mhz[c], last_end_ps[c.stage])
             if powers:
                 for held_mhz, held_ps in clock.held(waits_since_ps[c.stage], starts_ps[i]):
                     saved_w = stock_w[c.stage] - powers[c.stage].at_w(held_mhz)
-                    effective_energy_j -= saved_w * held_ps / PS_PER_S
+                    effective_energy_j -= saved_w * scale.to_s(held_ps)
             run = clock.run(curves[c.stage, c.chunk, c.kind], starts_ps[i], clocks_mhz[c])
             end_ps = waits_since_ps[c.stage] = run.end_ps
             effective_energy_j += run.energy_j
-            effective_energy_j -= stock_w[c.stage] * (end_ps - starts_ps[i]) / PS_PER_S
+            effective_energy_j -= stock_w[c.stage] * scale.to_s(end_ps - starts_ps[i])
             busy_ps += end_ps - starts_ps[i]
             on_clock_ps += run.on_clock_ps
         last_end_ps[c.stage] = end_ps
@@ -101,7 +104,7 @@ def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> Lat
             starts_ps[arc.later] = max(starts_ps[arc.later], end_ps + arc.lag_ps)
             arc = next(arcs, None)
     return LatencyReplay(
-        iteration_time_s=max(last_end_ps) / PS_PER_S,
+        iteration_time_s=scale.to_s(max(last_end_ps)),
         effective_energy_j=effective_energy_j,
         blocking_power_w=plan.blocking_power_w,
         set_count=sum(clock.set_count for clock in stage_clocks if clock),
@@ -109,11 +112,10 @@ def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> Lat
     )
 
 
-def check_latency(latency_s: float) -> int:
-    """Return the latency in picoseconds; raise SolverError if it is invalid."""
+def check_latency(latency_s: float) -> None:
+    """Raise SolverError if the latency is invalid."""
     if not (math.isfinite(latency_s) and latency_s >= 0):
         raise SolverError(f"latency_s: expected a finite number of 0 or more, found {latency_s}")
-    return to_ps(latency_s)
 
 
 def check_clocks(pipeline: Pipeline) -> None:
@@ -135,15 +137,15 @@ class Curve:
     Both are constant beyond the lowest and the highest measured clock.
     """
 
-    def __init__(self, measurements: Sequence[Measurement]) -> None:
+    def __init__(self, measurements: Sequence[Measurement], scale: Scale) -> None:
         by_clock = sorted(measurements, key=lambda m: m.clock_mhz)
         self._clocks_mhz = [m.clock_mhz for m in by_clock]
-        self._times_ps = [to_ps(m.time_s) for m in by_clock]
+        self._times_ps = [max(1, scale.to_ps(m.time_s)) for m in by_clock]
         self._energies_j = [m.energy_j for m in by_clock]
         self._known: dict[int, tuple[int, float]] = {}
 
     def at(self, clock_mhz: int) -> tuple[int, float]:
-        """Return the time in picoseconds and the energy in joules."""
+        """Return the time in scaled picoseconds and the energy in joules."""
         if clock_mhz not in self._known:
             time_ps = round(np.interp(clock_mhz, self._clocks_mhz, self._times_ps))
             energy_j = float(np.interp(clock_mhz, self._clocks_mhz, self._energies_j))

@@ -21,7 +21,7 @@ from perseus.solver.errors import SolverError
 from perseus.solver.graph import EventGraph, build_event_graph
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import fastest_clock_plan
-from perseus.solver.profile import PS_PER_S, Measurement
+from perseus.solver.profile import Measurement
 from perseus.solver.realisation import Realiser
 from perseus.solver.setting import Setting
 from perseus.solver.sweep import sweep_frontier
@@ -61,7 +61,6 @@ def with_margin(pipeline: Pipeline, confidence: float) -> tuple[Pipeline, Margin
 
     Raises:
         SolverError: the confidence is no probability from 0.5 to below 1.
-        PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
     if not 0.5 <= confidence < 1:
         raise SolverError(
@@ -138,8 +137,8 @@ def _emulator(
                 deviations_s.append(m.time_se_s)
                 rows.append(row_of[c.stage, c.chunk, c.kind])
         durations_s = np.array(times_s)[:, None] + np.array(deviations_s)[:, None] * errors[rows]
-        durations_ps = np.rint(durations_s * PS_PER_S).astype(np.int64)[columns.computation_of]
-        ends_s = columns.earliest_finishes_ps(durations_ps).max(axis=0) / PS_PER_S
+        durations_ps = np.rint(durations_s * graph.scale.ps_per_s).astype(np.int64)[columns.computation_of]
+        ends_s = columns.earliest_finishes_ps(durations_ps).max(axis=0) / graph.scale.ps_per_s
         return float(ends_s[0]), float(ends_s[1]), ends_s[2:]
 
     return emulate

@@ -9,6 +9,7 @@ from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_POWER_W, MAX_TIME_S
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import PipelineError, ProfileError
 from perseus.solver.profile import Measurement
+from perseus.solver.scale import Scale, fitting_scale
 from perseus.solver.schedule import Schedule
 from perseus.solver.setting import clock_of, name_of
 
@@ -37,6 +38,7 @@ class Pipeline:
         extra_lags_s: by (earlier, later) computation, from the end of the one to the earliest start of the
             other, for dependencies beyond orders, activations and gradients. A waiting stage draws blocking
             power.
+        scale: the units in which it is solved.
 
     Raises:
         ProfileError: a computation has no measurements, or a clock (or setting) is measured twice.
@@ -54,6 +56,7 @@ class Pipeline:
     fixed_times_s: Mapping[Computation, float] = field(default_factory=dict)
     extra_lags_s: Mapping[tuple[Computation, Computation], float] = field(default_factory=dict)
     blocking_powers_w: tuple[Mapping[int, float], ...] = ()
+    scale: Scale = field(init=False, compare=False, repr=False)
 
     @property
     def stock_blocking_power_w(self) -> tuple[float, ...]:
@@ -90,7 +93,7 @@ class Pipeline:
             self.schedule.check_dependencies(self.extra_lags_s)
         self._check_fixed_times()
         self._check_profiles()
-        self._check_total_time()
+        object.__setattr__(self, "scale", self._fitting_scale())
 
     def _check_blocking_powers(self) -> None:
         if len(self.blocking_powers_w) not in (0, len(self.blocking_power_w)):
@@ -159,26 +162,38 @@ class Pipeline:
                         clock_mhz=clock_of(setting),
                     )
 
-    def _check_total_time(self) -> None:
-        slowest_s = {key: max(m.time_s for m in some) for key, some in self.profiles.items() if some}
+    def _fitting_scale(self) -> Scale:
+        """Return the scale, after a check of the total time."""
         counts = Counter(
             (c.stage, c.chunk, c.kind) for c in self.schedule.computations if c.kind is not Kind.FIXED
         )
+        slowest_s = {key: max(m.time_s for m in self.profiles[key]) for key in counts}
         longest_lag_s = max([0.0, *self.activation_lags_s.values(), *self.gradient_lags_s.values()])
-        total_s = math.fsum(
+        rest_s = math.fsum(
             [
-                *(count * slowest_s[key] for key, count in counts.items()),
                 *self.fixed_times_s.values(),
                 *self.extra_lags_s.values(),
                 len(self.schedule.dependencies) * longest_lag_s,
             ]
         )
+        total_s = rest_s + math.fsum(count * slowest_s[key] for key, count in counts.items())
         if total_s > MAX_TOTAL_TIME_S:
             raise PipelineError(
                 f"expected computations and transfers of at most {MAX_TOTAL_TIME_S:g} s together, "
                 f"found {total_s:g} s",
                 found=total_s,
             )
+        # Only measurements that are worth choosing count: adding others changes nothing.
+        scaled_s, range_s, range_j = rest_s, 0.0, 0.0
+        for key, count in counts.items():
+            power_w = self.blocking_power_w[key[0]]
+            options = [(m.time_s, m.energy_j - power_w * m.time_s) for m in self.profiles[key]]
+            fastest_s, highest_j = min(options)
+            least_s, lowest_j = min(options, key=lambda option: option[::-1])
+            scaled_s += count * least_s
+            range_s += count * (least_s - fastest_s)
+            range_j += count * (highest_j - lowest_j)
+        return fitting_scale(scaled_s, range_s, range_j, counts.total())
 
 
 def _check_amount(value: float, name: str, where: str, maximum: float) -> None:

@@ -11,7 +11,7 @@ from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import ProfileError
 from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline
-from perseus.solver.profile import PS_PER_S, highest, to_ps
+from perseus.solver.profile import highest
 from perseus.solver.setting import Further, Setting, clock_of, further_of, in_order, name_of
 from perseus.solver.waiting import FloatArray, below_searched_j, below_stock_j
 
@@ -81,6 +81,7 @@ def replay(pipeline: Pipeline, settings: Mapping[Computation, int | Setting]) ->
         ProfileError: a computation has no setting, or one at which it was not measured.
     """
     computations, dependencies = order_computations(pipeline)
+    to_ps = pipeline.scale.to_ps
     measured = {key: {m.setting: m for m in measurements} for key, measurements in pipeline.profiles.items()}
     chosen: list[tuple[int | Setting, int, float]] = []
     for c in computations:
@@ -98,7 +99,7 @@ def replay(pipeline: Pipeline, settings: Mapping[Computation, int | Setting]) ->
                 found=found,
             )
         m = options[setting]
-        chosen.append((setting, to_ps(m.time_s), m.energy_j - power_w * m.time_s))
+        chosen.append((setting, max(1, to_ps(m.time_s)), m.energy_j - power_w * m.time_s))
     return assemble_plan(pipeline, computations, dependencies, chosen)
 
 
@@ -137,12 +138,13 @@ def assemble_plan(
     dependencies: Sequence[Dependency],
     chosen: Sequence[tuple[int | Setting, int, float]],
 ) -> Plan:
-    """Build a plan from each computation's (setting, time in ps, effective energy in J)."""
+    """Build a plan from each computation's (setting, time in scaled ps, effective energy in J)."""
+    to_s = pipeline.scale.to_s
     finishes_ps = earliest_finishes_ps(dependencies, [time_ps for _, time_ps, _ in chosen])
     stages: list[list[PlannedComputation]] = [[] for _ in pipeline.blocking_power_w]
     for c, finish_ps, (setting, time_ps, _) in zip(computations, finishes_ps, chosen, strict=True):
         if c.kind is not Kind.FIXED:
-            start_s, duration_s = (finish_ps - time_ps) / PS_PER_S, time_ps / PS_PER_S
+            start_s, duration_s = to_s(finish_ps - time_ps), to_s(time_ps)
             stages[c.stage].append(
                 PlannedComputation(c, clock_of(setting), start_s, duration_s, further_of(setting))
             )
@@ -151,7 +153,7 @@ def assemble_plan(
         for stage, planned in enumerate(stages):
             effective_j -= float(below_searched_j(pipeline, stage, *_columns(planned))[0])
     return Plan(
-        iteration_time_s=max(finishes_ps) / PS_PER_S,
+        iteration_time_s=to_s(max(finishes_ps)),
         effective_energy_j=effective_j,
         blocking_power_w=sum(pipeline.stock_blocking_power_w),
         stages=tuple(tuple(stage) for stage in stages),

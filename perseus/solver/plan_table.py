@@ -13,7 +13,6 @@ from perseus.solver.computation import Computation, Kind
 from perseus.solver.graph import EventGraph
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, PlannedComputation
-from perseus.solver.profile import PS_PER_S
 from perseus.solver.setting import further_of
 from perseus.solver.waiting import below_searched_j
 
@@ -106,6 +105,7 @@ def tabulate(
     finishes_ps = columns.earliest_finishes_ps(columns.times_ps[chosen])[columns.row_of]
     chosen = chosen[columns.row_of]
     durations_ps = columns.times_ps[chosen]
+    ps_per_s = graph.scale.ps_per_s
     clocks_mhz = np.array([option.clock_mhz for some in graph.options for option in some], dtype=np.int32)
     further = np.fromiter((further_of(option.setting) for some in graph.options for option in some), object)
     stages: list[list[int]] = [[] for _ in pipeline.blocking_power_w]
@@ -114,10 +114,10 @@ def tabulate(
             stages[computation.stage].append(index)
     order = np.array(list(chain.from_iterable(stages)), dtype=np.int64)
     # Summed in the same order as in assemble_plan, so that the same plan has exactly the same energy.
-    effective_j = np.cumsum(columns.energies_j[chosen], axis=0)[-1]
+    effective_j = np.cumsum(columns.energies_j[chosen], axis=0)[-1] / graph.scale.energy
     planned_mhz = np.ascontiguousarray(clocks_mhz[chosen[order]].T)
-    starts_s = np.ascontiguousarray(((finishes_ps - durations_ps)[order] / PS_PER_S).T)
-    durations_s = np.ascontiguousarray((durations_ps[order] / PS_PER_S).T)
+    starts_s = np.ascontiguousarray(((finishes_ps - durations_ps)[order] / ps_per_s).T)
+    durations_s = np.ascontiguousarray((durations_ps[order] / ps_per_s).T)
     if pipeline.blocking_powers_w:
         ends = accumulate(map(len, stages), initial=0)
         for stage, own in enumerate(slice(*pair) for pair in pairwise(ends)):
@@ -126,7 +126,7 @@ def tabulate(
     return PlanTable(
         computations=tuple(graph.computations[index] for index in order.tolist()),
         stage_sizes=tuple(map(len, stages)),
-        iteration_times_s=tuple((finishes_ps.max(axis=0) / PS_PER_S).tolist()),
+        iteration_times_s=tuple((finishes_ps.max(axis=0) / ps_per_s).tolist()),
         effective_energies_j=tuple(effective_j.tolist()),
         blocking_power_w=sum(pipeline.stock_blocking_power_w),
         clocks_mhz=planned_mhz,

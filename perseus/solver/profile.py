@@ -3,8 +3,8 @@
 Everything is measured; nothing is fitted to a family of curves. The solver plans on *effective* energy,
 energy minus blocking power × time: the cost of a computation beyond the waiting that it replaces.
 
-From here on, times are whole picoseconds and slopes whole microwatts, so that igraph's sums in doubles are
-exact (an iteration must be shorter than 2^53 ps, 2.5 hours).
+Options and hulls are scaled (:mod:`perseus.solver.scale`). Their times are whole picoseconds and their slopes
+whole microwatts, so that igraph's sums in doubles are exact.
 """
 
 import math
@@ -12,18 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_ENERGY_J, MAX_TIME_S, MIN_ENERGY_J
+from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_ENERGY_J, MAX_TIME_S, MIN_ENERGY_J, MIN_TIME_S
 from perseus.solver.errors import ProfileError
+from perseus.solver.scale import PS_PER_SCALED_S, UW_PER_W, Scale
 from perseus.solver.setting import Further, Setting, check_further, clock_of, further_of
-
-PS_PER_S = 10**12
-UW_PER_W = 10**6
-
-
-def to_ps(time_s: float) -> int:
-    """Round seconds to whole picoseconds."""
-    return round(time_s * PS_PER_S)
-
 
 _MAX = {
     "clock_mhz": MAX_CLOCK_MHZ,
@@ -79,9 +71,9 @@ class Measurement:
                 field="energy_j",
                 found=self.energy_j,
             )
-        if not to_ps(self.time_s):
+        if self.time_s < MIN_TIME_S:
             raise ProfileError(
-                f"time_s: expected at least a picosecond, found {self.time_s}",
+                f"time_s: expected at least {MIN_TIME_S:g}, found {self.time_s}",
                 field="time_s",
                 found=self.time_s,
             )
@@ -153,15 +145,22 @@ class Option:
         return clock_of(self.setting)
 
 
-def pareto_options(measurements: Iterable[Measurement], blocking_power_w: float) -> tuple[Option, ...]:
-    """Return the settings not beaten in both time and effective energy, fastest first.
+def pareto_options(
+    measurements: Iterable[Measurement], blocking_power_w: float, scale: Scale
+) -> tuple[Option, ...]:
+    """Return the settings not beaten in both time and effective energy, fastest first, in scaled units.
 
     Times rise and effective energies fall strictly along the result. Of equal settings the one with the
     higher clock is kept.
     """
     candidates = sorted(
         (
-            Option(m.setting, to_ps(m.time_s), m.energy_j, m.energy_j - blocking_power_w * m.time_s)
+            Option(
+                m.setting,
+                max(1, scale.to_ps(m.time_s)),
+                m.energy_j * scale.energy,
+                (m.energy_j - blocking_power_w * m.time_s) * scale.energy,
+            )
             for m in measurements
         ),
         key=lambda option: (
@@ -192,7 +191,7 @@ class Hull:
     slowest_effective_energy_j: float
 
 
-def convex_hull(options: Sequence[Option], steepest_uw: int) -> Hull:
+def convex_hull(options: Sequence[Option], steepest_uw: float = math.inf) -> Hull:
     """Return the lower convex hull of Pareto options.
 
     Slopes are rounded down to whole microwatts, and steeper ones are limited to ``steepest_uw``, which keeps
@@ -206,7 +205,7 @@ def convex_hull(options: Sequence[Option], steepest_uw: int) -> Hull:
     times_ps = [vertices[0].time_ps]
     slopes_uw: list[int] = []
     for fast, slow in pairwise(vertices):
-        slope_uw = min(math.floor(_saving_w(fast, slow) * UW_PER_W), steepest_uw)
+        slope_uw = int(min(_saving_w(fast, slow) * UW_PER_W, steepest_uw))
         if slope_uw == 0:
             break  # Savings below a microwatt round to 0: the curve is flat from here.
         if slopes_uw and slope_uw == slopes_uw[-1]:
@@ -219,4 +218,5 @@ def convex_hull(options: Sequence[Option], steepest_uw: int) -> Hull:
 
 def _saving_w(fast: Option, slow: Option) -> float:
     """Effective energy saved per second of slowing down from one option to the other."""
-    return (fast.effective_energy_j - slow.effective_energy_j) / (slow.time_ps - fast.time_ps) * PS_PER_S
+    saved_j = fast.effective_energy_j - slow.effective_energy_j
+    return saved_j / (slow.time_ps - fast.time_ps) * PS_PER_SCALED_S

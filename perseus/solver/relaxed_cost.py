@@ -6,7 +6,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from perseus.solver.graph import Int64Array
-from perseus.solver.profile import PS_PER_S, UW_PER_W, Hull
+from perseus.solver.profile import Hull
+from perseus.solver.scale import PS_PER_SCALED_S, UW_PER_W
 
 
 class RelaxedCost:
@@ -23,7 +24,7 @@ class RelaxedCost:
             keys += [offsets[-1] + time_ps for time_ps in hull.times_ps]
             some_w = [slope_uw / UW_PER_W for slope_uw in hull.slopes_uw]
             pieces = zip(pairwise(hull.times_ps), some_w, strict=True)
-            steps_j = [slope_w * (slow - fast) / PS_PER_S for (fast, slow), slope_w in pieces]
+            steps_j = [slope_w * (slow - fast) / PS_PER_SCALED_S for (fast, slow), slope_w in pieces]
             energies_j += [*accumulate(reversed(steps_j), initial=hull.slowest_effective_energy_j)][::-1]
             slopes_w += [0.0, *some_w]
         self._keys = np.array(keys, dtype=np.int64)
@@ -36,5 +37,5 @@ class RelaxedCost:
         """Return the total effective energy; no duration may be shorter than its hull."""
         keys = np.minimum(durations_ps, self._slowest_ps) + self._offsets
         slower = self._keys.searchsorted(keys, "left")
-        saved_s = (self._keys[slower] - keys) / PS_PER_S
+        saved_s = (self._keys[slower] - keys) / PS_PER_SCALED_S
         return float((self._energies_j[slower] + self._slopes_w[slower] * saved_s).sum())

@@ -27,11 +27,10 @@ import igraph
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.solver.errors import PipelineError
 from perseus.solver.event_times import EventTimes, EventTimesRecorder
-from perseus.solver.graph import EXACT, EventGraph, Int64Array
+from perseus.solver.graph import EventGraph, Int64Array
 from perseus.solver.plan import earliest_finishes_ps
-from perseus.solver.profile import PS_PER_S, UW_PER_W, to_ps
+from perseus.solver.scale import UW_PER_W, Scale
 
 FloatArray = NDArray[np.float64]
 
@@ -44,13 +43,15 @@ class Sweep:
     """The corners of the relaxed frontier, slowest first, and the relaxed plan at each.
 
     Attributes:
+        scale: the conversion between seconds and the units of ``_ps``, which are scaled.
         t_min_ps, t_slow_ps: the ends of the whole frontier.
-        iteration_times_ps: falling; the first is T_slow, the last T_min or ``stop_s`` of the sweep.
+        iteration_times_ps: falling; the first is T_slow, the last T_min or ``stop_ps`` of the sweep.
         effective_energies_j: rising, convex in the iteration time.
         slopes_w: between one corner and the next, the effective energy that one second less costs.
         event_times: the events' times in the relaxed plans.
     """
 
+    scale: Scale
     t_min_ps: int
     t_slow_ps: int
     iteration_times_ps: Int64Array
@@ -65,36 +66,35 @@ class Sweep:
         """
         return self.event_times.until(iteration_time_ps)
 
+    @property
+    def t_min_s(self) -> float:
+        """The shortest iteration time."""
+        return self.scale.to_s(self.t_min_ps)
+
+    @property
+    def t_slow_s(self) -> float:
+        """The longest iteration time at which energy still falls."""
+        return self.scale.to_s(self.t_slow_ps)
+
     def effective_energy_j_at(self, iteration_time_s: float) -> float:
         """Return the least effective energy of any relaxed plan; it is constant beyond T_slow."""
-        return float(
-            np.interp(
-                iteration_time_s, self.iteration_times_ps[::-1] / PS_PER_S, self.effective_energies_j[::-1]
-            )
-        )
+        time_ps = iteration_time_s * self.scale.ps_per_s
+        return float(np.interp(time_ps, self.iteration_times_ps[::-1], self.effective_energies_j[::-1]))
 
 
 def sweep_frontier(
-    graph: EventGraph, on_progress: Callable[[float], None] = lambda _: None, stop_s: float = 0.0
+    graph: EventGraph, on_progress: Callable[[float], None] = lambda _: None, stop_ps: float = 0.0
 ) -> Sweep:
-    """Sweep from T_slow down to T_min, or only to ``stop_s`` where that is longer.
+    """Sweep from T_slow down to T_min, or only to ``stop_ps`` where that is longer.
 
     ``on_progress`` is called with the share of the range that is done.
-
-    Raises:
-        PipelineError: T_slow is 2^53 ps (2.5 hours) or more, too long for exact arithmetic.
     """
     hulls = _Hulls(graph)
     end = graph.event_count - 1
     t_min_ps = int(_earliest_event_times(graph, hulls.fastest_ps)[end])
     times_ps = _earliest_event_times(graph, hulls.slowest_ps)
     t_slow_ps = int(times_ps[end])
-    if t_slow_ps >= EXACT:
-        raise PipelineError(
-            f"expected a slowest iteration of less than {EXACT / PS_PER_S:.0f} s, "
-            f"found {t_slow_ps / PS_PER_S:.0f} s"
-        )
-    stop_ps = max(to_ps(max(stop_s, 0.0)), t_min_ps) if stop_s < t_slow_ps / PS_PER_S else t_slow_ps
+    stop_ps = round(min(max(t_min_ps, stop_ps), t_slow_ps))
     residual = _Residual(graph, hulls)
     recorder = EventTimesRecorder(times_ps, _MAX_BYTES)
     iteration_times_ps = [t_slow_ps]
@@ -106,10 +106,12 @@ def sweep_frontier(
         recorder.record(moves_ps, times_ps)
         iteration_times_ps.append(int(times_ps[end]))
         on_progress((t_slow_ps - iteration_times_ps[-1]) / (t_slow_ps - stop_ps))
-    slopes_w = np.array(slopes_uw) / UW_PER_W
-    slowest_j = sum(graph.hulls[p].slowest_effective_energy_j for p in graph.profile_of)
-    steps_j = slopes_w * (-np.diff(iteration_times_ps) / PS_PER_S)
+    scale = graph.scale
+    slopes_w = np.array(slopes_uw) / (UW_PER_W * scale.power)
+    slowest_j = sum(graph.hulls[p].slowest_effective_energy_j for p in graph.profile_of) / scale.energy
+    steps_j = slopes_w * (-np.diff(iteration_times_ps) / scale.ps_per_s)
     return Sweep(
+        scale=scale,
         t_min_ps=t_min_ps,
         t_slow_ps=t_slow_ps,
         iteration_times_ps=np.array(iteration_times_ps, dtype=np.int64),
@@ -195,7 +197,7 @@ class _Residual:
         ]
         edges = np.concatenate([np.column_stack(pair) for pair in ends])
         # Flow comes from a separate vertex through one last arc, whose capacity bounds the total flow (see
-        # `perseus.solver.graph.convex_hulls`).
+        # `perseus.solver.graph.steepest_exact_uw`).
         self._source = graph.event_count
         self._igraph = igraph.Graph(
             graph.event_count + 1, [*edges.tolist(), (self._source, 0)], directed=True

@@ -295,7 +295,7 @@ def test_gaps_between_iterations_are_one_line() -> None:
         gap_slowed_time_s=0.0042,
     )
     line = (
-        "between iterations, in period 3: 0.632 s and 55 J each on average, "
+        "between iterations, in period 3: 0.632 s and 55.40 J each on average, "
         "of which clocks cost 4.2 ms at most"
     )
     assert line in " ".join(lines(report_table([job_pb2.ReportPeriod(), period])))

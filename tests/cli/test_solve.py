@@ -256,6 +256,24 @@ def test_a_wrong_unit_is_warned_of(
     assert expected in " ".join(result.stderr.split())
 
 
+def test_figures_of_kernels_are_in_their_units(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.csv"
+    cells = [row.split(",") for row in rows()]
+    path.write_text(HEADER + "\n".join(f"{a},{b},{c},{d}e-6,{e}e-6" for a, b, c, d, e in cells) + "\n")
+    found = text(run("solve", path, "--microbatches", 4, "--blocking-power-w", 50))
+    assert "T* │ 2.520 µs │ 760.5 µJ │" in found
+    assert " 0.0 J" not in found
+
+
+def test_measurements_of_almost_the_same_time_lower_the_bound_and_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    clocks = ((1000, "0.1", 100), (900, "0.100000000001", 50), (800, "0.2", 20))
+    lines = [f"0,{kind},{mhz},{time},{j}" for kind in ("forward", "backward") for mhz, time, j in clocks]
+    path.write_text(HEADER + "\n".join(lines) + "\n")
+    found = text(run("solve", path, "--microbatches", 64, "--points", 3))
+    assert "too steep to plan on: the bounds are lower by at most 1e+02 % for it." in found
+
+
 def test_a_hull_tolerance_lowers_only_the_bound(profile: Path, tmp_path: Path) -> None:
     found = []
     for percent in (0, 40):

@@ -142,7 +142,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def pipelines(draw: st.DrawFn) -> Pipeline:
     """Noisy, non-monotone profiles of 1 to 5 clocks on any schedule; lags and fixed times, some of them 0."""
     schedule = draw(schedules())
-    # No two times so close that the step between them is steeper than the solver's limit (10 MW).
+    # No two times so close that the step between them is too steep for exact arithmetic.
     times_s = st.integers(10, 1000).map(lambda tenths_ms: tenths_ms / 10_000)
     energies_j = st.floats(0.5, 60.0)
     amounts_s = st.sampled_from([0.0, 0.0, 0.004, 0.05])

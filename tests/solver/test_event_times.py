@@ -86,5 +86,5 @@ def test_a_plan_between_kept_corners_costs_little_more_than_the_bound(
         times_ps = thinned.event_times_at(deadline_ps)
         assert times_ps[-1] <= deadline_ps
         relaxed_j = cost.effective_energy_j(times_ps[graph.finish_event] - times_ps[graph.start_event])
-        bound_j = sweep.effective_energy_j_at(deadline_ps / 1e12)
+        bound_j = sweep.effective_energy_j_at(graph.scale.to_s(deadline_ps)) * graph.scale.energy
         assert bound_j - 1e-6 <= relaxed_j <= 1.01 * bound_j  # with 14 corners of 537

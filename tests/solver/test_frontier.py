@@ -156,7 +156,7 @@ def test_impossible_deadlines_name_t_min(a100: Frontier) -> None:
             a100.bound_energy_j,
             lambda t: plan_at(a100.pipeline, t),
         ):
-            with pytest.raises(DeadlineError, match=r"at least T_min, 2\.836510765 s, found") as caught:
+            with pytest.raises(DeadlineError, match=r"at least T_min, 2\.8365107\d* s, found") as caught:
                 attempt(time_s)
             assert float(caught.value.details["t_min_s"]) == a100.t_min_s
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from perseus.solver import Measurement, ProfileError
 from perseus.solver.coarse_hull import coarse_hull
 from perseus.solver.profile import Hull, convex_hull, pareto_options
+from perseus.solver.scale import Scale
 
 STEEPEST_UW = 10**13
 
@@ -58,15 +59,13 @@ def test_figures_out_of_bounds_are_refused(name: str, value: float) -> None:
 
 def test_pareto_is_on_effective_energy() -> None:
     # The slower clock takes more energy, but less than waiting in its place would.
-    options = pareto_options(
-        [Measurement(1400, 1.0, 100.0), Measurement(1200, 2.0, 140.0)], blocking_power_w=60.0
-    )
+    options = pareto_options([Measurement(1400, 1.0, 100.0), Measurement(1200, 2.0, 140.0)], 60.0, Scale())
     assert [(o.clock_mhz, o.effective_energy_j) for o in options] == [(1400, 40.0), (1200, 20.0)]
 
 
 @given(profile=profiles, blocking_power_w=st.floats(0, 500))
 def test_options_are_the_pareto_front(profile: list[Measurement], blocking_power_w: float) -> None:
-    options = pareto_options(profile, blocking_power_w)
+    options = pareto_options(profile, blocking_power_w, Scale())
     for fast, slow in pairwise(options):
         assert fast.time_ps < slow.time_ps
         assert fast.effective_energy_j > slow.effective_energy_j
@@ -80,7 +79,7 @@ def test_options_are_the_pareto_front(profile: list[Measurement], blocking_power
 
 @given(profile=profiles)
 def test_hull_is_convex_and_below_every_option(profile: list[Measurement]) -> None:
-    options = pareto_options(profile, 50.0)
+    options = pareto_options(profile, 50.0, Scale())
     hull = convex_hull(options, STEEPEST_UW)
     assert hull.times_ps[0] == options[0].time_ps
     assert list(hull.slopes_uw) == sorted(set(hull.slopes_uw), reverse=True)
@@ -96,20 +95,22 @@ def test_hull_is_convex_and_below_every_option(profile: list[Measurement]) -> No
 
 def test_hull_drops_options_above_it() -> None:
     points = [(1400, 1.0, 100.0), (1300, 1.1, 99.0), (1200, 2.0, 50.0), (1100, 2.5, 55.0)]
-    hull = convex_hull(pareto_options([Measurement(*p) for p in points], 0.0), STEEPEST_UW)
+    hull = convex_hull(pareto_options([Measurement(*p) for p in points], 0.0, Scale()), STEEPEST_UW)
     assert hull.times_ps == (10**12, 2 * 10**12)
     assert hull.slopes_uw == (50 * 10**6,)
     assert hull.slowest_effective_energy_j == 50.0
 
 
 def test_absurdly_steep_steps_are_capped() -> None:
-    options = pareto_options([Measurement(1400, 1.0, 100.0), Measurement(1300, 1.0 + 1e-11, 1.0)], 0.0)
+    options = pareto_options(
+        [Measurement(1400, 1.0, 100.0), Measurement(1300, 1.0 + 1e-11, 1.0)], 0.0, Scale()
+    )
     assert convex_hull(options, STEEPEST_UW).slopes_uw == (STEEPEST_UW,)
 
 
 @given(profile=profiles, tolerance_j=st.floats(0, 200))
 def test_the_hull_is_lower_by_at_most_the_tolerance(profile: list[Measurement], tolerance_j: float) -> None:
-    exact = convex_hull(pareto_options(profile, 50.0), STEEPEST_UW)
+    exact = convex_hull(pareto_options(profile, 50.0, Scale()), STEEPEST_UW)
     coarse = coarse_hull(exact, tolerance_j)
     assert (coarse.times_ps[0], coarse.times_ps[-1]) == (exact.times_ps[0], exact.times_ps[-1])
     assert coarse.slowest_effective_energy_j == exact.slowest_effective_energy_j

@@ -27,8 +27,9 @@ def targets_of(pipeline: Pipeline, sweep: Sweep, shares: list[float]) -> list[Ta
     width_ps = sweep.t_slow_ps - sweep.t_min_ps
     made = []
     for deadline_ps in sorted({sweep.t_min_ps + int(share * width_ps) for share in shares}):
-        bound_j = sweep.effective_energy_j_at(deadline_ps / 1e12)
-        energy_j = bound_j + sum(pipeline.blocking_power_w) * deadline_ps / 1e12
+        deadline_s = sweep.scale.to_s(deadline_ps)
+        bound_j = sweep.effective_energy_j_at(deadline_s) * sweep.scale.energy
+        energy_j = bound_j + sum(pipeline.blocking_power_w) * deadline_s * sweep.scale.energy
         made.append(Target(deadline_ps, sweep.event_times_at(deadline_ps), bound_j, energy_j))
     return made
 
@@ -50,7 +51,7 @@ def test_no_deadline_is_missed_and_more_time_costs_no_more(pipeline: Pipeline, s
     choices = realiser.realise(made)
     energies_j = realiser.columns.effective_energies_j(realiser.columns.to_columns(choices))
     assert all(later_j <= earlier_j for earlier_j, later_j in pairwise(energies_j))
-    scale_j = float(np.abs(sweep.effective_energies_j).max())
+    scale_j = float(np.abs(sweep.effective_energies_j).max()) * sweep.scale.energy
     for target, choice, energy_j in zip(targets, choices.tolist(), energies_j, strict=True):
         assert_in_time(graph, choice, target.deadline_ps)
         assert energy_j >= target.bound_j - 1e-9 * scale_j

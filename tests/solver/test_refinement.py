@@ -49,7 +49,7 @@ def test_a_refined_plan_is_in_time_and_no_dearer_than_its_inputs(pipeline: Pipel
     sweep = sweep_frontier(graph)
     deadline_ps = sweep.t_min_ps + int(share * (sweep.t_slow_ps - sweep.t_min_ps))
     relaxed_ps = sweep.event_times_at(deadline_ps)
-    bound_j = sweep.effective_energy_j_at(deadline_ps / 1e12)
+    bound_j = sweep.effective_energy_j_at(sweep.scale.to_s(deadline_ps)) * sweep.scale.energy
     # Plans above their bound count as far from it: all rounds are used.
     target = Target(deadline_ps, relaxed_ps, bound_j, 1e-6)
     realiser = Realiser(graph)
@@ -59,6 +59,6 @@ def test_a_refined_plan_is_in_time_and_no_dearer_than_its_inputs(pipeline: Pipel
     rounded_j, found_j = columns.effective_energies_j(columns.to_columns([rounded, refined]))
     assert (columns.iteration_times_ps(columns.to_columns([rounded, refined])) <= deadline_ps).all()
     assert found_j <= rounded_j + 1e-9 * abs(rounded_j)
-    assert found_j >= bound_j - 1e-9 * max(1.0, abs(bound_j))
+    assert found_j >= bound_j - 1e-9 * max(sweep.scale.energy, abs(bound_j))
     # The same search budget finds the same plan.
     assert Realiser(graph).refine(target, [rounded]) == refined

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Pipeline, gpipe
-from perseus.solver.graph import build_event_graph, convex_hulls
+from perseus.solver.graph import EXACT, build_event_graph, convex_hulls, steepest_exact_uw
 from perseus.solver.profile import Option
 from perseus.solver.relaxed_cost import RelaxedCost
+from perseus.solver.scale import UW_PER_W
 from perseus.solver.sweep import sweep_frontier
 from tests.solver.pipelines import ReferenceProgram, pipelines, published_pipeline
 
@@ -17,7 +18,7 @@ from tests.solver.pipelines import ReferenceProgram, pipelines, published_pipeli
 def test_equals_linear_program_on_random_pipelines(pipeline: Pipeline, shares: list[float]) -> None:
     sweep = sweep_frontier(build_event_graph(pipeline))
     program = ReferenceProgram(pipeline)
-    t_min_s, t_slow_s = sweep.t_min_ps / 1e12, sweep.t_slow_ps / 1e12
+    t_min_s, t_slow_s = sweep.t_min_s, sweep.t_slow_s
     scale_j = sum(abs(energy_j) for energy_j in sweep.effective_energies_j[[0, -1]]) + 1
     for share in (0.0, *shares, 1.0):
         # 10 ps more: at T_min itself the program may be a rounding error short of feasible.
@@ -57,15 +58,16 @@ def test_relaxed_plan_between_corners_is_feasible_and_costs_the_bound(
             missing_ps = hull.times_ps[k + 1] - max(hull.times_ps[k], duration_ps)
             cost_j += max(0, int(missing_ps)) * slope_uw * 1e-18
     counted_j = RelaxedCost(graph.hulls, graph.profile_of).effective_energy_j(durations_ps)
-    assert counted_j == pytest.approx(cost_j, rel=1e-9, abs=1e-9)
-    assert cost_j == pytest.approx(sweep.effective_energy_j_at(time_ps / 1e12), rel=1e-9, abs=1e-9)
+    assert counted_j == pytest.approx(cost_j, rel=1e-9, abs=1e-9 * graph.scale.energy)
+    expected_j = sweep.effective_energy_j_at(graph.scale.to_s(time_ps)) * graph.scale.energy
+    assert cost_j == pytest.approx(expected_j, rel=1e-9, abs=1e-9 * graph.scale.energy)
 
 
 def test_a_partial_sweep_stops_at_its_limit_and_agrees_with_the_whole() -> None:
     graph = build_event_graph(published_pipeline("a40", 4))
     whole = sweep_frontier(graph)
     middle_ps = (whole.t_min_ps + whole.t_slow_ps) // 2
-    part = sweep_frontier(graph, stop_s=middle_ps / 1e12)
+    part = sweep_frontier(graph, stop_ps=middle_ps)
     assert part.iteration_times_ps[-1] == middle_ps
     assert part.t_min_ps == whole.t_min_ps
     assert np.array_equal(part.event_times_at(middle_ps), whole.event_times_at(middle_ps))
@@ -88,13 +90,21 @@ def test_equals_linear_program_on_published_profiles(gpu: str, microbatch_count:
     program = ReferenceProgram(pipeline)
     shares = np.random.default_rng(microbatch_count).uniform(size=5)
     for share in (0.0, *shares, 1.0):
-        time_s = (sweep.t_min_ps + share * (sweep.t_slow_ps - sweep.t_min_ps)) / 1e12 + 1e-11
+        time_s = sweep.t_min_s + share * (sweep.t_slow_s - sweep.t_min_s) + 1e-11
         expected_j = program.min_effective_energy_j(time_s)
         assert sweep.effective_energy_j_at(time_s) == pytest.approx(expected_j, rel=1e-7)
 
 
 def test_the_largest_schedule_keeps_the_slopes_of_real_profiles() -> None:
-    """20 kW, as of eight GPUs at their steepest; flows of all of them stay whole numbers."""
+    """The steepest are a hundred times as steep as the mean; flows of all of them stay whole numbers."""
     options = (Option(1400, 10 * 10**9, 300.0, 300.0), Option(1200, 20 * 10**9, 100.0, 100.0))
-    (hull,) = convex_hulls([options], np.zeros(65_536, dtype=np.int64))
-    assert hull.slopes_uw == (20_000 * 10**6,)
+    assert steepest_exact_uw([options], np.zeros(65_536, dtype=np.int64)) == np.inf
+
+
+def test_limited_slopes_use_all_that_is_exact() -> None:
+    """Where one profile is nearly vertical, its limit is what the others leave."""
+    usual = (Option(1400, 10**12, 300.0, 300.0), Option(1200, 2 * 10**12, 100.0, 100.0))
+    vertical = (Option(1400, 10**12, 300.0, 300.0), Option(1200, 10**12 + 1, 100.0, 100.0))
+    limit_uw = steepest_exact_uw([usual, vertical], np.array([0] * 90 + [1] * 10))
+    assert limit_uw == (EXACT // 4 - 90 * 200 * UW_PER_W) // 10
+    assert convex_hulls([usual, vertical], limit_uw)[1].slopes_uw == (limit_uw,)

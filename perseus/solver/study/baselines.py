@@ -11,7 +11,7 @@ from perseus.solver.errors import ProfileError
 from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, earliest_finishes_ps, replay
-from perseus.solver.profile import Option, highest, pareto_options, to_ps
+from perseus.solver.profile import Option, highest, pareto_options
 from perseus.solver.setting import Setting, clock_of, in_order
 
 _BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -30,16 +30,16 @@ def envpipe(pipeline: Pipeline) -> Plan:
     EnvPipe assumes stages of equal weight: where the last stage is not the heaviest, its plan is slower.
     """
     computations, dependencies = order_computations(pipeline)
-    envelope = _envelope(pipeline)
+    envelope, scale = _envelope(pipeline), pipeline.scale
     options: list[tuple[Option, ...]] = []
     for c in computations:
         if c.kind is Kind.FIXED:
-            options.append((Option(0, to_ps(pipeline.fixed_times_s[c]), 0.0, 0.0),))
+            options.append((Option(0, scale.to_ps(pipeline.fixed_times_s[c]), 0.0, 0.0),))
             continue
         measurements = pipeline.profiles[c.stage, c.chunk, c.kind]
         if c in envelope:
             measurements = (highest(measurements),)
-        options.append(pareto_options(measurements, pipeline.blocking_power_w[c.stage]))
+        options.append(pareto_options(measurements, pipeline.blocking_power_w[c.stage], scale))
     chosen = [len(some) - 1 for some in options]
     while True:
         durations_ps = [some[k].time_ps for some, k in zip(options, chosen, strict=True)]

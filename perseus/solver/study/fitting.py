@@ -22,10 +22,15 @@ from perseus.solver.bounds import MAX_TIME_S
 from perseus.solver.computation import Computation
 from perseus.solver.errors import ScheduleError, SolverError
 from perseus.solver.pipeline import Pipeline
-from perseus.solver.profile import PS_PER_S, to_ps
 from perseus.solver.schedule import Schedule
 from perseus.solver.study.critical_paths import CriticalPaths
-from perseus.solver.study.iteration_model import Estimate, FloatArray, IterationModel, durations_ps
+from perseus.solver.study.iteration_model import (
+    IN_PS,
+    Estimate,
+    FloatArray,
+    IterationModel,
+    durations_ps,
+)
 from perseus.solver.study.transfers import Transfers, lagged_arcs, with_occupying_transfers
 
 EXPLAINED_WITHIN = 0.02
@@ -168,8 +173,8 @@ def _emulated_s(
         for link in paths.links
     ]
     durations = durations_ps(paths.computations, [{**fitted.fixed_times_s, **one} for one in times_s])
-    emulated_ps = paths.lengths_ps(durations, np.array([to_ps(lag_s) for lag_s in lags_s], np.int64))
-    return emulated_ps / PS_PER_S
+    emulated_ps = paths.lengths_ps(durations, np.array([IN_PS.to_ps(lag_s) for lag_s in lags_s], np.int64))
+    return emulated_ps / IN_PS.ps_per_s
 
 
 def _simple_first(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> list[FittedTimes]:

@@ -27,12 +27,15 @@ from numpy.typing import NDArray
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import SolverError
 from perseus.solver.pipeline import MAX_TOTAL_TIME_S
-from perseus.solver.profile import PS_PER_S, to_ps
+from perseus.solver.scale import Scale
 from perseus.solver.schedule import Schedule
 from perseus.solver.study.critical_paths import CriticalPaths, Int64Array, Link
 from perseus.solver.study.transfers import Transfers
 
 FloatArray = NDArray[np.float64]
+
+IN_PS = Scale()
+"""Fits count in picoseconds."""
 
 _ROUND_COUNT = 60
 _SETTLED_GAIN = 1e-6
@@ -198,11 +201,11 @@ class IterationModel:
         lengths_ps = [
             self._paths.lengths_ps(
                 np.tile(self._durations_ps, len(rows)),
-                np.rint(rows * (self._unit_s * PS_PER_S)).astype(np.int64).T.repeat(count, axis=1),
+                np.rint(rows * (self._unit_s * IN_PS.ps_per_s)).astype(np.int64).T.repeat(count, axis=1),
             )
             for rows in some
         ]
-        lengths_s: FloatArray = np.concatenate(lengths_ps).reshape(-1, count) / PS_PER_S
+        lengths_s: FloatArray = np.concatenate(lengths_ps).reshape(-1, count) / IN_PS.ps_per_s
         return lengths_s
 
     # -------------------------------------------------------------- refinement
@@ -210,13 +213,13 @@ class IterationModel:
     def match(self, parameters: FloatArray) -> Match:
         """Emulate all iterations with these parameters."""
         unknowns_s = self._made_of @ parameters * self._unit_s
-        unknowns_ps = np.array([to_ps(unknown_s) for unknown_s in unknowns_s.tolist()], np.int64)
+        unknowns_ps = np.array([IN_PS.to_ps(unknown_s) for unknown_s in unknowns_s.tolist()], np.int64)
         fixed_count = len(self._sought)
         self._durations_ps[self._sought] = unknowns_ps[:fixed_count, None]
         path = self._paths.critical(self._durations_ps, unknowns_ps[fixed_count:], self._sought)
         self._durations_ps[self._sought] = 0
         counts = np.concatenate((path.sought_counts, path.link_counts), axis=1)
-        rest_s = (path.lengths_ps - counts @ unknowns_ps) / PS_PER_S
+        rest_s = (path.lengths_ps - counts @ unknowns_ps) / IN_PS.ps_per_s
         errors = (rest_s + counts @ unknowns_s) / self._measured_s - 1
         loss = float(errors @ errors + self._prior @ parameters**2)
         return Match(parameters, loss, counts.astype(np.float64), rest_s)
@@ -263,10 +266,10 @@ def durations_ps(
     """
     rows = [[_time_ps(one, c) for one in times_s] for c in computations]
     for total_ps in map(sum, zip(*rows, strict=True)):
-        if total_ps > MAX_TOTAL_TIME_S * PS_PER_S:
+        if total_ps > MAX_TOTAL_TIME_S * IN_PS.ps_per_s:
             raise SolverError(
                 f"times_s: expected computations of at most {MAX_TOTAL_TIME_S:g} s together, "
-                f"found {total_ps / PS_PER_S:g} s"
+                f"found {total_ps / IN_PS.ps_per_s:g} s"
             )
     return np.array(rows, np.int64)
 
@@ -276,7 +279,7 @@ def _time_ps(times_s: Mapping[Computation, float], c: Computation) -> int:
     if time_s is None or not (math.isfinite(time_s) and time_s >= 0):
         found = "none" if time_s is None else time_s
         raise SolverError(f"{c}: expected a finite time of 0 s or more, found {found}", computation=c)
-    return to_ps(time_s)
+    return IN_PS.to_ps(time_s)
 
 
 def non_negative_solution(gram: FloatArray, projected: FloatArray) -> FloatArray:

@@ -20,16 +20,21 @@ export function signed(value, digits = 0) {
   return value > 0 && Number(value.toFixed(digits)) !== 0 ? `+${text}` : text;
 }
 
+/** Each for values from its limit on: below 0.1 in smaller units. */
 const PREFIXES = [
-  [1e9, "G"],
-  [1e6, "M"],
-  [1e3, "k"],
-  [1, ""],
+  [1e9, 1e9, "G"],
+  [1e6, 1e6, "M"],
+  [1e3, 1e3, "k"],
+  [0.1, 1, ""],
+  [1e-3, 1e-3, "m"],
+  [1e-6, 1e-6, "µ"],
+  [0, 1e-9, "n"],
 ];
 
 function scaled(value, unit, digits) {
   if (!Number.isFinite(value)) return UNKNOWN;
-  const [factor, prefix] = PREFIXES.find(([each]) => Math.abs(value) >= each) ?? PREFIXES.at(-1);
+  const size = value === 0 ? 1 : Math.abs(value);
+  const [, factor, prefix] = PREFIXES.find(([limit]) => size >= limit);
   const shown = value / factor;
   const decimals = Math.max(0, digits - String(Math.trunc(Math.abs(shown))).length);
   return `${fixed(shown, prefix === "" && Math.abs(shown) >= 100 ? 0 : decimals)} ${prefix}${unit}`;
@@ -70,9 +75,10 @@ export function grams(value) {
   return `${fixed(value / factor, decimalsOf(value / factor, 2))} ${unit}`;
 }
 
-/** Iteration times and the like: three decimals below 100 s. */
+/** Iteration times and the like: three decimals from 0.1 s, one from 100 s; below 0.1 s "12.34 ms". */
 export function seconds(value) {
   if (!Number.isFinite(value)) return UNKNOWN;
+  if (value !== 0 && Math.abs(value) < 0.1) return scaled(value, "s", 4);
   return `${fixed(value, Math.abs(value) < 100 ? 3 : 1)} s`;
 }
 
@@ -80,6 +86,7 @@ export function seconds(value) {
 export function milliseconds(value_s) {
   if (!Number.isFinite(value_s)) return UNKNOWN;
   const value = 1000 * value_s;
+  if (value !== 0 && Math.abs(value) < 0.1) return scaled(value_s, "s", 3);
   return `${fixed(value, Math.abs(value) < 100 ? 1 : 0)} ms`;
 }
 

@@ -1,0 +1,70 @@
+"""The solver's own units: those that fit a problem's figures.
+
+Sums of whole picoseconds and whole microwatts are exact in doubles, and precise enough for iterations of a
+few seconds on GPUs of a few hundred watts. Microsecond kernels, or pods of megawatts, are solved as problems
+of that size: times and energies are scaled before, and scaled back after. So a solution does not depend on
+the units of its figures, and figures at all accepted bounds are solved alike.
+
+The names of scaled figures are those of picoseconds, microwatts and joules. Everything in
+:mod:`perseus.solver.graph` is scaled, and so is what is laid out or chosen from it. Pipelines, plans and
+frontiers have real seconds and joules.
+"""
+
+import math
+from typing import NamedTuple
+
+PS_PER_SCALED_S = 10**12
+UW_PER_W = 10**6
+
+_TOTAL_DIGITS = 15
+"""Decimal digits of the total time in ps: the largest number that survives division and multiplication by
+``ps_per_s`` exactly, in doubles of 53 bits."""
+
+_LOG2_MEAN_FLOW_UW = 43
+"""Computations × mean slope. The total flow must be below 2^53, and may be four times the sum of the steepest
+slopes (`perseus.solver.graph.steepest_exact_uw`): so these may be 256 times as steep as the mean. Rounding
+slopes down to whole microwatts then costs at most a share of computations / 2^43 of the energy that can be
+saved."""
+
+
+class Scale(NamedTuple):
+    """Conversions to scaled units. Without arguments, units stay what they are.
+
+    Attributes:
+        ps_per_s: scaled picoseconds per second: a power of ten, so that decimals remain whole.
+        energy: scaled joules per joule: a power of two, so that scaling rounds nothing.
+    """
+
+    ps_per_s: float = 1e12
+    energy: float = 1.0
+
+    def to_ps(self, time_s: float) -> int:
+        """Round seconds to whole scaled picoseconds."""
+        return round(time_s * self.ps_per_s)
+
+    def to_s(self, time_ps: int) -> float:
+        """Return scaled picoseconds in seconds."""
+        return time_ps / self.ps_per_s
+
+    @property
+    def power(self) -> float:
+        """Scaled watts per watt."""
+        return self.energy * (PS_PER_SCALED_S / self.ps_per_s)
+
+
+def fitting_scale(total_s: float, range_s: float, range_j: float, computation_count: int) -> Scale:
+    """Return the scale for a problem.
+
+    Args:
+        total_s: the time of all its computations and lags, one after the other, at their slowest.
+        range_s: how much shorter that is with all of them at their fastest.
+        range_j: how much effective energy all of them can save.
+        computation_count: number of computations.
+    """
+    digits = math.floor(math.log10(total_s)) + 1 if total_s else 0
+    ps_per_s = float(f"1e{_TOTAL_DIGITS - digits}")
+    if not (range_s > 0 and range_j > 0):
+        return Scale(ps_per_s)
+    mean_uw = UW_PER_W * (range_j / range_s) * (PS_PER_SCALED_S / ps_per_s)
+    exponent = _LOG2_MEAN_FLOW_UW - math.floor(math.log2(mean_uw * computation_count))
+    return Scale(ps_per_s, math.ldexp(1.0, exponent))

@@ -25,20 +25,12 @@ from perseus.solver.columns import Columns
 from perseus.solver.computation import Kind
 from perseus.solver.errors import SolverError
 from perseus.solver.frontier import MIN_POINT_COUNT, Frontier, solve
-from perseus.solver.graph import EXACT, Int64Array, build_event_graph
+from perseus.solver.graph import Int64Array, build_event_graph
 from perseus.solver.order_table import Path
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan
-from perseus.solver.profile import (
-    PS_PER_S,
-    UW_PER_W,
-    Hull,
-    Measurement,
-    convex_hull,
-    highest,
-    pareto_options,
-    to_ps,
-)
+from perseus.solver.profile import Hull, Measurement, convex_hull, highest, pareto_options
+from perseus.solver.scale import PS_PER_SCALED_S, UW_PER_W
 from perseus.solver.sweep import sweep_frontier
 
 Layers = tuple[int, ...]
@@ -190,8 +182,9 @@ def _partition(layers: Layers, move: Move | None, frontier: Frontier, present: F
 def _gain_j(frontier: Frontier, pipeline: Pipeline) -> float:
     """Return by how much a pipeline's lower bound is below the frontier's for the same iteration time."""
     stock_s = frontier.baseline.iteration_time_s
-    sweep = sweep_frontier(build_event_graph(pipeline, frontier.hull_tolerance), stop_s=stock_s)
-    time_s = max(stock_s, sweep.t_min_ps / PS_PER_S)
+    stop_ps = pipeline.scale.to_ps(stock_s)
+    sweep = sweep_frontier(build_event_graph(pipeline, frontier.hull_tolerance), stop_ps=stop_ps)
+    time_s = max(stock_s, sweep.t_min_s)
     bound_j = sweep.effective_energy_j_at(time_s) + sum(pipeline.blocking_power_w) * time_s
     return frontier.bound_energy_j(time_s) - bound_j
 
@@ -236,11 +229,12 @@ class _Model:
         return replace(self._pipeline, profiles={**self._pipeline.profiles, **scaled})
 
     def hull(self, key: ProfileKey, layers: Layers) -> Hull:
-        """Return the hull of a kind of computation with these layers."""
+        """Return the hull of a kind of computation with these layers, in the measured scale."""
         count = layers[self._place_of[key[:2]]]
         if (key, count) not in self._hulls:
-            options = pareto_options(self._scaled(key, count), self._pipeline.blocking_power_w[key[0]])
-            self._hulls[key, count] = convex_hull(options, EXACT)
+            power_w = self._pipeline.blocking_power_w[key[0]]
+            options = pareto_options(self._scaled(key, count), power_w, self._pipeline.scale)
+            self._hulls[key, count] = convex_hull(options)
         return self._hulls[key, count]
 
     def _scaled(self, key: ProfileKey, count: int) -> tuple[Measurement, ...]:
@@ -279,7 +273,7 @@ class _Model:
 
 
 class _Estimates:
-    """Quick estimates of what moves bring: the exact T_min, and each stage's energy by itself.
+    """Quick estimates of what moves bring: the exact T_min, and each stage's energy by itself, all scaled.
 
     A stage computes between its first start and its last end in the fastest iteration, and during the time by
     which the iteration may be longer. Its estimated energy is the least in that time, as if it never waited
@@ -289,7 +283,8 @@ class _Estimates:
     def __init__(self, pipeline: Pipeline, model: _Model) -> None:
         graph = build_event_graph(pipeline)
         self._model = model
-        self._blocking_power_w = sum(pipeline.blocking_power_w)
+        self._to_ps = pipeline.scale.to_ps
+        self._blocking_power_w = sum(pipeline.blocking_power_w) * pipeline.scale.power
         self._columns = Columns(graph)
         self._profile_of = graph.profile_of[self._columns.computation_of]
         self._fastest_ps = [options[0].time_ps for options in graph.options]
@@ -311,14 +306,15 @@ class _Estimates:
         moves = [move for move in product(giving, taking) if move[0] != move[1]]
         partitions = [_moved(layers, *move) for move in moves]
         durations_ps, finishes_ps = self._replay([self._model.layers, *partitions])
+        stock_ps = self._to_ps(stock_s)
         gains_j: list[list[tuple[float, Move]]] = [[], []]
         for column, (partition, move) in enumerate(zip(partitions, moves, strict=True), start=1):
-            time_ps = max(to_ps(stock_s), int(finishes_ps[:, column].max()))
+            time_ps = max(stock_ps, int(finishes_ps[:, column].max()))
             before_j, after_j = (
                 self._energy_j(some, durations_ps[:, at], finishes_ps[:, at], time_ps)
                 for some, at in ((self._model.layers, 0), (partition, column))
             )
-            gains_j[time_ps > to_ps(stock_s)].append((before_j - after_j, move))
+            gains_j[time_ps > stock_ps].append((before_j - after_j, move))
         allowed, slower = (
             [move for _, move in sorted(some, reverse=True)[:_SWEPT_COUNT]] for some in gains_j
         )
@@ -353,7 +349,7 @@ class _Estimates:
     ) -> float:
         starts_ps = finishes_ps - durations_ps
         longer_ps = time_ps - int(finishes_ps.max())
-        energy_j = self._blocking_power_w * time_ps / PS_PER_S
+        energy_j = self._blocking_power_w * time_ps / PS_PER_SCALED_S
         for rows, counts in zip(self._rows_of, self._counts, strict=True):
             busy_ps = int(finishes_ps[rows].max() - starts_ps[rows].min()) + longer_ps
             energy_j += _least_energy_j(
@@ -374,5 +370,5 @@ def _least_energy_j(hulls: Iterable[tuple[Hull, int]], busy_ps: int) -> float:
     for slope_uw, span_ps in sorted(pieces_uw, reverse=True):
         used_ps = min(span_ps, max(0, longer_ps))
         longer_ps -= used_ps
-        energy_j += slope_uw / UW_PER_W * (span_ps - used_ps) / PS_PER_S
+        energy_j += slope_uw / UW_PER_W * (span_ps - used_ps) / PS_PER_SCALED_S
     return energy_j

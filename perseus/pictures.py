@@ -85,6 +85,15 @@ class FleetPicture:
     unit: str = "h"
 
 
+@dataclass(frozen=True, slots=True)
+class SweepPicture:
+    """The data of a sweep's plot: of each figure, in percent of stock, the runs of each setting."""
+
+    title: str
+    settings: Sequence[str]
+    percents: Mapping[str, Sequence[Sequence[float]]]
+
+
 def image_format(path: Path) -> str:
     """Return the image format of a path's suffix; PNG if it has none.
 
@@ -208,6 +217,28 @@ def draw_fleet(picture: FleetPicture, image_format: str) -> bytes:
     panels[0].set_title(picture.title)
     panels[-1].set_xlabel(f"time since the start ({picture.unit})")
     panels[-1].set_xlim(0.0, picture.times[-1])
+    image = BytesIO()
+    figure.savefig(image, format=image_format)
+    return image.getvalue()
+
+
+def draw_sweep(picture: SweepPicture, image_format: str) -> bytes:
+    """Return a sweep as an image: a panel for each figure, a line for each setting, a point for each run.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the image format is unknown.
+    """
+    figure = _figure(5.0 + 3.0 * len(picture.percents), 1.2 + 0.25 * len(picture.settings))
+    panels = figure.subplots(1, len(picture.percents), sharey=True, squeeze=False)[0]
+    for axes, (name, percents) in zip(panels, picture.percents.items(), strict=True):
+        for line, runs in enumerate(percents):
+            axes.plot(runs, [line] * len(runs), "o", color="tab:blue", ms=5, alpha=0.5)
+        axes.set_xlabel(f"{name} (% of stock)")
+        axes.grid(alpha=0.3)
+    panels[0].set_yticks(range(len(picture.settings)), picture.settings, fontsize=8)
+    panels[0].invert_yaxis()
+    figure.suptitle(picture.title)
     image = BytesIO()
     figure.savefig(image, format=image_format)
     return image.getvalue()

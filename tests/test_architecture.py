@@ -92,7 +92,7 @@ RULES: Mapping[str, PackageRules] = {
     "service.storage": allowed("alembic", "google", "numpy", "pydantic", "sqlalchemy"),
     "service.storage.commit_markers": pure(),
     "service.storage.migrations": allowed("alembic", "sqlalchemy"),
-    "service.solving": allowed("structlog"),
+    "service.solving": allowed("dask", "distributed", "structlog"),
     "service.solving.fair_queue": pure(),
     "service.shell": allowed("structlog"),
     "service.shell.watch_state": pure(),

@@ -54,11 +54,11 @@ def test_two_clones_build_the_same_bytes_with_their_commit(tmp_path: Path) -> No
     with zipfile.ZipFile(next((tmp_path / "one-dist").glob("*.whl"))) as wheel:
         wheel.extractall(unpacked)
     code = "from perseus.release import release; print(release())"
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(unpacked)},
         check=True,
         capture_output=True,
         text=True,
     )
-    assert told.stdout.strip() == f"{VERSION}+g{commit_of_checkout()}"
+    assert printed.stdout.strip() == f"{VERSION}+g{commit_of_checkout()}"

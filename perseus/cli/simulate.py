@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from perseus.cli.destination import Destination
+from perseus.cli.executor import DaskInsecureOption, DaskOption, Executor, ProcessesOption
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, FormatOption, show_rows
+from perseus.cli.simulate_sweep import simulate_sweep
 from perseus.cli.solve import check_picture, without_pyplot, wrong_unit
 from perseus.cli.terminal import fail, warn
 
@@ -37,6 +39,17 @@ def simulate(
         Path | None,
         typer.Option(help="Draw power, speeds and signals here; the suffix names the format, PNG if none."),
     ] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Simulate every combination of the budgets, forecasts, policies and seeds in this file.",
+            show_default=False,
+        ),
+    ] = None,
+    processes: ProcessesOption = None,
+    dask: DaskOption = None,
+    dask_insecure: DaskInsecureOption = False,
     form: FormatOption = Format.TABLE,
 ) -> None:
     """Simulate the coordinator's decisions for jobs, power budgets and signals, and show the result."""
@@ -47,8 +60,14 @@ def simulate(
 
     picture = None if plot is None else Destination("--plot", plot)
     if picture is not None:
-        picture.check(scenario)
+        picture.check(scenario, *([] if sweep is None else [sweep]))
         check_picture(picture)
+    if sweep is not None:
+        executor = Executor.of_flags(processes, dask, dask_insecure)
+        simulate_sweep(scenario, sweep, executor, picture, form)
+        return
+    if dask is not None:
+        fail("--dask: expected --sweep beside it")
     try:
         described = read_scenario(scenario)
         with working("Solving", is_measured=True) as report:

@@ -13,9 +13,11 @@ from rich.table import Table
 from perseus.cli.amounts import joules, seconds
 from perseus.cli.comparison import RULES, baselines, comparison_rows
 from perseus.cli.destination import Destination
+from perseus.cli.executor import DaskInsecureOption, DaskOption, Executor, ProcessesOption
 from perseus.cli.progress import working
 from perseus.cli.rebalancing import partitions_of, partitions_table, read_layers, rows_with_partitions
 from perseus.cli.rows import Format, FormatOption, show_rows
+from perseus.cli.solve_many import expanded, solve_many
 from perseus.cli.terminal import FAILURE, console, error_console, fail, print_whole, warn
 from perseus.schedule_name import ScheduleName
 
@@ -56,13 +58,13 @@ LimitS = Annotated[float, typer.Option(min=0.001, max=1e9, help="Time limit, sec
 
 def solve(
     profile: Annotated[
-        Path,
+        list[Path],
         typer.Argument(
             help="CSV with the columns stage,instruction,frequency,time,energy "
             "(forward, backward, and those that the schedule adds: backward-input, backward-weight, "
             "recomputation; MHz, seconds, joules per GPU), chunk if stages have several, and "
             "time_se,energy_se if standard errors are known. All other columns are further settings, "
-            "such as power_limit_w or kernel.",
+            "such as power_limit_w or kernel. Several files, or a pattern in quotes, are solved at once.",
             show_default=False,
         ),
     ],
@@ -122,12 +124,17 @@ def solve(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the frontier here, as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the frontier here, as JSON; of several profiles, a folder.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the frontier here; the suffix names the format, PNG if none.")
     ] = None,
     limit_computations: LimitComputations = _LIMIT_COMPUTATIONS,
     limit_s: LimitS = _LIMIT_S,
+    processes: ProcessesOption = None,
+    dask: DaskOption = None,
+    dask_insecure: DaskInsecureOption = False,
     form: FormatOption = Format.TABLE,
 ) -> None:
     """Compute the iteration time-energy frontier of one pipeline from its profile."""
@@ -137,17 +144,11 @@ def solve(
     if rebalance != (layers is not None):
         fail("--rebalance: expected together with --layers")
     waiting = _blocking_power_w(blocking_power_w)
-    destination = _checked("--output", output, profile)
-    picture = _checked("--plot", plot, profile)
-    if picture is not None:
-        check_picture(picture)
-        if destination is not None:
-            picture.check_other_than(destination)
-    try:
-        with working("Reading"):
-            profiles = solver.shrink_profiles(solver.read_profile_csv(profile, gpus_per_stage))
+
+    def read(path: Path) -> "Pipeline":
+        profiles = solver.shrink_profiles(solver.read_profile_csv(path, gpus_per_stage))
         stage_count = 1 + max(stage for stage, _, _ in profiles)
-        _check_settings(profile, profiles)
+        _check_settings(path, profiles)
         counts = stage_count, microbatches, 1 + max(chunk for _, chunk, _ in profiles)
         _check_size(solver.max_computations(schedule, *counts), points, limit_computations)
         waiting_w, by_clock_w = solver.blocking_of_stages(waiting, gpus_per_stage, stage_count)
@@ -157,17 +158,38 @@ def solve(
             blocking_power_w=waiting_w,
             blocking_powers_w=by_clock_w,
         )
-        if found := wrong_unit(pipeline, gpus_per_stage, str(profile), "--blocking-power-w"):
+        if found := wrong_unit(pipeline, gpus_per_stage, str(path), "--blocking-power-w"):
             warn(found)
+        return pipeline
+
+    options: dict[str, Any] = {
+        "point_count": points,
+        "hull_tolerance": None if hull_tolerance_percent is None else hull_tolerance_percent / 100,
+        "confidence": confidence_percent / 100,
+    }
+    paths = expanded(profile)
+    if len(paths) > 1 or dask is not None:
+        alone = {"--compare": compare, "--rebalance": rebalance, "--plot": plot is not None}
+        if flag := next((flag for flag, is_given in alone.items() if is_given), None):
+            fail(f"{flag}: expected one profile, and no --dask")
+        executor = Executor.of_flags(processes, dask, dask_insecure)
+        try:
+            solve_many(paths, read, options, output, executor, limit_s, form)
+        except solver.SolverError as error:
+            fail(str(error))
+        return
+    destination = _checked("--output", output, paths[0])
+    picture = _checked("--plot", plot, paths[0])
+    if picture is not None:
+        check_picture(picture)
+        if destination is not None:
+            picture.check_other_than(destination)
+    try:
+        with working("Reading"):
+            pipeline = read(paths[0])
         model = read_layers(layers, pipeline) if layers is not None else None
         with _at_most(limit_s), working("Solving", is_measured=True) as report:
-            frontier = solver.solve(
-                pipeline,
-                point_count=points,
-                hull_tolerance=None if hull_tolerance_percent is None else hull_tolerance_percent / 100,
-                confidence=confidence_percent / 100,
-                on_progress=report,
-            )
+            frontier = solver.solve(pipeline, on_progress=report, **options)
             others = baselines(frontier.pipeline) if compare else {}
         with _at_most(limit_s), working("Rebalancing"):
             advice = solver.rebalance(frontier, model) if model is not None else None
@@ -194,7 +216,7 @@ def solve(
             f"the bounds are lower by at most {100 * frontier.bound_slack:.2g} % for it.",
             highlight=False,
         )
-    if settings := _settings_found(profiles):
+    if settings := _settings_found(pipeline.profiles):
         notes.print(settings, highlight=False)
     if frontier.margin is not None:
         notes.print(

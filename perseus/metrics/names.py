@@ -110,6 +110,9 @@ SOLVER_BUSY = SERVER.gauge("solver_busy", "Problems that solver processes work o
 SOLVES = SERVER.histogram("solver_seconds", "Duration of solves, from request to answer.", "pool")
 SOLVER_FAILURES = SERVER.counter("solver_failures", "Solves that failed.", "pool")
 SOLVER_CRASHES = SERVER.counter("solver_crashes", "Solver processes that died.", "pool")
+SOLVER_DASK_THREADS = SERVER.gauge(
+    "solver_dask_threads", "Threads of the Dask cluster that solves; 0 while own processes do."
+)
 
 
 LEDGER = Section(

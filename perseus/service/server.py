@@ -6,6 +6,7 @@ import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from perseus.service.api.power_service import PowerService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
-from perseus.service.domain.errors import AddressUnavailableError, TokenFileUnusableError
+from perseus.service.domain.errors import AddressUnavailableError, DaskMissingError, TokenFileUnusableError
 from perseus.service.domain.ledger import Rates
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.signals import SignalKind
@@ -36,6 +37,7 @@ from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.signals import NamedSignal
 from perseus.service.shell.tokens import new_secret
 from perseus.service.signals.factory import open_source
+from perseus.service.solving.dask_cluster import Cluster
 from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
@@ -171,15 +173,21 @@ async def running(
         secret = None
         if not settings.insecure:
             secret = await asyncio.to_thread(_operator_token, settings.operator_token_file, starting)
+        if settings.dask is not None and find_spec("distributed") is None:
+            raise DaskMissingError
         store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
         percent = settings.solver_hull_tolerance_percent
         tolerance = None if percent is None else percent / 100
+        # Other clients' work must not delay ours: jobs train meanwhile.
+        cluster = None if settings.dask is None else Cluster(settings.dask, priority=1)
         job_solver = WorkerPool(
             JOBS,
             settings.solver_processes,
             settings.solver_limit_s,
             hull_tolerance=tolerance,
+            cluster=cluster,
+            cluster_share=lambda thread_count: max(1, thread_count - settings.request_processes),
             new_worker=new_worker,
         )
         stack.callback(job_solver.close)
@@ -188,9 +196,13 @@ async def running(
             settings.request_processes,
             settings.request_limit_s,
             hull_tolerance=tolerance,
+            cluster=cluster,
+            cluster_share=lambda thread_count: min(thread_count, settings.request_processes),
             new_worker=new_worker,
         )
         stack.callback(request_solver.close)
+        if cluster is not None:
+            stack.push_async_callback(_cancel, asyncio.create_task(cluster.run()))
         feeds = Feeds(
             {name: some.feed(name) for name, some in settings.feeds.items()},
             {name: some.hosts for name, some in settings.feeds.items()},
@@ -232,6 +244,11 @@ async def running(
                 log.info("stopped")
             with contextlib.suppress(asyncio.CancelledError):
                 await background
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _operator_token(path: Path, starting: contextlib.ExitStack) -> str:

@@ -14,7 +14,7 @@ from perseus.service.job.rules import Rules
 from perseus.service.signal_settings import SignalSettings
 from perseus.tls.address import host_and_port
 from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
-from perseus.tls.rules import check_needs
+from perseus.tls.rules import check_dask, check_needs
 from perseus.tls.tokens import default_token_file
 
 if TYPE_CHECKING:
@@ -27,6 +27,12 @@ def _is_host_and_port(address: str | None) -> str | None:
     if address is not None and host_and_port(address) is None:
         raise ValueError("expected HOST:PORT, with a port from 0 to 65535")
     return address
+
+
+def _is_dask(address: str | None, info: ValidationInfo) -> str | None:
+    if address is None:
+        return None
+    return check_dask(address, insecure=bool(info.data.get("dask_insecure")), wanted="dask_insecure")
 
 
 class FeedSettings(BaseModel):
@@ -132,6 +138,14 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
     )
     request_limit_s: float = Field(
         default=120.0, gt=0, description="Seconds that a client's solve or plan request may take."
+    )
+    dask_insecure: bool = Field(
+        default=False,
+        description="Use a Dask cluster in plaintext: whoever can connect to it runs code there and here.",
+    )
+    dask: Annotated[str | None, AfterValidator(_is_dask)] = Field(
+        default=None,
+        description="Scheduler of a Dask cluster that solves instead of own processes: tls://HOST:PORT.",
     )
     price_per_kwh: float | None = Field(
         default=None,

@@ -23,16 +23,26 @@ from perseus.solver import (
     solve,
 )
 
+Frontiers = dict[tuple[Path, int, int, str], Frontier]
+"""By profile, microbatches, GPUs of a stage, and blocking power."""
+
 MAX_COMPUTATION_COUNT = 8_192
 """The most computations of a job's pipeline: the default limit of `perseus solve`."""
 
 
-def build_fleet(scenario: Scenario, on_progress: Callable[[float], None] = lambda _: None) -> Fleet:
+def build_fleet(
+    scenario: Scenario,
+    on_progress: Callable[[float], None] = lambda _: None,
+    frontiers: Frontiers | None = None,
+) -> Fleet:
     """Return the fleet of a scenario. Identical jobs are solved once.
+
+    `frontiers`: those of earlier fleets; new ones are added.
 
     Raises:
         ScenarioError: a profile or signal can't be read or solved, or a figure of the fleet is impossible.
     """
+    frontiers = {} if frontiers is None else frontiers
     start = scenario.start if scenario.start.tzinfo else scenario.start.replace(tzinfo=UTC)
     begin_s = start.timestamp()
     end_s = begin_s + scenario.duration_h * HOUR_S
@@ -40,7 +50,6 @@ def build_fleet(scenario: Scenario, on_progress: Callable[[float], None] = lambd
     def at_s(hours: float | None) -> float:
         return end_s if hours is None else begin_s + hours * HOUR_S
 
-    frontiers: dict[tuple[Path, int, int, str], Frontier] = {}
     jobs = []
     for number, part in enumerate(scenario.jobs):
         key = (part.profile, part.microbatches, part.gpus_per_stage, str(part.blocking_power_w))
@@ -115,6 +124,7 @@ def build_fleet(scenario: Scenario, on_progress: Callable[[float], None] = lambd
         signals=signals,
         noise=scenario.noise_percent / 100,
         seed=scenario.seed,
+        forecast=scenario.forecast,
     )
 
 

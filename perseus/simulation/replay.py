@@ -7,6 +7,7 @@ while a feed is in transition, and in longer steps while nothing happens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -31,9 +32,12 @@ from perseus.service.fleet.power.messages import (
 from perseus.service.fleet.signal_targets.from_frontier import speed_curve
 from perseus.service.fleet.signal_targets.replanning import replan
 from perseus.service.fleet.signal_targets.speed_curve import Floats
-from perseus.service.fleet.signals.forecast import RegressionForecast
+from perseus.service.fleet.signals.forecast import RegressionForecast, persistence, seasonal_naive
 from perseus.service.fleet.signals.series import Signal
 from perseus.solver import Frontier
+
+Forecast = Literal["regression", "seasonal naive", "persistence", "perfect"]
+"""How policies see a signal ahead: by the coordinator's forecast, by one of its baselines, or as it is."""
 
 _FINE_S, _COARSE_S = 1.0, 20.0
 _FINE_FOR_S = 120.0
@@ -116,6 +120,7 @@ class Fleet:
     signals: Mapping[SignalKind, Signal] = field(default_factory=dict)
     noise: float = 0.01
     seed: int = 0
+    forecast: Forecast = "regression"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +238,8 @@ class _Job:
 class _Forecasts:
     """Known and forecast values of each signal, computed once an hour."""
 
-    def __init__(self, signals: Mapping[SignalKind, Signal]) -> None:
-        self._signals = signals
+    def __init__(self, signals: Mapping[SignalKind, Signal], method: Forecast) -> None:
+        self._signals, self._method = signals, method
         self._models = {kind: RegressionForecast() for kind in signals}
         self._made: dict[tuple[SignalKind, int], Floats | None] = {}
 
@@ -254,7 +259,19 @@ class _Forecasts:
             return None
         first = int(first_s // HOUR_S)
         missing = hour - first - len(history)
-        return self._models[kind].forecast(first, history, missing + _FORECAST_H)[missing:]
+        match self._method:
+            case "persistence":
+                ahead = persistence(history, missing + _FORECAST_H)
+            case "seasonal naive":
+                ahead = seasonal_naive(history, missing + _FORECAST_H)
+            case "regression":
+                ahead = self._models[kind].forecast(first, history, missing + _FORECAST_H)
+            case "perfect":
+                # Beyond the signal's end, nobody knows better than the last day.
+                real = self._signals[kind].hourly((hour + _FORECAST_H) * HOUR_S)[1][len(history) :]
+                rest_h = missing + _FORECAST_H - len(real)
+                ahead = np.concatenate([real, seasonal_naive(np.concatenate([history, real]), rest_h)])
+        return ahead[missing:]
 
 
 def replay(fleet: Fleet, on_progress: Callable[[float], None] = lambda _: None) -> Replay:
@@ -268,7 +285,7 @@ class _Replayer:
         self._machine = FleetMachine(fleet.feeds)
         self._random = np.random.default_rng(fleet.seed)
         self._jobs = {job.job_id: _Job(job) for job in fleet.jobs}
-        self._forecasts = _Forecasts(fleet.signals)
+        self._forecasts = _Forecasts(fleet.signals, fleet.forecast)
         self._statuses: list[tuple[float, FeedStatus]] = []
         self._outcomes: list[tuple[ReplayedBudget, FeedStatus]] = []
         self._feeds = sorted({job.feed for job in fleet.jobs} | fleet.feeds.keys())

@@ -7,13 +7,14 @@ import json
 import tomllib
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from perseus.job_id import JOB_ID_RULE, is_job_id
 from perseus.service.domain.power import DEFAULT_FEED
 from perseus.service.domain.signals import SignalKind
+from perseus.simulation.replay import Forecast
 
 
 def _job_id(text: str) -> str:
@@ -30,15 +31,20 @@ Watts = Annotated[float, Field(gt=0, le=1e12)]
 BlockingWatts = Annotated[float, Field(ge=0, le=1e4)]
 
 
+Model = TypeVar("Model", bound=BaseModel)
+
+
 class ScenarioError(Exception):
     """A scenario can't be read or simulated; the text names the place, and what was expected and found."""
 
 
-class _Part(BaseModel):
+class ScenarioPart(BaseModel):
+    """A part of a scenario's or sweep's file."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FeedPart(_Part):
+class FeedPart(ScenarioPart):
     """A feed, and how fast its power cap falls and rises."""
 
     name: Name = DEFAULT_FEED
@@ -46,7 +52,7 @@ class FeedPart(_Part):
     ramp_up_w_per_s: Watts | None = None
 
 
-class StragglerPart(_Part):
+class StragglerPart(ScenarioPart):
     """A pipeline that takes `factor` times longer for a while."""
 
     pipeline: Annotated[int, Field(ge=0)]
@@ -55,7 +61,7 @@ class StragglerPart(_Part):
     end_h: Hours | None = None
 
 
-class PolicyPart(_Part):
+class PolicyPart(ScenarioPart):
     """Least carbon or cost within some extra time, over consecutive horizons."""
 
     signal: SignalKind
@@ -63,7 +69,7 @@ class PolicyPart(_Part):
     horizon_h: Annotated[float, Field(ge=1, le=366 * 24)]
 
 
-class JobPart(_Part):
+class JobPart(ScenarioPart):
     """A job with a profile as `perseus solve` reads it; its schedule is 1F1B."""
 
     job_id: JobId
@@ -84,7 +90,7 @@ class JobPart(_Part):
     """By how much its power exceeds its plans' prediction."""
 
 
-class BudgetPart(_Part):
+class BudgetPart(ScenarioPart):
     """A limit on a feed, in watts or in percent of the power of all its jobs at stock."""
 
     budget_id: Name
@@ -106,7 +112,7 @@ class BudgetPart(_Part):
         return self
 
 
-class SignalPart(_Part):
+class SignalPart(ScenarioPart):
     """A signal from a CSV file; `column` has its values, `timestamp` their times."""
 
     kind: SignalKind
@@ -115,7 +121,7 @@ class SignalPart(_Part):
     stale_h: Hours = 3.0
 
 
-class Scenario(_Part):
+class Scenario(ScenarioPart):
     """A complete scenario, from `start` for `duration_h` hours."""
 
     start: datetime
@@ -123,6 +129,8 @@ class Scenario(_Part):
     seed: int = 0
     noise_percent: Annotated[float, Field(ge=0, le=50)] = 1.0
     """Standard deviation of the error of a job's mean power over a second."""
+    forecast: Forecast = "regression"
+    """How signals are forecast; `perfect` knows what comes."""
     feeds: tuple[FeedPart, ...] = ()
     jobs: Annotated[tuple[JobPart, ...], Field(max_length=1000)]
     budgets: tuple[BudgetPart, ...] = ()
@@ -168,6 +176,18 @@ def read_scenario(path: Path) -> Scenario:
     Raises:
         ScenarioError: it can't be read or is invalid; names every invalid place.
     """
+    scenario = read_checked(path, Scenario)
+    jobs = tuple(job.model_copy(update={"profile": path.parent / job.profile}) for job in scenario.jobs)
+    signals = tuple(s.model_copy(update={"file": path.parent / s.file}) for s in scenario.signals)
+    return scenario.model_copy(update={"jobs": jobs, "signals": signals})
+
+
+def read_checked(path: Path, model: type[Model]) -> Model:
+    """Read a file of a model: JSON if its suffix is .json, otherwise TOML.
+
+    Raises:
+        ScenarioError: it can't be read or is invalid; names every invalid place.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
         content: Any = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
@@ -177,7 +197,7 @@ def read_scenario(path: Path) -> Scenario:
         expected = "JSON" if path.suffix.lower() == ".json" else "TOML"
         raise ScenarioError(f"{path}: expected {expected} in UTF-8, found: {error}") from None
     try:
-        scenario = Scenario.model_validate(content)
+        return model.model_validate(content)
     except ValidationError as error:
         lines = []
         for problem in error.errors():
@@ -186,6 +206,3 @@ def read_scenario(path: Path) -> Scenario:
             found = "" if problem["type"] in ("missing", "value_error") else f", found {problem['input']!r}"
             lines.append(f"{path}{f', {place}' if place else ''}: {message}{found}")
         raise ScenarioError("\n".join(lines)) from None
-    jobs = tuple(job.model_copy(update={"profile": path.parent / job.profile}) for job in scenario.jobs)
-    signals = tuple(s.model_copy(update={"file": path.parent / s.file}) for s in scenario.signals)
-    return scenario.model_copy(update={"jobs": jobs, "signals": signals})

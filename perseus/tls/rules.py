@@ -3,7 +3,7 @@
 All raise ValueError, whose text has the expectation; the caller adds the place.
 """
 
-from perseus.tls.address import is_local
+from perseus.tls.address import host_and_port, is_local
 
 
 def check_plaintext(address: str, *, has_tls: bool, insecure: bool, wanted: str) -> str:
@@ -14,6 +14,22 @@ def check_plaintext(address: str, *, has_tls: bool, insecure: bool, wanted: str)
     if has_tls or insecure or is_local(address):
         return address
     raise ValueError(f"expected {wanted}, or insecure, for an address that other machines can reach")
+
+
+def check_dask(address: str, *, insecure: bool, wanted: str) -> str:
+    """Return a Dask scheduler's address, unless it is none, or in plaintext without `insecure`.
+
+    `wanted` names the flag or setting of `insecure`.
+    """
+    scheme, _, rest = address.partition("://")
+    found = host_and_port(rest)
+    if scheme not in ("tls", "tcp") or found is None or not found[0] or not found[1]:
+        raise ValueError("expected tls://HOST:PORT")
+    if scheme == "tcp" and not insecure:
+        raise ValueError(
+            f"expected tls://, or {wanted} for plaintext, as Dask runs the code that it receives"
+        )
+    return address
 
 
 def check_together(value: object, other: object, name: str) -> None:

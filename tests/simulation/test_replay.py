@@ -7,14 +7,17 @@ import pytest
 
 from perseus.service.domain.power import Budget, Feed
 from perseus.service.domain.signals import HOUR_S, ExtraTime, SignalKind
+from perseus.service.fleet.signals.forecast import RegressionForecast
 from perseus.service.fleet.signals.series import Signal
 from perseus.simulation.replay import (
     Fleet,
+    Forecast,
     Replay,
     ReplayedBudget,
     ReplayedJob,
     ReplayedPolicy,
     Straggler,
+    _Forecasts,
     replay,
 )
 from perseus.solver import Frontier, solve
@@ -126,3 +129,19 @@ def test_a_signal_that_ends_leaves_the_job_without_a_slowdown(frontier: Frontier
     done = replay(days)
     assert done.speeds["x"][between(done, 9 * HOUR_S, 20 * HOUR_S)].min() == 1.0
     assert np.isnan(done.signals[SignalKind.CARBON][-1])
+
+
+def test_forecasts_are_of_the_method_asked_for() -> None:
+    values = [100.0 + hour for hour in range(200)]
+    signal = Signal(SignalKind.PRICE, [HOUR_S * hour for hour in range(200)], values)
+
+    def ahead(method: Forecast) -> list[float]:
+        found = _Forecasts({SignalKind.PRICE: signal}, method).ahead(SignalKind.PRICE, 150 * HOUR_S)
+        assert found is not None
+        assert len(found) == 72
+        return list(found)
+
+    assert ahead("perfect") == values[150:] + values[-24:-2]
+    assert ahead("persistence") == [values[149]] * 72
+    assert ahead("seasonal naive") == 3 * values[126:150]
+    assert ahead("regression") == list(RegressionForecast().forecast(0, np.array(values[:150]), 72))

@@ -492,6 +492,12 @@ class SignalUnusableError(StartupError):
     template = "signals.{signal}: {cause}"
 
 
+class DaskMissingError(StartupError):
+    """A Dask cluster is configured, and its client is not installed."""
+
+    template = "dask: expected the package distributed (perseus-energy[dask]), found none"
+
+
 class DatabaseUnavailableError(StartupError):
     """The database cannot be opened."""
 

@@ -1,8 +1,8 @@
-"""Worker processes that solve problems, in fair turns (`fair_queue`), under one of two policies.
+"""Workers that solve problems, in fair turns (`fair_queue`), under one of three policies.
 
 Jobs' problems (`JOBS`) wait as long as it takes, at most one per job; a job's newer problem replaces its
 older one. A worker's death does not fail a job at once: the problem is solved again after a backoff that
-grows each time, and given up only after it has killed MAX_CRASHES workers. Other jobs continue in the
+grows each time, and given up only after it has killed `max_crashes` workers. Other jobs continue in the
 meantime.
 
 Problems can't be paused, but they can be restarted: a problem that exceeds its turn makes way for waiting
@@ -12,6 +12,11 @@ problem itself. If no other problem waits, it keeps running.
 
 Clients' requests (`REQUESTS`) are served in order of arrival: the queue is bounded, and a worker's death
 fails the request that it was working on.
+
+A command's work (`BATCH`) is done in order, and once more if its worker dies.
+
+Workers are processes, or on a Dask cluster (`dask_cluster`) while that is there. Work that a cluster takes
+with it when it goes away is done again, by processes.
 
 When a caller cancels or exceeds its deadline, its worker is killed and replaced.
 """
@@ -36,6 +41,7 @@ from perseus.service.domain.errors import (
     SolverCrashedError,
     SolverTimeoutError,
 )
+from perseus.service.solving.dask_cluster import Cluster, ClusterLostError, ClusterWorker
 from perseus.service.solving.fair_queue import FairQueue
 from perseus.service.solving.work import KEPT_FRONTIERS, plan_of, refine, solve_explaining
 from perseus.service.solving.worker import Worker, WorkerDiedError, WorkError
@@ -44,9 +50,6 @@ from perseus.solver import Frontier, Pipeline, Plan, Refinement
 Answer = TypeVar("Answer")
 
 log = structlog.get_logger(__name__)
-
-MAX_CRASHES = 8
-"""Workers that one problem may kill."""
 
 MIN_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
@@ -67,18 +70,19 @@ class Policy:
     Attributes:
         first_turn_s: how long a problem runs before it may be put back in the queue; infinite for never.
         max_waiting: problems per process that may wait; None for any number.
-        retries: whether a problem whose worker died is solved again.
+        max_crashes: workers that one problem may kill; before the last, it is solved again.
         starts_immediately: whether the workers start with the pool; otherwise with the first problems.
     """
 
     first_turn_s: float
     max_waiting: int | None
-    retries: bool
+    max_crashes: int
     starts_immediately: bool
 
 
-JOBS = Policy(first_turn_s=60.0, max_waiting=None, retries=True, starts_immediately=True)
-REQUESTS = Policy(first_turn_s=math.inf, max_waiting=16, retries=False, starts_immediately=False)
+JOBS = Policy(first_turn_s=60.0, max_waiting=None, max_crashes=8, starts_immediately=True)
+REQUESTS = Policy(first_turn_s=math.inf, max_waiting=16, max_crashes=1, starts_immediately=False)
+BATCH = Policy(first_turn_s=math.inf, max_waiting=None, max_crashes=2, starts_immediately=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +114,8 @@ class WorkerPool:
         limit_s: float,
         *,
         hull_tolerance: float | None = None,
+        cluster: Cluster | None = None,
+        cluster_share: Callable[[int], int] = lambda thread_count: thread_count,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
         new_worker: Callable[[], Worker] = Worker,
@@ -121,6 +127,8 @@ class WorkerPool:
             process_count: problems solved at a time.
             limit_s: a problem that takes longer fails; waiting doesn't count.
             hull_tolerance: passed to `perseus.solver.solve`.
+            cluster: solves instead of the processes, while it is there.
+            cluster_share: returns how many problems it solves at a time, with so many threads.
             clock: any monotonic clock.
             draw: returns a random number from 0 to 1, for the jitter.
             new_worker: creates each worker.
@@ -141,12 +149,21 @@ class WorkerPool:
             for worker in self._workers:
                 worker.start()
         self._idle = list(self._workers)
+        self._cluster, self._cluster_share = cluster, cluster_share
+        self._elsewhere_count = 0
+        if cluster is not None:
+            cluster.listeners.append(self._dispatch)
         self._wake: asyncio.TimerHandle | None = None
 
     @property
     def waiting_count(self) -> int:
         """The number of problems that wait for a turn."""
         return sum(problem.worker is None for problem in self._problems.values())
+
+    @property
+    def cluster_thread_count(self) -> int:
+        """The threads of the Dask cluster that solves; 0 while the processes do."""
+        return 0 if self._cluster is None else self._cluster.thread_count
 
     @property
     def busy_count(self) -> int:
@@ -180,6 +197,10 @@ class WorkerPool:
             return worker.run(solve_explaining, *arguments)
 
         return await self._do(work, job_id, on_retry)
+
+    async def run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
+        """Run a function with arguments that can be pickled; otherwise like `solve`."""
+        return await self._do(lambda worker: worker.run(work, *arguments))
 
     async def refine(self, refinement: Refinement, job_id: str, on_retry: OnRetry) -> Plan:
         """Refine a plan of a job's frontier; otherwise like `solve`."""
@@ -232,7 +253,7 @@ class WorkerPool:
         while (older := self._problems.get(key)) is not None:
             older.answer.cancel()
             await older.is_gone.wait()
-        if (per_process := self._policy.max_waiting) is not None and not self._idle:
+        if (per_process := self._policy.max_waiting) is not None and self._free_count() <= 0:
             limit = per_process * len(self._workers)
             if self.waiting_count >= limit:
                 raise SolverBusyError(limit=limit)
@@ -253,15 +274,27 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         """Give turns to ready problems while workers are idle; schedule the next dispatch."""
-        while self._idle and (key := self._queue.take(self._clock())) is not None:
-            self._attempt(key, self._problems[key], self._idle.pop(0))
+        while self._free_count() > 0 and (key := self._queue.take(self._clock())) is not None:
+            self._attempt(key, self._problems[key], self._worker())
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
         ready_s = self._queue.next_ready_s()
-        if self._idle and ready_s is not None:
+        if self._free_count() > 0 and ready_s is not None:
             delay_s = max(0.0, ready_s - self._clock())
             self._wake = asyncio.get_running_loop().call_later(delay_s, self._dispatch)
+
+    def _free_count(self) -> int:
+        """Return how many problems may get a turn now."""
+        if not self.cluster_thread_count:
+            return len(self._idle)
+        return self._cluster_share(self.cluster_thread_count) - self._elsewhere_count
+
+    def _worker(self) -> Worker:
+        if self._cluster is not None and self._cluster.thread_count:
+            self._elsewhere_count += 1
+            return ClusterWorker(self._cluster)
+        return self._idle.pop(0)
 
     def _attempt(self, key: str, problem: _Problem, worker: Worker) -> None:
         """Give a problem its turn; afterwards return its answer or queue it again."""
@@ -280,7 +313,10 @@ class WorkerPool:
     ) -> None:
         has_turns = math.isfinite(self._policy.first_turn_s)  # otherwise in order of arrival
         self._queue.end(key, self._clock() - began_s if has_turns else 0.0)
-        self._idle.append(worker)
+        if isinstance(worker, ClusterWorker):
+            self._elsewhere_count -= 1
+        else:
+            self._idle.append(worker)
         problem.attempt = problem.worker = None
         if not attempt.cancelled() and not problem.answer.done():
             if (error := attempt.exception()) is not None:
@@ -301,9 +337,11 @@ class WorkerPool:
             if not problem.answer.done():
                 problem.answer.set_result(answer)
             return None
+        except ClusterLostError:
+            return self._clock()
         except WorkerDiedError as error:
             self.crash_count += 1
-            if not self._policy.retries:
+            if self._policy.max_crashes == 1:
                 raise SolverCrashedError(cause=error) from None
             return self._clock() + self._backoff_s(key, problem, error)
         except WorkError as error:
@@ -320,7 +358,7 @@ class WorkerPool:
         """
         problem.crash_count += error.is_of_its_work
         problem.failed_start_count += not error.is_of_its_work
-        if problem.crash_count >= MAX_CRASHES:
+        if problem.crash_count >= self._policy.max_crashes:
             cause = f"{error}; the problem killed {problem.crash_count} workers"
             raise SolverCrashedError(cause=cause) from None
         times = problem.crash_count + problem.failed_start_count

@@ -110,6 +110,7 @@ class CoordinatorCollector:
             readings.put(names.SOLVES, pool.solved, name)
             readings.put(names.SOLVER_FAILURES, pool.failure_count, name)
             readings.put(names.SOLVER_CRASHES, pool.crash_count, name)
+        readings.put(names.SOLVER_DASK_THREADS, coordinator.job_solver.cluster_thread_count)
 
     def _read_store(self, readings: Readings) -> None:
         writer = self._coordinator.writer

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,20 +131,17 @@ async def test_a_process_that_cannot_start_is_tried_again_and_does_not_hinder_th
 ) -> None:
     worker = Worker()
     await worker.ready()
-    removed = tmp_path / "removed"
-    removed.mkdir()
-    monkeypatch.chdir(removed)
-    removed.rmdir()  # Python starts no process in a folder that is gone
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
 
-    cancelled = asyncio.ensure_future(worker.run(time.sleep, 60))
-    await asyncio.sleep(0)
+    cancelled = asyncio.ensure_future(worker.run(never_end, tmp_path / "begun"))
+    await until((tmp_path / "begun").exists)
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     with pytest.raises(WorkerDiedError, match=r"can't be started: .*No such file"):
         await worker.run(os.getpid)
 
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.undo()
     assert await worker.run(os.getpid) == worker.process_id
     worker.close()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from perseus.service.domain.errors import (
     SolverCrashedError,
     SolverTimeoutError,
 )
-from perseus.service.solving import worker_pool
 from perseus.service.solving.work import POINT_COUNT, _frontiers, plan_of, refine, solve_explaining
 from perseus.service.solving.worker import Answer, Worker, WorkerDiedError, WorkError
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
@@ -226,7 +226,7 @@ async def test_a_problem_whose_worker_dies_is_solved_again(
 async def test_only_a_problem_that_kills_every_worker_is_given_up(
     jobs: WorkerPool, worker: ScriptedWorker, frontier: Frontier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_pool, "MAX_CRASHES", 3)
+    monkeypatch.setattr(jobs, "_policy", replace(JOBS, max_crashes=3))
     retries = Retries()
     poison = solving(jobs, "poison", PROBLEMS[1], retries)
     others = [solving(jobs, f"job-{number}") for number in range(3)]
@@ -267,10 +267,10 @@ async def test_a_worker_that_does_not_start_is_not_the_problems_fault(
 ) -> None:
     retries = Retries()
     task = solving(jobs, "job", PROBLEMS[0], retries)
-    for asked_count in range(1, 2 * worker_pool.MAX_CRASHES):
+    for asked_count in range(1, 2 * JOBS.max_crashes):
         await until(lambda count=asked_count: len(worker.asked) == count)  # type: ignore[misc]
         worker.end(WorkerDiedError("ended with exit code 1", is_of_its_work=False))
-    await until(lambda: len(worker.asked) == 2 * worker_pool.MAX_CRASHES)
+    await until(lambda: len(worker.asked) == 2 * JOBS.max_crashes)
     worker.end(frontier)
     assert await task is frontier
     assert retries == []

@@ -81,7 +81,7 @@ def run() -> Sequence[Table]:
 def _command_s(gpu: str, microbatch_count: int) -> float:
     with timed() as watch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         command.solve(
-            DATA / "profiles" / f"gpt3-175b-{gpu}.csv",
+            [DATA / "profiles" / f"gpt3-175b-{gpu}.csv"],
             microbatch_count,
             gpus_per_stage=GPUS_PER_STAGE,
             blocking_power_w=str(BLOCKING_POWER_W[gpu]),

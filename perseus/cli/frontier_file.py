@@ -12,10 +12,11 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from perseus.service.api import translate_problems
+from perseus.service.api import translate_graphs, translate_problems
 from perseus.service.domain.errors import cut
 from perseus.service.domain.messages import frontier_to_proto
 from perseus.solver import (
+    ComputationGraph,
     Frontier,
     MeasuredSetting,
     Measurement,
@@ -36,9 +37,11 @@ _Place = tuple[int, int]
 """Place of a measurement: its profile's index in the problem, and its own index in that profile."""
 
 
-def frontier_text(frontier: Frontier) -> str:
-    """Return a frontier's file."""
-    document = _document(frontier_to_proto(frontier))
+def frontier_text(frontier: Frontier, graph: ComputationGraph | None = None) -> str:
+    """Return a frontier's file, with the graph that it is of unless it is of a pipeline."""
+    document = _document(frontier_to_proto(frontier, graph))
+    if graph is not None:
+        return _text(document)
     profiles = frontier.pipeline.profiles
     # FIXED computations, which have no setting, come last.
     for written, key in zip(document["problem"]["profiles"], sorted(profiles), strict=False):
@@ -48,8 +51,10 @@ def frontier_text(frontier: Frontier) -> str:
     return _text(document)
 
 
-def plan_text(plan: Plan) -> str:
-    """Return a plan's file."""
+def plan_text(plan: Plan, graph: ComputationGraph | None = None) -> str:
+    """Return a plan's file; of a graph, with its nodes."""
+    if graph is not None:
+        return _text(_document(translate_graphs.graph_plan_to_proto(graph, plan)))
     document = _document(translate_problems.plan_to_proto(plan))
     for written, stage in zip(document["stages"], plan.stages, strict=True):
         for member, planned in zip(written["computations"], stage, strict=True):
@@ -58,8 +63,21 @@ def plan_text(plan: Plan) -> str:
     return _text(document)
 
 
-def problem_from_text(text: str, max_computations: int) -> tuple[Pipeline, int]:
-    """Return the pipeline of a frontier's file, and the number of points to solve it for again.
+def graph_from_text(text: str, point_count: int, max_computations: int) -> ComputationGraph:
+    """Return the graph of a graph's file.
+
+    Raises:
+        ParseError: the text is not the JSON of a graph.
+        ServiceError: a part is missing, duplicated or out of range, or there are too many nodes.
+        SolverError: the solver refuses the graph.
+    """
+    message = json_format.ParseDict(_parsed(text), frontier_pb2.GraphProblem())
+    translate_graphs.check_graph_size(message, point_count, max_computations)
+    return translate_graphs.graph_from_proto(message)
+
+
+def problem_from_text(text: str, max_computations: int) -> tuple[Pipeline | ComputationGraph, int]:
+    """Return the problem of a frontier's file, and the number of points to solve it for again.
 
     Raises:
         ParseError: the text is not the JSON of a frontier.
@@ -71,6 +89,9 @@ def problem_from_text(text: str, max_computations: int) -> tuple[Pipeline, int]:
     frontier = json_format.ParseDict(document, frontier_pb2.Frontier())
     # A frontier of a single iteration time has fewer.
     message, point_count = frontier.problem, max(MIN_POINT_COUNT, len(frontier.points))
+    if frontier.HasField("graph"):
+        translate_graphs.check_graph_size(frontier.graph, point_count, max_computations)
+        return translate_graphs.graph_from_proto(frontier.graph), point_count
     translate_problems.check_problem_size(message, point_count, max_computations)
     profiles, fixed_s = translate_problems.profiles_from_proto(message)
     if members:

@@ -14,6 +14,7 @@ from perseus.cli.amounts import joules, seconds
 from perseus.cli.comparison import RULES, baselines, comparison_rows
 from perseus.cli.destination import Destination
 from perseus.cli.executor import DaskInsecureOption, DaskOption, Executor, ProcessesOption
+from perseus.cli.graphs import node_rows, node_table, read_graph
 from perseus.cli.progress import working
 from perseus.cli.rebalancing import partitions_of, partitions_table, read_layers, rows_with_partitions
 from perseus.cli.rows import Format, FormatOption, show_rows
@@ -58,7 +59,7 @@ LimitS = Annotated[float, typer.Option(min=0.001, max=1e9, help="Time limit, sec
 
 def solve(
     profile: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             help="CSV with the columns stage,instruction,frequency,time,energy "
             "(forward, backward, and those that the schedule adds: backward-input, backward-weight, "
@@ -67,8 +68,19 @@ def solve(
             "such as power_limit_w or kernel. Several files, or a pattern in quotes, are solved at once.",
             show_default=False,
         ),
-    ],
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per iteration.", show_default=False)],
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches per iteration.", show_default=False)
+    ] = None,
+    graph: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="GRAPH.json",
+            help="Instead of a profile: a graph of computations, its edges and profiles "
+            "(perseus.v1.GraphProblem as JSON).",
+            show_default=False,
+        ),
+    ] = None,
     schedule: Annotated[
         ScheduleName, typer.Option(help="Order of the computations.")
     ] = ScheduleName.ONE_FORWARD_ONE_BACKWARD,
@@ -137,18 +149,36 @@ def solve(
     dask_insecure: DaskInsecureOption = False,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Compute the iteration time-energy frontier of one pipeline from its profile."""
+    """Compute the iteration time-energy frontier of one pipeline from its profile, or of a graph."""
     with without_pyplot():
         from perseus import solver
 
     if rebalance != (layers is not None):
         fail("--rebalance: expected together with --layers")
+    if bool(profile) == (graph is not None):
+        fail(f"PROFILE: expected a profile or --graph, found {'both' if profile else 'none'}")
+    if graph is not None:
+        of_pipelines = {
+            "--microbatches": microbatches is not None,
+            "--schedule": schedule is not ScheduleName.ONE_FORWARD_ONE_BACKWARD,
+            "--gpus-per-stage": gpus_per_stage != 1,
+            "--blocking-power-w": blocking_power_w != "0",
+            "--compare": compare,
+            "--rebalance": rebalance,
+            "--dask": dask is not None,
+            "--processes": processes is not None,
+        }
+        if flag := next((name for name, is_given in of_pipelines.items() if is_given), None):
+            fail(f"{flag}: expected without --graph, whose file has the whole problem")
+    elif microbatches is None:
+        fail("--microbatches: expected the number of microbatches of an iteration, found none")
     waiting = _blocking_power_w(blocking_power_w)
 
     def read(path: Path) -> "Pipeline":
         profiles = solver.shrink_profiles(solver.read_profile_csv(path, gpus_per_stage))
         stage_count = 1 + max(stage for stage, _, _ in profiles)
         _check_settings(path, profiles)
+        assert microbatches is not None
         counts = stage_count, microbatches, 1 + max(chunk for _, chunk, _ in profiles)
         _check_size(solver.max_computations(schedule, *counts), points, limit_computations)
         waiting_w, by_clock_w = solver.blocking_of_stages(waiting, gpus_per_stage, stage_count)
@@ -167,7 +197,7 @@ def solve(
         "hull_tolerance": None if hull_tolerance_percent is None else hull_tolerance_percent / 100,
         "confidence": confidence_percent / 100,
     }
-    paths = expanded(profile)
+    paths = expanded(profile or [])
     if len(paths) > 1 or dask is not None:
         alone = {"--compare": compare, "--rebalance": rebalance, "--plot": plot is not None}
         if flag := next((flag for flag, is_given in alone.items() if is_given), None):
@@ -178,15 +208,21 @@ def solve(
         except solver.SolverError as error:
             fail(str(error))
         return
-    destination = _checked("--output", output, paths[0])
-    picture = _checked("--plot", plot, paths[0])
+    source = graph or paths[0]
+    destination = _checked("--output", output, source)
+    picture = _checked("--plot", plot, source)
     if picture is not None:
         check_picture(picture)
         if destination is not None:
             picture.check_other_than(destination)
     try:
+        problem = None
         with working("Reading"):
-            pipeline = read(paths[0])
+            if graph is None:
+                pipeline = read(source)
+            else:
+                problem = read_graph(graph, points, limit_computations)
+                pipeline = problem.pipeline
         model = read_layers(layers, pipeline) if layers is not None else None
         with _at_most(limit_s), working("Solving", is_measured=True) as report:
             frontier = solver.solve(pipeline, on_progress=report, **options)
@@ -194,12 +230,12 @@ def solve(
         with _at_most(limit_s), working("Rebalancing"):
             advice = solver.rebalance(frontier, model) if model is not None else None
     except solver.SolverError as error:
-        fail(str(error))
+        fail(f"{graph}: {error}" if graph else str(error))
     is_data = any(each.is_standard_output for each in (destination, picture) if each is not None)
     if not is_data:
         rows = _frontier_rows(frontier, others)
         shown = rows if advice is None else rows_with_partitions(rows, advice, frontier.baseline)
-        show_rows(form, shown, list(shown[0]), lambda: _frontier_table(rows))
+        show_rows(form, shown, list(shown[0]), lambda: _frontier_table(rows, problem is not None))
         if advice is not None and form is Format.TABLE:
             print_whole(partitions_table(advice, frontier.baseline))
     notes = console if form is Format.TABLE and not is_data else error_console
@@ -229,7 +265,7 @@ def solve(
         from perseus.cli.frontier_file import frontier_text
 
         with working("Writing"):
-            _write(destination, frontier_text(frontier))
+            _write(destination, frontier_text(frontier, problem))
     if picture is not None:
         with working("Drawing"):
             _draw(picture, frontier, others, partitions_of(advice) if advice is not None else {})
@@ -268,7 +304,9 @@ def plan(
     try:
         with working("Reading"):
             text = frontier_file.read_text(encoding="utf-8-sig")
-            pipeline, point_count = problem_from_text(text, limit_computations)
+            problem, point_count = problem_from_text(text, limit_computations)
+        graph = problem if isinstance(problem, solver.ComputationGraph) else None
+        pipeline = problem.pipeline if isinstance(problem, solver.ComputationGraph) else problem
         # As `solve` did: a plan for one time alone would be a little dearer than its row there.
         with _at_most(limit_s), working("Planning", is_measured=True) as report:
             frontier = solver.solve(pipeline, point_count=point_count, on_progress=report)
@@ -284,11 +322,17 @@ def plan(
     except (solver.SolverError, errors.ServiceError) as error:
         fail(f"{frontier_file}: {error}")
     if destination is None or not destination.is_standard_output:
-        rows = _plan_rows(made)
+        rows = _plan_rows(made) if graph is None else node_rows(graph, frontier, made)
         saving_percent = _saving_percent(frontier.baseline, made)
-        show_rows(form, rows, list(rows[0]), lambda: _plan_table(made, saving_percent, rows))
+
+        def table() -> Table:
+            if graph is not None:
+                return node_table(made, saving_percent, rows, _SAVING)
+            return _plan_table(made, saving_percent, rows)
+
+        show_rows(form, rows, list(rows[0]), table)
     if destination is not None:
-        _write(destination, plan_text(made))
+        _write(destination, plan_text(made, graph))
 
 
 def _blocking_power_w(text: str) -> float | dict[int, float]:
@@ -499,8 +543,8 @@ def _plan_of(frontier: "Frontier", time_s: float) -> "Plan":
     return frontier.plan(time_s)
 
 
-def _frontier_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Iteration time-energy frontier of one pipeline")
+def _frontier_table(rows: list[dict[str, Any]], is_of_graph: bool) -> Table:
+    table = Table(title=f"Iteration time-energy frontier of {'the graph' if is_of_graph else 'one pipeline'}")
     table.add_column("")
     for column in ("iteration time", "energy", "lower bound", "saving"):
         table.add_column(column, justify="right")

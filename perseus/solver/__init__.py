@@ -7,6 +7,7 @@ studies use is in :mod:`perseus.solver.study`.
 from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_POWER_W, MAX_TIME_S
 from perseus.solver.change import Recheck, recheck
 from perseus.solver.computation import Computation, Kind
+from perseus.solver.computation_graph import ComputationGraph, Node
 from perseus.solver.dwell import dwell
 from perseus.solver.errors import (
     DeadlineError,
@@ -48,6 +49,7 @@ __all__ = [
     "MAX_TIME_S",
     "BlockingPower",
     "Computation",
+    "ComputationGraph",
     "DeadlineError",
     "Frontier",
     "FrontierPoint",
@@ -57,6 +59,7 @@ __all__ = [
     "Margin",
     "MeasuredSetting",
     "Measurement",
+    "Node",
     "Partition",
     "Path",
     "Pipeline",

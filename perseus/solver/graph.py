@@ -9,6 +9,7 @@ a computation may always start earlier or finish later than necessary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -109,14 +110,22 @@ def order_computations(pipeline: Pipeline) -> tuple[tuple[Computation, ...], tup
         waits_for.setdefault(later, []).append(earlier)
     index_of: dict[Computation, int] = {}
     next_in = [0] * len(orders)
-    # The schedule does not deadlock, so every pass over the stages advances at least one of them.
-    while any(position < len(order) for position, order in zip(next_in, orders, strict=True)):
-        for stage, order in enumerate(orders):
-            while next_in[stage] < len(order) and all(
-                earlier in index_of for earlier in waits_for.get(order[next_in[stage]], ())
-            ):
-                index_of[order[next_in[stage]]] = len(index_of)
-                next_in[stage] += 1
+    # In passes over the stages, each advances until it waits. Its next turn is due when that has ended.
+    turns = [(0, stage) for stage in range(len(orders))]
+    blocked: dict[Computation, list[int]] = {}
+    while turns:
+        number, stage = heappop(turns)
+        order = orders[stage]
+        while next_in[stage] < len(order):
+            computation = order[next_in[stage]]
+            awaited = next((one for one in waits_for.get(computation, ()) if one not in index_of), None)
+            if awaited is not None:
+                blocked.setdefault(awaited, []).append(stage)
+                break
+            index_of[computation] = len(index_of)
+            next_in[stage] += 1
+            for other in blocked.pop(computation, ()):
+                heappush(turns, (number + (other < stage), other))
     dependencies = [
         Dependency(index_of[earlier], index_of[later], 0)
         for order in orders

@@ -29,6 +29,8 @@ class Schedule:
         orders: ``orders[s]`` is the order of stage ``s``.
         paths: how activations flow; no two share a stage's chunk. The default is the one path through all
             stages chunk by chunk.
+        has_data_flow: whether activations and gradients flow. Otherwise there are no paths, and the orders
+            are the only dependencies.
         dependencies: the (earlier, later) pairs between different stages; a stage's order implies those
             inside it.
         arcs: the same pairs as indices into ``computations``; shape (dependencies, 2).
@@ -42,15 +44,18 @@ class Schedule:
 
     orders: tuple[tuple[Computation, ...], ...]
     paths: tuple[Path, ...] = ()
+    has_data_flow: bool = True
     dependencies: tuple[tuple[Computation, Computation], ...] = field(init=False)
     arcs: IndexArray = field(init=False, repr=False, compare=False)
     levels: IndexArray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         table = OrderTable(self.orders)
-        paths = self.paths or table.path_chunk_by_chunk()
-        table.check_paths(paths)
-        dependencies = table.data_dependencies(paths)
+        paths, dependencies = self.paths, np.empty((0, 2), np.int64)
+        if self.has_data_flow:
+            paths = paths or table.path_chunk_by_chunk()
+            table.check_paths(paths)
+            dependencies = table.data_dependencies(paths)
         stages = np.repeat(np.arange(len(self.orders)), table.lengths)
         levels = table.levels(dependencies)
         arcs = dependencies[stages[dependencies[:, 0]] != stages[dependencies[:, 1]]]

@@ -382,7 +382,7 @@ class Hello(google.protobuf.message.Message):
     instance_id: builtins.str
     """Required. Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
     agent_version: builtins.str
-    """Version of the agent; at most 256 characters."""
+    """Release of the agent, as in GetInfoResponse.version; at most 256 characters."""
     hostname: builtins.str
     """Host that it runs on, for people; at most 256 characters."""
     protocol_version: builtins.int

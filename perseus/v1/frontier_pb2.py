@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from perseus.v1 import computation_pb2 as perseus_dot_v1_dot_computation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19perseus/v1/frontier.proto\x12\nperseus.v1\x1a\x1cperseus/v1/computation.proto\"j\n\x0bMeasurement\x12\x11\n\tclock_mhz\x18\x01 \x01(\x05\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x03 \x01(\x01\x12\x11\n\ttime_se_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x65nergy_se_j\x18\x05 \x01(\x01\"\x8c\x01\n\x12\x43omputationProfile\x12\r\n\x05stage\x18\x01 \x01(\x05\x12\r\n\x05\x63hunk\x18\x02 \x01(\x05\x12)\n\x04kind\x18\x03 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12-\n\x0cmeasurements\x18\x04 \x03(\x0b\x32\x17.perseus.v1.Measurement\"4\n\x0e\x42lockingPowers\x12\x11\n\tclock_mhz\x18\x01 \x03(\x05\x12\x0f\n\x07power_w\x18\x02 \x03(\x01\"\xe7\x01\n\x0fPipelineProblem\x12&\n\x08schedule\x18\x01 \x01(\x0b\x32\x14.perseus.v1.Schedule\x12\x13\n\x0bstage_count\x18\x02 \x01(\x05\x12\x30\n\x08profiles\x18\x03 \x03(\x0b\x32\x1e.perseus.v1.ComputationProfile\x12\x18\n\x10\x62locking_power_w\x18\x04 \x03(\x01\x12\x16\n\x0etransfer_lag_s\x18\x05 \x01(\x01\x12\x33\n\x0f\x62locking_powers\x18\x06 \x03(\x0b\x32\x1a.perseus.v1.BlockingPowers\";\n\rIterationCost\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\"k\n\rFrontierPoint\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\x12\x16\n\x0e\x62ound_energy_j\x18\x03 \x01(\x01\x12\x16\n\x0elatency_cost_j\x18\x04 \x01(\x01\"\xf2\x01\n\x08\x46rontier\x12,\n\x07problem\x18\x01 \x01(\x0b\x32\x1b.perseus.v1.PipelineProblem\x12+\n\x08\x62\x61seline\x18\x02 \x01(\x0b\x32\x19.perseus.v1.IterationCost\x12)\n\x06points\x18\x03 \x03(\x0b\x32\x19.perseus.v1.FrontierPoint\x12\x0f\n\x07t_min_s\x18\x04 \x01(\x01\x12\x10\n\x08t_star_s\x18\x05 \x01(\x01\x12\x10\n\x08t_slow_s\x18\x06 \x01(\x01\x12\x14\n\x0ct_star_index\x18\x07 \x01(\x05\x12\x15\n\rset_latency_s\x18\x08 \x01(\x01\"\x9a\x01\n\x12PlannedComputation\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\x12\n\nmicrobatch\x18\x02 \x01(\x05\x12\r\n\x05\x63hunk\x18\x03 \x01(\x05\x12\x11\n\tclock_mhz\x18\x04 \x01(\x05\x12\x0f\n\x07start_s\x18\x05 \x01(\x01\x12\x12\n\nduration_s\x18\x06 \x01(\x01\"A\n\tStagePlan\x12\x34\n\x0c\x63omputations\x18\x01 \x03(\x0b\x32\x1e.perseus.v1.PlannedComputation\"Y\n\x04Plan\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\x12%\n\x06stages\x18\x03 \x03(\x0b\x32\x15.perseus.v1.StagePlanB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19perseus/v1/frontier.proto\x12\nperseus.v1\x1a\x1cperseus/v1/computation.proto\"j\n\x0bMeasurement\x12\x11\n\tclock_mhz\x18\x01 \x01(\x05\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x03 \x01(\x01\x12\x11\n\ttime_se_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x65nergy_se_j\x18\x05 \x01(\x01\"\x8c\x01\n\x12\x43omputationProfile\x12\r\n\x05stage\x18\x01 \x01(\x05\x12\r\n\x05\x63hunk\x18\x02 \x01(\x05\x12)\n\x04kind\x18\x03 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12-\n\x0cmeasurements\x18\x04 \x03(\x0b\x32\x17.perseus.v1.Measurement\"4\n\x0e\x42lockingPowers\x12\x11\n\tclock_mhz\x18\x01 \x03(\x05\x12\x0f\n\x07power_w\x18\x02 \x03(\x01\"\xe7\x01\n\x0fPipelineProblem\x12&\n\x08schedule\x18\x01 \x01(\x0b\x32\x14.perseus.v1.Schedule\x12\x13\n\x0bstage_count\x18\x02 \x01(\x05\x12\x30\n\x08profiles\x18\x03 \x03(\x0b\x32\x1e.perseus.v1.ComputationProfile\x12\x18\n\x10\x62locking_power_w\x18\x04 \x03(\x01\x12\x16\n\x0etransfer_lag_s\x18\x05 \x01(\x01\x12\x33\n\x0f\x62locking_powers\x18\x06 \x03(\x0b\x32\x1a.perseus.v1.BlockingPowers\"7\n\rGraphResource\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10\x62locking_power_w\x18\x02 \x01(\x01\"K\n\x0cGraphProfile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x0cmeasurements\x18\x02 \x03(\x0b\x32\x17.perseus.v1.Measurement\"<\n\tGraphNode\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07profile\x18\x02 \x01(\t\x12\x10\n\x08resource\x18\x03 \x01(\t\":\n\tGraphEdge\x12\x0f\n\x07\x65\x61rlier\x18\x01 \x01(\t\x12\r\n\x05later\x18\x02 \x01(\t\x12\r\n\x05lag_s\x18\x03 \x01(\x01\"\xb4\x01\n\x0cGraphProblem\x12,\n\tresources\x18\x01 \x03(\x0b\x32\x19.perseus.v1.GraphResource\x12*\n\x08profiles\x18\x02 \x03(\x0b\x32\x18.perseus.v1.GraphProfile\x12$\n\x05nodes\x18\x03 \x03(\x0b\x32\x15.perseus.v1.GraphNode\x12$\n\x05\x65\x64ges\x18\x04 \x03(\x0b\x32\x15.perseus.v1.GraphEdge\";\n\rIterationCost\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\"k\n\rFrontierPoint\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\x12\x16\n\x0e\x62ound_energy_j\x18\x03 \x01(\x01\x12\x16\n\x0elatency_cost_j\x18\x04 \x01(\x01\"\x9b\x02\n\x08\x46rontier\x12,\n\x07problem\x18\x01 \x01(\x0b\x32\x1b.perseus.v1.PipelineProblem\x12\'\n\x05graph\x18( \x01(\x0b\x32\x18.perseus.v1.GraphProblem\x12+\n\x08\x62\x61seline\x18\x02 \x01(\x0b\x32\x19.perseus.v1.IterationCost\x12)\n\x06points\x18\x03 \x03(\x0b\x32\x19.perseus.v1.FrontierPoint\x12\x0f\n\x07t_min_s\x18\x04 \x01(\x01\x12\x10\n\x08t_star_s\x18\x05 \x01(\x01\x12\x10\n\x08t_slow_s\x18\x06 \x01(\x01\x12\x14\n\x0ct_star_index\x18\x07 \x01(\x05\x12\x15\n\rset_latency_s\x18\x08 \x01(\x01\"\x9a\x01\n\x12PlannedComputation\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\x12\n\nmicrobatch\x18\x02 \x01(\x05\x12\r\n\x05\x63hunk\x18\x03 \x01(\x05\x12\x11\n\tclock_mhz\x18\x04 \x01(\x05\x12\x0f\n\x07start_s\x18\x05 \x01(\x01\x12\x12\n\nduration_s\x18\x06 \x01(\x01\"A\n\tStagePlan\x12\x34\n\x0c\x63omputations\x18\x01 \x03(\x0b\x32\x1e.perseus.v1.PlannedComputation\"S\n\x0bPlannedNode\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tclock_mhz\x18\x02 \x01(\x05\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\"\x81\x01\n\x04Plan\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\x12%\n\x06stages\x18\x03 \x03(\x0b\x32\x15.perseus.v1.StagePlan\x12&\n\x05nodes\x18( \x03(\x0b\x32\x17.perseus.v1.PlannedNodeB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,16 +41,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKINGPOWERS']._serialized_end=374
   _globals['_PIPELINEPROBLEM']._serialized_start=377
   _globals['_PIPELINEPROBLEM']._serialized_end=608
-  _globals['_ITERATIONCOST']._serialized_start=610
-  _globals['_ITERATIONCOST']._serialized_end=669
-  _globals['_FRONTIERPOINT']._serialized_start=671
-  _globals['_FRONTIERPOINT']._serialized_end=778
-  _globals['_FRONTIER']._serialized_start=781
-  _globals['_FRONTIER']._serialized_end=1023
-  _globals['_PLANNEDCOMPUTATION']._serialized_start=1026
-  _globals['_PLANNEDCOMPUTATION']._serialized_end=1180
-  _globals['_STAGEPLAN']._serialized_start=1182
-  _globals['_STAGEPLAN']._serialized_end=1247
-  _globals['_PLAN']._serialized_start=1249
-  _globals['_PLAN']._serialized_end=1338
+  _globals['_GRAPHRESOURCE']._serialized_start=610
+  _globals['_GRAPHRESOURCE']._serialized_end=665
+  _globals['_GRAPHPROFILE']._serialized_start=667
+  _globals['_GRAPHPROFILE']._serialized_end=742
+  _globals['_GRAPHNODE']._serialized_start=744
+  _globals['_GRAPHNODE']._serialized_end=804
+  _globals['_GRAPHEDGE']._serialized_start=806
+  _globals['_GRAPHEDGE']._serialized_end=864
+  _globals['_GRAPHPROBLEM']._serialized_start=867
+  _globals['_GRAPHPROBLEM']._serialized_end=1047
+  _globals['_ITERATIONCOST']._serialized_start=1049
+  _globals['_ITERATIONCOST']._serialized_end=1108
+  _globals['_FRONTIERPOINT']._serialized_start=1110
+  _globals['_FRONTIERPOINT']._serialized_end=1217
+  _globals['_FRONTIER']._serialized_start=1220
+  _globals['_FRONTIER']._serialized_end=1503
+  _globals['_PLANNEDCOMPUTATION']._serialized_start=1506
+  _globals['_PLANNEDCOMPUTATION']._serialized_end=1660
+  _globals['_STAGEPLAN']._serialized_start=1662
+  _globals['_STAGEPLAN']._serialized_end=1727
+  _globals['_PLANNEDNODE']._serialized_start=1729
+  _globals['_PLANNEDNODE']._serialized_end=1812
+  _globals['_PLAN']._serialized_start=1815
+  _globals['_PLAN']._serialized_end=1944
 # @@protoc_insertion_point(module_scope)

@@ -165,6 +165,144 @@ class PipelineProblem(google.protobuf.message.Message):
 Global___PipelineProblem: typing_extensions.TypeAlias = PipelineProblem
 
 @typing.final
+class GraphResource(google.protobuf.message.Message):
+    """A group of GPUs that runs one node of a graph at a time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BLOCKING_POWER_W_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Required. Its name; 1 to 256 printable characters, as every name of a graph."""
+    blocking_power_w: builtins.float
+    """Power of all its GPUs together while they run no node, watts; 0 to 1e10. It counts until the whole graph has ended."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        blocking_power_w: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocking_power_w", b"blocking_power_w", "name", b"name"]) -> None: ...
+
+Global___GraphResource: typing_extensions.TypeAlias = GraphResource
+
+@typing.final
+class GraphProfile(google.protobuf.message.Message):
+    """Measurements that nodes of a graph share."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MEASUREMENTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Required. Its name."""
+    @property
+    def measurements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Measurement]:
+        """Required. One measurement per clock; at most 1024. The energy is that of all GPUs that run a node."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        measurements: collections.abc.Iterable[Global___Measurement] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["measurements", b"measurements", "name", b"name"]) -> None: ...
+
+Global___GraphProfile: typing_extensions.TypeAlias = GraphProfile
+
+@typing.final
+class GraphNode(google.protobuf.message.Message):
+    """One computation of a graph."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
+    RESOURCE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Required. Its name."""
+    profile: builtins.str
+    """Required. The name of its profile."""
+    resource: builtins.str
+    """The name of its resource. Without one, nothing is drawn before and after it runs."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        profile: builtins.str = ...,
+        resource: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "profile", b"profile", "resource", b"resource"]) -> None: ...
+
+Global___GraphNode: typing_extensions.TypeAlias = GraphNode
+
+@typing.final
+class GraphEdge(google.protobuf.message.Message):
+    """A dependency of a graph."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EARLIER_FIELD_NUMBER: builtins.int
+    LATER_FIELD_NUMBER: builtins.int
+    LAG_S_FIELD_NUMBER: builtins.int
+    earlier: builtins.str
+    """Required. The name of the node that has to end."""
+    later: builtins.str
+    """Required. The name of the node that waits for it."""
+    lag_s: builtins.float
+    """The least time from the end of the one to the start of the other, seconds; 0 to 1e6."""
+    def __init__(
+        self,
+        *,
+        earlier: builtins.str = ...,
+        later: builtins.str = ...,
+        lag_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["earlier", b"earlier", "lag_s", b"lag_s", "later", b"later"]) -> None: ...
+
+Global___GraphEdge: typing_extensions.TypeAlias = GraphEdge
+
+@typing.final
+class GraphProblem(google.protobuf.message.Message):
+    """Any graph of computations, with at most 4,096 of each part. Edges form no cycle, and order the nodes of each
+    resource.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESOURCES_FIELD_NUMBER: builtins.int
+    PROFILES_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    EDGES_FIELD_NUMBER: builtins.int
+    @property
+    def resources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GraphResource]:
+        """The resources, each with at least one node."""
+
+    @property
+    def profiles(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GraphProfile]:
+        """Required. The profiles."""
+
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GraphNode]:
+        """Required. The nodes."""
+
+    @property
+    def edges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GraphEdge]:
+        """The edges, each once."""
+
+    def __init__(
+        self,
+        *,
+        resources: collections.abc.Iterable[Global___GraphResource] | None = ...,
+        profiles: collections.abc.Iterable[Global___GraphProfile] | None = ...,
+        nodes: collections.abc.Iterable[Global___GraphNode] | None = ...,
+        edges: collections.abc.Iterable[Global___GraphEdge] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edges", b"edges", "nodes", b"nodes", "profiles", b"profiles", "resources", b"resources"]) -> None: ...
+
+Global___GraphProblem: typing_extensions.TypeAlias = GraphProblem
+
+@typing.final
 class IterationCost(google.protobuf.message.Message):
     """Iteration time and energy of one way to run an iteration."""
 
@@ -225,6 +363,7 @@ class Frontier(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PROBLEM_FIELD_NUMBER: builtins.int
+    GRAPH_FIELD_NUMBER: builtins.int
     BASELINE_FIELD_NUMBER: builtins.int
     POINTS_FIELD_NUMBER: builtins.int
     T_MIN_S_FIELD_NUMBER: builtins.int
@@ -249,6 +388,10 @@ class Frontier(google.protobuf.message.Message):
         """The problem that was solved; a plan for any iteration time can be made from it."""
 
     @property
+    def graph(self) -> Global___GraphProblem:
+        """Instead of problem, where it was a graph; an iteration is one execution of it."""
+
+    @property
     def baseline(self) -> Global___IterationCost:
         """Every computation at its highest clock."""
 
@@ -260,6 +403,7 @@ class Frontier(google.protobuf.message.Message):
         self,
         *,
         problem: Global___PipelineProblem | None = ...,
+        graph: Global___GraphProblem | None = ...,
         baseline: Global___IterationCost | None = ...,
         points: collections.abc.Iterable[Global___FrontierPoint] | None = ...,
         t_min_s: builtins.float = ...,
@@ -268,8 +412,8 @@ class Frontier(google.protobuf.message.Message):
         t_star_index: builtins.int = ...,
         set_latency_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "points", b"points", "problem", b"problem", "set_latency_s", b"set_latency_s", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_index", b"t_star_index", "t_star_s", b"t_star_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "graph", b"graph", "problem", b"problem"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "graph", b"graph", "points", b"points", "problem", b"problem", "set_latency_s", b"set_latency_s", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_index", b"t_star_index", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Frontier: typing_extensions.TypeAlias = Frontier
 
@@ -332,21 +476,56 @@ class StagePlan(google.protobuf.message.Message):
 Global___StagePlan: typing_extensions.TypeAlias = StagePlan
 
 @typing.final
+class PlannedNode(google.protobuf.message.Message):
+    """A node of a graph and the clock that it runs at."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    START_S_FIELD_NUMBER: builtins.int
+    DURATION_S_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name."""
+    clock_mhz: builtins.int
+    """SM clock, MHz."""
+    start_s: builtins.float
+    """Predicted start, seconds after the graph's start."""
+    duration_s: builtins.float
+    """Predicted duration, seconds."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        clock_mhz: builtins.int = ...,
+        start_s: builtins.float = ...,
+        duration_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_mhz", b"clock_mhz", "duration_s", b"duration_s", "name", b"name", "start_s", b"start_s"]) -> None: ...
+
+Global___PlannedNode: typing_extensions.TypeAlias = PlannedNode
+
+@typing.final
 class Plan(google.protobuf.message.Message):
-    """A clock for every computation of one pipeline's iteration."""
+    """A clock for every computation of one pipeline's iteration, or for every node of a graph."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     ENERGY_J_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
     iteration_time_s: builtins.float
     """Predicted iteration time, seconds; never above the requested one."""
     energy_j: builtins.float
     """Predicted energy of one pipeline's iteration, blocking included, joules."""
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagePlan]:
-        """Stage 0 first."""
+        """Stage 0 first; none for a graph."""
+
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlannedNode]:
+        """The nodes of a graph by their start; none for a pipeline."""
 
     def __init__(
         self,
@@ -354,7 +533,8 @@ class Plan(google.protobuf.message.Message):
         iteration_time_s: builtins.float = ...,
         energy_j: builtins.float = ...,
         stages: collections.abc.Iterable[Global___StagePlan] | None = ...,
+        nodes: collections.abc.Iterable[Global___PlannedNode] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "stages", b"stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "nodes", b"nodes", "stages", b"stages"]) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan

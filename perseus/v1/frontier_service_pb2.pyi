@@ -107,20 +107,30 @@ class SolveRequest(google.protobuf.message.Message):
 
     PROBLEM_FIELD_NUMBER: builtins.int
     POINT_COUNT_FIELD_NUMBER: builtins.int
+    GRAPH_FIELD_NUMBER: builtins.int
+    PLAN_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     point_count: builtins.int
     """Number of realised plans between T_min and T_slow, both included; 3 to 10000, or 0 for 100."""
+    plan_iteration_time_s: builtins.float
+    """If set, the response has a plan that is not slower than this, seconds. At least T_min, at most 1e6."""
     @property
     def problem(self) -> perseus.v1.frontier_pb2.PipelineProblem:
-        """Required. The problem."""
+        """Required, or graph. The problem."""
+
+    @property
+    def graph(self) -> perseus.v1.frontier_pb2.GraphProblem:
+        """Required, or problem. Any graph of computations."""
 
     def __init__(
         self,
         *,
         problem: perseus.v1.frontier_pb2.PipelineProblem | None = ...,
         point_count: builtins.int = ...,
+        graph: perseus.v1.frontier_pb2.GraphProblem | None = ...,
+        plan_iteration_time_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["point_count", b"point_count", "problem", b"problem"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["graph", b"graph", "problem", b"problem"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["graph", b"graph", "plan_iteration_time_s", b"plan_iteration_time_s", "point_count", b"point_count", "problem", b"problem"]) -> None: ...
 
 Global___SolveRequest: typing_extensions.TypeAlias = SolveRequest
 
@@ -131,16 +141,22 @@ class SolveResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FRONTIER_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     @property
     def frontier(self) -> perseus.v1.frontier_pb2.Frontier:
         """Its frontier."""
+
+    @property
+    def plan(self) -> perseus.v1.frontier_pb2.Plan:
+        """The slowest of the frontier's plans that is not slower than requested; none if none was requested."""
 
     def __init__(
         self,
         *,
         frontier: perseus.v1.frontier_pb2.Frontier | None = ...,
+        plan: perseus.v1.frontier_pb2.Plan | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["frontier", b"frontier"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["frontier", b"frontier"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["frontier", b"frontier", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frontier", b"frontier", "plan", b"plan"]) -> None: ...
 
 Global___SolveResponse: typing_extensions.TypeAlias = SolveResponse

@@ -42,7 +42,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     PRINCIPAL_FIELD_NUMBER: builtins.int
     SCOPE_FIELD_NUMBER: builtins.int
     version: builtins.str
-    """Its release, such as 0.3.0."""
+    """Its release and the commit that it was built from, such as 0.3.0+g1a2b3c4d5e6f."""
     protocol_version: builtins.int
     """Version of the agents' protocol that it speaks, as in Welcome."""
     principal: builtins.str

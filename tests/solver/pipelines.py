@@ -175,7 +175,7 @@ def _further_pairs(schedule: Schedule) -> st.SearchStrategy[list[tuple[Computati
     return st.lists(pairs, max_size=2, unique=True)
 
 
-def _arcs(pipeline: Pipeline) -> list[tuple[Computation, Computation, float]]:
+def arcs_of(pipeline: Pipeline) -> list[tuple[Computation, Computation, float]]:
     """All (earlier, later, lag in s)."""
     orders = pipeline.schedule.orders
     waits = _Waits(orders, pipeline.schedule.paths)
@@ -194,7 +194,7 @@ def replayed_iteration_time_s(pipeline: Pipeline, plan: Plan) -> float:
         times_s = [m.time_s for m in pipeline.profiles[c.stage, c.chunk, c.kind] if m.clock_mhz == clock_mhz]
         (duration_s[c],) = times_s
     start_s = dict.fromkeys(pipeline.schedule.computations, 0.0)
-    arcs = _arcs(pipeline)
+    arcs = arcs_of(pipeline)
     changed = True
     while changed:
         changed = False
@@ -226,7 +226,7 @@ class ReferenceProgram:
                 costs.append(m.energy_j - pipeline.blocking_power_w[c.stage] * m.time_s)
         rows: list[tuple[float, float, dict[int, float]]] = []
         rows += [(1.0, 1.0, {column: 1.0 for column, _ in mix}) for mix in mixes.values() if mix]
-        for earlier, later, lag_s in _arcs(pipeline):
+        for earlier, later, lag_s in arcs_of(pipeline):
             row = {start[later]: 1.0, start[earlier]: -1.0} | {col: -time_s for col, time_s in mixes[earlier]}
             rows.append((lag_s + pipeline.fixed_times_s.get(earlier, 0.0), highspy.kHighsInf, row))
         self._deadline_rows = []

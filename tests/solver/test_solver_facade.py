@@ -10,6 +10,7 @@ def test_public_names() -> None:
     assert sorted(perseus.solver.__all__) == [
         "BlockingPower",
         "Computation",
+        "ComputationGraph",
         "DeadlineError",
         "Frontier",
         "FrontierPoint",
@@ -22,6 +23,7 @@ def test_public_names() -> None:
         "Margin",
         "MeasuredSetting",
         "Measurement",
+        "Node",
         "Partition",
         "Path",
         "Pipeline",

@@ -13,6 +13,7 @@ import grpc
 
 from perseus.service.api.authentication import caller
 from perseus.service.api.statuses import mapped
+from perseus.service.api.translate_graphs import check_graph_size, graph_from_proto, graph_plan_to_proto
 from perseus.service.api.translate_problems import (
     check_problem_size,
     plan_to_proto,
@@ -24,6 +25,7 @@ from perseus.service.domain.messages import frontier_to_proto
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.solving.work import POINT_COUNT
+from perseus.solver import ComputationGraph, Frontier, Pipeline
 from perseus.v1 import frontier_service_pb2 as pb
 from perseus.v1 import frontier_service_pb2_grpc
 
@@ -56,16 +58,40 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:
-        """Solve a problem without a job."""
+        """Solve a problem or a graph without a job."""
         count = request.point_count or POINT_COUNT
         if not MIN_POINT_COUNT <= count <= MAX_POINT_COUNT:
             raise InvalidFieldError(
                 field="point_count", expected=f"0, or {MIN_POINT_COUNT} to {MAX_POINT_COUNT}", found=count
             )
-        if not request.HasField("problem"):
-            raise InvalidFieldError(field="problem", expected="a problem", found="none")
-        check_problem_size(request.problem, count, self._quotas.limits.limit_solve_computations)
+        if request.HasField("problem") == request.HasField("graph"):
+            found = "both" if request.HasField("graph") else "none"
+            raise InvalidFieldError(field="problem", expected="a problem or a graph", found=found)
+        check_range("plan_iteration_time_s", request.plan_iteration_time_s, 0, MAX_DURATION_S)
+        max_computations = self._quotas.limits.limit_solve_computations
+        if request.HasField("graph"):
+            check_graph_size(request.graph, count, max_computations)
+        else:
+            check_problem_size(request.problem, count, max_computations)
         with self._quotas.solve(caller().name):
-            problem = await asyncio.to_thread(problem_from_proto, request.problem)
-            frontier = await self._jobs.solve(problem, count)
-            return pb.SolveResponse(frontier=await asyncio.to_thread(frontier_to_proto, frontier))
+            problem = await asyncio.to_thread(_problem_of, request)
+            pipeline = problem.pipeline if isinstance(problem, ComputationGraph) else problem
+            frontier = await self._jobs.solve(pipeline, count)
+            return await asyncio.to_thread(_response, frontier, problem, request.plan_iteration_time_s)
+
+
+def _problem_of(request: pb.SolveRequest) -> Pipeline | ComputationGraph:
+    if request.HasField("graph"):
+        return graph_from_proto(request.graph)
+    return problem_from_proto(request.problem)
+
+
+def _response(
+    frontier: Frontier, problem: Pipeline | ComputationGraph, plan_iteration_time_s: float
+) -> pb.SolveResponse:
+    graph = problem if isinstance(problem, ComputationGraph) else None
+    response = pb.SolveResponse(frontier=frontier_to_proto(frontier, graph))
+    if plan_iteration_time_s:
+        plan = frontier.plan_within(plan_iteration_time_s)
+        response.plan.CopyFrom(plan_to_proto(plan) if graph is None else graph_plan_to_proto(graph, plan))
+    return response

@@ -182,17 +182,26 @@ def profiles_from_proto(
                 )
             fixed_s[key[:2]] = times_s[0]
         else:
-            profiles[key] = tuple(
-                Measurement(
-                    clock_mhz=m.clock_mhz,
-                    time_s=m.time_s,
-                    energy_j=m.energy_j,
-                    time_se_s=m.time_se_s,
-                    energy_se_j=m.energy_se_j,
-                )
-                for m in profile.measurements
-            )
+            profiles[key] = measurements_from_proto(profile.measurements)
     return profiles, fixed_s
+
+
+def measurements_from_proto(messages: Iterable[frontier_pb2.Measurement]) -> tuple[Measurement, ...]:
+    """Return measurements.
+
+    Raises:
+        ProfileError: the solver refuses one.
+    """
+    return tuple(
+        Measurement(
+            clock_mhz=m.clock_mhz,
+            time_s=m.time_s,
+            energy_j=m.energy_j,
+            time_se_s=m.time_se_s,
+            energy_se_j=m.energy_se_j,
+        )
+        for m in messages
+    )
 
 
 def pipeline_from_proto(

@@ -41,7 +41,16 @@ from perseus.service.domain.specification import (
 )
 from perseus.service.domain.stall import StallReason
 from perseus.service.domain.telemetry import KINDS
-from perseus.solver import Computation, Frontier, Kind, Path, Pipeline, common_lag_s
+from perseus.solver import (
+    Computation,
+    ComputationGraph,
+    Frontier,
+    Kind,
+    Measurement,
+    Path,
+    Pipeline,
+    common_lag_s,
+)
 from perseus.v1 import (
     computation_pb2,
     event_pb2,
@@ -76,6 +85,9 @@ NUMBERS: Mapping[enum.Enum, Any] = {
     for member in members
 }
 """The contract's number of each enumeration member, found by its name."""
+
+_KEPT_NAME = 200
+"""Characters of a profile's name before a number is added: names have at most 256."""
 
 _MIN_TIME_S = -62_135_596_800
 _MAX_TIME_S = 253_402_300_799
@@ -266,15 +278,11 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
         ],
     )
     for stage, chunk, kind in sorted(problem.profiles):
-        message.profiles.add(stage=stage, chunk=chunk, kind=NUMBERS[kind]).measurements.extend(
-            frontier_pb2.Measurement(
-                clock_mhz=m.clock_mhz,
-                time_s=m.time_s,
-                energy_j=m.energy_j,
-                time_se_s=m.time_se_s,
-                energy_se_j=m.energy_se_j,
-            )
-            for m in problem.profiles[stage, chunk, kind]
+        message.profiles.add(
+            stage=stage,
+            chunk=chunk,
+            kind=NUMBERS[kind],
+            measurements=_measurements_to_proto(problem.profiles[stage, chunk, kind]),
         )
     fixed_s = {(c.stage, c.chunk): time_s for c, time_s in sorted(problem.fixed_times_s.items())}
     for (stage, chunk), time_s in fixed_s.items():
@@ -284,10 +292,55 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
     return message
 
 
-def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
-    """Return a frontier, with all that is needed for a plan of another iteration time."""
+def _measurements_to_proto(measurements: Iterable[Measurement]) -> Iterable[frontier_pb2.Measurement]:
+    return (
+        frontier_pb2.Measurement(
+            clock_mhz=m.clock_mhz,
+            time_s=m.time_s,
+            energy_j=m.energy_j,
+            time_se_s=m.time_se_s,
+            energy_se_j=m.energy_se_j,
+        )
+        for m in measurements
+    )
+
+
+def graph_to_proto(graph: ComputationGraph, solved: Pipeline) -> frontier_pb2.GraphProblem:
+    """Return a graph with the measurements of its pipeline as it was solved.
+
+    A margin may make those of a profile differ between resources; then these have a profile each.
+    """
+    message = frontier_pb2.GraphProblem(
+        resources=[
+            frontier_pb2.GraphResource(name=name, blocking_power_w=power_w)
+            for name, power_w in graph.resources.items()
+        ],
+        edges=[
+            frontier_pb2.GraphEdge(earlier=earlier, later=later, lag_s=lag_s)
+            for (earlier, later), lag_s in graph.edges.items()
+        ],
+    )
+    written: dict[str, tuple[Measurement, ...]] = {}
+    for name, node in graph.nodes.items():
+        c = graph.computations[name]
+        measurements, profile, number = solved.profiles[c.stage, c.chunk, c.kind], node.profile, 1
+        while written.setdefault(profile, measurements) != measurements:
+            number += 1
+            profile = f"{node.profile[:_KEPT_NAME]} ({number})"
+        message.nodes.add(name=name, profile=profile, resource=node.resource)
+    for name, measurements in written.items():
+        message.profiles.add(name=name, measurements=_measurements_to_proto(measurements))
+    return message
+
+
+def frontier_to_proto(frontier: Frontier, graph: ComputationGraph | None = None) -> frontier_pb2.Frontier:
+    """Return a frontier, with all that is needed for a plan of another iteration time.
+
+    With the graph that it is of, if it is not of a pipeline.
+    """
     return frontier_pb2.Frontier(
-        problem=problem_to_proto(frontier.pipeline),
+        problem=problem_to_proto(frontier.pipeline) if graph is None else None,
+        graph=graph_to_proto(graph, frontier.pipeline) if graph is not None else None,
         baseline=frontier_pb2.IterationCost(
             iteration_time_s=frontier.baseline.iteration_time_s, energy_j=frontier.baseline.energy_j
         ),

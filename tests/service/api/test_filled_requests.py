@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 from perseus.service.api.texts import check_texts
 from perseus.service.api.translate_agents import joined_from_proto
+from perseus.service.api.translate_graphs import check_graph_size, graph_from_proto
 from perseus.service.api.translate_jobs import spec_from_proto
 from perseus.service.api.translate_problems import check_problem_size, problem_from_proto
 from perseus.service.domain.errors import InvalidFieldError
@@ -34,6 +35,8 @@ def refused(message: Message) -> int:
         elif isinstance(message, frontier_service_pb2.SolveRequest):
             check_problem_size(message.problem, 3, MAX_COMPUTATIONS)
             problem_from_proto(message.problem)
+            check_graph_size(message.graph, 3, MAX_COMPUTATIONS)
+            graph_from_proto(message.graph)
         elif isinstance(message, ConnectRequest):
             joined_from_proto(message.rank_joined, "instance", "host")
 

@@ -1,0 +1,144 @@
+"""`perseus solve --graph`: the documented example, the files, and what is refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_solve import load, run, text
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "graph" / "workflow.json"
+SECTION = (ROOT / "docs" / "frontiers.md").read_text().partition("## Any graph of computations")[2]
+
+
+def trimmed(output: str) -> list[str]:
+    return [line.rstrip() for line in output.strip("\n").splitlines()]
+
+
+def test_the_documented_commands_print_what_is_documented(tmp_path: Path) -> None:
+    commands, documented = (re.search(rf"```{kind}\n(.*?)```", SECTION, re.DOTALL) for kind in ("sh", "text"))
+    assert commands is not None
+    assert documented is not None
+    os.symlink(ROOT / "examples", tmp_path / "examples")
+    for line in commands[1].splitlines():
+        words = line.split()
+        assert words[0] == "perseus"
+        printed = subprocess.run(
+            [sys.executable, "-m", "perseus.cli", *words[1:]],
+            cwd=tmp_path,
+            env={**os.environ, "COLUMNS": "110", "PYTHONPATH": str(ROOT)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    assert trimmed(printed) == trimmed(documented[1])
+    rows = {
+        row["point"]: row for row in json.loads(run("solve", "--graph", EXAMPLE, "--format", "json").output)
+    }
+    later, now = rows["T*"], rows["no slowdown"]
+    less_percent = 100 * (1 - later["energy_j"] / now["energy_j"])
+    sentence = (
+        f"one after {later['iteration_time_s']:.1f} s (T\\*) takes {less_percent:.0f} % less energy than this"
+    )
+    assert sentence in " ".join(SECTION.split())
+
+
+def test_plans_are_written_with_the_nodes(tmp_path: Path) -> None:
+    frontier, plan = tmp_path / "frontier.json", tmp_path / "plan.json"
+    assert run("solve", "--graph", EXAMPLE, "--points", 10, "--output", frontier).exit_code == 0
+    graph = load(EXAMPLE)
+    assert [node["name"] for node in load(frontier)["graph"]["nodes"]] == [
+        node["name"] for node in graph["nodes"]
+    ]
+    result = run("plan", frontier, "--iteration-time", 12, "--output", plan, "--format", "json")
+    rows = json.loads(result.output)
+    assert list(rows[0]) == ["node", "resource", "clock_mhz", "start_s", "duration_s", "slowdown_percent"]
+    written = load(plan)
+    assert written["iterationTimeS"] <= 12
+    assert written["stages"] == []
+    assert [
+        (node["name"], node["clockMhz"], node["startS"], node["durationS"]) for node in written["nodes"]
+    ] == [(row["node"], row["clock_mhz"], row["start_s"], row["duration_s"]) for row in rows]
+
+
+def test_a_graph_s_frontier_is_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "frontier.svg"
+    assert run("solve", "--graph", EXAMPLE, "--points", 10, "--plot", picture).exit_code == 0
+    assert picture.read_text().startswith("<?xml")
+
+
+def changed(tmp_path: Path, part: str, index: int, **members: Any) -> Path:
+    document = load(EXAMPLE)
+    document[part][index].update(members)
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("part", "index", "members", "expected"),
+    [
+        (
+            "edges",
+            0,
+            {"earlier": "answer"},
+            "edges: expected no cycle, found 'read-1' → 'draft' → 'answer' → 'read-1'",
+        ),
+        (
+            "edges",
+            1,
+            {"later": "raed-2"},
+            "edge 'plan' → 'raed-2': expected two nodes of the graph, found 'raed-2'",
+        ),
+        ("nodes", 0, {"profile": ""}, "node 'plan': expected a profile, found none"),
+        ("nodes", 0, {"name": "draft"}, "nodes[4].name: expected each name once, found draft again"),
+        ("nodes", 0, {"clock": 5}, 'has no field named "clock" at "GraphProblem.nodes[0]"'),
+        (
+            "profiles",
+            0,
+            {"measurements": []},
+            "profile 'plan': expected at least one measured clock, found none",
+        ),
+        (
+            "resources",
+            0,
+            {"blockingPowerW": -1},
+            "resource 'large': expected a blocking power of 0 to 1e+10 W",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_in_one_line(
+    tmp_path: Path, part: str, index: int, members: dict[str, Any], expected: str
+) -> None:
+    path = changed(tmp_path, part, index, **members)
+    result = run("solve", "--graph", path)
+    assert result.exit_code == 2
+    assert f"error: {path}: " in text(result)
+    assert expected in text(result)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "PROFILE: expected a profile or --graph, found none"),
+        ((EXAMPLE, "--graph", EXAMPLE), "PROFILE: expected a profile or --graph, found both"),
+        ((EXAMPLE,), "--microbatches: expected the number of microbatches of an iteration, found none"),
+        (("--graph", EXAMPLE, "--microbatches", 4), "--microbatches: expected without --graph"),
+        (("--graph", EXAMPLE, "--blocking-power-w", 4), "--blocking-power-w: expected without --graph"),
+        (("--graph", EXAMPLE, "--compare"), "--compare: expected without --graph"),
+        (("--graph", EXAMPLE, "--processes", 2), "--processes: expected without --graph"),
+        (("--graph", EXAMPLE, "--limit-computations", 7), "graph.nodes: expected at most 7 of them, found 8"),
+        (("--graph", "missing.json"), "missing.json: can't be read"),
+    ],
+)
+def test_a_graph_is_the_whole_problem(arguments: tuple[object, ...], expected: str) -> None:
+    result = run("solve", *arguments)
+    assert result.exit_code == 2
+    assert expected in text(result)

@@ -1,0 +1,274 @@
+"""Any graph of computations is solved as a pipeline is; what does not fit is refused by its name."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.solver import (
+    Computation,
+    ComputationGraph,
+    Kind,
+    Measurement,
+    Node,
+    Pipeline,
+    PipelineError,
+    ProfileError,
+    ScheduleError,
+    SolverError,
+    solve,
+)
+from tests.solver.pipelines import arcs_of, little_search, measurements, pipelines, published_pipeline
+
+FAST_AND_SLOW = measurements((1400, 1.0, 300.0), (1000, 1.4, 200.0))
+PROFILES = {"model": FAST_AND_SLOW}
+
+
+def graph_of(pipeline: Pipeline) -> ComputationGraph:
+    """The pipeline's computations and dependencies, written as a graph."""
+    profiles = {f"{s} {chunk} {kind.value}": some for (s, chunk, kind), some in pipeline.profiles.items()}
+    nodes: dict[str, Node] = {}
+    for c in pipeline.schedule.computations:
+        profile = f"{c.stage} {c.chunk} {c.kind.value}"
+        if c.kind is Kind.FIXED:
+            profile = str(c)
+            time_s = max(1e-12, pipeline.fixed_times_s[c])
+            energy_j = max(1e-12, pipeline.blocking_power_w[c.stage] * time_s)
+            profiles[profile] = measurements((1000, time_s, energy_j))
+        nodes[str(c)] = Node(profile, f"stage {c.stage}")
+    edges: dict[tuple[str, str], float] = {}
+    for earlier, later, lag_s in arcs_of(pipeline):
+        edge = str(earlier), str(later)
+        edges[edge] = max(lag_s, edges.get(edge, 0.0))
+    powers_w = {f"stage {stage}": power_w for stage, power_w in enumerate(pipeline.blocking_power_w)}
+    return ComputationGraph(profiles, nodes, edges, powers_w)
+
+
+@given(pipeline=pipelines(), shares=st.lists(st.floats(0, 1), min_size=2, max_size=2))
+@little_search()
+def test_a_pipeline_given_as_a_graph_has_the_same_frontier(pipeline: Pipeline, shares: list[float]) -> None:
+    frontier, of_graph = (solve(each, point_count=5) for each in (pipeline, graph_of(pipeline).pipeline))
+    assert of_graph.t_min_s == pytest.approx(frontier.t_min_s, rel=1e-9)
+    assert of_graph.t_slow_s == pytest.approx(frontier.t_slow_s, rel=1e-9)
+    assert of_graph.baseline.energy_j == pytest.approx(frontier.baseline.energy_j, rel=1e-9)
+    for share in (0.001, *shares, 1.0):
+        # A fixed time of 0 is a picosecond in the graph, so its shortest iteration is a little longer.
+        time_s = of_graph.t_min_s + share * (of_graph.t_slow_s - of_graph.t_min_s)
+        assert of_graph.bound_energy_j(time_s) == pytest.approx(frontier.bound_energy_j(time_s), rel=1e-6)
+
+
+def test_a_published_pipeline_given_as_a_graph_has_the_same_plans() -> None:
+    pipeline = published_pipeline("a100-sxm", 4)
+    graph = graph_of(pipeline)
+    with little_search():
+        frontier, of_graph = (solve(each, point_count=20) for each in (pipeline, graph.pipeline))
+    assert of_graph.points == frontier.points
+    clocks_mhz, of_nodes_mhz = (
+        each.plan_within(frontier.t_star_s).clocks_mhz for each in (frontier, of_graph)
+    )
+    assert {name: of_nodes_mhz[c] for name, c in graph.computations.items()} == {
+        str(c): clock_mhz for c, clock_mhz in clocks_mhz.items()
+    }
+
+
+@st.composite
+def graphs(draw: st.DrawFn, max_nodes: int = 5) -> ComputationGraph:
+    """Small graphs in which every edge leads to a later node; some nodes share a resource."""
+    count = draw(st.integers(1, max_nodes))
+    names = [f"node {k}" for k in draw(st.permutations(range(count)))]
+    lags_s = st.sampled_from([0.0, 0.0, 0.03, 0.2])
+    edges = {
+        (names[i], names[j]): draw(lags_s)
+        for i in range(count)
+        for j in range(i + 1, count)
+        if draw(st.booleans())
+    }
+    resources = {"a": 60.0, "b": 0.0}
+    placed = {name: draw(st.sampled_from(["", *resources])) for name in names}
+    for resource in [*resources]:
+        own = [name for name in names if placed[name] == resource]
+        for pair in pairwise(own):
+            edges.setdefault(pair, draw(lags_s))
+        if not own:
+            del resources[resource]
+    times_s = st.integers(10, 1000).map(lambda tenths_ms: tenths_ms / 10_000)
+    profiles = {
+        name: tuple(
+            Measurement(1000 + 15 * k, draw(times_s), draw(st.floats(0.5, 60.0)))
+            for k in range(draw(st.integers(1, 3)))
+        )
+        for name in ("p", "q", "r")
+    }
+    nodes = {name: Node(draw(st.sampled_from(sorted(profiles))), placed[name]) for name in sorted(names)}
+    return ComputationGraph(profiles, nodes, edges, resources)
+
+
+def run_s(graph: ComputationGraph, durations_s: Mapping[str, float]) -> float:
+    """The time of a graph, in plain floats: relax all edges until nothing changes."""
+    starts_s = dict.fromkeys(graph.nodes, 0.0)
+    changed = True
+    while changed:
+        changed = False
+        for (earlier, later), lag_s in graph.edges.items():
+            ready_s = starts_s[earlier] + durations_s[earlier] + lag_s
+            if ready_s > starts_s[later]:
+                starts_s[later], changed = ready_s, True
+    return max(starts_s[name] + durations_s[name] for name in graph.nodes)
+
+
+@given(graph=graphs(), share=st.floats(0, 1))
+@little_search()
+def test_plans_are_in_time_and_no_choice_costs_less_than_the_bound(
+    graph: ComputationGraph, share: float
+) -> None:
+    """Against every choice of clocks, added up by itself."""
+    frontier = solve(graph.pipeline, point_count=4)
+    time_s = frontier.t_min_s + share * (frontier.t_slow_s - frontier.t_min_s)
+    plan = frontier.plan(time_s)
+
+    def cost(chosen: Mapping[str, Measurement]) -> tuple[float, float]:
+        total_s = run_s(graph, {name: m.time_s for name, m in chosen.items()})
+        energy_j = sum(m.energy_j for m in chosen.values())
+        for resource, power_w in graph.resources.items():
+            busy_s = sum(m.time_s for name, m in chosen.items() if graph.nodes[name].resource == resource)
+            energy_j += power_w * (total_s - busy_s)
+        return total_s, energy_j
+
+    options = [graph.profiles[node.profile] for node in graph.nodes.values()]
+    costs = [cost(dict(zip(graph.nodes, some, strict=True))) for some in product(*options)]
+    assert frontier.t_min_s == pytest.approx(min(total_s for total_s, _ in costs), rel=1e-9)
+    late_s = time_s * (1 + 1e-9)
+    power_w = sum(graph.resources.values())
+    best_j = min(energy_j + power_w * (time_s - total_s) for total_s, energy_j in costs if total_s <= late_s)
+    scale_j = 1e-7 * max(energy_j for _, energy_j in costs)
+    assert frontier.bound_energy_j(time_s) <= best_j + scale_j
+    clocks_mhz = {name: plan.clocks_mhz[c] for name, c in graph.computations.items()}
+    chosen = {
+        name: next(m for m in graph.profiles[node.profile] if m.clock_mhz == clocks_mhz[name])
+        for name, node in graph.nodes.items()
+    }
+    planned_s, planned_j = cost(chosen)
+    assert planned_s <= late_s
+    assert plan.energy_j == pytest.approx(planned_j, rel=1e-9)
+    assert plan.energy_until_j(time_s) >= best_j - scale_j
+
+
+@given(graph=graphs(max_nodes=8), data=st.data())
+def test_a_cycle_is_refused_by_the_names_of_its_nodes(graph: ComputationGraph, data: st.DataObject) -> None:
+    names = sorted(graph.nodes)
+    back = data.draw(
+        st.sampled_from([(later, earlier) for earlier, later in graph.edges] or [(names[0],) * 2])
+    )
+    edges = {**graph.edges, back: 0.0}
+    with pytest.raises(ScheduleError, match="expected no cycle") as caught:
+        replace(graph, edges=edges)
+    cycle = re.findall(r"'([^']*)'", str(caught.value))
+    assert len(cycle) >= 2
+    assert cycle[0] == cycle[-1]
+    assert len(set(cycle)) == len(cycle) - 1
+    assert all(pair in edges for pair in pairwise(cycle))
+
+
+NODES = {"first": Node("model", "gpu"), "second": Node("model", "gpu")}
+EDGES = {("first", "second"): 0.0}
+RESOURCES = {"gpu": 80.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "expected"),
+    [
+        ({"nodes": {}}, ScheduleError, "nodes: expected at least one, found none"),
+        (
+            {"nodes": {**NODES, "third": Node("modle")}},
+            ProfileError,
+            "node 'third': expected a profile, found 'modle', which does not exist",
+        ),
+        (
+            {"nodes": {**NODES, "third": Node("")}},
+            ProfileError,
+            "node 'third': expected a profile, found none",
+        ),
+        (
+            {"nodes": {**NODES, "third": Node("model", "tpu")}},
+            ScheduleError,
+            "node 'third': expected a resource of the graph, found 'tpu', which does not exist",
+        ),
+        (
+            {"edges": {("first", "secnod"): 0.0}},
+            ScheduleError,
+            "edge 'first' → 'secnod': expected two nodes of the graph, found 'secnod', which does not exist",
+        ),
+        (
+            {"edges": {**EDGES, ("second", "second"): 0.0}},
+            ScheduleError,
+            "edges: expected no cycle, found 'second' → 'second'",
+        ),
+        (
+            {"edges": {}},
+            ScheduleError,
+            "resource 'gpu': expected edges that order its nodes, found none from 'first' to 'second', "
+            "or back",
+        ),
+        (
+            {"resources": {**RESOURCES, "idle": 80.0}},
+            ScheduleError,
+            "resource 'idle': expected at least one node, found none",
+        ),
+        (
+            {"resources": {"gpu": -1.0}},
+            PipelineError,
+            "resource 'gpu': expected a blocking power of 0 to 1e+10 W, found -1.0",
+        ),
+        (
+            {"edges": {("first", "second"): float("nan")}},
+            PipelineError,
+            "edge 'first' → 'second': expected a lag of 0 to 1e+06 s, found nan",
+        ),
+        (
+            {"profiles": {**PROFILES, "empty": ()}},
+            ProfileError,
+            "profile 'empty': expected at least one measured clock, found none",
+        ),
+        (
+            {"profiles": {"model": (*FAST_AND_SLOW, Measurement(1000, 2.0, 100.0))}},
+            ProfileError,
+            "profile 'model': expected one measurement per clock, found 2 at 1000 MHz",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    changed: dict[str, object], error: type[SolverError], expected: str
+) -> None:
+    parts = {"profiles": PROFILES, "nodes": NODES, "edges": EDGES, "resources": RESOURCES, **changed}
+    with pytest.raises(error) as caught:
+        ComputationGraph(**parts)  # type: ignore[arg-type]
+    assert str(caught.value) == expected
+
+
+def test_an_order_through_another_resource_is_one() -> None:
+    nodes = {"a": Node("model", "gpu"), "b": Node("model"), "c": Node("model", "gpu")}
+    graph = ComputationGraph(PROFILES, nodes, {("a", "b"): 0.0, ("b", "c"): 0.0}, RESOURCES)
+    assert graph.pipeline.schedule.orders[0] == (
+        Computation(0, Kind.FORWARD, 0),
+        Computation(0, Kind.FORWARD, 1),
+    )
+
+
+def test_a_node_without_a_resource_draws_nothing_while_it_waits() -> None:
+    nodes = {"a": Node("model", "gpu"), "b": Node("model")}
+    baseline = solve(ComputationGraph(PROFILES, nodes, {("a", "b"): 0.5}, RESOURCES).pipeline).baseline
+    assert baseline.iteration_time_s == 2.5
+    assert baseline.energy_j == pytest.approx(2 * 300 + 80 * 1.5)
+
+
+def test_a_long_chain_against_the_order_of_the_file_is_quick() -> None:
+    """As many stages as nodes, each waiting for the one after it in the file: not a pass for each."""
+    names = [f"node {k}" for k in range(800)]
+    edges = {(later, earlier): 0.0 for earlier, later in pairwise(names)}
+    once = {"model": measurements((1400, 1e-3, 1.0))}
+    graph = ComputationGraph(once, {name: Node("model") for name in names}, edges)
+    assert solve(graph.pipeline, point_count=3).t_min_s == pytest.approx(0.8)

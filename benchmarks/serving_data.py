@@ -7,11 +7,13 @@ import numpy as np
 
 from benchmarks.harness import DATA
 from perseus.serving.engine import Request
-from perseus.serving.model import MeasuredStep
+from perseus.serving.model import MeasuredStep, ProfileKey
 
+QWEN_14B = ProfileKey("Qwen2.5-14B", "A100 PCIe 80 GB", 1, 1, "as published by BEAM")
+QWEN_32B_STAGE = ProfileKey("Qwen2.5-32B, one stage", "A100 SXM", 2, 2, "as published by BEAM")
 PROFILES = {
-    "Qwen2.5-14B, A100 PCIe": "batches-qwen2.5-14b-a100-pcie-tp1.csv",
-    "Qwen2.5-32B (one of two stages), 2 × A100 SXM": "batches-qwen2.5-32b-a100-sxm-tp2-pp2.csv",
+    QWEN_14B: "batches-qwen2.5-14b-a100-pcie-tp1.csv",
+    QWEN_32B_STAGE: "batches-qwen2.5-32b-a100-sxm-tp2-pp2.csv",
 }
 HOURS = {"conversations": "requests-m-small-08h.csv", "code": "requests-azure-2023-code.csv"}
 HOUR_S = 3600.0
@@ -19,13 +21,13 @@ _SHIFT_S = 30.0
 """Repeated requests come up to half a minute before or after the original: the hour keeps its minutes."""
 
 
-def measured_steps(name: str) -> list[MeasuredStep]:
+def measured_steps(profile: ProfileKey) -> list[MeasuredStep]:
     """Return the measured steps of one of PROFILES.
 
     Its column `decode_tokens` is 60 throughout, also in batches of one token: prompts' and decoding tokens
     can't be distinguished, so all count as tokens of prompts.
     """
-    with (DATA / "serving" / PROFILES[name]).open(encoding="utf-8", newline="") as file:
+    with (DATA / "serving" / PROFILES[profile]).open(encoding="utf-8", newline="") as file:
         return [
             MeasuredStep(
                 clock_mhz=int(row["clock"]),

@@ -13,8 +13,8 @@ _RANGES_MHZ = ((510, 690), (720, 900), (930, 1110), (1140, 1290), (1320, 1410))
 
 def run() -> Sequence[Table]:
     rows: list[tuple[Cell, ...]] = []
-    for name in PROFILES:
-        steps = measured_steps(name)
+    for profile in PROFILES:
+        steps = measured_steps(profile)
         left_out, linear = _left_out(steps)
         for low, high in (*_RANGES_MHZ, (510, 1410)):
             chosen = [i for i, (step, _, _) in enumerate(left_out) if low <= step.clock_mhz <= high]
@@ -23,7 +23,7 @@ def run() -> Sequence[Table]:
             lines = np.abs([linear[i] for i in chosen])
             rows.append(
                 (
-                    name,
+                    str(profile),
                     f"{low} to {high}",
                     len(chosen),
                     *_spread(times),

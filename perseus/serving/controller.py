@@ -10,10 +10,9 @@ or pipeline-parallel instance hold its clock.
 - Stock: whenever there is no basis for a clock. Statistics are older than a second or contradict each other,
   the engine restarted, a clock was refused, the engine is not the profile's, or an objective is missed at
   the highest clock too. Control resumes when the reason has been gone for a while.
-- The governor multiplies predicted times by up to 1.25, as the allowed late share is used up.
+- The governor multiplies predicted times by up to 1.25, as the last half of the allowed late share is used.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,8 +21,8 @@ import numpy as np
 
 from perseus.serving.live import LiveModel
 from perseus.serving.model import StepModel
-from perseus.serving.prediction import LoadPredictor, Prediction
-from perseus.serving.stats import EngineLimits, EngineStats, LatencyObjective, Objectives
+from perseus.serving.prediction import LATE_S, LateWindow, LoadPredictor, Prediction
+from perseus.serving.stats import EngineLimits, EngineStats, Objectives
 
 MAX_STATS_AGE_S = 1.0
 DWELL_S = 2.0
@@ -34,8 +33,6 @@ SETTLE_S = 5.0
 """Of good statistics before control begins or resumes."""
 REFUSED_S = 60.0
 """Before a clock is tried again after a refusal: it takes an operator."""
-GOVERNED_S = 180.0
-"""The last minutes, of which the governor counts late ones."""
 _DECISION_S = 1.0
 _LEAST_GAIN = 0.005
 """Of watts, for a step: below, steps would follow the noise of the load's rates."""
@@ -79,30 +76,6 @@ class SetStock:
 Command = SetClock | SetStock
 
 
-class _Governor:
-    """Counts late ones of the last minutes for one objective."""
-
-    def __init__(self, objective: LatencyObjective) -> None:
-        self._objective = objective
-        self._intervals: deque[tuple[float, float, float]] = deque()
-        self._late, self._count = 0.0, 0.0
-
-    def observe(self, now_s: float, late: float, count: float) -> None:
-        if count:
-            self._intervals.append((now_s, late, count))
-            self._late += late
-            self._count += count
-        while self._intervals and self._intervals[0][0] < now_s - GOVERNED_S:
-            _, late, count = self._intervals.popleft()
-            self._late -= late
-            self._count -= count
-
-    @property
-    def used(self) -> float:
-        """Late ones over those allowed; one is always allowed."""
-        return max(0.0, self._late) / max(1.0, self._objective.allowed_share * self._count)
-
-
 class Controller:
     """The machine. `steps`: the profile at the clocks to choose from; the highest is what stock runs at.
 
@@ -114,7 +87,7 @@ class Controller:
         self._highest = len(steps.clocks_mhz) - 1
         self._model = LiveModel(steps)
         self._predictor = LoadPredictor(self._model, limits, objectives)
-        self._governors = (_Governor(objectives.ttft), _Governor(objectives.itl))
+        self._late = (LateWindow(), LateWindow())
         self.prediction: Prediction | None = None
         self._column: int | None = None
         self._in_force: int | None = None
@@ -186,13 +159,11 @@ class Controller:
             self._running_s = now_s
         if now_s - self._running_s > _STALLED_S:
             return [*late, *self._stock(now_s, StockReason.CONTRADICTION, SETTLE_S)]
-        for governor, objective, latencies in zip(
-            self._governors,
-            (self._objectives.ttft, self._objectives.itl),
-            (stats.ttft, stats.itl),
-            strict=True,
+        for window, objective, latencies in (
+            (self._late[0], self._objectives.ttft, stats.ttft),
+            (self._late[1], self._objectives.itl, stats.itl),
         ):
-            governor.observe(now_s, *objective.late(latencies))
+            window.add(stats.length_s, *objective.late(latencies))
         is_constant = self._in_force_s <= now_s - stats.length_s
         column = self._highest if self._in_force is None else self._in_force
         self._predictor.observe(stats, column if is_constant else None)
@@ -201,23 +172,30 @@ class Controller:
     # ------------------------------------------------------------------ decisions
 
     def _decide(self, now_s: float) -> Sequence[Command]:
-        used = max(governor.used for governor in self._governors)
+        used = [
+            float(window.late[0]) / max(1.0, objective.allowed_share * window.count)
+            for window, objective in zip(
+                self._late, (self._objectives.ttft, self._objectives.itl), strict=True
+            )
+        ]
+        is_missed = max(used) > 1
         if not _SCALES[0] <= self._model.time.scale <= _SCALES[1]:
             return self._stock(now_s, StockReason.OTHER_ENGINE, REFUSED_S)
         if self._column is None:
-            if now_s < self._stock_until_s or (self._reason is StockReason.OBJECTIVE_MISSED and used > 1):
+            if now_s < self._stock_until_s or (self._reason is StockReason.OBJECTIVE_MISSED and is_missed):
                 return ()
             return self._set(now_s, self._highest)
-        if used > 1 or self._predictor.waiting_s(self._column) > self._objectives.ttft.limit_s / 2:
+        if is_missed or self._predictor.waiting_s(self._column) > self._objectives.ttft.limit_s / 2:
             self._raised_until_s = now_s + RAISED_S
             if self._column != self._highest:
                 return self._set(now_s, self._highest)
-            if used > 1 and now_s - self._highest_s > GOVERNED_S:
+            if is_missed and now_s - self._highest_s > LATE_S:
                 return self._stock(now_s, StockReason.OBJECTIVE_MISSED, SETTLE_S)
         if now_s - self._decided_s < _DECISION_S:
             return ()
         self._decided_s = now_s
-        self.prediction = self._predictor.predict(1 + _STRICTEST * min(1.0, used))
+        strictness = (1 + _STRICTEST * min(1.0, max(0.0, 2 * share - 1)) for share in used)
+        self.prediction = self._predictor.predict(*strictness)
         return self._move(now_s, self.prediction)
 
     def _move(self, now_s: float, prediction: Prediction) -> Sequence[Command]:

@@ -249,6 +249,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return what happened since the last call, as an engine's plug-in sees it."""
         totals, last = self.totals, self._reported
+        itl = totals.itl[last.itl_count :]
         stats = EngineStats(
             length_s=max(self.now_s - self._reported_s, 1e-6),
             running_count=len(self._decoding) + len(self._prefilling),
@@ -257,7 +258,8 @@ class Engine:
             prompt_tokens=totals.prompt_tokens - last.prompt_tokens,
             generation_tokens=totals.generated_tokens - last.generated_tokens,
             ttft=[LatencyCount(each, each, 1) for _, each in totals.ttft[last.ttft_count :]],
-            itl=[LatencyCount(each, each, count) for _, each, count in totals.itl[last.itl_count :]],
+            itl=[LatencyCount(each, each, count) for _, each, count in itl],
+            itl_sum_s=sum(each * count for _, each, count in itl),
             step_count=totals.steps - last.steps,
             power_w=(totals.energy_j - last.energy_j) / max(self.now_s - self._reported_s, 1e-6),
         )

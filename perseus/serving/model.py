@@ -67,6 +67,9 @@ class ProfileKey:
     engine: str
     """Name and version, as in `vllm 0.10.2`."""
 
+    def __str__(self) -> str:
+        return f"{self.model}, {self.gpu}, TP {self.tensor_parallel}, PP {self.pipeline_parallel}"
+
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
@@ -129,14 +132,6 @@ class StepModel:
     def scaled(self, time: float, power: float) -> "StepModel":
         """Return the model with all times, and all watts while computing, multiplied."""
         return replace(self, time_weights=self.time_weights * time, power_weights=self.power_weights * power)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineProfile:
-    """A model of steps, and what it was measured on."""
-
-    key: ProfileKey
-    steps: StepModel
 
 
 def fit_step_model(steps: Sequence[MeasuredStep], idle_power_w: float) -> StepModel:

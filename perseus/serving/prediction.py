@@ -1,15 +1,16 @@
 """What the load of the last minutes would do at every clock: late requests, late tokens, watts.
 
-Arrivals pass through a virtual queue at each clock, so bursts count as they came. Shares of late ones are
-forgotten with a half-life; watts follow from the rates by a fluid model: steps with prompts take the time
+Arrivals pass through a virtual queue at each clock, so bursts count as they came. Watts follow
+from the rates by a fluid model: steps with prompts take the time
 that their tokens need, and in the rest of the time the requests in flight (by Little's law; Poisson, so that
 there are idle times) decode one token per step.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from perseus.serving.live import LiveModel
 from perseus.serving.model import Floats
@@ -17,8 +18,10 @@ from perseus.serving.stats import EngineLimits, EngineStats, Objectives
 
 _SLOW_S, _FAST_S = 30.0, 5.0
 """Half-lives of the rates. The higher of both bounds the load: a rise counts at once, a lull later."""
-_LATE_S = 180.0
-"""Half-life of the shares of late ones: some hundred requests at one a second."""
+LATE_S = 180.0
+"""The last minutes, of which late ones count."""
+_LATE_COUNT = 200.0
+"""Late requests and tokens count for longer if there are fewer: no share of 1 % can be judged from them."""
 _MAX_UTILISATION = 0.9
 """Of the time for prompts: beyond, queues are as long as bursts make them."""
 _MAX_KV_USAGE = 0.9
@@ -55,6 +58,41 @@ class Prediction:
         return np.logical_or.accumulate(kept)
 
 
+class LateWindow:
+    """Counts late ones, at one clock or at each, over the last minutes and at least `min_count`."""
+
+    def __init__(self, clock_count: int = 1, min_count: float = 0.0) -> None:
+        self._min_count = min_count
+        self._intervals: deque[tuple[float, Floats | float, float]] = deque()
+        self._length_s, self._late, self.count = 0.0, np.zeros(clock_count), 0.0
+
+    def add(self, length_s: float, late: Floats | float, count: float) -> None:
+        """Add an interval."""
+        self._intervals.append((length_s, late, count))
+        self._length_s, self._late, self.count = (
+            self._length_s + length_s,
+            self._late + late,
+            self.count + count,
+        )
+        while self._length_s > LATE_S and self.count - self._intervals[0][2] >= self._min_count:
+            length_s, late, count = self._intervals.popleft()
+            self._length_s, self._late, self.count = (
+                self._length_s - length_s,
+                self._late - late,
+                self.count - count,
+            )
+
+    @property
+    def late(self) -> Floats:
+        """How many are late; not below 0 by rounding."""
+        return np.maximum(self._late, 0.0)
+
+    @property
+    def share(self) -> Floats:
+        """How many of all are late; 0 if there are none."""
+        return self.late / max(self.count, _NOTHING)
+
+
 @dataclass(slots=True)
 class _Window:
     """Sums over some seconds at one clock."""
@@ -80,7 +118,7 @@ class _Window:
         self.prompt_tokens += stats.prompt_tokens
         self.generation_tokens += stats.generation_tokens
         self.steps += stats.step_count or 0
-        self.itl_sum_s += sum(each.count * (each.lower_s + each.upper_s) / 2 for each in stats.itl)
+        self.itl_sum_s += stats.itl_sum_s
         self.itl_count += sum(each.count for each in stats.itl)
         self.energy_j += (stats.power_w or 0.0) * stats.length_s
         self.has_power &= stats.power_w is not None
@@ -98,10 +136,10 @@ class LoadPredictor:
         self._quiet_s = 0.0
         self._prompt_tokens = float(limits.max_batched_tokens)
         self._queue_s = np.zeros(clock_count)
-        self._late_ttft, self._prompts = np.zeros(clock_count), 0.0
-        self._late_itl, self._tokens = np.zeros(clock_count), 0.0
+        self._late_ttft = LateWindow(clock_count, _LATE_COUNT)
+        self._late_itl = LateWindow(clock_count, _LATE_COUNT)
         self._decoding = np.zeros(clock_count)
-        self._strictness = 1.0
+        self._strictness_of_ttft = self._strictness_of_itl = 1.0
         self._window = _Window(None)
         self._update_times()
 
@@ -134,25 +172,37 @@ class LoadPredictor:
         if stats.running_count:
             context = stats.kv_usage * self._limits.kv_capacity_tokens / stats.running_count
             self._context += weight * (context - self._context)
-        self._count_late(stats, arrived, arrived_tokens)
+        self._count_late(stats, arrived, arrived_tokens, -1 if column is None else column)
         self._learn(stats, column)
 
-    def _count_late(self, stats: EngineStats, arrived: float, arrived_tokens: float) -> None:
-        kept = 0.5 ** (stats.length_s / _LATE_S)
+    def _count_late(self, stats: EngineStats, arrived: float, arrived_tokens: float, column: int) -> None:
         self._queue_s = (
             np.maximum(0.0, self._queue_s - stats.length_s) + arrived_tokens * self._second_per_prompt_token
         )
         ttft_s = self._queue_s + self._decode_upper_s
-        self._late_ttft = kept * self._late_ttft + arrived * (ttft_s > self._objectives.ttft.limit_s)
-        self._prompts = kept * self._prompts + arrived
-        tokens = stats.generation_tokens
-        beside = min(tokens, stats.running_count * arrived_tokens / self._limits.max_batched_tokens)
-        limit_s = self._objectives.itl.limit_s
-        late = beside * (self._prefill_upper_s > limit_s) + (tokens - beside) * (
-            self._decode_upper_s > limit_s
-        )
-        self._late_itl = kept * self._late_itl + late
-        self._tokens = kept * self._tokens + tokens
+        self._late_ttft.add(stats.length_s, arrived * (ttft_s > self._objectives.ttft.limit_s), arrived)
+        # Prompts fill steps up to the limit; their last tokens make a smaller step.
+        room = max(1.0, self._limits.max_batched_tokens - float(stats.running_count))
+        full, left = divmod(arrived_tokens, room)
+        # At another clock, as many more requests decode at once as steps take longer.
+        decoding = stats.running_count * self._decoding / max(self._decoding[column], _NOTHING)
+        tokens = np.full(len(decoding), float(stats.generation_tokens))
+        late = np.zeros(len(decoding))
+        for steps, size in ((full, room), (float(left > 0), left)):
+            if steps:
+                beside = np.minimum(tokens, steps * decoding)
+                tokens -= beside
+                late += beside * self._is_late(self._upper_s(size, decoding))
+        late += tokens * self._is_late(self._decode_upper_s)
+        self._late_itl.add(stats.length_s, late, stats.generation_tokens)
+
+    def _is_late(self, itl_s: Floats) -> NDArray[np.bool_]:
+        return self._strictness_of_itl * itl_s > self._objectives.itl.limit_s
+
+    def _upper_s(self, prefill_tokens: ArrayLike, decoding_count: Floats | float) -> Floats:
+        steps = self._model.steps
+        times_s = steps.time_s(prefill_tokens, decoding_count, decoding_count * self._context)
+        return self._model.time.upper(times_s, steps.time_error)
 
     def _learn(self, stats: EngineStats, column: int | None) -> None:
         """Compare latencies and watts of a window at one clock with the profile's for such a window.
@@ -192,15 +242,15 @@ class LoadPredictor:
             prior_w = energy_j / total_s
             self._model.power.learn(busy_j / busy_s, float(prior_w[column]), float(prior_w[-1]))
 
-    def predict(self, strictness: float) -> Prediction:
-        """Return the prediction; times count `strictness` times, at least 1."""
-        self._strictness = strictness
+    def predict(self, strictness_of_ttft: float, strictness_of_itl: float) -> Prediction:
+        """Return the prediction; from now on times count that much more for late requests and tokens."""
+        self._strictness_of_ttft, self._strictness_of_itl = strictness_of_ttft, strictness_of_itl
         self._update_times()
         rates = np.maximum(*self._rates.values())
         chunk, decoding = self._chunk(), self._decoding
         return Prediction(
-            late_ttft_share=self._late_ttft / max(self._prompts, _NOTHING),
-            late_itl_share=self._late_itl / max(self._tokens, _NOTHING),
+            late_ttft_share=self._late_ttft.share,
+            late_itl_share=self._late_itl.share,
             utilisation=rates[1] * self._second_per_prompt_token,
             kv_usage=decoding * self._context / self._limits.kv_capacity_tokens,
             power_w=self._power_w(chunk),
@@ -224,11 +274,8 @@ class LoadPredictor:
         self._decoding = decoding
         many = np.minimum(limit - 1, np.maximum(1.0, decoding + 2 * np.sqrt(decoding)))
         each = np.minimum(chunk, limit - many)
-        prefill = np.stack([np.minimum(2 * chunk, limit - many), 0 * many, each])
-        times_s = model.steps.time_s(prefill, many, many * self._context)
-        upper = self._strictness * model.time.upper(times_s, model.steps.time_error)
-        self._prefill_upper_s, self._decode_upper_s = upper[0], upper[1]
-        self._second_per_prompt_token = upper[2] / each
+        prefill_s, self._decode_upper_s = self._upper_s(np.stack([each, 0 * each]), many)
+        self._second_per_prompt_token = self._strictness_of_ttft * prefill_s / each
 
     def _power_w(self, chunk: float) -> Floats:
         model, limit = self._model, float(self._limits.max_batched_tokens)

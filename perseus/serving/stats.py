@@ -87,8 +87,9 @@ class EngineLimits:
 class EngineStats:
     """What happened in an interval, and what is there at its end.
 
-    `prompt_tokens` count when a prompt is through, or by chunk; `step_count` is None where the engine counts
-    no steps. `power_w`: mean of all the instance's GPUs; None if unknown.
+    `prompt_tokens` count when a prompt is through, or by chunk. `itl_sum_s`: of all the ITLs, as buckets only
+    bound it. `step_count` is None where the engine counts no steps. `power_w`: mean of all the instance's
+    GPUs; None if unknown.
     """
 
     length_s: float
@@ -99,6 +100,7 @@ class EngineStats:
     generation_tokens: float
     ttft: Sequence[LatencyCount]
     itl: Sequence[LatencyCount]
+    itl_sum_s: float
     step_count: int | None = None
     power_w: float | None = None
 
@@ -112,6 +114,8 @@ class EngineStats:
             "generation tokens": self.generation_tokens,
             "power": self.power_w or 0.0,
             "steps": self.step_count or 0,
+            "sum of ITLs": self.itl_sum_s,
+            "latencies": min((each.count for each in (*self.ttft, *self.itl)), default=0),
         }
         for name, count in counts.items():
             if not isfinite(count) or count < 0:

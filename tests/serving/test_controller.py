@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from perseus.serving.controller import (
     DWELL_S,
-    GOVERNED_S,
     MAX_STATS_AGE_S,
     REFUSED_S,
     SETTLE_S,
@@ -19,6 +18,7 @@ from perseus.serving.controller import (
     SetStock,
     StockReason,
 )
+from perseus.serving.prediction import LATE_S
 from perseus.serving.stats import EngineStats, LatencyCount
 from tests.serving.profiles import CLOCKS_MHZ, LIMITS, OBJECTIVES, model
 
@@ -39,6 +39,7 @@ def interval(  # a light load by default: eight requests decode, and a prompt of
         generation_tokens=tokens,
         ttft=[LatencyCount(ttft_s, ttft_s, prompts)] if prompts else [],
         itl=[LatencyCount(itl_s, itl_s, tokens)] if tokens else [],
+        itl_sum_s=itl_s * tokens,
         power_w=None,
     )
 
@@ -111,11 +112,11 @@ def test_missed_objective_raises_to_the_highest_at_once() -> None:
 def test_objective_missed_at_the_highest_clock_too_means_stock_until_it_is_kept() -> None:
     driver = controlled()
     late = replace(driver.light(), ttft=[LatencyCount(3.0, 3.0, 1)], prompt_tokens=100)
-    driver.run(GOVERNED_S + 30, late)
+    driver.run(LATE_S + 30, late)
     assert driver.commands[-1][1] == SetStock(StockReason.OBJECTIVE_MISSED)
     driver.run(60)
     assert driver.controller.clock_mhz is None
-    driver.run(GOVERNED_S)
+    driver.run(LATE_S)
     assert driver.controller.clock_mhz is not None
 
 

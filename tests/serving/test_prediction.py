@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perseus.serving.engine import Engine, Request, StepTable
 from perseus.serving.live import LiveModel
-from perseus.serving.prediction import LoadPredictor, Prediction
+from perseus.serving.prediction import LATE_S, LateWindow, LoadPredictor, Prediction
 from perseus.serving.stats import EngineStats, LatencyCount
 from tests.serving.profiles import CLOCKS_MHZ, LIMITS, OBJECTIVES, model
 
@@ -24,8 +24,8 @@ def observed(requests: list[Request], end_s: float) -> Prediction:
         engine.run_until(i / 4)
         predictor.observe(engine.stats(), column)
         if i % 4 == 0:
-            predictor.predict(1.0)
-    return predictor.predict(1.0)
+            predictor.predict(1.0, 1.0)
+    return predictor.predict(1.0, 1.0)
 
 
 def load(rate: float, prompt_tokens: int, end_s: float) -> list[Request]:
@@ -60,7 +60,7 @@ def test_overload_keeps_no_clock() -> None:
 
 INTERVALS = st.builds(
     lambda running, waiting, prompts, tokens: EngineStats(
-        0.25, running, waiting, 0.3, 500 * prompts, tokens, [LatencyCount(0.2, 0.2, prompts)], []
+        0.25, running, waiting, 0.3, 500 * prompts, tokens, [LatencyCount(0.2, 0.2, prompts)], [], 0.0
     ),
     st.integers(0, 100),
     st.integers(0, 50),
@@ -76,7 +76,7 @@ def test_lower_clocks_are_never_predicted_to_be_faster(
     predictor = LoadPredictor(LiveModel(STEPS), LIMITS, OBJECTIVES)
     for interval in intervals:
         predictor.observe(interval, None)
-        prediction = predictor.predict(strictness)
+        prediction = predictor.predict(strictness, strictness)
     for falling in (prediction.late_ttft_share, prediction.late_itl_share, prediction.utilisation):
         assert np.all(np.isfinite(falling))
         assert np.all(np.diff(falling) <= 1e-9)
@@ -89,6 +89,25 @@ def test_no_load_costs_idle_power_at_every_clock() -> None:
     predictor = LoadPredictor(LiveModel(STEPS), LIMITS, OBJECTIVES)
     assert not predictor.is_idle
     for _ in range(241):
-        predictor.observe(EngineStats(0.25, 0, 0, 0.0, 0, 0, [], []), None)
+        predictor.observe(EngineStats(0.25, 0, 0, 0.0, 0, 0, [], [], 0.0), None)
     assert predictor.is_idle
-    assert predictor.predict(1.0).power_w == pytest.approx(np.full(5, STEPS.idle_power_w))
+    assert predictor.predict(1.0, 1.0).power_w == pytest.approx(np.full(5, STEPS.idle_power_w))
+
+
+def test_late_ones_count_for_the_last_minutes() -> None:
+    window = LateWindow()
+    window.add(10.0, 4.0, 8.0)
+    assert window.share == 0.5
+    for _ in range(round(LATE_S / 10)):
+        window.add(10.0, 0.0, 1.0)
+    assert window.share == 0.0
+
+
+def test_late_ones_count_for_longer_if_there_are_few() -> None:
+    window = LateWindow(clock_count=2, min_count=100.0)
+    window.add(10.0, np.array([1.0, 0.0]), 1.0)
+    for _ in range(99):
+        window.add(10.0, np.zeros(2), 1.0)
+    assert list(window.share) == [0.01, 0.0]
+    window.add(10.0, np.zeros(2), 1.0)
+    assert list(window.share) == [0.0, 0.0]

@@ -1,5 +1,8 @@
 """Replays of some minutes: the controller against stock, and what a disturbance leads to."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -111,3 +114,11 @@ def test_clocks_take_effect_after_the_set_latency() -> None:
     slow = float(STEPS.time_s(1, 0, 0)[0])
     first = next(end_s for end_s, time_s, _ in engine.totals.itl if time_s > 0.99 * slow)
     assert first - slow >= INTERVAL_S + SET_LATENCY_S
+
+
+def test_example_of_the_documentation_saves_energy(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(example, {})
+    stock, ours = (float(line.split()[0]) for line in capsys.readouterr().out.splitlines())
+    assert ours < stock

@@ -16,6 +16,7 @@ SOUND = EngineStats(
     generation_tokens=30,
     ttft=(LatencyCount(0.3, 0.3, 1),),
     itl=(LatencyCount(0.02, 0.02, 29),),
+    itl_sum_s=0.58,
     step_count=11,
     power_w=200.0,
 )
@@ -61,6 +62,8 @@ def test_sound_statistics() -> None:
         (replace(SOUND, prompt_tokens=float("nan")), "prompt tokens: nan"),
         (replace(SOUND, generation_tokens=-3), "generation tokens: -3"),
         (replace(SOUND, power_w=float("inf")), "power: inf"),
+        (replace(SOUND, itl=(LatencyCount(0.02, 0.02, -1),)), "latencies: -1"),
+        (replace(SOUND, itl_sum_s=float("inf")), "sum of ITLs: inf"),
         (replace(SOUND, length_s=0.0), "an interval of 0.0 s"),
         (replace(SOUND, kv_usage=1.2), "KV cache usage: 1.2"),
         (replace(SOUND, step_count=0), "30 tokens generated in no step"),

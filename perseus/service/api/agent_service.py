@@ -16,6 +16,8 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import TypeVar
 
 import grpc
@@ -65,6 +67,7 @@ from perseus.service.domain.errors import (
     UnknownMessageError,
     cut,
 )
+from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
 from perseus.service.domain.measured import Saving
 from perseus.service.domain.messages import coordinates_to_proto, order_to_proto
@@ -354,22 +357,22 @@ class _Stream:
 
     def _take_together(self, messages: Sequence[ConnectRequest]) -> None:
         """Take messages that came as one, and acknowledge all their telemetry at once."""
-        has_telemetry = False
+        kinds = [message.WhichOneof("message") for message in messages]
         try:
-            for message in messages:
-                kind = message.WhichOneof("message")
-                has_telemetry = has_telemetry or kind == "telemetry"
-                self._take(kind, message)
+            for kind, some in groupby(zip(kinds, messages, strict=True), key=itemgetter(0)):
+                if kind == "telemetry":
+                    self._take_telemetry([message.telemetry for _, message in some])
+                    continue
+                for _, message in some:
+                    self._take(kind, message)
                 if self._is_goodbye:
                     break
         finally:
-            if has_telemetry:  # even if the stream must end: what was taken must not be taken again
+            if "telemetry" in kinds:  # even if the stream must end: what was taken must not be taken again
                 self._agents.acknowledge_telemetry(self.instance_id)
 
     def _take(self, kind: str | None, request: ConnectRequest) -> None:
         match kind:
-            case "telemetry":
-                self._take_telemetry(request.telemetry)
             case "hello":
                 raise HelloRepeatedError(instance_id=self.instance_id)
             case "goodbye":
@@ -447,25 +450,44 @@ class _Stream:
         except InvalidFieldError as error:
             self._refuse(error)
 
-    def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
-        try:
-            check_job_id(message.job_id)
-            self._principal.check_job(message.job_id)
-            self._limits.check_rows(max(len(message.computations.iteration), len(message.computations.kind)))
-            telemetry = telemetry_from_proto(message, self.instance_id)
-            self._agents.take_telemetry(message.job_id, telemetry)
-        except CoordinatorError as error:
-            self._refuse_telemetry(message, error)
-        except Exception as error:
-            self._refuse_telemetry(message, self._unexpected(error, message))
+    def _take_telemetry(self, messages: Sequence[agent_service_pb2.TelemetryBatch]) -> None:
+        """Take batches that came together; those of a job go on together, up to one that is refused here."""
+        for job_id, some in groupby(messages, key=attrgetter("job_id")):
+            events: list[TelemetryArrived] = []
+            for message in some:
+                try:
+                    if not events:
+                        check_job_id(job_id)
+                        self._principal.check_job(job_id)
+                    computations = message.computations
+                    self._limits.check_rows(max(len(computations.iteration), len(computations.kind)))
+                    events.append(telemetry_from_proto(message, self.instance_id))
+                except Exception as error:
+                    self._pass_on(job_id, events)
+                    events = []
+                    refusal = (
+                        error if isinstance(error, CoordinatorError) else self._unexpected(error, message)
+                    )
+                    self._refuse_telemetry(message.sequence, refusal)
+                    if 1 <= message.sequence <= MAX_COUNT:
+                        self._agents.pass_telemetry(self.instance_id, message.sequence)
+            self._pass_on(job_id, events)
 
-    def _refuse_telemetry(self, message: agent_service_pb2.TelemetryBatch, error: CoordinatorError) -> None:
+    def _pass_on(self, job_id: str, events: Sequence[TelemetryArrived]) -> None:
+        if not events:
+            return
+        try:
+            refused = self._agents.take_telemetry(self.instance_id, job_id, events)
+        except Exception as error:
+            failure = self._unexpected(error, agent_service_pb2.TelemetryBatch(job_id=job_id))
+            refused = [(event, failure) for event in events]
+        for event, why in refused:
+            self._refuse_telemetry(event.batch.sequence, why)
+
+    def _refuse_telemetry(self, sequence: int, error: CoordinatorError) -> None:
         self._log_refusal("telemetry", error)
-        parts = refused_parts(error)
-        refused = agent_service_pb2.TelemetryRefused(sequence=message.sequence, **parts)
+        refused = agent_service_pb2.TelemetryRefused(sequence=sequence, **refused_parts(error))
         self._outbox.enqueue(ConnectResponse(telemetry_refused=refused))
-        if 1 <= message.sequence <= MAX_COUNT:
-            self._agents.pass_telemetry(self.instance_id, message.sequence)
 
     def _answer_mistake(self, message: RankMessage, error: CoordinatorError) -> None:
         """Refuse the rank if the message announces it (now, or once its job is registered), else the

@@ -29,8 +29,11 @@ class IterationJudge:
         self._run = run
         self._lifecycle = lifecycle
 
-    def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> None:
-        """Take the iterations that a rank reports, and judge the iterations of the job that they complete."""
+    def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> bool:
+        """Take the iterations that a rank reports, and judge the iterations of the job that they complete.
+
+        Return whether they complete any.
+        """
         run = self._run
         run.progress.take_rows(rank, rows)
         run.caps.take(rank, rows)
@@ -41,7 +44,7 @@ class IterationJudge:
             run.buffer.do(ReportIteration(summary))
         run.buffer.store(IterationRows(rank, rows, run.log.closed_through))
         if not complete:
-            return
+            return False
         for period in run.log.periods:
             if last is None or (period.number >= last.number and period != last):
                 run.buffer.store(period)
@@ -75,6 +78,7 @@ class IterationJudge:
         run.planner.latency.follow(run.now_s)
         if run.record.state is JobState.BASELINE and is_free:
             run.baseline.take(complete, run.offers.versions)
+        return True
 
     def _note_profiled(
         self, iteration: JobIteration, slowed: Collection[int], gap_s: float, *, is_comparable: bool

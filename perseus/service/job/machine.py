@@ -17,7 +17,7 @@ on a Tick only. The time is any monotonic clock; only differences count. The wal
 to people, and no decision depends on it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -206,6 +206,32 @@ class JobMachine:
             self.recording.add(event, now_s, wall_time_s)
         self.run.begin(now_s, wall_time_s)
         _HANDLERS[type(event)](self, event, now_s)
+        return self._settle()
+
+    def handle_telemetry(
+        self, events: Iterable[TelemetryArrived], now_s: float, wall_time_s: float
+    ) -> Iterator[list[Command] | CoordinatorError]:
+        """Take batches that arrived together; yield for each its commands, or why it is refused.
+
+        The result is that of handling each by itself. But most only add to an iteration that other ranks have
+        not finished: nothing follows from them that did not follow from the one before.
+        """
+        self.run.begin(now_s, wall_time_s)
+        is_settled = False
+        for event in events:
+            if self.recording is not None:
+                self.recording.add(event, now_s, wall_time_s)
+            try:
+                is_settled = not self._take_telemetry(event, now_s) and is_settled
+            except CoordinatorError as error:
+                yield error
+                continue
+            commands = self.run.buffer.take() if is_settled else self._settle()
+            is_settled = True
+            yield commands
+
+    def _settle(self) -> list[Command]:
+        """Let happen what follows from an input, and return all commands."""
         self._lifecycle.reconcile()
         if self.recording is not None and self.record.has_finished:
             self.recording.drop()
@@ -289,6 +315,10 @@ class JobMachine:
         self.run.ranks.hear_agent(event.instance_id, now_s)
 
     def _on_telemetry_arrived(self, event: TelemetryArrived, now_s: float) -> None:
+        self._take_telemetry(event, now_s)
+
+    def _take_telemetry(self, event: TelemetryArrived, now_s: float) -> bool:
+        """Take a batch; return whether the job's state, offers or record may change because of it."""
         if not self.run.ranks.hear(event.rank, event.instance_id, now_s):
             raise RankNotServedError(
                 job_id=self.spec.job_id,
@@ -302,13 +332,15 @@ class JobMachine:
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
         is_plain = batch.check_order(self._orders[place.stage])
+        has_effect = False
         if batch.gpu_limits is not None and self.run.ranks.note_limits(place, batch.gpu_limits):
+            has_effect = True
             self._lifecycle.check_work(f"{place} has a GPU under other limits")
         self.run.stragglers.take_telemetry(place, batch, is_plain=is_plain)
         if batch.iterations.iteration:
             reasons = batch.iterations.clock_event_reasons[-1]
             self.run.ranks.note_iteration(place, max(batch.iterations.iteration), reasons)
-            self._judge.take_iterations(place, batch.iterations)
+            has_effect |= self._judge.take_iterations(place, batch.iterations)
         computations = batch.computations
         self.run.timelines.add(
             place, self._orders[place.stage].compact(computations) if is_plain else computations
@@ -321,7 +353,9 @@ class JobMachine:
             if self.record.state is JobState.PLANNED:
                 self.run.planner.watch.take_estimate(place, energy)
             else:
+                has_effect = True
                 self.run.profiler.take_estimate(place, energy)
+        return has_effect
 
     def _on_offer_answered(self, event: OfferAnswered, now_s: float) -> None:
         if not self.run.ranks.hear(event.rank, event.instance_id, now_s):

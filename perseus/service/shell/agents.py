@@ -3,13 +3,14 @@
 import asyncio
 import hmac
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
 from perseus.service.domain.errors import (
+    CoordinatorError,
     InstanceServedError,
     OwnerMismatchError,
     SpecMismatchError,
@@ -332,26 +333,36 @@ class Agents:
             if self._gpus.is_last_on(agent.principal.name, place, gpu.uuid)
         }
 
-    def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
-        """Take a batch, unless it is a repeated one. Call `acknowledge_telemetry` before awaiting anything.
+    def take_telemetry(
+        self, instance_id: str, job_id: str, events: Iterable[TelemetryArrived]
+    ) -> list[tuple[TelemetryArrived, CoordinatorError]]:
+        """Take an agent's batches of a job that arrived together, but for repeated ones.
 
-        Raises:
-            JobNotFoundError: the job is not registered.
-            InvalidInputError: the batch doesn't fit the rank, and is not stored: call `pass_telemetry` next.
+        Return those that are refused, as they don't fit their rank or their job: they are not stored, and
+        count as taken. Call `acknowledge_telemetry` before awaiting anything.
         """
-        instance_id, sequence = event.instance_id, event.batch.sequence
         agent = self._agents.get(instance_id)
         if agent is None or not agent.is_greeted:  # the last message of a stream that is being replaced
-            return
-        if sequence <= agent.received_sequence:
-            self.repeated_count += 1
-            return
-        self._live.handle(self._live.find(job_id), event)
-        agent.received_sequence = sequence
-        self.taken_count += 1
+            return []
+        new: list[TelemetryArrived] = []
+        for event in events:
+            if event.batch.sequence > agent.received_sequence:
+                agent.received_sequence = event.batch.sequence
+                new.append(event)
+            else:
+                self.repeated_count += 1
+        answers: Sequence[CoordinatorError | None]
+        try:
+            answers = self._live.handle_telemetry(self._live.find(job_id), new)
+        except CoordinatorError as error:  # there is no such job
+            answers = [error] * len(new)
+        refused = [(event, error) for event, error in zip(new, answers, strict=True) if error is not None]
+        self.taken_count += len(new) - len(refused)
+        self.passed_count += len(refused)
+        return refused
 
     def pass_telemetry(self, instance_id: str, sequence: int) -> None:
-        """Count a refused batch as taken, so that the agent doesn't send it again."""
+        """Count an unreadable batch as taken, so that the agent doesn't send it again."""
         self.passed_count += 1
         agent = self._agents.get(instance_id)
         if agent is not None and agent.is_greeted:  # else the last message of a stream that is being replaced

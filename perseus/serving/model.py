@@ -228,7 +228,7 @@ def _knots(values: Floats) -> tuple[float, ...]:
 def _is_separable(features: Floats) -> bool:
     """Whether the decoding requests of steps do not follow from their tokens."""
     others, decoding = features[:, :-2], features[:, -2]
-    left = decoding - others @ np.linalg.lstsq(others, decoding)[0]
+    left = decoding - others @ np.linalg.lstsq(others, decoding, rcond=None)[0]
     return bool(np.abs(left).max() > _SEPARABLE)
 
 

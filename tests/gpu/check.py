@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def check(torch: Any, page: Path) -> bool:
     from perseus.agent.probe.placement import gpu_uuid
     from perseus.agent.sidecar.self_test import gpu_findings
     from tests.gpu import claims, edges, energy, pipeline
+    from tests.gpu.edges import NotedProbe
     from tests.gpu.loads import MatrixProducts
     from tests.gpu.report import Finding, Report, judged
     from tests.gpu.self_tests import self_test_findings
@@ -123,6 +125,16 @@ def check(torch: Any, page: Path) -> bool:
                 add("hook", hook)
         except claims.AgentError as error:
             findings.append(judged("agent", str(error), "one that listens", False))
+
+    def training() -> list[Finding]:
+        gpu = NvmlGpu(uuid)
+        try:
+            synchronize = partial(torch.cuda.synchronize, device)
+            return pipeline.training_findings(gpu, device, NotedProbe(), synchronize)
+        finally:
+            gpu.close()
+
+    add("training", training)
     add("graphs", lambda: pipeline.capture_findings(device))
     add("helper's memory", lambda: [memory_finding(torch.cuda.device_count() - 1)])
     versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"

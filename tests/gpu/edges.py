@@ -19,6 +19,7 @@ class NotedProbe(Probe):
     """Notes the times of marks, and sends nothing."""
 
     def __init__(self) -> None:
+        self.kinds: list[list[Kind]] = []
         self.begins_ns: list[list[int]] = []
         self.ends_ns: list[list[int]] = []
         self.is_closed = False
@@ -28,6 +29,7 @@ class NotedProbe(Probe):
         return not self.is_closed
 
     def begin_iteration(self, time_ns: int | None = None, *, relative_work: float | None = None) -> None:
+        self.kinds.append([])
         self.begins_ns.append([])
         self.ends_ns.append([])
 
@@ -38,6 +40,7 @@ class NotedProbe(Probe):
         self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
     ) -> None:
         assert time_ns is not None
+        self.kinds[-1].append(kind)
         self.begins_ns[-1].append(time_ns)
 
     def end_computation(

@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,13 +59,23 @@ def judging_sequence(length: int) -> list[str]:
     return list(itertools.islice(itertools.cycle(block), length))
 
 
-def record(gpu: Gpu, loads: Loads, sequence: Sequence[str]) -> Recording:
-    """Execute a sequence. GpuError if the counter can't be read."""
+def record(gpu: Gpu, run: Callable[[], Sequence[Span[str]]]) -> Recording:
+    """Run something that returns when each of its units ran. GpuError if the counter can't be read."""
     changes: list[CounterChange] = []
     errors: list[Exception] = []
     poller = CounterPoller(gpu, changes.append, errors.append)
-    spans: list[Span[str]] = []
     begin_s = time.monotonic()
+    spans = run()
+    end_s = time.monotonic()
+    poller.close()
+    if errors:
+        raise errors[0]
+    return Recording(changes, spans, begin_s, end_s)
+
+
+def execute(loads: Loads, sequence: Sequence[str]) -> list[Span[str]]:
+    """Execute a sequence, and return when each unit ran."""
+    spans: list[Span[str]] = []
     for each in sequence:
         if each == WAIT:
             time.sleep(WAIT_S)
@@ -74,11 +84,7 @@ def record(gpu: Gpu, loads: Loads, sequence: Sequence[str]) -> Recording:
         begun_s = time.monotonic()
         loads.run(kind)
         spans.append(Span(kind, begun_s, time.monotonic()))
-    end_s = time.monotonic()
-    poller.close()
-    if errors:
-        raise errors[0]
-    return Recording(changes, spans, begin_s, end_s)
+    return spans
 
 
 def predicted_and_counted_j(fit: PowerFit[str], recording: Recording) -> tuple[float, float]:
@@ -116,15 +122,21 @@ def counter_findings(recording: Recording) -> list[Finding]:
 
 def regression_findings(gpu: Gpu, loads: Loads, *, fitted: int = 250, judged_by: int = 120) -> list[Finding]:
     """Fit on one sequence, judge on the other. GpuError if the counter can't be read."""
-    first = record(gpu, loads, fitting_sequence(fitted))
-    second = record(gpu, loads, judging_sequence(judged_by))
+    first = record(gpu, lambda: execute(loads, fitting_sequence(fitted)))
+    second = record(gpu, lambda: execute(loads, judging_sequence(judged_by)))
     return judge(loads.kinds, first, second)
 
 
 def judge(kinds: Sequence[str], first: Recording, second: Recording) -> list[Finding]:
-    """Whether the powers that the first recording tells predict the second one's energy."""
+    """Whether counter and powers are as expected of them."""
     findings = [*counter_findings(first), Finding("clock events", _clock_events([first, second]))]
-    name, expected = "energy by regression", f"within {TOLERANCE:.0%} of the counter, on another sequence"
+    return [*findings, *predicted("energy by regression", kinds, first, second)]
+
+
+def predicted(name: str, kinds: Sequence[str], first: Recording, second: Recording) -> list[Finding]:
+    """Whether the powers that the first recording tells predict the second one's energy."""
+    findings: list[Finding] = []
+    expected = f"within {TOLERANCE:.0%} of the counter, on another sequence"
     fit = estimate_power(first.changes, first.spans, begin_s=first.begin_s, end_s=first.end_s)
     if isinstance(fit, NotDetermined):
         return [*findings, judged(name, fit.reason, expected, False)]

@@ -1,9 +1,11 @@
 """A pipeline of several stages on one device under torch's schedules: the hook's cost, graphs beside it."""
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from perseus.agent.energy.regression import Span
+from perseus.agent.gpu import Gpu
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.device_marks import DeviceMarks
@@ -20,12 +24,16 @@ from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement
 from perseus.agent.torch import attach
 from tests.gpu.edges import NotedProbe
+from tests.gpu.energy import predicted, record
 from tests.gpu.report import Finding, judged
 
 SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 4, "LoopedBFS": 4, "InterleavedZeroBubble": 4}
 """Stages in this process, by schedule."""
 MICROBATCHES, WIDTH, ITERATIONS = 8, 512, 30
 COST_LIMIT_S = 100e-6
+_WAIT_S = 0.05
+_MARKS_S = 0.2
+"""In which the last iteration's events have completed, and their marks come."""
 
 
 @contextmanager
@@ -41,14 +49,21 @@ def alone() -> Iterator[None]:
             distributed.destroy_process_group()
 
 
-def make_step(name: str, device: torch.device) -> tuple[Any, Callable[[], None]]:
+def layers(width: int) -> nn.Module:
+    """A stage of the pipeline."""
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+
+def make_step(
+    name: str, device: torch.device, make_stage: Callable[[int], nn.Module] = layers, width: int = WIDTH
+) -> tuple[Any, Callable[[], None]]:
     """A schedule with its stages, and what trains one iteration of it."""
-    count = SCHEDULES[name]
-    chunks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device) for _ in range(count)]
+    count = SCHEDULES.get(name, 1)
+    chunks = [make_stage(width).to(device) for _ in range(count)]
     stages = [PipelineStage(chunk, index, count, device) for index, chunk in enumerate(chunks)]
     of_stages = stages if count > 1 else stages[0]
     schedule = get_schedule_class(name)(of_stages, MICROBATCHES, loss_fn=nn.MSELoss())
-    inputs, target = (torch.randn(MICROBATCHES * 4, WIDTH, device=device) for _ in range(2))
+    inputs, target = (torch.randn(MICROBATCHES * 4, width, device=device) for _ in range(2))
 
     def step() -> None:
         schedule.step(inputs, target=target)
@@ -97,6 +112,56 @@ def hook_findings(device: torch.device, connect: Connect, synchronize: Callable[
             )
         )
     return findings
+
+
+def training_findings(
+    gpu: Gpu,
+    device: torch.device,
+    probe: NotedProbe,
+    synchronize: Callable[[], None],
+    *,
+    make_stage: Callable[[int], nn.Module] = layers,
+    width: int = 16_384,
+    durations_s: tuple[float, float] = (40.0, 20.0),
+) -> list[Finding]:
+    """The energy of a real training, predicted by the powers of its computations in an earlier part of it.
+
+    Nothing sets a clock: it is observed. Both parts wait between iterations, the second one half as often.
+    Under GPipe computations of a kind follow each other for longer than most counters' period.
+    """
+    with alone():
+        schedule, step = make_step("GPipe", device, make_stage, width)
+        attachment = attach(schedule, job_id="test-training", connect=lambda **_: probe)
+        step()  # the first one registers
+        recordings = [
+            record(gpu, partial(_train, step, synchronize, probe, duration_s, every))
+            for duration_s, every in zip(durations_s, (1, 2), strict=True)
+        ]
+        attachment.detach()
+    return predicted("energy of a training", [Kind.FORWARD.name, Kind.BACKWARD.name], *recordings)
+
+
+def _train(
+    step: Callable[[], None],
+    synchronize: Callable[[], None],
+    probe: NotedProbe,
+    duration_s: float,
+    every: int,
+) -> list[Span[str]]:
+    begun, end_s = len(probe.begins_ns), time.monotonic() + duration_s
+    for number in itertools.count():
+        step()
+        synchronize()
+        if time.monotonic() > end_s:
+            break
+        if number % every == 0:
+            time.sleep(_WAIT_S)
+    time.sleep(_MARKS_S)
+    return [
+        Span(kind.name, begin_ns / 1e9, end_ns / 1e9)
+        for columns in zip(probe.kinds[begun:], probe.begins_ns[begun:], probe.ends_ns[begun:], strict=True)
+        for kind, begin_ns, end_ns in zip(*columns, strict=True)
+    ]
 
 
 def _host_time_s(step: Callable[[], None], synchronize: Callable[[], None]) -> float:

@@ -1,5 +1,7 @@
 """What `make test-gpu` needs torch for, on a CPU: training, and a whole run in which CUDA fails."""
 
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +10,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed here; `make test-frameworks` has it")
 
+from perseus.agent.energy.counter import CounterChange  # noqa: E402
+from perseus.agent.energy.regression import Span  # noqa: E402
 from perseus.agent.link.computation import Kind  # noqa: E402
 from perseus.demo import nvml_stub  # noqa: E402
-from tests.gpu import check  # noqa: E402
+from tests.agent.fake_gpu import FakeGpu  # noqa: E402
+from tests.gpu import check, pipeline  # noqa: E402
 from tests.gpu.edges import NotedProbe  # noqa: E402
-from tests.gpu.pipeline import SCHEDULES, alone, hook_findings  # noqa: E402
+from tests.gpu.energy import Recording  # noqa: E402
+from tests.gpu.pipeline import SCHEDULES, alone, hook_findings, training_findings  # noqa: E402
+from tests.gpu.report import Verdict  # noqa: E402
 
 pytestmark = pytest.mark.slow("imports torch, and trains with it")
 
@@ -23,12 +30,12 @@ class HostProbe(NotedProbe):
     def begin_computation(
         self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
     ) -> None:
-        super().begin_computation(kind, microbatch, chunk, 0)
+        super().begin_computation(kind, microbatch, chunk, time.monotonic_ns())
 
     def end_computation(
         self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
     ) -> None:
-        super().end_computation(kind, microbatch, chunk, 0)
+        super().end_computation(kind, microbatch, chunk, time.monotonic_ns())
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own
@@ -47,6 +54,44 @@ def test_every_schedule_trains_and_its_computations_are_counted() -> None:
     for finding, probe, count in zip(findings, probes, counts, strict=True):
         assert f"({count} an iteration" in finding.found
         assert {len(iteration) for iteration in probe.begins_ns} == {count}
+
+
+def counted(_gpu: object, run: Callable[[], Sequence[Span[str]]]) -> Recording:
+    """Return what a counter would show of a run whose computations draw 200 and 300 W, and waiting 80."""
+    begin_s = time.monotonic()
+    spans = run()
+    end_s = time.monotonic()
+
+    def energy_j(until_s: float) -> float:
+        drawn_w = {"FORWARD": 200.0, "BACKWARD": 300.0}
+        more_j = (
+            (drawn_w[span.key] - 80.0) * max(0.0, min(span.end_s, until_s) - span.begin_s) for span in spans
+        )
+        return 80.0 * (until_s - begin_s) + sum(more_j)
+
+    ticks = [begin_s + 0.02 * number for number in range(1, int((end_s - begin_s) / 0.02))]
+    return Recording(
+        [CounterChange(tick_s, energy_j(tick_s), 0.0) for tick_s in ticks], spans, begin_s, end_s
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_powers_of_a_trainings_computations_predict_its_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "record", counted)
+
+    class Stage(torch.nn.Linear):  # type: ignore[misc, name-defined]
+        def forward(self, tensor: Any) -> Any:
+            time.sleep(0.01)
+            return super().forward(tensor)
+
+    torch.set_num_threads(1)
+    *powers, last = training_findings(
+        FakeGpu(), torch.device("cpu"), HostProbe(), lambda: None,
+        make_stage=lambda width: Stage(width, width), width=2048, durations_s=(6.0, 3.0),
+    )  # fmt: skip
+    assert [each.name for each in powers] == ["power, FORWARD", "power, BACKWARD", "power, waiting"]
+    assert last.name == "energy of a training"
+    assert last.verdict is Verdict.PASSED, [*powers, last]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -79,6 +124,7 @@ def test_what_fails_is_in_the_table_and_what_does_not_as_well(
     assert "| usable | usable | passed |" in rows["self-test"]
     assert "another rank runs on it" in rows["claim by a second process"]
     assert rows["claim by a second process"].endswith("| passed |")
-    for failed in ("energy", "edges", "hook", "graphs", "helper's memory on GPU 0, a trainer on GPU 0"):
+    memory = "helper's memory on GPU 0, a trainer on GPU 0"
+    for failed in ("energy", "edges", "hook", "training", "graphs", memory):
         assert rows[failed].endswith("| FAILED |"), rows
     assert "NVIDIA Q1, driver emulated" in capsys.readouterr().out

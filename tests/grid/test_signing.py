@@ -87,6 +87,7 @@ def test_a_renewed_key_counts_at_once(tmp_path: Path) -> None:
             "expected EC keys on P-256",
         ),
     ],
+    ids=["nothing", "list", "no keys", "symmetric", "other curve"],
 )
 def test_the_error_names_an_invalid_key_file(tmp_path: Path, content: str, message: str) -> None:
     sender = Sender(tmp_path)

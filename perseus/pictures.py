@@ -137,7 +137,7 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
         axes.plot(*zip(*shown, strict=True), style, color=colour, lw=1, ms=5, label=name)
     axes.margins(0.08)
     # Labels on different sides: the points may be close to each other, and other plans above the first. On
-    # white: plans of another partition of the layers may be faster than T_min.
+    # white: plans for another partition of the layers may be faster than T_min.
     marked = [
         ("$T_{min}$", 0, (-8, -4), "right"),
         ("$T^*$", picture.t_star_index, (0, -17), "center"),

@@ -15,6 +15,7 @@ from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
+from perseus.agent.probe.stage_work import StageWork
 from perseus.emulation.physics import Work
 from perseus.service.server import running
 from perseus.v1 import job_pb2
@@ -71,7 +72,7 @@ class Training:
             probe = Probe.connect(self._node.socket, job_id="job", pipeline=0, stage=stage, gpu_uuid=gpu.uuid)
             placement = Placement(0, 1, stage, STAGE_COUNT, gpu_uuid=gpu.uuid)
             with Attachment(
-                placement, probe, exchange, work=lambda: f"stage {stage} of the model"
+                placement, probe, exchange, work=lambda: StageWork(f"stage {stage} of the model")
             ) as attachment:
                 while not (next_iteration := self.stages.next_iteration())[1]:
                     attachment.begin_iteration()

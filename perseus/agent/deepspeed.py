@@ -25,7 +25,7 @@ from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gpu_uuid
-from perseus.agent.probe.stage_work import while_alive, work_text
+from perseus.agent.probe.stage_work import StageWork, stage_work, while_alive
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.unmarked_steps import watch_steps
@@ -102,13 +102,13 @@ def _placement(engine: Any) -> Placement:
     )
 
 
-def work_of(engine: Any) -> str:
-    """Return the work text of the engine's stage (`probe.stage_work`), with the configured microbatch
+def work_of(engine: Any) -> StageWork:
+    """Return the work of the engine's stage (`probe.stage_work`), with the configured microbatch
     size."""
     import deepspeed
     import torch
 
-    return work_text(
+    return stage_work(
         [engine.module],
         torch=str(torch.__version__),
         deepspeed=str(deepspeed.__version__),

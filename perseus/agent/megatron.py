@@ -47,7 +47,7 @@ from perseus.agent.probe.framework import Argument, check_attributes, find_argum
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gpu_uuid
-from perseus.agent.probe.stage_work import work_text
+from perseus.agent.probe.stage_work import StageWork, stage_work
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.unmarked_steps import watch_steps
@@ -252,13 +252,13 @@ def _placement(parallel_state: Any, device: "torch.device") -> Placement:
     )
 
 
-def work_of(config: Any, schedules: "MarkedSchedules | None") -> str:
-    """Return the work text of this rank's stage (`probe.stage_work`), as observed in an iteration's calls."""
+def work_of(config: Any, schedules: "MarkedSchedules | None") -> StageWork:
+    """Return the work of this rank's stage (`probe.stage_work`), as observed in an iteration's calls."""
     import torch
     from megatron.core import __version__
 
     has_one_length = not getattr(config, "variable_seq_lengths", False)
-    return work_text(
+    return stage_work(
         schedules.models if schedules is not None else [],
         torch=str(torch.__version__),
         megatron=str(__version__),

@@ -33,7 +33,7 @@ from perseus.agent.probe.framework import Argument, check_attributes, find_argum
 from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
-from perseus.agent.probe.stage_work import shapes_of, while_alive, work_text
+from perseus.agent.probe.stage_work import StageWork, shapes_of, stage_work, while_alive
 from perseus.agent.probe.tested_versions import warn_if_untested
 from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.unmarked_steps import watch_steps
@@ -181,7 +181,7 @@ def attach_model(
         placement,
         connect_marks(connect, job_id, placement, device),
         LocalExchange(),
-        work=while_alive(lambda model: work_text([model], torch=str(torch.__version__)), model),
+        work=while_alive(lambda model: stage_work([model], torch=str(torch.__version__)), model),
         max_slowdown_percent=max_slowdown_percent,
     )
 
@@ -248,8 +248,8 @@ def stages_of(schedule: Any) -> list[Any]:
     return sorted(stages, key=lambda stage: stage.stage_index)
 
 
-def work_of(stages: Sequence[Any], **versions: str) -> str:
-    """Return the work text of these stages (`probe.stage_work`), once an iteration has shown a microbatch's
+def work_of(stages: Sequence[Any], **versions: str) -> StageWork:
+    """Return the work of these stages (`probe.stage_work`), once an iteration has shown a microbatch's
     shape.
 
     Shapes do not change from then on: torch's stages receive into buffers of these shapes.
@@ -257,7 +257,7 @@ def work_of(stages: Sequence[Any], **versions: str) -> str:
     from torch import __version__
 
     shapes = [shapes_of(_inputs_of(stage)) for stage in stages]
-    return work_text([stage.submod for stage in stages], torch=str(__version__), shapes=shapes, **versions)
+    return stage_work([stage.submod for stage in stages], torch=str(__version__), shapes=shapes, **versions)
 
 
 def _inputs_of(stage: Any) -> Any:

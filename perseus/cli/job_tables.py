@@ -67,8 +67,11 @@ def run_table(runs: Iterable[job_pb2.Job]) -> Table:
     return table
 
 
-def job_facts(job: job_pb2.Job) -> Table:
-    """Return the known facts of one job, one a line, without ranks and plans."""
+def job_facts(job: job_pb2.Job, advice: str = "") -> Table:
+    """Return the known facts of one job, one a line, without ranks and plans.
+
+    `advice`: what moving layers would bring.
+    """
     counts = job.rank_counts
     ranks = {
         "connected": counts.connected_count,
@@ -101,6 +104,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "frontier": frontier if job.t_min_s else "",
         "saved": _saved(job.figures),
         "set latency": _latency(job),
+        "moving layers": advice,
         "no slowdown": no_slowdown(job.no_slowdown_time) if job.HasField("no_slowdown_time") else "",
         "labels": ", ".join(f"{label.key}={printable(label.value)}" for label in job.labels),
         "stragglers": "\n".join(

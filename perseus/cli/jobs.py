@@ -25,12 +25,17 @@ from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_mess
 from perseus.cli.terminal import error_console, fail, print_whole
 
 if TYPE_CHECKING:
+    import grpc
+
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
 # Bounds of the contract's integers.
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
+
+_REBALANCING_TIMEOUT_S = 600.0
+_ADVICE_TIMEOUT_S = 2.0
 
 # A policy that follows a signal gets its time from extra time and horizon, or from iterations and until.
 _TIMES = (((True, True), (False, False)), ((False, False), (True, True)))
@@ -95,11 +100,44 @@ def show(
     connection: Connection, job_id: JobId, run_number: RunNumber = 0, form: FormatOption = Format.TABLE
 ) -> None:
     """Show a job: its state and the reason, its stragglers, its plans."""
-    from perseus.v1 import job_service_pb2
+    from perseus.v1 import job_service_pb2, job_service_pb2_grpc
 
-    with _jobs(connection) as jobs:
+    with connected(connection) as channel:
+        jobs = job_service_pb2_grpc.JobServiceStub(channel)
         request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
-        _show(jobs.GetJob(request, timeout=TIMEOUT_S).job, form)
+        job = jobs.GetJob(request, timeout=TIMEOUT_S).job
+        _show(job, form, _advice(channel, job) if form is Format.TABLE and not run_number else "")
+
+
+@app.command()
+@connecting
+def rebalancing(
+    connection: Connection,
+    job_id: JobId,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Layers of each stage, as 7,8,8,7, or one number for all; of each chunk, in the model's "
+            "order, if stages have several. By default those that were registered.",
+            show_default=False,
+        ),
+    ] = None,
+    form: FormatOption = Format.TABLE,
+) -> None:
+    """Show what moving layers between a job's stages would bring beside clocks. It changes nothing."""
+    from perseus.cli.rebalancing import parse_layers, partitions_table
+    from perseus.v1 import frontier_service_pb2, frontier_service_pb2_grpc
+
+    counts = [] if layers is None else parse_layers(layers)
+    for count in counts:
+        if not 1 <= count <= MAX_INT32:
+            fail(f"--layers: expected at least one layer everywhere, found {count}")
+    with connected(connection) as channel:
+        request = frontier_service_pb2.GetRebalancingRequest(job_id=job_id, layer_counts=counts)
+        frontiers = frontier_service_pb2_grpc.FrontierServiceStub(channel)
+        found = frontiers.GetRebalancing(request, timeout=_REBALANCING_TIMEOUT_S).rebalancing
+    show_message(form, found, lambda: (partitions_table(found),))
 
 
 @app.command()
@@ -457,9 +495,29 @@ def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[An
     return [known[name] for name in names]
 
 
-def _show(job: "Job", form: Format) -> None:
+def _show(job: "Job", form: Format, advice: str = "") -> None:
     from perseus.cli.job_tables import job_facts, plan_table
 
     show_message(
-        form, job, lambda: (job_facts(job), *([plan_table(job)] if job.planned_iteration_time_s else []))
+        form,
+        job,
+        lambda: (job_facts(job, advice), *([plan_table(job)] if job.planned_iteration_time_s else [])),
     )
+
+
+def _advice(channel: "grpc.Channel", job: "Job") -> str:
+    """Return what moving layers would bring a job, in a line; empty if that is unknown."""
+    import grpc
+
+    from perseus.cli.rebalancing import advice_text
+    from perseus.v1.frontier_service_pb2 import GetRebalancingRequest
+    from perseus.v1.frontier_service_pb2_grpc import FrontierServiceStub
+
+    if not job.t_min_s or not any(work.layer_counts for work in job.spec.stage_work):
+        return ""
+    try:
+        asked = GetRebalancingRequest(job_id=job.job_id)
+        answer = FrontierServiceStub(channel).GetRebalancing(asked, timeout=_ADVICE_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return "being computed" if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else ""
+    return advice_text(answer.rebalancing)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from rich.console import Group
 from rich.table import Table
 
 from perseus.cli.amounts import joules, seconds
@@ -16,10 +17,10 @@ from perseus.cli.destination import Destination
 from perseus.cli.executor import DaskInsecureOption, DaskOption, Executor, ProcessesOption
 from perseus.cli.graphs import node_rows, node_table, read_graph
 from perseus.cli.progress import working
-from perseus.cli.rebalancing import partitions_of, partitions_table, read_layers, rows_with_partitions
+from perseus.cli.rebalancing import parse_layers, partitions_table, rows_with_partitions
 from perseus.cli.rows import Format, FormatOption, show_rows
 from perseus.cli.solve_many import expanded, solve_many
-from perseus.cli.terminal import FAILURE, console, error_console, fail, print_whole, warn
+from perseus.cli.terminal import FAILURE, console, error_console, fail, warn
 from perseus.schedule_name import ScheduleName
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
         Frontier,
         FrontierPoint,
         Measurement,
-        Partition,
         Pipeline,
         Plan,
         PlannedComputation,
         ProfileKey,
+        Rebalancing,
     )
 
 # Counterparts of the coordinator's settings limit_solve_computations and request_limit_s.
@@ -223,21 +224,25 @@ def solve(
             else:
                 problem = read_graph(graph, points, limit_computations)
                 pipeline = problem.pipeline
-        model = read_layers(layers, pipeline) if layers is not None else None
+        model = solver.layers_along_path(pipeline, parse_layers(layers)) if layers is not None else ()
         with _at_most(limit_s), working("Solving", is_measured=True) as report:
             frontier = solver.solve(pipeline, on_progress=report, **options)
             others = baselines(frontier.pipeline) if compare else {}
         with _at_most(limit_s), working("Rebalancing"):
-            advice = solver.rebalance(frontier, model) if model is not None else None
+            advice = solver.rebalance(frontier, model) if model else None
     except solver.SolverError as error:
         fail(f"{graph}: {error}" if graph else str(error))
     is_data = any(each.is_standard_output for each in (destination, picture) if each is not None)
     if not is_data:
         rows = _frontier_rows(frontier, others)
-        shown = rows if advice is None else rows_with_partitions(rows, advice, frontier.baseline)
-        show_rows(form, shown, list(shown[0]), lambda: _frontier_table(rows, problem is not None))
-        if advice is not None and form is Format.TABLE:
-            print_whole(partitions_table(advice, frontier.baseline))
+        tables = [_frontier_table(rows, problem is not None)]
+        if advice is not None:
+            from perseus.service.domain.messages import rebalancing_to_proto
+
+            moving = rebalancing_to_proto(advice)
+            tables.append(partitions_table(moving))
+            rows = rows_with_partitions(rows, moving)
+        show_rows(form, rows, list(rows[0]), lambda: Group(*tables))
     notes = console if form is Format.TABLE and not is_data else error_console
     if frontier.hull_tolerance:
         notes.print(
@@ -268,7 +273,7 @@ def solve(
             _write(destination, frontier_text(frontier, problem))
     if picture is not None:
         with working("Drawing"):
-            _draw(picture, frontier, others, partitions_of(advice) if advice is not None else {})
+            _draw(picture, frontier, others, advice)
 
 
 def plan(
@@ -624,12 +629,14 @@ def _draw(
     destination: Destination,
     frontier: "Frontier",
     others: "Mapping[str, tuple[Plan, ...]]",
-    partitions: "Mapping[str, Partition]",
+    advice: "Rebalancing | None",
 ) -> None:
     from perseus import pictures
 
     drawn: dict[str, Sequence[Plan | FrontierPoint]] = {**others}
-    drawn |= {f"layers moved {moves}": found.frontier.points for moves, found in [*partitions.items()][-1:]}
+    after = None if advice is None else advice.steps[-1] if advice.steps else advice.other
+    if after is not None:
+        drawn[f"layers {','.join(map(str, after.layers))}"] = after.frontier.points
 
     picture = pictures.FrontierPicture(
         iteration_time_s=[point.iteration_time_s for point in frontier.points],

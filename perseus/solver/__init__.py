@@ -4,7 +4,7 @@ Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solv
 studies use is in :mod:`perseus.solver.study`.
 """
 
-from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_POWER_W, MAX_TIME_S
+from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_LAYER_COUNT, MAX_POWER_W, MAX_TIME_S
 from perseus.solver.change import Recheck, recheck
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.computation_graph import ComputationGraph, Node
@@ -37,7 +37,7 @@ from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay, waiting_saved_j
 from perseus.solver.profile import MeasuredSetting, Measurement
 from perseus.solver.profile_csv import read_profile_csv
-from perseus.solver.rebalancing import Partition, Rebalancing, rebalance
+from perseus.solver.rebalancing import Partition, Rebalancing, layers_along_path, rebalance
 from perseus.solver.schedule import Path, Schedule
 from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
@@ -45,6 +45,7 @@ from perseus.solver.waiting import BlockingPower, blocking_of_stages
 
 __all__ = [
     "MAX_CLOCK_MHZ",
+    "MAX_LAYER_COUNT",
     "MAX_POWER_W",
     "MAX_TIME_S",
     "BlockingPower",
@@ -85,6 +86,7 @@ __all__ = [
     "gpipe",
     "interleaved_one_forward_one_backward",
     "interpolate_clocks",
+    "layers_along_path",
     "max_computations",
     "merge_measurements",
     "named_schedule",

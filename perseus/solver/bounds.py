@@ -11,5 +11,7 @@ MIN_TIME_S = 1e-12
 MIN_ENERGY_J = 1e-12
 MAX_ENERGY_J = 1e15
 """For one computation of a stage."""
+MAX_LAYER_COUNT = 10_000
+"""For one chunk of a stage: above any known model."""
 MAX_POWER_W = 1e10
 """For a waiting stage."""

@@ -21,6 +21,7 @@ from statistics import fmean
 
 import numpy as np
 
+from perseus.solver.bounds import MAX_LAYER_COUNT
 from perseus.solver.columns import Columns
 from perseus.solver.computation import Kind
 from perseus.solver.errors import SolverError
@@ -39,11 +40,12 @@ Layers = tuple[int, ...]
 Move = tuple[int, int]
 """The place that gives a layer and the one that takes it, as indices into the layers."""
 
-_MAX_LAYERS = 10_000
-
 _MIN_GAIN_SHARE = 0.005
 """Gains that are a smaller share of stock's energy are not advised: plans differ from their bounds by some
 0.3 %, and equal layers are an approximation."""
+
+_ROUNDING = 1e-9
+"""An iteration that is longer by this share is as long: sums of rounded times differ."""
 
 _SWEPT_COUNT = 3
 """In each step, as many moves are compared exactly: those that are best by estimate."""
@@ -98,22 +100,22 @@ def rebalance(frontier: Frontier, layers: Sequence[int]) -> Rebalancing:
     """Find which layers to move, one at a time, as long as it helps.
 
     ``frontier`` is that of the present partition, and ``layers`` its layers per place: the stages, or with
-    several chunks the stages' chunks as activations flow. A layer moves between any two places; those in
-    between pass one on. No place is left without a layer. Each step takes a few times as long as solving.
+    several chunks the stages' chunks as activations flow; a single number holds for all. A layer moves
+    between any two places; those in between pass one on. No place is left without a layer. Each step takes a
+    few times as long as solving.
 
     Raises:
         SolverError: the number of layers is not that of the places, or a place has none; or activations flow
             along several paths.
     """
-    check_layers(frontier.pipeline, layers)
-    model = _Model(frontier.pipeline, tuple(layers))
+    model = _Model(frontier.pipeline, layers_along_path(frontier.pipeline, layers))
     estimates = _Estimates(frontier.pipeline, model)
     stock_s, stock_j = frontier.baseline.iteration_time_s, frontier.baseline.energy_j
     present = _partition(model.layers, None, frontier, frontier)
     steps: list[Partition] = []
     now, least_j = model.layers, _MIN_GAIN_SHARE * stock_j
     other: Partition | None = None
-    while not steps or steps[-1].frontier.t_min_s <= stock_s:
+    while not steps or steps[-1].frontier.t_min_s <= stock_s * (1 + _ROUNDING):
         gains: list[tuple[float, int, Move]] = []
         allowed, slower = estimates.best_moves(now, stock_s)
         for moves in [allowed] if steps else [allowed, slower]:
@@ -143,8 +145,8 @@ def rebalance(frontier: Frontier, layers: Sequence[int]) -> Rebalancing:
     return Rebalancing(model.path, model.fixed_shares, present, tuple(steps), other)
 
 
-def check_layers(pipeline: Pipeline, layers: Sequence[int]) -> None:
-    """Refuse layers that don't fit the pipeline.
+def layers_along_path(pipeline: Pipeline, layers: Sequence[int]) -> Layers:
+    """Return the layers per place; a single number holds for all.
 
     Raises:
         SolverError: as in `rebalance`.
@@ -155,18 +157,20 @@ def check_layers(pipeline: Pipeline, layers: Sequence[int]) -> None:
             f"layers: expected activations to flow along one path, found {1 + len(others)}",
             found=1 + len(others),
         )
-    if len(layers) != len(path):
+    found = tuple(layers) * (len(path) if len(layers) == 1 else 1)
+    if len(found) != len(path):
         each = "stage" if len(path) == pipeline.schedule.stage_count else "chunk of a stage"
         raise SolverError(
-            f"layers: expected a number for each {each}, {len(path)} in all, found {len(layers)}",
-            found=len(layers),
+            f"layers: expected a number for each {each}, {len(path)} in all, found {len(found)}",
+            found=len(found),
         )
-    for (stage, chunk), count in zip(path, layers, strict=True):
-        if not 1 <= count <= _MAX_LAYERS:
+    for (stage, chunk), count in zip(path, found, strict=True):
+        if not 1 <= count <= MAX_LAYER_COUNT:
             raise SolverError(
-                f"layers: expected 1 to {_MAX_LAYERS} in stage {stage}, chunk {chunk}, found {count}",
+                f"layers: expected 1 to {MAX_LAYER_COUNT} in stage {stage}, chunk {chunk}, found {count}",
                 found=count,
             )
+    return found
 
 
 def _moved(layers: Layers, giving: int | None, taking: int | None) -> Layers:
@@ -314,7 +318,7 @@ class _Estimates:
                 self._energy_j(some, durations_ps[:, at], finishes_ps[:, at], time_ps)
                 for some, at in ((self._model.layers, 0), (partition, column))
             )
-            gains_j[time_ps > stock_ps].append((before_j - after_j, move))
+            gains_j[time_ps > stock_ps * (1 + _ROUNDING)].append((before_j - after_j, move))
         allowed, slower = (
             [move for _, move in sorted(some, reverse=True)[:_SWEPT_COUNT]] for some in gains_j
         )

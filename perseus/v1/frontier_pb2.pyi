@@ -538,3 +538,127 @@ class Plan(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "nodes", b"nodes", "stages", b"stages"]) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
+
+@typing.final
+class LayerMove(google.protobuf.message.Message):
+    """A layer that moves between two stages; those in between pass one on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FROM_STAGE_FIELD_NUMBER: builtins.int
+    FROM_CHUNK_FIELD_NUMBER: builtins.int
+    TO_STAGE_FIELD_NUMBER: builtins.int
+    TO_CHUNK_FIELD_NUMBER: builtins.int
+    from_stage: builtins.int
+    """The stage that has one less."""
+    from_chunk: builtins.int
+    """Its model chunk."""
+    to_stage: builtins.int
+    """The stage that has one more."""
+    to_chunk: builtins.int
+    """Its model chunk."""
+    def __init__(
+        self,
+        *,
+        from_stage: builtins.int = ...,
+        from_chunk: builtins.int = ...,
+        to_stage: builtins.int = ...,
+        to_chunk: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_chunk", b"from_chunk", "from_stage", b"from_stage", "to_chunk", b"to_chunk", "to_stage", b"to_stage"]) -> None: ...
+
+Global___LayerMove: typing_extensions.TypeAlias = LayerMove
+
+@typing.final
+class Partition(google.protobuf.message.Message):
+    """A partition of the model's layers over the stages, and its plans."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYER_COUNTS_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
+    FASTEST_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
+    CLOCKS_ALONE_FIELD_NUMBER: builtins.int
+    @property
+    def layer_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Number of layers of each stage's model chunk, in the order of the model."""
+
+    @property
+    def move(self) -> Global___LayerMove:
+        """The latest move that leads to it; absent for the present partition."""
+
+    @property
+    def fastest(self) -> Global___FrontierPoint:
+        """Its shortest iteration, T_min."""
+
+    @property
+    def plan(self) -> Global___FrontierPoint:
+        """Its plan for the iteration time of the present partition at stock, or for T_min if that is longer."""
+
+    @property
+    def clocks_alone(self) -> Global___IterationCost:
+        """The plan of the present partition for the same iteration time: what clocks alone bring."""
+
+    def __init__(
+        self,
+        *,
+        layer_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        move: Global___LayerMove | None = ...,
+        fastest: Global___FrontierPoint | None = ...,
+        plan: Global___FrontierPoint | None = ...,
+        clocks_alone: Global___IterationCost | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["clocks_alone", b"clocks_alone", "fastest", b"fastest", "move", b"move", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clocks_alone", b"clocks_alone", "fastest", b"fastest", "layer_counts", b"layer_counts", "move", b"move", "plan", b"plan"]) -> None: ...
+
+Global___Partition: typing_extensions.TypeAlias = Partition
+
+@typing.final
+class Rebalancing(google.protobuf.message.Message):
+    """What moving layers between stages would bring beside clocks. Advice: nothing changes the model. All layers are
+    assumed to be equal, and memory is not considered.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STOCK_FIELD_NUMBER: builtins.int
+    PRESENT_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    OTHER_FIELD_NUMBER: builtins.int
+    FIRST_FIXED_PERCENT_FIELD_NUMBER: builtins.int
+    LAST_FIXED_PERCENT_FIELD_NUMBER: builtins.int
+    first_fixed_percent: builtins.float
+    """Part of the first chunk's time that is not due to its layers and stays there, percent."""
+    last_fixed_percent: builtins.float
+    """The same of the last chunk."""
+    @property
+    def stock(self) -> Global___IterationCost:
+        """The present partition, every computation at its highest clock."""
+
+    @property
+    def present(self) -> Global___Partition:
+        """The present partition."""
+
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Partition]:
+        """The advice: after each further moved layer. Each saves more energy beside clocks than the one before."""
+
+    @property
+    def other(self) -> Global___Partition:
+        """Without steps, the partition that helps most, but too little to be advised; absent if none helps."""
+
+    def __init__(
+        self,
+        *,
+        stock: Global___IterationCost | None = ...,
+        present: Global___Partition | None = ...,
+        steps: collections.abc.Iterable[Global___Partition] | None = ...,
+        other: Global___Partition | None = ...,
+        first_fixed_percent: builtins.float = ...,
+        last_fixed_percent: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["other", b"other", "present", b"present", "stock", b"stock"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["first_fixed_percent", b"first_fixed_percent", "last_fixed_percent", b"last_fixed_percent", "other", b"other", "present", b"present", "steps", b"steps", "stock", b"stock"]) -> None: ...
+
+Global___Rebalancing: typing_extensions.TypeAlias = Rebalancing

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from perseus.v1 import frontier_pb2 as perseus_dot_v1_dot_frontier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!perseus/v1/frontier_service.proto\x12\nperseus.v1\x1a\x19perseus/v1/frontier.proto\"$\n\x12GetFrontierRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"=\n\x13GetFrontierResponse\x12&\n\x08\x66rontier\x18\x01 \x01(\x0b\x32\x14.perseus.v1.Frontier\":\n\x0eGetPlanRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x18\n\x10iteration_time_s\x18\x02 \x01(\x01\"1\n\x0fGetPlanResponse\x12\x1e\n\x04plan\x18\x01 \x01(\x0b\x32\x10.perseus.v1.Plan\"\x99\x01\n\x0cSolveRequest\x12,\n\x07problem\x18\x01 \x01(\x0b\x32\x1b.perseus.v1.PipelineProblem\x12\x13\n\x0bpoint_count\x18\x02 \x01(\x05\x12\'\n\x05graph\x18( \x01(\x0b\x32\x18.perseus.v1.GraphProblem\x12\x1d\n\x15plan_iteration_time_s\x18) \x01(\x01\"W\n\rSolveResponse\x12&\n\x08\x66rontier\x18\x01 \x01(\x0b\x32\x14.perseus.v1.Frontier\x12\x1e\n\x04plan\x18( \x01(\x0b\x32\x10.perseus.v1.Plan2\xe3\x01\n\x0f\x46rontierService\x12N\n\x0bGetFrontier\x12\x1e.perseus.v1.GetFrontierRequest\x1a\x1f.perseus.v1.GetFrontierResponse\x12\x42\n\x07GetPlan\x12\x1a.perseus.v1.GetPlanRequest\x1a\x1b.perseus.v1.GetPlanResponse\x12<\n\x05Solve\x12\x18.perseus.v1.SolveRequest\x1a\x19.perseus.v1.SolveResponseB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!perseus/v1/frontier_service.proto\x12\nperseus.v1\x1a\x19perseus/v1/frontier.proto\"$\n\x12GetFrontierRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"=\n\x13GetFrontierResponse\x12&\n\x08\x66rontier\x18\x01 \x01(\x0b\x32\x14.perseus.v1.Frontier\":\n\x0eGetPlanRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x18\n\x10iteration_time_s\x18\x02 \x01(\x01\"1\n\x0fGetPlanResponse\x12\x1e\n\x04plan\x18\x01 \x01(\x0b\x32\x10.perseus.v1.Plan\"=\n\x15GetRebalancingRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x14\n\x0clayer_counts\x18\x02 \x03(\x05\"F\n\x16GetRebalancingResponse\x12,\n\x0brebalancing\x18\x01 \x01(\x0b\x32\x17.perseus.v1.Rebalancing\"\x99\x01\n\x0cSolveRequest\x12,\n\x07problem\x18\x01 \x01(\x0b\x32\x1b.perseus.v1.PipelineProblem\x12\x13\n\x0bpoint_count\x18\x02 \x01(\x05\x12\'\n\x05graph\x18( \x01(\x0b\x32\x18.perseus.v1.GraphProblem\x12\x1d\n\x15plan_iteration_time_s\x18) \x01(\x01\"W\n\rSolveResponse\x12&\n\x08\x66rontier\x18\x01 \x01(\x0b\x32\x14.perseus.v1.Frontier\x12\x1e\n\x04plan\x18( \x01(\x0b\x32\x10.perseus.v1.Plan2\xbc\x02\n\x0f\x46rontierService\x12N\n\x0bGetFrontier\x12\x1e.perseus.v1.GetFrontierRequest\x1a\x1f.perseus.v1.GetFrontierResponse\x12\x42\n\x07GetPlan\x12\x1a.perseus.v1.GetPlanRequest\x1a\x1b.perseus.v1.GetPlanResponse\x12W\n\x0eGetRebalancing\x12!.perseus.v1.GetRebalancingRequest\x1a\".perseus.v1.GetRebalancingResponse\x12<\n\x05Solve\x12\x18.perseus.v1.SolveRequest\x1a\x19.perseus.v1.SolveResponseB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPLANREQUEST']._serialized_end=235
   _globals['_GETPLANRESPONSE']._serialized_start=237
   _globals['_GETPLANRESPONSE']._serialized_end=286
-  _globals['_SOLVEREQUEST']._serialized_start=289
-  _globals['_SOLVEREQUEST']._serialized_end=442
-  _globals['_SOLVERESPONSE']._serialized_start=444
-  _globals['_SOLVERESPONSE']._serialized_end=531
-  _globals['_FRONTIERSERVICE']._serialized_start=534
-  _globals['_FRONTIERSERVICE']._serialized_end=761
+  _globals['_GETREBALANCINGREQUEST']._serialized_start=288
+  _globals['_GETREBALANCINGREQUEST']._serialized_end=349
+  _globals['_GETREBALANCINGRESPONSE']._serialized_start=351
+  _globals['_GETREBALANCINGRESPONSE']._serialized_end=421
+  _globals['_SOLVEREQUEST']._serialized_start=424
+  _globals['_SOLVEREQUEST']._serialized_end=577
+  _globals['_SOLVERESPONSE']._serialized_start=579
+  _globals['_SOLVERESPONSE']._serialized_end=666
+  _globals['_FRONTIERSERVICE']._serialized_start=669
+  _globals['_FRONTIERSERVICE']._serialized_end=985
 # @@protoc_insertion_point(module_scope)

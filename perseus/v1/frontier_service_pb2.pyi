@@ -4,7 +4,9 @@ isort:skip_file
 Frontiers and plans of a job, or of a problem in the request."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import perseus.v1.frontier_pb2
 import sys
@@ -98,6 +100,53 @@ class GetPlanResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["plan", b"plan"]) -> None: ...
 
 Global___GetPlanResponse: typing_extensions.TypeAlias = GetPlanResponse
+
+@typing.final
+class GetRebalancingRequest(google.protobuf.message.Message):
+    """Request for what moving layers would bring."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    LAYER_COUNTS_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """Required. The job."""
+    @property
+    def layer_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Number of layers of each stage's model chunk, in the order of the model; a single one holds for all; 1 to 10,000.
+        Empty for those of the job's specification.
+        """
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        layer_counts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "layer_counts", b"layer_counts"]) -> None: ...
+
+Global___GetRebalancingRequest: typing_extensions.TypeAlias = GetRebalancingRequest
+
+@typing.final
+class GetRebalancingResponse(google.protobuf.message.Message):
+    """What moving layers would bring."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REBALANCING_FIELD_NUMBER: builtins.int
+    @property
+    def rebalancing(self) -> perseus.v1.frontier_pb2.Rebalancing:
+        """The advice."""
+
+    def __init__(
+        self,
+        *,
+        rebalancing: perseus.v1.frontier_pb2.Rebalancing | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rebalancing", b"rebalancing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["rebalancing", b"rebalancing"]) -> None: ...
+
+Global___GetRebalancingResponse: typing_extensions.TypeAlias = GetRebalancingResponse
 
 @typing.final
 class SolveRequest(google.protobuf.message.Message):

@@ -45,6 +45,11 @@ class FrontierServiceStub(object):
                 request_serializer=perseus_dot_v1_dot_frontier__service__pb2.GetPlanRequest.SerializeToString,
                 response_deserializer=perseus_dot_v1_dot_frontier__service__pb2.GetPlanResponse.FromString,
                 _registered_method=True)
+        self.GetRebalancing = channel.unary_unary(
+                '/perseus.v1.FrontierService/GetRebalancing',
+                request_serializer=perseus_dot_v1_dot_frontier__service__pb2.GetRebalancingRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_frontier__service__pb2.GetRebalancingResponse.FromString,
+                _registered_method=True)
         self.Solve = channel.unary_unary(
                 '/perseus.v1.FrontierService/Solve',
                 request_serializer=perseus_dot_v1_dot_frontier__service__pb2.SolveRequest.SerializeToString,
@@ -70,6 +75,15 @@ class FrontierServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRebalancing(self, request, context):
+        """Returns what moving layers between stages would bring a job beside clocks. It is computed on the first call, which
+        may take minutes and goes on if the call is cancelled. FAILED_PRECONDITION before the job is solved, and if its
+        layers are unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Solve(self, request, context):
         """Solves a problem without a job; nothing is stored.
         """
@@ -89,6 +103,11 @@ def add_FrontierServiceServicer_to_server(servicer, server):
                     servicer.GetPlan,
                     request_deserializer=perseus_dot_v1_dot_frontier__service__pb2.GetPlanRequest.FromString,
                     response_serializer=perseus_dot_v1_dot_frontier__service__pb2.GetPlanResponse.SerializeToString,
+            ),
+            'GetRebalancing': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRebalancing,
+                    request_deserializer=perseus_dot_v1_dot_frontier__service__pb2.GetRebalancingRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_frontier__service__pb2.GetRebalancingResponse.SerializeToString,
             ),
             'Solve': grpc.unary_unary_rpc_method_handler(
                     servicer.Solve,
@@ -151,6 +170,33 @@ class FrontierService(object):
             '/perseus.v1.FrontierService/GetPlan',
             perseus_dot_v1_dot_frontier__service__pb2.GetPlanRequest.SerializeToString,
             perseus_dot_v1_dot_frontier__service__pb2.GetPlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRebalancing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.FrontierService/GetRebalancing',
+            perseus_dot_v1_dot_frontier__service__pb2.GetRebalancingRequest.SerializeToString,
+            perseus_dot_v1_dot_frontier__service__pb2.GetRebalancingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,22 @@ _FrontierServiceGetPlanType = typing_extensions.TypeVar(
     ],
 )
 
+_FrontierServiceGetRebalancingType = typing_extensions.TypeVar(
+    '_FrontierServiceGetRebalancingType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.frontier_service_pb2.GetRebalancingRequest,
+        perseus.v1.frontier_service_pb2.GetRebalancingResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.frontier_service_pb2.GetRebalancingRequest,
+        perseus.v1.frontier_service_pb2.GetRebalancingResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.frontier_service_pb2.GetRebalancingRequest,
+        perseus.v1.frontier_service_pb2.GetRebalancingResponse,
+    ],
+)
+
 _FrontierServiceSolveType = typing_extensions.TypeVar(
     '_FrontierServiceSolveType',
     grpc.UnaryUnaryMultiCallable[
@@ -73,7 +89,7 @@ _FrontierServiceSolveType = typing_extensions.TypeVar(
     ],
 )
 
-class FrontierServiceStub(typing.Generic[_FrontierServiceGetFrontierType, _FrontierServiceGetPlanType, _FrontierServiceSolveType]):
+class FrontierServiceStub(typing.Generic[_FrontierServiceGetFrontierType, _FrontierServiceGetPlanType, _FrontierServiceGetRebalancingType, _FrontierServiceSolveType]):
     """Computes the possible times and energies of an iteration."""
 
     @typing.overload
@@ -85,6 +101,10 @@ class FrontierServiceStub(typing.Generic[_FrontierServiceGetFrontierType, _Front
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.frontier_service_pb2.GetPlanRequest,
             perseus.v1.frontier_service_pb2.GetPlanResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.frontier_service_pb2.GetRebalancingRequest,
+            perseus.v1.frontier_service_pb2.GetRebalancingResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.frontier_service_pb2.SolveRequest,
@@ -103,6 +123,10 @@ class FrontierServiceStub(typing.Generic[_FrontierServiceGetFrontierType, _Front
             perseus.v1.frontier_service_pb2.GetPlanResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.frontier_service_pb2.GetRebalancingRequest,
+            perseus.v1.frontier_service_pb2.GetRebalancingResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.frontier_service_pb2.SolveRequest,
             perseus.v1.frontier_service_pb2.SolveResponse,
         ],
@@ -113,6 +137,12 @@ class FrontierServiceStub(typing.Generic[_FrontierServiceGetFrontierType, _Front
 
     GetPlan: _FrontierServiceGetPlanType
     """Returns a plan of a job for an iteration time. FAILED_PRECONDITION before the job is solved."""
+
+    GetRebalancing: _FrontierServiceGetRebalancingType
+    """Returns what moving layers between stages would bring a job beside clocks. It is computed on the first call, which
+    may take minutes and goes on if the call is cancelled. FAILED_PRECONDITION before the job is solved, and if its
+    layers are unknown.
+    """
 
     Solve: _FrontierServiceSolveType
     """Solves a problem without a job; nothing is stored."""
@@ -125,6 +155,10 @@ FrontierServiceAsyncStub: typing_extensions.TypeAlias = FrontierServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.frontier_service_pb2.GetPlanRequest,
         perseus.v1.frontier_service_pb2.GetPlanResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.frontier_service_pb2.GetRebalancingRequest,
+        perseus.v1.frontier_service_pb2.GetRebalancingResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.frontier_service_pb2.SolveRequest,
@@ -150,6 +184,17 @@ class FrontierServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.frontier_service_pb2.GetPlanResponse, collections.abc.Awaitable[perseus.v1.frontier_service_pb2.GetPlanResponse]]:
         """Returns a plan of a job for an iteration time. FAILED_PRECONDITION before the job is solved."""
+
+    @abc.abstractmethod
+    def GetRebalancing(
+        self,
+        request: perseus.v1.frontier_service_pb2.GetRebalancingRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.frontier_service_pb2.GetRebalancingResponse, collections.abc.Awaitable[perseus.v1.frontier_service_pb2.GetRebalancingResponse]]:
+        """Returns what moving layers between stages would bring a job beside clocks. It is computed on the first call, which
+        may take minutes and goes on if the call is cancelled. FAILED_PRECONDITION before the job is solved, and if its
+        layers are unknown.
+        """
 
     @abc.abstractmethod
     def Solve(

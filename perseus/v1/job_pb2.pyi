@@ -452,16 +452,24 @@ class StageWork(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FINGERPRINT_FIELD_NUMBER: builtins.int
+    LAYER_COUNTS_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     """Opaque text of at most 128 printable characters, equal where the computations are equal: derived
     from the layers or parameters of the stage, the microbatch's shape and the software's versions.
     """
+    @property
+    def layer_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Number of layers of each of the stage's model chunks, chunk 0 first; 1 to 10,000. Empty if unknown. They don't make
+        a different specification.
+        """
+
     def __init__(
         self,
         *,
         fingerprint: builtins.str = ...,
+        layer_counts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "layer_counts", b"layer_counts"]) -> None: ...
 
 Global___StageWork: typing_extensions.TypeAlias = StageWork
 

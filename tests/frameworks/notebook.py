@@ -20,6 +20,7 @@ class Notebook:
             "orders": [[(int(c.kind), c.microbatch, c.chunk) for c in order] for order in orders],
             "paths": arguments["paths"],
             "stage_work": arguments["stage_work"],
+            "stage_layers": arguments["stage_layers"],
         }
         return True
 

@@ -62,6 +62,8 @@ def test_every_version_registers_its_executed_order_and_detaches_cleanly(folder:
             assert executed == [expected[stage]] * 3, name
             alone, attached = rank[name]["losses"]
             assert attached == alone, name
+    layers = {name: ranks[0][name]["registration"]["stage_layers"] for name in ("1f1b", "interleaved")}
+    assert layers == {"1f1b": [[1], [1]], "interleaved": [[1, 1], [1, 1]]}
     works = {name: ranks[0][name]["registration"]["stage_work"] for name in ("1f1b", "interleaved")}
     assert all("parameters, " in work for some in works.values() for work in some), works
     assert works["1f1b"] != works["interleaved"], "other chunks"

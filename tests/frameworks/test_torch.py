@@ -282,6 +282,7 @@ def test_every_schedule_registers_its_executed_order_and_detaches_cleanly(
             alone, attached = rank[name]["losses"]
             assert attached == alone, name
         assert any(rank[name]["losses"][0][0] for rank in ranks)
+        assert {count for counts in registration["stage_layers"] for count in counts} == {1}, name
         works = registration["stage_work"]
         assert all(re.fullmatch(r"\d+ parameters, [0-9a-f]{32}", work) for work in works), works
         assert len({*works}) == 2, "one has the embedding, the other one the head"

@@ -5,6 +5,7 @@ import pickle
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
@@ -80,6 +81,7 @@ def spec_message(
     microbatches: int = 3,
     max_slowdown_percent: float = 0.0,
     stage_work: Sequence[str] = (),
+    layers: Sequence[Sequence[int]] = (),
 ) -> job_pb2.JobSpec:
     return job_pb2.JobSpec(
         job_id=job_id,
@@ -90,7 +92,10 @@ def spec_message(
             )
         ),
         policy=job_pb2.OperatingPolicy(max_slowdown_percent=max_slowdown_percent),
-        stage_work=[job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in stage_work],
+        stage_work=[
+            job_pb2.StageWork(fingerprint=fingerprint, layer_counts=counts)
+            for fingerprint, counts in zip_longest(stage_work, layers)
+        ],
     )
 
 

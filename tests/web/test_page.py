@@ -5,13 +5,22 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
+from perseus.cli.rows import row_of
 from perseus.service.domain.model import PlannedClocks
-from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import (
+    agent_service_pb2,
+    frontier_pb2,
+    frontier_service_pb2,
+    job_pb2,
+    job_service_pb2,
+    rank_pb2,
+)
 from tests.ports import free_port
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -64,9 +73,9 @@ class Site:
     def of(self, job_id: str = "job") -> str:
         return f"{self.url}/#/jobs/{job_id}"
 
-    async def plan(self) -> None:
+    async def plan(self, **counts: Any) -> None:
         """Run the job until it has plans, and a few iterations longer."""
-        await self.client.register()
+        await self.client.register(**counts)
         await self.agent.join()
         await self.agent.iterate_until(self.client, job_pb2.JOB_STATE_PLANNED)
         while not all(isinstance(rank.in_force.clocks, PlannedClocks) for rank in self.agent.ranks.values()):
@@ -113,6 +122,31 @@ async def test_missing_content_is_explained(site: Site) -> None:
         await expect(page.get_by_text("slurm-job=4711  ·  team=<b>vision</b>")).to_be_visible()
         await page.goto(site.of("nobody"))
         await expect(page.get_by_text("There is no job “nobody” on this coordinator.")).to_be_visible()
+
+
+async def test_what_moving_layers_would_bring_is_shown_with_its_assumption(site: Site) -> None:
+    await site.plan(layers=[[4], [6]])
+    assumption = "All layers count as equal; memory is not considered."
+    async with browsing() as page:
+        await page.goto(site.of())
+        advice = panel(page, "Frontier").get_by_text(assumption)
+        await expect(advice).to_contain_text("Moving layers between stages would hardly save anything")
+        steps = [
+            frontier_pb2.Partition(
+                move=frontier_pb2.LayerMove(from_stage=1, to_stage=0),
+                fastest=frontier_pb2.FrontierPoint(iteration_time_s=0.978),
+                plan=frontier_pb2.FrontierPoint(energy_j=82),
+                clocks_alone=frontier_pb2.IterationCost(energy_j=84),
+            )
+        ] * 2
+        stock = frontier_pb2.IterationCost(iteration_time_s=1, energy_j=100)
+        other = {"rebalancing": row_of(frontier_pb2.Rebalancing(stock=stock, steps=steps))}
+        await page.route("**/api/FrontierService/GetRebalancing", lambda route: route.fulfill(json=other))
+        await page.reload()
+        await expect(advice).to_have_text(
+            "Moving a layer from stage 1 to 0, then 1 to 0 would save 18.0 % of stock’s energy, clocks alone "
+            f"16.0 % in the same time; the shortest iteration would change by −2.2 %. {assumption}"
+        )
 
 
 async def test_the_numbers_agree_with_grpc(site: Site) -> None:

@@ -31,6 +31,7 @@ from perseus.agent.probe.job_order import JobOrder
 from perseus.agent.probe.job_spec import check_job
 from perseus.agent.probe.marks import Marks, UnmarkableError
 from perseus.agent.probe.placement import Placement
+from perseus.agent.probe.stage_work import StageWork
 
 _log = logging.getLogger("perseus.attachment")
 
@@ -62,7 +63,7 @@ class Attachment:
         *,
         chunk_positions: Sequence[int] = (),
         table: Sequence[Computation] | None = None,
-        work: Callable[[], str] = lambda: "",
+        work: Callable[[], StageWork] = lambda: StageWork(""),
         max_slowdown_percent: float = 0.0,
     ) -> None:
         self._marks = marks

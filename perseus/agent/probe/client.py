@@ -144,6 +144,7 @@ class Probe:
         paths: Sequence[Path] = (),
         max_slowdown_percent: float = 0.0,
         stage_work: Sequence[str] = (),
+        stage_layers: Sequence[Sequence[int]] = (),
         timeout_s: float = 15.0,
         waits: bool = True,
     ) -> bool:
@@ -155,7 +156,8 @@ class Probe:
         `paths`, with explicit orders: how activations flow through the stages' chunks, if not chunk by chunk.
         `max_slowdown_percent` is how much slower than stock plans may be. `stage_work`: for each stage a text
         that is equal wherever its computations are (model, microbatch shape, versions), which identifies its
-        stored profile. Registering an unfinished job again, such as after a restart, changes nothing. To
+        stored profile. `stage_layers`: for each stage the number of layers of each chunk, for the advice on
+        moving them. Registering an unfinished job again, such as after a restart, changes nothing. To
         change the order during training, call this between two iterations with `waits` off: it does not block
         the trainer, and the outcome is logged. Returns whether the job is registered, or will be as soon as
         the agent reaches the coordinator, as far as this rank knows; a refusal and its reason are logged. An
@@ -171,6 +173,7 @@ class Probe:
             paths=paths,
             max_slowdown_percent=max_slowdown_percent,
             stage_work=stage_work,
+            stage_layers=stage_layers,
         )
         fingerprint = spec_fingerprint(spec)
         if self._fingerprint not in ("", fingerprint):

@@ -135,6 +135,7 @@ class DeviceMarks:
         paths: Sequence[Path],
         max_slowdown_percent: float,
         stage_work: Sequence[str],
+        stage_layers: Sequence[Sequence[int]],
         waits: bool = True,
     ) -> bool:
         """Register the job as `Probe.register` does. Marks wait meanwhile."""
@@ -147,6 +148,7 @@ class DeviceMarks:
                 paths=paths,
                 max_slowdown_percent=max_slowdown_percent,
                 stage_work=stage_work,
+                stage_layers=stage_layers,
                 waits=waits,
             )
 

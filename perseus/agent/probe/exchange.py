@@ -22,7 +22,7 @@ class ExecutedOrder:
 
     `chunk_positions[c]`: the place of its chunk c in the model, counted over the chunks of all stages; empty
     if activations flow through all stages of chunk 0, then of chunk 1 and so on. `work`: its work text
-    (`probe.stage_work`); empty if unknown.
+    (`probe.stage_work`); empty if unknown. `layer_counts`: of its chunks, likewise.
     """
 
     stage: int
@@ -30,6 +30,7 @@ class ExecutedOrder:
     chunk_positions: tuple[int, ...] = ()
     work: str = ""
     lost: str = ""
+    layer_counts: tuple[int, ...] = ()
 
 
 class Exchange(Protocol):
@@ -83,18 +84,20 @@ class LocalExchange:
 def encode_order(order: ExecutedOrder) -> str:
     """Serialise an order."""
     computations = [(int(c.kind), c.microbatch, c.chunk) for c in order.computations]
-    return json.dumps([order.stage, computations, order.chunk_positions, order.work, order.lost])
+    rest = order.chunk_positions, order.work, order.lost, order.layer_counts
+    return json.dumps([order.stage, computations, *rest])
 
 
 def decode_order(text: str | bytes) -> ExecutedOrder:
     """Deserialise an order."""
-    stage, computations, chunk_positions, work, lost = json.loads(text)
+    stage, computations, chunk_positions, work, lost, layer_counts = json.loads(text)
     return ExecutedOrder(
         stage,
         tuple(Computation(Kind(kind), microbatch, chunk) for kind, microbatch, chunk in computations),
         tuple(chunk_positions),
         work,
         lost,
+        tuple(layer_counts),
     )
 
 

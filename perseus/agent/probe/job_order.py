@@ -23,7 +23,7 @@ from perseus.agent.probe.changing_order import ChangingOrder, describe_change
 from perseus.agent.probe.exchange import Exchange, ExecutedOrder
 from perseus.agent.probe.marks import Marks, UnmarkableError
 from perseus.agent.probe.placement import Placement
-from perseus.agent.probe.stage_work import work_if_known
+from perseus.agent.probe.stage_work import StageWork, work_if_known
 
 _log = logging.getLogger("perseus.attachment")
 
@@ -37,7 +37,7 @@ class JobOrder:
     """One rank's executed order, and its registration.
 
     `exchange` is where the stages of this rank's pipeline post orders. `table` is the framework's own order,
-    if it has one. `work` returns, after an iteration, the stage's work text (`probe.stage_work`).
+    if it has one. `work` returns, after an iteration, the stage's work (`probe.stage_work`).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class JobOrder:
         *,
         chunk_positions: Sequence[int],
         table: Sequence[Computation] | None,
-        work: Callable[[], str],
+        work: Callable[[], StageWork],
         max_slowdown_percent: float,
     ) -> None:
         self._placement = placement
@@ -119,7 +119,10 @@ class JobOrder:
 
     def _post(self, name: str, executed: tuple[Computation, ...]) -> None:
         stage, work = self._placement.stage, work_if_known(self._work)
-        self._exchange.post(name, ExecutedOrder(stage, executed, self._chunk_positions, work))
+        order = ExecutedOrder(
+            stage, executed, self._chunk_positions, work.text, layer_counts=work.layer_counts
+        )
+        self._exchange.post(name, order)
         self._posted = name, self._iteration
 
     def _register_first(self, marks: Marks) -> None:
@@ -164,6 +167,7 @@ class JobOrder:
             paths=paths_through(orders),
             max_slowdown_percent=self._max_slowdown_percent,
             stage_work=[order.work for order in orders] if any(order.work for order in orders) else [],
+            stage_layers=_layers(orders),
             waits=waits,
         )
 
@@ -195,6 +199,13 @@ class JobOrder:
         if orders is not None:
             order.register(orders[self._placement.stage].computations)
             self._register(marks, orders, waits=False)
+
+
+def _layers(orders: Sequence[ExecutedOrder]) -> list[tuple[int, ...]]:
+    """Return the layers of each stage's chunks; none if those of a chunk are unknown."""
+    chunk_counts = [1 + max(c.chunk for c in order.computations) for order in orders]
+    layers = [order.layer_counts for order in orders]
+    return layers if [*map(len, layers)] == chunk_counts else []
 
 
 def paths_through(orders: Sequence[ExecutedOrder]) -> list[list[tuple[int, int]]]:

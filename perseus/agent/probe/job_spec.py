@@ -48,6 +48,7 @@ def job_spec(
     paths: Sequence[Path] = (),
     max_slowdown_percent: float,
     stage_work: Sequence[str] = (),
+    stage_layers: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
     """Return the job as proto3 JSON of `perseus.v1.JobSpec`; ValueError for invalid arguments."""
     check_count("pipeline_count", pipeline_count, at_least=1)
@@ -56,6 +57,14 @@ def job_spec(
     check_job(job_id, max_slowdown_percent)
     if stage_work and len(stage_work) != stage_count:
         raise ValueError(f"stage_work: expected none or {stage_count} texts, found {len(stage_work)}")
+    if stage_layers and len(stage_layers) != stage_count:
+        raise ValueError(f"stage_layers: expected none or {stage_count}, found {len(stage_layers)}")
+    for counts in stage_layers:
+        for count in counts:
+            check_count("stage_layers", count, at_least=1)
+    works: list[dict[str, Any]] = [{"fingerprint": text} for text in stage_work or [""] * len(stage_layers)]
+    for work, counts in zip(works, stage_layers, strict=False):
+        work["layerCounts"] = [*counts]
     order: dict[str, Any]
     if isinstance(schedule, NamedSchedule):
         if paths:
@@ -90,7 +99,7 @@ def job_spec(
         },
         "schedule": order,
         "policy": policy,
-        "stageWork": [{"fingerprint": fingerprint} for fingerprint in stage_work],
+        "stageWork": works,
     }
 
 

@@ -24,6 +24,7 @@ class Marks(Protocol):
         paths: Sequence[Path],
         max_slowdown_percent: float,
         stage_work: Sequence[str],
+        stage_layers: Sequence[Sequence[int]],
         waits: bool = True,
     ) -> bool:
         """Register the job."""

@@ -1,4 +1,4 @@
-"""A stage's work as a short text: the same text means the same work, in any place of any schedule.
+"""A stage's work: its layers, and a short text that means the same work in any place of any schedule.
 
 All ranks of a stage, in all pipelines, must produce the same text, or they would not belong to one job. So it
 contains only what replicas share: their parameters, not a rank's shard; a microbatch's shape only if it never
@@ -11,10 +11,43 @@ import hashlib
 import json
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _log = logging.getLogger("perseus.attachment")
+
+
+class StageWork(NamedTuple):
+    """A stage's work.
+
+    `text` is empty if it is unknown, and so is `layer_counts`, the number of layers of each chunk.
+    """
+
+    text: str
+    layer_counts: tuple[int, ...] = ()
+
+
+def stage_work(modules: Sequence[Any], **more: Any) -> StageWork:
+    """Return the work of a stage of these modules, one for each chunk; `more` as for `work_text`."""
+    counts = tuple(map(layer_count, modules))
+    return StageWork(work_text(modules, **more), counts if all(counts) else ())
+
+
+def layer_count(module: Any) -> int:
+    """Return the number of a module's layers: modules of one class that have a number as their name.
+
+    Of those nearest to the root, the most frequent class counts: a layer's own parts, such as experts, don't.
+    0 if there are none.
+    """
+    level = [module]
+    while level:
+        children = [each for one in level if hasattr(one, "named_children") for each in one.named_children()]
+        numbered = Counter(type(child).__name__ for name, child in children if name.isdecimal())
+        if numbered:
+            return max(numbered.values())
+        level = [child for _, child in children]
+    return 0
 
 
 def model_of(modules: Iterable[Any]) -> list[list[Any]]:
@@ -53,16 +86,16 @@ def work_text(modules: Sequence[Any], **more: Any) -> str:
     return f"{count} parameters, {digest}" if modules else digest
 
 
-def while_alive(describe: Callable[..., str], *owners: Any) -> Callable[[], str]:
+def while_alive(describe: Callable[..., StageWork], *owners: Any) -> Callable[[], StageWork]:
     """Return `describe` of these objects, without a reference that keeps them alive."""
     references = [weakref.ref(owner) for owner in owners]
     return lambda: describe(*(reference() for reference in references))
 
 
-def work_if_known(describe: Callable[[], str]) -> str:
-    """Return the work text; after a failure an empty one, so that the place identifies the work."""
+def work_if_known(describe: Callable[[], StageWork]) -> StageWork:
+    """Return the work; after a failure an unknown one, so that the place identifies the work."""
     try:
         return describe()
     except Exception as error:  # due to an unknown model or framework
         _log.info("the stage's work is unknown: %s", error)
-        return ""
+        return StageWork("")

@@ -172,7 +172,8 @@ def register_job_request(
     Python, so in a thread it lets other threads run.
     """
     try:
-        spec = json_format.ParseDict(registration.spec, job_pb2.JobSpec())
+        # A newer probe may send fields that this release does not have.
+        spec = json_format.ParseDict(registration.spec, job_pb2.JobSpec(), ignore_unknown_fields=True)
     except json_format.ParseError as error:
         raise ValueError(sentence(f"registration: expected a JobSpec as JSON: {error}")) from error
     except SystemError as error:  # raised by protobuf for a name with half a surrogate pair

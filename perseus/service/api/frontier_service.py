@@ -22,10 +22,11 @@ from perseus.service.api.translate_problems import (
 from perseus.service.domain.bounds import MAX_DURATION_S, MIN_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.messages import frontier_to_proto
+from perseus.service.domain.specification import MAX_COMPUTATION_COUNT
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.solving.work import POINT_COUNT
-from perseus.solver import ComputationGraph, Frontier, Pipeline
+from perseus.solver import MAX_LAYER_COUNT, ComputationGraph, Frontier, Pipeline
 from perseus.v1 import frontier_service_pb2 as pb
 from perseus.v1 import frontier_service_pb2_grpc
 
@@ -55,6 +56,20 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
         with self._quotas.solve(caller().name):
             plan = await self._jobs.plan(request.job_id, time_s)
             return pb.GetPlanResponse(plan=await asyncio.to_thread(plan_to_proto, plan))
+
+    @mapped
+    async def GetRebalancing(
+        self, request: pb.GetRebalancingRequest, context: Context
+    ) -> pb.GetRebalancingResponse:
+        """Return what moving layers between a job's stages would bring beside clocks."""
+        if (found := len(request.layer_counts)) > MAX_COMPUTATION_COUNT:
+            expected = f"at most {MAX_COMPUTATION_COUNT}"
+            raise InvalidFieldError(field="layer_counts", expected=expected, found=found)
+        for count in request.layer_counts:
+            check_range("layer_counts", count, 1, MAX_LAYER_COUNT)
+        with self._quotas.solve(caller().name):
+            advice = await self._jobs.rebalancing(request.job_id, request.layer_counts)
+            return pb.GetRebalancingResponse(rebalancing=advice)
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:

@@ -26,6 +26,7 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.AgentService/Connect": _AGENTS,
     "/perseus.v1.FrontierService/GetFrontier": READERS,
     "/perseus.v1.FrontierService/GetPlan": READERS,
+    "/perseus.v1.FrontierService/GetRebalancing": READERS,
     "/perseus.v1.FrontierService/Solve": _OPERATORS,
     "/perseus.v1.InfoService/GetInfo": frozenset(Scope),
     "/perseus.v1.JobService/ClearStraggler": _OPERATORS,

@@ -34,6 +34,7 @@ from perseus.service.domain.signals import (
     WorkUntil,
 )
 from perseus.service.domain.specification import (
+    MAX_CHUNK_COUNT,
     BudgetTerms,
     Coordinates,
     Deadline,
@@ -50,6 +51,7 @@ from perseus.v1 import (
     rank_pb2,
 )
 
+T = TypeVar("T")
 State = TypeVar("State", JobState, RankState)
 
 
@@ -61,14 +63,25 @@ def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
     """
     if not message.HasField("parallelism"):
         raise InvalidFieldError(field="parallelism", expected="the layout of the ranks", found="none")
+    for stage, work in enumerate(message.stage_work):
+        if len(work.layer_counts) > MAX_CHUNK_COUNT:
+            name, expected = f"stage_work[{stage}].layer_counts", f"at most {MAX_CHUNK_COUNT}"
+            raise InvalidFieldError(field=name, expected=expected, found=len(work.layer_counts))
     counts = message.parallelism
     return JobSpec(
         job_id=message.job_id,
         parallelism=Parallelism(counts.pipeline_count, counts.stage_count, counts.tensor_count),
         schedule=schedule_spec_from_proto(message.schedule),
         policy=policy_from_proto(message.policy) if message.HasField("policy") else OperatingPolicy(),
-        stage_work=tuple(work.fingerprint for work in message.stage_work),
+        stage_work=_unless_empty(work.fingerprint for work in message.stage_work),
+        stage_layers=_unless_empty(tuple(work.layer_counts) for work in message.stage_work),
     )
+
+
+def _unless_empty(of_stages: Iterable[T]) -> tuple[T, ...]:
+    """Return the values of the stages; none if all are empty, as it was specified without them."""
+    values = tuple(of_stages)
+    return values if any(values) else ()
 
 
 def policy_from_proto(message: job_pb2.OperatingPolicy) -> OperatingPolicy:

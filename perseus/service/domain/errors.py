@@ -230,6 +230,16 @@ class JobNotSolvedError(CoordinatorError):
     template = "job {job_id!r} has no frontier yet: it is {state}"
 
 
+class LayersUnknownError(CoordinatorError):
+    """The number of layers of each stage is unknown."""
+
+    code = "FAILED_PRECONDITION"
+    template = (
+        "job {job_id!r}: the numbers of its stages' layers are unknown: its specification has none, "
+        "and neither has the request"
+    )
+
+
 class TimelineNotReadyError(CoordinatorError):
     """No complete iteration has been reported yet."""
 

@@ -45,10 +45,14 @@ from perseus.solver import (
     Computation,
     ComputationGraph,
     Frontier,
+    FrontierPoint,
     Kind,
     Measurement,
+    Partition,
     Path,
     Pipeline,
+    Plan,
+    Rebalancing,
     common_lag_s,
 )
 from perseus.v1 import (
@@ -213,7 +217,14 @@ def spec_to_proto(spec: JobSpec) -> job_pb2.JobSpec:
         parallelism=parallelism_to_proto(spec.parallelism),
         schedule=schedule_spec_to_proto(spec.schedule),
         policy=policy_to_proto(spec.policy),
-        stage_work=[job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in spec.stage_work],
+        stage_work=[
+            job_pb2.StageWork(fingerprint=fingerprint, layer_counts=layers)
+            for fingerprint, layers in zip(
+                spec.stage_work or ("",) * len(spec.stage_layers),
+                spec.stage_layers or ((),) * len(spec.stage_work),
+                strict=True,
+            )
+        ],
     )
 
 
@@ -341,23 +352,61 @@ def frontier_to_proto(frontier: Frontier, graph: ComputationGraph | None = None)
     return frontier_pb2.Frontier(
         problem=problem_to_proto(frontier.pipeline) if graph is None else None,
         graph=graph_to_proto(graph, frontier.pipeline) if graph is not None else None,
-        baseline=frontier_pb2.IterationCost(
-            iteration_time_s=frontier.baseline.iteration_time_s, energy_j=frontier.baseline.energy_j
-        ),
-        points=[
-            frontier_pb2.FrontierPoint(
-                iteration_time_s=point.iteration_time_s,
-                energy_j=point.energy_j,
-                bound_energy_j=point.bound_energy_j,
-                latency_cost_j=point.latency_cost_j,
-            )
-            for point in frontier.points
-        ],
+        baseline=_cost_to_proto(frontier.baseline),
+        points=[_point_to_proto(point) for point in frontier.points],
         t_min_s=frontier.t_min_s,
         t_star_s=frontier.t_star_s,
         t_slow_s=frontier.t_slow_s,
         t_star_index=frontier.t_star_index,
         set_latency_s=frontier.set_latency_s,
+    )
+
+
+def rebalancing_to_proto(found: Rebalancing) -> frontier_pb2.Rebalancing:
+    """Return what moving layers would bring."""
+    stock = found.present.frontier.baseline
+    first_share, last_share = found.fixed_shares
+    return frontier_pb2.Rebalancing(
+        stock=_cost_to_proto(stock),
+        present=_partition_to_proto(found, found.present),
+        steps=[_partition_to_proto(found, step) for step in found.steps],
+        other=_partition_to_proto(found, found.other) if found.other is not None else None,
+        first_fixed_percent=100 * first_share,
+        last_fixed_percent=100 * last_share,
+    )
+
+
+def _partition_to_proto(found: Rebalancing, partition: Partition) -> frontier_pb2.Partition:
+    frontier, plan = partition.frontier, partition.plan
+    move = None
+    if partition.move is not None:
+        (from_stage, from_chunk), (to_stage, to_chunk) = (found.path[place] for place in partition.move)
+        move = frontier_pb2.LayerMove(
+            from_stage=from_stage, from_chunk=from_chunk, to_stage=to_stage, to_chunk=to_chunk
+        )
+    return frontier_pb2.Partition(
+        layer_counts=partition.layers,
+        move=move,
+        fastest=_point_to_proto(frontier.points[0]),
+        plan=frontier_pb2.FrontierPoint(
+            iteration_time_s=plan.iteration_time_s,
+            energy_j=plan.energy_j,
+            bound_energy_j=frontier.bound_energy_j(plan.iteration_time_s),
+        ),
+        clocks_alone=_cost_to_proto(partition.clocks_alone),
+    )
+
+
+def _cost_to_proto(plan: Plan) -> frontier_pb2.IterationCost:
+    return frontier_pb2.IterationCost(iteration_time_s=plan.iteration_time_s, energy_j=plan.energy_j)
+
+
+def _point_to_proto(point: FrontierPoint) -> frontier_pb2.FrontierPoint:
+    return frontier_pb2.FrontierPoint(
+        iteration_time_s=point.iteration_time_s,
+        energy_j=point.energy_j,
+        bound_energy_j=point.bound_energy_j,
+        latency_cost_j=point.latency_cost_j,
     )
 
 

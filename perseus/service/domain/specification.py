@@ -23,7 +23,7 @@ from perseus.service.domain.errors import (
     RankOutOfRangeError,
 )
 from perseus.service.domain.signals import SignalRule
-from perseus.solver import Computation, Path, Schedule, max_computations, named_schedule
+from perseus.solver import MAX_LAYER_COUNT, Computation, Path, Schedule, max_computations, named_schedule
 
 _LABEL = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
@@ -309,6 +309,7 @@ class JobSpec:
     """A job as it was registered.
 
     `stage_work`: a fingerprint of each stage's work, stage 0 first, "" where unknown; empty if none is known.
+    `stage_layers`: the number of layers of each stage's chunks, likewise; they don't make a different job.
     """
 
     job_id: str
@@ -316,6 +317,7 @@ class JobSpec:
     schedule: ScheduleSpec
     policy: OperatingPolicy = field(default_factory=OperatingPolicy)
     stage_work: tuple[str, ...] = ()
+    stage_layers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def rank_count(self) -> int:
@@ -351,16 +353,27 @@ class JobSpec:
         self.parallelism.check()
         self.policy.check()
         stage_count = self.parallelism.stage_count
-        if self.stage_work and len(self.stage_work) != stage_count:
-            raise InvalidFieldError(
-                field="stage_work",
-                expected=f"none, or one for each of {stage_count} stages",
-                found=len(self.stage_work),
-            )
+        for of_stages in (self.stage_work, self.stage_layers):
+            if of_stages and len(of_stages) != stage_count:
+                raise InvalidFieldError(
+                    field="stage_work",
+                    expected=f"none, or one for each of {stage_count} stages",
+                    found=len(of_stages),
+                )
         for stage, fingerprint in enumerate(self.stage_work):
             name = f"stage_work[{stage}].fingerprint"
             check_ascii(name, fingerprint, 0, MAX_WORK_FINGERPRINT_LENGTH)
-        return build_schedule(self.schedule, self.parallelism.stage_count)
+        schedule = build_schedule(self.schedule, self.parallelism.stage_count)
+        for stage, layers in enumerate(self.stage_layers):
+            name = f"stage_work[{stage}].layer_counts"
+            chunks = [chunk for path in schedule.paths for of_stage, chunk in path if of_stage == stage]
+            chunk_count = 1 + max(chunks, default=-1)
+            if len(layers) not in (0, chunk_count):
+                expected = f"none, or one for each of {chunk_count} chunks"
+                raise InvalidFieldError(field=name, expected=expected, found=len(layers))
+            for count in layers:
+                check_range(name, count, 1, MAX_LAYER_COUNT)
+        return schedule
 
     def check_rank(self, rank: Coordinates) -> None:
         """Refuse coordinates that the parallelism does not have.

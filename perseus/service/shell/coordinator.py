@@ -171,4 +171,5 @@ class Coordinator:
 
     async def close(self) -> None:
         """Cancel all solves."""
+        await self.jobs.close()
         await self.live.close()

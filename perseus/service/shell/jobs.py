@@ -3,7 +3,7 @@
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,6 +15,7 @@ from perseus.service.domain.errors import (
     JobNotFoundError,
     JobNotSolvedError,
     JobUnreadableError,
+    LayersUnknownError,
     OwnerMismatchError,
     RunNotFoundError,
     TimelineNotReadyError,
@@ -58,7 +59,7 @@ from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.worker_pool import WorkerPool
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import JobDeleted, NewRun
-from perseus.solver import Frontier, Pipeline, Plan
+from perseus.solver import Frontier, Pipeline, Plan, layers_along_path
 from perseus.v1 import event_pb2, frontier_pb2, job_pb2, job_service_pb2
 
 T = TypeVar("T")
@@ -81,6 +82,7 @@ class Jobs:
         # By job: the run that each registration request led to.
         self._requests: dict[str, dict[str, int]] = {}
         self._deleted_version = 0
+        self._advising: set[asyncio.Task[frontier_pb2.Rebalancing]] = set()
         # Jobs whose rows are still in the store but must not be seen any more; how many there were so far.
         self._being_deleted: set[str] = set()
         self._deletion_count = 0
@@ -89,6 +91,12 @@ class Jobs:
         """Load the stored requests and the version of deleted jobs."""
         self._deleted_version = await self._store.deleted_version()
         self._requests = {job_id: dict(some) for job_id, some in (await self._store.known_requests()).items()}
+
+    async def close(self) -> None:
+        """Cancel work that goes on without callers."""
+        for work in self._advising:
+            work.cancel()
+        await asyncio.gather(*self._advising, return_exceptions=True)
 
     # ------------------------------------------------------------------ registering
 
@@ -394,6 +402,29 @@ class Jobs:
         plan = await self._solver.plan(frontier, iteration_time_s)
         return await asyncio.to_thread(with_fixed, plan, frontier.pipeline)
 
+    async def rebalancing(self, job_id: str, asked: Sequence[int]) -> frontier_pb2.Rebalancing:
+        """Return what moving layers between stages would bring beside clocks.
+
+        `asked`: layers per stage's chunk, in the model's order, or one number for all; if empty, those of the
+        specification. The work goes on if the caller is cancelled, and its answer is kept with the frontier.
+
+        Raises:
+            JobNotSolvedError: there is no frontier, or it is only stored, as the run ended long ago.
+            LayersUnknownError: nobody knows the layers.
+            SolverError: they don't fit the job.
+            SolverBusyError, SolverCrashedError, SolverTimeoutError: the solver gave no answer.
+        """
+        run = self._live.find(job_id)
+        frontier = self._frontier(run)
+        layers = layers_along_path(frontier.pipeline, asked or _layers(run.machine.spec, frontier.pipeline))
+        kept = run.rebalancing
+        if kept is None or kept[0] is not frontier or kept[1] != layers or _has_failed(kept[2]):
+            work = asyncio.get_running_loop().create_task(self._solver.rebalancing(frontier, layers))
+            self._advising.add(work)
+            work.add_done_callback(self._advising.discard)
+            kept = run.rebalancing = frontier, layers, work
+        return await asyncio.shield(kept[2])
+
     async def solve(self, problem: Pipeline, point_count: int) -> Frontier:
         """Solve a problem without a job.
 
@@ -507,3 +538,14 @@ def _latest_run(run: LiveRun | None, spec: JobSpec) -> runs.LatestRun | None:
     return runs.LatestRun(
         machine.run_number, machine.record.has_finished, machine.has_live_rank, machine.spec.difference(spec)
     )
+
+
+def _layers(spec: JobSpec, pipeline: Pipeline) -> list[int]:
+    """Return the layers of a specification in the order of the model."""
+    if not spec.stage_layers or not all(spec.stage_layers):
+        raise LayersUnknownError(job_id=spec.job_id)
+    return [spec.stage_layers[stage][chunk] for path in pipeline.schedule.paths for stage, chunk in path]
+
+
+def _has_failed(work: asyncio.Task[frontier_pb2.Rebalancing]) -> bool:
+    return work.done() and (work.cancelled() or work.exception() is not None)

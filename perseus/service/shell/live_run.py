@@ -11,7 +11,8 @@ from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.machine import JobMachine
 from perseus.service.shell.watching import Watcher
-from perseus.v1 import event_pb2
+from perseus.solver import Frontier
+from perseus.v1 import event_pb2, frontier_pb2
 
 Machine = JobMachine | RunSnapshot
 
@@ -27,6 +28,7 @@ class LiveRun:
         stored_record: the last record that is stored.
         incarnation: counts its machines and snapshots; commands of an earlier one are dropped.
         watchers: who watches it.
+        rebalancing: a frontier, layers, and what moving these would bring or the work on it.
         event_counts: its events since the coordinator loaded or began it, by type.
     """
 
@@ -38,6 +40,7 @@ class LiveRun:
     incarnation: int = 0
     watchers: set[Watcher] = field(default_factory=set)
     solving: asyncio.Task[Any] | None = None
+    rebalancing: tuple[Frontier, tuple[int, ...], asyncio.Task[frontier_pb2.Rebalancing]] | None = None
     event_counts: Counter[event_pb2.JobEventType.ValueType] = field(default_factory=Counter)
 
     @property

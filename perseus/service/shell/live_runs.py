@@ -569,6 +569,7 @@ class LiveRuns:
             oldest = self._just_ended.popleft()
             assert isinstance(oldest.machine, RunSnapshot)
             oldest.machine = replace(oldest.machine, measured=None)
+            oldest.rebalancing = None
 
     def _do(self, run: LiveRun, incarnation: int, command: Command) -> None:
         if run.incarnation != incarnation:

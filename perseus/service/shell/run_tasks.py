@@ -83,6 +83,7 @@ class RunTasks:
 
     def solve(self, run: LiveRun, machine: Machine, wanted: Solve) -> None:
         """Solve a run's problem for its frontier; a run has at most one problem at a time."""
+        run.rebalancing = None  # it keeps the previous frontier
         report_retry = partial(self._report_retry, run, machine)
         run.solving = self._begin(
             self._solver.solve(

@@ -1,10 +1,12 @@
 """The work of worker processes: everything that takes seconds of CPU time."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from perseus.service.domain.commands import Refine, SlowPlan, Solve
 from perseus.service.domain.inputs import Refined, Solved
+from perseus.service.domain.messages import rebalancing_to_proto
 from perseus.solver import (
     Frontier,
     LagError,
@@ -15,9 +17,11 @@ from perseus.solver import (
     explaining_lag_s,
     fastest_clock_plan,
     predicted_iteration_time_s,
+    rebalance,
     solve,
     with_lag,
 )
+from perseus.v1 import frontier_pb2
 
 POINT_COUNT = 100
 
@@ -56,6 +60,15 @@ def solve_explaining(
         set_latency_s=set_latency_s,
         confidence=CONFIDENCE,
     )
+
+
+def rebalancing_of(frontier: Frontier, layers: Sequence[int]) -> frontier_pb2.Rebalancing:
+    """Return what moving layers would bring a job with that frontier.
+
+    Raises:
+        SolverError: the layers don't fit.
+    """
+    return rebalancing_to_proto(rebalance(frontier, layers))
 
 
 def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Plan:

@@ -25,7 +25,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -43,9 +43,10 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.solving.dask_cluster import Cluster, ClusterLostError, ClusterWorker
 from perseus.service.solving.fair_queue import FairQueue
-from perseus.service.solving.work import KEPT_FRONTIERS, plan_of, refine, solve_explaining
+from perseus.service.solving.work import KEPT_FRONTIERS, plan_of, rebalancing_of, refine, solve_explaining
 from perseus.service.solving.worker import Worker, WorkerDiedError, WorkError
 from perseus.solver import Frontier, Pipeline, Plan, Refinement
+from perseus.v1 import frontier_pb2
 
 Answer = TypeVar("Answer")
 
@@ -224,6 +225,10 @@ class WorkerPool:
             return await worker.run(plan_of, id(frontier), sent, iteration_time_s)
 
         return await self._do(work)
+
+    async def rebalancing(self, frontier: Frontier, layers: Sequence[int]) -> frontier_pb2.Rebalancing:
+        """Return what moving layers would bring (`perseus.solver.rebalance`); otherwise like `solve`."""
+        return await self._do(lambda worker: worker.run(rebalancing_of, frontier, layers))
 
     def close(self) -> None:
         """End the workers."""

@@ -88,6 +88,7 @@ class ProbeStub(Probe):
         self.has_agent = is_connected
         self.begun_count = 0
         self.stage_work: list[str] = []
+        self.stage_layers: list[list[int]] = []
 
     @property
     def is_connected(self) -> bool:
@@ -119,7 +120,7 @@ class ProbeStub(Probe):
 
     def register(self, **arguments: Any) -> bool:
         self.marks.append(("register", arguments["stage_count"]))
-        self.stage_work = arguments["stage_work"]
+        self.stage_work, self.stage_layers = arguments["stage_work"], arguments["stage_layers"]
         return True
 
     def report_unmarked(self, message: str) -> None:
@@ -219,6 +220,7 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
         paths=[],
         max_slowdown_percent=0,
         stage_work=["12 layers"],
+        stage_layers=[[12]],
     )
     deadline_s = time.monotonic() + 5
     while len(probe.marks) < 2 and time.monotonic() < deadline_s:
@@ -228,7 +230,7 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
     marks.close()
     names = [mark[0] for mark in probe.marks]
     assert sorted(names[:2]) == ["begin iteration", "register"]
-    assert probe.stage_work == ["12 layers"]
+    assert (probe.stage_work, probe.stage_layers) == (["12 layers"], [[12]])
     assert names[2:] == ["begin", "end", "end iteration", "finish", "close"]
 
 

@@ -10,6 +10,7 @@ from perseus.agent.probe.changing_order import STABLE_AFTER
 from perseus.agent.probe.exchange import ExecutedOrder, LocalExchange, decode_order, encode_order
 from perseus.agent.probe.job_order import paths_through, table_if_any
 from perseus.agent.probe.placement import Placement
+from perseus.agent.probe.stage_work import StageWork
 from tests.agent.marks_stub import MarksStub
 from tests.agent.probe.attached import ALONE, ORDER, OTHER, beside, train
 
@@ -27,6 +28,7 @@ def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksSt
             "paths": [],
             "max_slowdown_percent": 1.5,
             "stage_work": [],
+            "stage_layers": [],
             "waits": True,
         }
     ]
@@ -79,13 +81,23 @@ def test_a_table_that_is_executed_is_not_logged(marks: MarksStub, caplog: pytest
 
 
 def test_every_stages_work_is_registered(marks: MarksStub) -> None:
-    other = ExecutedOrder(1, ORDER, work="9 layers")
-    train(Attachment(ALONE, marks, beside(other), work=lambda: "12 layers"))
-    assert [each["stage_work"] for each in marks.registered] == [["12 layers", "9 layers"]]
+    other = ExecutedOrder(1, ORDER, work="one", layer_counts=(9,))
+    train(Attachment(ALONE, marks, beside(other), work=lambda: StageWork("another", (12,))))
+    assert [each["stage_work"] for each in marks.registered] == [["another", "one"]]
+    assert [each["stage_layers"] for each in marks.registered] == [[(12,), (9,)]]
+
+
+@pytest.mark.parametrize("counts", [(), (6, 6)])
+def test_layers_that_are_not_known_for_every_chunk_are_not_registered(
+    marks: MarksStub, counts: tuple[int, ...]
+) -> None:
+    other = ExecutedOrder(1, ORDER, work="one", layer_counts=counts)
+    train(Attachment(ALONE, marks, beside(other), work=lambda: StageWork("another", (12,))))
+    assert [each["stage_layers"] for each in marks.registered] == [[]]
 
 
 def test_unknown_work_does_not_end_marking(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
-    def work() -> str:
+    def work() -> StageWork:
         raise AttributeError("no parameters")
 
     with caplog.at_level(logging.INFO):
@@ -195,7 +207,7 @@ def two_stages(meeting: Meeting) -> list[tuple[Attachment, MarksStub]]:
     for stage in (0, 1):
         marks = MarksStub()
         place = Placement(0, 1, stage, 2)
-        stages.append((Attachment(place, marks, meeting, work=lambda: "12 layers"), marks))
+        stages.append((Attachment(place, marks, meeting, work=lambda: StageWork("12 layers")), marks))
     for _ in range(2):  # the first one finds the order that the other has posted since
         for attachment, _ in stages:
             train(attachment)

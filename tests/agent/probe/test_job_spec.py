@@ -27,6 +27,37 @@ def test_other_work_has_another_fingerprint() -> None:
     assert [work.fingerprint for work in message.stage_work] == ["12 layers", "10 layers"]
 
 
+@pytest.mark.parametrize("works", [(), ("one", "another")])
+def test_layers_stand_beside_the_work(works: tuple[str, ...]) -> None:
+    spec = job_spec(
+        "job",
+        pipeline_count=1,
+        stage_count=2,
+        tensor_count=1,
+        schedule=NamedSchedule("1f1b", 4),
+        max_slowdown_percent=0,
+        stage_work=works,
+        stage_layers=[(12,), [11]],
+    )
+    message = json_format.ParseDict(spec, job_pb2.JobSpec())
+    assert [work.fingerprint for work in message.stage_work] == [*(works or ("", ""))]
+    assert [[*work.layer_counts] for work in message.stage_work] == [[12], [11]]
+
+
+@pytest.mark.parametrize("layers", [[(12,)], [(12,), (0,)]])
+def test_impossible_layers_are_refused(layers: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="stage_layers: expected"):
+        job_spec(
+            "job",
+            pipeline_count=1,
+            stage_count=2,
+            tensor_count=1,
+            schedule=NamedSchedule("1f1b", 4),
+            max_slowdown_percent=0,
+            stage_layers=layers,
+        )
+
+
 @pytest.mark.parametrize("name", ScheduleName)
 def test_a_named_schedule_is_one_of_the_contract(name: ScheduleName) -> None:
     spec = job_spec(

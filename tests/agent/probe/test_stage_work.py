@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from perseus.agent.probe.stage_work import shapes_of, work_text
+from perseus.agent.probe.stage_work import StageWork, layer_count, shapes_of, stage_work, work_text
 
 
 def parameter(*shape: int, dtype: str = "bfloat16", requires_grad: bool = True) -> SimpleNamespace:
@@ -84,3 +84,42 @@ def test_other_work_has_another_text(other: str) -> None:
 def test_shapes_are_those_of_tensors_alone() -> None:
     assert shapes_of((parameter(2, 16), None, "mask", parameter(3))) == [[2, 16], [3]]
     assert shapes_of(None) == []
+
+
+class Named:
+    """A module with named children."""
+
+    def __init__(self, *layers: "Named", **children: "Named") -> None:
+        self._children = {**{str(index): layer for index, layer in enumerate(layers)}, **children}
+
+    def named_children(self) -> Iterator[tuple[str, "Named"]]:
+        yield from self._children.items()
+
+    def parameters(self) -> Iterator[Any]:
+        yield from ()
+
+    def modules(self) -> Iterator[Any]:
+        yield from ()
+
+
+class Block(Named):
+    """A layer, which has numbered parts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(experts=Named(Named(), Named(), Named()))
+
+
+def test_layers_are_the_most_frequent_numbered_modules_nearest_to_the_root() -> None:
+    blocks = Block(), Block()
+    assert layer_count(Named(module=Named(layers=Named(*blocks), head=Named()))) == 2
+    assert layer_count(Named(Named(), *blocks, Named())) == 2
+    assert layer_count(Named(head=Named())) == 0
+    assert layer_count(LAYER) == 0
+
+
+def test_a_stages_layers_are_known_for_all_of_its_chunks_or_none() -> None:
+    whole, head = Named(layers=Named(Block(), Block())), Named(head=Named())
+    assert stage_work([whole, whole], torch="2.13") == StageWork(
+        work_text([whole, whole], torch="2.13"), (2, 2)
+    )
+    assert stage_work([whole, head]).layer_counts == ()

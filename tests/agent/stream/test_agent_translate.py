@@ -306,11 +306,13 @@ def test_a_registration_that_is_no_job_spec_is_refused() -> None:
     request = translate.register_job_request(Registration({"jobId": "j"}, "r", "f"))
     assert (request.spec.job_id, request.request_id, request.spec_fingerprint) == ("j", "r", "f")
     assert translate.register_job_request(Registration({"jobId": "j"}, "r", "f"), "alice").owner == "alice"
+    newer = translate.register_job_request(Registration({"jobId": "j", "ofALaterRelease": 3}, "r", "f"))
+    assert newer == request
     labels = (("slurm-account", "physics"), ("slurm-job", "17"))
     request = translate.register_job_request(Registration({"jobId": "j"}, "r", "f"), "alice", labels)
     assert tuple((label.key, label.value) for label in request.labels) == labels
-    with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*stages"):
-        translate.register_job_request(Registration({"stages": 3}, "r", "f"))
+    with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*jobId"):
+        translate.register_job_request(Registration({"jobId": 3}, "r", "f"))
     for spec in ({"\ud800": 1}, {"schedule": "\ud800"}, {"jobId": "\ud800"}):
         with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*surrogate"):
             translate.register_job_request(Registration(spec, "r", "f"))

@@ -72,7 +72,7 @@ async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
     ("spec", "message"),
     [
         ({"jobId": "another"}, "expected job 'job', as in the hello, found 'another'"),
-        ({"jobId": "job", "stages": 3}, "stages"),
+        ({"jobId": "job", "parallelism": 3}, "parallelism"),
     ],
 )
 async def test_an_invalid_registration_is_refused_and_changes_nothing(

@@ -267,6 +267,7 @@ def registers() -> list[Message]:
     ]
     specs = [spec(policy=policy) for policy in policies]
     specs.append(spec(schedule=computation_pb2.Schedule(explicit=explicit)))
+    specs.append(spec(stage_work=[job_pb2.StageWork(layer_counts=[4])]))
     return [job_service_pb2.RegisterJobRequest(spec=each, request_id="r") for each in specs]
 
 
@@ -291,6 +292,7 @@ def asked() -> list[Message]:
         job_service_pb2.GetTimelineRequest(job_id="job", pipeline=0),
         job_service_pb2.WatchJobRequest(job_id="job", run_number=1, after_sequence=1),
         frontier_service_pb2.GetPlanRequest(job_id="job", iteration_time_s=1.0),
+        frontier_service_pb2.GetRebalancingRequest(job_id="job", layer_counts=[4]),
         *solves(),
         *budgets(),
         power_service_pb2.ListBudgetsRequest(page_size=1),

@@ -13,6 +13,7 @@ const HEIGHT = 316;
 const MARGIN = { top: 78, right: 18, bottom: 40, left: 62 };
 const LABEL_ROW = 15;
 const MAX_BEYOND = 1.25;
+const ASK_AGAIN_MS = 10_000;
 
 export class FrontierPanel {
   constructor(jobId) {
@@ -23,6 +24,8 @@ export class FrontierPanel {
     this._svg = svg("svg", { class: "frontier", role: "img", "aria-label": "Iteration time and energy of a pipeline; the table shows the same" });
     this._rows = el("tbody", {});
     this._caption = el("p", { class: "note" });
+    this._advice = el("p", { class: "note", hidden: true });
+    this._advised = { key: "", dueAt: 0 };
     this._body = el("div", {}, waiting("There is no frontier yet."));
     this._content = el(
       "div",
@@ -43,6 +46,7 @@ export class FrontierPanel {
         ),
       ),
       this._caption,
+      this._advice,
     );
     this.element = panel("Frontier", this._body);
     new ResizeObserver(() => this._draw()).observe(this.element);
@@ -71,6 +75,24 @@ export class FrontierPanel {
       if (!this._content.isConnected) put(this._body, this._content);
     }
     this._draw();
+    await this._advise(key);
+  }
+
+  /** Show what moving layers would bring; the coordinator computes it once, which may take longer than a call. */
+  async _advise(key) {
+    const isKnown = this._job?.spec?.stage_work?.some((work) => work.layer_counts?.length);
+    if (this._advised.key !== key) this._advice.hidden = true;
+    if (!isKnown || this._advised.key === key || Date.now() < this._advised.dueAt) return;
+    this._advised.dueAt = Infinity;
+    try {
+      const { rebalancing } = await call("FrontierService", "GetRebalancing", { job_id: this._jobId });
+      this._advised = { key, dueAt: 0 };
+      setText(this._advice, adviceText(rebalancing));
+      this._advice.hidden = false;
+    } catch (error) {
+      if (!(error instanceof CallError)) throw error;
+      this._advised.dueAt = Date.now() + ASK_AGAIN_MS;
+    }
   }
 
   _draw() {
@@ -112,6 +134,26 @@ function emptyReason(job) {
     JOB_STATE_SOLVING: "The frontier is being solved.",
   };
   return reasons[job.state] ?? "This run has no frontier.";
+}
+
+/** What moving layers would bring, and what that assumes. */
+function adviceText({ stock, steps = [], other }) {
+  const last = steps.at(-1) ?? other;
+  const saved = (cost) => `${n.fixed(100 * (1 - cost.energy_j / stock.energy_j), 1)} %`;
+  const assumed = "All layers count as equal; memory is not considered.";
+  if (!steps.length) {
+    const best = last ? `, at most from ${saved(last.clocks_alone)} to ${saved(last.plan)} of stock’s energy` : "";
+    return `Moving layers between stages would hardly save anything beside clocks${best}. ${assumed}`;
+  }
+  const places = steps.map(({ move }) => move);
+  const hasChunks = places.some((move) => move.from_chunk || move.to_chunk);
+  const place = (stage, chunk) => (hasChunks ? `${stage}/${chunk}` : `${stage}`);
+  const moves = places.map((move) => `${place(move.from_stage, move.from_chunk)} to ${place(move.to_stage, move.to_chunk)}`);
+  const shortest = n.change(100 * (last.fastest.iteration_time_s / stock.iteration_time_s - 1));
+  return (
+    `Moving a layer from stage ${moves.join(", then ")} would save ${saved(last.plan)} of stock’s energy, ` +
+    `clocks alone ${saved(last.clocks_alone)} in the same time; the shortest iteration would change by ${shortest}. ${assumed}`
+  );
 }
 
 /** The slowest realised plan that is not slower than a time. */

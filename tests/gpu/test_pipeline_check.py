@@ -71,7 +71,7 @@ def counted(_gpu: object, run: Callable[[], Sequence[Span[str]]]) -> Recording:
 
     ticks = [begin_s + 0.02 * number for number in range(1, int((end_s - begin_s) / 0.02))]
     return Recording(
-        [CounterChange(tick_s, energy_j(tick_s), 0.0) for tick_s in ticks], spans, begin_s, end_s
+        [CounterChange(tick_s, energy_j(tick_s), 0.0005) for tick_s in ticks], spans, begin_s, end_s
     )
 
 

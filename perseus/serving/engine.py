@@ -32,10 +32,7 @@ class Request:
 
 
 class StepTable:
-    """Times and watts of a model of steps for whole token counts: plain lists, as replays look up millions.
-
-    Prompts' and decoding tokens count alike, as they do in a model whose steps don't tell them apart.
-    """
+    """Times and watts of a model of steps for whole token counts: lists, as replays look up millions."""
 
     def __init__(self, model: StepModel, limits: EngineLimits) -> None:
         self.clocks_mhz = model.clocks_mhz
@@ -45,6 +42,10 @@ class StepTable:
         self.time_s: list[list[float]] = times.T.tolist()
         self.time_per_context_s: list[float] = (
             (model.time_s(1.0, 0.0, _CONTEXT) - model.time_s(1.0, 0.0, 0.0)) / _CONTEXT
+        ).tolist()
+        # A token more for decoding instead of for a prompt: the model is linear in these, too.
+        self.time_per_decoding_s: list[float] = (
+            model.time_s(0.0, 1.0, 0.0) - model.time_s(1.0, 0.0, 0.0)
         ).tolist()
         self.power_w: list[list[float]] = model.power_w(tokens, 0.0).T.tolist()
 
@@ -215,7 +216,8 @@ class Engine:
                 through.append(self._prefilling.popleft()[0])
         tokens = self._limits.max_batched_tokens - room
         table, column, totals = self._table, self.column, self.totals
-        time_s = table.time_s[column][tokens] + table.time_per_context_s[column] * self._context
+        time_s = table.time_s[column][tokens] + table.time_per_decoding_s[column] * decoding
+        time_s += table.time_per_context_s[column] * self._context
         time_s *= self._noise[totals.steps % len(self._noise)]
         self.now_s += time_s
         totals.energy_j += table.power_w[column][tokens] * time_s

@@ -1,13 +1,16 @@
 """The engine of replays: what it counts, against figures worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.serving.engine import Engine, Request, StepTable
 from perseus.serving.errors import ServingError
+from perseus.serving.model import fit_step_model
 from perseus.serving.stats import EngineLimits
-from tests.serving.profiles import LIMITS, model
+from tests.serving.profiles import LIMITS, measured, model
 
 TABLE = StepTable(model(), LIMITS)
 STEPS = model()
@@ -41,6 +44,15 @@ def test_decoding_requests_slow_down_with_prompts() -> None:
     assert (
         len(engine.totals.itl) == 199
     )  # the second request's only further token comes with one of the first's
+
+
+def test_decoding_tokens_may_take_longer_than_those_of_prompts() -> None:
+    slower = [replace(each, time_s=each.time_s + 1e-3 * each.decoding_count) for each in measured()]
+    steps = fit_step_model(slower, 60.0)
+    engine = Engine(StepTable(steps, LIMITS), LIMITS, [Request(0.0, 10, 2), Request(0.0, 10, 2)])
+    engine.run_until(1.0)
+    assert engine.totals.itl[0][1] == pytest.approx(float(steps.time_s(0, 2, 22)[-1]))
+    assert steps.time_s(0, 2, 22)[-1] > steps.time_s(2, 0, 22)[-1] + 1e-3
 
 
 def test_full_kv_cache_keeps_requests_waiting() -> None:

@@ -97,12 +97,12 @@ class Executor:
     ) -> None:
         from perseus import logs
         from perseus.service.domain.errors import ServiceError
-        from perseus.service.solving.dask_cluster import Cluster
+        from perseus.service.solving.dask_cluster import DaskCluster
         from perseus.service.solving.worker_pool import BATCH, WorkerPool
         from perseus.solver import SolverError
 
         logs.configure("error", "console")
-        cluster = None if self.dask is None else Cluster(self.dask)
+        cluster = None if self.dask is None else DaskCluster(self.dask)
         pool = WorkerPool(BATCH, min(self.process_count, len(pieces)), limit_s, cluster=cluster)
         connection = None if cluster is None else asyncio.create_task(cluster.run())
         room = asyncio.Semaphore(_MAX_WAITING)

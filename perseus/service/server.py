@@ -37,7 +37,7 @@ from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.signals import NamedSignal
 from perseus.service.shell.tokens import new_secret
 from perseus.service.signals.factory import open_source
-from perseus.service.solving.dask_cluster import Cluster
+from perseus.service.solving.dask_cluster import DaskCluster
 from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
@@ -180,7 +180,7 @@ async def running(
         percent = settings.solver_hull_tolerance_percent
         tolerance = None if percent is None else percent / 100
         # Other clients' work must not delay ours: jobs train meanwhile.
-        cluster = None if settings.dask is None else Cluster(settings.dask, priority=1)
+        cluster = None if settings.dask is None else DaskCluster(settings.dask, priority=1)
         job_solver = WorkerPool(
             JOBS,
             settings.solver_processes,

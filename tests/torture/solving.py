@@ -20,6 +20,7 @@ from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.model import EventFilter, JobState
 from perseus.service.domain.retention import Retention
 from perseus.service.shell.coordinator import Coordinator
+from perseus.service.solving.dask_cluster import DaskCluster
 from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
 from perseus.service.storage.sql_store import SqlStore
@@ -70,23 +71,26 @@ async def fill(path: Path, job_count: int, microbatches: int) -> None:
 
 @asynccontextmanager
 async def _coordinator(
-    path: Path, new_worker: Callable[[], Worker]
+    path: Path, new_worker: Callable[[], Worker], cluster: DaskCluster | None
 ) -> AsyncIterator[tuple[Coordinator, WorkerPool]]:
     store = await SqlStore.open(path)
     # The ranks are gone, and their leases must not expire before the last job is solved.
     rules = Cluster(make_spec()).rules.model_copy(update={"lease_s": 2 * _TIMEOUT_S})
-    jobs = WorkerPool(JOBS, 1, _TIMEOUT_S, new_worker=new_worker)
+    jobs = WorkerPool(JOBS, 1, _TIMEOUT_S, new_worker=new_worker, cluster=cluster)
     requests = WorkerPool(REQUESTS, 1, _TIMEOUT_S)
     coordinator = Coordinator(store, jobs, requests, rules, Retention())
     await coordinator.start()
-    running = asyncio.create_task(coordinator.run())
+    running = [asyncio.create_task(coordinator.run())]
+    if cluster is not None:
+        running.append(asyncio.create_task(cluster.run()))
     try:
         yield coordinator, jobs
     finally:
         await coordinator.flush()
         await coordinator.close()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         jobs.close()
         requests.close()
         await store.close()
@@ -96,10 +100,11 @@ async def restarted(
     path: Path,
     disturb: Callable[[WorkerPool], None] = lambda _: None,
     new_worker: Callable[[], Worker] = Worker,
+    cluster: DaskCluster | None = None,
 ) -> Outcome:
     """Start a coordinator on a filled database, and wait until every job is solved or has given up."""
     began_s = time.monotonic()
-    async with _coordinator(path, new_worker) as (coordinator, pool):
+    async with _coordinator(path, new_worker, cluster) as (coordinator, pool):
         while True:
             for _ in range(_TURNS):
                 disturb(pool)

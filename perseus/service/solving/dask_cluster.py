@@ -44,7 +44,7 @@ class ClusterLostError(Exception):
     """The cluster went away before it answered; the text says why."""
 
 
-class Cluster:
+class DaskCluster:
     """A Dask cluster, connected to while `run` runs.
 
     Attributes:
@@ -205,10 +205,10 @@ class Cluster:
                 listener()
 
 
-class ClusterWorker(Worker):
+class DaskWorker(Worker):
     """A worker for one piece of work, somewhere on a cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: DaskCluster) -> None:
         super().__init__()
         self._cluster = cluster
 

@@ -41,7 +41,7 @@ from perseus.service.domain.errors import (
     SolverCrashedError,
     SolverTimeoutError,
 )
-from perseus.service.solving.dask_cluster import Cluster, ClusterLostError, ClusterWorker
+from perseus.service.solving.dask_cluster import ClusterLostError, DaskCluster, DaskWorker
 from perseus.service.solving.fair_queue import FairQueue
 from perseus.service.solving.work import KEPT_FRONTIERS, plan_of, rebalancing_of, refine, solve_explaining
 from perseus.service.solving.worker import Worker, WorkerDiedError, WorkError
@@ -115,7 +115,7 @@ class WorkerPool:
         limit_s: float,
         *,
         hull_tolerance: float | None = None,
-        cluster: Cluster | None = None,
+        cluster: DaskCluster | None = None,
         cluster_share: Callable[[int], int] = lambda thread_count: thread_count,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -298,7 +298,7 @@ class WorkerPool:
     def _worker(self) -> Worker:
         if self._cluster is not None and self._cluster.thread_count:
             self._elsewhere_count += 1
-            return ClusterWorker(self._cluster)
+            return DaskWorker(self._cluster)
         return self._idle.pop(0)
 
     def _attempt(self, key: str, problem: _Problem, worker: Worker) -> None:
@@ -318,7 +318,7 @@ class WorkerPool:
     ) -> None:
         has_turns = math.isfinite(self._policy.first_turn_s)  # otherwise in order of arrival
         self._queue.end(key, self._clock() - began_s if has_turns else 0.0)
-        if isinstance(worker, ClusterWorker):
+        if isinstance(worker, DaskWorker):
             self._elsewhere_count -= 1
         else:
             self._idle.append(worker)

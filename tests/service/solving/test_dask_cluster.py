@@ -17,7 +17,7 @@ from dask import config
 
 from perseus.service.domain.errors import SolverCrashedError, SolverTimeoutError
 from perseus.service.solving import dask_cluster
-from perseus.service.solving.dask_cluster import Cluster, ClusterLostError, _check_versions
+from perseus.service.solving.dask_cluster import ClusterLostError, DaskCluster, _check_versions
 from perseus.service.solving.work import solve_explaining
 from perseus.service.solving.worker_pool import BATCH, JOBS, REQUESTS, WorkerPool
 from perseus.solver import SolverError
@@ -35,8 +35,8 @@ def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskProcesses]:
 
 
 @asynccontextmanager
-async def connected(address: str, limit_s: float = 600.0) -> AsyncIterator[tuple[Cluster, WorkerPool]]:
-    cluster = Cluster(address)
+async def connected(address: str, limit_s: float = 600.0) -> AsyncIterator[tuple[DaskCluster, WorkerPool]]:
+    cluster = DaskCluster(address)
     pool = WorkerPool(BATCH, 1, limit_s, cluster=cluster, draw=lambda: 0.0)
     running = asyncio.create_task(cluster.run())
     try:
@@ -266,7 +266,7 @@ def test_the_versions_that_matter_are_compared() -> None:
 # ------------------------------------------------------------------------- a pool
 
 
-class ScriptedCluster(Cluster):
+class ScriptedCluster(DaskCluster):
     """A cluster that a test makes come, answer and go."""
 
     def __init__(self, thread_count: int) -> None:

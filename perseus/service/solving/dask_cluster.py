@@ -98,17 +98,14 @@ class DaskCluster:
 
         if self._client is None or self._lost.done():
             raise ClusterLostError(self.trouble)
-        lost = self._lost
-        key = f"perseus-{uuid.uuid4().hex}"
-        future = self._client.submit(
-            exchange_there,
-            key,
-            message,
-            get_package_info(_EQUAL),
-            key=key,
-            priority=self._priority,
-            pure=False,
-        )
+        lost, key = self._lost, f"perseus-{uuid.uuid4().hex}"
+        packages = get_package_info(_EQUAL)
+        try:
+            future = self._client.submit(
+                exchange_there, key, message, packages, key=key, priority=self._priority, pure=False
+            )
+        except Exception as error:  # the client has closed itself
+            raise self._lose(error) from None
         answering = asyncio.ensure_future(_result(future))
         try:
             waiting: set[asyncio.Future[Any]] = {answering, lost}
@@ -120,17 +117,19 @@ class DaskCluster:
             except WorkerDiedError as error:
                 if error.is_of_its_work:
                     raise
-                self._end(f"on a worker, no process starts: {error}")
-                raise ClusterLostError(self.trouble) from None
+                raise self._lose(error) from None
             except KilledWorker as error:
                 raise WorkerDiedError(f"died with {1 + error.allowed_failures} Dask workers", True) from None
             except (Exception, asyncio.CancelledError) as error:  # also: the connection broke
-                is_broken = isinstance(error, asyncio.CancelledError | futures.CancelledError)
-                self._end(_SILENT if is_broken else _line(error))
-                raise ClusterLostError(self.trouble) from None
+                raise self._lose(error) from None
         finally:
             answering.cancel()
             future.release()  # ends the work, if it is not done
+
+    def _lose(self, error: BaseException) -> ClusterLostError:
+        is_broken = isinstance(error, asyncio.CancelledError | futures.CancelledError)
+        self._end(_SILENT if is_broken else _line(error))
+        return ClusterLostError(self.trouble)
 
     def _new_client(self) -> Any:
         import dask

@@ -26,6 +26,7 @@ from tests.service.solving.problems import make_problem, until
 from tests.service.solving.test_worker_pool import ScriptedWorker
 
 slow = pytest.mark.slow("a Dask cluster's processes start")
+pytestmark = pytest.mark.timeout(600)  # each of which takes seconds to start, and more beside other tests
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,12 @@ from perseus.v1 import (
 
 _SHOWN_COUNT = 10
 
+_KNOWN: dict[tuple[int, ...], tuple[list[int], list[int], list[int]]] = {}
+"""Kinds, microbatches and chunks of valid batches, by the kinds on the wire: a stage has one order."""
+
+_KNOWN_LIMIT, _KNOWN_ROWS = 128, 1024
+"""Orders that are kept, and the longest of them: some 12 MB at most."""
+
 RankMessage = (
     agent_service_pb2.RankJoined
     | agent_service_pb2.RankLeft
@@ -307,30 +313,35 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
         InvalidFieldError: names the column and row, or the number.
     """
     iterations, computations = message.iterations, message.computations
+    # A slice of a repeated field is a list, the fastest to get; so are positions of a tuple's fields.
+    numbers, microbatches, chunks = computations.kind[:], computations.microbatch[:], computations.chunk[:]
+    key = (*numbers,)
+    known = _KNOWN.get(key)
+    is_known = known is not None and known[1] == microbatches and known[2] == chunks
+    if known is None or not is_known:
+        known = [_KIND_INDEX.get(number, -1) for number in numbers], microbatches, chunks
     batch = TelemetryBatch(
-        sequence=message.sequence,
-        iterations=IterationColumns(
-            iteration=iterations.iteration[:],  # a slice of a repeated field is a list, the fastest to get
-            plan_version=iterations.plan_version[:],
-            duration_s=iterations.duration_s[:],
-            energy_j=iterations.energy_j[:],
-            is_regular=iterations.is_regular[:],
-            clock_event_reasons=iterations.clock_event_reasons[:],
-            gap_time_s=iterations.gap_time_s[:],
-            gap_energy_j=iterations.gap_energy_j[:],
-            gap_slowed_time_s=iterations.gap_slowed_time_s[:],
-            capped_clock_mhz=iterations.capped_clock_mhz[:],
-            relative_work=iterations.relative_work[:],
-            has_clock_change=iterations.has_clock_change[:],
+        message.sequence,
+        IterationColumns(
+            iterations.iteration[:],
+            iterations.plan_version[:],
+            iterations.duration_s[:],
+            iterations.energy_j[:],
+            iterations.is_regular[:],
+            iterations.clock_event_reasons[:],
+            iterations.gap_time_s[:],
+            iterations.gap_energy_j[:],
+            iterations.gap_slowed_time_s[:],
+            iterations.capped_clock_mhz[:],
+            iterations.relative_work[:],
+            iterations.has_clock_change[:],
         ),
-        computations=ComputationColumns(
-            iteration=computations.iteration[:],
-            kind=[_KIND_INDEX.get(number, -1) for number in computations.kind],
-            microbatch=computations.microbatch[:],
-            chunk=computations.chunk[:],
-            begin_s=computations.begin_s[:],
-            duration_s=computations.duration_s[:],
-            clock_mhz=computations.clock_mhz[:],
+        ComputationColumns(
+            computations.iteration[:],
+            *known,
+            computations.begin_s[:],
+            computations.duration_s[:],
+            computations.clock_mhz[:],
         ),
         energy=_estimate_from_proto(message.energy) if message.HasField("energy") else None,
         dropped_batch_count=message.dropped_batch_count,
@@ -339,7 +350,11 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
         if message.HasField("gpu_limits")
         else None,
     )
-    batch.check()
+    batch.check(is_known=is_known)
+    if not is_known and len(key) <= _KNOWN_ROWS:
+        while len(_KNOWN) >= _KNOWN_LIMIT:
+            del _KNOWN[next(iter(_KNOWN))]
+        _KNOWN[key] = known
     return TelemetryArrived(place_from_proto(message), instance_id, batch)
 
 

@@ -5,6 +5,7 @@ InvalidFieldError with the field's name.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 from perseus.service.api.translate_problems import (
@@ -189,7 +190,11 @@ def event_filter_from_proto(message: job_service_pb2.ListJobEventsRequest) -> Ev
 
 def coordinates_from_proto(message: rank_pb2.RankCoordinates) -> Coordinates:
     """Return a rank's coordinates, not yet checked against its job."""
-    return Coordinates(message.pipeline, message.stage, message.tensor)
+    return _coordinates(message.pipeline, message.stage, message.tensor)
+
+
+_coordinates = lru_cache(maxsize=8192)(Coordinates)
+"""Every batch has some; making them takes several times as long."""
 
 
 def rank_to_proto(rank: Rank) -> rank_pb2.Rank:

@@ -103,9 +103,10 @@ class Limits(BaseModel):
         Raises:
             InvalidFieldError: names the field.
         """
-        from perseus.service.domain.bounds import check_size
+        if row_count > self.limit_batch_rows:
+            from perseus.service.domain.bounds import check_size
 
-        check_size("computations.iteration", row_count, self.limit_batch_rows)
+            check_size("computations.iteration", row_count, self.limit_batch_rows)
 
 
 class TokenBucket:

@@ -77,6 +77,8 @@ class IterationColumns(NamedTuple):
         Raises:
             InvalidFieldError: names the column.
         """
+        if self._is_plain_row():
+            return
         _check_lengths("iterations", self, MAX_ITERATION_ROWS)
         _check_bounds("iterations.iteration", self.iteration, 0, MAX_COUNT)
         _check_bounds("iterations.plan_version", self.plan_version, 0, MAX_COUNT)
@@ -90,9 +92,41 @@ class IterationColumns(NamedTuple):
         if self.relative_work:
             _check_rows("iterations.relative_work", self.relative_work, _is_work, f"0, or {_WORK_RANGE}")
 
+    def _is_plain_row(self) -> bool:
+        """Return whether this is one valid row without relative work, as nearly always; in one expression."""
+        iterations, versions, durations_s, energies_j, are_regular, reasons, *optional = self
+        return (
+            len(iterations) == 1
+            and len(versions) == len(durations_s) == len(energies_j) == len(are_regular) == len(reasons) == 1
+            and (not any(optional) or self._is_rest_plain())
+            and 0 <= iterations[0] <= MAX_COUNT
+            and 0 <= versions[0] <= MAX_COUNT
+            and MIN_DURATION_S <= durations_s[0] <= MAX_DURATION_S
+            and 0 <= energies_j[0] <= MAX_RANK_ENERGY_J
+            and 0 <= reasons[0] <= MAX_COUNT
+        )
+
+    def _is_rest_plain(self) -> bool:
+        bounded = (
+            (self.gap_time_s, MAX_DURATION_S),
+            (self.gap_energy_j, MAX_RANK_ENERGY_J),
+            (self.gap_slowed_time_s, MAX_DURATION_S),
+            (self.capped_clock_mhz, MAX_CLOCK_MHZ),
+        )
+        return (
+            not self.relative_work
+            and len(self.has_clock_change) <= 1
+            and all(
+                not column or (len(column) == 1 and 0 <= column[0] <= maximum) for column, maximum in bounded
+            )
+        )
+
 
 class ComputationColumns(NamedTuple):
-    """Computations of one rank. `kind` holds indices into KINDS, `clock_mhz` 0 for stock."""
+    """Computations of one rank. `kind` holds indices into KINDS, `clock_mhz` 0 for stock.
+
+    Columns of integers must not be changed: batches of a stage share those that are the same.
+    """
 
     iteration: Sequence[int]
     kind: Sequence[int]
@@ -102,21 +136,24 @@ class ComputationColumns(NamedTuple):
     duration_s: Sequence[float]
     clock_mhz: Sequence[int]
 
-    def check(self) -> None:
+    def check(self, *, is_known: bool = False) -> None:
         """Refuse invalid columns.
+
+        `is_known`: kinds, microbatches and chunks are those of columns that have been checked.
 
         Raises:
             InvalidFieldError: names the column.
         """
         _check_lengths("computations", self, MAX_COMPUTATION_ROWS)
         _check_bounds("computations.iteration", self.iteration, 0, MAX_COUNT)
-        _check_bounds("computations.microbatch", self.microbatch, 0, MAX_COUNT)
-        _check_bounds("computations.chunk", self.chunk, 0, MAX_COUNT)
+        if not is_known:
+            _check_bounds("computations.microbatch", self.microbatch, 0, MAX_COUNT)
+            _check_bounds("computations.chunk", self.chunk, 0, MAX_COUNT)
         for clock_mhz in {*self.clock_mhz}:
             if not 0 <= clock_mhz <= MAX_CLOCK_MHZ:
                 row = self.clock_mhz.index(clock_mhz)
                 check_range(f"computations.clock_mhz[{row}]", clock_mhz, 0, MAX_CLOCK_MHZ)
-        if not _KINDS_KNOWN.issuperset(self.kind):
+        if not (is_known or _KINDS_KNOWN.issuperset(self.kind)):
             _check_rows("computations.kind", self.kind, _KINDS_KNOWN.__contains__, "a known kind")
         _check_bounds("computations.begin_s", self.begin_s, 0, MAX_DURATION_S)
         _check_bounds("computations.duration_s", self.duration_s, 0, MAX_DURATION_S)
@@ -280,8 +317,8 @@ class TelemetryBatch(NamedTuple):
     clocks: ClockStatistics | None = None
     gpu_limits: GpuLimits | None = None
 
-    def check(self) -> None:
-        """Refuse invalid numbers.
+    def check(self, *, is_known: bool = False) -> None:
+        """Refuse invalid numbers; `is_known` as in `ComputationColumns.check`.
 
         Raises:
             InvalidFieldError: names the number or column.
@@ -289,7 +326,7 @@ class TelemetryBatch(NamedTuple):
         check_range("sequence", self.sequence, 1, MAX_COUNT)
         check_range("dropped_batch_count", self.dropped_batch_count, 0, MAX_COUNT)
         self.iterations.check()
-        self.computations.check()
+        self.computations.check(is_known=is_known)
         ours, theirs = self.iterations.iteration, self.computations.iteration
         if theirs and not (len(ours) == 1 and theirs.count(ours[0]) == len(theirs)):
             known = set(ours)
@@ -306,9 +343,12 @@ class TelemetryBatch(NamedTuple):
             InvalidFieldError: quotes the clock.
         """
         clocks_mhz = self.computations.clock_mhz
-        if not all(mhz == 0 or mhz in supported_clocks_mhz for mhz in {*clocks_mhz}):
-            known = {0, *supported_clocks_mhz}
-            _check_rows("computations.clock_mhz", clocks_mhz, known.__contains__, "a clock of the rank's GPU")
+        for mhz in {*clocks_mhz}:
+            if mhz and mhz not in supported_clocks_mhz:
+                known = {0, *supported_clocks_mhz}
+                _check_rows(
+                    "computations.clock_mhz", clocks_mhz, known.__contains__, "a clock of the rank's GPU"
+                )
         for where, sample in self.energy.places() if self.energy else ():
             if sample.clock_mhz != 0 and sample.clock_mhz not in supported_clocks_mhz:
                 raise InvalidFieldError(

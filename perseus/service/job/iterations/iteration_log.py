@@ -187,7 +187,8 @@ class IterationLog:
         own = slice(first, first + self._ranks_per_pipeline)
         summaries, complete = [], []
         numbers = rows.iteration
-        for row in sorted(range(len(numbers)), key=numbers.__getitem__):
+        # Nearly every batch has one row.
+        for row in (0,) if len(numbers) == 1 else sorted(range(len(numbers)), key=numbers.__getitem__):
             iteration = numbers[row]
             if iteration <= self.closed_through:
                 continue

@@ -9,7 +9,7 @@ from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_POWER_W, MAX_TIME_S
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import PipelineError, ProfileError
 from perseus.solver.profile import Measurement
-from perseus.solver.scale import Scale, fitting_scale
+from perseus.solver.scale import Range, Scale, fitting_scale
 from perseus.solver.schedule import Schedule
 from perseus.solver.setting import clock_of, name_of
 
@@ -184,7 +184,7 @@ class Pipeline:
                 found=total_s,
             )
         # Only measurements that are worth choosing count: adding others changes nothing.
-        scaled_s, range_s, range_j = rest_s, 0.0, 0.0
+        scaled_s, range_s, range_j, steepest_w = rest_s, 0.0, 0.0, 0.0
         for key, count in counts.items():
             power_w = self.blocking_power_w[key[0]]
             options = [(m.time_s, m.energy_j - power_w * m.time_s) for m in self.profiles[key]]
@@ -193,7 +193,11 @@ class Pipeline:
             scaled_s += count * least_s
             range_s += count * (least_s - fastest_s)
             range_j += count * (highest_j - lowest_j)
-        return fitting_scale(scaled_s, range_s, range_j, counts.total())
+            steepest_w += count * max(
+                (highest_j - effective_j) / (time_s - fastest_s) if time_s > fastest_s else 0.0
+                for time_s, effective_j in options
+            )
+        return fitting_scale(scaled_s, Range(range_s, range_j, steepest_w, counts.total()))
 
 
 def _check_amount(value: float, name: str, where: str, maximum: float) -> None:

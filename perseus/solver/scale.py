@@ -21,10 +21,13 @@ _TOTAL_DIGITS = 15
 ``ps_per_s`` exactly, in doubles of 53 bits."""
 
 _LOG2_MEAN_FLOW_UW = 43
-"""Computations × mean slope. The total flow must be below 2^53, and may be four times the sum of the steepest
-slopes (`perseus.solver.graph.steepest_exact_uw`): so these may be 256 times as steep as the mean. Rounding
-slopes down to whole microwatts then costs at most a share of computations / 2^43 of the energy that can be
-saved."""
+"""Computations × mean slope, where slopes differ as usual. The total flow must be below 2^53 and may be four
+times the sum of the steepest slopes (`perseus.solver.graph.steepest_exact_uw`): so these may be 256 times as
+steep as the mean."""
+
+_LOG2_LEAST_MEAN_UW = 24
+"""The mean slope at least, where some are steeper than that. Rounding slopes down to whole microwatts costs
+at most the inverse as a share of the energy that can be saved. Slopes too steep even so are limited."""
 
 
 class Scale(NamedTuple):
@@ -52,19 +55,35 @@ class Scale(NamedTuple):
         return self.energy * (PS_PER_SCALED_S / self.ps_per_s)
 
 
-def fitting_scale(total_s: float, range_s: float, range_j: float, computation_count: int) -> Scale:
+class Range(NamedTuple):
+    """What computations can save, all together.
+
+    Attributes:
+        time_s: how much shorter they are at their fastest.
+        energy_j: how much effective energy they save at their slowest.
+        steepest_w: the sum of their steepest savings per second.
+        computation_count: how many they are.
+    """
+
+    time_s: float
+    energy_j: float
+    steepest_w: float
+    computation_count: int
+
+
+def fitting_scale(total_s: float, all_of: Range) -> Scale:
     """Return the scale for a problem.
 
-    Args:
-        total_s: the time of all its computations and lags, one after the other, at their slowest.
-        range_s: how much shorter that is with all of them at their fastest.
-        range_j: how much effective energy all of them can save.
-        computation_count: number of computations.
+    ``total_s`` is the time of all its computations and lags, one after the other, at their slowest.
     """
     digits = math.floor(math.log10(total_s)) + 1 if total_s else 0
     ps_per_s = float(f"1e{_TOTAL_DIGITS - digits}")
-    if not (range_s > 0 and range_j > 0):
+    if not (all_of.time_s > 0 and all_of.energy_j > 0):
         return Scale(ps_per_s)
-    mean_uw = UW_PER_W * (range_j / range_s) * (PS_PER_SCALED_S / ps_per_s)
-    exponent = _LOG2_MEAN_FLOW_UW - math.floor(math.log2(mean_uw * computation_count))
-    return Scale(ps_per_s, math.ldexp(1.0, exponent))
+    uw_per_w = UW_PER_W * (PS_PER_SCALED_S / ps_per_s)
+    mean_uw, steepest_uw = uw_per_w * (all_of.energy_j / all_of.time_s), uw_per_w * all_of.steepest_w
+    usual = _LOG2_MEAN_FLOW_UW - math.floor(math.log2(mean_uw * all_of.computation_count))
+    least = _LOG2_LEAST_MEAN_UW - math.floor(math.log2(mean_uw))
+    # Twice the flow, as coarse hulls may be twice as steep; and log2 is rounded down.
+    fitting = 53 - 4 - math.floor(math.log2(steepest_uw))
+    return Scale(ps_per_s, math.ldexp(1.0, min(usual, max(fitting, least))))

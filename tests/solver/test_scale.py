@@ -159,3 +159,20 @@ def test_a_bound_that_is_low_as_times_are_nearly_equal_says_by_how_much() -> Non
     fastest = frontier.points[0]
     assert fastest.energy_j == pytest.approx(128 * 100.0)
     assert fastest.bound_energy_j * (1 + frontier.bound_slack) >= fastest.energy_j * (1 - 1e-9)
+
+
+def test_slopes_of_very_different_steepness_are_exact() -> None:
+    """The step to the second clock is ten million times as steep as the one to the third."""
+    measured = (
+        Measurement(1400, 0.1, 100.0),
+        Measurement(1300, 0.100001, 50.0),
+        Measurement(1200, 10.0, 1.0),
+    )
+    profiles = {(0, 0, kind): measured for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    pipeline = Pipeline(one_forward_one_backward(1, 4), profiles, (0.0,))
+    frontier, program = solve(pipeline), ReferenceProgram(pipeline)
+    assert frontier.bound_slack == 0
+    for time_s in (0.800002, 0.800006, 0.80001, 1.0, 40.0):
+        assert frontier.bound_energy_j(time_s) == pytest.approx(
+            program.min_effective_energy_j(time_s), rel=1e-6
+        )

@@ -49,6 +49,19 @@ def test_controller_saves_energy_and_keeps_the_objectives() -> None:
     assert ours.itl_attainment >= 0.95
 
 
+def test_rising_load_raises_the_clock_as_far_as_it_has_to() -> None:
+    generator = np.random.default_rng(3)
+    low = [Request(float(t), 480, 80) for t in np.cumsum(generator.exponential(3, 40))]
+    high = [Request(120 + float(t), 480, 80) for t in np.cumsum(generator.exponential(1 / 3, 240))]
+    load = [each for each in low if each.arrival_s < 120] + high
+    result = replay(Engine(TABLE, LIMITS, load), controlled(), OBJECTIVES, 200.0)
+    before = [column for time_s, column in result.clocks if time_s < 120]
+    after = [CLOCKS_MHZ[column or 0] for time_s, column in result.clocks if time_s > 120]
+    assert before[-1] == 0
+    assert (after[0], after[-1]) == (750, 990)
+    assert result.itl_attainment > 0.98
+
+
 def test_policies_differ_only_in_clocks() -> None:
     stock = run(FixedClock(None))
     lowest = run(LowestClock(STEPS, LIMITS, OBJECTIVES))

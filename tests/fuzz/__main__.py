@@ -1,7 +1,6 @@
 """Fuzz one parser by coverage: `python -m tests.fuzz TARGET SECONDS`. `make fuzz` fuzzes all of them.
 
-It starts from valid input. A finding is written to the folder that it prints; put its smallest input into
-`tests/fuzz/findings/TARGET`, and the fast tests run it from then on.
+It starts from valid input. A finding is written to the folder that it prints: make it a test of the parser.
 """
 
 import sys

@@ -3,15 +3,11 @@
 `make fuzz` searches much longer, guided by coverage.
 """
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import TARGETS
-
-FINDINGS = sorted((Path(__file__).parent / "findings").glob("*/*"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -28,8 +24,3 @@ def test_changed_input_is_accepted_or_refused(name: str, data: st.DataObject) ->
         end = data.draw(st.integers(begin, min(len(text), begin + 8)))
         text[begin:end] = data.draw(st.binary(max_size=8))
     TARGETS[name].run(bytes(text))
-
-
-@pytest.mark.parametrize("path", FINDINGS, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_earlier_findings_are_accepted_or_refused(path: Path) -> None:
-    TARGETS[path.parent.name].run(path.read_bytes())

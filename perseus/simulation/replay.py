@@ -2,7 +2,8 @@
 
 A job draws the power that its plans predict, apart from an error of its own and noise. It reaches a new
 target a second after an urgent command, and an iteration after any other. Time advances in steps of a second
-while a feed is in transition, and in longer steps while nothing happens.
+while a feed is in transition, in longer ones while a feed is limited, as measurements may ask for a cut, and
+in the longest while nothing happens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from perseus.solver import Frontier
 Forecast = Literal["regression", "seasonal naive", "persistence", "perfect"]
 """How policies see a signal ahead: by the coordinator's forecast, by one of its baselines, or as it is."""
 
-_FINE_S, _COARSE_S = 1.0, 20.0
+_FINE_S, _LIMITED_S, _COARSE_S = 1.0, 5.0, 20.0
 _FINE_FOR_S = 120.0
 """How long time advances in fine steps after each event."""
 
@@ -357,8 +358,9 @@ class _Replayer:
         """Return when the step ends: at the next known event at the latest."""
         wake_s = self._machine.wake_s(now_s)
         is_fine = now_s < self._fine_until_s or self._is_moving()
+        is_limited = any(self._machine.is_limited(name) for name in self._feeds)
         times_s = [
-            now_s + (_FINE_S if is_fine else _COARSE_S),
+            now_s + (_FINE_S if is_fine else _LIMITED_S if is_limited else _COARSE_S),
             self._fleet.end_s,
             now_s - now_s % HOUR_S + HOUR_S,
         ]

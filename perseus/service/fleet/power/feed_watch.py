@@ -16,7 +16,7 @@ from collections import deque
 
 from perseus.service.domain.power import Budget, Feed
 from perseus.service.fleet.power import budgets
-from perseus.service.fleet.power.meter import RECENT_S, MovingAverage
+from perseus.service.fleet.power.meter import RECENT_S, MovingAverage, PredictionError
 
 MIN_WINDOW_S = 60.0
 WINDOW_ITERATIONS = 3
@@ -25,8 +25,14 @@ SHORT_EXCESS = 1.02
 SHORT_ITERATION_S = 2.0
 """With shorter iterations than this, no mean over ten seconds may exceed the limit by more than 2 %."""
 
-MARGIN = 0.006
-"""Share of the limit that is not planned: the noise in a minute's mean must not exceed the limit."""
+FIRST_MARGIN = 0.006
+"""Share of the limit that is not planned while the feed's noise is unknown, as the mean of a window must not
+exceed the limit. Later it is twice that at most."""
+
+MARGIN_DEVIATIONS, BRAKE_DEVIATIONS, TOLERANCE_DEVIATIONS = 3.0, 1.5, 0.5
+"""In standard deviations of a window's mean: the margin, which one window in 700 exceeds; the excess over the
+planned mean from which power is cut before that happens, in one window of 15; and by how much the expected
+power may exceed its target, as it changes a little with every measurement."""
 
 UNTRIED_MARGIN = 0.025
 """The same until plans that keep the limit have been measured for a while: under new plans, jobs draw up to
@@ -70,6 +76,7 @@ class FeedWatch:
         self._judged_from_s = math.inf
         self._recent_mean = MovingAverage(MIN_WINDOW_S)
         self._judged = MovingAverage(MIN_WINDOW_S)
+        self._error = PredictionError(FIRST_MARGIN / MARGIN_DEVIATIONS)
         self._drawn = MovingAverage(SHORT_WINDOW_S)
         self._caps_w: deque[tuple[float, float]] = deque()
         """Recent power caps, each with the time from which it applied."""
@@ -143,11 +150,13 @@ class FeedWatch:
         drawn_w: float,
         others_w: float,
         longest_iteration_s: float,
+        unsettled_w: tuple[float, float],
     ) -> None:
         """Add a measurement over the time until now.
 
         `power_w`: the total power, that of outdated measurements as expected; `drawn_w`: the same as it was
-        measured; `others_w`: of GPUs in no job.
+        measured; `others_w`: of GPUs in no job; `unsettled_w`: of jobs whose plans say nothing about that
+        time, as included in `power_w`, and as expected.
         """
         self.others.take(now_s, duration_s, others_w)
         self._longest_iteration_s = longest_iteration_s
@@ -155,6 +164,10 @@ class FeedWatch:
         for mean in (self._recent_mean, self._judged):
             mean.window_s = window_s
         self._recent_mean.take(now_s, duration_s, power_w)
+        counted_w, unsettled_expected_w = unsettled_w
+        if unsettled_expected_w <= self.expected_w / 2:
+            predicted_w = self.expected_w - unsettled_expected_w
+            self._error.take(duration_s, power_w - counted_w, predicted_w, window_s)
         if now_s - duration_s >= self._judged_from_s:
             self._judged.take(now_s, duration_s, power_w)
         self._drawn.window_s = max(SHORT_WINDOW_S, longest_iteration_s)
@@ -169,10 +182,19 @@ class FeedWatch:
     @property
     def target_w(self) -> float:
         """The power that plans may add up to: the power cap, less the margin and the debt to pay back."""
+        deviation_w = self.power_cap_w * self._error.deviation
+        margin_w = MARGIN_DEVIATIONS * deviation_w
         debt_j = 0.0
         if self._judged.covered_s:
-            debt_j = max(0.0, self._judged.covered_s * (self._judged.mean_w() - self.power_cap_w))
-        return max(0.0, self.ramped_w - self.power_cap_w * MARGIN - debt_j / _PAY_BACK_S)
+            excess_j = self._judged.covered_s * (self._judged.mean_w() - self.power_cap_w)
+            planned_j = BRAKE_DEVIATIONS * deviation_w * self._judged.window_s
+            debt_j = max(0.0, excess_j, excess_j + self._judged.covered_s * margin_w - planned_j)
+        return max(0.0, self.ramped_w - margin_w - debt_j / _PAY_BACK_S)
+
+    @property
+    def tolerated_w(self) -> float:
+        """The expected power above which jobs are slowed: the target, and the error of what is expected."""
+        return self.target_w + TOLERANCE_DEVIATIONS * self.power_cap_w * self._error.deviation
 
     @property
     def ramped_w(self) -> float:
@@ -183,7 +205,7 @@ class FeedWatch:
         """Return the extra margin while the plans that keep the limit are new; it grows along the ramp."""
         if self._judged_from_s == math.inf or self._judged.covered_s >= SHORT_WINDOW_S:
             return 0.0
-        max_w = self.power_cap_w * (UNTRIED_MARGIN - MARGIN)
+        max_w = self.power_cap_w * (UNTRIED_MARGIN - MARGIN_DEVIATIONS * self._error.deviation)
         if self._down_w_per_s == math.inf:
             return max_w
         assert self._moved_s is not None

@@ -41,10 +41,10 @@ from perseus.service.fleet.power.meter import JobMeter
 PERIOD_S = 1.0
 """Time between two ticks while anything is limited."""
 
-_MIN_GAIN = 0.002
+_MIN_GAIN = 0.001
 """The gain in speed that is worth a change of plans, as a share of the sum of weights."""
 
-_MIN_HEADROOM = 0.002
+_MIN_HEADROOM = 0.001
 """Headroom below this share of a target is ignored."""
 
 
@@ -231,6 +231,7 @@ class FleetMachine:
         self._conflicting_counts = event.conflicting_counts
         totals_w: dict[str, float] = dict(event.others_w)
         all_drawn_w: dict[str, float] = dict(event.others_w)
+        unsettled_w = dict.fromkeys(self._watches, (0.0, 0.0))
         for job_id, power_w in event.jobs_w.items():
             counted_w = power_w
             if (job := self._jobs.get(job_id)) is not None:
@@ -239,6 +240,12 @@ class FleetMachine:
                     planned_w = sum(job.point.power_w.values())
                 elif job.point is not None and job_id in event.outdated:
                     counted_w = job.drawn_w()
+                begin_s = now_s - event.duration_s
+                if job.point is not None and (planned_w is None or not job.meter.predicts(begin_s)):
+                    for feed in job.point.power_w.keys() & unsettled_w.keys():
+                        counted, expected = unsettled_w[feed]
+                        expected += job.meter.ratio * job.point.power_w[feed]
+                        unsettled_w[feed] = counted + counted_w.get(feed, 0.0), expected
                 job.meter.take(
                     now_s,
                     event.duration_s,
@@ -259,6 +266,7 @@ class FleetMachine:
                 drawn_w=all_drawn_w.get(name, 0.0),
                 others_w=event.others_w.get(name, 0.0),
                 longest_iteration_s=longest_s,
+                unsettled_w=unsettled_w[name],
             )
 
     def _on_tick(self, event: Tick, now_s: float) -> None:
@@ -290,7 +298,7 @@ class FleetMachine:
             self._allocation = None
             return self._set_targets({}, now_s)
         targets_w = {name: watch.target_w for name, watch in limited.items()}
-        is_over = any(watch.expected_w > targets_w[name] for name, watch in limited.items())
+        is_over = any(watch.expected_w > watch.tolerated_w for watch in limited.values())
         is_new |= self._allocation is None
         if not is_new and is_over and now_s < self._cut_s + SETTLING_TIME_S:
             # Either measurement or a falling power cap asks for the cut; only the latter can't wait.
@@ -352,7 +360,9 @@ class FleetMachine:
             job.target_point = target_point
             after = job.point
             if before is not None and after is not None and before != after:
-                job.meter.changed(now_s, SETTLING_TIME_S + job.iteration_time_s)
+                before_w, after_w = (sum(point.power_w.values()) for point in (before, after))
+                change = abs(after_w - before_w) / max(before_w, after_w) if before_w else 1.0
+                job.meter.changed(now_s, SETTLING_TIME_S + job.iteration_time_s, change)
             is_urgent = before is None or after is None or after.speed < before.speed
             commands.append(
                 SetTargetTime(

@@ -46,17 +46,54 @@ class MovingAverage:
         return energy_j / covered_s if covered_s else 0.0
 
 
+class PredictionError:
+    """The standard deviation of a feed's mean power over a window from its prediction, as a share of it.
+
+    It is learned from stretches of a third of a window, which cover an iteration, within which power swings.
+    They count as independent: a job's lasting error is in its ratio.
+
+    Attributes:
+        deviation: the present estimate. It begins with an assumption, which counts like some stretches, and
+            is at most twice that: power that follows no plan is no noise.
+    """
+
+    _PRIOR_COUNT, _MAX_COUNT = 3, 60
+    _PER_WINDOW = 3
+
+    def __init__(self, deviation: float) -> None:
+        self.deviation = deviation
+        self._max_deviation = 2 * deviation
+        self._count = self._PRIOR_COUNT
+        self._covered_s = self._error_j = self._predicted_j = 0.0
+
+    def take(self, duration_s: float, measured_w: float, predicted_w: float, window_s: float) -> None:
+        """Add a mean power and its prediction; `window_s`: the window of the deviation."""
+        self._covered_s += duration_s
+        self._error_j += duration_s * (measured_w - predicted_w)
+        self._predicted_j += duration_s * predicted_w
+        if self._covered_s < window_s / self._PER_WINDOW or self._predicted_j <= 0:
+            return
+        self._count = min(self._count + 1, self._MAX_COUNT)
+        variance = (self._error_j / self._predicted_j) ** 2 * min(1.0, self._covered_s / window_s)
+        mean = self.deviation**2 + (variance - self.deviation**2) / self._count
+        self.deviation = min(self._max_deviation, mean**0.5)
+        self._covered_s = self._error_j = self._predicted_j = 0.0
+
+
 class JobMeter:
     """One job's power, and its ratio to the power that its points predict.
 
     Power swings within an iteration, so the ratio is of means over whole iterations since the last change of
     target has settled, and stays in use while the next one settles. The first ratio is learned quickly; later
-    ones need more iterations, and small changes are ignored as noise.
+    ones need more iterations. The ratios of two plans differ by about a tenth of what their powers do. So
+    under a similar plan the ratio before still counts: as much as the time after which noise is as small.
     """
 
-    _FIRST_S, _LATER_S, _WINDOW_S = 5.0, 20.0, 60.0
+    _FIRST_S, _LATER_S, _WINDOW_S, _COUNTED_S = 5.0, 20.0, 60.0, 300.0
     _FIRST_ITERATIONS, _LATER_ITERATIONS = 1, 3
-    _NOISE = 0.003
+    _NOISE = 0.02
+    """Standard deviation of a second's mean power, as a share."""
+    _DIFFERENCE = 0.1
     _LATEST_S = 3.0
 
     def __init__(self) -> None:
@@ -65,11 +102,17 @@ class JobMeter:
         self._measured = MovingAverage(self._WINDOW_S)
         self._settled_s = 0.0
         self._is_known = False
+        self._before, self._before_s, self._measured_s = self.ratio, 0.0, 0.0
+        """The ratio before the present measurement, the time that it counts as, and the time since."""
 
-    def changed(self, now_s: float, settle_s: float) -> None:
-        """Note a change of the job's target; its power reflects that only after `settle_s`."""
+    def changed(self, now_s: float, settle_s: float, change: float = 1.0) -> None:
+        """Note a change of the job's target; its power reflects that only after `settle_s`.
+
+        `change`: of its planned power, as a share.
+        """
         self._settled_s = now_s + settle_s
-        self._measured.clear()
+        self._restart()
+        self._before_s /= 1 + self._before_s * (self._DIFFERENCE * change / self._NOISE) ** 2
 
     def take(
         self,
@@ -94,9 +137,21 @@ class JobMeter:
         if planned_w <= 0 or covered_s < (later_s if self._is_known else first_s):
             return
         whole_s = covered_s - covered_s % iteration_time_s if iteration_time_s else covered_s
-        ratio = min(MAX_RATIO, max(MIN_RATIO, self._measured.mean_w(whole_s) / planned_w))
-        if not self._is_known or abs(ratio - self.ratio) > self._NOISE:
-            self.ratio, self._is_known = ratio, True
+        measured = min(MAX_RATIO, max(MIN_RATIO, self._measured.mean_w(whole_s) / planned_w))
+        self.ratio = (self._before_s * self._before + whole_s * measured) / (self._before_s + whole_s)
+        self._measured_s, self._is_known = whole_s, True
+        if covered_s >= self._measured.window_s:
+            self._restart()
+
+    def _restart(self) -> None:
+        """Begin a measurement; the ratio so far counts, but at most a few windows, as power drifts."""
+        self._measured.clear()
+        self._before_s = min(self._COUNTED_S - self._WINDOW_S, self._before_s + self._measured_s)
+        self._before, self._measured_s = self.ratio, 0.0
+
+    def predicts(self, begin_s: float) -> bool:
+        """Return whether the ratio is known and the job's plans have been in force since a time."""
+        return self._is_known and begin_s >= self._settled_s
 
     def forget_recent(self) -> None:
         """Drop recent power, as it no longer predicts the job's power."""

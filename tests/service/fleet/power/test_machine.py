@@ -206,6 +206,21 @@ def test_noise_does_not_move_plans_to_and_fro() -> None:
     assert len(after) <= 3 * 13 / 2  # each job less than every other minute
 
 
+def test_the_margin_is_as_small_as_the_noise_allows() -> None:
+    """Jobs with many plans draw nearly the limit if their power is steady, and a little less if it is not."""
+    speeds = np.arange(1.0, 0.6, -0.002)
+    points = tuple(PowerPoint(1 / s, float(s), {"a": float(1000 * (2 * s - 1))}) for s in speeds)
+    shares = []
+    for noise in (0.0, 0.01):
+        run = site(JobDemand("x", points), errors={"x": 0.02}, noise=noise)
+        run.handle(BudgetSet(Budget("b", "a", 750.0, 0.0)))
+        run.pass_time(700)
+        assert max(run.means_w(60, 20)) <= 750
+        shares.append(np.mean(run.drawn_w[400:]) / 750)
+    assert shares[0] > 0.995
+    assert 0.985 < shares[1] < shares[0]
+
+
 def test_a_limit_that_cannot_be_kept_is_reported_with_the_jobs_to_pause() -> None:
     run = site(demand("x", tolerance_percent=10), demand("y", tolerance_percent=0, weight=5))
     run.handle(BudgetSet(Budget("b", "a", 1500.0, 0.0, 60.0)))

@@ -25,33 +25,25 @@ microbatches = 8
 gpus_per_stage = 8
 tolerance_percent = 20
 blocking_power_w = 83.64
-[[signals]]
-kind = "carbon"
-file = "{DATA}/carbon/ciso-2022.csv"
-column = "avg_CI"
 """
 _SWEEP = f"""
-seeds = {list(range(COUNT // 4))}
-forecasts = ["persistence"]
+seeds = {list(range(COUNT // 2))}
 [[budgets]]
 name = "none"
 [[budgets]]
-name = "80 % in the evening"
-budgets = [{{ budget_id = "evening", percent = 80, begin_h = 17, end_h = 17.5 }}]
-[[policies]]
-name = "full speed"
-[[policies]]
-name = "5 % longer"
-policy = {{ signal = "carbon", extra_time_percent = 5, horizon_h = 24 }}
+name = "80 % for a quarter of an hour"
+budgets = [{{ budget_id = "evening", percent = 80, begin_h = 17, end_h = 17.25 }}]
 """
+_CHECKED = 4
+"""Every fourth piece is also done in worker processes, and compared."""
 
 
 async def _killed(
     work: Sequence[Callable[[], Any]], are_same: Callable[[Any, Any], bool]
 ) -> tuple[int, int, int]:
-    """Return how many pieces were done on Dask before it was gone, how many in all, how many are equal."""
+    """Return how many pieces were done when the scheduler died, how many in the end, how many are equal."""
     async with pools() as (here, there, dask):
-        expected = await asyncio.gather(*(here.run(piece) for piece in work))
+        expected = await asyncio.gather(*(here.run(piece) for piece in work[::_CHECKED]))
         working = [asyncio.create_task(there.run(piece)) for piece in work]
         for victim, share in ((dask.workers[1], 0.25), (dask.scheduler, 0.5)):
             while sum(task.done() for task in working) < share * len(work):  # noqa: ASYNC110
@@ -59,11 +51,11 @@ async def _killed(
             victim.kill()
         done_count = sum(task.done() for task in working)
         found = await asyncio.gather(*working)
-    return done_count, len(found), sum(map(are_same, expected, found))
+    return done_count, len(found), sum(map(are_same, expected, found[::_CHECKED]))
 
 
 def run() -> Sequence[Table]:
-    frontiers = [partial(solve, distinct_stages(4, 8, 1, seed)) for seed in range(COUNT)]
+    frontiers = [partial(solve, distinct_stages(4, 4, 1, seed)) for seed in range(COUNT)]
     with tempfile.TemporaryDirectory() as folder:
         scenario, sweep = Path(folder) / "scenario.toml", Path(folder) / "sweep.toml"
         scenario.write_text(_SCENARIO, encoding="utf-8")
@@ -77,13 +69,14 @@ def run() -> Sequence[Table]:
                 Column("pieces", "d"),
                 Column("done before the scheduler died", "d"),
                 Column("done in the end", "d"),
-                Column("equal to those of worker processes", "d"),
+                Column(f"equal, of {COUNT // _CHECKED} compared", "d"),
             ),
             (
                 ("frontiers of 4 distinct stages", COUNT, *asyncio.run(_killed(frontiers, are_equal))),
                 ("simulated days", len(days), *asyncio.run(_killed(days, lambda one, other: one == other))),
             ),
-            "The day of a job of 8 stages, with and without a budget and a carbon policy, for 50 seeds.",
+            f"A day of a job of 8 stages, with and without a budget, for {COUNT // 2} seeds. Every fourth "
+            "piece is also done in worker processes.",
         )
     ]
 

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from importlib.metadata import version as installed
 from pathlib import Path
 
 from sphinx.application import Sphinx
+
+from perseus.release import VERSION
 
 HERE = Path(__file__).parent
 GENERATED = HERE / "reference" / "commands.md"
@@ -13,7 +14,7 @@ GENERATED = HERE / "reference" / "commands.md"
 project = "Perseus"
 author = "the Perseus developers"
 copyright = "the Perseus developers"  # noqa: A001 (Sphinx names it)
-version = release = installed("perseus-energy")
+version = release = VERSION
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence"]

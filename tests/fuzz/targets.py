@@ -1,4 +1,4 @@
-"""Parsers of what strangers send: each takes any bytes, and refuses them in its own words only."""
+"""Parsers of untrusted input: each takes any bytes, and refuses them in its own words only."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""Every parser of strangers' bytes: what is valid is accepted, any change of it is accepted or refused.
+"""Every parser of untrusted input: what is valid is accepted, any change of it is accepted or refused.
 
 `make fuzz` searches much longer, guided by coverage.
 """

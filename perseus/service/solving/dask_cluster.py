@@ -27,8 +27,8 @@ log = structlog.get_logger(__name__)
 PERIOD_S = 2.0
 """How often the cluster's workers are counted, and how long after its loss it is tried again."""
 
-TIMEOUT_S = 10.0
-"""A scheduler that answers no later than this is there."""
+TIMEOUT_S = 30.0
+"""A scheduler that answers no later than this is there: Dask's own timeout. Busy machines take over 10 s."""
 
 _POLL_S = 0.2
 """How soon cancelled work ends on a Dask worker: Dask does not interrupt tasks."""

@@ -1,9 +1,9 @@
 """The coordinator's information about itself and about the caller."""
 
 import time
-from importlib.metadata import version
 from pathlib import Path
 
+from perseus.release import release
 from perseus.service.api.agent_service import PROTOCOL_VERSION
 from perseus.v1 import info_service_pb2 as pb
 from perseus.v1 import token_service_pb2
@@ -15,7 +15,7 @@ async def test_without_authentication_every_caller_is_anybody(tmp_path: Path) ->
     before_s = time.time()
     async with connected(make_settings(tmp_path)) as client:
         answer = await InfoServiceStub(client.channel).GetInfo(pb.GetInfoRequest(), timeout=TIMEOUT_S)
-    assert answer.version == version("perseus-energy")
+    assert answer.version == release()
     assert answer.protocol_version == PROTOCOL_VERSION
     assert before_s - 1e-6 <= answer.current_time.ToNanoseconds() / 1e9 <= time.time()
     assert (answer.principal, answer.scope) == ("anybody", token_service_pb2.SCOPE_OPERATOR)

@@ -32,7 +32,7 @@ from perseus.service.domain.specification import (
     Parallelism,
     build_schedule,
 )
-from perseus.service.domain.telemetry import KINDS
+from perseus.service.domain.telemetry import KINDS, ComputationColumns
 from perseus.solver import (
     Computation,
     Kind,
@@ -270,6 +270,42 @@ def test_a_row_of_no_kind_is_named() -> None:
     )  # fmt: skip
     with pytest.raises(InvalidFieldError, match=r"computations.kind\[0\]: expected a known kind, found -1"):
         telemetry_from_proto(agent_service_pb2.TelemetryBatch(sequence=1, computations=columns), "agent")
+
+
+def test_an_order_that_was_seen_is_recognised_only_if_all_of_it_is_the_same() -> None:
+    forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
+
+    def columns(microbatch: list[int], chunk: list[int], clock_mhz: int = 0) -> ComputationColumns:
+        message = agent_service_pb2.TelemetryBatch(
+            sequence=1,
+            rank=rank_pb2.RankCoordinates(),
+            iterations=agent_service_pb2.IterationColumns(
+                iteration=[7], plan_version=[0], duration_s=[1], energy_j=[1], is_regular=[True],
+                clock_event_reasons=[0],
+            ),
+            computations=agent_service_pb2.ComputationColumns(
+                iteration=[7, 7], kind=[forward, backward], microbatch=microbatch, chunk=chunk,
+                begin_s=[0, 1], duration_s=[1, 1], clock_mhz=[clock_mhz] * 2,
+            ),
+        )  # fmt: skip
+        return telemetry_from_proto(message, "agent").batch.computations
+
+    first, same = columns([41, 42], [0, 0]), columns([41, 42], [0, 0])
+    assert same == first
+    assert same.microbatch is first.microbatch
+    assert columns([41, 43], [0, 0]).microbatch == [41, 43]
+    assert columns([41, 43], [0, 1]).chunk == [0, 1]
+    assert columns([41, 42], [0, 0]) == first
+    for microbatch, chunk, clock_mhz, field in (
+        ([41, -1], [0, 0], 0, r"microbatch\[1\]"),
+        ([41, 42], [-1, 0], 0, r"chunk\[0\]"),
+        ([41, 42], [0, 0], -1, r"clock_mhz\[0\]"),
+        ([41, 42], [0], 0, "chunk"),
+        ([41], [0, 0], 0, "microbatch"),
+    ):
+        for _ in range(2):  # what is refused is not remembered
+            with pytest.raises(InvalidFieldError, match=f"^computations.{field}"):
+                columns(microbatch, chunk, clock_mhz)
 
 
 def test_a_filter_of_events_is_translated() -> None:

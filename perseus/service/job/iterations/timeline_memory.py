@@ -33,7 +33,11 @@ class TimelineMemory:
         """Remember a rank's latest computations; tensor rank 0 represents the stage."""
         if rank.tensor == 0:
             memory = self._stages[rank.pipeline][rank.stage]
-            for iteration in computations.iterations()[-_KEPT:]:
+            iterations = computations.iterations()
+            if len(iterations) == 1:  # as nearly always
+                memory.append((iterations[0], computations))
+                return
+            for iteration in iterations[-_KEPT:]:
                 memory.append((iteration, computations.of_iteration(iteration)))
 
     def finish(self, summary: job_pb2.IterationSummary) -> None:

@@ -66,6 +66,9 @@ class CapWatch:
 
     def take(self, rank: Coordinates, rows: IterationColumns) -> None:
         """Take a rank's iterations."""
+        if not (any(rows.clock_event_reasons) or any(rows.has_clock_change)):  # as nearly always
+            self._held.pop(rank, None)
+            return
         clocks_mhz = rows.capped_clock_mhz or (0,) * len(rows.iteration)
         touched = rows.has_clock_change or (False,) * len(rows.iteration)
         for reasons, clock_mhz, has_clock_change in zip(

@@ -168,9 +168,10 @@ class SpanCollector:
             reports[rank.pipeline, rank.tensor] = computations.duration_s
         else:
             self._add_others(rank, computations)
-        for number, reasons in zip(finished.iteration, finished.clock_event_reasons, strict=True):
-            if reasons:
-                self._open_iteration(number).clock_event_reasons[rank.pipeline] |= reasons
+        if any(finished.clock_event_reasons):
+            for number, reasons in zip(finished.iteration, finished.clock_event_reasons, strict=True):
+                if reasons:
+                    self._open_iteration(number).clock_event_reasons[rank.pipeline] |= reasons
         for number, work in zip(finished.iteration, finished.relative_work, strict=False):  # may be empty
             reported = self._open_iteration(number).relative_work
             reported[rank.pipeline] = max(reported[rank.pipeline], work)

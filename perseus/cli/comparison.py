@@ -71,4 +71,5 @@ def comparison_rows(
                     "energy_j": energy_j,
                     "bound_energy_j": None,
                     "saving_percent": 100 * (1 - energy_j / waiting_j),
+                    "confidence_percent": None,
                 }

@@ -13,6 +13,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from perseus.service.api import translate_graphs, translate_problems
+from perseus.service.domain.bounds import check_range
 from perseus.service.domain.errors import cut
 from perseus.service.domain.messages import frontier_to_proto
 from perseus.solver import (
@@ -51,11 +52,17 @@ def frontier_text(frontier: Frontier, graph: ComputationGraph | None = None) -> 
     return _text(document)
 
 
-def plan_text(plan: Plan, graph: ComputationGraph | None = None) -> str:
-    """Return a plan's file; of a graph, with its nodes."""
+def plan_text(plan: Plan, graph: ComputationGraph | None = None, *, confidence: float = 0.0) -> str:
+    """Return a plan's file, with the probability that it keeps its time; of a graph, with its nodes."""
+    message = (
+        translate_problems.plan_to_proto(plan)
+        if graph is None
+        else translate_graphs.graph_plan_to_proto(graph, plan)
+    )
+    message.confidence = confidence
+    document = _document(message)
     if graph is not None:
-        return _text(_document(translate_graphs.graph_plan_to_proto(graph, plan)))
-    document = _document(translate_problems.plan_to_proto(plan))
+        return _text(document)
     for written, stage in zip(document["stages"], plan.stages, strict=True):
         for member, planned in zip(written["computations"], stage, strict=True):
             if planned.further:
@@ -76,8 +83,8 @@ def graph_from_text(text: str, point_count: int, max_computations: int) -> Compu
     return translate_graphs.graph_from_proto(message)
 
 
-def problem_from_text(text: str, max_computations: int) -> tuple[Pipeline | ComputationGraph, int]:
-    """Return the problem of a frontier's file, and the number of points to solve it for again.
+def problem_from_text(text: str, max_computations: int) -> tuple[Pipeline | ComputationGraph, int, float]:
+    """Return a frontier file's problem, the number of points to solve it for again, and the confidence.
 
     Raises:
         ParseError: the text is not the JSON of a frontier.
@@ -89,14 +96,16 @@ def problem_from_text(text: str, max_computations: int) -> tuple[Pipeline | Comp
     frontier = json_format.ParseDict(document, frontier_pb2.Frontier())
     # A frontier of a single iteration time has fewer.
     message, point_count = frontier.problem, max(MIN_POINT_COUNT, len(frontier.points))
+    check_range("confidence", frontier.confidence, 0, 1)
     if frontier.HasField("graph"):
         translate_graphs.check_graph_size(frontier.graph, point_count, max_computations)
-        return translate_graphs.graph_from_proto(frontier.graph), point_count
+        return translate_graphs.graph_from_proto(frontier.graph), point_count, frontier.confidence
     translate_problems.check_problem_size(message, point_count, max_computations)
     profiles, fixed_s = translate_problems.profiles_from_proto(message)
     if members:
         profiles = _with_further(message, profiles, members)
-    return translate_problems.pipeline_from_proto(message, profiles, fixed_s), point_count
+    pipeline = translate_problems.pipeline_from_proto(message, profiles, fixed_s)
+    return pipeline, point_count, frontier.confidence
 
 
 def _document(message: Message) -> dict[str, Any]:

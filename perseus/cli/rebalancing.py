@@ -55,6 +55,7 @@ def rows_with_partitions(rows: Sequence[Mapping[str, Any]], found: "Rebalancing"
                 "energy_j": plan.energy_j,
                 "bound_energy_j": plan.bound_energy_j,
                 "saving_percent": _saving_percent(plan, found),
+                "confidence_percent": None,
                 **_columns(found, partition),
                 "clocks_alone_saving_percent": _saving_percent(partition.clocks_alone, found),
                 "is_advised": bool(found.steps),

@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -48,7 +49,7 @@ _COMPUTATION_S = 10.0
 
 _SAVING = "saving: against all-max waiting until the same time"
 
-_PLAIN_PLAN_COLUMNS = 5
+_PLAIN_PLAN_COLUMNS = 6
 """Columns of a plan's rows; those of further settings follow."""
 
 LimitComputations = Annotated[
@@ -102,6 +103,16 @@ def solve(
             help="Least probability that a plan keeps its iteration time, by the standard errors.",
         ),
     ] = 95.0,
+    assume_error_percent: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=50.0,
+            help="Standard error to assume of each time and energy of which the profile has none. Without "
+            "any, plans have no margin and promise nothing.",
+            show_default=False,
+        ),
+    ] = None,
     points: Annotated[int, typer.Option(min=3, max=10_000, help="Plans to compute on the frontier.")] = 100,
     hull_tolerance_percent: Annotated[
         float | None,
@@ -166,6 +177,7 @@ def solve(
             "--blocking-power-w": blocking_power_w != "0",
             "--compare": compare,
             "--rebalance": rebalance,
+            "--assume-error-percent": assume_error_percent is not None,
             "--dask": dask is not None,
             "--processes": processes is not None,
         }
@@ -176,7 +188,10 @@ def solve(
     waiting = _blocking_power_w(blocking_power_w)
 
     def read(path: Path) -> "Pipeline":
-        profiles = solver.shrink_profiles(solver.read_profile_csv(path, gpus_per_stage))
+        measured = solver.read_profile_csv(path, gpus_per_stage)
+        if assume_error_percent is not None:
+            measured = _with_errors(measured, assume_error_percent / 100)
+        profiles = solver.shrink_profiles(measured)
         stage_count = 1 + max(stage for stage, _, _ in profiles)
         _check_settings(path, profiles)
         assert microbatches is not None
@@ -259,13 +274,8 @@ def solve(
         )
     if settings := _settings_found(pipeline.profiles):
         notes.print(settings, highlight=False)
-    if frontier.margin is not None:
-        notes.print(
-            f"Measurements are noisy: times have a margin of {100 * frontier.margin.time_share:.2f} %, so "
-            f"that plans keep their times in {confidence_percent:g} of 100 cases. It costs "
-            f"{100 * frontier.margin_energy_share:.2f} % of the energy.",
-            highlight=False,
-        )
+    if frontier.margin is not None or notes is console:  # rows and files for scripts say it themselves
+        notes.print(_promise(frontier, pipeline, is_graph=problem is not None), highlight=False)
     if destination is not None:
         from perseus.cli.frontier_file import frontier_text
 
@@ -309,7 +319,7 @@ def plan(
     try:
         with working("Reading"):
             text = frontier_file.read_text(encoding="utf-8-sig")
-            problem, point_count = problem_from_text(text, limit_computations)
+            problem, point_count, confidence = problem_from_text(text, limit_computations)
         graph = problem if isinstance(problem, solver.ComputationGraph) else None
         pipeline = problem.pipeline if isinstance(problem, solver.ComputationGraph) else problem
         # As `solve` did: a plan for one time alone would be a little dearer than its row there.
@@ -327,17 +337,20 @@ def plan(
     except (solver.SolverError, errors.ServiceError) as error:
         fail(f"{frontier_file}: {error}")
     if destination is None or not destination.is_standard_output:
-        rows = _plan_rows(made) if graph is None else node_rows(graph, frontier, made)
+        rows = _plan_rows(made, confidence) if graph is None else node_rows(graph, frontier, made)
         saving_percent = _saving_percent(frontier.baseline, made)
+        promise = _plan_promise(confidence)
 
         def table() -> Table:
             if graph is not None:
                 return node_table(made, saving_percent, rows, _SAVING)
-            return _plan_table(made, saving_percent, rows)
+            return _plan_table(made, saving_percent, rows, f"{_SAVING}\n{promise}")
 
         show_rows(form, rows, list(rows[0]), table)
+        if graph is not None and form is Format.TABLE:
+            error_console.print(promise, highlight=False)
     if destination is not None:
-        _write(destination, plan_text(made, graph))
+        _write(destination, plan_text(made, graph, confidence=confidence))
 
 
 def _blocking_power_w(text: str) -> float | dict[int, float]:
@@ -499,6 +512,46 @@ def _at_most(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _with_errors(
+    profiles: "Mapping[ProfileKey, tuple[Measurement, ...]]", share: float
+) -> "dict[ProfileKey, tuple[Measurement, ...]]":
+    """Return the profiles with this standard error, as a share, of each figure that has none."""
+    return {
+        key: tuple(
+            replace(
+                m,
+                time_se_s=m.time_se_s or share * m.time_s,
+                energy_se_j=m.energy_se_j or share * m.energy_j,
+            )
+            for m in some
+        )
+        for key, some in profiles.items()
+    }
+
+
+def _promise(frontier: "Frontier", pipeline: "Pipeline", *, is_graph: bool) -> str:
+    """Describe what plans promise, and of which times no error is known."""
+    errors_s = [m.time_se_s for some in pipeline.profiles.values() for m in some]
+    unknown = "all" if not any(errors_s) else f"{errors_s.count(0.0)} of {len(errors_s)}"
+    doubt = (
+        f"No standard errors are known of {unknown} times: they count as exact, and with noise plans take "
+        f"longer than they say. {'timeSeS states' if is_graph else '--assume-error-percent assumes'} some."
+    )
+    if frontier.margin is None:
+        return f"Plans have no margin and promise nothing. {doubt}"
+    promise = (
+        f"Measurements are noisy: times have a margin of {100 * frontier.margin.time_share:.2f} %, so that "
+        f"plans keep their times in {100 * frontier.margin.confidence:g} of 100 cases. It costs "
+        f"{100 * frontier.margin_energy_share:.2f} % of the energy."
+    )
+    return promise if all(errors_s) else f"{promise} {doubt}"
+
+
+def _confidence_percent(confidence: float) -> float | None:
+    """Return the probability, in percent, with which a plan keeps its time; None if nothing is promised."""
+    return round(100 * confidence, 9) or None
+
+
 def _frontier_rows(frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]") -> list[dict[str, Any]]:
     """Return rows for all-max, T_min, no slowdown if longer, T* and T_slow, against all-max waiting as long.
 
@@ -516,9 +569,16 @@ def _frontier_rows(frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]
         "T*": frontier.t_star_index,
         "T_slow": len(frontier.points) - 1,
     }
-    first = {"iteration_time_s": baseline.iteration_time_s, "energy_j": baseline.energy_j}
+    promise = _confidence_percent(frontier.margin.confidence if frontier.margin else 0.0)
     rows: list[dict[str, Any]] = [
-        {"point": "all-max", **first, "bound_energy_j": None, "saving_percent": None}
+        {
+            "point": "all-max",
+            "iteration_time_s": baseline.iteration_time_s,
+            "energy_j": baseline.energy_j,
+            "bound_energy_j": None,
+            "saving_percent": None,
+            "confidence_percent": promise,
+        }
     ]
     for name, index in marked.items():
         point = frontier.points[index]
@@ -529,6 +589,7 @@ def _frontier_rows(frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]
                 "energy_j": point.energy_j,
                 "bound_energy_j": point.bound_energy_j,
                 "saving_percent": _saving_percent(baseline, point),
+                "confidence_percent": promise,
             }
         )
     if others:
@@ -569,7 +630,7 @@ def _frontier_table(rows: list[dict[str, Any]], is_of_graph: bool) -> Table:
     return table
 
 
-def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
+def _plan_rows(made: "Plan", confidence: float) -> list[dict[str, Any]]:
     """Return a row for each kind of computation of each stage."""
     rows = []
     for stage, computations in enumerate(made.stages):
@@ -581,6 +642,7 @@ def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
                     "stage": stage,
                     "kind": kind.value,
                     "computation_count": len(clocks_mhz),
+                    "confidence_percent": _confidence_percent(confidence),
                     "lowest_clock_mhz": min(clocks_mhz),
                     "highest_clock_mhz": max(clocks_mhz),
                     **_further_used(of_kind),
@@ -598,10 +660,16 @@ def _further_used(computations: "Sequence[PlannedComputation]") -> dict[str, lis
     return {name: sorted(values) for name, values in used.items()}
 
 
-def _plan_table(made: "Plan", saving_percent: float, rows: list[dict[str, Any]]) -> Table:
+def _plan_promise(confidence: float) -> str:
+    if confidence:
+        return f"It keeps its time in {_confidence_percent(confidence):g} of 100 cases."
+    return "It has no margin and promises nothing: no errors of measurements are known."
+
+
+def _plan_table(made: "Plan", saving_percent: float, rows: list[dict[str, Any]], caption: str) -> Table:
     cost = f"{seconds(made.iteration_time_s, 4)} and {joules(made.energy_j, 1)}"
     title = f"Plan of {cost}, saving {saving_percent:.2f} %"
-    table = Table(title=title, caption=_SAVING, caption_justify="left")
+    table = Table(title=title, caption=caption, caption_justify="left")
     table.add_column("stage", justify="right")
     table.add_column("kind")
     for column in ("computations", "lowest clock", "highest clock"):

@@ -17,10 +17,10 @@ from perseus.solver.errors import (
     ScheduleError,
     SolverError,
 )
-from perseus.solver.frontier import Frontier, FrontierPoint, Refinement, plan_at, solve
+from perseus.solver.frontier import Frontier, FrontierPoint, Refinement, plan_at, solve, with_margin
 from perseus.solver.lag import common_lag_s, explaining_lag_s, predicted_iteration_time_s, with_lag
 from perseus.solver.latency import LatencyReplay, replay_with_latency
-from perseus.solver.margin import Margin, with_margin
+from perseus.solver.margin import Margin
 from perseus.solver.measurements import interpolate_clocks, merge_measurements
 from perseus.solver.named_schedules import (
     dual_pipe_v,

@@ -2,8 +2,8 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,14 @@ from perseus.solver.dwelled_plans import LatencyPlans, LatencyPoint, dwelled_cou
 from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph, convex_hulls
 from perseus.solver.latency import check_clocks, check_latency
-from perseus.solver.margin import Margin, with_margin
+from perseus.solver.margin import (
+    Emulation,
+    Margin,
+    check_confidence,
+    first_error_count,
+    has_errors,
+    padded,
+)
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
 from perseus.solver.plan_table import PlanTable, tabulate
@@ -38,6 +45,12 @@ the stages, and each takes longer with more computations."""
 
 _AROUND_SHARES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04)
 """A single plan is realised together with plans for iteration times that differ by these shares."""
+
+_FIRST_POINTS = 10
+"""Plans from which the first estimate of a margin is made."""
+
+_FIRST_SHARE = 0.3
+"""Approximate share of that estimate in solving time."""
 
 _SWEEP_SHARE = 0.6
 """Approximate share of the sweep in solving time; realising plans takes the rest."""
@@ -223,6 +236,11 @@ class Frontier:
         """
         return self._plans.plan(self._rows[self._index_within(iteration_time_s)])
 
+    def plans(self) -> Iterator[Plan]:
+        """Yield all plans: the all-max plan, and each of the points' plans once."""
+        yield self.baseline
+        yield from map(self._plans.plan, sorted({*self._rows}))
+
     def point_within(self, iteration_time_s: float) -> FrontierPoint:
         """Return the point of that plan.
 
@@ -288,9 +306,62 @@ def solve(
             found=hull_tolerance,
         )
     report = on_progress or (lambda _: None)
-    margin = None
     if confidence is not None:
-        pipeline, margin = with_margin(pipeline, confidence)
+        check_confidence(confidence)
+    if confidence is None or not has_errors(pipeline):
+        return _solve(pipeline, point_count, hull_tolerance, set_latency_s, report)
+    emulation = Emulation(pipeline, confidence)
+    # Few plans show approximately which margin all of them need.
+    frontier = _solve(
+        padded(pipeline, first_error_count(confidence)),
+        min(point_count, _FIRST_POINTS),
+        hull_tolerance,
+        0.0,
+        lambda share: report(_FIRST_SHARE * share),
+    )
+    needed, error_count, left = emulation.error_count(frontier.plans()), -1.0, 1 - _FIRST_SHARE
+    while needed > error_count:
+        error_count = needed
+        frontier = _solve(
+            padded(pipeline, error_count),
+            point_count,
+            hull_tolerance,
+            set_latency_s,
+            partial(_report_half, report, left),
+        )
+        left /= 2
+        needed = emulation.error_count(frontier.plans())
+    report(1.0)
+    all_max_s = fastest_clock_plan(pipeline).iteration_time_s
+    time_share = frontier.baseline.iteration_time_s / all_max_s - 1
+    return replace(frontier, margin=Margin(confidence, error_count, time_share))
+
+
+def _report_half(report: Callable[[float], None], left: float, share: float) -> None:
+    """Report the progress of one of several solves, of which nobody knows how many there will be."""
+    report(1 - left + left / 2 * share)
+
+
+def with_margin(pipeline: Pipeline, confidence: float) -> tuple[Pipeline, Margin | None]:
+    """Return the pipeline with times that plans keep with this probability, and the margin.
+
+    The result has no standard errors of times, since the margin accounts for them. If none were known, the
+    pipeline is returned unchanged, without a margin.
+
+    Raises:
+        SolverError: the confidence is no probability from 0.5 to below 1.
+    """
+    frontier = solve(pipeline, point_count=_FIRST_POINTS, confidence=confidence)
+    return frontier.pipeline, frontier.margin
+
+
+def _solve(
+    pipeline: Pipeline,
+    point_count: int,
+    hull_tolerance: float,
+    set_latency_s: float,
+    report: Callable[[float], None],
+) -> Frontier:
     scale = pipeline.scale
     graph = build_event_graph(pipeline, hull_tolerance)
     sweep = sweep_frontier(graph, lambda share: report(_SWEEP_SHARE * share))
@@ -328,7 +399,7 @@ def solve(
         baseline=baseline,
         points=points,
         t_star_index=[point.deadline_s for point in found].index(scale.to_s(t_star_ps)),
-        margin=margin,
+        margin=None,
         set_latency_s=set_latency_s,
         hull_tolerance=hull_tolerance,
         bound_slack=_bound_slack(hull_tolerance, graph, sweep, points),

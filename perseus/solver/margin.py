@@ -1,15 +1,18 @@
 """A margin for noisy measurements, so that a plan keeps its iteration time with a stated probability.
 
-The times of all computations of a kind on a stage share one error, and an iteration is as long as its longest
-path. A plan makes many paths equally long, so that most of the time one of them is longer than expected, even
-if each alone has the expected length. So plans are made on times that are longer by a margin of some standard
-errors each. Emulation determines how many: make a short and a long plan with approximately the needed margin,
-draw errors, replay both, and derive the number from how late they are.
+All times of a kind of computation on a stage are taken to have the same error, a part of which is common
+to all stages (`Measurement.time_common_se_s`), and an iteration is as long as its longest path. A plan makes
+many paths equally long, so that most of the time one of them is longer than expected, even if each alone has
+the expected length. So plans are made on times that are longer by a margin of some standard errors each.
+Emulation determines how many: draw errors, replay the plans that are given out, and see how late they are.
+Plans with another margin are other plans, so `perseus.solver.solve` repeats this until all of them keep their
+times.
 
 A GPU that finishes before its margin is used up waits. The planned energy includes that wait.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -17,25 +20,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.columns import Columns
+from perseus.solver.computation import Kind
 from perseus.solver.errors import SolverError
-from perseus.solver.graph import EventGraph, build_event_graph
-from perseus.solver.pipeline import Pipeline, ProfileKey
-from perseus.solver.plan import fastest_clock_plan
+from perseus.solver.graph import build_event_graph
+from perseus.solver.pipeline import Pipeline
+from perseus.solver.plan import Plan
 from perseus.solver.profile import Measurement
-from perseus.solver.realisation import Realiser
 from perseus.solver.setting import Setting
-from perseus.solver.sweep import sweep_frontier
 
 FloatArray = NDArray[np.float64]
 
-_SAMPLE_COUNT = 400
 _SEED = 0
-_PROBES = (1.0, 1.1)
-"""Iteration times of the emulated plans, as factors of the shortest."""
+_LATE_DRAWS = 50
+"""Draws that may be late: their share is then known to a seventh (one standard deviation)."""
+_MAX_DRAWS = 20_000
+_MAX_CELLS = 1_000_000
+"""Computations times draws that are replayed at once."""
 
-_MIN_TRIED = 0.5
-_MAX = 4.0
-"""Standard errors."""
+_ERROR_COUNTS = np.arange(0.0, 6.0, 0.02)
+"""Margins to choose from, in standard errors. Of 20,000 draws, none of any error is beyond them."""
+
+_FIRST_SHARE = 0.5
+"""The first margin, as a share of what a single computation needs: errors of several average out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +59,45 @@ class Margin:
     time_share: float
 
 
-def with_margin(pipeline: Pipeline, confidence: float) -> tuple[Pipeline, Margin | None]:
-    """Return the pipeline with times that plans keep with this probability, and the margin.
-
-    The result has no standard errors of times, since the margin accounts for them. If none were known, the
-    pipeline is returned unchanged, without a margin.
+def check_confidence(confidence: float) -> None:
+    """Refuse what is no confidence.
 
     Raises:
-        SolverError: the confidence is no probability from 0.5 to below 1.
+        SolverError: it is no probability from 0.5 to below 1.
     """
     if not 0.5 <= confidence < 1:
         raise SolverError(
             f"confidence: expected a probability from 0.5 to less than 1, found {confidence}",
             found=confidence,
         )
-    if not any(m.time_se_s for some in pipeline.profiles.values() for m in some):
-        return pipeline, None
-    tried = max(_MIN_TRIED, NormalDist().inv_cdf(confidence))
-    error_count = min(_MAX, max(0.0, tried * _share_needed(pipeline, tried, confidence)))
-    padded = _padded(pipeline, error_count)
-    time_share = _all_max_s(padded) / _all_max_s(pipeline) - 1
-    return padded, Margin(confidence, error_count, time_share)
 
 
-def _padded(pipeline: Pipeline, error_count: float) -> Pipeline:
-    """Return the pipeline with ``error_count`` standard errors added to each time."""
+def has_errors(pipeline: Pipeline) -> bool:
+    """Return whether the standard error of any time is known."""
+    return any(m.time_se_s for some in pipeline.profiles.values() for m in some)
+
+
+def first_error_count(confidence: float) -> float:
+    """Return the margin to begin with, in standard errors; most plans need more."""
+    return _FIRST_SHARE * NormalDist().inv_cdf(confidence)
+
+
+def padded(pipeline: Pipeline, error_count: float) -> Pipeline:
+    """Return the pipeline with ``error_count`` standard errors added to each time.
+
+    The result has no standard errors of times, since the margin accounts for them.
+    """
 
     def pad(stage: int, m: Measurement) -> Measurement:
         more_s = error_count * m.time_se_s
         waiting_j = pipeline.blocking_power_w[stage] * more_s
-        return replace(m, time_s=m.time_s + more_s, energy_j=m.energy_j + waiting_j, time_se_s=0.0)
+        return replace(
+            m,
+            time_s=m.time_s + more_s,
+            energy_j=m.energy_j + waiting_j,
+            time_se_s=0.0,
+            time_common_se_s=0.0,
+        )
 
     return replace(
         pipeline,
@@ -90,55 +105,49 @@ def _padded(pipeline: Pipeline, error_count: float) -> Pipeline:
     )
 
 
-def _all_max_s(pipeline: Pipeline) -> float:
-    return fastest_clock_plan(pipeline).iteration_time_s
+class Emulation:
+    """Replays plans on times as they may truly be, given the measured ones and their standard errors."""
 
+    def __init__(self, pipeline: Pipeline, confidence: float) -> None:
+        graph = build_event_graph(pipeline)
+        self._columns, self._ps_per_s = Columns(graph), graph.scale.ps_per_s
+        self._computations = [graph.computations[k] for k in self._columns.computation_of.tolist()]
+        times: dict[object, Mapping[int | Setting, tuple[float, float, float]]] = {
+            key: {m.setting: (m.time_s, m.time_se_s, m.time_common_se_s) for m in some}
+            for key, some in pipeline.profiles.items()
+        } | {c: {0: (time_s, 0.0, 0.0)} for c, time_s in pipeline.fixed_times_s.items()}
+        keys = [c if c.kind is Kind.FIXED else (c.stage, c.chunk, c.kind) for c in self._computations]
+        self._times = [times[key] for key in keys]
+        # What is the same measurement, as a profile that several nodes of a graph share, has the same error.
+        measured = {key: tuple(some.items()) for key, some in times.items()}
+        row_of = {some: row for row, some in enumerate(dict.fromkeys(measured.values()))}
+        self._error_of = np.array([row_of[measured[key]] for key in keys])
+        count = min(_MAX_DRAWS, math.ceil(_LATE_DRAWS / (1 - confidence)))
+        # Sure in spite of the limited number of draws: by two standard deviations.
+        self._quantile = confidence + 2 * math.sqrt(confidence * (1 - confidence) / count)
+        self._errors = np.random.default_rng(_SEED).standard_normal((1 + len(row_of), count))
 
-def _share_needed(pipeline: Pipeline, error_count: float, confidence: float) -> float:
-    """Return the share of ``error_count`` standard errors that the most demanding plan needs."""
-    graph = build_event_graph(_padded(pipeline, error_count))
-    realiser = Realiser(graph)
-    emulate = _emulator(pipeline, graph, realiser.columns, error_count)
-    sweep = sweep_frontier(graph)
-    shares = []
-    for factor in _PROBES:
-        deadline_ps = min(round(factor * sweep.t_min_ps), sweep.t_slow_ps)
-        expected_s, padded_s, drawn_s = emulate(realiser.rounded(sweep.event_times_at(deadline_ps)))
-        late_s = float(np.quantile(drawn_s, confidence)) - expected_s
-        shares.append(late_s / (padded_s - expected_s) if padded_s > expected_s else 0.0)
-    return max(shares)
+    def error_count(self, plans: Iterable[Plan]) -> float:
+        """Return the least margin, in standard errors, with which all plans keep their times."""
+        return max(map(self._needed, plans))
 
+    def _needed(self, plan: Plan) -> float:
+        settings = plan.settings
+        chosen = [some[settings.get(c, 0)] for c, some in zip(self._computations, self._times, strict=True)]
+        times_s, errors_s, common_s = np.array(chosen).T[:, :, None]
+        own_s = np.sqrt(np.maximum(errors_s**2 - common_s**2, 0.0))
+        drawn_s = []
+        step = max(1, _MAX_CELLS // len(times_s))
+        for begin in range(0, self._errors.shape[1], step):
+            own, common = self._errors[:-1, begin : begin + step], self._errors[-1, begin : begin + step]
+            drawn_s.append(self._ends_s(times_s + own_s * own[self._error_of] + common_s * common))
+        kept_s = float(np.quantile(np.concatenate(drawn_s), self._quantile))
+        padded_s = self._ends_s(times_s + errors_s * _ERROR_COUNTS)
+        enough = int(np.searchsorted(padded_s, kept_s))
+        return float(_ERROR_COUNTS[min(enough, len(_ERROR_COUNTS) - 1)])
 
-def _emulator(
-    pipeline: Pipeline, graph: EventGraph, columns: Columns, error_count: float
-) -> Callable[[Sequence[int]], tuple[float, float, FloatArray]]:
-    """Return a function from chosen options to iteration times: expected, with the margin, and drawn."""
-    measured: Mapping[ProfileKey, Mapping[int | Setting, Measurement]] = {
-        key: {m.setting: m for m in some} for key, some in pipeline.profiles.items()
-    }
-    row_of = {key: row for row, key in enumerate(measured)}
-    drawn = np.random.default_rng(_SEED).standard_normal((len(measured), _SAMPLE_COUNT))
-    # Errors, in standard errors: none, the margin's, the draws. The last row is for times without an error.
-    errors = np.zeros((len(measured) + 1, 2 + _SAMPLE_COUNT))
-    errors[:-1, 1] = error_count
-    errors[:-1, 2:] = drawn
-
-    def emulate(choice: Sequence[int]) -> tuple[float, float, FloatArray]:
-        times_s, deviations_s, rows = [], [], []
-        for c, profile, option in zip(graph.computations, graph.profile_of, choice, strict=True):
-            by_setting = measured.get((c.stage, c.chunk, c.kind))
-            if by_setting is None:
-                times_s.append(pipeline.fixed_times_s[c])
-                deviations_s.append(0.0)
-                rows.append(-1)
-            else:
-                m = by_setting[graph.options[profile][option].setting]
-                times_s.append(m.time_s)
-                deviations_s.append(m.time_se_s)
-                rows.append(row_of[c.stage, c.chunk, c.kind])
-        durations_s = np.array(times_s)[:, None] + np.array(deviations_s)[:, None] * errors[rows]
-        durations_ps = np.rint(durations_s * graph.scale.ps_per_s).astype(np.int64)[columns.computation_of]
-        ends_s = columns.earliest_finishes_ps(durations_ps).max(axis=0) / graph.scale.ps_per_s
-        return float(ends_s[0]), float(ends_s[1]), ends_s[2:]
-
-    return emulate
+    def _ends_s(self, durations_s: FloatArray) -> FloatArray:
+        """Return the iteration times of durations, a row per computation and a column per iteration."""
+        durations_ps = np.rint(np.maximum(durations_s, 0.0) * self._ps_per_s).astype(np.int64)
+        ends_s: FloatArray = self._columns.earliest_finishes_ps(durations_ps).max(axis=0) / self._ps_per_s
+        return ends_s

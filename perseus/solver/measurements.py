@@ -94,14 +94,13 @@ def _interpolate(lower: Measurement, higher: Measurement, clock_mhz: int) -> Mea
     def at(figure: Callable[[Measurement], float]) -> float:
         return (1 - share) * figure(lower) + share * figure(higher)
 
-    def error(figure: Callable[[Measurement], float]) -> float:
-        return math.hypot((1 - share) * figure(lower), share * figure(higher))
-
     return Measurement(
         clock_mhz,
         at(lambda m: m.time_s),
         at(lambda m: m.energy_j),
-        error(lambda m: m.time_se_s),
-        error(lambda m: m.energy_se_j),
+        # Shrunk neighbours have nearly the same error, which doesn't average out.
+        at(lambda m: m.time_se_s),
+        at(lambda m: m.energy_se_j),
         interpolated=True,
+        time_common_se_s=at(lambda m: m.time_common_se_s),
     )

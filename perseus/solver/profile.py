@@ -23,6 +23,7 @@ _MAX = {
     "energy_j": MAX_ENERGY_J,
     "time_se_s": MAX_TIME_S,
     "energy_se_j": MAX_ENERGY_J,
+    "time_common_se_s": MAX_TIME_S,
 }
 
 
@@ -32,7 +33,9 @@ class Measurement:
 
     ``energy_j`` is that of the whole stage (the sum over its GPUs), ``time_s`` the largest over its ranks.
     The standard errors are those of the same two figures; 0 means unknown. ``interpolated`` marks a clock
-    that was not measured itself (see :mod:`perseus.solver.measurements`).
+    that was not measured itself (see :mod:`perseus.solver.measurements`). ``time_common_se_s`` is the part of
+    ``time_se_s`` that is the same error in all computations of the pipeline (the root of its share in the
+    square), 0 for what was measured by itself.
 
     Raises:
         ProfileError: a figure is not finite, not positive (standard errors: negative), or out of bounds
@@ -45,6 +48,7 @@ class Measurement:
     time_se_s: float = 0.0
     energy_se_j: float = 0.0
     interpolated: bool = False
+    time_common_se_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("clock_mhz", "time_s", "energy_j"):
@@ -53,7 +57,7 @@ class Measurement:
                 raise ProfileError(
                     f"{name}: expected a positive, finite number, found {value}", field=name, found=value
                 )
-        for name in ("time_se_s", "energy_se_j"):
+        for name in ("time_se_s", "energy_se_j", "time_common_se_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ProfileError(

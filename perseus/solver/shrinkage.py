@@ -23,9 +23,10 @@ See G. Wahba, Spline models for observational data, ch. 1 and 4, and B. Efron, T
 bias (2011), for why expectations are not cursed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,16 @@ _OWN_SCALES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.04)
 
 _FARTHEST = 4.0
 """In standard errors: an expectation further from its measurement means that the model does not fit."""
+
+_TRUSTS = (0.0, 0.5, 1.0)
+"""Shares of trust in the differences between stated errors, of which the likeliest is taken."""
+
+_ALIKE = 0.01
+"""Squared errors of a smaller relative variance are as good as known: estimated from 200 repetitions."""
+
+_MAX_VARIANCE = 2 / 3
+"""The relative variance of an error's square at three degrees of freedom; Student's distribution has no
+standard deviation with two."""
 
 _MAX_SHARE = 0.5
 """With a larger standard error than this share, the logarithm is meaningless."""
@@ -116,41 +127,99 @@ def _shrink_alike(curves: Sequence[Sequence[Measurement]]) -> list[tuple[Measure
     energies = _shrink(x, [[(m.energy_j, m.energy_se_j) for m in curve] for curve in measured])
     return [
         tuple(
-            replace(m, time_s=time_s, time_se_s=time_se_s, energy_j=energy_j, energy_se_j=energy_se_j)
-            for m, (time_s, time_se_s), (energy_j, energy_se_j) in zip(curve, *figures, strict=True)
+            replace(
+                m,
+                time_s=time.value,
+                time_se_s=time.error,
+                time_common_se_s=time.common_error,
+                energy_j=energy.value,
+                energy_se_j=energy.error,
+            )
+            for m, time, energy in zip(curve, *figures, strict=True)
         )
         for curve, *figures in zip(measured, times, energies, strict=True)
     ]
 
 
-def _shrink(
-    x: FloatArray, curves: Sequence[Sequence[tuple[float, float]]]
-) -> list[list[tuple[float, float]]]:
-    """Return (value, standard error) of each clock of each curve."""
-    found = [list(curve) for curve in curves]
+class _Figure(NamedTuple):
+    """A time or an energy, its standard error, and the part of that that all curves have in common."""
+
+    value: float
+    error: float
+    common_error: float = 0.0
+
+
+def _shrink(x: FloatArray, curves: Sequence[Sequence[tuple[float, float]]]) -> list[list[_Figure]]:
+    """Return each clock's figure on each curve."""
+    found = [[_Figure(*figure) for figure in curve] for curve in curves]
     values = np.array([[value for value, _ in curve] for curve in curves])
     shares = np.array([[error for _, error in curve] for curve in curves]) / values
     known = np.flatnonzero(((shares > 0) & (shares <= _MAX_SHARE)).all(axis=1))
     if len(x) < MIN_CLOCKS or not len(known):
         return found
     y = np.log(values[known])
-    common, common_deviations = np.zeros(len(x)), np.zeros(len(x))
-    if len(known) > 1:
-        weights = shares[known] ** -2.0
-        weighed = (weights * (y - y.mean(axis=1)[:, None])).sum(axis=0) / weights.sum(axis=0)
-        common, common_deviations = _expect(x, weighed, weights.sum(axis=0) ** -0.5)
-    for row, own in zip(known.tolist(), y, strict=True):
-        means, deviations = _expect(x, own - common, shares[row])
-        farthest = _FARTHEST * shares[row]
-        expected = np.exp(np.clip(means + common, own - farthest, own + farthest))
-        # No expectation is less certain than the measurement itself.
-        errors = expected * np.minimum(np.hypot(deviations, common_deviations), shares[row])
-        found[row] = list(zip(expected.tolist(), errors.tolist(), strict=True))
+    fits = [_expect_alike(x, y, *trusted) for trusted in _trusted(shares[known])]
+    expected, errors, common_errors = max(fits, key=lambda fit: fit[0])[1]
+    for row, *figures in zip(known.tolist(), np.exp(expected), errors, common_errors, strict=True):
+        found[row] = [
+            _Figure(value, value * error, value * common)
+            for value, error, common in zip(*figures, strict=True)
+        ]
     return found
 
 
-def _expect(x: FloatArray, y: FloatArray, errors: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the posterior means of the measured values, and their standard deviations; x must rise."""
+def _trusted(shares: FloatArray) -> Iterator[tuple[FloatArray, float]]:
+    """Yield what the measurements' errors may be, by how far the stated ones are trusted; a row per curve.
+
+    Also yield by how much the uncertainty of these errors widens all others.
+    """
+    squares = shares**2
+    means = squares.mean(axis=1, keepdims=True)
+    # Of errors that are estimated from r repetitions it is 2 / (r - 1), if all truly are alike.
+    scatter = float((squares.var(axis=1, ddof=1) / means[:, 0] ** 2).mean())
+    if scatter < _ALIKE:
+        yield shares, 1.0
+        return
+    for trust in _TRUSTS:
+        mixed = squares**trust * means ** (1 - trust)
+        mixed *= means / mixed.mean(axis=1, keepdims=True)
+        # The relative variance of an error's square: 2 / (degrees of freedom) of Student's distribution.
+        variance = (1 - trust) * scatter * (trust**2 + 1 / shares.shape[1])
+        yield np.sqrt(mixed), 1 / np.sqrt(1 - min(variance, _MAX_VARIANCE))
+
+
+def _expect_alike(
+    x: FloatArray, y: FloatArray, shares: FloatArray, widening: float
+) -> tuple[float, FloatArray]:
+    """Return the curves' log likelihood; and their expectations and the errors of these, all and common."""
+    likelihood, common, common_errors = 0.0, np.zeros(len(x)), np.zeros(len(x))
+    if len(y) > 1:
+        weights = shares**-2.0
+        weighed = (weights * (y - y.mean(axis=1)[:, None])).sum(axis=0) / weights.sum(axis=0)
+        likelihood, common, common_errors = _expect(x, weighed, weights.sum(axis=0) ** -0.5)
+    rows = []
+    for own, own_shares in zip(y, shares, strict=True):
+        own_likelihood, means, deviations = _expect(x, own - common, own_shares)
+        likelihood += own_likelihood
+        farthest = _FARTHEST * own_shares
+        errors = np.hypot(deviations, common_errors)
+        # No expectation is less certain than the measurement itself.
+        narrowing = np.minimum(1.0, own_shares / errors)
+        rows.append(
+            (
+                np.clip(means + common, own - farthest, own + farthest),
+                widening * narrowing * errors,
+                widening * narrowing * common_errors,
+            )
+        )
+    return likelihood, np.array(rows).swapaxes(0, 1)
+
+
+def _expect(x: FloatArray, y: FloatArray, errors: FloatArray) -> tuple[float, FloatArray, FloatArray]:
+    """Return the log likelihood of a curve, and its values' posterior means and standard deviations.
+
+    x must rise.
+    """
     line = np.stack([np.ones_like(x), x - x.mean()], axis=1)
     from_first = x - x[0]
     lower = np.minimum(from_first[:, None], from_first)
@@ -160,11 +229,12 @@ def _expect(x: FloatArray, y: FloatArray, errors: FloatArray) -> tuple[FloatArra
     covariances = smooth**2 * wiener + np.eye(len(x)) * (own**2 + error_variances)
     weights, means, variances = _posteriors(covariances, line, y, error_variances)
     weight = np.exp(weights - weights.max())
+    likelihood = float(weights.max() + np.log(weight.sum()))
     weight /= weight.sum()
     expected = weight @ means
     # The variance within the models plus that between them.
     spread = weight @ (variances + (means - expected) ** 2)
-    return expected, np.sqrt(np.maximum(spread, 0.0))
+    return likelihood, expected, np.sqrt(np.maximum(spread, 0.0))
 
 
 def _posteriors(

@@ -371,6 +371,8 @@ class Frontier(google.protobuf.message.Message):
     T_SLOW_S_FIELD_NUMBER: builtins.int
     T_STAR_INDEX_FIELD_NUMBER: builtins.int
     SET_LATENCY_S_FIELD_NUMBER: builtins.int
+    CONFIDENCE_FIELD_NUMBER: builtins.int
+    MARGIN_TIME_PERCENT_FIELD_NUMBER: builtins.int
     t_min_s: builtins.float
     """T_min: the shortest iteration time, seconds."""
     t_star_s: builtins.float
@@ -383,6 +385,12 @@ class Frontier(google.protobuf.message.Message):
     """Set latency of the GPUs, seconds: plans hold clocks for at least twice as long where it matters. 0 where it is
     unknown and plans assume instant changes.
     """
+    confidence: builtins.float
+    """The probability with which plans keep their iteration times, according to the measurements' standard errors. 0 where
+    none are known: then plans are made as if measurements were exact, and nothing is promised.
+    """
+    margin_time_percent: builtins.float
+    """The margin added to measured times for that, percent of the iteration with every computation at its highest clock."""
     @property
     def problem(self) -> Global___PipelineProblem:
         """The problem that was solved; a plan for any iteration time can be made from it."""
@@ -411,9 +419,11 @@ class Frontier(google.protobuf.message.Message):
         t_slow_s: builtins.float = ...,
         t_star_index: builtins.int = ...,
         set_latency_s: builtins.float = ...,
+        confidence: builtins.float = ...,
+        margin_time_percent: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["baseline", b"baseline", "graph", b"graph", "problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "graph", b"graph", "points", b"points", "problem", b"problem", "set_latency_s", b"set_latency_s", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_index", b"t_star_index", "t_star_s", b"t_star_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "confidence", b"confidence", "graph", b"graph", "margin_time_percent", b"margin_time_percent", "points", b"points", "problem", b"problem", "set_latency_s", b"set_latency_s", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_index", b"t_star_index", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Frontier: typing_extensions.TypeAlias = Frontier
 
@@ -514,11 +524,14 @@ class Plan(google.protobuf.message.Message):
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     ENERGY_J_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
+    CONFIDENCE_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     iteration_time_s: builtins.float
     """Predicted iteration time, seconds; never above the requested one."""
     energy_j: builtins.float
     """Predicted energy of one pipeline's iteration, blocking included, joules."""
+    confidence: builtins.float
+    """The probability with which it keeps that iteration time, as in Frontier; 0 if nothing is promised."""
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagePlan]:
         """Stage 0 first; none for a graph."""
@@ -533,9 +546,10 @@ class Plan(google.protobuf.message.Message):
         iteration_time_s: builtins.float = ...,
         energy_j: builtins.float = ...,
         stages: collections.abc.Iterable[Global___StagePlan] | None = ...,
+        confidence: builtins.float = ...,
         nodes: collections.abc.Iterable[Global___PlannedNode] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "nodes", b"nodes", "stages", b"stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["confidence", b"confidence", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "nodes", b"nodes", "stages", b"stages"]) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
 

@@ -142,6 +142,66 @@ def test_table_shows_the_marked_points(profile: Path) -> None:
     assert all(name in result.output for name in ("all-max", "T_min", "T*", "T_slow"))
 
 
+def test_without_standard_errors_nothing_is_promised_and_that_is_said(profile: Path, tmp_path: Path) -> None:
+    flags, path, plan = (
+        ("--microbatches", 2, "--points", 3),
+        tmp_path / "frontier.json",
+        tmp_path / "plan.json",
+    )
+    shown = text(run("solve", profile, *flags, "--output", path))
+    assert "Plans have no margin and promise nothing. No standard errors are known of all times:" in shown
+    assert "--assume-error-percent assumes some" in shown
+    assert "have a margin" not in shown
+    rows = json.loads(run("solve", profile, *flags, "--format", "json").stdout)
+    assert {row["confidence_percent"] for row in rows} == {None}
+    assert load(path)["confidence"] == 0
+    assert "It has no margin and promises nothing" in text(
+        run("plan", path, "--no-slowdown", "--output", plan)
+    )
+    planned = json.loads(run("plan", path, "--no-slowdown", "--format", "json").stdout)
+    assert {row["confidence_percent"] for row in planned} == {None}
+    assert load(plan)["confidence"] == 0
+
+
+def test_an_error_can_be_assumed_where_none_is_known(profile: Path, tmp_path: Path) -> None:
+    flags = ("--microbatches", 2, "--points", 3, "--assume-error-percent", 1)
+    path, plan = tmp_path / "frontier.json", tmp_path / "plan.json"
+    shown = text(run("solve", profile, *flags, "--output", path))
+    assert "plans keep their times in 95 of 100 cases" in shown
+    assert "promise nothing" not in shown
+    rows = json.loads(run("solve", profile, *flags, "--format", "json").stdout)
+    assert {row["confidence_percent"] for row in rows} == {95}
+    assert load(path)["confidence"] == 0.95
+    assert 0.5 < load(path)["marginTimePercent"] < 2
+    assert "It keeps its time in 95 of 100 cases" in text(
+        run("plan", path, "--no-slowdown", "--output", plan)
+    )
+    planned = json.loads(run("plan", path, "--no-slowdown", "--format", "json").stdout)
+    assert {row["confidence_percent"] for row in planned} == {95}
+    assert load(plan)["confidence"] == 0.95
+
+
+def test_times_without_an_error_beside_others_are_counted(profile: Path) -> None:
+    """A stated error is kept where another one is assumed."""
+    header, first, *others = profile.read_text().splitlines()
+    profile.write_text(
+        "\n".join([f"{header},time_se", f"{first},0.002", *(f"{row}," for row in others)]) + "\n"
+    )
+    flags = ("--microbatches", 2, "--points", 3)
+    shown = text(run("solve", profile, *flags))
+    assert "plans keep their times in 95 of 100 cases" in shown
+    assert "No standard errors are known of 11 of 12 times" in shown
+    assert "No standard errors" not in text(run("solve", profile, *flags, "--assume-error-percent", 2))
+
+
+@pytest.mark.parametrize("confidence", [-0.1, 1.5])
+def test_a_confidence_of_a_file_is_a_probability(frontier: Path, confidence: float) -> None:
+    frontier.write_text(json.dumps(load(frontier) | {"confidence": confidence}))
+    result = run("plan", frontier, "--no-slowdown")
+    assert result.exit_code == 2
+    assert "confidence: expected" in text(result)
+
+
 @pytest.mark.parametrize("name", ScheduleName)
 def test_every_schedule_is_offered_solved_and_planned(tmp_path: Path, name: ScheduleName) -> None:
     chunk_count = 2 if name in CHUNKED else 1

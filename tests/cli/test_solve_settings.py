@@ -310,7 +310,7 @@ def test_settings_survive_from_the_profile_to_the_plan_s_file(content: str, shar
         profiles = read_profile_csv(path, 2)
     stage_count = 1 + max(stage for stage, _, _ in profiles)
     frontier = solve(Pipeline(gpipe(stage_count, 2), profiles, (30.0,) * stage_count), point_count=3)
-    pipeline, _ = problem_from_text(frontier_text(frontier), 100)
+    pipeline, _, _ = problem_from_text(frontier_text(frontier), 100)
     assert isinstance(pipeline, Pipeline)
     assert pipeline.profiles == profiles
     plan = plan_at(pipeline, (1 - share) * frontier.t_min_s + share * frontier.t_slow_s)

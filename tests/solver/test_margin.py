@@ -5,9 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from perseus.solver import Pipeline, SolverError, plan_at, replay, solve, with_margin
+from perseus.solver import (
+    Frontier,
+    Pipeline,
+    SolverError,
+    plan_at,
+    replay,
+    solve,
+    with_margin,
+)
+from perseus.solver import one_forward_one_backward as one_f_one_b
 from perseus.solver.plan import fastest_clock_plan
-from tests.solver.pipelines import small_pipeline
+from tests.solver.pipelines import published_pipeline, small_pipeline
 
 
 def reported(pipeline: Pipeline, share: float) -> Pipeline:
@@ -31,6 +40,64 @@ def drawn(pipeline: Pipeline, share: float, random: np.random.Generator) -> Pipe
             for factor in [1 + share * random.standard_normal()]
         },
     )
+
+
+def kept_shares(frontier: Frontier, truths: list[Pipeline]) -> list[float]:
+    """Of each of the frontier's plans, the share of the truths in which it keeps its time."""
+    return [
+        float(
+            np.mean(
+                [replay(one, plan.clocks_mhz).iteration_time_s <= plan.iteration_time_s for one in truths]
+            )
+        )
+        for plan in frontier.plans()
+    ]
+
+
+def test_every_plan_that_is_given_out_keeps_its_time() -> None:
+    """Searched plans fill slack that roundings leave, so that more paths may be late."""
+    published = published_pipeline("a100-sxm", 4)
+    pipeline = Pipeline(
+        one_f_one_b(4, 4),
+        {key: some[::3] for key, some in published.profiles.items() if key[0] < 4},
+        published.blocking_power_w[:4],
+    )
+    random = np.random.default_rng(5)
+    frontier = solve(reported(pipeline, 0.01), point_count=4, confidence=0.9)
+    assert min(kept_shares(frontier, [drawn(pipeline, 0.01, random) for _ in range(300)])) > 0.87
+
+
+def test_an_error_in_common_needs_a_larger_margin_than_errors_that_average_out() -> None:
+    own = reported(small_pipeline(), 0.01)
+    common = replace(
+        own,
+        profiles={
+            key: tuple(replace(m, time_common_se_s=m.time_se_s) for m in some)
+            for key, some in own.profiles.items()
+        },
+    )
+    margins = [solve(each, point_count=3, confidence=0.95).margin for each in (own, common)]
+    counts = [margin.error_count for margin in margins if margin is not None]
+    # In common, all times are longer by the same share: 1.645 standard errors, and draws are limited.
+    assert 1.645 <= counts[1] < 2.0
+    assert counts[0] < counts[1] - 0.2
+
+
+def test_a_noisy_path_that_is_a_little_shorter_than_an_exact_one_may_be_late() -> None:
+    """A small margin does not change the iteration's length, although the noisy path may exceed it."""
+    pipeline = small_pipeline()
+    fixed = {
+        key: tuple(replace(m, time_se_s=0.2 * m.time_s) for m in some) if key[0] == 0 else some
+        for key, some in pipeline.profiles.items()
+    }
+    frontier = solve(replace(pipeline, profiles=fixed), point_count=3, confidence=0.9)
+    random, truths = np.random.default_rng(1), []
+    for _ in range(300):
+        truth = drawn(pipeline, 0.2, random)
+        truths.append(
+            replace(truth, profiles={**truth.profiles, **{key: fixed[key] for key in fixed if key[0] == 1}})
+        )
+    assert min(kept_shares(frontier, truths)) > 0.86
 
 
 def test_without_standard_errors_there_is_no_margin() -> None:

@@ -58,6 +58,13 @@ def test_interpolation_is_linear_in_the_cycle_time_and_marked() -> None:
     assert added[1].time_se_s == pytest.approx(1e-3)
 
 
+def test_an_interpolated_error_is_no_smaller_than_its_neighbours_which_are_alike() -> None:
+    ends = (Measurement(mhz, 0.1, 1.0, 4e-3, 0.1, time_common_se_s=2e-3) for mhz in (500, 1000))
+    _, added, _ = interpolate_clocks(tuple(ends), [800])
+    assert (added.time_se_s, added.time_common_se_s) == pytest.approx((4e-3, 2e-3))
+    assert added.energy_se_j == pytest.approx(0.1)
+
+
 def test_measured_clocks_replace_interpolated_ones() -> None:
     measured = Measurement(800, 0.13, 17.0)
     guessed = Measurement(800, 0.125, 17.5, interpolated=True)

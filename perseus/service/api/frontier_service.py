@@ -7,6 +7,7 @@ event loop runs on.
 # ruff: noqa: N802 (the contract names the methods)
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -26,7 +27,7 @@ from perseus.service.domain.specification import MAX_COMPUTATION_COUNT
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.solving.work import POINT_COUNT
-from perseus.solver import MAX_LAYER_COUNT, ComputationGraph, Frontier, Pipeline
+from perseus.solver import MAX_LAYER_COUNT, ComputationGraph, Frontier, Pipeline, shrink_profiles
 from perseus.v1 import frontier_service_pb2 as pb
 from perseus.v1 import frontier_service_pb2_grpc
 
@@ -54,8 +55,10 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
         time_s = request.iteration_time_s
         check_range("iteration_time_s", time_s, MIN_DURATION_S, MAX_DURATION_S)
         with self._quotas.solve(caller().name):
-            plan = await self._jobs.plan(request.job_id, time_s)
-            return pb.GetPlanResponse(plan=await asyncio.to_thread(plan_to_proto, plan))
+            plan, confidence = await self._jobs.plan(request.job_id, time_s)
+            response = pb.GetPlanResponse(plan=await asyncio.to_thread(plan_to_proto, plan))
+            response.plan.confidence = confidence
+            return response
 
     @mapped
     async def GetRebalancing(
@@ -98,7 +101,9 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
 def _problem_of(request: pb.SolveRequest) -> Pipeline | ComputationGraph:
     if request.HasField("graph"):
         return graph_from_proto(request.graph)
-    return problem_from_proto(request.problem)
+    problem = problem_from_proto(request.problem)
+    # Noisy measurements become what is to be expected of them, as those of a job.
+    return replace(problem, profiles=shrink_profiles(problem.profiles))
 
 
 def _response(
@@ -109,4 +114,5 @@ def _response(
     if plan_iteration_time_s:
         plan = frontier.plan_within(plan_iteration_time_s)
         response.plan.CopyFrom(plan_to_proto(plan) if graph is None else graph_plan_to_proto(graph, plan))
+        response.plan.confidence = response.frontier.confidence
     return response

@@ -249,7 +249,7 @@ def _blocking_powers_w(stage: int, message: frontier_pb2.BlockingPowers) -> dict
 
 
 def plan_to_proto(plan: Plan) -> frontier_pb2.Plan:
-    """Return a plan."""
+    """Return a plan, of which nothing is promised."""
     return frontier_pb2.Plan(
         iteration_time_s=plan.iteration_time_s,
         energy_j=plan.energy_j,

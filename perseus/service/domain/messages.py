@@ -359,6 +359,8 @@ def frontier_to_proto(frontier: Frontier, graph: ComputationGraph | None = None)
         t_slow_s=frontier.t_slow_s,
         t_star_index=frontier.t_star_index,
         set_latency_s=frontier.set_latency_s,
+        confidence=frontier.margin.confidence if frontier.margin else 0.0,
+        margin_time_percent=100 * frontier.margin.time_share if frontier.margin else 0.0,
     )
 
 

@@ -390,8 +390,10 @@ class Jobs:
     def _frontier(self, run: LiveRun) -> Frontier:
         return self._live.read(run, views.solved_frontier, RunSnapshot.solved_frontier)
 
-    async def plan(self, job_id: str, iteration_time_s: float) -> Plan:
+    async def plan(self, job_id: str, iteration_time_s: float) -> tuple[Plan, float]:
         """Return the plan of least energy that keeps an iteration time, with FIXED computations in place.
+
+        Also return the probability with which it does; 0 if the errors of measurements are unknown.
 
         Raises:
             JobNotSolvedError: there is no frontier, or it is only stored, as the run ended long ago.
@@ -400,7 +402,8 @@ class Jobs:
         """
         frontier = self._frontier(self._live.find(job_id))
         plan = await self._solver.plan(frontier, iteration_time_s)
-        return await asyncio.to_thread(with_fixed, plan, frontier.pipeline)
+        confidence = frontier.margin.confidence if frontier.margin else 0.0
+        return await asyncio.to_thread(with_fixed, plan, frontier.pipeline), confidence
 
     async def rebalancing(self, job_id: str, asked: Sequence[int]) -> frontier_pb2.Rebalancing:
         """Return what moving layers between stages would bring beside clocks.

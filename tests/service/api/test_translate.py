@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.schedule_name import ScheduleName
+from perseus.service.api.frontier_service import _problem_of
 from perseus.service.api.translate_agents import (
     answer_from_proto,
     in_force_from_proto,
@@ -40,10 +41,21 @@ from perseus.solver import (
     Pipeline,
     ScheduleError,
     named_schedule,
+    one_forward_one_backward,
+    shrink_profiles,
     solve,
     with_lag,
 )
-from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, frontier_pb2, job_pb2, rank_pb2
+from perseus.solver.shrinkage import MIN_CLOCKS
+from perseus.v1 import (
+    agent_service_pb2,
+    computation_pb2,
+    event_pb2,
+    frontier_pb2,
+    frontier_service_pb2,
+    job_pb2,
+    rank_pb2,
+)
 from perseus.v1.job_service_pb2 import ListJobEventsRequest
 from tests.service.frontiers import FRONTIER
 
@@ -171,6 +183,17 @@ def test_an_impossible_lag_is_named(lag_s: float) -> None:
     message.transfer_lag_s = lag_s
     with pytest.raises(InvalidFieldError, match=f"transfer_lag_s: expected .*, found {lag_s}"):
         problem_from_proto(message)
+
+
+def test_noisy_measurements_of_a_problem_are_shrunk() -> None:
+    measured = tuple(
+        Measurement(1000 + 15 * k, 0.1 + 0.001 * (k % 2), 10.0, 0.002, 0.2) for k in range(MIN_CLOCKS)
+    )
+    profiles = {(0, 0, Kind.FORWARD): measured, (0, 0, Kind.BACKWARD): measured}
+    message = problem_to_proto(Pipeline(one_forward_one_backward(1, 1), profiles, (50.0,)))
+    shrunk = _problem_of(frontier_service_pb2.SolveRequest(problem=message))
+    assert isinstance(shrunk, Pipeline)
+    assert shrunk.profiles == shrink_profiles(profiles) != profiles
 
 
 def test_a_plan_names_clocks_in_order() -> None:

@@ -139,7 +139,11 @@ class Planner:
             event_pb2.JOB_EVENT_TYPE_SOLVED,
             f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s"
             + (f", for a set latency of {frontier.set_latency_s:.3f} s" if frontier.set_latency_s else "")
-            + (f", with a margin of {margin.time_share:.2%} for noisy measurements" if margin else ""),
+            + (
+                f", with a margin of {margin.time_share:.2%} for noisy measurements"
+                if margin
+                else ", without a margin: no errors of measurements are known"
+            ),
             event_pb2.Solved(
                 t_min_s=frontier.t_min_s,
                 t_star_s=frontier.t_star_s,

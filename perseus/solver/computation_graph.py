@@ -98,7 +98,7 @@ class ComputationGraph:
 
     def _check_names(self) -> None:
         if not self.nodes:
-            raise ScheduleError("nodes: expected at least one, found none")
+            raise ScheduleError("nodes: expected at least one, found none", nodes=0)
         for name, node in self.nodes.items():
             if not node.profile or node.profile not in self.profiles:
                 found = f"{node.profile!r}, which does not exist" if node.profile else "none"

@@ -276,7 +276,7 @@ class GraphProblem(google.protobuf.message.Message):
     EDGES_FIELD_NUMBER: builtins.int
     @property
     def resources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GraphResource]:
-        """The resources, each with at least one node."""
+        """Required where nodes name one. The resources, each with at least one node."""
 
     @property
     def profiles(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GraphProfile]:
@@ -288,7 +288,7 @@ class GraphProblem(google.protobuf.message.Message):
 
     @property
     def edges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GraphEdge]:
-        """The edges, each once."""
+        """Required where a resource has several nodes. The edges, each once."""
 
     def __init__(
         self,

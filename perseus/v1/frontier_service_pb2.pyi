@@ -164,11 +164,11 @@ class SolveRequest(google.protobuf.message.Message):
     """If set, the response has a plan that is not slower than this, seconds. At least T_min, at most 1e6."""
     @property
     def problem(self) -> perseus.v1.frontier_pb2.PipelineProblem:
-        """Required, or graph. The problem."""
+        """Required without a graph. The problem."""
 
     @property
     def graph(self) -> perseus.v1.frontier_pb2.GraphProblem:
-        """Required, or problem. Any graph of computations."""
+        """Required without a problem. Any graph of computations."""
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from perseus.v1 import (
     power_service_pb2_grpc,
 )
 from perseus.v1.agent_service_pb2 import ConnectRequest
+from tests.service.api.test_translate_graphs import example as graph_example
 from tests.service.frontiers import FRONTIER
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings
 
@@ -325,7 +326,10 @@ def solves() -> list[Message]:
     named.CopyFrom(explicit)
     named.problem.schedule.named.microbatch_count = 1
     named.problem.schedule.named.name = computation_pb2.SCHEDULE_NAME_GPIPE
-    return [explicit, named]
+    graph = frontier_service_pb2.SolveRequest(
+        graph=graph_example(), point_count=10, plan_iteration_time_s=11.0
+    )
+    return [explicit, named, graph]
 
 
 FAIR_ANSWERS = {

@@ -39,8 +39,13 @@ NAMED_BY_PLACE = {
     "Path.steps",
     "PipelineProblem.profiles",
     "ComputationProfile.measurements",
+    "GraphProblem.profiles",
+    "GraphProfile.measurements",
+    "GraphNode.profile",
+    "GraphEdge.earlier",
+    "GraphEdge.later",
 }
-"""Refusals give the place of these (a schedule, a stage, a kind, the labels) instead of the field."""
+"""Refusals give the place of these (a schedule, a stage, a kind, the labels, a node) instead of the field."""
 
 M = TypeVar("M", bound=Message)
 

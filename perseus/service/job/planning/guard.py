@@ -120,7 +120,7 @@ class Guard:
         tolerance = self.tolerance
         # A time at the tolerance lies halfway between level 0 and the smallest level the test distinguishes.
         excess = math.log(time_s / (predicted_s * (1 + tolerance))) + MIN_LEVEL / 2
-        self._test.add(np.array([excess]), self._noise)
+        self._test.add(np.array([excess]), self._noise, is_learned=True)
         middle_s = median(self._times_s)
         is_shown = self._test.evidence_above()[0] >= self._test.threshold_above
         is_exceeded = len(self._times_s) == self._rules.guard_iterations and middle_s > predicted_s * (

@@ -9,8 +9,9 @@ rest, their noise counts.
 Before any iteration there is a prior: some distances as wide as those of the noisiest job known, where the
 slowest of 32 pipelines takes 1.35 × the median. They are outvoted after about as many iterations.
 
-The histogram's tail shows how heavy the noise's tail is, as the degrees of freedom of Student's distribution:
-few, until enough iterations rule them out.
+The histogram's lower tail shows how heavy the noise's tail is, as the degrees of freedom of Student's
+distribution: few, until enough iterations rule them out. What is far above may be rare and large: these
+values are learned apart (`hiccups`).
 
 Correlated iterations are weaker evidence than independent ones, by the factor (1 - ρ) / (1 + ρ), where ρ is
 the correlation of one iteration with the next.
@@ -19,9 +20,10 @@ the correlation of one iteration with the next.
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perseus.service.domain.telemetry import FloatColumn
+from perseus.service.job.statistics.hiccups import FAR, Hiccups
+from perseus.service.job.statistics.log_bins import BIN_COUNT, bins, counts_in_bins, edge
 
 PRIOR = 0.1
 """Distance of the prior's entries."""
@@ -58,19 +60,12 @@ _MEDIAN_OF_NORMAL = 0.6745
 
 MIN_FREEDOM, MAX_FREEDOM = 5.0, 30.0
 
-_FAR = 4.0
-"""Distance from which on the tail begins, in scales."""
-
 _FREEDOMS = np.array([MAX_FREEDOM, 20.0, 10.0, 7.0, MIN_FREEDOM])
 _FAR_SHARES = np.array([0.00033, 0.00058, 0.0020, 0.0039, 0.0077])
-"""The tail's share by degrees of freedom, with the scale taken from the median."""
+"""The share of both tails by degrees of freedom, with the scale taken from the median."""
 
 _UNSEEN = 2.0
 """Unseen tail distances to allow for: if none was seen, the share is no greater in 1 - 1/e² of the cases."""
-
-_LOWEST, _HIGHEST, _BINS_PER_E = 1e-4, 4.0, 12
-_BIN_COUNT = math.ceil(math.log(_HIGHEST / _LOWEST) * _BINS_PER_E) + 1
-
 
 class Noise:
     """The noise of one job's figure, pooled over its `count` sources (pipelines; 1 for the whole job).
@@ -78,15 +73,17 @@ class Noise:
     Attributes:
         scale: the standard deviation common to the sources.
         scales: that of each source, shape (sources,).
+        hiccups: the rare, large values.
     """
 
     def __init__(self, count: int) -> None:
         self._levels = np.zeros(count)
         self._level_counts = np.ones(count)
         self._before = np.full(count, np.nan)
-        self._counts = np.zeros(_BIN_COUNT)
-        self._counts[_bins(np.array([PRIOR]))] = PRIOR_COUNT
-        self._recent_counts = np.zeros(_BIN_COUNT)
+        self._counts = PRIOR_COUNT * counts_in_bins(np.array([PRIOR]))
+        self._below_counts = np.zeros(BIN_COUNT)
+        self._recent_counts = np.zeros(BIN_COUNT)
+        self.hiccups = Hiccups(count)
         self._latest = np.full(count, np.nan)
         self._changes = np.zeros((_OWN_CHANGES, count))
         self._row = 0
@@ -106,8 +103,8 @@ class Noise:
     @property
     def degrees_of_freedom(self) -> float:
         """Student's degrees of freedom, from 5 (heavy tails, or unknown) to 30 (nearly normal)."""
-        far = _bins(np.array([_FAR * self.scale]))[0] + 1
-        share = (self._counts[far:].sum() + _UNSEEN) / self._counts.sum()
+        far = bins(np.array([FAR * self.scale]))[0] + 1
+        share = (2 * self._below_counts[far:].sum() + _UNSEEN) / self._counts.sum()
         return float(np.interp(math.log(share), np.log(_FAR_SHARES), _FREEDOMS))
 
     def add(self, values: FloatColumn) -> None:
@@ -115,11 +112,13 @@ class Noise:
         distances = values - self._levels
         is_known = ~np.isnan(distances)
         known = distances[is_known]
+        self.hiccups.add(values, self._levels, self.scales)
         self._level_counts[is_known] = np.minimum(_LEVEL_COUNT, self._level_counts[is_known] + 1)
         self._levels[is_known] += known / self._level_counts[is_known]
         decay = 1 - 1 / _MEMORY
-        in_bins = np.bincount(_bins(np.abs(known)), minlength=_BIN_COUNT)
+        in_bins = counts_in_bins(np.abs(known))
         self._counts = decay * self._counts + in_bins
+        self._below_counts = decay * self._below_counts + counts_in_bins(-known[known < 0])
         self._recent_counts = (1 - 1 / _SHORT_MEMORY) * self._recent_counts + in_bins
         self._add_pairs(distances, decay)
         long, short = _scale(self._counts), _scale(self._recent_counts)
@@ -132,11 +131,13 @@ class Noise:
         """Set a source's level from now on; the change to it does not count as noise."""
         self._levels[source], self._level_counts[source] = level, 1.0
         self._before[source] = np.nan
+        self.hiccups.explain(source)
 
     def restart(self) -> None:
         """Break the sequence: the next iteration does not follow the latest."""
         self._before[:] = np.nan
         self._latest[:] = np.nan
+        self.hiccups.restart()
 
     def _own_scales(self, values: FloatColumn) -> FloatColumn:
         """Return each source's scale by its changes between iterations; a step counts only once."""
@@ -167,11 +168,4 @@ def _scale(counts: FloatColumn) -> float:
         return MIN_SCALE
     bin_number = int(np.searchsorted(cumulated, wanted))
     within = 1 - (cumulated[bin_number] - wanted) / counts[bin_number]
-    middle = _LOWEST * math.exp((bin_number + within) / _BINS_PER_E)
-    return max(MIN_SCALE, middle / _MEDIAN_OF_NORMAL)
-
-
-def _bins(distances: FloatColumn) -> NDArray[np.int64]:
-    ratios = np.clip(distances, _LOWEST, _HIGHEST) / _LOWEST
-    found: NDArray[np.int64] = (np.log(ratios) * _BINS_PER_E).astype(np.int64)
-    return found
+    return max(MIN_SCALE, edge(bin_number + within) / _MEDIAN_OF_NORMAL)

@@ -213,6 +213,8 @@ class StragglerDetector:
             recent = self._since_change(pipeline, level, is_upwards=bool(is_above[pipeline]))
             if is_slowed[pipeline] and above[pipeline] < needed[pipeline]:
                 recent = recent[:1]  # its GPU reports on this iteration only
+            elif is_above[pipeline] and len(recent) < 2:
+                continue  # however rare: the next iteration will show whether it lasts
             measured = SlownessEstimate.of(recent)
             known = self._known.get(pipeline)
             if self._is_slow(measured, is_known=known is not None):

@@ -183,8 +183,8 @@ def _healthy_table(seeds: int) -> tuple[Table, dict[str, float]]:
                 seeds,
                 1000 * false / (seeds * ITERATIONS),
                 1000 * sum(at < EARLY for each in runs for at in each.false) / (seeds * EARLY),
-                _lost_percent(runs, slice(0, EARLY)),
-                _lost_percent(runs, slice(None)),
+                lost_percent(runs, slice(0, EARLY)),
+                lost_percent(runs, slice(None)),
             )
         )
     columns = (
@@ -274,7 +274,7 @@ def _cost_table(seeds: int) -> Table:
                 (
                     name,
                     factor,
-                    _lost_percent(runs, slice(LEARNED, None)),
+                    lost_percent(runs, slice(LEARNED, None)),
                     sum(each.withdrawn_responses for each in runs) / seeds,
                 )
             )
@@ -289,7 +289,7 @@ def _cost_table(seeds: int) -> Table:
     )
 
 
-def _lost_percent(runs: Sequence[Run], part: slice) -> float:
+def lost_percent(runs: Sequence[Run], part: slice) -> float:
     """Return the mean over iterations of each one's share: heavy tails have no mean time for a ratio."""
     return 100 * float(np.mean([each.time_s[part] / each.unanswered_s[part] - 1 for each in runs]))
 

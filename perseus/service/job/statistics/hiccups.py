@@ -34,7 +34,7 @@ MAX_LENGTH = 20
 UNSEEN_SHARE = 1 / 40_000
 """Share of values that are as far as none has been: rarer than normal noise reaches `FAR`."""
 
-_CLUSTERING_PRIOR = 0.1
+_CLUSTERING_PRIOR = 0.25
 """Probability, before any hiccup was seen, that hiccups cluster."""
 
 _SHRINKAGE = 2.0
@@ -64,6 +64,11 @@ class Hiccups:
         self._bases = np.zeros(count)
         self._is_explained = np.zeros(count, np.bool_)
 
+    @property
+    def size_shares(self) -> FloatColumn:
+        """The share of values that are hiccups, by the bin of their size; shape (bins,)."""
+        return self._sizes / (1 + self._value_count)
+
     def is_departed(self) -> NDArray[np.bool_]:
         """Return which sources are in a departure that has not ended."""
         return self._lengths > 0
@@ -77,7 +82,7 @@ class Hiccups:
         source's previous value was far. `is_learned`: these values were already taken.
         """
         is_above = distances > 0
-        at_least = np.cumsum(self._sizes[::-1])[::-1] / (1 + self._value_count)
+        at_least = np.cumsum(self.size_shares[::-1])[::-1]
         begun = UNSEEN_SHARE + np.where(is_above, at_least[bins(distances)], 0.0)
         continued = np.zeros_like(begun)
         lengths = self._lengths[sources] - is_learned

@@ -67,6 +67,7 @@ _FAR_SHARES = np.array([0.00033, 0.00058, 0.0020, 0.0039, 0.0077])
 _UNSEEN = 2.0
 """Unseen tail distances to allow for: if none was seen, the share is no greater in 1 - 1/e² of the cases."""
 
+
 class Noise:
     """The noise of one job's figure, pooled over its `count` sources (pipelines; 1 for the whole job).
 

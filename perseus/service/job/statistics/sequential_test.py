@@ -17,9 +17,9 @@ change.
 g is Student's density over its maximum, and h the learned probability of a hiccup at least so far above the
 level (`hiccups`). If the source's previous value was far above, too, c is the probability that hiccups go on.
 So a value is evidence only as far as noise brings its like rarely: a hiccup seen once in 200 values raises R
-by 200 at most, and the next one, where half of them go on, by 2. A value that is implausible under both levels
-is none. The distance |x - θ| is taken from the part of the grid that θ stands for. A value below the level is never
-evidence for a higher one.
+by 200 at most, and the next one, where half of them go on, by 2. A value that is implausible under both
+levels is none. |x - θ| is the distance from the part of the grid that θ stands for. A value below the level
+is never evidence for a higher one.
 
 No single value counts for more than `_MAX_SHARE` of the threshold, as a log, whatever was learned.
 """

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from perseus.service.domain.telemetry import FloatColumn, IntColumn
 from perseus.service.job.statistics.noise import Noise
 from perseus.service.job.statistics.sequential_test import GAP, MIN_LEVEL, SequentialTest
-from perseus.service.job.stragglers.response_cost import MIN_CHANGE, ResponseCost, SlownessEstimate
+from perseus.service.job.stragglers.response_cost import MIN_CHANGE, Leads, ResponseCost, SlownessEstimate
 from perseus.service.job.stragglers.spans import IterationSpans
 
 ENTER = 0.015
@@ -68,6 +68,11 @@ _SUSPECTED_SHARE = 0.25
 """Share of the threshold, as a log, that makes a suspect.
 
 Of 32 healthy pipelines, one is a suspect in 7 % of all iterations.
+"""
+
+_MIN_COUNT_TO_LOWER = 16
+"""Iterations of a straggler from which on its answer may be lowered: after a restart, the noise is known
+again by then.
 """
 
 _REMEMBERED = 64
@@ -134,6 +139,7 @@ class StragglerDetector:
             pipeline_count, FALSE_FREE_ITERATIONS * pipeline_count, _CLEARING_THRESHOLD
         )
         self._cost = ResponseCost()
+        self._leads = Leads()
         self._known: dict[int, _Known] = {}
         self._threshold_exponents: IntColumn = np.ones(pipeline_count, np.int64)
         self._quiet_counts: IntColumn = np.zeros(pipeline_count, np.int64)
@@ -186,6 +192,7 @@ class StragglerDetector:
         slowness = _slowness(per_work_s, spans.planned_s, spans.versions, self._test.levels)
         self._test.add(slowness, self._noise)
         self._noise.add(slowness)
+        self._leads.add(np.where(self._noise.hiccups.is_departed(), np.nan, slowness - self._test.levels))
         self._row = (self._row + 1) % _REMEMBERED
         self._recent[self._row] = slowness
         changed = dict(self._find_changes(spans, slowness))
@@ -193,7 +200,7 @@ class StragglerDetector:
             if pipeline not in changed and not math.isnan(slowness[pipeline]):
                 known.measured.add(float(slowness[pipeline]))
         has_cost_time = self._cost.judge(spans, spans_s, () if is_overridden else self._known)
-        answers = self._withdraw_responses() if has_cost_time else self._improved_responses()
+        answers = self._withdraw_responses() if has_cost_time else self._changed_responses()
         changed |= {pipeline: self._known[pipeline].measured.count for pipeline in answers}
         return [
             self._finding(pipeline, spans, slowness, iteration_count, has_cost_time)
@@ -213,7 +220,7 @@ class StragglerDetector:
             recent = self._since_change(pipeline, level, is_upwards=bool(is_above[pipeline]))
             if is_slowed[pipeline] and above[pipeline] < needed[pipeline]:
                 recent = recent[:1]  # its GPU reports on this iteration only
-            elif is_above[pipeline] and len(recent) < 2:
+            elif len(recent) < 2:
                 continue  # however rare: the next iteration will show whether it lasts
             measured = SlownessEstimate.of(recent)
             known = self._known.get(pipeline)
@@ -254,7 +261,10 @@ class StragglerDetector:
     def _sure(self, measured: SlownessEstimate) -> float:
         if self._cost.is_paused:
             return 0.0
-        return measured.sure(self._noise.scale, self._count - len(self._known))
+        others = self._count - len(self._known)
+        sure = measured.sure(self._noise.scale, others)
+        shares = others * self._noise.hiccups.size_shares
+        return min(sure, self._leads.affordable(measured.lower(self._noise.scale), shares))
 
     def _withdraw_responses(self) -> Iterator[int]:
         for pipeline, known in self._known.items():
@@ -262,12 +272,15 @@ class StragglerDetector:
                 known.waited = 0.0
                 yield pipeline
 
-    def _improved_responses(self) -> Iterator[int]:
-        """Yield the stragglers known so much better that others may take more of their slowness."""
+    def _changed_responses(self) -> Iterator[int]:
+        """Yield the stragglers known so much better that others may take more, or less, of their slowness."""
         for pipeline, known in self._known.items():
             if known.measured.count.bit_count() > 1:  # only each time the count has doubled
                 continue
-            if (sure := self._sure(known.measured)) > known.waited + MIN_CHANGE:
+            sure = self._sure(known.measured)
+            if known.measured.count < _MIN_COUNT_TO_LOWER:
+                sure = max(sure, known.waited)
+            if abs(sure - known.waited) > MIN_CHANGE:
                 known.waited = sure
                 yield pipeline
 

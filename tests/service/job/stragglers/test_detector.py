@@ -128,7 +128,9 @@ def test_flapping_that_is_slower_than_the_timeout_is_given_up(series: Series) ->
 def test_timeouts_shrink_when_quiet(series: Series) -> None:
     series.feed_first([1.2, 1.2, 1.0, 1.0])
     assert series.feed_first([1.2] * 3 + [1.0] * (3 + QUIET_ITERATIONS)) == [], "three outweigh three"
-    assert series.feed_first([1.2, 1.2]) == [(2, 0, pytest.approx(1.2))]
+    found = series.feed_first([1.2] * 15)
+    assert found[0][1:] == (0, pytest.approx(1.2)), "after two hiccups, it has to last longer than they did"
+    assert 3 < found[0][0] <= 13
 
 
 def test_a_step_of_the_whole_job_is_no_straggler(series: Series) -> None:

@@ -80,20 +80,21 @@ class SequentialTest:
         """
         known = np.flatnonzero(~np.isnan(values))
         own, level = values[known, None], self.levels[known, None]
-        freedom = noise.degrees_of_freedom
+        # Correlated bulk is weaker evidence; the clustering of hiccups is in their probability.
+        freedom, weight = noise.degrees_of_freedom, noise.independence
         scales = noise.scales[known, None]
         begun, continued = noise.hiccups.shares(known, (own - level)[:, 0], is_learned=is_learned)
         begun, continued = begun[:, None], continued[:, None]
         cells = np.maximum(0.0, _CELL * LEVELS - scales / 2)
         widths = np.hypot(scales, cells)
-        there = _density(np.maximum(0.0, np.abs(own - LEVELS) - cells) / widths, freedom)
-        here = _density((own - level) / scales, freedom)
+        there = _density(np.maximum(0.0, np.abs(own - LEVELS) - cells) / widths, freedom) ** weight
+        here = _density((own - level) / scales, freedom) ** weight
         fits = np.log(there + np.where(own > LEVELS, begun, UNSEEN_SHARE))
         fits -= np.log(here + begun + continued)
         is_above = level < LEVELS
         fits = np.where(is_above == (own < level), np.minimum(fits, 0.0), fits)
         caps = np.where(is_above, self._cap_above, self._cap_below)
-        ratios = np.exp(np.clip(noise.independence * fits, -caps, caps))
+        ratios = np.exp(np.clip(fits, -caps, caps))
         self._evidence[known] = np.minimum(_MAX, (1 + self._evidence[known]) * ratios)
 
     def evidence_above(self) -> FloatColumn:

@@ -112,8 +112,8 @@ def test_a_pipeline_that_may_be_slow_is_a_suspect_until_it_is_proven(seed: int) 
     suspected = []
     while not series.feed([1.3, 1.0, 1.0, 1.0]):
         suspected.append(series.detector.suspects)
-    assert suspected[-1] == [0]
-    assert series.detector.suspects == [], "it is proven"
+    assert 0 in suspected[-1]
+    assert 0 not in series.detector.suspects, "it is proven"
 
 
 def test_a_straggler_below_the_limit_is_none(series: Series) -> None:

@@ -220,7 +220,7 @@ def test_a_straggler_that_takes_a_while_to_prove_violates_no_prediction(seed: in
     for _ in range(5):
         cluster.run(12, dict(enumerate((1 + 0.004 * chance.standard_normal(4)).tolist())))
     cluster.slowdowns[1] = 1.3
-    count, offered = cluster.run_until_offered(limit=8)
+    count, offered = cluster.run_until_offered(limit=16)
     assert offered == {0, 2, 3}, f"after {count} iterations"
     announced = {event.type for event in cluster.events()}
     assert event_pb2.JOB_EVENT_TYPE_PREDICTION_VIOLATED not in announced

@@ -125,12 +125,12 @@ async def replay(directory: Path, trace: Trace, step_count: int | None = None) -
     return [event for event in events if event.HasField("straggler_finding")]
 
 
-async def test_the_slowed_pipeline_is_named_within_three_steps(tmp_path: Path) -> None:
+async def test_the_slowed_pipeline_is_named_within_five_steps(tmp_path: Path) -> None:
     found = await replay(tmp_path, straggler_traces.load("AR"))
     pipeline, stage = straggler_traces.SLOWED
     first = found[0].straggler_finding
     assert (first.pipeline, first.slowest_stage) == (pipeline, stage)
-    assert first.iteration < 3
+    assert first.iteration < 5
     assert first.slowdown_factor == pytest.approx(2.1, abs=0.05)
     assert {event.straggler_finding.pipeline for event in found} == {pipeline}, "and no other one, ever"
     assert {event.type for event in found} == {event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED}, "and it stays"

@@ -39,8 +39,9 @@ def test_a_margin_is_in_the_written_graph() -> None:
     graph = graph_from_proto(message)
     frontier = solve(graph.pipeline, point_count=5, confidence=0.95)
     assert frontier.margin is not None
-    again, point_count = problem_from_text(frontier_text(frontier, graph), 100)
+    again, point_count, confidence = problem_from_text(frontier_text(frontier, graph), 100)
     assert isinstance(again, ComputationGraph)
+    assert confidence == 0.95
     assert {again.nodes[name].profile for name in ("check", "title")} == {"check", "check (2)"}
     assert again.nodes.keys() == graph.nodes.keys()
     assert solve(again.pipeline, point_count=point_count).points == frontier.points

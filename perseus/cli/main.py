@@ -18,7 +18,7 @@ from perseus.printable import printable
 _COMMANDS = {
     "solve": (
         "perseus.cli.solve:solve",
-        "Compute the iteration time-energy frontier of one pipeline from its profile.",
+        "Compute the iteration time-energy frontier of one pipeline from its profile, or of a graph.",
     ),
     "plan": (
         "perseus.cli.solve:plan",

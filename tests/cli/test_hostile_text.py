@@ -29,6 +29,7 @@ from perseus.demo.display import LiveDisplay
 from perseus.printable import printable
 from perseus.v1 import (
     event_pb2,
+    frontier_service_pb2,
     info_service_pb2,
     job_pb2,
     job_service_pb2,
@@ -57,6 +58,7 @@ SHORT = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=12))
 METHODS = {
     method.name: method
     for service in (
+        frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"],
         job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
         ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
         power_service_pb2.DESCRIPTOR.services_by_name["PowerService"],
@@ -125,6 +127,7 @@ VIEWS = {
     "runs": ["jobs", "runs", "job"],
     "show": ["jobs", "show", "job"],
     "ranks": ["jobs", "ranks", "job"],
+    "rebalancing": ["jobs", "rebalancing", "job"],
     "watch": ["jobs", "watch", "job"],
     "events": ["jobs", "events", "job"],
     "report": ["jobs", "report", "job"],

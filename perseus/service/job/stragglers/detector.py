@@ -200,8 +200,7 @@ class StragglerDetector:
             if pipeline not in changed and not math.isnan(slowness[pipeline]):
                 known.measured.add(float(slowness[pipeline]))
         has_cost_time = self._cost.judge(spans, spans_s, () if is_overridden else self._known)
-        answers = self._withdraw_responses() if has_cost_time else self._changed_responses()
-        changed |= {pipeline: self._known[pipeline].measured.count for pipeline in answers}
+        changed |= dict(self._withdraw_responses() if has_cost_time else self._changed_responses())
         return [
             self._finding(pipeline, spans, slowness, iteration_count, has_cost_time)
             for pipeline, iteration_count in sorted(changed.items())
@@ -266,23 +265,32 @@ class StragglerDetector:
         shares = others * self._noise.hiccups.size_shares
         return min(sure, self._leads.affordable(measured.lower(self._noise.scale), shares))
 
-    def _withdraw_responses(self) -> Iterator[int]:
+    def _withdraw_responses(self) -> Iterator[tuple[int, int]]:
         for pipeline, known in self._known.items():
             if known.waited:
                 known.waited = 0.0
-                yield pipeline
+                yield pipeline, known.measured.count
 
-    def _changed_responses(self) -> Iterator[int]:
-        """Yield the stragglers known so much better that others may take more, or less, of their slowness."""
-        for pipeline, known in self._known.items():
+    def _changed_responses(self) -> Iterator[tuple[int, int]]:
+        """Yield the stragglers known so much better that others may take more, or less, of their slowness.
+
+        A mean of many iterations may also show that there is no slowness.
+        """
+        for pipeline, known in list(self._known.items()):
             if known.measured.count.bit_count() > 1:  # only each time the count has doubled
+                continue
+            if known.measured.count >= _MIN_COUNT_TO_LOWER and not self._is_slow(
+                known.measured, is_known=True
+            ):
+                self.forget(pipeline)
+                yield pipeline, known.measured.count
                 continue
             sure = self._sure(known.measured)
             if known.measured.count < _MIN_COUNT_TO_LOWER:
                 sure = max(sure, known.waited)
             if abs(sure - known.waited) > MIN_CHANGE:
                 known.waited = sure
-                yield pipeline
+                yield pipeline, known.measured.count
 
     def _set_level(self, pipeline: int, level: float) -> None:
         self._test.set_level(pipeline, level)

@@ -237,7 +237,9 @@ async def check_plan(run: RealRun) -> Figures:
     waiting_w = solver.fastest_clock_plan(problem).blocking_power_w
     whole_stock, whole_plan = await run.whole(at_stock=True), await run.whole(at_stock=False)
     predicted_percent = 100 * (1 - late.energy_j / stock.energy_j)
-    saved_percent = 100 * (1 - whole_plan.energy_j / whole_stock.energy_j)
+    # A pause that only one of the two had is no saving.
+    paused_j = run.workload.pipeline_count * waiting_w * (whole_plan.time_s - whole_stock.time_s)
+    saved_percent = 100 * (1 - (whole_plan.energy_j - paused_j) / whole_stock.energy_j)
 
     def error_percent(time_s: float, energy_j: float, whole: Whole) -> float:
         pipeline_j = energy_j + waiting_w * (whole.time_s - time_s)

@@ -197,15 +197,9 @@ class RealRun:
         state = job_pb2.JOB_STATE_BASELINE if at_stock else job_pb2.JOB_STATE_PLANNED
         report = await stub.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=STEP_TIMEOUT_S)
         period = [period for period in report.periods if period.state == state][-1]
-        of = job_service_pb2.GetTimelineRequest(job_id=job_id, from_baseline=at_stock)
-        ends_s: dict[int, float] = {}
-        for entry in (await stub.GetTimeline(of, timeout=STEP_TIMEOUT_S)).entries:
-            ends_s[entry.stage] = max(ends_s.get(entry.stage, 0.0), entry.start_s + entry.duration_s)
-        # If each stage ends with its last computation, the first one to end has the longest gap. If they wait
-        # for each other within the iteration, all have the same gap.
-        time_s = min(ends_s.values()) + period.gap_time_s
-        if time_s < period.iteration_time_s:
-            time_s = period.iteration_time_s + period.gap_time_s
+        # From end to end. One iteration's timeline would show a pause that the mean energy hardly contains.
+        lasted = period.end_time.ToDatetime() - period.start_time.ToDatetime()
+        time_s = lasted.total_seconds() / (period.last_iteration - period.first_iteration)
         return Whole(time_s, period.energy_j + period.gap_energy_j)
 
     async def set_policy(self, policy: job_pb2.OperatingPolicy) -> None:

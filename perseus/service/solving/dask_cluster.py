@@ -14,15 +14,17 @@ import contextlib
 import logging
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from perseus.service.solving.worker import Worker, WorkerDiedError
 
 log = structlog.get_logger(__name__)
+
+Answer = TypeVar("Answer")
 
 PERIOD_S = 2.0
 """How often the cluster's workers are counted, and how long after its loss it is tried again."""
@@ -74,7 +76,7 @@ class DaskCluster:
             self._lost = asyncio.get_running_loop().create_future()
             client = self._new_client()
             try:
-                await self._connect(client)
+                await _bounded(self._connect(client))
                 while not self._lost.done():
                     await self._count(client)
                     await asyncio.wait({self._lost}, timeout=PERIOD_S)
@@ -83,7 +85,7 @@ class DaskCluster:
             finally:
                 self._client = None
                 with contextlib.suppress(Exception):
-                    await client.close(timeout=1)
+                    await _bounded(client.close(timeout=1), TIMEOUT_S)
             await asyncio.sleep(PERIOD_S)
 
     async def exchange(self, message: bytes) -> bytes:
@@ -157,21 +159,7 @@ class DaskCluster:
             ClusterLostError: the scheduler doesn't answer, or there is no worker that may.
         """
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                identity = await client.scheduler.identity(n_workers=-1)
-                there = {
-                    address: worker["nthreads"]
-                    for address, worker in identity["workers"].items()
-                    if worker["status"] == "running"
-                }
-                if not there.keys() <= self._addresses:
-                    versions = await client.get_versions(packages=_EQUAL)
-                    ours = versions["client"]["packages"]
-                    for place, found in {
-                        "its scheduler": versions["scheduler"],
-                        **versions["workers"],
-                    }.items():
-                        _check_versions(ours, found["packages"], place)
+            there = await _bounded(self._threads_of_workers(client), TIMEOUT_S)
         except ClusterLostError:
             raise
         except Exception:
@@ -183,6 +171,21 @@ class DaskCluster:
         if self.trouble:
             log.info("the Dask cluster is there again", address=self._address, threads=self.thread_count)
             self.trouble = ""
+
+    async def _threads_of_workers(self, client: Any) -> dict[str, int]:
+        """Return address → threads of the workers that run, whose versions are ours."""
+        identity = await client.scheduler.identity(n_workers=-1)
+        there = {
+            address: worker["nthreads"]
+            for address, worker in identity["workers"].items()
+            if worker["status"] == "running"
+        }
+        if not there.keys() <= self._addresses:
+            versions = await client.get_versions(packages=_EQUAL)
+            ours = versions["client"]["packages"]
+            for place, found in {"its scheduler": versions["scheduler"], **versions["workers"]}.items():
+                _check_versions(ours, found["packages"], place)
+        return there
 
     def _end(self, trouble: str) -> None:
         """Note that the cluster is not there, and say so once."""
@@ -225,6 +228,20 @@ class DaskWorker(Worker):
 
 
 _SILENT = "its scheduler can't be reached"
+
+
+async def _bounded(work: Awaitable[Answer], timeout_s: float | None = None) -> Answer:
+    """Wait for Dask, whose client loses a cancellation while it closes: cancel until it has ended."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({working}, timeout=timeout_s)
+        if not working.done():
+            raise TimeoutError
+        return working.result()
+    finally:
+        while not working.done():
+            working.cancel()
+            await asyncio.wait({working}, timeout=0.1)
 
 
 async def _result(future: Any) -> bytes:

@@ -79,7 +79,9 @@ def test_searching_never_makes_plans_dearer(
         return search.search(rounded, deadlines_ps, prices, 8)
 
     found = searched(1)
-    assert (columns.effective_energies_j(found) <= columns.effective_energies_j(rounded) + 1e-9).all()
+    found_j, rounded_j = columns.effective_energies_j(found), columns.effective_energies_j(rounded)
+    # Sums of the same choices' parts in another order; steep slopes make effective energies of 1e8 J.
+    assert (found_j <= rounded_j + 1e-9 * np.maximum(1.0, np.abs(rounded_j))).all()
     assert (columns.iteration_times_ps(found) <= deadlines_ps).all()
     assert (found == searched(1)).all()
 

@@ -243,7 +243,7 @@ def _posteriors(
     """Return each model's restricted log likelihood, and mean and variance of the error-free values."""
     # All models in one call each: for a few clocks, call overhead dominates.
     roots = np.linalg.cholesky(covariances)
-    inverses = np.linalg.solve(roots, np.eye(len(y)))
+    inverses = np.linalg.solve(roots, np.eye(len(y))[None])
     white_lines, white_ys = inverses @ line, inverses @ y[:, None]
     grams = white_lines.swapaxes(1, 2) @ white_lines
     rests = white_ys - white_lines @ np.linalg.solve(grams, white_lines.swapaxes(1, 2) @ white_ys)

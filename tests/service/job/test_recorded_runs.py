@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from perseus.service.storage.sql_store import SqlStore
@@ -16,6 +17,10 @@ _EXPLAINED = ".look.power."
 NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in FILES.glob("*.jsonl.gz"))
 
 
+@pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) < "2.0.0",
+    reason="recorded with NumPy 2: margins go by steps, and the last digits of NumPy 1 lead to other ones",
+)
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_recorded_run_repeats(name: str, tmp_path: Path) -> None:
     steps, expected = load(name)

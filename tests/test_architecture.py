@@ -73,6 +73,7 @@ RULES: Mapping[str, PackageRules] = {
     "solver": pure("igraph", "numpy"),
     "solver.study": pure("igraph", "numpy"),
     "serving": pure("numpy"),
+    "serving.scrape": pure("prometheus_client"),
     # The coordinator, from the values up to the process.
     "service": pure(),
     "service.domain": pure("google", "numpy", "pydantic"),
@@ -115,6 +116,7 @@ RULES: Mapping[str, PackageRules] = {
     "agent.megatron": allowed("megatron", "torch"),
     "agent.deepspeed": allowed("deepspeed", "torch"),
     "agent.torchtitan": allowed("torch", "torchtitan"),
+    "agent.vllm": allowed("vllm"),
     # The agent's process.
     "agent.gpu": allowed("pynvml", "structlog"),
     "agent.claims": pure(),

@@ -8,7 +8,8 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
                      never answered
     agent → probe    Reply, Packing
 
-A health check sends HealthQuestion first, and the agent answers with a Reply.
+A health check sends HealthQuestion first, and the agent answers with a Reply. An inference engine's plug-in
+sends EngineHello first, which a Reply answers, then an EngineReport four times a second, never answered.
 
 A rank is announced to the coordinator once it has declared its job, by a registration or membership, or at
 once if its hello declares that others have registered the job.
@@ -42,7 +43,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, TypeVar
@@ -78,6 +79,7 @@ _MAX_LISTS = 4096
 _MAX_QUOTES = 8 * MAX_OBJECTS
 _MAX_IDENTIFIER_LENGTH = 64
 _INFLATE_CHUNK_BYTES = 64 * 1024
+_MAX_NUMBER = 1e9
 
 T = TypeVar("T")
 
@@ -235,6 +237,43 @@ class Unmarked:
     message: str
 
 
+LATENCY_RATIO = 1.1
+"""Of a latency bucket's bounds: bucket i holds seconds from LATENCY_RATIO**i to LATENCY_RATIO**(i + 1)."""
+MAX_LATENCY_BUCKET = 60
+"""5 minutes. The lowest bucket is its negative: 3 ms; shorter and longer latencies count there."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHello:
+    """An inference engine introduces itself, by the name that the agent's configuration has for it.
+
+    `instance` may be empty if the user has one instance on the node. `engine_index`: of its data-parallel
+    engines.
+    """
+
+    instance: str
+    engine_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What happened in an engine in an interval, and what is there at its end.
+
+    `prompt_tokens` without those from the prefix cache. `ttft` and `itl`: bucket → latencies in it.
+    """
+
+    length_s: float
+    running_count: int
+    waiting_count: int
+    kv_usage: float
+    prompt_tokens: int
+    generation_tokens: int
+    step_count: int
+    itl_sum_s: float
+    ttft: dict[int, int]
+    itl: dict[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Training has ended: the following end of the connection is no failure."""
@@ -245,6 +284,8 @@ class Finish:
 Message = (
     HealthQuestion
     | Hello
+    | EngineHello
+    | EngineReport
     | Registration
     | Membership
     | Reply
@@ -295,6 +336,10 @@ def encode(message: Message) -> bytes:
                     "spec_fingerprint": spec_fingerprint,
                 }
             )
+        case EngineHello(instance, engine_index):
+            return _encode_json({"type": "engine", "instance": instance, "engine_index": engine_index})
+        case EngineReport():
+            return _encode_json({"type": "engine_report", **asdict(message)})
         case Membership(spec_fingerprint):
             return _encode_json({"type": "membership", "spec_fingerprint": spec_fingerprint})
         case Unmarked(text):
@@ -468,6 +513,21 @@ def _decode_json(packet: bytes) -> Message:
                 _text(fields, "request_id", maximum=_MAX_IDENTIFIER_LENGTH),
                 _text(fields, "spec_fingerprint", maximum=_MAX_IDENTIFIER_LENGTH),
             )
+        case "engine":
+            return EngineHello(_text(fields, "instance"), _count(fields, "engine_index"))
+        case "engine_report":
+            return EngineReport(
+                _number(fields, "length_s"),
+                _count(fields, "running_count"),
+                _count(fields, "waiting_count"),
+                _number(fields, "kv_usage"),
+                _count(fields, "prompt_tokens"),
+                _count(fields, "generation_tokens"),
+                _count(fields, "step_count"),
+                _number(fields, "itl_sum_s"),
+                _latencies(fields, "ttft"),
+                _latencies(fields, "itl"),
+            )
         case "membership":
             return Membership(_text(fields, "spec_fingerprint", maximum=_MAX_IDENTIFIER_LENGTH))
         case "unmarked":
@@ -484,8 +544,8 @@ def _decode_json(packet: bytes) -> Message:
             return Packing(_field(fields, "is_allowed", bool))
         case _:
             raise MalformedPacket(
-                "packet: expected type health, hello, registration, membership, unmarked, reply or packing, "
-                f"found {message_type!r}"
+                "packet: expected type health, hello, engine, engine_report, registration, membership, "
+                f"unmarked, reply or packing, found {message_type!r}"
             )
 
 
@@ -527,6 +587,26 @@ def _count(fields: dict[str, Any], name: str, *, maximum: int = 2**31 - 1) -> in
     if not 0 <= value <= maximum:
         raise MalformedPacket(f"packet: field {name!r}: expected 0 to {maximum}, found {str(value)[:20]}")
     return value
+
+
+def _number(fields: dict[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_NUMBER:
+        raise MalformedPacket(
+            f"packet: field {name!r}: expected a number from 0 to {_MAX_NUMBER:g}, found {_shown(value)}"
+        )
+    return float(value)
+
+
+def _latencies(fields: dict[str, Any], name: str) -> dict[int, int]:
+    found = _field(fields, name, dict)
+    buckets = {str(each): each for each in range(-MAX_LATENCY_BUCKET, MAX_LATENCY_BUCKET + 1)}
+    if not found.keys() <= buckets.keys():
+        raise MalformedPacket(
+            f"packet: field {name!r}: expected buckets from {-MAX_LATENCY_BUCKET} to {MAX_LATENCY_BUCKET}, "
+            f"found {_shown(next(each for each in found if each not in buckets))}"
+        )
+    return {buckets[bucket]: _count(found, bucket) for bucket in found}
 
 
 def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:

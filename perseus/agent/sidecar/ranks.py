@@ -22,6 +22,8 @@ from perseus.agent.claims.decision import Refused
 from perseus.agent.gpu import GpuError, GpuInUseError
 from perseus.agent.link.packets import (
     ComputationMark,
+    EngineHello,
+    EngineReport,
     Finish,
     HealthQuestion,
     Hello,
@@ -160,7 +162,7 @@ class Ranks:
                 if trainer.unmarked is None:  # a client that floods its connection with them is not heard
                     _log.warning("no iteration marked", rank=str(trainer.rank), reason=text)
                     self._note_unmarked(trainer, text)
-            case HealthQuestion() | Hello() | Reply() | Packing():
+            case HealthQuestion() | Hello() | EngineHello() | EngineReport() | Reply() | Packing():
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"
                 )

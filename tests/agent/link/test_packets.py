@@ -10,11 +10,14 @@ from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
     MAX_ITERATION,
     MAX_JSON_BYTES,
+    MAX_LATENCY_BUCKET,
     MAX_OBJECTS,
     MAX_PACKET_BYTES,
     MAX_RELATIVE_WORK_PERMILLE,
     ComputationMark,
     Edge,
+    EngineHello,
+    EngineReport,
     Finish,
     HealthQuestion,
     Hello,
@@ -31,6 +34,7 @@ from perseus.agent.link.packets import (
     WaitMark,
     decode,
     encode,
+    is_quick,
     mark_packer,
 )
 
@@ -43,6 +47,8 @@ texts = st.text(max_size=50)
 identifiers = texts.filter(str.isprintable)
 names = identifiers.filter(bool)
 percents = st.floats(-1e6, 1e6)
+amounts = st.floats(0, 1e9)
+latencies = st.dictionaries(st.integers(-MAX_LATENCY_BUCKET, MAX_LATENCY_BUCKET), int32)
 savings = st.builds(Saving, percents, percents)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.just(HealthQuestion()),
@@ -64,6 +70,10 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(WaitMark, edges, iterations, int64),
     st.builds(Unmarked, identifiers),
     st.builds(Finish, int64),
+    st.builds(EngineHello, identifiers, int32),
+    st.builds(
+        EngineReport, amounts, int32, int32, amounts, int32, int32, int32, amounts, latencies, latencies
+    ),
 )
 
 
@@ -165,7 +175,7 @@ def test_hostile_json_is_refused_with_a_printable_message(text: bytes, is_deflat
         ({"version": 1, "type": "hello"}, "hello: expected protocol version 2, found 1"),
         (
             {"version": 2, "type": "greeting"},
-            "expected type health, hello, registration, .*, unmarked, reply or packing, found 'greeting'",
+            "expected type health, hello, engine, .*, unmarked, reply or packing, found 'greeting'",
         ),
         ({"version": 2}, "field 'type': expected str, found null"),
         ({"version": True, "type": "hello"}, "field 'version': expected int, found true"),
@@ -199,3 +209,20 @@ def test_json_errors_name_the_field(fields: dict[str, object], text: str) -> Non
 def test_mark_errors_name_the_field(packet: bytes, text: str) -> None:
     with pytest.raises(MalformedPacket, match=text):
         decode(packet)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_usage": -1}, {"length_s": "1"}, {"ttft": {"61": 1}}, {"itl": {"x": 1}}, {"itl": {"1": -1}}],
+)
+def test_an_engines_report_with_an_impossible_figure_is_refused(change: dict[str, object]) -> None:
+    packet = json.loads(encode(EngineReport(0.25, 1, 0, 0.1, 10, 20, 5, 0.4, {3: 1}, {-40: 20})))
+    with pytest.raises(MalformedPacket, match="expected"):
+        decode(json.dumps(packet | change).encode())
+
+
+def test_the_longest_report_of_an_engine_is_quick_to_decode() -> None:
+    buckets = dict.fromkeys(range(-MAX_LATENCY_BUCKET, MAX_LATENCY_BUCKET + 1), 100_000)
+    assert is_quick(
+        encode(EngineReport(0.25, 999, 999, 0.123456789012, 10**6, 10**6, 10**4, 1e5 / 3, buckets, buckets))
+    )

@@ -18,6 +18,7 @@ import typer
 from perseus import configuration
 from perseus.agent.restore.supervisor import STOP_S
 from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
+from perseus.agent.sidecar.instance_settings import InstanceSettings
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.main import app
 from perseus.cli.terminal import BAD_INPUT
@@ -169,10 +170,14 @@ def test_the_chart_accepts_exactly_the_settings_that_there_are() -> None:
     for part, model in (("coordinator", CoordinatorSettings), ("agent", AgentSettings)):
         settings = schema["properties"][part]["properties"]["settings"]
         assert keys(settings) == set(model.model_fields)
-        if model is CoordinatorSettings:
-            for table, of_one in (("feeds", FeedSettings), ("signals", SignalSettings)):
-                own = settings["properties"][table]["additionalProperties"]
-                assert keys(own) == set(of_one.model_fields)
+        tables = (
+            {"feeds": FeedSettings, "signals": SignalSettings}
+            if model is CoordinatorSettings
+            else {"instances": InstanceSettings}
+        )
+        for table, of_one in tables.items():
+            own = settings["properties"][table]["additionalProperties"]
+            assert keys(own) == set(of_one.model_fields)
 
 
 def test_the_coordinator_has_a_user_of_its_own_and_nothing_else() -> None:

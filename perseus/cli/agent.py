@@ -49,12 +49,13 @@ def _serve(settings: AgentSettings) -> None:
     from perseus.agent.gpu import GpuError
     from perseus.agent.sidecar.shell import run
     from perseus.metrics.exposition import MetricsUnavailableError
+    from perseus.serving.errors import ServingError
     from perseus.tls.files import TlsError
     from perseus.tls.tokens import TokenFileError
 
     try:
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
-    except (OSError, GpuError, TlsError, TokenFileError, MetricsUnavailableError) as error:
+    except (OSError, GpuError, TlsError, TokenFileError, MetricsUnavailableError, ServingError) as error:
         fail(os_error_text(error) if isinstance(error, OSError) else str(error), FAILURE)
 
 

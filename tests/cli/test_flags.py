@@ -17,7 +17,7 @@ from perseus.grid.settings import DsxFlexSettings
 from perseus.service.settings import CoordinatorSettings
 
 # Everybody can see the command line, so it takes no secrets; tables go into the configuration file.
-NO_FLAGS = {"token", "certificate_scopes", "feeds", "signals"}
+NO_FLAGS = {"token", "certificate_scopes", "feeds", "instances", "signals"}
 
 COMMANDS = [
     (["coordinator"], CoordinatorSettings),

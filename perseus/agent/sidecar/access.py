@@ -23,7 +23,15 @@ from typing import TypeVar, TypeVarTuple
 
 import structlog
 
-from perseus.agent.claims.decision import Access, Allowed, GpuObservation, Refused, by_grant, by_observation
+from perseus.agent.claims.decision import (
+    NOT_GRANTED,
+    Access,
+    Allowed,
+    GpuObservation,
+    Refused,
+    by_grant,
+    by_observation,
+)
 from perseus.agent.claims.grants import Grant, Grants, MalformedGrantError, User, parse
 from perseus.agent.gpu import GpuUse
 from perseus.agent.gpu.executor import GpuExecutor
@@ -36,6 +44,7 @@ from perseus.agent.sidecar.peer import (
     cgroups_to_enter,
     owner_of,
     sees_the_whole_node,
+    user_named,
     user_of,
 )
 from perseus.rate_limited_log import RateLimitedLog
@@ -80,6 +89,24 @@ class AccessChecker:
                 use = replace(use, process_ids=None)
         return await self._run(self._judge, peer, user, gpu_uuid, use, before)
 
+    async def judge_use(self, name: str, gpu_uuid: str) -> Allowed | Refused:
+        """Return whether a GPU is a user's, whom the operator has named for it: by grants and its processes.
+
+        Raises `GpuError` if the GPU can't be inspected.
+        """
+        user = await self._run(user_named, name)
+        if user is None:
+            return Refused(NOT_GRANTED, f"user: expected one of this node, found {name!r}")
+        use = await self._inspect(gpu_uuid)
+        return await self._run(self._judge_use, user, gpu_uuid, use)
+
+    def _judge_use(self, user: User, uuid: str, use: GpuUse) -> Allowed | Refused:
+        owners = _owners(use)
+        output = by_grant(read_grants(self._grants), user, uuid, use.index)
+        if isinstance(output, Allowed):
+            return replace(output, is_running=owners is not None and user.uid in owners)
+        return output or by_observation(user, uuid, GpuObservation(Access.OPEN, owners=owners), stands=False)
+
     async def _inspect(self, gpu_uuid: str) -> GpuUse:
         async with self._inspections:
             return await self._executor.run(gpu_uuid, lambda: self._gpus.inspect(gpu_uuid))
@@ -94,10 +121,7 @@ class AccessChecker:
     def _judge(
         self, peer: Peer, user: User, uuid: str, use: GpuUse, before: Allowed | None
     ) -> Allowed | Refused:
-        owners = None
-        if use.process_ids is not None:
-            found = (owner_of(pid) for pid in use.process_ids)
-            owners = frozenset(uid for uid in found if uid is not None)
+        owners = _owners(use)
         grants = read_grants(self._grants)
         for problem in grants.problems:
             self._problems.warning("grants not understood", reason=problem)
@@ -140,6 +164,14 @@ class AccessChecker:
         if not _is_there(node):
             return Access.UNKNOWN, f"{node} is not there" if node.name else "it has no device node"
         return _ask_as(peer, node, folders)
+
+
+def _owners(use: GpuUse) -> frozenset[int] | None:
+    """Return the users of a GPU's processes; None if the driver does not report these."""
+    if use.process_ids is None:
+        return None
+    found = (owner_of(pid) for pid in use.process_ids)
+    return frozenset(uid for uid in found if uid is not None)
 
 
 def _unseen(use: GpuUse) -> frozenset[int]:

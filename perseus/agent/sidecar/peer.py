@@ -84,6 +84,14 @@ def user_of(uid: int) -> User:
     return User(uid, name if 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable() else str(uid))
 
 
+def user_named(text: str) -> User | None:
+    """Return a user of this node by name or number; None if there is none. May take long, as `user_of`."""
+    try:
+        return user_of(int(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid)
+    except (KeyError, OverflowError):
+        return None
+
+
 def has_ended(pidfd: int) -> bool:
     """Whether the process of a pidfd has ended."""
     poll = select.poll()

@@ -56,7 +56,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S, _FORGET_S = 1.0, 60.0, 120.0
 
 
 class Ranks:
-    """The ranks of a roster's trainers; `health` answers health questions."""
+    """The ranks of a roster's trainers. `health` answers health questions, `serve_engine` serves plug-ins."""
 
     def __init__(
         self,
@@ -65,12 +65,14 @@ class Ranks:
         gpus: RankGpus,
         uplink: Uplink,
         health: Callable[[], Awaitable[Reply]],
+        serve_engine: Callable[[ProbeConnection, EngineHello], Awaitable[None]],
     ) -> None:
         self._roster = roster
         self._admission = admission
         self._gpus = gpus
         self._uplink = uplink
         self._health = health
+        self._serve_engine = serve_engine
         self._estimator = Estimator()
         self._refusal_log = RateLimitedLog(_log, REFUSAL_LOG_PERIOD_S)
 
@@ -97,6 +99,9 @@ class Ranks:
                 await connection.pay_hello()
                 connection.reply(await self._health())
                 return
+            if isinstance(hello, EngineHello):
+                await self._serve_engine(connection, hello)
+                return
             admitted = await self._admission.admit(hello, connection)
             if isinstance(admitted, Refused):
                 self._admission.turn_away(connection, hello, admitted)
@@ -117,7 +122,7 @@ class Ranks:
             if trainer is not None:
                 await self._let_go(trainer)
 
-    async def _hello(self, connection: ProbeConnection) -> Hello | HealthQuestion | None:
+    async def _hello(self, connection: ProbeConnection) -> Hello | HealthQuestion | EngineHello | None:
         """Return the first packet of a connection; None if none arrives."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -126,7 +131,7 @@ class Ranks:
             message = f"expected a hello within {HELLO_TIMEOUT_S:g} s, found silence"
             self._log_refusal("connection refused", "HELLO_TIMEOUT", connection, message)
             return None
-        if hello is not None and not isinstance(hello, Hello | HealthQuestion):
+        if hello is not None and not isinstance(hello, Hello | HealthQuestion | EngineHello):
             raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
         return hello
 

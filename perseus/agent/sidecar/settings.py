@@ -9,6 +9,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.agent.link.address import DEFAULT_SOCKET_PATH
 from perseus.agent.restore.records import ClockRange
+from perseus.agent.sidecar.instance_settings import InstanceSettings
+from perseus.job_id import JOB_ID_RULE, is_job_id
 from perseus.logs import LogFormat, LogLevel
 from perseus.tls.address import check_address, host_and_port, is_local
 from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
@@ -97,8 +99,24 @@ class AgentSettings(BaseSettings):
         description="Folder with a file for each GPU that runs a job, for dcgm-exporter's "
         "--hpc-job-mapping-dir.",
     )
+    instances: dict[str, InstanceSettings] = Field(
+        default={}, description="Inference engines by name, whose clocks follow their objectives."
+    )
     log_level: LogLevel = Field("info", description="Lowest level of log lines.")
     log_format: LogFormat = Field("console", description="Format of log lines: console or json.")
+
+    @field_validator("instances")
+    @classmethod
+    def _are_instances(cls, instances: dict[str, InstanceSettings]) -> dict[str, InstanceSettings]:
+        taken: dict[str, str] = {}
+        for name, instance in instances.items():
+            if not is_job_id(name):
+                raise ValueError(f"expected as an instance's name {JOB_ID_RULE}, found {name!r}")
+            for gpu in instance.gpus:
+                if gpu in taken:
+                    raise ValueError(f"expected each GPU once, found {gpu} in {taken[gpu]} and {name}")
+                taken[gpu] = name
+        return instances
 
     @field_validator("metrics_listen")
     @classmethod

@@ -5,6 +5,8 @@
         ▼          ▼
       roster ◄── uplink ─────► stream            messages from and to the coordinator
 
+    inference engines ──► instances ──► serving  statistics in, one clock for all of an instance's GPUs out
+
 All decisions are made elsewhere: `rank.session` (one rank's lifecycle), `stream` (messages to the
 coordinator, and registrations), `claims` (who may have which GPU), `restore` (what must be restored).
 
@@ -32,6 +34,7 @@ from perseus.agent.sidecar.admission import Admission
 from perseus.agent.sidecar.backends import Backend, Inventory, VisibleGpus, backend
 from perseus.agent.sidecar.gpus import RankGpus
 from perseus.agent.sidecar.health_client import UNMARKED
+from perseus.agent.sidecar.instances import InstanceParts, Instances
 from perseus.agent.sidecar.local import LocalServer, SocketAccess
 from perseus.agent.sidecar.metrics_server import AgentCollector, serving_metrics_of
 from perseus.agent.sidecar.optional import OptionalParts
@@ -57,6 +60,7 @@ async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
     Raises:
         OSError: the local socket can't be opened.
         TlsError: a certificate, its key or the CAs can't be used.
+        ServingError: an instance's profile can't be used.
         RecordError: a GPU could not be restored; its record stays.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -85,7 +89,7 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
     """Run an agent until the context is left; yields the task that ends only if the agent fails.
 
     Raises:
-        OSError, TlsError, RecordError: as `run`.
+        OSError, TlsError, ServingError, RecordError: as `run`.
     """
     gpus = backend(settings)
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -136,7 +140,10 @@ class Agent:
         self._uplink = Uplink(settings, self._roster, rank_gpus.counters)
         self._connecting: asyncio.Task[None] | None = None
         admission = Admission(self._roster, self._access, rank_gpus.counters)
-        self.ranks = Ranks(self._roster, admission, rank_gpus, self._uplink, self._health)
+        self._instances = Instances(settings, InstanceParts(gpus, executor, self._access, rank_gpus))
+        self.ranks = Ranks(
+            self._roster, admission, rank_gpus, self._uplink, self._health, self._instances.converse
+        )
         self._readings = PowerReadings(gpus, executor, self._roster.served, self._uplink)
         self.collector = AgentCollector(
             self._roster.served, self._uplink.coordinator, self._restorer, rank_gpus.counters, self._optional
@@ -147,6 +154,7 @@ class Agent:
         async with asyncio.TaskGroup() as parts:
             self._connecting = parts.create_task(self._uplink.coordinator.run())
             parts.create_task(self._tick())
+            self._instances.start(parts, self._optional)
             parts.create_task(self._optional.keep_running("inventory", self._inventory.report))
             parts.create_task(self._optional.keep_running("power readings", self._readings.report))
             if not self._settings.observe:
@@ -160,7 +168,7 @@ class Agent:
     async def stop(self) -> None:
         """Return every GPU to stock, then say goodbye."""
         self._roster.is_stopping = True
-        await self.ranks.stop()
+        await asyncio.gather(self.ranks.stop(), self._instances.stop())
         self._access.close()
         await asyncio.to_thread(self.ranks.close)
         self._uplink.close("the agent was stopped")

@@ -1,0 +1,207 @@
+"""Instances in a running agent: a plug-in's packets, the real socket, records and threads, an emulated GPU.
+
+The controller's times are compressed.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from perseus.agent import vllm
+from perseus.agent.sidecar import instances
+from perseus.agent.sidecar.shell import serving
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import Work
+from perseus.gpu import GpuPermissionError
+from perseus.serving import controller
+from perseus.serving.errors import ServingError
+from tests.agent.coordinator_stub import until
+from tests.agent.sidecar.training import STOCK_MHZ, settings
+from tests.ports import free_port
+from tests.serving.profiles import measured, model
+from tests.serving.test_profile_csv import text
+
+STEPS = model()
+
+
+@pytest.fixture(autouse=True)
+def compressed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value_s in (("SETTLE_S", 0.3), ("DWELL_S", 0.1), ("_DECISION_S", 0.1), ("REFUSED_S", 0.5)):
+        monkeypatch.setattr(controller, name, value_s)
+    monkeypatch.setattr(instances, "_TICK_S", 0.02)
+    monkeypatch.setattr(instances, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setenv("PERSEUS_AGENT_SOCKET", str(tmp_path / "run" / "agent.sock"))
+
+
+class Engine:
+    """Reports a light load, at step times of the GPU's clock."""
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        self._gpu = gpu
+        gpu.execute(Work(0.001, 0.0))  # from now on this process is on the GPU
+        self.is_silent = False
+        self.start()
+
+    def start(self) -> None:
+        self._logger: Any = vllm.StatLogger()
+
+    def stop(self) -> None:
+        self._logger._sender._disconnect(0.0)
+
+    async def run(self) -> None:
+        scheduler = SimpleNamespace(num_running_reqs=8, num_waiting_reqs=0, kv_cache_usage=0.02)
+        while True:
+            await asyncio.sleep(0.05)
+            if self.is_silent:
+                continue
+            clock_mhz = min(STEPS.clocks_mhz, key=lambda each: abs(each - self._gpu.sm_clock_mhz()))
+            itl_s = float(STEPS.time_s(0, 8, 2_000)[STEPS.clocks_mhz.index(clock_mhz)])
+            for _ in range(round(0.05 / itl_s)):
+                self._logger.record(
+                    scheduler,
+                    SimpleNamespace(
+                        num_prompt_tokens=5,
+                        num_generation_tokens=8,
+                        time_to_first_tokens_iter=[],
+                        inter_token_latencies_iter=[itl_s] * 8,
+                    ),
+                )
+            self._logger._sender.beat(time.monotonic())
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, gpu: EmulatedGpu, **more: object) -> AsyncIterator[Engine]:
+    profile = tmp_path / "profile.csv"
+    profile.write_text(text(measured()))
+    instance = {
+        "gpus": ["0"],
+        "user": str(os.getuid()),
+        "ttft": "p99 <= 2 s",
+        "itl": "p95 <= 100 ms",
+        "profile": profile,
+        "max_batched_tokens": 512,
+        "kv_capacity_tokens": 100_000,
+    }
+    own = {name: more.pop(name) for name in list(more) if name in instance or name == "metrics"}
+    async with serving(settings(tmp_path, free_port(), instances={"chat": instance | own}, **more)):
+        engine = Engine(gpu)
+        running = asyncio.create_task(engine.run())
+        yield engine
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        engine.stop()
+
+
+def is_low(gpu: EmulatedGpu) -> bool:
+    return gpu.sm_clock_mhz() < STOCK_MHZ
+
+
+async def test_an_engine_runs_at_a_low_clock_until_the_agent_stops(tmp_path: Path, gpu: EmulatedGpu) -> None:
+    async with running(tmp_path, gpu):
+        await until(lambda: is_low(gpu), "a low clock")
+        assert [path.name for path in (tmp_path / "restore").glob("*.json")] == [f"{gpu.uuid}.json"]
+    assert gpu.sm_clock_mhz() == STOCK_MHZ
+    assert not list((tmp_path / "restore").glob("*.json"))
+
+
+async def test_stock_within_a_second_of_the_last_statistics(
+    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances, "_GONE_S", 1.5)
+    async with running(tmp_path, gpu) as engine:
+        await until(lambda: is_low(gpu), "a low clock")
+        engine.is_silent = True
+        silent_s = time.monotonic()
+        await until(lambda: not is_low(gpu), "stock")
+        assert time.monotonic() - silent_s < 1.5
+        await asyncio.sleep(0.7)  # the GPU is free meanwhile
+        engine.is_silent = False
+        await until(lambda: is_low(gpu), "a low clock again")
+
+
+async def test_an_engine_that_restarts_is_controlled_again(tmp_path: Path, gpu: EmulatedGpu) -> None:
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu) as engine:
+            await until(lambda: is_low(gpu), "a low clock")
+            engine.stop()
+            engine.start()
+            await until(lambda: not is_low(gpu), "stock")
+            await until(lambda: is_low(gpu), "a low clock again")
+    assert "the engine restarted" in [each.get("reason") for each in logs]
+
+
+async def test_a_refused_clock_means_stock_and_is_tried_again(
+    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_clock_mhz = EmulatedGpu.set_clock_mhz
+
+    def refuse(gpu: EmulatedGpu, clock_mhz: int) -> None:
+        if clock_mhz != STOCK_MHZ:
+            raise GpuPermissionError("expected root")
+        set_clock_mhz(gpu, clock_mhz)
+
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu):
+            await until(lambda: is_low(gpu), "a low clock")
+            monkeypatch.setattr(EmulatedGpu, "set_clock_mhz", refuse)
+            await until(lambda: not is_low(gpu), "stock")
+            monkeypatch.setattr(EmulatedGpu, "set_clock_mhz", set_clock_mhz)
+            await until(lambda: is_low(gpu), "a low clock again")
+    assert "a clock was refused" in [each.get("reason") for each in logs]
+
+
+async def test_an_observing_agent_sets_nothing(tmp_path: Path, gpu: EmulatedGpu) -> None:
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu, observe=True):
+            await until(lambda: "instance taken up" in [each["event"] for each in logs], "the instance")
+            await asyncio.sleep(1.0)
+            assert not is_low(gpu)
+    assert not (tmp_path / "restore").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"gpus": ["7"]}, "gpus: expected different ones of this node's 1, found 7"),
+        ({"gpus": ["0", "GPU-0"]}, "gpus: expected different ones of this node's 1, found GPU-0"),
+    ],
+)
+async def test_what_keeps_an_instance_from_control_is_said(
+    tmp_path: Path, gpu: EmulatedGpu, more: dict[str, object], expected: str
+) -> None:
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu, **more):
+            await until(lambda: expected in [each.get("reason") for each in logs], "the problem")
+            assert not is_low(gpu)
+
+
+async def test_a_gpu_of_another_user_is_left_alone(tmp_path: Path, gpu: EmulatedGpu) -> None:
+    (tmp_path / "grants").mkdir()
+    (tmp_path / "grants" / "all").write_text("someone: 0\n")
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu, grants=tmp_path / "grants"):
+            await until(
+                lambda: any("expected a grant for user" in str(each.get("reason")) for each in logs), "it"
+            )
+            assert not is_low(gpu)
+
+
+async def test_a_plug_in_of_no_instance_is_refused(tmp_path: Path, gpu: EmulatedGpu, caplog: Any) -> None:
+    async with running(tmp_path, gpu, user="nobody"):
+        await until(lambda: "expected one configured instance of user" in caplog.text, "the refusal")
+        assert not is_low(gpu)
+
+
+async def test_a_malformed_profile_is_one_clear_error(tmp_path: Path, gpu: EmulatedGpu) -> None:
+    (tmp_path / "bad.csv").write_text("clock\n")
+    with pytest.raises(ServingError, match=r"bad.csv: line 1: expected columns"):
+        async with running(tmp_path, gpu, profile=tmp_path / "bad.csv"):
+            pass

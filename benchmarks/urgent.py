@@ -89,10 +89,7 @@ def _cut(cluster: Cluster, target_time_s: float, clock_mhz: int) -> tuple[float,
     assert all(each.offer.is_urgent for each in offers)
     assert sum(isinstance(each, SendMaxClock) for each in commands) == len(cluster.ranks)
     sent = [
-        ConnectResponse(
-            plan_offer=offer_to_proto("job", each.rank, each.offer, "epoch", _LEASE_S)
-        ).SerializeToString()
-        for each in offers
+        offer_to_proto("job", each.rank, each.offer, "epoch", _LEASE_S).SerializeToString() for each in offers
     ]
     serialised_s = time.process_time()
     read = [agent_side.response(ConnectResponse.FromString(message)) for message in sent]

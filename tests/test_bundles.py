@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.bundles import MAX_MESSAGES, bundled
+from perseus.bundles import MAX_MESSAGES, bundled, encoded_bundles
 from perseus.v1 import agent_service_pb2 as wire
 
 
@@ -37,7 +37,9 @@ def test_a_single_message_is_no_bundle(max_bytes: int) -> None:
     assert list(bundled([], max_bytes)) == []
 
 
-def test_the_coordinators_messages_too() -> None:
-    answers = [wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=number)) for number in range(3)]
-    (found,) = bundled(answers, 2**20)
-    assert list(found.bundle.messages) == answers
+@given(sizes=st.lists(st.integers(0, 20_000), max_size=30), max_bytes=st.sampled_from([0, 1, 200, 2**17]))
+def test_the_coordinators_messages_are_bundled_encoded(sizes: list[int], max_bytes: int) -> None:
+    answers = [wire.ConnectResponse(drain=wire.Drain(reason="x" * size)) for size in sizes]
+    encoded = [each.SerializeToString() for each in answers]
+    found = [wire.ConnectResponse.FromString(data) for data in encoded_bundles(encoded, max_bytes)]
+    assert found == list(bundled(answers, max_bytes))

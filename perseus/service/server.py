@@ -54,7 +54,6 @@ from perseus.tls.address import host_and_port, is_local
 from perseus.tls.tokens import TokenFileError, own_token
 from perseus.v1 import (
     agent_service_pb2,
-    agent_service_pb2_grpc,
     frontier_service_pb2,
     frontier_service_pb2_grpc,
     info_service_pb2,
@@ -278,9 +277,7 @@ async def _listening(
     server = grpc.aio.server(
         interceptors=[Releasing(), asking, Decoding()], options=options, maximum_concurrent_rpcs=_MAX_CALLS
     )
-    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(
-        AgentService(coordinator.agents, coordinator.quotas), server
-    )
+    AgentService(coordinator.agents, coordinator.quotas).add_to(server)
     info_service_pb2_grpc.add_InfoServiceServicer_to_server(InfoService(), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(
         JobService(coordinator.jobs, coordinator.quotas, coordinator.agents.unmarked), server

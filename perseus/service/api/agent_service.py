@@ -18,15 +18,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
 
-from perseus.bundles import MAX_BYTES, MAX_MESSAGES, bundled
+from perseus.bundles import MAX_BYTES, MAX_MESSAGES, encoded_bundles
 from perseus.service.api.authentication import caller
 from perseus.service.api.memo import Memo
-from perseus.service.api.outbox import Outbox
+from perseus.service.api.outbox import Answer, Outbox
 from perseus.service.api.refusal_log import RefusalLog
 from perseus.service.api.statuses import (
     MAPPED,
@@ -38,6 +38,7 @@ from perseus.service.api.statuses import (
     unexpected,
 )
 from perseus.service.api.translate_agents import (
+    EncodedOffer,
     RankMessage,
     answer_from_proto,
     check_hello,
@@ -76,7 +77,7 @@ from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.quotas import Quotas, RateLimiter
 from perseus.solver import Computation
-from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, computation_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 
 log = structlog.get_logger(__name__)
@@ -98,7 +99,7 @@ _ORDERS: Memo[Sequence[Computation], computation_pb2.StageOrder] = Memo(order_to
 
 M = TypeVar("M", bound=RankMessage)
 
-Context = grpc.aio.ServicerContext[ConnectRequest, ConnectResponse]
+Context = grpc.aio.ServicerContext[ConnectRequest, bytes]
 
 
 class OutboxPort:
@@ -147,7 +148,7 @@ class OutboxPort:
         """Put PlanOffer in place of an offer that still waits for the rank."""
         lease_s = self.plan_lease_s if isinstance(offer.clocks, PlannedClocks) else self._lease_s
         message = offer_to_proto(job_id, rank, offer, self.epoch, lease_s)
-        self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
+        self._outbox.replace((job_id, rank), message)
 
     def heartbeat(self, power_interval_s: float, savings: Mapping[str, Saving]) -> None:
         """Put Heartbeat in place of one that still waits."""
@@ -180,17 +181,23 @@ class OutboxPort:
         self._outbox.end(error)
 
 
-class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
-    """Serves agents' streams."""
+class AgentService:
+    """Serves agents' streams. It encodes its messages itself, as the clocks of many offers are the same."""
 
     def __init__(self, agents: Agents, quotas: Quotas) -> None:
         self._agents = agents
         self._quotas = quotas
         self._refusal_log = RefusalLog()
 
-    async def Connect(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[ConnectRequest], context: Context
-    ) -> None:
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Let a server serve it, like the generated functions for the other services."""
+        handlers: dict[str, Any] = {
+            "Connect": grpc.stream_stream_rpc_method_handler(self.Connect, ConnectRequest.FromString)
+        }
+        service = agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+    async def Connect(self, request_iterator: AsyncIterator[ConnectRequest], context: Context) -> None:
         """Serve one agent until its stream ends, or must be ended."""
         try:
             with self._quotas.stream(caller().name) as rate_limiter:
@@ -254,11 +261,11 @@ class _Stream:
         is_last = False
         while not is_last:
             messages, is_last = await self._outbox.take()
-            for message in messages:
-                self._stamp(message)
-            is_first = messages and messages[0].HasField("welcome")  # it comes alone
-            for message in bundled(messages, 0 if is_first else self._max_bundle_bytes):
-                await self._context.write(message)
+            first = messages[0] if messages else None
+            is_welcome = isinstance(first, ConnectResponse) and first.HasField("welcome")  # it comes alone
+            encoded = [self._stamped(message).SerializeToString() for message in messages]
+            for data in encoded_bundles(encoded, 0 if is_welcome else self._max_bundle_bytes):
+                await self._context.write(data)
 
     async def ended(self) -> None:
         """Wait until the stream must be ended with an error.
@@ -268,8 +275,9 @@ class _Stream:
         """
         raise await self._outbox.ended
 
-    def _stamp(self, message: ConnectResponse) -> None:
+    def _stamped(self, answer: Answer) -> Answer:
         """Put the commit marker on messages that confirm storage; as late as possible, so that it rises."""
+        message = answer.response if isinstance(answer, EncodedOffer) else answer
         match message.WhichOneof("message"):
             case "welcome":
                 message.welcome.commit_marker = self._agents.commit_marker
@@ -277,6 +285,7 @@ class _Stream:
                 message.telemetry_ack.commit_marker = self._agents.commit_marker
             case "plan_offer":
                 message.plan_offer.commit_marker = self._agents.commit_marker
+        return answer
 
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
         """Take the agent's messages until it ends the stream or says goodbye.

@@ -7,10 +7,8 @@ with its message, so that its identity is not reused meanwhile.
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from google.protobuf.message import Message
-
 Value = TypeVar("Value")
-Made = TypeVar("Made", bound=Message)
+Made = TypeVar("Made")
 
 
 class Memo(Generic[Value, Made]):

@@ -10,8 +10,12 @@ import asyncio
 from collections import deque
 from collections.abc import Hashable
 
+from perseus.service.api.translate_agents import EncodedOffer
 from perseus.service.domain.errors import CoordinatorError, ReaderTooSlowError
 from perseus.v1 import agent_service_pb2
+
+Answer = agent_service_pb2.ConnectResponse | EncodedOffer
+"""What is sent to an agent."""
 
 BYTES_LIMIT = 16 * 2**20
 """Bytes that may wait: enough for the orders and the plans of eight ranks with 65,536 computations each."""
@@ -32,7 +36,7 @@ class Outbox:
     def __init__(self) -> None:
         self.ended: asyncio.Future[CoordinatorError] = asyncio.get_running_loop().create_future()
         self._queue: deque[agent_service_pb2.ConnectResponse] = deque()
-        self._latest: dict[Hashable, agent_service_pb2.ConnectResponse] = {}
+        self._latest: dict[Hashable, Answer] = {}
         self._acknowledged: int | None = None
         self._bytes = 0
         self._is_closed = False
@@ -45,7 +49,7 @@ class Outbox:
             self._queue.append(message)
             self._grow(message)
 
-    def replace(self, key: Hashable, message: agent_service_pb2.ConnectResponse) -> None:
+    def replace(self, key: Hashable, message: Answer) -> None:
         """Put a message in place of one with the same key that still waits."""
         if not self.ended.done():
             self.drop(key)
@@ -78,7 +82,7 @@ class Outbox:
         self._is_closed = True
         self._wake()
 
-    async def take(self) -> tuple[list[agent_service_pb2.ConnectResponse], bool]:
+    async def take(self) -> tuple[list[Answer], bool]:
         """Wait for messages; return the next few, and whether they are the last.
 
         Raises:
@@ -90,7 +94,7 @@ class Outbox:
             await self._taker
         if self.ended.done():
             raise self.ended.result()
-        messages = [self._queue.popleft() for _ in range(min(len(self._queue), _TAKE_BATCH))]
+        messages: list[Answer] = [self._queue.popleft() for _ in range(min(len(self._queue), _TAKE_BATCH))]
         while self._latest and len(messages) < _TAKE_BATCH:
             messages.append(self._latest.pop(next(iter(self._latest))))
         self._bytes -= sum(map(_size, messages))
@@ -100,7 +104,7 @@ class Outbox:
         has_more = bool(self._queue or self._latest)
         return messages, self._is_closed and not has_more
 
-    def _grow(self, message: agent_service_pb2.ConnectResponse) -> None:
+    def _grow(self, message: Answer) -> None:
         size = _size(message)
         # A single message is never too much: otherwise a large one could never be sent.
         if self._bytes and self._bytes + size > BYTES_LIMIT:
@@ -119,5 +123,5 @@ def _acknowledgement(sequence: int) -> agent_service_pb2.ConnectResponse:
     return agent_service_pb2.ConnectResponse(telemetry_ack=message)
 
 
-def _size(message: agent_service_pb2.ConnectResponse) -> int:
+def _size(message: Answer) -> int:
     return _OVERHEAD_BYTES + message.ByteSize()

@@ -7,10 +7,12 @@ telemetry, within the stream's message for everything else. Repeated fields beco
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from perseus.bundles import encoded_field
 from perseus.service.api.memo import Memo
 from perseus.service.api.translate_jobs import coordinates_from_proto
 from perseus.service.api.translate_problems import (
@@ -407,9 +409,26 @@ def _samples_from_proto(
     )
 
 
-def offer_to_proto(
-    job_id: str, rank: Coordinates, offer: Offer, epoch: str, lease_s: float
-) -> agent_service_pb2.PlanOffer:
+class EncodedOffer(NamedTuple):
+    """An offer on its way to one rank.
+
+    `clocks`: a PlanOffer with the clocks alone, encoded once for all ranks that get them.
+    """
+
+    response: agent_service_pb2.ConnectResponse
+    clocks: bytes
+
+    def ByteSize(self) -> int:  # noqa: N802 (like a message)
+        """Return its size, bytes; without the headers around it."""
+        return self.response.plan_offer.ByteSize() + len(self.clocks)
+
+    def SerializeToString(self) -> bytes:  # noqa: N802
+        """Return it encoded."""
+        encoded = self.response.plan_offer.SerializeToString() + self.clocks
+        return encoded_field(agent_service_pb2.ConnectResponse.PLAN_OFFER_FIELD_NUMBER, encoded)
+
+
+def offer_to_proto(job_id: str, rank: Coordinates, offer: Offer, epoch: str, lease_s: float) -> EncodedOffer:
     """Return one rank's share of a pipeline's offer."""
     message = agent_service_pb2.PlanOffer(
         job_id=job_id,
@@ -422,12 +441,13 @@ def offer_to_proto(
     )
     match offer.clocks:
         case PlannedClocks(plan):
-            message.MergeFrom(_SHARES.of(plan.stages[rank.stage]))
+            clocks = _SHARES.of(plan.stages[rank.stage])
         case HoldClocks(clocks_mhz) if clocks_mhz[rank.stage] != STOCK_MHZ:
-            message.hold.clock_mhz = clocks_mhz[rank.stage]
+            hold = agent_service_pb2.HoldClock(clock_mhz=clocks_mhz[rank.stage])
+            clocks = agent_service_pb2.PlanOffer(hold=hold).SerializeToString()
         case _:
-            message.stock.SetInParent()
-    return message
+            clocks = _STOCK
+    return EncodedOffer(agent_service_pb2.ConnectResponse(plan_offer=message), clocks)
 
 
 def max_clock_to_proto(max_clock: MaxClock | None) -> agent_service_pb2.MaxClock | None:
@@ -437,15 +457,14 @@ def max_clock_to_proto(max_clock: MaxClock | None) -> agent_service_pb2.MaxClock
     return agent_service_pb2.MaxClock(clock_mhz=max_clock.clock_mhz, outlasts_lease=max_clock.outlasts_lease)
 
 
-def _share_to_proto(stage: Sequence[PlannedComputation]) -> agent_service_pb2.PlanOffer:
-    """Return an offer that contains only a stage's share of a plan."""
-    message = agent_service_pb2.PlanOffer()
-    if any(planned.clock_mhz for planned in stage):
-        message.stage_plan.CopyFrom(stage_plan_to_proto(stage))
-    else:
-        message.stock.SetInParent()
-    return message
+def _encoded_share(stage: Sequence[PlannedComputation]) -> bytes:
+    """Return an encoded offer that contains only a stage's share of a plan."""
+    if not any(planned.clock_mhz for planned in stage):
+        return _STOCK
+    return agent_service_pb2.PlanOffer(stage_plan=stage_plan_to_proto(stage)).SerializeToString()
 
 
-_SHARES = Memo(_share_to_proto, limit=256)
+_STOCK = agent_service_pb2.PlanOffer(stock=agent_service_pb2.StockClocks()).SerializeToString()
+
+_SHARES = Memo(_encoded_share, limit=256)
 """Shares of plans: all pipelines under a plan have the same."""

@@ -522,6 +522,7 @@ class LiveRuns:
         """Store the records among the commands; then carry out the rest."""
         to_store = list(entries)
         then: list[Callable[[], None]] = []
+        publishing: list[Callable[[], None]] = []  # after all offers: each is a log line
         is_job_changed = has_ended = False
         job_id, number = run.job_id, run.number
         for command in commands:
@@ -542,11 +543,12 @@ class LiveRuns:
                     run.last_sequence = event.sequence
                     run.event_counts[event.type] += 1
                     to_store.append(EventEntry(job_id, number, event))
-                    then.append(partial(self._publish, run, event))
+                    publishing.append(partial(self._publish, run, event))
                 case ReportIteration() if not run.watchers:
                     pass
                 case _:
                     then.append(partial(self._do, run, run.incarnation, command))
+        then += publishing
         if is_job_changed:
             then.append(partial(self._publish_job, run))
         if to_store or then:

@@ -86,15 +86,17 @@ class Work:
             self.then = ()
             self._error = error
 
-    def carry_out(self) -> bool:
-        """Carry out the actions after the entries were stored. Return whether somebody waited for it."""
-        for action in self.then:
-            try:
-                action()
-            except Exception as error:
-                if self._on_error is None:
-                    raise
-                self._on_error(error)
+    def carry_out(self, action: Callable[[], None]) -> None:
+        """Carry out one of the actions, after the entries were stored."""
+        try:
+            action()
+        except Exception as error:
+            if self._on_error is None:
+                raise
+            self._on_error(error)
+
+    def finish(self) -> bool:
+        """Note that all actions are carried out. Return whether somebody waited for it."""
         self._is_done = True
         if self._done is None or self._done.done():
             return False
@@ -148,15 +150,24 @@ class Writer:
                     break
                 except UnstorableEntryError as error:
                     self._spoil(work, error)
-            turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
-            for item in work:
-                woken_count += item.carry_out()
-                self.waiting_count -= 1
-                if woken_count >= WAKE_BATCH or time.monotonic() >= turn_ends_s:
-                    await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
-                    turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
+            await self._carry_out(work)
             self._waiting_since_s = taken_s if self._work else None
             await self._admit()
+
+    async def _carry_out(self, work: Sequence[Work]) -> None:
+        """Carry out all actions, in turns: readers, and leases, must not wait for thousands of offers."""
+        turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
+        for item in work:
+            for action in item.then:
+                item.carry_out(action)
+                if time.monotonic() >= turn_ends_s:
+                    await asyncio.sleep(0)
+                    turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
+            woken_count += item.finish()
+            self.waiting_count -= 1
+            if woken_count >= WAKE_BATCH:
+                await asyncio.sleep(0)
+                turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
 
     async def _admit(self) -> None:
         """Admit the next readers, as many as there is room for."""

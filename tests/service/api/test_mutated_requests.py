@@ -63,7 +63,8 @@ class StreamContext:
     async def send_initial_metadata(self, _: object) -> None:
         """Do nothing: nobody reads them."""
 
-    async def write(self, message: wire.ConnectResponse) -> None:
+    async def write(self, data: bytes) -> None:
+        message = wire.ConnectResponse.FromString(data)
         self.written.append(message)
         if message.HasField("heartbeat"):
             self.answered.set()

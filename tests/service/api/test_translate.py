@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from perseus.schedule_name import ScheduleName
 from perseus.service.api.frontier_service import _problem_of
 from perseus.service.api.translate_agents import (
+    EncodedOffer,
     answer_from_proto,
     in_force_from_proto,
     joined_from_proto,
@@ -205,6 +206,10 @@ def test_a_plan_names_clocks_in_order() -> None:
     ]
 
 
+def decoded(offer: EncodedOffer) -> agent_service_pb2.PlanOffer:
+    return agent_service_pb2.ConnectResponse.FromString(offer.SerializeToString()).plan_offer
+
+
 @pytest.mark.parametrize(
     ("clocks", "kind"),
     [
@@ -215,7 +220,7 @@ def test_a_plan_names_clocks_in_order() -> None:
 )
 def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: str) -> None:
     rank = Coordinates(0, 1, 0)
-    message = offer_to_proto("job", rank, model.Offer(4, 17, clocks), "epoch", 30.0)
+    message = decoded(offer_to_proto("job", rank, model.Offer(4, 17, clocks), "epoch", 30.0))
     assert message.WhichOneof("clocks") == kind
     assert (message.epoch, message.version, message.start_iteration, message.lease_s) == (
         "epoch",
@@ -231,7 +236,7 @@ def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: st
 
 def test_stock_below_a_maximum_clock_is_offered_as_stock_and_urgency_is_sent() -> None:
     offer = model.Offer(4, 17, model.StockClocks(900), is_urgent=True)
-    message = offer_to_proto("job", Coordinates(0, 1, 0), offer, "epoch", 30.0)
+    message = decoded(offer_to_proto("job", Coordinates(0, 1, 0), offer, "epoch", 30.0))
     assert message.WhichOneof("clocks") == "stock"
     assert message.is_urgent
 

@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from perseus.service.domain.commands import SendOffer
 from perseus.service.domain.model import (
@@ -154,12 +155,11 @@ class OfferBoard:
             pipeline, versions = self._pipelines[stored.pipeline], stored.offer.stage_versions
             self._put(pipeline, replace(stored.offer, is_urgent=is_urgent))
             pipeline.offered_version = stored.offer.version
-            ranks = (self._ranks[place] for place in self._by_pipeline[stored.pipeline])
-            if all(
-                rank.in_force_version == versions[rank.coordinates.stage]
-                for rank in ranks
-                if rank.state in LIVE
-            ):
+            places = self._by_pipeline[stored.pipeline]
+            live = [place for place in places if self._ranks[place].state in LIVE]
+            for place in live:
+                self._ranks.note_offered(place, versions[place.stage])
+            if all(self._ranks[place].in_force_version == versions[place.stage] for place in live):
                 pipeline.in_force_version = stored.offer.version
 
     def of_rank(self, place: Coordinates) -> Offer:
@@ -227,7 +227,7 @@ class OfferBoard:
             for rank in needing:
                 offer = self.of_rank(rank.coordinates)
                 self._sent[rank.coordinates] = _identity(offer)
-                self._ranks.change(replace(rank, offered_version=offer.version))
+                self._ranks.note_offered(rank.coordinates, offer.version)
                 self._buffer.do(SendOffer(rank.coordinates, rank.instance_id, offer))
             self._announce_in_force(number, pipeline, ranks)
         self._unreconciled.clear()
@@ -293,12 +293,9 @@ class OfferBoard:
         self._buffer.store(OfferRecord(number, offer))
 
     def _put(self, pipeline: _Pipeline, offer: PipelineOffer) -> None:
-        self._planned_times_s.subtract(_planned_times_s(pipeline.offer))
-        self._planned_times_s.update(_planned_times_s(offer))
-        self._planned_times_s = +self._planned_times_s
-        self._versions[pipeline.offer.version] -= 1
-        self._versions[offer.version] += 1
-        self._versions = +self._versions
+        before = pipeline.offer
+        _move(self._versions, (before.version,), (offer.version,))
+        _move(self._planned_times_s, _planned_times_s(before), _planned_times_s(offer))
         pipeline.offer = offer
         self._all_versions = None
 
@@ -357,6 +354,16 @@ def _identity(offer: Offer) -> tuple[int, int, bool]:
 def _planned_times_s(offer: PipelineOffer) -> list[float]:
     """Return the predicted iteration time of the offer if it is a plan, else nothing."""
     return [offer.clocks.plan.iteration_time_s] if isinstance(offer.clocks, PlannedClocks) else []
+
+
+def _move(counts: Counter[Any], before: Iterable[Any], after: Iterable[Any]) -> None:
+    """Count values in place of others; a value that is no longer counted is dropped."""
+    for value in after:
+        counts[value] += 1
+    for value in before:
+        counts[value] -= 1
+        if not counts[value]:
+            del counts[value]
 
 
 def _details(number: int, offer: PipelineOffer) -> event_pb2.PipelineClocks:

@@ -262,6 +262,13 @@ class RankTable:
                 self._iterations.remove(rank.iteration)
                 self._iterations.add(iteration)
 
+    def note_offered(self, place: Coordinates, version: int) -> None:
+        """Record the version offered to a rank.
+
+        It is not stored, as its pipeline's offer is: a new plan for all ranks would be a record for each.
+        """
+        self._ranks[place] = self._ranks[place].offered(version)
+
     def note_clocks(self, place: Coordinates, clocks: ClockStatistics) -> None:
         """Record how well a rank's clocks follow its plan.
 

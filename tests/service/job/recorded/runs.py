@@ -56,6 +56,7 @@ from perseus.service.job.run import Run
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun
 from perseus.v1 import job_pb2
+from perseus.v1.agent_service_pb2 import ConnectResponse
 from tests.service.service_fakes import refined, solved
 
 FILES = Path(__file__).parent / "data"
@@ -182,9 +183,8 @@ class RecordedRun:
                     out.append({"event": _shown(event)})
                 case SendOffer(rank, _, offer):
                     lease_s = self._the.rules.lease_s
-                    out.append(
-                        {"offer": _shown(offer_to_proto(job_id, rank, offer, self._the.epoch, lease_s))}
-                    )
+                    sent = offer_to_proto(job_id, rank, offer, self._the.epoch, lease_s).SerializeToString()
+                    out.append({"offer": _shown(ConnectResponse.FromString(sent).plan_offer)})
                 case AcceptRank(rank, _, max_clock):
                     out.append({"accepted": str(rank), "max_clock": _shown(max_clock_to_proto(max_clock))})
                 case SendMaxClock(rank, _, max_clock):

@@ -21,7 +21,7 @@ CONTRACT := protos/contract.binpb
 OUT ?= .
 
 # `make demo NVML=stub` runs the main job on a stand-in for the NVML library; `make demo SCENARIO=grid` runs three jobs
-# under a power budget.
+# under a power budget, `make demo SCENARIO=serving` an inference engine.
 NVML ?=
 SCENARIO ?=
 

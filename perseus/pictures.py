@@ -222,6 +222,35 @@ def draw_fleet(picture: FleetPicture, image_format: str) -> bytes:
     return image.getvalue()
 
 
+def draw_panels(
+    title: str,
+    times_s: Sequence[float],
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    image_format: str,
+) -> bytes:
+    """Return series over time as an image: a panel for each label of a vertical axis, a line for each series.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the image format is unknown.
+    """
+    figure = _figure(11.0, 1.0 + 2.4 * len(panels))
+    for axes, (label, lines) in zip(
+        figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels.items(), strict=True
+    ):
+        for name, values in lines.items():
+            axes.plot(times_s, values, lw=1.4, label=name, drawstyle="steps-pre")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0.0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="best")
+    figure.axes[0].set_title(title)
+    figure.axes[-1].set_xlabel("time since the start (s)")
+    image = BytesIO()
+    figure.savefig(image, format=image_format)
+    return image.getvalue()
+
+
 def draw_sweep(picture: SweepPicture, image_format: str) -> bytes:
     """Return a sweep as an image: a panel for each figure, a line for each setting, a point for each run.
 

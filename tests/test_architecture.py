@@ -61,6 +61,8 @@ RULES: Mapping[str, PackageRules] = {
     "emulation": allowed(),
     "emulation.physics": pure(),
     "emulation.dynamics": pure(),
+    "emulation.serving": allowed("aiohttp", "prometheus_client"),
+    "emulation.request_replay": allowed("aiohttp"),
     "rate_limited_log": allowed("structlog"),
     "retry": pure(),
     "schedule_name": pure(),

@@ -27,6 +27,7 @@ class Scenario(enum.Enum):
 
     STRAGGLER = "straggler"
     GRID = "grid"
+    SERVING = "serving"
 
 
 def demo(
@@ -42,7 +43,10 @@ def demo(
     ] = None,
     scenario: Annotated[
         Scenario,
-        typer.Option(help="One job, until a straggler recovers; or three jobs under a power budget."),
+        typer.Option(
+            help="One job, until a straggler recovers; three jobs under a power budget; or an inference "
+            "engine whose load rises and falls."
+        ),
     ] = Scenario.STRAGGLER,
     nvml: Annotated[
         Nvml | None,
@@ -52,7 +56,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train emulated jobs under Perseus, through a straggler or a power budget.
+    """Train emulated jobs under Perseus, through a straggler or a power budget; or serve a model.
 
     It takes some two minutes, and needs the extras coordinator and certificates, and plot for its pictures.
     """
@@ -63,10 +67,10 @@ def demo(
 
     _check_folder(output)
     through_nvml = nvml is Nvml.STUB
-    if scenario is Scenario.GRID:
+    if scenario is not Scenario.STRAGGLER:
         if script is not None or through_nvml:
-            fail("--scenario grid: expected neither --script nor --nvml beside it")
-        _show_grid(output)
+            fail(f"--scenario {scenario.value}: expected neither --script nor --nvml beside it")
+        (_show_grid if scenario is Scenario.GRID else _show_serving)(output)
         return
     if script is not None:
         _explain(WORDS)
@@ -127,6 +131,28 @@ def _show_grid(output: Path) -> None:
         }
     )
     if problems := judge_grid(outcome):
+        fail("; ".join(problems), FAILURE)
+
+
+def _show_serving(output: Path) -> None:
+    from perseus.demo.serving_display import WORDS, ServingLiveDisplay, serving_table
+    from perseus.demo.serving_scenario import draw_serving, judge_serving, run_serving_scenario
+
+    has_pictures = _has_pictures()
+    _explain(WORDS)
+    with ServingLiveDisplay(console) as display:
+        outcome = _run(run_serving_scenario(output, display))
+    print_whole(serving_table(outcome))
+    if has_pictures:
+        _draw(lambda: (output / "serving.png").write_bytes(draw_serving(outcome)))
+    _suggest(
+        ({f"{output}/serving.png": "load, clocks and energy over time"} if has_pictures else {})
+        | {
+            f"{output}/summary.json": "the table's figures",
+            "docs/serving.md": "clocks for your own engines",
+        }
+    )
+    if problems := judge_serving(outcome):
         fail("; ".join(problems), FAILURE)
 
 

@@ -38,7 +38,7 @@ _COMMANDS = {
     ),
     "demo": (
         "perseus.cli.demo:demo",
-        "Train emulated jobs under Perseus, through a straggler or a power budget.",
+        "Train emulated jobs under Perseus, through a straggler or a power budget; or serve a model.",
     ),
     "top": (
         "perseus.cli.top:top",

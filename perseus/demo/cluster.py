@@ -82,7 +82,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _end([*self._trainers, *self._agents, *([self._coordinator] if self._coordinator else [])])
+        end_processes([*self._trainers, *self._agents, *([self._coordinator] if self._coordinator else [])])
 
     def start_coordinator(self, port: int = 0) -> str:
         """Start the coordinator, by default on any free port; return its address as host:port.
@@ -91,7 +91,7 @@ class Cluster:
             ClusterError: the coordinator ended, or did not listen in time.
         """
         log = self._log_dir / "coordinator.log"
-        self._coordinator = self._start(
+        self._coordinator = start_process(
             log,
             "-m",
             "perseus.cli",
@@ -103,10 +103,10 @@ class Cluster:
             *(["--http=127.0.0.1:0"] if self._serves_page else []),
             environment=self.security.of_coordinator(),
         )
-        address = self._await_log(self._coordinator, log, "listening", "address")
+        address = await_log(self._coordinator, "coordinator", log, "listening", "address")
         self.security.admit_agents(address)
         if self._serves_page:
-            self.page_url = self._await_log(self._coordinator, log, "listening for HTTP", "url")
+            self.page_url = await_log(self._coordinator, "coordinator", log, "listening for HTTP", "url")
         return address
 
     def page_lines(self, address: str) -> list[str]:
@@ -133,7 +133,7 @@ class Cluster:
             if self._nvml_library is not None:
                 backend = ["--gpu-backend=nvml"]
                 environment |= nvml_stub.environment(self._nvml_library, gpu_folder)
-            agent = self._start(
+            agent = start_process(
                 log,
                 "-m",
                 "perseus.cli",
@@ -148,7 +148,8 @@ class Cluster:
             )
             self._agents.append(agent)
         for pipeline, agent in enumerate(self._agents):
-            self._await(agent, f"agent {pipeline}", self.socket(pipeline).exists)
+            log = self._log_dir / f"agent-{pipeline}.log"
+            await_start(agent, f"agent {pipeline}", log, self.socket(pipeline).exists)
 
     def start_trainers(self) -> None:
         """Start all ranks of the training job."""
@@ -158,7 +159,7 @@ class Cluster:
 
     def start_trainer(self, name: str, *arguments: str) -> None:
         """Start a Python process of the training job, the demo's own or another."""
-        self._trainers.append(self._start(self._log_dir / f"{name}.log", *arguments))
+        self._trainers.append(start_process(self._log_dir / f"{name}.log", *arguments))
 
     def evaluations(self, *, but: int) -> list[tuple[int, float]]:
         """Return (iteration before it, duration in seconds) of each evaluation of all pipelines but one."""
@@ -194,7 +195,7 @@ class Cluster:
 
     def end_training(self) -> None:
         """End the trainers at once, with SIGTERM."""
-        _end(self._trainers)
+        end_processes(self._trainers)
 
     def stop_services(self) -> None:
         """End agents and coordinator as an operator would, with SIGTERM.
@@ -232,45 +233,62 @@ class Cluster:
     def _logs(self) -> str:
         return f"its log is in {self._log_dir}"
 
-    def _start(
-        self, log: Path, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
-    ) -> subprocess.Popen[bytes]:
-        # One thread per process in numerical libraries: a dozen processes share this machine.
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                [sys.executable, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **threads, **environment},
+
+def start_process(
+    log: Path, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[bytes]:
+    """Start a Python process of the demo, whose output goes to a file."""
+    # One thread per process in numerical libraries: a dozen processes share this machine.
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **threads, **environment},
+        )
+
+
+def await_start(process: subprocess.Popen[bytes], name: str, log: Path, is_ready: Callable[[], bool]) -> None:
+    """Wait until a process is ready.
+
+    Raises:
+        ClusterError: it ended, or took too long.
+    """
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while not is_ready():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise ClusterError(
+                f"expected the {name} to start within {_START_TIMEOUT_S} s; its log is in {log.parent}"
             )
-
-    def _await(self, process: subprocess.Popen[bytes], name: str, is_ready: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not is_ready():
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise ClusterError(f"expected the {name} to start within {_START_TIMEOUT_S} s; {self._logs}")
-            time.sleep(_POLL_S)
-
-    def _await_log(self, process: subprocess.Popen[bytes], log: Path, event: str, key: str) -> str:
-        found: list[str] = []
-
-        def seen() -> bool:
-            for line in log.read_text().splitlines():
-                try:
-                    entry = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # the last line may be half-written
-                if entry.get("event") == event:
-                    found.append(entry[key])
-            return bool(found)
-
-        self._await(process, "coordinator", seen)
-        return found[0]
+        time.sleep(_POLL_S)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def await_log(process: subprocess.Popen[bytes], name: str, log: Path, event: str, key: str) -> str:
+    """Wait until a process has logged an event, and return one of the entry's values.
+
+    Raises:
+        ClusterError: as `await_start`.
+    """
+    found: list[str] = []
+
+    def seen() -> bool:
+        for line in log.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line may be half-written
+            if entry.get("event") == event:
+                found.append(entry[key])
+        return bool(found)
+
+    await_start(process, name, log, seen)
+    return found[0]
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes that still run, with SIGTERM; with SIGKILL if they take too long."""
     for process in processes:
         if process.poll() is None:
             process.terminate()

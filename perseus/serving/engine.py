@@ -105,6 +105,8 @@ class Engine:
         self.column = len(table.clocks_mhz) - 1
         self.now_s = requests[0].arrival_s if requests else 0.0
         self.totals = Totals()
+        self.first_tokens: list[int] = []
+        """Requests whose first token the latest step generated, by their number."""
         self._next = 0
         self._waiting: deque[int] = deque()
         self._prefilling: deque[list[int]] = deque()
@@ -153,6 +155,17 @@ class Engine:
         left += sum(self._requests[number].prompt_tokens for number in self._waiting)
         waited_s = max((self.now_s - self._requests[number].arrival_s for number in here), default=0.0)
         return len(self._decoding), self._context, left, waited_s
+
+    @property
+    def decoding(self) -> list[int]:
+        """The requests whose next token the next step generates, by their number."""
+        return [number for _, number in self._decoding]
+
+    @property
+    def occupancy(self) -> tuple[int, int, float]:
+        """Requests that run, requests that wait, and the share of the KV cache in use."""
+        running = len(self._decoding) + len(self._prefilling)
+        return running, len(self._waiting), self._context / self._limits.kv_capacity_tokens
 
     @property
     def next_arrival_s(self) -> float:
@@ -214,6 +227,7 @@ class Engine:
             self._context += chunk
             if first[1] == 0:
                 through.append(self._prefilling.popleft()[0])
+        self.first_tokens = through
         tokens = self._limits.max_batched_tokens - room
         table, column, totals = self._table, self.column, self.totals
         time_s = table.time_s[column][tokens] + table.time_per_decoding_s[column] * decoding
@@ -252,11 +266,12 @@ class Engine:
         """Return what happened since the last call, as an engine's plug-in sees it."""
         totals, last = self.totals, self._reported
         itl = totals.itl[last.itl_count :]
+        running, waiting, kv_usage = self.occupancy
         stats = EngineStats(
             length_s=max(self.now_s - self._reported_s, 1e-6),
-            running_count=len(self._decoding) + len(self._prefilling),
-            waiting_count=len(self._waiting),
-            kv_usage=self._context / self._limits.kv_capacity_tokens,
+            running_count=running,
+            waiting_count=waiting,
+            kv_usage=kv_usage,
             prompt_tokens=totals.prompt_tokens - last.prompt_tokens,
             generation_tokens=totals.generated_tokens - last.generated_tokens,
             ttft=[LatencyCount(each, each, 1) for _, each in totals.ttft[last.ttft_count :]],

@@ -1,0 +1,125 @@
+"""The emulated engine and the replayer over real HTTP: tokens, metrics, plug-ins, watts, refusals."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
+from perseus.emulation.request_replay import Outcome, replay_requests
+from perseus.emulation.serving import EngineConfiguration, LiveEngine, application
+from perseus.serving.engine import Request
+from perseus.serving.scrape import interval, parse_metrics
+from tests.serving.profiles import measured, model
+from tests.serving.test_profile_csv import text
+
+CLOCK_MHZ = 1410
+
+
+class Recorder:
+    """A plug-in that keeps what it is called with."""
+
+    steps: ClassVar[list[Any]] = []
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.steps.clear()
+
+    def log_engine_initialized(self) -> None:
+        self.steps.append("initialized")
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        self.steps.append((scheduler_stats, iteration_stats))
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[tuple[str, EmulatedGpu]]:
+    profile = tmp_path / "profile.csv"
+    profile.write_text(text(measured()))
+    gpu = EmulatedGpu.create(tmp_path / "gpu", A100_SXM, "GPU-0")
+    engine = LiveEngine(
+        EngineConfiguration([str(tmp_path / "gpu")], str(profile), 512, 2_000, [f"{__name__}:Recorder"])
+    )
+    runner = web.AppRunner(application(engine))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"127.0.0.1:{runner.addresses[0][1]}", gpu
+    await runner.cleanup()
+    await asyncio.to_thread(engine.close)
+    gpu.close()
+
+
+async def _get(address: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(f"http://{address}/metrics") as answer:
+        return await answer.text()
+
+
+async def test_requests_are_batched_streamed_counted_and_cost_what_the_profile_says(
+    served: tuple[str, EmulatedGpu],
+) -> None:
+    address, gpu = served
+    before = parse_metrics(await _get(address))
+    outcomes: list[Outcome] = []
+    requests = [Request(0.0, 100, 10), Request(0.02, 30, 5)]
+    await replay_requests(address, requests, outcomes.append)
+    assert [len(each.itl_s) for each in outcomes] == [9, 4]
+    assert [each.error for each in outcomes] == ["", ""]
+    alone_s = float(model().time_s(100, 0, 100)[-1])
+    assert outcomes[0].ttft_s is not None
+    assert alone_s <= outcomes[0].ttft_s < alone_s + 0.3
+    after = parse_metrics(await _get(address))
+    stats = interval(before, after, 1.0)
+    assert stats is not None
+    assert (stats.running_count, stats.waiting_count) == (0, 0)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (130, 15)
+    assert (sum(each.count for each in stats.ttft), sum(each.count for each in stats.itl)) == (2, 13)
+    initialized, *steps = Recorder.steps
+    assert initialized == "initialized"
+    assert sum(iteration.num_generation_tokens for _, iteration in steps) == 15
+    assert steps[-1][0].num_running_reqs == 0
+    assert stats.step_count == len(steps)
+    gpu.reset_clock()
+    step_w = float(model().power_w(0, 1)[-1])
+    assert gpu.total_energy_j() < 1.2 * step_w * sum(outcomes[0].itl_s) + 100
+
+
+async def test_a_lower_clock_makes_steps_longer(served: tuple[str, EmulatedGpu]) -> None:
+    address, gpu = served
+    means_s = []
+    for clock_mhz in (CLOCK_MHZ, 510):
+        gpu.set_clock_mhz(clock_mhz)
+        outcomes: list[Outcome] = []
+        await replay_requests(address, [Request(0.0, 10, 12)], outcomes.append)
+        means_s.append(sorted(outcomes[0].itl_s)[5])
+    assert means_s[1] > 1.15 * means_s[0]  # by the profile, 1.45 times
+
+
+async def test_without_streaming_and_what_is_refused(served: tuple[str, EmulatedGpu]) -> None:
+    address, _ = served
+    url = f"http://{address}/v1/completions"
+    async with aiohttp.ClientSession() as session:
+        async with session.post(url, json={"prompt": "a b c", "max_tokens": 4}) as answer:
+            found = await answer.json()
+        assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 4}
+        refused: list[Any] = [
+            {},
+            {"prompt": ""},
+            {"prompt": "a", "max_tokens": 0},
+            {"prompt": [0] * 9_999},
+            [],
+        ]
+        for asked in refused:
+            async with session.post(url, json=asked) as answer:
+                assert answer.status == 400
+                assert "error" in await answer.json()
+
+
+async def test_a_replay_goes_on_without_the_engine() -> None:
+    outcomes: list[Outcome] = []
+    await replay_requests("127.0.0.1:1", [Request(0.0, 1, 1)], outcomes.append)
+    assert outcomes[0].ttft_s is None
+    assert outcomes[0].error

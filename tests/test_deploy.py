@@ -17,8 +17,8 @@ import typer
 
 from perseus import configuration
 from perseus.agent.restore.supervisor import STOP_S
-from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
 from perseus.agent.sidecar.instance_settings import InstanceSettings
+from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.main import app
 from perseus.cli.terminal import BAD_INPUT

@@ -57,6 +57,10 @@ _COMMANDS = {
         "Show energy, cost and carbon of all runs against their stock baselines, and the total.",
     ),
     "jobs": ("perseus.cli.jobs:app", "Inspect and control jobs."),
+    "serving": (
+        "perseus.cli.serving:app",
+        "Show inference engines whose clocks this node's agent sets, and what that saves.",
+    ),
     "power": ("perseus.cli.power:app", "Limit the power that jobs draw, and show the state of feeds."),
     "grid": ("perseus.cli.grid:app", "Let the grid set power budgets."),
     "slurm": (

@@ -57,6 +57,8 @@ class StockReason(Enum):
     CLOCK_REFUSED = "a clock was refused"
     OTHER_ENGINE = "step times are not the profile's"
     OBJECTIVE_MISSED = "an objective is missed at the highest clock"
+    MEASURED = "stock is measured, for half a minute"
+    NO_SAVING = "measured, lower clocks save nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,10 @@ class Controller:
         """The engine's counters went back, or its process changed: its load so far says nothing."""
         self._predictor = LoadPredictor(self._model, self._limits, self._objectives)
         return self._stock(now_s, StockReason.RESTARTED, SETTLE_S)
+
+    def on_stock_wanted(self, now_s: float, reason: StockReason, for_s: float) -> Sequence[Command]:
+        """Stock is to be measured, or clocks save nothing: for a time, the instance is at stock."""
+        return self._stock(now_s, reason, for_s)
 
     def on_stats(self, now_s: float, stats: EngineStats) -> Sequence[Command]:
         """The engine reported an interval that ends now."""

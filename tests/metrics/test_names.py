@@ -27,6 +27,8 @@ BOUNDED = {
     "job_id": "the newest 1,000",
     "feed": "those that are configured",
     "signal": "those that are configured",
+    "engine": "those that are configured",
+    "objective": "two",
     "regular": "two",
     "point": "three",
     "source": "two",

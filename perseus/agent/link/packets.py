@@ -10,6 +10,7 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
 
 A health check sends HealthQuestion first, and the agent answers with a Reply. An inference engine's plug-in
 sends EngineHello first, which a Reply answers, then an EngineReport four times a second, never answered.
+InstancesQuestion is answered by Instances.
 
 A rank is announced to the coordinator once it has declared its job, by a registration or membership, or at
 once if its hello declares that others have registered the job.
@@ -244,6 +245,18 @@ MAX_LATENCY_BUCKET = 60
 
 
 @dataclass(frozen=True, slots=True)
+class InstancesQuestion:
+    """The command line asks for all inference engines that the agent has in its configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """Their settings, states and figures: JSON objects, whose names end in their units."""
+
+    instances: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineHello:
     """An inference engine introduces itself, by the name that the agent's configuration has for it.
 
@@ -284,6 +297,8 @@ class Finish:
 Message = (
     HealthQuestion
     | Hello
+    | InstancesQuestion
+    | Instances
     | EngineHello
     | EngineReport
     | Registration
@@ -336,6 +351,10 @@ def encode(message: Message) -> bytes:
                     "spec_fingerprint": spec_fingerprint,
                 }
             )
+        case InstancesQuestion():
+            return _encode_json({"type": "instances_question"})
+        case Instances(instances):
+            return _encode_json({"type": "instances", "instances": instances})
         case EngineHello(instance, engine_index):
             return _encode_json({"type": "engine", "instance": instance, "engine_index": engine_index})
         case EngineReport():
@@ -513,6 +532,10 @@ def _decode_json(packet: bytes) -> Message:
                 _text(fields, "request_id", maximum=_MAX_IDENTIFIER_LENGTH),
                 _text(fields, "spec_fingerprint", maximum=_MAX_IDENTIFIER_LENGTH),
             )
+        case "instances_question":
+            return InstancesQuestion()
+        case "instances":
+            return Instances(_field(fields, "instances", list))
         case "engine":
             return EngineHello(_text(fields, "instance"), _count(fields, "engine_index"))
         case "engine_report":
@@ -544,8 +567,9 @@ def _decode_json(packet: bytes) -> Message:
             return Packing(_field(fields, "is_allowed", bool))
         case _:
             raise MalformedPacket(
-                "packet: expected type health, hello, engine, engine_report, registration, membership, "
-                f"unmarked, reply or packing, found {message_type!r}"
+                "packet: expected type health, hello, engine, engine_report, instances, "
+                "instances_question, registration, membership, unmarked, reply or packing, "
+                f"found {message_type!r}"
             )
 
 

@@ -10,11 +10,13 @@ whenever that ends, however the agent ends.
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 
@@ -30,7 +32,15 @@ from perseus.agent.gpu import (
     RecordError,
 )
 from perseus.agent.gpu.executor import ALL_GPUS, TIMEOUT_S, GpuExecutor
-from perseus.agent.link.packets import LATENCY_RATIO, EngineHello, EngineReport, MalformedPacket, Reply
+from perseus.agent.link import packets
+from perseus.agent.link.packets import (
+    LATENCY_RATIO,
+    EngineHello,
+    EngineReport,
+    InstancesQuestion,
+    MalformedPacket,
+    Reply,
+)
 from perseus.agent.sidecar.access import AccessChecker
 from perseus.agent.sidecar.backends import Backend
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
@@ -44,10 +54,11 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.metrics.exposition import check_installed
 from perseus.rate_limited_log import RateLimitedLog
 from perseus.retry import Retry
-from perseus.serving.controller import MAX_STATS_AGE_S, Command, Controller, SetClock
+from perseus.serving.controller import MAX_STATS_AGE_S, Command, Controller, SetClock, StockReason
 from perseus.serving.errors import ServingError
 from perseus.serving.model import StepModel
 from perseus.serving.profile_csv import for_gpu, read_profile
+from perseus.serving.savings import MAX_H, WINDOW_S, SavingsMeter
 from perseus.serving.scrape import EngineTotals, interval
 from perseus.serving.sources import Sources
 from perseus.serving.stats import EngineLimits, EngineStats, LatencyCount
@@ -59,6 +70,8 @@ _TICK_S = 0.1
 _COUNTER_POLL_S = 0.02
 """Powers are means over a quarter of a second."""
 _CONFIRM_S = 5.0
+_SAVE_S = 60.0
+"""Between two writes of the measured savings; what a crash loses."""
 _GONE_S = 10.0
 """Without statistics, until an instance's GPUs are free for others; they are at stock long before."""
 _FIRST_DELAY_S, _MAX_DELAY_S, _FORGET_S = 1.0, 60.0, 120.0
@@ -134,16 +147,25 @@ class Instance:
         problem: why it is not controlled, for people; empty while it is, or no statistics come.
         controller: None while its GPUs are not taken.
         latest: the latest statistics, with power.
+        meter: what has been measured, over restarts of the agent.
     """
 
     def __init__(
-        self, name: str, settings: InstanceSettings, profile: StepModel, parts: InstanceParts
+        self,
+        name: str,
+        settings: InstanceSettings,
+        profile: StepModel,
+        savings_file: Path,
+        parts: InstanceParts,
     ) -> None:
         self.name, self.settings = name, settings
         self.sources = Sources()
         self.problem = ""
         self.controller: Controller | None = None
         self.latest: EngineStats | None = None
+        self.meter = _read_savings(savings_file, settings)
+        self._savings_file = savings_file
+        self._judged_s = 0.0
         self._profile = profile
         self._parts = parts
         self._observes = parts.rank_gpus.observe
@@ -286,6 +308,7 @@ class Instance:
             self._log.info("instance let go: no statistics")
         finally:
             watching.cancel()
+            self._save()
             self._gpus, self.controller, self.latest = (), None, None
 
     def _tick(self, controller: Controller, power: MeanPower, now_s: float) -> None:
@@ -306,6 +329,34 @@ class Instance:
             stats = replace(stats, power_w=sum(powers.values()))
         self.latest = stats
         self._carry_out(controller.on_stats(now_s, stats))
+        self._measure(controller, stats, now_s)
+
+    def _measure(self, controller: Controller, stats: EngineStats, now_s: float) -> None:
+        """Count the interval, and go to stock where that is to be measured, or clocks save nothing."""
+        meter = self.meter
+        if meter.is_in_window and controller.stock_reason is not StockReason.MEASURED:
+            meter.end_window()
+        meter.add(stats)
+        if self._observes or controller.clock_mhz is None:
+            return
+        if meter.is_due(stats.waiting_count):
+            meter.begin_window()
+            self._carry_out(controller.on_stock_wanted(now_s, StockReason.MEASURED, WINDOW_S))
+        elif now_s - self._judged_s >= _SAVE_S:
+            self._judged_s = now_s
+            self._save()
+            if meter.saves_nothing:
+                self.meter = SavingsMeter(self.settings.objectives)
+                self._carry_out(controller.on_stock_wanted(now_s, StockReason.NO_SAVING, 3600 * MAX_H))
+
+    def _save(self) -> None:
+        try:
+            self._savings_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            beside = self._savings_file.with_suffix(".new")
+            beside.write_text(json.dumps(self.meter.to_json()))
+            beside.replace(self._savings_file)
+        except OSError as error:
+            self._problems.warning("savings not kept", file=str(self._savings_file), reason=error.strerror)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -342,6 +393,58 @@ class Instance:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(take, value)
 
+    @property
+    def wanted_clock_mhz(self) -> int | None:
+        """The clock that is chosen; None at stock, and while only observed."""
+        return None if self.controller is None or self._observes else self._wanted_mhz
+
+    def view(self) -> dict[str, Any]:
+        """Return settings, state and figures, for `perseus serving`."""
+        controller, stats = self.controller, self.latest
+        state, reason = "controlled", ""
+        if controller is None:
+            state, reason = ("not controlled", self.problem) if self.problem else ("no statistics", "")
+        elif self._observes:
+            state = "observed"
+        elif controller.stock_reason is not None:
+            state, reason = "at stock", controller.stock_reason.value
+        predicted = controller.prediction if controller is not None else None
+        clocks: list[tuple[float, ...]] = []
+        if controller is not None and predicted is not None:
+            columns = (predicted.power_w, predicted.late_ttft_share, predicted.late_itl_share)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            clocks = [(mhz, *row) for mhz, row in zip(controller.model.steps.clocks_mhz, rows, strict=True)]
+        savings = self.meter.savings()
+        return {
+            "name": self.name,
+            "state": state,
+            "reason": reason,
+            "clock_mhz": self.wanted_clock_mhz,
+            "running_count": stats.running_count if stats is not None else None,
+            "waiting_count": stats.waiting_count if stats is not None else None,
+            "tokens_per_s": stats.generation_tokens / stats.length_s if stats is not None else None,
+            "power_w": stats.power_w if stats is not None else None,
+            "time_scale": controller.model.time.scale if controller is not None else None,
+            "gpus": list(self.settings.gpus),
+            "user": self.settings.user,
+            "ttft": self.settings.ttft,
+            "itl": self.settings.itl,
+            "source": self.settings.metrics or "vLLM's plug-in",
+            "clocks": clocks,
+            "savings": asdict(savings) | {"is_useful": savings.is_useful},
+        }
+
+
+def _read_savings(file: Path, settings: InstanceSettings) -> SavingsMeter:
+    """Return what was measured so far; from the beginning if the file can't be used."""
+    try:
+        return SavingsMeter.from_json(settings.objectives, json.loads(file.read_text()))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # ServingError is one, too
+        _log.warning("savings not read: measured anew", file=str(file), reason=str(error))
+    return SavingsMeter(settings.objectives)
+
 
 class Instances:
     """All configured instances, by name.
@@ -357,7 +460,13 @@ class Instances:
         self._access = parts.access
         self._tasks: list[asyncio.Task[None]] = []
         self.by_name = {
-            name: Instance(name, each, read_profile(each.profile.read_text(), str(each.profile)), parts)
+            name: Instance(
+                name,
+                each,
+                read_profile(each.profile.read_text(), str(each.profile)),
+                settings.restore_folder.with_name("serving") / f"{name}.json",
+                parts,
+            )
             for name, each in settings.instances.items()
         }
 
@@ -374,9 +483,12 @@ class Instances:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def converse(self, connection: ProbeConnection, hello: EngineHello) -> None:
-        """Serve the connection of a plug-in to its end. Raises `MalformedPacket`."""
+    async def converse(self, connection: ProbeConnection, hello: EngineHello | InstancesQuestion) -> None:
+        """Serve the connection of a plug-in to its end, or answer a question. Raises `MalformedPacket`."""
         await connection.pay_hello()
+        if isinstance(hello, InstancesQuestion):
+            connection.send(packets.Instances([each.view() for each in self.by_name.values()]))
+            return
         user = await self._access.user(connection.peer)
         found = [
             each

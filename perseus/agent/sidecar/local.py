@@ -349,20 +349,21 @@ class ProbeConnection:
 
     def reply(self, reply: Reply) -> None:
         """Send a reply without waiting for a probe that is gone or does not read."""
-        self._send(reply)
+        self.send(reply)
         if not self._has_answered:
             self._has_answered = True
             if self._packing.is_allowed:
-                self._send(self._packing)
+                self.send(self._packing)
 
     def allow_packing(self, is_allowed: bool) -> None:
         """Let the probe pack marks, or not, from its next iteration on, once its hello was answered."""
         if self._packing.is_allowed != is_allowed:
             self._packing = Packing(is_allowed)
             if self._has_answered:
-                self._send(self._packing)
+                self.send(self._packing)
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
+        """Send a message without waiting for a peer that is gone or does not read."""
         with contextlib.suppress(OSError):
             self._socket.send(encode(message))
 

@@ -23,6 +23,7 @@ from perseus.agent.link.computation import Rank
 from perseus.agent.rank.messages import GpuErrorReason
 from perseus.agent.restore.restorer import Restorer
 from perseus.agent.sidecar.gpus import NOT_SERVED, AgentCounters
+from perseus.agent.sidecar.instances import Instance
 from perseus.agent.sidecar.optional import OptionalParts, part_retry
 from perseus.agent.sidecar.served import ServedRank
 from perseus.agent.sidecar.settings import AgentSettings
@@ -49,7 +50,9 @@ class AgentCollector:
         restorer: Restorer,
         counters: AgentCounters,
         optional: OptionalParts,
+        instances: Mapping[str, Instance],
     ) -> None:
+        self._instances = instances
         self._ranks = ranks
         self._coordinator = coordinator
         self._restorer = restorer
@@ -76,6 +79,8 @@ class AgentCollector:
                 readings.put(names.GPU_SETS, counters.sets, gpu_uuid)
                 readings.put(names.GPU_MARKS_DROPPED, counters.dropped_mark_count, gpu_uuid)
         self._read_restores(readings)
+        for name, instance in self._instances.items():
+            _read_instance(readings, name, instance)
         return readings
 
     def _read_stream(self, readings: Readings) -> None:
@@ -110,6 +115,22 @@ def _read_rank(readings: Readings, rank: Rank, served: ServedRank) -> None:
         readings.put(names.GPU_CLOCK_IN_FORCE, reading.sm_clock_mhz * _HZ_PER_MHZ, gpu_uuid)
     readings.put(names.GPU_POWER, reading.power_w, gpu_uuid)
     readings.put(names.GPU_ENERGY, reading.energy_j, gpu_uuid)
+
+
+def _read_instance(readings: Readings, name: str, instance: Instance) -> None:
+    wanted_mhz, stats, savings = instance.wanted_clock_mhz, instance.latest, instance.meter.savings()
+    readings.put(names.INSTANCE_CONTROLLED, wanted_mhz is not None, name)
+    readings.put(names.INSTANCE_CLOCK_WANTED, (wanted_mhz or 0) * _HZ_PER_MHZ, name)
+    if stats is not None:
+        readings.put(names.INSTANCE_REQUESTS, stats.running_count, name, "running")
+        readings.put(names.INSTANCE_REQUESTS, stats.waiting_count, name, "waiting")
+        readings.put(names.INSTANCE_POWER, stats.power_w, name)
+    readings.put(names.INSTANCE_ENERGY, savings.energy_j, name)
+    readings.put(names.INSTANCE_TOKENS, savings.generation_tokens, name)
+    readings.put(names.INSTANCE_ATTAINMENT, savings.attainment_ttft, name, "ttft")
+    readings.put(names.INSTANCE_ATTAINMENT, savings.attainment_itl, name, "itl")
+    readings.put(names.INSTANCE_SAVING, savings.saving, name)
+    readings.put(names.INSTANCE_SAVING_UNCERTAINTY, savings.uncertainty, name)
 
 
 if TYPE_CHECKING:

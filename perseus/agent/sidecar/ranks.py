@@ -27,6 +27,8 @@ from perseus.agent.link.packets import (
     Finish,
     HealthQuestion,
     Hello,
+    Instances,
+    InstancesQuestion,
     IterationMark,
     MalformedPacket,
     Membership,
@@ -56,7 +58,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S, _FORGET_S = 1.0, 60.0, 120.0
 
 
 class Ranks:
-    """The ranks of a roster's trainers. `health` answers health questions, `serve_engine` serves plug-ins."""
+    """The ranks of a roster's trainers. `health` answers health questions, `serve_instances` engines."""
 
     def __init__(
         self,
@@ -65,14 +67,14 @@ class Ranks:
         gpus: RankGpus,
         uplink: Uplink,
         health: Callable[[], Awaitable[Reply]],
-        serve_engine: Callable[[ProbeConnection, EngineHello], Awaitable[None]],
+        serve_instances: Callable[[ProbeConnection, EngineHello | InstancesQuestion], Awaitable[None]],
     ) -> None:
         self._roster = roster
         self._admission = admission
         self._gpus = gpus
         self._uplink = uplink
         self._health = health
-        self._serve_engine = serve_engine
+        self._serve_instances = serve_instances
         self._estimator = Estimator()
         self._refusal_log = RateLimitedLog(_log, REFUSAL_LOG_PERIOD_S)
 
@@ -99,8 +101,8 @@ class Ranks:
                 await connection.pay_hello()
                 connection.reply(await self._health())
                 return
-            if isinstance(hello, EngineHello):
-                await self._serve_engine(connection, hello)
+            if isinstance(hello, EngineHello | InstancesQuestion):
+                await self._serve_instances(connection, hello)
                 return
             admitted = await self._admission.admit(hello, connection)
             if isinstance(admitted, Refused):
@@ -122,7 +124,9 @@ class Ranks:
             if trainer is not None:
                 await self._let_go(trainer)
 
-    async def _hello(self, connection: ProbeConnection) -> Hello | HealthQuestion | EngineHello | None:
+    async def _hello(
+        self, connection: ProbeConnection
+    ) -> Hello | HealthQuestion | EngineHello | InstancesQuestion | None:
         """Return the first packet of a connection; None if none arrives."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -131,7 +135,9 @@ class Ranks:
             message = f"expected a hello within {HELLO_TIMEOUT_S:g} s, found silence"
             self._log_refusal("connection refused", "HELLO_TIMEOUT", connection, message)
             return None
-        if hello is not None and not isinstance(hello, Hello | HealthQuestion | EngineHello):
+        if hello is not None and not isinstance(
+            hello, Hello | HealthQuestion | EngineHello | InstancesQuestion
+        ):
             raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
         return hello
 
@@ -167,7 +173,16 @@ class Ranks:
                 if trainer.unmarked is None:  # a client that floods its connection with them is not heard
                     _log.warning("no iteration marked", rank=str(trainer.rank), reason=text)
                     self._note_unmarked(trainer, text)
-            case HealthQuestion() | Hello() | EngineHello() | EngineReport() | Reply() | Packing():
+            case (
+                HealthQuestion()
+                | InstancesQuestion()
+                | Hello()
+                | EngineHello()
+                | EngineReport()
+                | Instances()
+                | Reply()
+                | Packing()
+            ):
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"
                 )

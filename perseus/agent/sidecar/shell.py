@@ -146,7 +146,12 @@ class Agent:
         )
         self._readings = PowerReadings(gpus, executor, self._roster.served, self._uplink)
         self.collector = AgentCollector(
-            self._roster.served, self._uplink.coordinator, self._restorer, rank_gpus.counters, self._optional
+            self._roster.served,
+            self._uplink.coordinator,
+            self._restorer,
+            rank_gpus.counters,
+            self._optional,
+            self._instances.by_name,
         )
 
     async def work(self) -> None:

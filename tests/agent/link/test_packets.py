@@ -21,6 +21,8 @@ from perseus.agent.link.packets import (
     Finish,
     HealthQuestion,
     Hello,
+    Instances,
+    InstancesQuestion,
     IterationMark,
     MalformedPacket,
     MarkType,
@@ -70,6 +72,8 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(WaitMark, edges, iterations, int64),
     st.builds(Unmarked, identifiers),
     st.builds(Finish, int64),
+    st.just(InstancesQuestion()),
+    st.builds(Instances, st.lists(st.dictionaries(texts, st.one_of(texts, int32, amounts, st.none())))),
     st.builds(EngineHello, identifiers, int32),
     st.builds(
         EngineReport, amounts, int32, int32, amounts, int32, int32, int32, amounts, latencies, latencies

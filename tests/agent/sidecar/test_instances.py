@@ -4,6 +4,7 @@ The controller's times are compressed.
 """
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import AsyncIterator
@@ -17,11 +18,12 @@ from structlog.testing import capture_logs
 
 from perseus.agent import vllm
 from perseus.agent.sidecar import instances
+from perseus.agent.sidecar.health_client import ask_instances
 from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import Work
 from perseus.gpu import GpuPermissionError
-from perseus.serving import controller
+from perseus.serving import controller, savings
 from perseus.serving.errors import ServingError
 from tests.agent.coordinator_stub import until
 from tests.agent.sidecar.training import STOCK_MHZ, settings
@@ -110,6 +112,53 @@ async def test_an_engine_runs_at_a_low_clock_until_the_agent_stops(tmp_path: Pat
         assert [path.name for path in (tmp_path / "restore").glob("*.json")] == [f"{gpu.uuid}.json"]
     assert gpu.sm_clock_mhz() == STOCK_MHZ
     assert not list((tmp_path / "restore").glob("*.json"))
+
+
+async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: EmulatedGpu) -> None:
+    socket = tmp_path / "run" / "agent.sock"
+    async with running(tmp_path, gpu, metrics_listen="0") as engine:
+        await until(lambda: is_low(gpu), "a low clock")
+        (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
+        assert (found["name"], found["state"], found["running_count"]) == ("chat", "controlled", 8)
+        assert found["clock_mhz"] == gpu.sm_clock_mhz()
+        assert [row[0] for row in found["clocks"]][-1] == STOCK_MHZ
+        assert found["savings"]["saving"] is None
+        assert found["savings"]["generation_tokens"] > 0
+        engine.stop()
+        engine.is_silent = True
+        await until(lambda: not is_low(gpu), "stock")
+        (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
+        assert (found["state"], found["reason"]) == ("at stock", "no statistics for a second")
+    tokens = json.loads((tmp_path / "serving" / "chat.json").read_text())["controlled"][2]
+    assert tokens == pytest.approx(found["savings"]["generation_tokens"])
+    async with running(tmp_path, gpu):  # a new agent goes on from there
+        (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
+        assert found["savings"]["generation_tokens"] >= tokens
+
+
+async def test_stock_is_measured_and_no_saving_ends_control(
+    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value_s in (("SETTLE_S", 0.1), ("MEASURED_S", 1.3), ("_GAP_S", 0.5)):
+        monkeypatch.setattr(savings, name, value_s)
+    monkeypatch.setattr(instances, "WINDOW_S", 0.6)
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu):
+            await until(lambda: is_low(gpu), "a low clock")
+            await until(lambda: not is_low(gpu), "a window at stock")
+            await until(lambda: is_low(gpu), "a low clock again")
+            (instance,) = (each for each in instances_of_this_test(logs))
+            assert instance == "stock is measured, for half a minute"
+            monkeypatch.setattr(savings.SavingsMeter, "saves_nothing", True)
+            monkeypatch.setattr(instances, "_SAVE_S", 0.0)
+            monkeypatch.setattr(savings, "_GAP_S", 1e9)
+            await until(lambda: not is_low(gpu), "stock")
+            (found,) = await asyncio.to_thread(ask_instances, tmp_path / "run" / "agent.sock", 5.0)
+            assert found["reason"] == "measured, lower clocks save nothing"
+
+
+def instances_of_this_test(logs: Any) -> set[str]:
+    return {each["reason"] for each in logs if each["event"] == "instance at stock"}
 
 
 async def test_stock_within_a_second_of_the_last_statistics(

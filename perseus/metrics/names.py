@@ -334,37 +334,39 @@ GPU_MARKS_DROPPED = AGENT.counter(
 )
 
 
-INSTANCE_CONTROLLED = AGENT.gauge(
+INSTANCE = Section("Each inference engine", "Those in the agent's configuration, from the agent.")
+
+INSTANCE_CONTROLLED = INSTANCE.gauge(
     "instance_controlled",
     "1 while a clock is chosen for the inference engine, 0 while it is not.",
     "engine",
 )
-INSTANCE_CLOCK_WANTED = AGENT.gauge(
+INSTANCE_CLOCK_WANTED = INSTANCE.gauge(
     "instance_clock_wanted_hertz", "SM clock that is chosen for the engine's GPUs; 0 means stock.", "engine"
 )
-INSTANCE_REQUESTS = AGENT.gauge(
+INSTANCE_REQUESTS = INSTANCE.gauge(
     "instance_requests", "Requests of the engine that run or wait.", "engine", "state"
 )
-INSTANCE_POWER = AGENT.gauge("instance_power_watts", "Power of all the engine's GPUs.", "engine")
-INSTANCE_ENERGY = AGENT.counter(
+INSTANCE_POWER = INSTANCE.gauge("instance_power_watts", "Power of all the engine's GPUs.", "engine")
+INSTANCE_ENERGY = INSTANCE.counter(
     "instance_energy_joules",
     "Energy of the engine's GPUs, without windows at stock; goes on over restarts of the agent.",
     "engine",
 )
-INSTANCE_TOKENS = AGENT.counter(
+INSTANCE_TOKENS = INSTANCE.counter(
     "instance_generated_tokens", "Tokens generated with that energy; goes on likewise.", "engine"
 )
-INSTANCE_ATTAINMENT = AGENT.gauge(
+INSTANCE_ATTAINMENT = INSTANCE.gauge(
     "instance_attainment_ratio", "Share of latencies within the objective's limit.", "engine", "objective"
 )
-INSTANCE_SAVING = AGENT.gauge(
+INSTANCE_SAVING = INSTANCE.gauge(
     "instance_saving_ratio", "Share of stock's energy saved, measured against windows at stock.", "engine"
 )
-INSTANCE_SAVING_UNCERTAINTY = AGENT.gauge(
+INSTANCE_SAVING_UNCERTAINTY = INSTANCE.gauge(
     "instance_saving_uncertainty_ratio", "Half the width of that saving's interval at 95 %.", "engine"
 )
 
 
-SECTIONS = (BOTH, SERVER, LEDGER, FEED, SIGNAL, JOB, RANK, AGENT)
+SECTIONS = (BOTH, SERVER, LEDGER, FEED, SIGNAL, JOB, RANK, AGENT, INSTANCE)
 
 ALL = tuple(metric for section in SECTIONS for metric in section)

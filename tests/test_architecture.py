@@ -68,7 +68,7 @@ RULES: Mapping[str, PackageRules] = {
     "schedule_name": pure(),
     "logs": allowed("structlog"),
     "metrics": pure("prometheus_client"),
-    "tls": allowed("grpc", "pydantic", "structlog"),
+    "tls": allowed("google", "grpc", "grpc_status", "pydantic", "structlog"),
     "certificates": allowed("cryptography"),
     "configuration": allowed("pydantic", "pydantic_core", "pydantic_settings"),
     "pictures": allowed("matplotlib"),

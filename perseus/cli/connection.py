@@ -16,7 +16,7 @@ from perseus.cli.flags import Command, in_place_of
 from perseus.cli.progress import working
 from perseus.cli.terminal import BAD_INPUT, FAILURE, did_you_mean, fail, warn
 from perseus.printable import printable
-from perseus.tls.address import check_address, is_local
+from perseus.tls.address import check_address, is_local, several
 from perseus.tls.files import TlsError, TlsFiles
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 from perseus.tls.tokens import TokenFileError, TokenSource, find_token
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from perseus.tls.channels import Channels
 
 DEFAULT_COORDINATOR = "127.0.0.1:50051"
+
+_FIND_TIMEOUT_S = 3.0
 
 _UNKNOWN_JOB = re.compile(r"job '(?P<job_id>.*)' is not registered")
 
@@ -42,7 +44,11 @@ class Connection:
     """A command's coordinator and credentials, from flags or their environment variables."""
 
     coordinator: Annotated[
-        str, typer.Option(envvar="PERSEUS_COORDINATOR", help="The coordinator's HOST:PORT, or unix:PATH.")
+        str,
+        typer.Option(
+            envvar="PERSEUS_COORDINATOR",
+            help="The coordinator's HOST:PORT, or unix:PATH; of a fleet, several with commas.",
+        ),
     ] = DEFAULT_COORDINATOR
     tls_ca: Annotated[
         Path | None,
@@ -117,7 +123,7 @@ class Connection:
             "tls_key": lambda: check_together(self.tls_key, self.tls_certificate, "tls_certificate"),
             "insecure": lambda: check_insecure(self.insecure, self.tls_ca, "tls_ca"),
             "coordinator": lambda: (
-                check_address(self.coordinator)
+                all(map(check_address, several(self.coordinator)))
                 and check_plaintext(
                     self.coordinator, has_tls=self.tls_ca is not None, insecure=self.insecure, wanted="tls_ca"
                 )
@@ -164,12 +170,14 @@ def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["gr
         grpc.StatusCode.OUT_OF_RANGE,
     }
     channels = connection.channels()
+    if channels.has_several:
+        _find_holder(channels)
     with channels.open_blocking() as plain:
         try:
             description = None if is_quiet else f"Asking {connection.coordinator}"
             yield cast("grpc.Channel", EscapingChannel(plain, description))
         except grpc.RpcError as error:
-            where, code = connection.coordinator, error.code()
+            where, code = channels.address, error.code()
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 with working("Looking for the reason"):
                     reason = channels.diagnosis_blocking()
@@ -186,6 +194,25 @@ def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["gr
             if code is grpc.StatusCode.NOT_FOUND and (wrong := _UNKNOWN_JOB.fullmatch(details)):
                 details += _similar_job(plain, wrong["job_id"])
             fail(details, BAD_INPUT if code in their_fault else FAILURE)
+
+
+def _find_holder(channels: "Channels") -> None:
+    """Choose the coordinator of a fleet that serves the jobs: the first that doesn't name another."""
+    import grpc
+
+    from perseus.v1.info_service_pb2 import GetInfoRequest
+    from perseus.v1.info_service_pb2_grpc import InfoServiceStub
+
+    is_over = False
+    while not is_over:
+        with channels.open_blocking() as channel:
+            try:
+                InfoServiceStub(channel).GetInfo(GetInfoRequest(), timeout=_FIND_TIMEOUT_S)
+                return
+            except grpc.RpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    return
+                is_over = channels.move_on(error)
 
 
 def _similar_job(channel: "grpc.Channel", job_id: str) -> str:

@@ -352,6 +352,7 @@ class Agent:
             except* grpc.aio.AioRpcError as several:
                 (error, *_) = [each for each in _flat(several) if isinstance(each, grpc.aio.AioRpcError)]
                 reason = error.details() or error.code().name
+                self._channels.move_on(error)
             self._client = None
             self._check_going_on()
             self._take(CoordinatorLost())

@@ -57,8 +57,8 @@ class DsxFlexSettings(BaseSettings):
         description="File with a token of scope grid, reloaded when it changes; by default the operator's "
         "token written by this user's coordinator on this machine.",
     )
-    coordinator: Annotated[str, Field(min_length=1), keeps_plaintext_here("tls_ca")] = Field(
-        "127.0.0.1:50051", description="Coordinator's address, host:port."
+    coordinator: Annotated[str, Field(min_length=1), keeps_plaintext_here("tls_ca", is_list=True)] = Field(
+        "127.0.0.1:50051", description="Coordinator's address, host:port; of a fleet, several with commas."
     )
     broker_tls_ca: Path | None = Field(
         None, description="PEM file with the CAs that may sign the broker's certificate; makes it TLS."

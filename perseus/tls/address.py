@@ -57,8 +57,17 @@ def check_address(address: str, *, min_port: int = 1) -> str:
     return address
 
 
-def is_local(address: str) -> bool:
-    """Whether traffic to the address stays on this machine: a Unix socket or loopback."""
+def several(addresses: str) -> list[str]:
+    """Return the addresses of a list with commas."""
+    return [address.strip() for address in addresses.split(",")]
+
+
+def is_local(addresses: str) -> bool:
+    """Whether traffic to all of these addresses stays on this machine: Unix sockets or loopback."""
+    return all(_is_local(address) for address in several(addresses))
+
+
+def _is_local(address: str) -> bool:
     if address.startswith(_LOCAL_SCHEMES):
         return True
     found = host_and_port(address)

@@ -1,6 +1,8 @@
-"""Channels to one coordinator, for agents and commands: in plaintext, or with the newest certificates.
+"""Channels to the coordinator, for agents and commands: in plaintext, or with the newest certificates.
 
-Every channel to a coordinator is opened here, so clients' credentials are added here, too.
+Every channel to a coordinator is opened here, so clients' credentials are added here, too. Where several
+coordinators share a database, one serves and the others name its address: clients try the given addresses in
+turn, and follow.
 """
 
 import asyncio
@@ -10,8 +12,10 @@ from typing import Any
 
 import grpc
 import structlog
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_status import rpc_status
 
-from perseus.tls.address import is_local
+from perseus.tls.address import check_address, is_local, several
 from perseus.tls.diagnosis import diagnose
 from perseus.tls.files import Role, TlsFiles, TlsSource
 from perseus.tls.token_channels import BlockingTokenChannel, TokenChannel
@@ -24,27 +28,33 @@ _Options = Sequence[tuple[str, Any]]
 _POLL_S = 10.0
 _READY_TIMEOUT_S = 10.0
 _TRY_AGAIN_S = 60.0
+_MAX_HOPS = 2
 
 
 class Channels:
-    """Opens channels to the coordinator at `address`; without `files` in plaintext.
+    """Opens channels to the coordinator; without `files` in plaintext. `addresses` are separated by commas.
 
     Every call carries the `token`, which never leaves the machine in plaintext. Certificates are checked
     about every `poll_s`, and whenever a channel is opened.
 
     Raises:
         TlsError: a file can't be used.
+
+    Attributes:
+        address: the address of the next channel.
     """
 
     def __init__(
         self,
-        address: str,
+        addresses: str,
         files: TlsFiles | None = None,
         token: TokenSource | None = None,
         *,
         poll_s: float = _POLL_S,
     ) -> None:
-        self.address = address
+        self._addresses = several(addresses)
+        self._index = self._hop_count = 0
+        self.address = self._addresses[0]
         self._source = TlsSource(files, Role.CLIENT) if files is not None else None
         self._token = None if self.is_exposed else token
         self._poll_s = poll_s
@@ -52,7 +62,35 @@ class Channels:
     @property
     def is_exposed(self) -> bool:
         """Whether traffic leaves the machine in plaintext."""
-        return self._source is None and not is_local(self.address)
+        return self._source is None and not all(map(is_local, self._addresses))
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are several addresses."""
+        return len(self._addresses) > 1
+
+    def move_on(self, error: grpc.RpcError | None = None) -> bool:
+        """Choose the address of the next attempt; return whether it should wait, as all were tried.
+
+        It is the one that a coordinator that stands by has named in an error, within two hops and never in
+        plaintext where the given ones are not; else the next of the given ones.
+        """
+        named = _served_at(error)
+        if named and self._hop_count < _MAX_HOPS and self._may_follow(named):
+            self._hop_count += 1
+            self.address = named
+            return False
+        self._hop_count = 0
+        self._index = (self._index + 1) % len(self._addresses)
+        self.address = self._addresses[self._index]
+        return self._index == 0
+
+    def _may_follow(self, address: str) -> bool:
+        try:
+            check_address(address)
+        except ValueError:
+            return False
+        return self._source is not None or self.is_exposed or is_local(address)
 
     @property
     def token_origin(self) -> str:
@@ -126,3 +164,15 @@ class Channels:
         source.poll()
         material = source.material
         return grpc.ssl_channel_credentials(material.ca, material.key, material.certificate)
+
+
+def _served_at(error: grpc.RpcError | None) -> str:
+    """Return where a coordinator says that the jobs are served; empty if it doesn't."""
+    info = ErrorInfo()
+    try:
+        status = rpc_status.from_call(error) if error is not None else None
+    except ValueError:  # details that contradict the status
+        status = None
+    if status is None or not any(detail.Unpack(info) for detail in status.details):
+        return ""
+    return str(info.metadata.get("address", "")) if info.reason == "SERVED_ELSEWHERE" else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import AfterValidator, ValidationInfo
 
-from perseus.tls.address import check_address
+from perseus.tls.address import check_address, several
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 
 
@@ -28,18 +28,22 @@ def contradicts(tls: str) -> AfterValidator:
     return _beside(tls, check_insecure)
 
 
-def keeps_plaintext_here(tls: str, *, wanted: str | None = None, min_port: int = 1) -> AfterValidator:
+def keeps_plaintext_here(
+    tls: str, *, wanted: str | None = None, min_port: int = 1, is_list: bool = False
+) -> AfterValidator:
     """An optional address that other machines may reach only by TLS, unless `insecure` is set.
 
     `tls` is the field that enables TLS; `wanted` names the required settings in an error, by default that
-    field.
+    field. With `is_list` it may be several addresses, separated by commas.
     """
 
     def check(address: str | None, info: ValidationInfo) -> str | None:
         if address is None:
             return None
+        for each in several(address) if is_list else [address]:
+            check_address(each, min_port=min_port)
         return check_plaintext(
-            check_address(address, min_port=min_port),
+            address,
             has_tls=info.data.get(tls) is not None,
             insecure=bool(info.data.get("insecure")),
             wanted=wanted or tls,

@@ -23,6 +23,8 @@ Reasons for which a stream ends, as in its status's ErrorInfo, and the agent's r
     INSTANCE_SERVED                 another credential uses the instance identifier, and the Hello lacked its
                                     instance_key: connect with another identifier
     INTERNAL                        the coordinator failed before the Welcome: connect later
+    SERVED_ELSEWHERE                this coordinator stands by: connect to the address in the metadata; if it is empty,
+                                    or nobody answers there, connect later
     OK after a Drain                the coordinator is stopping: connect later
     OK after a Goodbye              none
 
@@ -718,8 +720,13 @@ class RankAccepted(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
     MAX_CLOCK_FIELD_NUMBER: builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
+    lease_epoch: builtins.int
+    """Lease epoch of the coordinator's hold on the job: it rises when another coordinator takes over, and never falls. An
+    agent that has heard of a higher one for the job refuses this message. 0 where coordinators don't share a database.
+    """
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -741,9 +748,10 @@ class RankAccepted(google.protobuf.message.Message):
         rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         order: perseus.v1.computation_pb2.StageOrder | None = ...,
         max_clock: Global___MaxClock | None = ...,
+        lease_epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["max_clock", b"max_clock", "order", b"order", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "max_clock", b"max_clock", "order", b"order", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "lease_epoch", b"lease_epoch", "max_clock", b"max_clock", "order", b"order", "rank", b"rank"]) -> None: ...
 
 Global___RankAccepted: typing_extensions.TypeAlias = RankAccepted
 
@@ -778,6 +786,7 @@ class RankRefused(google.protobuf.message.Message):
     METADATA_FIELD_NUMBER: builtins.int
     MAX_CLOCK_FIELD_NUMBER: builtins.int
     LEASE_LEFT_S_FIELD_NUMBER: builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     reason: builtins.str
@@ -793,6 +802,8 @@ class RankRefused(google.protobuf.message.Message):
     other rank on the GPU, is left, seconds. If that agent stays silent, both are free then: join again at that time at
     the latest. Absent with other reasons.
     """
+    lease_epoch: builtins.int
+    """As in RankAccepted."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -815,9 +826,10 @@ class RankRefused(google.protobuf.message.Message):
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         max_clock: Global___MaxClock | None = ...,
         lease_left_s: builtins.float | None = ...,
+        lease_epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lease_left_s", b"_lease_left_s", "lease_left_s", b"lease_left_s", "max_clock", b"max_clock", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lease_left_s", b"_lease_left_s", "job_id", b"job_id", "lease_left_s", b"lease_left_s", "max_clock", b"max_clock", "message", b"message", "metadata", b"metadata", "rank", b"rank", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lease_left_s", b"_lease_left_s", "job_id", b"job_id", "lease_epoch", b"lease_epoch", "lease_left_s", b"lease_left_s", "max_clock", b"max_clock", "message", b"message", "metadata", b"metadata", "rank", b"rank", "reason", b"reason"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lease_left_s", b"_lease_left_s"]) -> typing.Literal["lease_left_s"] | None: ...
 
 Global___RankRefused: typing_extensions.TypeAlias = RankRefused
@@ -861,8 +873,11 @@ class RankMaxClock(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     MAX_CLOCK_FIELD_NUMBER: builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
+    lease_epoch: builtins.int
+    """As in RankAccepted."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -877,9 +892,10 @@ class RankMaxClock(google.protobuf.message.Message):
         job_id: builtins.str = ...,
         rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         max_clock: Global___MaxClock | None = ...,
+        lease_epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["max_clock", b"max_clock", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "max_clock", b"max_clock", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "lease_epoch", b"lease_epoch", "max_clock", b"max_clock", "rank", b"rank"]) -> None: ...
 
 Global___RankMaxClock: typing_extensions.TypeAlias = RankMaxClock
 
@@ -1301,6 +1317,7 @@ class PlanOffer(google.protobuf.message.Message):
     STAGE_PLAN_FIELD_NUMBER: builtins.int
     COMMIT_MARKER_FIELD_NUMBER: builtins.int
     IS_URGENT_FIELD_NUMBER: builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     epoch: builtins.str
@@ -1321,6 +1338,8 @@ class PlanOffer(google.protobuf.message.Message):
     and for those that follow. Such an offer is never too late. An agent that does not know this field applies the
     clocks from start_iteration on.
     """
+    lease_epoch: builtins.int
+    """As in RankAccepted."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -1351,9 +1370,10 @@ class PlanOffer(google.protobuf.message.Message):
         stage_plan: perseus.v1.frontier_pb2.StagePlan | None = ...,
         commit_marker: builtins.str = ...,
         is_urgent: builtins.bool = ...,
+        lease_epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["clocks", b"clocks", "hold", b"hold", "rank", b"rank", "stage_plan", b"stage_plan", "stock", b"stock"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "commit_marker", b"commit_marker", "epoch", b"epoch", "hold", b"hold", "is_urgent", b"is_urgent", "job_id", b"job_id", "lease_s", b"lease_s", "rank", b"rank", "stage_plan", b"stage_plan", "start_iteration", b"start_iteration", "stock", b"stock", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "commit_marker", b"commit_marker", "epoch", b"epoch", "hold", b"hold", "is_urgent", b"is_urgent", "job_id", b"job_id", "lease_epoch", b"lease_epoch", "lease_s", b"lease_s", "rank", b"rank", "stage_plan", b"stage_plan", "start_iteration", b"start_iteration", "stock", b"stock", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["clocks", b"clocks"]) -> typing.Literal["stock", "hold", "stage_plan"] | None: ...
 
 Global___PlanOffer: typing_extensions.TypeAlias = PlanOffer

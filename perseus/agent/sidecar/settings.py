@@ -50,8 +50,8 @@ class AgentSettings(BaseSettings):
         description="File with the agent's token, reloaded when it changes; by default the token written by "
         "this user's coordinator on this machine.",
     )
-    coordinator: Annotated[str, Field(min_length=1), keeps_plaintext_here("tls_ca")] = Field(
-        "127.0.0.1:50051", description="Coordinator's address, host:port."
+    coordinator: Annotated[str, Field(min_length=1), keeps_plaintext_here("tls_ca", is_list=True)] = Field(
+        "127.0.0.1:50051", description="Coordinator's address, host:port; of a fleet, several with commas."
     )
     socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
     socket_group: str | None = Field(

@@ -40,7 +40,13 @@ _log = structlog.get_logger(__name__)
 _HANDSHAKE_S = 10.0
 _GOODBYE_S = 2.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.25, 15.0
+_MAX_ROUND_DELAY_S = 5.0
+"""The longest delay before all of several coordinators are tried again: ranks keep their plans if one that
+takes over is found within their lease."""
 _MAX_COMMIT_MARKER_LENGTH = 256
+
+_MAX_JOBS = 1024
+"""Jobs whose lease epochs are kept: no node serves more at a time."""
 
 _GATHERING_S = 0.005
 """How long a message waits for others of a bundle: no answer is needed faster, and ranks that wait for each
@@ -76,19 +82,22 @@ class Connection:
         self, channels: Channels, agent: AgentIdentity, handler: Handler, random: Callable[[], float]
     ) -> None:
         self._channels = channels
-        self._address = channels.address
         self._agent = agent
         self._handler = handler
-        self._retry = Retry(_FIRST_DELAY_S, _MAX_DELAY_S, jitter=1.0, random=random)
+        max_delay_s = _MAX_ROUND_DELAY_S if channels.has_several else _MAX_DELAY_S
+        self._retry = Retry(_FIRST_DELAY_S, max_delay_s, jitter=1.0, random=random)
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._was_welcome = False
         self._asked_delay_s = 0.0
+        self._error: grpc.aio.AioRpcError | None = None
         self._is_closing = False
         # Kept across streams: lets the coordinator detect that it has lost state.
         self._commit_marker = ""
         # Likewise: identifies this agent to the coordinator, even with another token.
         self._instance_key = ""
+        # Likewise: by job, the highest lease epoch; messages with a lower one are out of date.
+        self._lease_epochs: dict[str, int] = {}
         self._refused_log = RateLimitedLog(_log)
         self._outage_log = RateLimitedLog(_log)
 
@@ -129,15 +138,15 @@ class Connection:
             except Exception as error:
                 reason = repr(error)
                 self._outage_log.error(
-                    "stream failed", reason, reason=reason, exc_info=True, coordinator=self._address
+                    "stream failed", reason, reason=reason, exc_info=True, coordinator=self._channels.address
                 )
-            if not self._is_closing and renewed is None:
+            if not self._is_closing and renewed is None and self._channels.move_on(self._error):
                 delay_s = self._asked_delay_s + self._retry.failed()
                 self._outage_log.warning(
                     "no coordinator",
                     reason,
                     reason=reason,
-                    coordinator=self._address,
+                    coordinator=self._channels.address,
                     retry_in_s=round(delay_s, 3),
                 )
                 await asyncio.sleep(delay_s)
@@ -148,7 +157,7 @@ class Connection:
         """Run one stream to its end; return a channel with newer certificates, if any, and why it ended."""
         renewed: grpc.aio.Channel | None = None
         generation = self._channels.generation
-        self._was_welcome, self._asked_delay_s = False, 0.0
+        self._was_welcome, self._asked_delay_s, self._error = False, 0.0, None
         try:
             async with channel or self._channels.open(CHANNEL_OPTIONS) as opened:
                 renewed = await self._stream(Call(AgentServiceStub(opened).Connect()), generation)
@@ -157,13 +166,17 @@ class Connection:
             reason = f"{error.code().name}: {error.details()}"
             if error.code() is grpc.StatusCode.UNAUTHENTICATED and self._channels.token_origin:
                 reason += f"; the token is from {self._channels.token_origin}"
+            self._error = error
             retry_s = statuses.retry_delay_s(error)
             self._asked_delay_s = retry_s or 0.0
-            if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and retry_s is None and not self._was_welcome:
                 reason = await self._channels.diagnosis() or reason
             elif error.code() not in _TRANSIENT and retry_s is None:
                 self._outage_log.error(
-                    "coordinator refuses the stream", reason, reason=reason, coordinator=self._address
+                    "coordinator refuses the stream",
+                    reason,
+                    reason=reason,
+                    coordinator=self._channels.address,
                 )
         except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
             reason = str(error)
@@ -181,12 +194,14 @@ class Connection:
             self._outage_log.reset()
             self._heard_at_s = time.monotonic()
             self._outbox = asyncio.Queue()
-            _log.info("connected", coordinator=self._address, epoch=welcome.epoch, lease_s=welcome.lease_s)
+            _log.info(
+                "connected", coordinator=self._channels.address, epoch=welcome.epoch, lease_s=welcome.lease_s
+            )
             if welcome.protocol_version != translate.PROTOCOL_VERSION:
                 self._refused_log.warning(
                     "the coordinator speaks another protocol version: unknown messages are refused",
                     str(welcome.protocol_version),
-                    coordinator=self._address,
+                    coordinator=self._channels.address,
                     protocol_version=welcome.protocol_version,
                     own_protocol_version=translate.PROTOCOL_VERSION,
                 )
@@ -204,7 +219,9 @@ class Connection:
                     task.result()
             if not renewing.done():
                 return None
-            _log.info("certificates renewed: continuing with a new stream", coordinator=self._address)
+            _log.info(
+                "certificates renewed: continuing with a new stream", coordinator=self._channels.address
+            )
             is_renewed = True
             return renewing.result()
         finally:
@@ -276,6 +293,7 @@ class Connection:
         self._note_commit_marker(answer)
         try:
             message = translate.response(answer)
+            self._check_lease_epoch(answer)
         except translate.MalformedMessageError as error:
             self.send(self._refusal(error))
             return
@@ -288,6 +306,20 @@ class Connection:
         if 0 < len(marker := translate.commit_marker(answer)) <= _MAX_COMMIT_MARKER_LENGTH:
             self._commit_marker = marker
 
+    def _check_lease_epoch(self, answer: wire.ConnectResponse) -> None:
+        """Refuse a message of a coordinator from which another has taken over, as far as known here."""
+        about = translate.about_rank(answer)
+        if about is None or not about.lease_epoch:
+            return
+        highest = self._lease_epochs.pop(about.job_id, 0)
+        self._lease_epochs[about.job_id] = max(highest, about.lease_epoch)  # the latest heard of comes last
+        if len(self._lease_epochs) > _MAX_JOBS:
+            del self._lease_epochs[next(iter(self._lease_epochs))]
+        if about.lease_epoch < highest:
+            raise translate.MalformedMessageError(
+                "lease_epoch", f"at least {highest}", about.lease_epoch, "LEASE_EPOCH_PASSED"
+            )
+
     def _refusal(self, error: translate.MalformedMessageError) -> MessageRefused:
         """Log an invalid or unknown message of the coordinator, and return the refusal."""
         refused = error.refused
@@ -295,7 +327,7 @@ class Connection:
             "message of the coordinator refused",
             refused.reason,
             refused.field,
-            coordinator=self._address,
+            coordinator=self._channels.address,
             reason=str(error),
         )
         return refused
@@ -303,7 +335,9 @@ class Connection:
     async def _send_heartbeats(
         self, outbox: asyncio.Queue[wire.ConnectRequest | None], lease_s: float
     ) -> None:
-        while time.monotonic() - self._heard_at_s < lease_s:
+        # Where another coordinator may have taken over, it must be found while the ranks keep their plans.
+        limit_s = lease_s / 2 if self._channels.has_several else lease_s
+        while time.monotonic() - self._heard_at_s < limit_s:
             outbox.put_nowait(translate.heartbeat())
-            await asyncio.sleep(lease_s / 3)
-        raise TimeoutError(f"expected a message within the lease of {lease_s} s, found silence")
+            await asyncio.sleep(limit_s / 3)
+        raise TimeoutError(f"expected a message within {limit_s:g} s, found silence")

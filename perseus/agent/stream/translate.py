@@ -115,6 +115,22 @@ def commit_marker(message: wire.ConnectResponse) -> str:
     return ""
 
 
+def about_rank(
+    message: wire.ConnectResponse,
+) -> wire.RankAccepted | wire.RankRefused | wire.RankMaxClock | wire.PlanOffer | None:
+    """Return the message about a rank that this is; None if it is another."""
+    match message.WhichOneof("message"):
+        case "rank_accepted":
+            return message.rank_accepted
+        case "rank_refused":
+            return message.rank_refused
+        case "rank_max_clock":
+            return message.rank_max_clock
+        case "plan_offer":
+            return message.plan_offer
+    return None
+
+
 def hello(
     agent: AgentIdentity, latest_commit_marker: str = "", instance_key: str = ""
 ) -> wire.ConnectRequest:

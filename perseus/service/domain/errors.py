@@ -361,6 +361,14 @@ class DrainingError(CoordinatorError):
     template = "the coordinator is about to stop"
 
 
+class ServedElsewhereError(CoordinatorError):
+    """Another coordinator of the fleet serves the jobs, at `address`; it is empty while none does."""
+
+    code = "UNAVAILABLE"
+    retry_delay_s = 1
+    template = "this coordinator stands by; the jobs are served at: {address}"
+
+
 class BudgetNotFoundError(CoordinatorError):
     """The power budget does not exist."""
 
@@ -524,3 +532,9 @@ class StoreFailedError(ServiceError):
     """The database fails while the coordinator runs, which can then acknowledge nothing more."""
 
     template = "the database {database} failed: {cause}"
+
+
+class LeaseLostError(StoreFailedError):
+    """This coordinator could not renew its lease in time, or another one has taken over its jobs."""
+
+    template = "the lease on the jobs is lost: another coordinator may have taken over"

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, Welcome
 from perseus.agent.stream.connection import Connection
 from perseus.agent.stream.translate import PROTOCOL_VERSION
+from perseus.service.api.elsewhere import Elsewhere
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2 as wire
@@ -493,3 +494,55 @@ async def test_a_channel_that_can_not_be_opened_is_retried(monkeypatch: pytest.M
     witness = Witness()
     await converse(witness, lambda: len(witness.seen) > 0, silent)
     assert count >= 2
+
+
+def refused_rank(lease_epoch: int) -> wire.ConnectResponse:
+    return wire.ConnectResponse(
+        rank_refused=wire.RankRefused(job_id="job", rank=RANK, reason="R", lease_epoch=lease_epoch)
+    )
+
+
+async def test_a_coordinator_from_which_another_has_taken_over_is_not_heeded() -> None:
+    """On the next stream, too, which may be to another coordinator."""
+    reported: list[wire.MessageRefused] = []
+    epochs = iter([[3, 4], [3, 4, 0]])
+
+    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        await anext(requests)
+        yield welcome(lease_s=9)
+        for lease_epoch in next(epochs):
+            yield refused_rank(lease_epoch)
+        if reported or witness.seen.count("disconnected"):
+            async for request in requests:
+                reported.extend([request.message_refused] if request.HasField("message_refused") else [])
+
+    witness = Witness()
+    await converse(witness, lambda: len(witness.seen) >= 7 and bool(reported), script)
+    heeded = [type(each).__name__ if not isinstance(each, str) else each for each in witness.seen]
+    assert heeded[:7] == [
+        *("Welcome", "RankRefused", "RankRefused", "disconnected"),
+        *("Welcome", "RankRefused", "RankRefused"),
+    ]
+    assert [(each.reason, each.field, each.expected, each.found) for each in reported] == [
+        ("LEASE_EPOCH_PASSED", "lease_epoch", "at least 4", "3")
+    ]
+
+
+async def test_the_one_that_serves_is_found_from_one_that_is_gone_and_one_that_stands_by() -> None:
+    servers = [grpc.aio.server(), grpc.aio.server()]
+    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(ScriptedCoordinator(silent), servers[0])
+    serving, standing_by = (server.add_insecure_port("127.0.0.1:0") for server in servers)
+    servers[1].add_generic_rpc_handlers((Elsewhere(lambda: f"127.0.0.1:{serving}"),))
+    for server in servers:
+        await server.start()
+    witness = Witness()
+    channels = Channels(f"127.0.0.1:1,127.0.0.1:{standing_by}")
+    running = asyncio.create_task(Connection(channels, AGENT, witness, lambda: 1.0).run())
+    try:
+        await until(lambda: bool(witness.seen), "the welcome")
+        assert channels.address == f"127.0.0.1:{serving}"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for server in servers:
+            await server.stop(None)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -17,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from perseus.service.api.agent_service import AgentService
 from perseus.service.api.authentication import Authentication, NoAuthentication
 from perseus.service.api.calls import unary_calls
+from perseus.service.api.elsewhere import Elsewhere
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.info_service import InfoService
 from perseus.service.api.interceptors import Decoding, Releasing
@@ -28,18 +30,22 @@ from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import AddressUnavailableError, DaskMissingError, TokenFileUnusableError
 from perseus.service.domain.ledger import Rates
+from perseus.service.domain.members import Slot
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.listening import Port, check_free
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.membership import FleetMember
 from perseus.service.shell.signals import NamedSignal
 from perseus.service.shell.tokens import new_secret
 from perseus.service.signals.factory import open_source
 from perseus.service.solving.dask_cluster import DaskCluster
 from perseus.service.solving.worker import Worker
 from perseus.service.solving.worker_pool import JOBS, REQUESTS, WorkerPool
+from perseus.service.storage.engines import is_url
+from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.watchdog import Watchdog
 from perseus.service.web.access import HttpAuthenticator
@@ -71,6 +77,11 @@ from perseus.v1 import (
 log = structlog.get_logger(__name__)
 
 _HEALTH_PERIOD_S = 1.0
+
+_STANDBY_AFTER_S = 1.0
+"""One that finds the jobs free has taken them within this time, and never stands by."""
+
+_RELEASE_CHECKS, _RELEASE_CHECK_S = 100, 0.05
 
 _MAX_CALLS = 65_536
 """Concurrent calls and streams; any more are refused at once."""
@@ -134,27 +145,115 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     try:
-        async with running(settings) as (address, background):
-            if on_listening is not None:
-                on_listening(address)
-            stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
-            await asyncio.wait({stopped, background}, return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            log.info("stopping", grace_s=settings.shutdown_grace_s)
+        async with joined(settings) as member:
+            ends = {stopped}
+            fence = None
+            if member is not None:
+                ends.add(member.ended)
+                waiting = {*ends, member.taken}
+                done, _ = await asyncio.wait(
+                    waiting, timeout=_STANDBY_AFTER_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    async with standing_by(settings, member):
+                        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if not member.taken.done() or member.ended.done():
+                    return
+                fence = member.taken.result()
+            async with running(settings, fence) as (address, background):
+                if on_listening is not None:
+                    on_listening(address)
+                await asyncio.wait({*ends, background}, return_when=asyncio.FIRST_COMPLETED)
+                log.info("stopping", grace_s=settings.shutdown_grace_s)
     finally:
+        stopped.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
 @contextlib.asynccontextmanager
+async def joined(settings: CoordinatorSettings) -> AsyncIterator[FleetMember | None]:
+    """Be a member of the fleet on the settings' database for the length of the block; None on SQLite.
+
+    Raises:
+        StartupError: the port is taken, or the database can't be opened.
+        StoreFailedError: the database failed, or the lease was lost within the block.
+    """
+    if not is_url(settings.database):
+        yield None
+        return
+    # Whoever listened here before is gone, unless several may listen.
+    await asyncio.to_thread(check_free, settings.listen)
+    rows = await asyncio.to_thread(MemberRows, settings.database, settings.member_lease_s)
+    member = FleetMember(rows, settings.member_lease_s)
+    try:
+        await member.join(settings.advertise or settings.listen, _place(settings.listen))
+        yield member
+        if member.ended.done():
+            member.ended.result()
+    finally:
+        await member.leave()
+
+
+def _place(listen: str) -> str:
+    """Return what identifies a port of a machine or container since its boot, "" if several may share it."""
+    found = host_and_port(listen)
+    if found is None or found[1] == 0:
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {listen}"
+
+
+@contextlib.asynccontextmanager
+async def standing_by(settings: CoordinatorSettings, member: FleetMember) -> AsyncIterator[None]:
+    """For the length of the block, tell all callers where the jobs are served."""
+    port = Port(settings)
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    server.add_generic_rpc_handlers((Elsewhere(lambda: member.holder_address),))
+    await asyncio.to_thread(check_free, settings.listen)
+    address = port.bind(server)
+    await server.start()
+    await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    for service in _SERVICES:
+        await health_servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+    log.info("standing by", address=address)
+    try:
+        yield
+    finally:
+        await server.stop(None)
+        await port.close()
+        await _released(settings.listen)
+
+
+async def _released(address: str) -> None:
+    """Wait until gRPC, which closes ports in the background, has closed that of a server that was stopped.
+
+    Raises:
+        AddressUnavailableError: another process has taken it.
+    """
+    for remaining in reversed(range(_RELEASE_CHECKS)):
+        try:
+            await asyncio.to_thread(check_free, address)
+            return
+        except AddressUnavailableError:
+            if not remaining:
+                raise
+            await asyncio.sleep(_RELEASE_CHECK_S)
+
+
+@contextlib.asynccontextmanager
 async def running(
-    settings: CoordinatorSettings, *, new_worker: Callable[[], Worker] = Worker
+    settings: CoordinatorSettings, fence: Slot | None = None, *, new_worker: Callable[[], Worker] = Worker
 ) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
     """Run a coordinator for the length of the block.
 
     The block gets the bound address, and a future that is done early only if the coordinator fails (its
-    database fails); its error is raised when the block ends. `new_worker` makes each of the solver's workers.
+    database fails); its error is raised when the block ends. `fence` is the slot that it holds, on a database
+    that it shares. `new_worker` makes each of the solver's workers.
     """
     # A failed first start leaves no database and no operator's token behind: what may fail comes before the
     # database, and a new token's file is removed if anything fails after it.
@@ -174,7 +273,7 @@ async def running(
             secret = await asyncio.to_thread(_operator_token, settings.operator_token_file, starting)
         if settings.dask is not None and find_spec("distributed") is None:
             raise DaskMissingError
-        store = await SqlStore.open(settings.database)
+        store = await SqlStore.open(settings.database, fence=fence, lease_s=settings.member_lease_s)
         stack.push_async_callback(store.close)
         percent = settings.solver_hull_tolerance_percent
         tolerance = None if percent is None else percent / 100

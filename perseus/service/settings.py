@@ -122,6 +122,18 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
         default=Path("perseus.db"),
         description="SQLite file, created if absent; or postgresql://USER@HOST/NAME.",
     )
+    advertise: Annotated[str | None, AfterValidator(_is_host_and_port)] = Field(
+        default=None,
+        description="HOST:PORT where agents and clients reach this coordinator, as others on the same "
+        "PostgreSQL database tell them; by default listen.",
+    )
+    member_lease_s: float = Field(
+        default=15.0,
+        ge=1,
+        le=600,
+        description="Seconds after which another coordinator on the same PostgreSQL database takes over "
+        "from one that is silent; below lease_s, so that ranks keep their plans.",
+    )
     solver_processes: int = Field(default=1, ge=1, le=64, description="Jobs' problems solved concurrently.")
     solver_limit_s: float = Field(
         default=3600.0, gt=0, description="Seconds after which a job's problem counts as unsolvable."

@@ -276,15 +276,25 @@ class _Stream:
         raise await self._outbox.ended
 
     def _stamped(self, answer: Answer) -> Answer:
-        """Put the commit marker on messages that confirm storage; as late as possible, so that it rises."""
+        """Put the commit marker on messages that confirm storage; as late as possible, so that it rises.
+
+        Put the lease epoch on messages about ranks.
+        """
         message = answer.response if isinstance(answer, EncodedOffer) else answer
         match message.WhichOneof("message"):
+            case "rank_accepted":
+                message.rank_accepted.lease_epoch = self._agents.lease_epoch
+            case "rank_refused":
+                message.rank_refused.lease_epoch = self._agents.lease_epoch
+            case "rank_max_clock":
+                message.rank_max_clock.lease_epoch = self._agents.lease_epoch
             case "welcome":
                 message.welcome.commit_marker = self._agents.commit_marker
             case "telemetry_ack":
                 message.telemetry_ack.commit_marker = self._agents.commit_marker
             case "plan_offer":
                 message.plan_offer.commit_marker = self._agents.commit_marker
+                message.plan_offer.lease_epoch = self._agents.lease_epoch
         return answer
 
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:

@@ -130,6 +130,11 @@ class Agents:
         """The commit marker of everything that is stored so far."""
         return self._store.commit_marker
 
+    @property
+    def lease_epoch(self) -> int:
+        """The lease epoch of the hold on all jobs; 0 where no other coordinator can take over."""
+        return self._store.lease_epoch
+
     def load(self) -> None:
         """Learn which GPUs the loaded runs' ranks are on."""
         for run in self._live:

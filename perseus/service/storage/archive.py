@@ -1,6 +1,6 @@
 """A whole database in one portable file, for a backup or a move to another engine.
 
-Lines of JSON. The first names the format: `{"format": "perseus-store", "schema": "v0004"}`. Then one line for
+Lines of JSON. The first names the format: `{"format": "perseus-store", "schema": "v0005"}`. Then one line for
 each row, `{"table": "runs", "row": {...}}`, columns by name, bytes in base64; tables and rows are in the
 order of their keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
 
@@ -19,6 +19,7 @@ from sqlalchemy import Connection, LargeBinary, func, insert, select
 from perseus.service.domain.errors import StoreFailedError
 from perseus.service.storage import schema
 from perseus.service.storage.engines import connect, explain
+from perseus.service.storage.membership import exclude_members
 from perseus.service.storage.migrating import migrate
 
 _FORMAT = "perseus-store"
@@ -40,6 +41,7 @@ def export_database(database: Path | str, file: TextIO) -> int:
     try:
         with opened.connection.begin():
             migrate(opened.connection, opened.name)
+            exclude_members(opened.connection, opened.name)
             return _export(opened.connection, file)
     except opened.errors as error:
         raise StoreFailedError(database=opened.name, cause=explain(error)) from None
@@ -71,6 +73,7 @@ def import_database(database: Path | str, file: TextIO) -> int:
     try:
         with opened.connection.begin():
             migrate(opened.connection, opened.name)
+            exclude_members(opened.connection, opened.name)
             for table in schema.metadata.sorted_tables:
                 if opened.connection.scalar(select(func.count()).select_from(table)):
                     raise ArchiveError(f"{opened.name}: expected an empty database, found {table.name}")

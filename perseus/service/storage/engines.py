@@ -1,22 +1,21 @@
 """The engines, SQLite in one file and PostgreSQL by URL: how they are opened and locked, and how they fail.
 
-Both give one connection that writes, and lock the database for it: a second coordinator on the same database
-must not serve the same jobs. Commits wait until they are on the disk. Beside it there may be connections that
-read: each of their transactions sees one state, and readers and the writer don't wait for each other.
+Both give one connection that writes; a second coordinator on the same database must not serve the same jobs.
+Commits wait until they are on the disk. Beside it there may be connections that read: each of their
+transactions sees one state, and readers and the writer don't wait for each other.
 
 SQLite has a write-ahead log. A lock on a file beside the database keeps a second coordinator out: the kernel
 releases it with the process, however that ends, and nobody deletes the file, as another process may be about
 to lock it. If files were removed or replaced under a running coordinator, it would not notice, and would
 write to a file without a name; so every commit compares the open files with those under their names.
 
-PostgreSQL is locked by an advisory lock of the session: it goes with the connection, and then the coordinator
-stops at its next commit. It never reconnects by itself, since another may have taken over.
+On PostgreSQL several coordinators share the database, and each transaction checks that it may write
+(`membership`). The writing connection never reconnects by itself: what was on its way is unknown.
 """
 
 import fcntl
 import os
 import sqlite3
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,24 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from perseus.service.domain.errors import DatabaseUnavailableError
 from perseus.service.storage.schema import tables_of_others
 
-_LOCK = 0x7065727365757301
-"""The advisory lock's key: "perseus" and 1, in the hope that nobody else uses it."""
-
-_LOCKED = "it is locked: is another coordinator running on it?"
+LOCKED = "it is locked: is another coordinator running on it?"
 
 _CONNECT_TIMEOUT_S = 10
 
-_LOCK_TIMEOUT_S = 2.0
-"""The server takes a moment to notice that a lock's owner is gone, for example killed and restarted."""
-
-_LOCK_POLL_S = 0.1
+_SILENCE_LIMIT_S = 5
+"""A server that vanished without a word is noticed after about this time, and so is a client."""
 
 _LONG_LOG_BYTES = 64 * 2**20
 """While the log is longer, reads take turns with commits. SQLite checkpoints it every 4 MB, but only up to
@@ -59,7 +53,7 @@ _SQLITE_CAUSES = (
     ("SQLITE_READONLY", "it can't be written: the file or its file system is read-only"),
     ("SQLITE_CORRUPT", "its file is corrupt: restore a copy (`perseus store check` says more)"),
     ("SQLITE_NOTADB", "it is not a SQLite database"),
-    ("SQLITE_BUSY", _LOCKED),
+    ("SQLITE_BUSY", LOCKED),
     ("SQLITE_CANTOPEN", "its file can't be opened: does the folder exist, and is it writable?"),
 )
 
@@ -75,6 +69,7 @@ _POSTGRESQL_CAUSES = {
     "28": "the server refuses the user",
     "3D": "the server has no such database",
     "42501": "the user lacks a permission",
+    "55P03": LOCKED,
 }
 
 
@@ -117,7 +112,7 @@ def database_name(database: Path | str) -> str:
 
 
 def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
-    """Open a database, and lock it unless it is opened read-only.
+    """Open a database; lock a SQLite file unless it is opened read-only.
 
     Args:
         database: the path of a SQLite file, created if it doesn't exist, or postgresql://….
@@ -133,15 +128,7 @@ def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
                 cause = "it can't be written: the file or its file system is read-only"
                 raise DatabaseUnavailableError(database=name, cause=cause)
             return _connect_sqlite(Path(database), is_read_only)
-        try:
-            url = make_url(str(database))
-        except (ArgumentError, ValueError):  # its text may quote a password
-            cause = "expected postgresql://USER@HOST/NAME"
-            raise DatabaseUnavailableError(database=name, cause=cause) from None
-        if url.drivername not in _POSTGRESQL:
-            cause = f"expected a path or postgresql://…, found {url.drivername}://…"
-            raise DatabaseUnavailableError(database=name, cause=cause)
-        return _connect_postgresql(url, name, is_read_only)
+        return _connect_postgresql(database, name, is_read_only)
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
         raise DatabaseUnavailableError(database=name, cause=explain(error)) from None
 
@@ -197,7 +184,7 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
             str(path),
             files.missing,
             files.has_long_log,
-            _errors(engine),
+            driver_errors(engine),
             _SQLITE_SIZE,
             stack.pop_all().close,
         )
@@ -214,7 +201,7 @@ def _lock(path: Path, file: Path, stack: ExitStack) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise DatabaseUnavailableError(database=path, cause=_LOCKED) from None
+        raise DatabaseUnavailableError(database=path, cause=LOCKED) from None
 
 
 def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
@@ -277,42 +264,58 @@ def _stat(file: Path) -> os.stat_result | None:
 # ---------------------------------------------------------------------- PostgreSQL
 
 
-def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
+def postgresql_engine(database: Path | str, **options: Any) -> Engine:
+    """Return an engine for a PostgreSQL server; `options` are SQLAlchemy's.
+
+    Raises:
+        DatabaseUnavailableError: the database is not given as postgresql://….
+    """
+    name = database_name(database)
+    try:
+        url = make_url(str(database))
+    except (ArgumentError, ValueError):  # its text may quote a password
+        cause = "expected postgresql://USER@HOST/NAME"
+        raise DatabaseUnavailableError(database=name, cause=cause) from None
+    if url.drivername not in _POSTGRESQL:
+        cause = f"expected a path or postgresql://…, found {url.drivername}://…"
+        raise DatabaseUnavailableError(database=name, cause=cause)
+    return create_engine(
+        url.set(drivername="postgresql+psycopg"),
+        connect_args={
+            "connect_timeout": _CONNECT_TIMEOUT_S,
+            "keepalives_idle": _SILENCE_LIMIT_S,
+            "keepalives_interval": 1,
+            "keepalives_count": 3,
+            "tcp_user_timeout": _SILENCE_LIMIT_S * 1000,
+        },
+        **options,
+    )
+
+
+def _connect_postgresql(database: Path | str, name: str, is_read_only: bool) -> Opened:
     with ExitStack() as stack:
-        engine = create_engine(
-            url.set(drivername="postgresql+psycopg"),
-            poolclass=NullPool,
-            paramstyle="format",  # positional, as in SQLite
-            connect_args={"connect_timeout": _CONNECT_TIMEOUT_S},
-        )
+        # Positional parameters, as in SQLite.
+        engine = postgresql_engine(database, poolclass=NullPool, paramstyle="format")
         connection = stack.enter_context(engine.connect())
         if is_read_only:
             connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         else:
             # Whatever the server's default: acknowledged data must survive its crash.
             connection.exec_driver_sql("SET synchronous_commit = on")
-            deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
-            while not (is_ours := _try_lock(connection)) and time.monotonic() < deadline_s:
-                time.sleep(_LOCK_POLL_S)
             connection.commit()
-            if not is_ours:
-                raise DatabaseUnavailableError(database=name, cause=_LOCKED)
         return Opened(
             connection,
             name,
             lambda: None,
             lambda: False,
-            _errors(engine),
+            driver_errors(engine),
             _POSTGRESQL_SIZE,
             stack.pop_all().close,
         )
 
 
-def _try_lock(connection: Connection) -> bool:
-    return bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})").scalar())
-
-
-def _errors(engine: Engine) -> tuple[type[Exception], ...]:
+def driver_errors(engine: Engine) -> tuple[type[Exception], ...]:
+    """Return the exceptions that an engine raises when the database fails."""
     # Every commit passes its statements directly to the driver.
     driver = engine.dialect.loaded_dbapi.Error
     assert isinstance(driver, type)

@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "v0004"
+HEAD = "v0005"
 """The latest migration, which names this schema."""
 
 # Ordered by bytes in both engines, as SQLite orders all texts.
@@ -235,6 +235,19 @@ budgets = _table(
 
 # Quarantined runs: their inputs up to the coordinator's fault (`job/recording.py`).
 recordings = _table("recordings", *_run_columns(), _text("document"))
+
+# Coordinators that share the database, on PostgreSQL (`membership`). `expire_time_s` is of the server's
+# clock; `place` is where a member listens, empty if others may listen there too.
+members = _table(
+    "members",
+    Column("member_id", _KEY, primary_key=True),
+    _text("address"),
+    _text("place"),
+    _figure("expire_time_s"),
+)
+
+# Who serves a slot of jobs, "" for nobody; `lease_epoch` rises with every holder, and never falls.
+slots = _table("slots", _number("number", primary_key=True), _text("holder"), _number("lease_epoch"))
 
 OF_RUNS = (
     recordings,

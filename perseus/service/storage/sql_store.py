@@ -26,8 +26,9 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.ledger import EnergyGroup, HourFilter
+from perseus.service.domain.members import Slot
 from perseus.service.domain.retention import Retention
-from perseus.service.storage import ledger_rows, reading, schema
+from perseus.service.storage import ledger_rows, membership, reading, schema
 from perseus.service.storage.commit_markers import MAX_BOOTS_KEPT, Boot, History
 from perseus.service.storage.engines import Opened, connect, explain
 from perseus.service.storage.migrating import migrate
@@ -72,9 +73,15 @@ class SqlStore:
     load_budgets = _read_method(reading.load_budgets)
 
     def __init__(
-        self, opened: Opened, reader: Opened, ledger_reader: Opened, clock: Callable[[], float]
+        self,
+        opened: Opened,
+        reader: Opened,
+        ledger_reader: Opened,
+        clock: Callable[[], float],
+        fence: Slot | None,
     ) -> None:
         self._opened = opened
+        self._fence = fence
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._reader = reader
         self._reader_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-reader")
@@ -82,6 +89,7 @@ class SqlStore:
         self._ledger_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-ledger")
         self._connection = opened.connection
         with self._connection.begin():
+            self._check_fence()
             migrate(self._connection, opened.name)
             self._commit_number = _create_state(self._connection)
             self._history = _begin_boot(self._connection, self._commit_number)
@@ -92,27 +100,39 @@ class SqlStore:
         self._pruner = Pruner(self._connection)
 
     @classmethod
-    async def open(cls, database: Path | str, *, clock: Callable[[], float] = time.time) -> "SqlStore":
+    async def open(
+        cls,
+        database: Path | str,
+        *,
+        clock: Callable[[], float] = time.time,
+        fence: Slot | None = None,
+        lease_s: float = 0.0,
+    ) -> "SqlStore":
         """Open a database; create it if it doesn't exist, and migrate it if it has an older schema.
 
         Args:
             database: the path of a SQLite file, or postgresql://….
             clock: the wall clock.
+            fence: the slot that is held, where others share the database: nothing is written after its loss.
+            lease_s: the lease of its holder.
 
         Raises:
             DatabaseUnavailableError: it is not ours, in use, newer, or can't be created.
+            StoreFailedError: the slot is lost already.
         """
 
         def open_here() -> SqlStore:
             with ExitStack() as stack:
                 opened = connect(database)
                 stack.callback(opened.close)
+                if fence is not None:
+                    membership.limit_idle_transactions(opened.connection, lease_s)
                 reader = connect(database, is_read_only=True)
                 stack.callback(reader.close)
                 ledger_reader = connect(database, is_read_only=True)
                 stack.callback(ledger_reader.close)
                 try:
-                    store = cls(opened, reader, ledger_reader, clock)
+                    store = cls(opened, reader, ledger_reader, clock, fence)
                 except opened.errors as error:
                     raise DatabaseUnavailableError(database=opened.name, cause=explain(error)) from None
                 stack.pop_all()
@@ -129,6 +149,11 @@ class SqlStore:
     async def renew_epoch(self) -> str:
         """Begin another epoch, durably, because state is lost; return it."""
         return await self._run(self._renew_epoch)
+
+    @property
+    def lease_epoch(self) -> int:
+        """The lease epoch that everything is written under; 0 without a fence."""
+        return self._fence.lease_epoch if self._fence is not None else 0
 
     @property
     def commit_marker(self) -> str:
@@ -221,8 +246,17 @@ class SqlStore:
         await asyncio.to_thread(close_here)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Do work on the writing connection, in its thread and in one transaction."""
-        return await self._in_transaction(self._thread, self._opened, lambda _: work())
+        """Do work on the writing connection, in its thread and in one fenced transaction."""
+
+        def fenced(_: Connection) -> T:
+            self._check_fence()
+            return work()
+
+        return await self._in_transaction(self._thread, self._opened, fenced)
+
+    def _check_fence(self) -> None:
+        if self._fence is not None:
+            membership.check_fence(self._connection, self._fence, self._opened.name)
 
     async def _read(self, query: Callable[[Connection], T]) -> T:
         """Run a query on the reading connection; between commits on the writing one while the log is too

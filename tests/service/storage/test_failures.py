@@ -196,7 +196,7 @@ async def test_a_session_that_the_server_ends_never_writes_again(postgresql_serv
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
-    other = await SqlStore.open(url)  # the lock went with the session
+    other = await SqlStore.open(url)
     with pytest.raises(StoreFailedError, match="connection"):
         await store.write([TelemetrySequence("agent", 9)])
     assert await other.telemetry_sequence("agent") == 7

@@ -1,4 +1,4 @@
-"""Only one coordinator at a time on a database, however the one before it ended."""
+"""Only one coordinator at a time on a SQLite file, however the one before it ended."""
 
 import os
 import shutil
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from perseus.service.domain.errors import DatabaseUnavailableError
-from perseus.service.storage import engines
 from perseus.service.storage.engines import connect
 
 HOLD = """
@@ -37,8 +36,8 @@ def held_elsewhere(database: Path | str) -> Iterator["subprocess.Popen[bytes]"]:
             process.kill()
 
 
-def test_a_killed_coordinator_holds_nothing(database: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_LOCK_TIMEOUT_S", 1.0)
+def test_a_killed_coordinator_holds_nothing(tmp_path: Path) -> None:
+    database = tmp_path / "jobs.db"
     with held_elsewhere(database) as process:
         with pytest.raises(DatabaseUnavailableError, match="it is locked: is another coordinator running"):
             connect(database)

@@ -1,0 +1,174 @@
+"""This coordinator's membership in the fleet on its database: carries out what `fleet.membership` decides."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar, assert_never
+
+import structlog
+
+from perseus.rate_limited_log import RateLimitedLog
+from perseus.service.domain.errors import LeaseLostError, StoreFailedError
+from perseus.service.domain.members import Member, Slot
+from perseus.service.fleet.membership import (
+    RENEWALS_PER_LEASE,
+    Command,
+    Depart,
+    Drop,
+    Event,
+    Expired,
+    HandedOver,
+    HandOver,
+    LeaveRequested,
+    Membership,
+    MemberState,
+    Renew,
+    RenewalFailed,
+    Renewed,
+    Serve,
+    Stop,
+    Take,
+    Taken,
+    Ticked,
+)
+from perseus.service.storage.membership import MemberRows
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+_TICKS_PER_RENEWAL = 4
+
+
+class FleetMember:
+    """A member whose one slot has all jobs: it stands by until it takes the slot, and ends when it loses it.
+
+    Attributes:
+        taken: the slot, once it is taken.
+        ended: done once the membership has ended; with an error unless it was left in order.
+    """
+
+    def __init__(
+        self, rows: MemberRows, lease_s: float, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.taken: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._rows = rows
+        self._lease_s = lease_s
+        self._monotonic = monotonic
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="membership")
+        self._commands: asyncio.Queue[Command] = asyncio.Queue()
+        self._machine: Membership | None = None
+        self._members: Sequence[Member] = ()
+        self._slots: Sequence[Slot] = ()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failures = RateLimitedLog(log)
+
+    @property
+    def lease_s(self) -> float:
+        """How long its lease lasts in the database, seconds."""
+        return self._lease_s
+
+    @property
+    def holder_address(self) -> str:
+        """Where the holder of the jobs is reached, as last read; empty if there is none, or it is unknown."""
+        holders = {slot.holder for slot in self._slots}
+        return next((address for member_id, address in self._members if member_id in holders), "")
+
+    async def join(self, address: str, place: str) -> None:
+        """Become a member, as `MemberRows.join`, and take part until `leave` or until the lease is lost.
+
+        Raises:
+            StoreFailedError: the database failed.
+        """
+        joined_s = self._monotonic()
+        await self._in_thread(partial(self._rows.join, address, place))
+        self._machine = Membership(self._rows.member_id, self._lease_s, joined_s)
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._work())]
+        log.info("joined the fleet of this database", member_id=self._rows.member_id, address=address)
+
+    async def leave(self) -> None:
+        """Free the slot, if it is held, and be a member no longer; what is to be stored must be stored."""
+        if self._machine is not None and self._machine.state is MemberState.SERVING:
+            self._handle(LeaveRequested())
+            await asyncio.wait({self.ended}, timeout=self._lease_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._thread.shutdown(wait=False)
+        await asyncio.to_thread(self._rows.close)
+        if self.ended.done():
+            self.ended.exception()  # it has been seen
+
+    async def _tick(self) -> None:
+        while not self.ended.done():
+            self._handle(Ticked())
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE / _TICKS_PER_RENEWAL)
+
+    def _handle(self, event: Event) -> None:
+        machine = self._machine
+        assert machine is not None, "expected a member that has joined"
+        for command in machine.handle(event, self._monotonic()):
+            match command:
+                case Serve(number, lease_epoch):
+                    log.info("took over the jobs", lease_epoch=lease_epoch)
+                    self.taken.set_result(Slot(number, self._rows.member_id, lease_epoch))
+                case Drop() | Stop():
+                    if not self.ended.done():
+                        self.ended.set_exception(LeaseLostError())
+                case _:
+                    self._commands.put_nowait(command)
+
+    async def _work(self) -> None:
+        """Carry out commands in order, and return their answers to the machine."""
+        while not self.ended.done():
+            command = await self._commands.get()
+            sent_s = self._monotonic()
+            try:
+                answer = await self._in_thread(partial(self._done, command, sent_s))
+            except StoreFailedError as error:
+                self._failures.warning("the lease is not renewed", str(error), cause=str(error))
+                answer = _failed(command)
+            if answer is None:  # departed
+                if not self.ended.done():
+                    self.ended.set_result(None)
+                return
+            if isinstance(answer, Renewed):
+                self._failures.reset()
+                self._members, self._slots = answer.members, answer.slots
+            self._handle(answer)
+
+    def _done(self, command: Command, sent_s: float) -> Event | None:
+        match command:
+            case Renew():
+                found = self._rows.renew()
+                return Expired() if found is None else Renewed(sent_s, *found)
+            case Take(number, lease_epoch):
+                return Taken(number, self._rows.take(number, lease_epoch))
+            case HandOver(number, lease_epoch):
+                self._rows.release(number, lease_epoch)
+                return HandedOver(number)
+            case Depart():
+                self._rows.depart()
+                return None
+            case Serve() | Drop() | Stop():
+                raise AssertionError(f"expected a command for the database, found {command}")
+        assert_never(command)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _failed(command: Command) -> Event | None:
+    """Return what a command's failure, of unknown outcome, means."""
+    match command:
+        case Renew():
+            return RenewalFailed()
+        case Take(number):
+            return Taken(number, None)
+        case HandOver(number):
+            return HandedOver(number)
+        case _:
+            return None  # not departed: the lease expires by itself

@@ -1,0 +1,184 @@
+"""The rows of coordinators that share a PostgreSQL database: members with leases, and slots with epochs.
+
+A renewal and a takeover change different rows. Were an expired lease judged by reading it, a renewal that is
+about to commit could extend it at the same time, and both would succeed. So expired members are *deleted*,
+which waits for no one and skips rows that are being renewed; a slot whose holder has no row is free, and as
+no identifier is ever used twice, it stays so. Times are of the server's clock alone (`clock_timestamp()`:
+`now()` would be the transaction's start).
+
+Every transaction that writes what belongs to a slot begins with `check_fence`, which locks the slot's row FOR
+SHARE until the commit: taking the slot waits for it, so that a new holder sees everything that the old one
+has committed, and the old one can commit nothing afterwards. A member that freezes in a transaction holds the
+lock for at most a third of its lease: then the server ends its session.
+"""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, event, text
+
+from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
+from perseus.service.domain.members import Member, Slot
+from perseus.service.storage.engines import LOCKED, database_name, driver_errors, explain, postgresql_engine
+from perseus.service.storage.migrating import migrate
+
+SLOT_COUNT = 1
+"""One member serves all jobs, and the others stand by."""
+
+_MIGRATION_LOCK = 0x7065727365757301
+"""An advisory lock for the length of a migration. Coordinators before schema v0005 held it as long as they
+ran: while one does, no member joins, as it would write unfenced."""
+
+_MIGRATION_LOCK_LIMIT_MS = 10_000
+
+_JOIN = """
+INSERT INTO members VALUES (:me, :address, :place, extract(epoch FROM clock_timestamp()) + :lease_s)"""
+
+_RENEW = """
+UPDATE members SET expire_time_s = extract(epoch FROM clock_timestamp()) + :lease_s
+WHERE member_id = :me AND expire_time_s > extract(epoch FROM clock_timestamp())
+RETURNING member_id"""
+
+_EVICT = """
+DELETE FROM members WHERE member_id IN (
+    SELECT member_id FROM members WHERE expire_time_s <= extract(epoch FROM clock_timestamp())
+    FOR UPDATE SKIP LOCKED
+)"""
+
+_TAKE = """
+UPDATE slots SET holder = :me, lease_epoch = lease_epoch + 1
+WHERE number = :number AND lease_epoch = :lease_epoch
+    AND (holder = :me OR NOT EXISTS (SELECT 1 FROM members WHERE member_id = slots.holder))
+    AND EXISTS (
+        SELECT 1 FROM members
+        WHERE member_id = :me AND expire_time_s > extract(epoch FROM clock_timestamp())
+    )
+RETURNING lease_epoch"""
+
+_RELEASE = """
+UPDATE slots SET holder = '' WHERE number = :number AND lease_epoch = :lease_epoch AND holder = :me"""
+
+
+class MemberRows:
+    """One member's rows, on a connection of its own.
+
+    Every call blocks, and raises StoreFailedError if the database fails: the outcome is then unknown. The
+    next call opens the connection again.
+
+    Attributes:
+        member_id: its identifier, for this start of the coordinator alone.
+    """
+
+    def __init__(self, database: Path | str, lease_s: float) -> None:
+        """Connect to a database, and migrate it if it has an older schema.
+
+        Raises:
+            DatabaseUnavailableError: it can't be reached, is not ours or newer, or a coordinator of an older
+                release runs on it.
+        """
+        self.member_id = uuid.uuid4().hex
+        self._lease_s = lease_s
+        self._name = database_name(database)
+        self._engine = postgresql_engine(database, pool_size=1, max_overflow=0)
+        self._errors = driver_errors(self._engine)
+        limit_ms = round(lease_s * 1000 / 6)
+        event.listen(self._engine, "connect", lambda connection, _: _limit(connection, limit_ms))
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(text("SET LOCAL statement_timeout = 0"))
+                connection.execute(text(f"SET LOCAL lock_timeout = {_MIGRATION_LOCK_LIMIT_MS}"))
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+                migrate(connection, self._name)
+                slots = [{"number": number} for number in range(SLOT_COUNT)]
+                connection.execute(
+                    text("INSERT INTO slots VALUES (:number, '', 0) ON CONFLICT DO NOTHING"), slots
+                )
+        except self._errors as error:
+            self.close()
+            raise DatabaseUnavailableError(database=self._name, cause=explain(error)) from None
+
+    def join(self, address: str, place: str) -> None:
+        """Become a member, who is reached at `address`.
+
+        `place` identifies where it listens, if nobody else can listen there meanwhile: a member that did is
+        gone, and needs no time to expire.
+        """
+        self._run("DELETE FROM members WHERE place = :place AND place <> ''", place=place)
+        self._run(_JOIN, address=address, place=place)
+
+    def renew(self) -> tuple[list[Member], list[Slot]] | None:
+        """Renew the lease, delete expired members, and return all members and slots; None if it had
+        expired."""
+        if not self._run(_RENEW):
+            return None
+        self._run(_EVICT)
+        members = self._run("SELECT member_id, address FROM members ORDER BY member_id")
+        slots = self._run("SELECT number, holder, lease_epoch FROM slots ORDER BY number")
+        return [Member(*row) for row in members], [Slot(*row) for row in slots]
+
+    def take(self, number: int, lease_epoch: int) -> int | None:
+        """Take a slot that is free or ours, if its lease epoch is still this; return its new one."""
+        found = self._run(_TAKE, number=number, lease_epoch=lease_epoch)
+        return int(found[0][0]) if found else None
+
+    def release(self, number: int, lease_epoch: int) -> None:
+        """Free a slot that is held under this lease epoch."""
+        self._run(_RELEASE, number=number, lease_epoch=lease_epoch)
+
+    def depart(self) -> None:
+        """Be a member no longer."""
+        self._run("DELETE FROM members WHERE member_id = :me")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._engine.dispose()
+
+    def _run(self, statement: str, **values: Any) -> list[Any]:
+        """Run one statement in a transaction of its own; return its rows."""
+        values |= {"me": self.member_id, "lease_s": self._lease_s}
+        try:
+            with self._engine.connect() as connection:
+                connection.execution_options(isolation_level="AUTOCOMMIT")
+                result = connection.execute(text(statement), values)
+                return list(result) if result.returns_rows else []
+        except self._errors as error:
+            raise StoreFailedError(database=self._name, cause=explain(error)) from None
+
+
+def limit_idle_transactions(connection: Connection, lease_s: float) -> None:
+    """Let the server end this session if a transaction of it is idle for a third of the lease."""
+    connection.exec_driver_sql(f"SET idle_in_transaction_session_timeout = {round(lease_s * 1000 / 3)}")
+    connection.commit()
+
+
+def check_fence(connection: Connection, fence: Slot, name: str) -> None:
+    """Check in the open transaction that a slot is still held as `fence` says, and keep it so until its end.
+
+    Raises:
+        StoreFailedError: another member has taken it.
+    """
+    query = "SELECT 1 FROM slots WHERE number = %s AND holder = %s AND lease_epoch = %s FOR SHARE"
+    if connection.exec_driver_sql(query, tuple(fence)).first() is None:
+        cause = f"another coordinator has taken over (after lease epoch {fence.lease_epoch})"
+        raise StoreFailedError(database=name, cause=cause)
+
+
+def exclude_members(connection: Connection, name: str) -> None:
+    """Keep members out of the database for the rest of the open transaction. On SQLite its lock does that.
+
+    Raises:
+        DatabaseUnavailableError: there are some.
+    """
+    if connection.dialect.name != "postgresql":
+        return
+    connection.execute(text("LOCK TABLE members IN EXCLUSIVE MODE"))
+    connection.execute(text(_EVICT))
+    if connection.execute(text("SELECT 1 FROM members")).first() is not None:
+        raise DatabaseUnavailableError(database=name, cause=LOCKED)
+
+
+def _limit(connection: Any, limit_ms: int) -> None:
+    """Let a new connection's statements fail after a time, of which they may wait all for a lock."""
+    connection.execute(f"SET statement_timeout = {limit_ms}")
+    connection.commit()

@@ -1,0 +1,100 @@
+"""A fleet's member: what the state machine decides is done, in order, on rows that are not in a database."""
+
+import asyncio
+
+import pytest
+
+from perseus.service.domain.errors import LeaseLostError, StoreFailedError
+from perseus.service.domain.members import Member, Slot
+from perseus.service.shell.membership import FleetMember
+
+LEASE_S = 0.6
+
+
+class Rows:
+    """The rows of one member, with one slot."""
+
+    member_id = "a"
+
+    def __init__(self, slot: Slot, *others: Member) -> None:
+        self.slot = slot
+        self.others = others
+        self.calls: list[str] = []
+        self.is_failing = False
+
+    def _note(self, call: str) -> None:
+        if self.is_failing:
+            raise StoreFailedError(database="db", cause="it is away")
+        if not self.calls or self.calls[-1] != call:
+            self.calls.append(call)
+
+    def join(self, address: str, place: str) -> None:
+        self._note(f"join {address} {place}")
+
+    def renew(self) -> tuple[list[Member], list[Slot]] | None:
+        self._note("renew")
+        return [Member("a", "a:1"), *self.others], [self.slot]
+
+    def take(self, number: int, lease_epoch: int) -> int | None:
+        self._note(f"take {number}")
+        self.slot = Slot(number, "a", lease_epoch + 1)
+        return self.slot.lease_epoch
+
+    def release(self, number: int, lease_epoch: int) -> None:
+        self._note(f"release {number} {lease_epoch}")
+
+    def depart(self) -> None:
+        self._note("depart")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+async def joined(rows: Rows) -> FleetMember:
+    member = FleetMember(rows, LEASE_S)  # type: ignore[arg-type] # only these methods are called
+    await member.join("a:1", "here")
+    return member
+
+
+async def test_it_takes_a_free_slot_and_leaves_in_order() -> None:
+    rows = Rows(Slot(0, "", 4))
+    member = await joined(rows)
+    assert await asyncio.wait_for(member.taken, 5) == Slot(0, "a", 5)
+    await member.leave()
+    assert member.ended.result() is None
+    assert rows.calls[:3] == ["join a:1 here", "renew", "take 0"]
+    assert rows.calls[-3:] == ["release 0 5", "depart", "close"]
+
+
+async def test_it_stands_by_and_knows_who_serves() -> None:
+    rows = Rows(Slot(0, "b", 4), Member("b", "b:1"))
+    member = await joined(rows)
+    async with asyncio.timeout(5):
+        while not member.holder_address:  # noqa: ASYNC110 - it is read from the database
+            await asyncio.sleep(0.01)
+    assert member.holder_address == "b:1"
+    assert not member.taken.done()
+    await member.leave()
+    assert rows.calls[-2:] == ["depart", "close"]
+
+
+@pytest.mark.parametrize("is_failing", [True, False])
+async def test_it_ends_when_the_lease_is_not_renewed_or_another_has_the_slot(is_failing: bool) -> None:
+    rows = Rows(Slot(0, "", 4))
+    member = await joined(rows)
+    await asyncio.wait_for(member.taken, 5)
+    rows.is_failing = is_failing
+    rows.slot = Slot(0, "b", 6)
+    with pytest.raises(LeaseLostError):
+        await asyncio.wait_for(member.ended, 5)
+    await member.leave()
+    assert "depart" not in rows.calls
+
+
+async def test_a_database_that_fails_at_once_keeps_it_from_joining() -> None:
+    rows = Rows(Slot(0, "", 0))
+    rows.is_failing = True
+    member = FleetMember(rows, LEASE_S)  # type: ignore[arg-type] # as above
+    with pytest.raises(StoreFailedError, match="it is away"):
+        await member.join("a:1", "")
+    await member.leave()

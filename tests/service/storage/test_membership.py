@@ -1,0 +1,186 @@
+"""Members, slots and fences on a real PostgreSQL."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from io import StringIO
+
+import psycopg
+import pytest
+
+from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
+from perseus.service.domain.members import Member, Slot
+from perseus.service.storage import membership
+from perseus.service.storage.archive import export_database
+from perseus.service.storage.membership import MemberRows
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import TelemetrySequence
+from tests.service.storage import postgresql
+
+LEASE_S = 30.0
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def url(postgresql_server: postgresql.Server) -> str:
+    return postgresql_server.new_database()
+
+
+class Fleet:
+    """Members of one database, closed with the test."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.members: list[MemberRows] = []
+
+    def join(self, address: str = "", place: str = "", lease_s: float = LEASE_S) -> MemberRows:
+        member = MemberRows(self.url, lease_s)
+        self.members.append(member)
+        member.join(address, place)
+        return member
+
+    def run(self, statement: str) -> None:
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute(statement.encode())
+
+    def expire(self, member: MemberRows) -> None:
+        self.run(f"UPDATE members SET expire_time_s = 0 WHERE member_id = '{member.member_id}'")
+
+
+@pytest.fixture
+def fleet(url: str) -> Iterator[Fleet]:
+    made = Fleet(url)
+    yield made
+    for member in made.members:
+        member.close()
+
+
+def test_one_member_takes_the_slot_and_another_can_not(fleet: Fleet) -> None:
+    first, second = fleet.join("a:1"), fleet.join("b:1")
+    members = sorted([Member(first.member_id, "a:1"), Member(second.member_id, "b:1")])
+    assert second.renew() == (members, [Slot(0, "", 0)])
+    assert first.take(0, 0) == 1
+    assert second.renew() == (members, [Slot(0, first.member_id, 1)])
+    assert second.take(0, 0) is None
+    assert second.take(0, 1) is None
+    assert first.take(0, 1) == 2, "it settles an unknown outcome"
+
+
+def test_a_freed_slot_is_taken_with_a_higher_epoch(fleet: Fleet) -> None:
+    first, second = fleet.join(), fleet.join()
+    assert first.take(0, 0) == 1
+    first.release(0, 7)
+    assert second.take(0, 1) is None, "another epoch frees nothing"
+    first.release(0, 1)
+    assert second.take(0, 1) == 2
+    second.depart()
+    assert first.take(0, 2) == 3
+
+
+def test_an_expired_lease_is_never_renewed_and_its_slot_is_free(fleet: Fleet) -> None:
+    first, second = fleet.join(), fleet.join()
+    assert first.take(0, 0) == 1
+    fleet.expire(first)
+    assert second.take(0, 1) is None, "nobody has noticed yet"
+    assert first.renew() is None
+    found = second.renew()
+    assert found is not None
+    assert [member.member_id for member in found[0]] == [second.member_id]
+    assert second.take(0, 1) == 2
+    assert first.take(0, 2) is None
+
+
+def test_a_lease_that_is_being_renewed_is_not_taken_for_expired(fleet: Fleet) -> None:
+    first, second = fleet.join(), fleet.join()
+    assert first.take(0, 0) == 1
+    fleet.expire(first)
+    with psycopg.connect(fleet.url) as renewal:  # it began before the expiry, and is about to commit
+        renewal.execute("UPDATE members SET expire_time_s = 1e12 WHERE expire_time_s = 0")
+        assert second.renew() is not None
+        assert second.take(0, 1) is None
+    assert second.renew() is not None
+    assert second.take(0, 1) is None
+    assert first.renew() is not None
+
+
+def test_who_restarts_at_the_same_place_needs_not_wait_for_its_former_self(fleet: Fleet) -> None:
+    before, elsewhere = fleet.join(place="boot 1 a:1"), fleet.join(place="")
+    assert before.take(0, 0) == 1
+    after = fleet.join(place="boot 1 a:1")
+    assert after.take(0, 1) == 2
+    assert before.renew() is None
+    assert elsewhere.renew() is not None
+
+
+async def test_nothing_is_written_after_a_takeover(fleet: Fleet) -> None:
+    first, second = await asyncio.to_thread(fleet.join), await asyncio.to_thread(fleet.join)
+    assert first.take(0, 0) == 1
+    fence = Slot(0, first.member_id, 1)
+    store = await SqlStore.open(fleet.url, fence=fence, lease_s=LEASE_S)
+    await store.write([TelemetrySequence("agent", 7)])
+    assert store.lease_epoch == 1
+    fleet.expire(first)
+    assert second.renew() is not None
+    assert second.take(0, 1) == 2
+    with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
+        await store.write([TelemetrySequence("agent", 8)])
+    with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
+        await SqlStore.open(fleet.url, fence=fence, lease_s=LEASE_S)
+    other = await SqlStore.open(fleet.url, fence=Slot(0, second.member_id, 2), lease_s=LEASE_S)
+    assert await other.telemetry_sequence("agent") == 7
+    for each in (store, other):
+        await each.close()
+
+
+async def test_a_holder_that_freezes_before_its_commit_commits_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await asyncio.to_thread(fleet.join), await asyncio.to_thread(fleet.join, lease_s=1.2)
+    assert first.take(0, 0) == 1
+    store = await SqlStore.open(fleet.url, fence=Slot(0, first.member_id, 1), lease_s=1.2)
+    fleet.expire(first)
+    assert second.renew() is not None
+    refused_count = 0
+
+    def freeze() -> None:
+        """Between the first statement and the commit, until another has taken over."""
+        nonlocal refused_count
+        ends_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < ends_s:
+            try:
+                if second.take(0, 1) == 2:
+                    return
+            except StoreFailedError:  # the row is locked until the server ends the frozen session
+                refused_count += 1
+        raise AssertionError("expected a takeover")
+
+    monkeypatch.setattr(store._writer, "write", lambda *_: freeze())
+    with pytest.raises(StoreFailedError, match="connection"):
+        await store.write([TelemetrySequence("agent", 7)])
+    await store.close()
+    assert refused_count > 0
+    other = await SqlStore.open(fleet.url, fence=Slot(0, second.member_id, 2), lease_s=LEASE_S)
+    assert await other.telemetry_sequence("agent") == 0
+    await other.close()
+
+
+def test_a_coordinator_of_an_older_release_keeps_members_out(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_MIGRATION_LOCK_LIMIT_MS", 50)
+    with psycopg.connect(fleet.url) as old:
+        old.execute(f"SELECT pg_advisory_lock({membership._MIGRATION_LOCK})")
+        with pytest.raises(DatabaseUnavailableError, match="is another coordinator running on it"):
+            fleet.join()
+    fleet.join()
+
+
+def test_a_database_with_members_is_not_exported(fleet: Fleet) -> None:
+    member = fleet.join()
+    with pytest.raises(DatabaseUnavailableError, match="is another coordinator running on it"):
+        export_database(fleet.url, StringIO())
+    fleet.expire(member)
+    file = StringIO()
+    export_database(fleet.url, file)
+    assert '"slots"' in file.getvalue()
+    assert '"members"' not in file.getvalue()

@@ -32,7 +32,7 @@ PARTS := grid languages prometheus slurm web
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions \
-  test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator fuzz check bench docs metrics settings protos \
+  test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator torture-fleet fuzz check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
 demo: $(STAMP)
@@ -173,6 +173,11 @@ MALFORMED ?= 100000
 torture-coordinator: needs-grid
 	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) benchmarks/results/torture-coordinator.md \
 	  --malformed $(MALFORMED)
+
+# End coordinators that share a PostgreSQL database, in every way, while agents train.
+FLEET_ROUNDS ?= 100
+torture-fleet: $(STAMP)
+	$(BIN)/python -m tests.torture.fleet $(FLEET_ROUNDS)
 
 # Search for input that a parser neither accepts nor refuses, for so long each, guided by coverage.
 FUZZ_S ?= 1200

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.load import wire
 from benchmarks.load.http2 import GrpcStream
+from perseus.agent.stream.translate import about_rank
 from perseus.bundles import MAX_BYTES, MAX_MESSAGES
 from perseus.solver import Schedule
 from perseus.v1 import agent_service_pb2 as pb
@@ -28,6 +29,8 @@ _HEADER_BYTES = 6
 """At most, before each message in a bundle."""
 _HEARTBEAT_SHARE = 0.3
 """Share of the lease: a heartbeat is due every third of it."""
+_SILENCE_LIMIT_S = 3.0
+"""Where there are several coordinators: for how long one may leave a batch without an answer."""
 
 
 @dataclass(slots=True)
@@ -195,11 +198,14 @@ class Agent:
         self._resent_through = 0
         self._accepted_count = 0
         self._epoch = ""
+        self._lease_epoch = 0
+        self._attempt_count = 0
         self._commit_marker = ""
         self._heartbeat_interval_s = math.inf
         self._next_heartbeat_s = math.inf
         self._stream: GrpcStream | None = None
         self._is_welcome = False
+        self._welcomed_s = 0.0
         self._max_bundle_bytes = 0
         self._answers: list[bytes] = []
         self._is_closed = False
@@ -224,7 +230,10 @@ class Agent:
         return len(self._unacknowledged)
 
     def connect(self, target: str, wait_s: float = 0.0) -> None:
-        """Open the stream after a delay, and retry after random delays until it is open."""
+        """Open the stream after a delay, and retry after random delays until it is open.
+
+        Of several targets, separated by commas, each attempt takes the next.
+        """
         self._task = asyncio.get_running_loop().create_task(self._open(target, wait_s))
 
     def report(self) -> None:
@@ -298,8 +307,13 @@ class Agent:
             await asyncio.sleep(wait_s)
             wait_s = random.uniform(0.0, self._reconnect_within_s)
             try:
+                addresses = target.split(",")
+                self._attempt_count += 1
                 stream = await GrpcStream.open(
-                    target, CONNECT, self._take, lambda why: self._ended(target, why)
+                    addresses[self._attempt_count % len(addresses)],
+                    CONNECT,
+                    self._take,
+                    lambda why: self._ended(target, why),
                 )
             except OSError:
                 continue
@@ -344,7 +358,20 @@ class Agent:
             answers, self._answers = self._answers, []
             self._send(*answers)
 
+    def leave_if_silent(self, target: str) -> None:
+        """Try the next of several coordinators if this one does not answer."""
+        if self._is_welcome and self._stream is not None and self._unacknowledged:
+            since_s = max(self._unacknowledged[0][2], self._welcomed_s)
+            if time.perf_counter() - since_s > _SILENCE_LIMIT_S:
+                self._stream.abort()
+                self._ended(target, "silence")
+
     def _take_one(self, message: pb.ConnectResponse) -> None:
+        if (about := about_rank(message)) is not None:
+            if about.lease_epoch < self._lease_epoch:
+                found = f"{self.instance_id}: {about.lease_epoch} after {self._lease_epoch}"
+                self._findings.add("lease epoch reversed", found)
+            self._lease_epoch = about.lease_epoch
         match message.WhichOneof("message"):
             case "telemetry_ack":
                 self._commit_marker = message.telemetry_ack.commit_marker
@@ -366,6 +393,7 @@ class Agent:
 
     def _take_welcome(self, welcome: pb.Welcome) -> None:
         self.back.welcomed_s = time.monotonic()
+        self._welcomed_s = time.perf_counter()
         if welcome.acknowledged_sequence < self.acknowledged:
             found = f"{self.instance_id}: {welcome.acknowledged_sequence} of {self.acknowledged} are stored"
             self._findings.add("acknowledged and lost", found)

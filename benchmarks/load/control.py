@@ -47,6 +47,10 @@ class CoordinatorProcess:
         database: a path, or a URL.
         is_pinned: whether it is limited to one core, for measurements.
         environment: more variables, with its credentials; without them it authenticates nobody.
+
+    Attributes:
+        address: the address that it listens on, once it does; or is to listen on.
+        start_count: how often it was started.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class CoordinatorProcess:
         self._command += ["--database", database, "--log-format", "json", *flags]
         self._command += ["--insecure"] if environment is None else []
         self._process: subprocess.Popen[bytes] | None = None
-        self._start_count = 0
+        self.start_count = 0
 
     def __enter__(self) -> "CoordinatorProcess":
         return self
@@ -90,7 +94,7 @@ class CoordinatorProcess:
     @property
     def log(self) -> Path:
         """Its log since the last start."""
-        return self._folder / f"coordinator-{self._start_count}.log"
+        return self._folder / f"coordinator-{self.start_count}.log"
 
     def start(self) -> float:
         """Start it, and wait until it listens; return the time, seconds."""
@@ -108,7 +112,7 @@ class CoordinatorProcess:
 
     def launch(self) -> None:
         """Start it without waiting."""
-        self._start_count += 1
+        self.start_count += 1
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 [*self._command, "--listen", self.address],

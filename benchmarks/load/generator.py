@@ -16,12 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 
 from benchmarks.load.agents import Agent, Findings
 from benchmarks.load.job import Job, JobTask, channel, until
-from perseus.v1 import job_service_pb2_grpc
+from perseus.tls.channels import Channels
+from perseus.v1 import job_service_pb2, job_service_pb2_grpc
 
+_FIND_TIMEOUT_S, _FIND_PAUSE_S = 2.0, 0.2
 _JOIN_LIMIT_S = 120.0
 _REPORTED_TOGETHER = 8
 """Agents that report their power at the same moment."""
@@ -59,11 +62,37 @@ class Generator:
 
     def __init__(self, target: str) -> None:
         self._target = target
-        self._channel = channel(target)
-        self._stub = job_service_pb2_grpc.JobServiceStub(self._channel)
+        self._channels = Channels(target)
+        self._open()
         self._jobs: dict[str, Job] = {}
         self._findings = Findings()
         self._nudges: set[asyncio.Task[None]] = set()
+
+    def _open(self) -> None:
+        self._channel = channel(self._channels.address)
+        self._stub = job_service_pb2_grpc.JobServiceStub(self._channel)
+
+    async def find(self, limit_s: float) -> None:
+        """Find the one of several coordinators that serves."""
+        ends_s = time.monotonic() + limit_s
+        while True:
+            try:
+                request = job_service_pb2.ListJobsRequest(page_size=1)
+                await self._stub.ListJobs(request, timeout=_FIND_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                if time.monotonic() > ends_s:
+                    raise
+                is_round_over = self._channels.move_on(error)
+                await self._channel.close()
+                self._open()
+                if is_round_over:
+                    await asyncio.sleep(_FIND_PAUSE_S)
+
+    async def leave_silent(self) -> None:
+        """Let the agents leave a coordinator that does not answer."""
+        for agent in self._agents():
+            agent.leave_if_silent(self._target)
 
     async def add(self, **task: Any) -> None:
         """Register a job, connect its agents, and let them report."""

@@ -1,0 +1,223 @@
+"""`make torture-fleet`: end coordinators that share a PostgreSQL database in every way, and check for losses.
+
+python -m tests.torture.fleet COUNT [--seed SEED]
+
+One coordinator serves the jobs, the others stand by. The agents of `benchmarks.load` record all messages: no
+acknowledged batch may be lost or counted twice, no version of clocks used twice, and no message may come with
+an older lease epoch than an earlier one.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.coordinator_load import report_problems
+from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
+from tests.ports import free_port
+from tests.service.storage import postgresql
+from tests.torture.coordinator import FLAGS, STAGES, check_by_command
+from tests.torture.killed_postgresql import KilledServer
+
+COORDINATORS = 3
+MEMBER_LEASE_S = 3.0
+PERIOD_S = 0.5
+_LIMIT_S = 60.0
+_FREEZE_S = MEMBER_LEASE_S * 1.5
+_MAX_DELAY_S = 2.0
+
+KINDS = {
+    "kill": 10,
+    "kill and restart": 3,
+    "freeze": 4,
+    "leave": 4,
+    "kill a standby": 2,
+    "kill PostgreSQL": 1,
+}
+"""How the serving coordinator ends, with weights; and what else may happen."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of all rounds.
+
+    Attributes:
+        failover_s: by kind, from the end of a coordinator until all agents were served by another.
+        end_statuses: of coordinators that ended by themselves.
+    """
+
+    failover_s: dict[str, list[float]] = field(default_factory=dict)
+    end_statuses: Counter[int | None] = field(default_factory=Counter)
+    batch_count: int = 0
+    version_count: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class Fleet:
+    """Coordinators on one database."""
+
+    def __init__(self, folder: Path, database: str, stack: ExitStack) -> None:
+        flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S))
+        self.coordinators = []
+        for number in range(COORDINATORS):
+            (own := folder / str(number)).mkdir()
+            process = CoordinatorProcess(own, database, flags, is_pinned=False)
+            process.address = f"127.0.0.1:{free_port()}"
+            self.coordinators.append(stack.enter_context(process))
+
+    @property
+    def target(self) -> str:
+        return ",".join(each.address for each in self.coordinators)
+
+    def launch_ended(self) -> None:
+        """Start all that don't run."""
+        for each in self.coordinators:
+            if each.start_count == 0 or each.poll() is not None:
+                each.launch()
+
+    def wait_for_all(self) -> None:
+        """Wait until all serve or stand by."""
+        ends_s = time.monotonic() + _LIMIT_S
+        for each in self.coordinators:
+            while not (each.is_listening() or '"standing by"' in each.log.read_text()):
+                assert time.monotonic() < ends_s, each.log.read_text()[-1000:]
+                time.sleep(0.02)
+
+    def holder(self, but: CoordinatorProcess | None = None) -> CoordinatorProcess:
+        """Wait until one that runs serves, other than `but`; return it."""
+        ends_s = time.monotonic() + _LIMIT_S
+        while time.monotonic() < ends_s:
+            for each in self.coordinators:
+                if each is not but and each.start_count and each.poll() is None and each.is_listening():
+                    return each
+            time.sleep(0.02)
+        logs = [each.log.read_text()[-1000:] for each in self.coordinators]
+        raise AssertionError(f"expected a coordinator that serves, found {logs}")
+
+
+def torture(
+    folder: Path, count: int, seed: int, *, pipeline_count: int = 4, kinds: Sequence[str] = ()
+) -> Outcome:
+    """End coordinators `count` times, at random or by these kinds in turn, and check all messages."""
+    chance, outcome = random.Random(seed), Outcome()
+    with postgresql.running() as server, ExitStack() as stack:
+        database = server.new_database()
+        fleet = Fleet(folder, database, stack)
+        fleet.launch_ended()
+        fleet.holder()
+        with Agents(fleet.target) as agents:
+            agents.ask("find", limit_s=_LIMIT_S)
+            agents.ask(
+                "add",
+                job_id="fleet",
+                pipeline_count=pipeline_count,
+                stage_count=STAGES,
+                microbatch_count=4,
+                period_s=PERIOD_S,
+                reconnect_within_s=0.3,
+            )
+            for number in range(count):
+                time.sleep(chance.uniform(0.0, _MAX_DELAY_S))
+                drawn = chance.choices(list(KINDS), list(KINDS.values()))[0]
+                kind = kinds[number % len(kinds)] if kinds else drawn
+                print(f"{number}: {kind}", flush=True)
+                _strike(fleet, agents, kind, KilledServer(server), chance, outcome)
+            agents.ask("find", limit_s=_LIMIT_S)
+            _settle(agents, count, outcome)
+        fleet.wait_for_all()
+        for each in fleet.coordinators:
+            if (status := each.terminate()) != 0:
+                outcome.problems.append(f"SIGTERM: exit status {status}: {each.log.read_text()[-500:]}")
+        outcome.problems += check_by_command(database)
+    return outcome
+
+
+def _strike(
+    fleet: Fleet, agents: Agents, kind: str, server: KilledServer, chance: random.Random, outcome: Outcome
+) -> None:
+    fleet.wait_for_all()
+    holder = fleet.holder()
+    if kind == "kill a standby":
+        chance.choice([each for each in fleet.coordinators if each is not holder]).kill()
+        fleet.launch_ended()
+        return
+    since_s = time.monotonic()
+    match kind:
+        case "kill":
+            holder.kill()
+            fleet.holder(but=holder)
+        case "kill and restart":
+            holder.kill()
+            holder.launch()
+        case "leave":
+            if (status := holder.terminate()) != 0:
+                outcome.problems.append(f"SIGTERM: exit status {status}: {holder.log.read_text()[-500:]}")
+            fleet.holder(but=holder)
+        case "freeze":
+            os.kill(holder.pid, signal.SIGSTOP)
+            ends_s = time.monotonic() + _FREEZE_S + chance.uniform(0.0, _FREEZE_S)
+            while time.monotonic() < ends_s:
+                agents.ask("leave_silent")
+                time.sleep(0.1)
+            fleet.holder(but=holder)
+            os.kill(holder.pid, signal.SIGCONT)
+            outcome.end_statuses[holder.wait()] += 1
+        case "kill PostgreSQL":
+            server.kill()
+            outcome.end_statuses[holder.wait()] += 1
+            server.start()
+            fleet.launch_ended()
+    try:
+        back = agents.ask("back", since_s=since_s, limit_s=_LIMIT_S)
+    except GeneratorError as error:
+        states = [each.standing() if each.poll() is None else "ended" for each in fleet.coordinators]
+        raise AssertionError(f"{kind}: {error}; {states}") from None
+    outcome.failover_s.setdefault(kind, []).append(back["joined_s"])
+    fleet.launch_ended()
+
+
+def _settle(agents: Agents, count: int, outcome: Outcome) -> None:
+    try:
+        agents.ask("planned", job_id="fleet", limit_s=2 * _LIMIT_S)
+    except GeneratorError as error:
+        outcome.problems.append(str(error))
+    agents.ask("rest", job_id="fleet", limit_s=_LIMIT_S)
+    outcome.problems += report_problems(agents, "fleet", count)
+    counts = agents.ask("counts", job_id="fleet")
+    outcome.batch_count, outcome.version_count = counts["acknowledged"], counts["versions"]
+    outcome.problems += agents.ask("findings")["messages"]
+    agents.ask("finish", job_id="fleet")
+
+
+def main(count: int, seed: int) -> None:
+    """Run it, and print the figures."""
+    print(f"seed {seed}", flush=True)
+    raise_file_limit()
+    with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
+        outcome = torture(Path(folder), count, seed)
+    for kind, times_s in outcome.failover_s.items():
+        median_s, most_s = statistics.median(times_s), max(times_s)
+        print(
+            f"{kind}: {len(times_s)}, all agents served again after {median_s:.1f} s, at most {most_s:.1f} s"
+        )
+    print(f"{outcome.batch_count} batches acknowledged, {outcome.version_count} versions offered to ranks")
+    print(f"ended by themselves, by exit status: {dict(outcome.end_statuses)}")
+    print("; ".join(outcome.problems) or "nothing lost, doubled or reversed")
+    if outcome.problems:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("count", type=int)
+    arguments.add_argument("--seed", type=int, default=random.randrange(2**32))
+    given = arguments.parse_args()
+    main(given.count, given.seed)

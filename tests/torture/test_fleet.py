@@ -1,0 +1,25 @@
+"""Another coordinator takes over, whatever ends the one that serves. `make torture-fleet` ends more."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.service.storage import postgresql
+from tests.torture.fleet import torture
+
+KINDS = ("kill", "freeze", "leave", "kill and restart")
+
+
+@pytest.mark.slow("coordinators are ended and others take over while dozens of agents train")
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
+def test_nothing_is_lost_doubled_or_reversed_when_another_takes_over(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # shown if it fails
+    outcome = torture(tmp_path, len(KINDS), seed, kinds=KINDS)
+    assert outcome.problems == []
+    assert set(outcome.failover_s) == set(KINDS)
+    assert outcome.end_statuses == {3: 1}, "the one that was frozen ends by itself"
+    assert outcome.batch_count > 0
+    assert outcome.version_count > 0

@@ -51,6 +51,7 @@ CASES: Mapping[str, Values] = {
         "coordinator": {"enabled": False},
         "agent": {"coordinator": "perseus.example:50051", "hostPaths": {"grants": "/etc/perseus/grants"}},
     },
+    "a fleet": {"coordinator": {"replicas": 3, "databaseSecret": "perseus-database"}},
     "a coordinator alone": {"agent": {"enabled": False}, "networkPolicy": {"enabled": False}},
     "everything": {
         "imagePullSecrets": [{"name": "registry"}],
@@ -154,6 +155,24 @@ def test_settings_are_settings(values: Values, tmp_path: Path) -> None:
             assert agent.coordinator == (asked or "test-perseus-coordinator.perseus.svc:50051")
 
 
+def test_agents_of_a_fleet_know_every_coordinator_by_the_address_that_it_advertises() -> None:
+    found = rendered(CASES["a fleet"])
+    numbers = range(3)
+    services = {
+        each["metadata"]["name"]: each["spec"]["selector"]["statefulset.kubernetes.io/pod-name"]
+        for each in found
+        if each["kind"] == "Service" and "statefulset.kubernetes.io/pod-name" in each["spec"]["selector"]
+    }
+    names = [f"test-perseus-coordinator-{number}" for number in numbers]
+    assert services == {name: name for name in names}
+    (container,) = only(found, "StatefulSet", "coordinator")["spec"]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    assert environment["PERSEUS_COORDINATOR_ADVERTISE"] == "$(POD_NAME).perseus.svc:50051"
+    settings = only(found, "ConfigMap", "agent")["data"]["agent.toml"]
+    addresses = ",".join(f"{name}.perseus.svc:50051" for name in names)
+    assert f'coordinator = "{addresses}"' in settings
+
+
 def test_pods_start_anew_with_other_settings_only() -> None:
     def checksum(settings: Values) -> str:
         template = only(rendered({"agent": {"settings": settings}}), "DaemonSet", "agent")["spec"]["template"]
@@ -188,6 +207,7 @@ def test_the_monitor_scrapes_what_the_service_has() -> None:
         ({"coordinator": {"tls": {"mutual": True}}}, "probeSecret"),
         ({"coordinator": {"podDisruptionBudget": {"maxUnavailable": 2}}}, "maxUnavailable"),
         ({"coordinator": {"settings": {"leese_s": 60}}}, "leese_s"),
+        ({"coordinator": {"replicas": 2}}, "databaseSecret"),
         ({"coordinator": {"settings": {"feeds": {"hall": {"limit": 5}}}}}, "limit"),
         ({"agent": {"settings": {"obsreve": True}}}, "obsreve"),
         ({"agent": {"socketMode": "rw"}}, "socketMode"),

@@ -37,7 +37,15 @@ app.kubernetes.io/component: {{ .part }}
 
 {{- define "perseus.agentSettings" -}}
 {{- $a := .Values.agent -}}
-{{- $service := printf "%s-coordinator.%s.svc:50051" (include "perseus.name" .) .Release.Namespace -}}
+{{- $name := printf "%s-coordinator" (include "perseus.name" .) -}}
+{{- $service := printf "%s.%s.svc:50051" $name .Release.Namespace -}}
+{{- if gt (int .Values.coordinator.replicas) 1 -}}
+{{- $all := list -}}
+{{- range $number := until (int .Values.coordinator.replicas) -}}
+{{- $all = append $all (printf "%s-%d.%s.svc:50051" $name $number $.Release.Namespace) -}}
+{{- end -}}
+{{- $service = join "," $all -}}
+{{- end -}}
 {{- $own := dict
   "coordinator" ($a.coordinator | default $service)
   "tls_ca" "/etc/perseus/tls/ca.crt"

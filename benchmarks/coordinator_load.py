@@ -8,6 +8,11 @@ run, as many agents load a server that only echoes. For one configuration, or fo
 
     python -m benchmarks.coordinator_load --pipelines 256 --ranks-per-agent 1
     python -m benchmarks.coordinator_load --search
+
+How far that is from the edge, as a ratio to the echo's, and what happens beyond it:
+
+    python -m benchmarks.coordinator_load --pipelines 1024 --ranks-per-agent 8 --edge
+    python -m benchmarks.coordinator_load --pipelines 1024 --ranks-per-agent 8 --overload-s 120
 """
 
 import argparse
@@ -20,6 +25,7 @@ from typing import Any
 
 from benchmarks.harness import Cell, Column, Table, main, print_upright
 from benchmarks.load.control import (
+    LOAD_FLAGS,
     Agents,
     CoordinatorProcess,
     GeneratorError,
@@ -42,6 +48,14 @@ _REST_LIMIT_S = 120.0
 _HOLDS_P99_S = 1.0
 _HOLDS_SHARE = 0.99
 _SEARCH_TRIES = 3
+_EDGE_P99_S = 0.3
+_EDGE_STEP = 1.2
+_EDGE_MEASURED_S = 6.0
+_EDGE_MAX_STEPS = 16
+_OVERLOAD = 1.5
+_OVERLOAD_MEASURED_S = 10.0
+_RECOVERY_LIMIT_S = 60.0
+_PROFILING_FLAGS = ("--lease-s", "60", "--profile-clocks", "3", "--profile-iterations", "1000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +308,132 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
     )
 
 
+def edge(agents: Agents, job_id: str, rank_count: int, server_pid: int) -> float:
+    """Return the most batches a second acknowledged with a p99 below 300 ms; the load stays there."""
+    held_per_s = 0.0
+    for step in range(_EDGE_MAX_STEPS):
+        wanted_per_s = rank_count * _EDGE_STEP ** (step - 2)
+        agents.ask("set_period", job_id=job_id, period_s=rank_count / wanted_per_s)
+        time.sleep(_SETTLE_S)
+        figures = agents.ask("measure", seconds=_EDGE_MEASURED_S, server_pid=server_pid)
+        done_per_s = figures["acknowledged_count"] / figures["wall_s"]
+        print(
+            f"{done_per_s:.0f} of {wanted_per_s:.0f}/s, p99 {1e3 * figures['latency_p99_s']:.0f} ms",
+            flush=True,
+        )
+        if figures["latency_p99_s"] > _EDGE_P99_S or done_per_s < 0.95 * wanted_per_s:
+            break
+        held_per_s = done_per_s
+    agents.ask("set_period", job_id=job_id, period_s=rank_count / max(held_per_s, 1.0))
+    return held_per_s
+
+
+def edges(wanted: Configuration) -> Table:
+    """Find the edges of the coordinator, with the job under its plan, and of the echo."""
+    rank_count = wanted.pipeline_count * STAGES
+    with tempfile.TemporaryDirectory(prefix="perseus-load-") as name:
+        folder = Path(name)
+        with CoordinatorProcess(folder, str(folder / "jobs.db")) as coordinator:
+            coordinator.start()
+            with Agents(coordinator.address) as agents:
+                (job_id,) = _add(wanted, agents, is_echo=False)
+                agents.ask("planned", job_id=job_id, limit_s=_PLAN_LIMIT_S)
+                held_per_s = edge(agents, job_id, rank_count, coordinator.pid)
+    with echo() as (at, pid), Agents(at) as agents:
+        (job_id,) = _add(wanted, agents, is_echo=True)
+        bare_per_s = edge(agents, job_id, rank_count, pid)
+    return Table(
+        "The load at which the p99 of acknowledgements passes 300 ms",
+        (
+            Column("ranks"),
+            Column("agents"),
+            Column("coordinator [batches/s]", ".0f"),
+            Column("echo [batches/s]", ".0f"),
+            Column("echo to coordinator", ".1f"),
+            Column("edge to 1 Hz", ".2f"),
+        ),
+        (
+            (
+                rank_count,
+                rank_count // wanted.ranks_per_agent,
+                held_per_s,
+                bare_per_s,
+                bare_per_s / max(held_per_s, 1.0),
+                held_per_s / rank_count,
+            ),
+        ),
+        f"In steps of {_EDGE_STEP:g}; the last that is below.",
+    )
+
+
+def overload(wanted: Configuration, overload_s: float, *, is_profiling: bool) -> Table:
+    """Load a coordinator with 1.5 × what it holds, and time its recovery."""
+    rank_count = wanted.pipeline_count * STAGES
+    rows: list[tuple[Cell, ...]] = []
+    flags = _PROFILING_FLAGS if is_profiling else LOAD_FLAGS
+    with tempfile.TemporaryDirectory(prefix="perseus-load-") as name:
+        folder = Path(name)
+        with CoordinatorProcess(folder, str(folder / "jobs.db"), flags) as coordinator:
+            coordinator.start()
+            with Agents(coordinator.address) as agents, LagProbe(coordinator.address) as lag:
+                (job_id,) = _add(wanted, agents, is_echo=False)
+                if is_profiling:
+                    agents.ask("entered", job_id=job_id, state="JOB_STATE_PROFILING", limit_s=_PLAN_LIMIT_S)
+                else:
+                    agents.ask("planned", job_id=job_id, limit_s=_PLAN_LIMIT_S)
+                held_per_s = edge(agents, job_id, rank_count, coordinator.pid)
+
+                def measured(what: str, seconds: float) -> dict[str, Any]:
+                    begun_s = time.monotonic()
+                    figures: dict[str, Any] = agents.ask(
+                        "measure", seconds=seconds, server_pid=coordinator.pid
+                    )
+                    checks = lag.between(begun_s, time.monotonic())
+                    row: tuple[Cell, ...] = (
+                        what,
+                        figures["batch_count"] / figures["wall_s"],
+                        figures["acknowledged_count"] / figures["wall_s"],
+                        figures["latency_p50_s"],
+                        figures["latency_p99_s"],
+                        1e3 * max((took_s for _, took_s in checks if took_s is not None), default=0.0),
+                        agents.ask("counts", job_id=job_id)["waiting"],
+                        agents.ask("thinned", job_id=job_id),
+                    )
+                    rows.append(row)
+                    print(*row, flush=True)
+                    return figures
+
+                measured("before", _OVERLOAD_MEASURED_S)
+                agents.ask("set_period", job_id=job_id, period_s=rank_count / (_OVERLOAD * held_per_s))
+                ends_s = time.monotonic() + overload_s
+                while time.monotonic() < ends_s:
+                    measured("overload", _OVERLOAD_MEASURED_S)
+                if not is_profiling:
+                    answer = agents.ask("straggle", job_id=job_id, factor=1.3, quiet_s=_QUIET_S)
+                    print("straggler's offers: p99", quantile(answer["offer_s"], 0.99), flush=True)
+                agents.ask("set_period", job_id=job_id, period_s=rank_count / held_per_s)
+                begun_s = time.monotonic()
+                while time.monotonic() - begun_s < _RECOVERY_LIMIT_S:
+                    figures = measured(f"after {time.monotonic() - begun_s:.0f} s", 2.0)
+                    if figures["latency_p99_s"] < _EDGE_P99_S:
+                        break
+    return Table(
+        f"{_OVERLOAD:g} × {held_per_s:.0f} batches/s in {'PROFILING' if is_profiling else 'PLANNED'}",
+        (
+            Column("when"),
+            Column("sent [batches/s]", ".0f"),
+            Column("acknowledged [batches/s]", ".0f"),
+            Column("p50 [s]", ".2f"),
+            Column("p99 [s]", ".2f"),
+            Column("slowest health check [ms]", ".0f"),
+            Column("waiting"),
+            Column("thinned"),
+        ),
+        tuple(rows),
+        "",
+    )
+
+
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     arguments.add_argument("--pipelines", type=int)
@@ -302,6 +442,8 @@ if __name__ == "__main__":
     arguments.add_argument("--stragglers", type=int, default=5)
     arguments.add_argument("--seconds", type=float, default=MEASURED_S)
     arguments.add_argument("--search", action="store_true")
+    arguments.add_argument("--edge", action="store_true")
+    arguments.add_argument("--overload-s", type=float)
     given = arguments.parse_args()
     if given.search:
         raise_file_limit()
@@ -310,6 +452,13 @@ if __name__ == "__main__":
         one = Configuration(
             given.pipelines, given.ranks_per_agent, given.jobs, given.stragglers, given.seconds
         )
-        print_upright(run((one,)))
+        raise_file_limit()
+        if given.edge:
+            print_upright([edges(one)])
+        elif given.overload_s:
+            for is_profiling in (False, True):
+                print_upright([overload(one, given.overload_s, is_profiling=is_profiling)])
+        else:
+            print_upright(run((one,)))
     else:
         main("coordinator_load", run)

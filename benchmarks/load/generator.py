@@ -108,6 +108,20 @@ class Generator:
     async def state(self, job_id: str) -> str:
         return await self._jobs[job_id].state(self._stub)
 
+    async def entered(self, job_id: str, state: str, limit_s: float) -> None:
+        """Wait until a job is in a state."""
+        async with asyncio.timeout(limit_s):
+            while await self.state(job_id) != state:  # noqa: ASYNC110 - the coordinator is asked
+                await asyncio.sleep(0.5)
+
+    async def thinned(self, job_id: str) -> int:
+        """Return how many of a job's batches were thinned."""
+        return await self._jobs[job_id].thinned_count(self._stub)
+
+    async def set_period(self, job_id: str, period_s: float) -> None:
+        """Let each rank of a job report once per this period."""
+        self._jobs[job_id].set_period(period_s)
+
     async def measure(self, seconds: float, server_pid: int) -> dict[str, Any]:
         """Measure for a while."""
         agents = list(self._agents())

@@ -91,6 +91,8 @@ class Job:
         self.lateness_s: list[float] = []
         self._beating: asyncio.Task[None] | None = None
         self._has_to_rest = False
+        self._period_s = task.period_s
+        self._next_s = 0.0
 
     async def join(self, jobs: Jobs, target: str, limit_s: float) -> None:
         """Register it, and connect all agents."""
@@ -134,9 +136,15 @@ class Job:
 
     async def state(self, jobs: Jobs) -> str:
         """Return the name of its state."""
+        return job_pb2.JobState.Name((await self._get(jobs)).state)
+
+    async def thinned_count(self, jobs: Jobs) -> int:
+        """Return how many of its batches were thinned."""
+        return (await self._get(jobs)).thinned_batch_count
+
+    async def _get(self, jobs: Jobs) -> job_pb2.Job:
         request = job_service_pb2.GetJobRequest(job_id=self.task.job_id)
-        got = await jobs.GetJob(request, timeout=_CALL_TIMEOUT_S, wait_for_ready=True)
-        return job_pb2.JobState.Name(got.job.state)
+        return (await jobs.GetJob(request, timeout=_CALL_TIMEOUT_S, wait_for_ready=True)).job
 
     async def finish(self, jobs: Jobs) -> None:
         """Let all ranks leave, and end the job."""
@@ -241,24 +249,28 @@ class Job:
             request_id=task.job_id,
         )
 
+    def set_period(self, period_s: float) -> None:
+        """Let each rank report once per this period from now on."""
+        self._period_s, self._next_s = period_s, time.perf_counter()
+
     async def _heartbeat(self) -> None:
         """Let every agent report in turn, repeatedly; agents due between two checks report together."""
         agents, lateness_s = self.agents, self.lateness_s
-        target_time_s = self.task.period_s / len(agents)
-        begun_s = time.perf_counter()
-        turn = 0
+        self._next_s = time.perf_counter()
+        number = 0
         while True:
             now_s = time.perf_counter()
-            due_turns = int((now_s - begun_s) / target_time_s)
-            # This many at once would be a burst: if late, read answers in between.
-            for _ in range(min(due_turns - turn, 64)):
-                number = turn % len(agents)
+            # More at once would be a burst: if late, read answers in between.
+            for _ in range(64):
+                if self._next_s > now_s:
+                    break
                 if number == 0 and self._has_to_rest:
                     return
-                lateness_s.append(now_s - begun_s - turn * target_time_s)
+                lateness_s.append(now_s - self._next_s)
                 agents[number].report()
-                turn += 1
-            await asyncio.sleep(_WAKE_S if turn >= due_turns else 0)
+                number = (number + 1) % len(agents)
+                self._next_s += self._period_s / len(agents)
+            await asyncio.sleep(_WAKE_S if self._next_s > now_s else 0)
 
 
 def account(versions: NDArray[np.int64], periods: list[job_pb2.ReportPeriod], stage_count: int) -> Account:

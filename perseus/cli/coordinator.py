@@ -22,13 +22,15 @@ def coordinator(
     """Run the coordinator of many jobs. Every flag is also PERSEUS_COORDINATOR_… in the environment."""
     from perseus.service.domain.errors import StartupError, StoreFailedError
     from perseus.service.server import serve
+    from perseus.service.shell.measured_loop import MeasuredLoop
 
     if check_store:
         store.check_store(settings.database)
         return
     logs.configure(settings.log_level, settings.log_format)
     try:
-        asyncio.run(serve(settings))
+        with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+            runner.run(serve(settings))
     except StartupError as error:
         fail(str(error), FAILURE)
     except StoreFailedError as error:

@@ -95,6 +95,9 @@ def job_facts(job: job_pb2.Job, advice: str = "") -> Table:
         "power budget": f"holds it back: iterations of {seconds(job.budget_target_iteration_time_s)}"
         if job.HasField("budget_target_iteration_time_s")
         else "",
+        "telemetry": f"{job.thinned_batch_count} batches thinned: agents sent more than the coordinator takes"
+        if job.thinned_batch_count
+        else "",
         "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
         "profiling": progress_text(job.profiling_progress) if job.HasField("profiling_progress") else "",
         "clocks measured": str(job.profiled_clock_count or ""),

@@ -92,6 +92,12 @@ BATCHES = SERVER.counter(
     "Batches of telemetry: taken, repeated (sent again after they were taken) or refused.",
     "outcome",
 )
+BATCHES_THINNED = SERVER.counter(
+    "telemetry_batches_thinned",
+    "Batches without their rows of computations, or also without their sums (not taken at all), because "
+    "agents sent more than the coordinator takes in time.",
+    "part",
+)
 REFUSALS = SERVER.counter(
     "refusals", "Calls, streams and messages refused, by their stable reason (see errors.md).", "reason"
 )

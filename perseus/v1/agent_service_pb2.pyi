@@ -1250,7 +1250,7 @@ Global___TelemetryBatch: typing_extensions.TypeAlias = TelemetryBatch
 
 @typing.final
 class TelemetryAck(google.protobuf.message.Message):
-    """Everything up to a sequence is stored, or was refused."""
+    """Everything up to a sequence is stored, or was refused, or (under overload) left out; Job.thinned_batch_count counts that."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

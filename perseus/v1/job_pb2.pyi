@@ -836,6 +836,7 @@ class Job(google.protobuf.message.Message):
     SIGNAL_TARGET_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     NEXT_STEP_FIELD_NUMBER: builtins.int
+    THINNED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -880,6 +881,10 @@ class Job(google.protobuf.message.Message):
     next_step: builtins.str
     """What to do next about a job that stands still or is at stock, with the command for it; a short sentence for people.
     Empty if there is nothing to do.
+    """
+    thinned_batch_count: builtins.int
+    """How many batches of this run's telemetry the coordinator took without their rows of computations, or acknowledged
+    without taking their sums either, since its last start: agents sent more than it could take in time.
     """
     @property
     def parallelism(self) -> Global___Parallelism:
@@ -978,12 +983,13 @@ class Job(google.protobuf.message.Message):
         signal_target: Global___SignalTarget | None = ...,
         labels: collections.abc.Iterable[Global___Label] | None = ...,
         next_step: builtins.str = ...,
+        thinned_batch_count: builtins.int = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "signal_target", b"signal_target", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "labels", b"labels", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "next_step", b"next_step", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "signal_target", b"signal_target", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s", "baseline", b"baseline", "budget_target_iteration_time_s", b"budget_target_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "labels", b"labels", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "next_step", b"next_step", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "signal_target", b"signal_target", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s", "thinned_batch_count", b"thinned_batch_count"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_budget_target_iteration_time_s", b"_budget_target_iteration_time_s"]) -> typing.Literal["budget_target_iteration_time_s"] | None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job

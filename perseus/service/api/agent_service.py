@@ -76,6 +76,7 @@ from perseus.service.domain.model import MaxClock, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.quotas import Quotas, RateLimiter
+from perseus.service.shell.thinning import Part
 from perseus.solver import Computation
 from perseus.v1 import agent_service_pb2, computation_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
@@ -301,7 +302,7 @@ class _Stream:
         """Take the agent's messages until it ends the stream or says goodbye.
 
         After every `_UNSTORED_LIMIT` messages it waits until all of them are stored, so no agent fills the
-        writer's queue. While all agents together fill it, each waits for admission before every message.
+        writer's queue. While all agents together fill it, or the loop's turn, each waits for admission.
         """
         unstored = 0
         async for request in requests:
@@ -313,8 +314,8 @@ class _Stream:
             if unstored >= _UNSTORED_LIMIT:
                 await self._agents.flush()
                 unstored = 0
-            if self._agents.is_overloaded:
-                await self._agents.admission()
+            if not self._agents.admission.is_admitted(count):
+                await self._agents.admission.wait(count)
             if not self.instance_id:
                 await self._greet(request)
             elif 0 < len(messages) <= MAX_MESSAGES:
@@ -480,7 +481,15 @@ class _Stream:
                         self._principal.check_job(job_id)
                     computations = message.computations
                     self._limits.check_rows(max(len(computations.iteration), len(computations.kind)))
-                    events.append(telemetry_from_proto(message, self.instance_id))
+                    part = None if self._agents.thinning.part is None else self._thin(message)
+                    if part is Part.SUMS:
+                        self._pass_on(job_id, events)
+                        events = []
+                        self._agents.skip(self.instance_id, message.sequence)
+                        continue
+                    events.append(
+                        telemetry_from_proto(message, self.instance_id, is_thinned=part is not None)
+                    )
                 except Exception as error:
                     self._pass_on(job_id, events)
                     events = []
@@ -491,6 +500,13 @@ class _Stream:
                     if 1 <= message.sequence <= MAX_COUNT:
                         self._agents.pass_telemetry(self.instance_id, message.sequence)
             self._pass_on(job_id, events)
+
+    def _thin(self, message: agent_service_pb2.TelemetryBatch) -> Part | None:
+        """Return what is left out of a batch: nothing if it is invalid, or tells of a GPU's other limits."""
+        sequence, iterations = message.sequence, message.iterations.iteration
+        if not 1 <= sequence <= MAX_COUNT or message.HasField("gpu_limits"):
+            return None
+        return self._agents.thin(self.instance_id, message.job_id, sequence, iterations)
 
     def _pass_on(self, job_id: str, events: Sequence[TelemetryArrived]) -> None:
         if not events:

@@ -85,6 +85,8 @@ _KNOWN: dict[tuple[int, ...], tuple[list[int], list[int], list[int]]] = {}
 _KNOWN_LIMIT, _KNOWN_ROWS = 128, 1024
 """Orders that are kept, and the longest of them: some 12 MB at most."""
 
+_NO_ROWS = agent_service_pb2.ComputationColumns()
+
 RankMessage = (
     agent_service_pb2.RankJoined
     | agent_service_pb2.RankLeft
@@ -308,13 +310,17 @@ def reading_from_proto(message: agent_service_pb2.PowerReading) -> PowerReading:
     return PowerReading(message.duration_s, message.gpu_uuid[:], message.power_w[:])
 
 
-def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id: str) -> TelemetryArrived:
+def telemetry_from_proto(
+    message: agent_service_pb2.TelemetryBatch, instance_id: str, *, is_thinned: bool = False
+) -> TelemetryArrived:
     """Return a batch as columns, checked by itself; `check_clocks` needs the rank's GPU.
+
+    `is_thinned`: without its rows of computations.
 
     Raises:
         InvalidFieldError: names the column and row, or the number.
     """
-    iterations, computations = message.iterations, message.computations
+    iterations, computations = message.iterations, _NO_ROWS if is_thinned else message.computations
     # A slice of a repeated field is a list, the fastest to get; so are positions of a tuple's fields.
     numbers, microbatches, chunks = computations.kind[:], computations.microbatch[:], computations.chunk[:]
     key = (*numbers,)
@@ -351,6 +357,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
         gpu_limits=_limits_from_proto(message.gpu_limits, "gpu_limits")
         if message.HasField("gpu_limits")
         else None,
+        is_thinned=is_thinned,
     )
     batch.check(is_known=is_known)
     if not is_known and len(key) <= _KNOWN_ROWS:

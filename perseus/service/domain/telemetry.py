@@ -307,7 +307,10 @@ class GpuLimits(NamedTuple):
 
 
 class TelemetryBatch(NamedTuple):
-    """Measurements of one rank, each part already checked by itself."""
+    """Measurements of one rank, each part already checked by itself.
+
+    `is_thinned`: the coordinator left out its computations.
+    """
 
     sequence: int
     iterations: IterationColumns
@@ -316,6 +319,7 @@ class TelemetryBatch(NamedTuple):
     dropped_batch_count: int
     clocks: ClockStatistics | None = None
     gpu_limits: GpuLimits | None = None
+    is_thinned: bool = False
 
     def check(self, *, is_known: bool = False) -> None:
         """Refuse invalid numbers; `is_known` as in `ComputationColumns.check`.
@@ -366,7 +370,7 @@ class TelemetryBatch(NamedTuple):
             InvalidFieldError: quotes the iteration, or the sample.
         """
         is_plain = order.is_just(self.iterations, self.computations)
-        if not is_plain:
+        if not is_plain and not self.is_thinned:
             order.check_regular(self.iterations, self.computations)
         for where, sample in self.energy.places() if self.energy else ():
             if (sample.kind, sample.chunk) not in order.keys:

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,8 +39,10 @@ from perseus.service.fleet.gpus import GpuIndex, Place
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.fleet.power.readings import INTERVAL_S, JoinedGpu, PowerReadings, PowerTotals
 from perseus.service.job import views
+from perseus.service.shell.admission import Admission
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.ports import AgentPort
+from perseus.service.shell.thinning import Part, Thinning
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, TelemetrySequence
@@ -79,6 +82,8 @@ class Agents:
         taken_count, repeated_count, passed_count: batches of telemetry that were stored, that were sent
             again,
             and that were refused and acknowledged all the same.
+        thinning: what is left out of their telemetry.
+        thinned_counts: how many batches by the most that was left out of them.
         power_interval_s: how often agents report what their GPUs draw; 0 while nobody needs it.
     """
 
@@ -101,6 +106,9 @@ class Agents:
         self._readings = PowerReadings()
         self._checking = asyncio.Lock()
         self.taken_count = self.repeated_count = self.passed_count = 0
+        self.thinning = Thinning()
+        self.thinned_counts: Counter[Part] = Counter()
+        self._ticked_count, self._ticked_s = 0, monotonic()
         self.power_interval_s = 0.0
 
     @property
@@ -369,6 +377,10 @@ class Agents:
     def pass_telemetry(self, instance_id: str, sequence: int) -> None:
         """Count an unreadable batch as taken, so that the agent doesn't send it again."""
         self.passed_count += 1
+        self.skip(instance_id, sequence)
+
+    def skip(self, instance_id: str, sequence: int) -> None:
+        """Acknowledge a batch, with the others, though it is not taken."""
         agent = self._agents.get(instance_id)
         if agent is not None and agent.is_greeted:  # else the last message of a stream that is being replaced
             agent.received_sequence = max(agent.received_sequence, sequence)
@@ -388,13 +400,36 @@ class Agents:
         self._writer.later(entries, [partial(agent.port.acknowledge, agent.noted_sequence)])
 
     @property
-    def is_overloaded(self) -> bool:
-        """Whether agents send more than the writer stores in time; streams then await admission."""
-        return self._writer.is_overloaded
+    def admission(self) -> Admission:
+        """Admits agents' messages."""
+        return self._writer.admission
 
-    async def admission(self) -> None:
-        """Wait, behind the streams that already wait, until there is room for agents' messages."""
-        await self._writer.admission()
+    def tick(self, busy_share: float) -> None:
+        """Decide, once a second, how much is thinned; `busy_share`: of the time since, the event loop's."""
+        batch_count = self.taken_count + self.passed_count + self.thinned_counts[Part.SUMS]
+        now_s, before = self._monotonic(), self.thinning.part
+        per_s = (batch_count - self._ticked_count) / max(now_s - self._ticked_s, 1e-9)
+        self._ticked_count, self._ticked_s = batch_count, now_s
+        self.thinning.tick(busy_share, per_s)
+        if (part := self.thinning.part) is not before:
+            log.warning(
+                "telemetry is thinned: agents send more than is taken in time"
+                if part
+                else "telemetry is whole again",
+                left_out=part.value if part else None,
+                batches_per_s=round(per_s),
+            )
+
+    def thin(self, instance_id: str, job_id: str, sequence: int, iterations: Sequence[int]) -> Part | None:
+        """Return what is left out of a batch, and count it."""
+        agent = self._agents.get(instance_id)
+        part = self.thinning.left_out(iterations)
+        if part is None or agent is None or sequence <= agent.received_sequence:
+            return None
+        self.thinned_counts[part] += 1
+        if (run := self._live.get(job_id)) is not None:
+            run.thinned_count += 1
+        return part
 
     async def flush(self) -> None:
         """Wait until everything that agents have sent so far is stored and carried out."""

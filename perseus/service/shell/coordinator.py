@@ -22,6 +22,7 @@ from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.ledger import Ledger
 from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.measured_loop import MeasuredLoop
 from perseus.service.shell.power import Power
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.signal_targets import SignalTargets
@@ -82,6 +83,8 @@ class Coordinator:
         self.writer = Writer(store)
         self._clock = JobClock(TICK_S, time.monotonic)
         self.lag_s = self.late_total_s = 0.0
+        # When the loop's idle time was last looked at, and that.
+        self._looked_at = time.monotonic(), 0.0
         self.store_size_bytes: int | None = None
         self.job_solver, self.request_solver = job_solver, request_solver
         self.signals, self._has_signals = Signals(signals, rates), bool(signals)
@@ -134,15 +137,25 @@ class Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            self.lag_s = self._clock.tick(self.writer.kept_s())
+            self.lag_s = self._clock.tick(self.writer.admission.waited_s())
             self.late_total_s += self.lag_s
             if self.lag_s > TICK_S:
                 log.warning(
                     "event loop stood still: leases are credited with it", late_s=round(self.lag_s, 3)
                 )
             self.live.tick()
+            self.agents.tick(self._busy_share())
             self.tokens.tick()
             await asyncio.sleep(TICK_S)
+
+    def _busy_share(self) -> float:
+        """Return the share of the time since the last call during which the loop had work; 0 if unknown."""
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, MeasuredLoop):
+            return 0.0
+        before_s, before_idle_s = self._looked_at
+        self._looked_at = now_s, idle_s = time.monotonic(), loop.idle_s
+        return 1.0 - (idle_s - before_idle_s) / max(now_s - before_s, 1e-9)
 
     async def _prune(self) -> None:
         """Prune the store and evict old runs from memory, in small steps."""

@@ -29,6 +29,7 @@ class LiveRun:
         incarnation: counts its machines and snapshots; commands of an earlier one are dropped.
         watchers: who watches it.
         rebalancing: a frontier, layers, and what moving these would bring or the work on it.
+        thinned_count: its thinned batches of telemetry, since the coordinator loaded or began it.
         event_counts: its events since the coordinator loaded or began it, by type.
     """
 
@@ -41,6 +42,7 @@ class LiveRun:
     watchers: set[Watcher] = field(default_factory=set)
     solving: asyncio.Task[Any] | None = None
     rebalancing: tuple[Frontier, tuple[int, ...], asyncio.Task[frontier_pb2.Rebalancing]] | None = None
+    thinned_count: int = 0
     event_counts: Counter[event_pb2.JobEventType.ValueType] = field(default_factory=Counter)
 
     @property

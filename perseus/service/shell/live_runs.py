@@ -383,11 +383,13 @@ class LiveRuns:
 
     def job(self, run: LiveRun, *, is_full: bool) -> job_pb2.Job:
         """Return a run as clients see it; without the details that grow with its size unless `is_full`."""
-        return self.read(
+        job = self.read(
             run,
             partial(views.job, is_full=is_full),
             lambda snapshot: snapshot.job if is_full else views.without_details(snapshot.job),
         )
+        job.thinned_batch_count = run.thinned_count
+        return job
 
     def figures(self, run: LiveRun) -> RunFigures:
         """Return measured figures of a run that clients don't see; empty ones without a machine."""

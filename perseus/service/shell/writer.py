@@ -7,13 +7,13 @@ the run is quarantined, and the records of other runs are stored without it.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 from perseus.metrics.distribution import Distribution
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.records import IterationRows, record_key
+from perseus.service.shell.admission import Admission
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import (
     Entry,
@@ -114,6 +114,7 @@ class Writer:
         commits: the durations of commits.
         entry_count: how many entries they stored.
         waiting_count: how much work waits to be stored and carried out.
+        admission: makes the readers of agents' streams wait while that is too much.
     """
 
     def __init__(self, store: SqlStore) -> None:
@@ -124,8 +125,7 @@ class Writer:
         self._work: list[Work] = []
         self._has_work = asyncio.Event()
         self.waiting_count = 0
-        # Readers that wait for admission, in order, and since when each waits.
-        self._kept: deque[tuple[asyncio.Future[None], float]] = deque()
+        self.admission = Admission(lambda: self.waiting_count <= MAX_WAITING)
         # Since when the oldest unfinished work waits, if there is any.
         self._waiting_since_s: float | None = None
 
@@ -152,7 +152,7 @@ class Writer:
                     self._spoil(work, error)
             await self._carry_out(work)
             self._waiting_since_s = taken_s if self._work else None
-            await self._admit()
+            self.admission.resume()
 
     async def _carry_out(self, work: Sequence[Work]) -> None:
         """Carry out all actions, in turns: readers, and leases, must not wait for thousands of offers."""
@@ -169,20 +169,6 @@ class Writer:
                 await asyncio.sleep(0)
                 turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
 
-    async def _admit(self) -> None:
-        """Admit the next readers, as many as there is room for."""
-        free_count = MAX_WAITING - self.waiting_count
-        admitted_count = 0
-        while self._kept and admitted_count < free_count:
-            reader, _ = self._kept.popleft()
-            if not reader.done():  # else its stream has ended meanwhile
-                reader.set_result(None)
-                admitted_count += 1
-                if admitted_count % WAKE_BATCH == 0:
-                    await asyncio.sleep(0)
-        if self._kept:  # messages of the admitted readers need not make work: run again for the others
-            self._has_work.set()
-
     def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
         """Drop the work of the run that an error is about; its work under quarantine comes later."""
         wanted = [*work, *self._work]
@@ -196,27 +182,6 @@ class Writer:
     def late_s(self) -> float:
         """How long the oldest unfinished work has waited, seconds."""
         return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
-
-    @property
-    def is_overloaded(self) -> bool:
-        """Whether so much work waits that readers must await admission."""
-        return self.waiting_count > MAX_WAITING or bool(self._kept)
-
-    async def admission(self) -> None:
-        """Wait, behind those who already wait, until there is room for more work."""
-        reader: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._kept.append((reader, time.monotonic()))
-        self._has_work.set()
-        await reader
-
-    @property
-    def kept_count(self) -> int:
-        """How many readers wait for admission."""
-        return len(self._kept)
-
-    def kept_s(self) -> float:
-        """How long the next reader has waited for admission, seconds."""
-        return time.monotonic() - self._kept[0][1] if self._kept else 0.0
 
     def later(
         self,

@@ -21,6 +21,7 @@ from perseus.service.domain.stall import Stall
 from perseus.service.domain.statement import LedgerTotals
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.live_run import LiveRun
+from perseus.service.shell.thinning import Part
 from perseus.v1 import event_pb2, job_pb2
 
 MAX_JOBS = 1_000
@@ -94,6 +95,8 @@ class CoordinatorCollector:
         readings.put(names.BATCHES, agents.taken_count, "taken")
         readings.put(names.BATCHES, agents.repeated_count, "repeated")
         readings.put(names.BATCHES, agents.passed_count, "refused")
+        for left_out in Part:
+            readings.put(names.BATCHES_THINNED, agents.thinned_counts[left_out], left_out.value)
         for reason, count in sorted(self._refusal_counts.items()):
             readings.put(names.REFUSALS, count, reason)
         self._read_store(readings)
@@ -114,7 +117,7 @@ class CoordinatorCollector:
 
     def _read_store(self, readings: Readings) -> None:
         writer = self._coordinator.writer
-        readings.put(names.THROTTLED_STREAMS, writer.kept_count)
+        readings.put(names.THROTTLED_STREAMS, writer.admission.waiting_count)
         readings.put(names.STORE_LATE, writer.late_s())
         readings.put(names.STORE_WAITING, writer.waiting_count)
         readings.put(names.STORE_COMMIT, writer.commits)

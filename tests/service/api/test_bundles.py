@@ -22,6 +22,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.shell import writer
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.jobs import LATEST
+from perseus.service.shell.thinning import Part
 from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import agent_service_pb2 as wire
 from tests.service.api.test_mutated_requests import (
@@ -168,6 +169,28 @@ async def test_a_resent_bundle_changes_nothing(coordinator: Coordinator) -> None
     assert agent.heard("telemetry_ack")[-1].sequence == 2 * BEGINNING + 1
     assert coordinator.agents.repeated_count == 2 * BEGINNING
     assert agent.heard("telemetry_refused") == []
+
+
+async def test_under_overload_rows_are_left_out_then_sums_and_all_is_acknowledged(
+    coordinator: Coordinator,
+) -> None:
+    agent = Agent(coordinator)
+    for part, taken_count, iterations in ((Part.ROWS, 16, range(8)), (Part.SUMS, 20, range(8, 16))):
+        while coordinator.agents.thinning.part is not part:
+            coordinator.agents.tick(1.0)
+        batches = [batch(rank, each, 2 * each + 1 + n) for each in iterations for n, rank in enumerate(BOTH)]
+        joins = [joined(rank) for rank in BOTH]
+        for each in joins:
+            each.rank_joined.iteration = iterations[0]
+        await agent.say(*joins, bundle(*batches), bundle(*batches[-2:]))
+        assert agent.heard("telemetry_refused") == []
+        assert agent.heard("telemetry_ack")[-1].sequence == batches[-1].telemetry.sequence
+        assert coordinator.agents.taken_count == taken_count
+    assert coordinator.agents.thinned_counts == {Part.ROWS: 12, Part.SUMS: 12}
+    assert (await coordinator.jobs.job("job", LATEST, is_full=False)).thinned_batch_count == 24
+    machine = coordinator.live.find("job").machine
+    assert isinstance(machine, JobMachine)
+    assert machine.run.log.totals.regular_count == 8 + 2, "sums are kept, then every fourth iteration's"
 
 
 @pytest.mark.parametrize(

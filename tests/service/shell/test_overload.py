@@ -204,7 +204,7 @@ class HeldStore:
         return self.writer is not None and self.writer.waiting_count > 0
 
     async def is_overloaded(self) -> bool:
-        return self.writer is not None and self.writer.is_overloaded
+        return self.writer is not None and self.writer.admission.waiting_count > 0
 
 
 async def test_health_reports_not_serving_while_nothing_is_stored(

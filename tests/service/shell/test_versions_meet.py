@@ -173,7 +173,7 @@ async def test_a_fault_of_the_coordinator_costs_one_message(
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OverflowError("made up")
 
     rank = agent.ranks[ALL_PLACES[0]]

@@ -166,7 +166,7 @@ class SpanCollector:
         if is_plain:
             reports = self._open_iteration(computations.iteration[0]).reports[rank.stage]
             reports[rank.pipeline, rank.tensor] = computations.duration_s
-        else:
+        elif computations.iteration:
             self._add_others(rank, computations)
         if any(finished.clock_event_reasons):
             for number, reasons in zip(finished.iteration, finished.clock_event_reasons, strict=True):

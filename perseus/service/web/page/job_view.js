@@ -198,6 +198,7 @@ export class JobView {
       `registered ${n.clock(job.create_time)}`,
       job.finish_time ? `finished ${n.clock(job.finish_time)}` : "",
       job.set_latency_s ? `setting a clock takes ${n.milliseconds(job.set_latency_s)}` : "",
+      Number(job.thinned_batch_count) ? `${job.thinned_batch_count} batches of telemetry thinned under load` : "",
       Number(job.profiling_cost.iteration_count) ? `profiling took ${profilingCost(job.profiling_cost)}` : "",
       ...(job.labels ?? []).map(({ key, value }) => `${key}=${value}`),
     ];

@@ -1,4 +1,4 @@
-"""A coordinator that stands by: whoever asks it is told where the jobs are served."""
+"""A coordinator that stands by answers every call with the address where the jobs are served."""
 
 from collections.abc import Callable
 from typing import Any

@@ -74,6 +74,9 @@ SERVER = Section("The coordinator", "A fixed number of series, and one for each 
 SERVING = SERVER.gauge(
     "coordinator_serving", "1 while health reports SERVING, 0 while the coordinator is late."
 )
+LEASE_EPOCH = SERVER.gauge(
+    "lease_epoch", "Rises when a coordinator takes over the jobs on a shared database; 0 on SQLite."
+)
 JOBS = SERVER.gauge("jobs", "Jobs by the state of their latest run.", "state")
 UNREADABLE_JOBS = SERVER.gauge("unreadable_jobs", "Jobs whose latest run can't be read from the store.")
 HIDDEN_JOBS = SERVER.gauge(

@@ -81,8 +81,6 @@ _HEALTH_PERIOD_S = 1.0
 _STANDBY_AFTER_S = 1.0
 """One that finds the jobs free has taken them within this time, and never stands by."""
 
-_RELEASE_CHECKS, _RELEASE_CHECK_S = 100, 0.05
-
 _MAX_CALLS = 65_536
 """Concurrent calls and streams; any more are refused at once."""
 
@@ -226,23 +224,6 @@ async def standing_by(settings: CoordinatorSettings, member: FleetMember) -> Asy
     finally:
         await server.stop(None)
         await port.close()
-        await _released(settings.listen)
-
-
-async def _released(address: str) -> None:
-    """Wait until gRPC, which closes ports in the background, has closed that of a server that was stopped.
-
-    Raises:
-        AddressUnavailableError: another process has taken it.
-    """
-    for remaining in reversed(range(_RELEASE_CHECKS)):
-        try:
-            await asyncio.to_thread(check_free, address)
-            return
-        except AddressUnavailableError:
-            if not remaining:
-                raise
-            await asyncio.sleep(_RELEASE_CHECK_S)
 
 
 @contextlib.asynccontextmanager

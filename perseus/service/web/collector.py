@@ -82,6 +82,7 @@ class CoordinatorCollector:
         for file, expiry_s in self._expiries_s().items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         readings.put(names.SERVING, coordinator.late_s() <= self._late_limit_s)
+        readings.put(names.LEASE_EPOCH, agents.lease_epoch)
         states = Counter(run.machine.record.state for run in live)
         for state in JobState:
             readings.put(names.JOBS, states[state], state.value)

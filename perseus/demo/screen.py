@@ -12,17 +12,26 @@ from rich.text import Text
 
 
 class Screen:
-    """A panel that follows a scenario; a context manager. `descriptions`: of the scenario's steps.
+    """A panel that follows a scenario; a context manager.
+
+    `descriptions`: of the scenario's steps; `source`: who measured what is shown.
 
     Attributes:
         step: the step that began last.
     """
 
-    def __init__(self, console: Console, title: str, descriptions: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        console: Console,
+        title: str,
+        descriptions: Mapping[str, str],
+        source: str = "measured by the agents, published by the coordinator",
+    ) -> None:
         self.step = ""
         self._console = console
         self._title = title
         self._descriptions = descriptions
+        self._source = source
         self._live = (
             Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
         )
@@ -58,7 +67,7 @@ class Screen:
             Panel(
                 content,
                 title=Text(self._title, style="bold"),
-                subtitle="measured by the agents, published by the coordinator",
+                subtitle=self._source,
             )
         )
 

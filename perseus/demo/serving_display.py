@@ -30,7 +30,8 @@ class ServingLiveDisplay(Screen):
     """Shows steps and both engines; a context manager."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(console, "Perseus demo: inference", _DESCRIPTIONS)
+        source = "measured by the engines' clients and by energy counters"
+        super().__init__(console, "Perseus demo: inference", _DESCRIPTIONS, source)
 
     def refresh(self, outcome: ServingOutcome) -> None:
         """Show the latest second."""

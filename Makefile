@@ -13,6 +13,8 @@ MEGATRON_CORES := 0.12.3 0.13.1 0.14.0 0.15.3
 NEWEST_MEGATRON_CORE := 0.19.2
 NEWEST_TORCH := 2.15.0
 NEWEST_TORCHTITAN := 0.3.0
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 PROTOS := $(wildcard protos/perseus/v1/*.proto)
 SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
 # The stable contract: it may grow, but nothing in it may change.
@@ -31,7 +33,7 @@ PARTS := grid languages prometheus slurm web
 # Every runnable module of benchmarks/ is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions \
+.PHONY: demo test test-all test-lowest test-slow test-serial test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-serving \
   test-postgresql test-kubernetes test-dist test-images pictures torture torture-coordinator torture-fleet fuzz check bench docs metrics settings protos \
   contract dist clean $(PARTS:%=test-%) $(PARTS:%=needs-%)
 
@@ -74,6 +76,10 @@ test-serial: $(STAMP)
 test-frameworks: $(FRAMEWORKS_STAMP)
 	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
 	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
+
+# A real vLLM on CPUs with a tiny model: it loads the plug-in, and its metrics have the names that the agent reads.
+test-serving: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/pytest tests/engines
 
 # Longer tests of the same kind: half an hour and more.
 test-frameworks-long: $(FRAMEWORKS_STAMP)
@@ -247,5 +253,14 @@ $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	  --target $(FRAMEWORKS_VENV)/torch-$(NEWEST_TORCH)
 	touch $@
 
+# Two gigabytes. torchvision and its like come with libraries for CUDA, and a language model needs none of them.
+$(VLLM_STAMP): pyproject.toml tests/engines/requirements.txt
+	test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install -qq --upgrade 'uv>=0.9,<1'
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(VLLM_VENV)/bin/uv pip install --quiet --python $(VLLM_VENV) \
+	  --editable '.[coordinator]' --requirement tests/engines/requirements.txt
+	$(VLLM_VENV)/bin/uv pip uninstall --quiet --python $(VLLM_VENV) torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) examples/nodejs/node_modules gpu-wheels dist demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) examples/nodejs/node_modules gpu-wheels dist demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

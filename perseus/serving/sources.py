@@ -11,6 +11,9 @@ from itertools import chain
 from perseus.serving.controller import MAX_STATS_AGE_S
 from perseus.serving.stats import EngineStats
 
+_MAX_PENDING = 8
+"""Intervals of a source: 2 s, twice as long as statistics count."""
+
 
 @dataclass(slots=True)
 class _Source:
@@ -48,6 +51,7 @@ class Sources:
         found = self._sources[source]
         found.heard_s, found.latest = now_s, stats
         found.pending.append(stats)
+        del found.pending[:-_MAX_PENDING]  # nobody takes them while the instance is not controlled
 
     def take(self, now_s: float) -> EngineStats | None:
         """Return what all sources have reported since the last call.

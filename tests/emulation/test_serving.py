@@ -1,7 +1,10 @@
 """The emulated engine and the replayer over real HTTP: tokens, metrics, plug-ins, watts, refusals."""
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,12 +12,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from benchmarks.serving_data import QWEN_14B, measured_steps
 from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A100_SXM
 from perseus.emulation.request_replay import Outcome, replay_requests
 from perseus.emulation.serving import EngineConfiguration, LiveEngine, application
 from perseus.serving.engine import Request
+from perseus.serving.profile_csv import read_profile
 from perseus.serving.scrape import interval, parse_metrics
+from tests.published_data import PUBLISHED_DATA
 from tests.serving.profiles import measured, model
 from tests.serving.test_profile_csv import text
 
@@ -123,3 +129,33 @@ async def test_a_replay_goes_on_without_the_engine() -> None:
     await replay_requests("127.0.0.1:1", [Request(0.0, 1, 1)], outcomes.append)
     assert outcomes[0].ttft_s is None
     assert outcomes[0].error
+
+
+@pytest.mark.skipif(not PUBLISHED_DATA.exists(), reason="the published data is not beside the checkout")
+@pytest.mark.parametrize("clock_mhz", [CLOCK_MHZ, 990])
+async def test_watts_and_times_of_the_published_steps(tmp_path: Path, clock_mhz: int) -> None:
+    steps = measured_steps(QWEN_14B)
+    profile = tmp_path / "profile.csv"
+    profile.write_text(text(steps))
+    expected = read_profile(profile.read_text(), "profile").at_clocks([clock_mhz])
+    gpu = EmulatedGpu.create(tmp_path / "gpu", A100_SXM, "GPU-0")
+    gpu.set_clock_mhz(clock_mhz)
+    engine = LiveEngine(EngineConfiguration([str(tmp_path / "gpu")], str(profile), 512, 100_000))
+    through = threading.Event()
+    times_s: list[float] = []
+
+    def on_token(is_last: bool) -> None:
+        times_s.append(time.monotonic())
+        if is_last:
+            through.set()
+
+    engine.submit(400, 12, on_token)
+    during_w = []
+    while not through.wait(0.01):
+        during_w.append(gpu.power_w())
+    engine.close()
+    gpu.close()
+    steps_s = sorted(later_s - earlier_s for earlier_s, later_s in pairwise(times_s))
+    one_s, one_w = float(expected.time_s(0, 1, 400)[0]), float(expected.power_w(0, 1)[0])
+    assert steps_s[0] >= 0.95 * one_s
+    assert min(abs(power_w - one_w) for power_w in during_w) < 0.02 * one_w

@@ -70,6 +70,16 @@ def test_a_source_that_is_silent_for_a_second_makes_all_unknown() -> None:
     assert sources.take(1.5) is not None
 
 
+def test_what_nobody_takes_is_bounded() -> None:
+    sources = Sources()
+    sources.join("a", 0.0)
+    for _ in range(1000):
+        sources.report("a", 0.2, ONE)
+    merged = sources.take(0.2)
+    assert merged is not None
+    assert merged.length_s == 2.0
+
+
 def test_a_source_after_none_is_a_restart() -> None:
     sources = Sources()
     sources.join("a", 0.0)

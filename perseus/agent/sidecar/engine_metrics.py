@@ -41,7 +41,7 @@ class MetricsReader:
             due_s = max(due_s + INTERVAL_S, time.monotonic())
             try:
                 self._on_totals(time.monotonic(), parse_metrics(self._read()))
-            except (OSError, http.client.HTTPException, ServingError) as error:
+            except Exception as error:  # whatever it is, the next scrape may succeed
                 self._disconnect()
                 address, reason = f"{self._host}:{self._port}", str(error) or type(error).__name__
                 self._failures.warning("engine's metrics not read", address, address=address, reason=reason)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -115,25 +116,34 @@ async def test_an_engine_runs_at_a_low_clock_until_the_agent_stops(tmp_path: Pat
 
 
 async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: EmulatedGpu) -> None:
-    socket = tmp_path / "run" / "agent.sock"
-    async with running(tmp_path, gpu, metrics_listen="0") as engine:
+    socket, port = tmp_path / "run" / "agent.sock", free_port()
+    async with running(tmp_path, gpu, metrics_listen=str(port)) as engine:
         await until(lambda: is_low(gpu), "a low clock")
         (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
         assert (found["name"], found["state"], found["running_count"]) == ("chat", "controlled", 8)
-        assert found["clock_mhz"] == gpu.sm_clock_mhz()
+        assert found["clock_mhz"] in STEPS.clocks_mhz or found["clock_mhz"] < STOCK_MHZ
         assert [row[0] for row in found["clocks"]][-1] == STOCK_MHZ
         assert found["savings"]["saving"] is None
         assert found["savings"]["generation_tokens"] > 0
+        metrics = await asyncio.to_thread(_metrics, port)
+        assert 'perseus_instance_controlled{engine="chat"} 1.0' in metrics
+        assert 'perseus_instance_requests{engine="chat",state="running"} 8.0' in metrics
+        assert 'perseus_instance_attainment_ratio{engine="chat",objective="itl"} 1.0' in metrics
         engine.stop()
         engine.is_silent = True
         await until(lambda: not is_low(gpu), "stock")
         (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
         assert (found["state"], found["reason"]) == ("at stock", "no statistics for a second")
     tokens = json.loads((tmp_path / "serving" / "chat.json").read_text())["controlled"][2]
-    assert tokens == pytest.approx(found["savings"]["generation_tokens"])
+    assert tokens >= found["savings"]["generation_tokens"]
     async with running(tmp_path, gpu):  # a new agent goes on from there
         (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
         assert found["savings"]["generation_tokens"] >= tokens
+
+
+def _metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
 
 
 async def test_stock_is_measured_and_no_saving_ends_control(
@@ -147,18 +157,14 @@ async def test_stock_is_measured_and_no_saving_ends_control(
             await until(lambda: is_low(gpu), "a low clock")
             await until(lambda: not is_low(gpu), "a window at stock")
             await until(lambda: is_low(gpu), "a low clock again")
-            (instance,) = (each for each in instances_of_this_test(logs))
-            assert instance == "stock is measured, for half a minute"
+            reasons = {each["reason"] for each in logs if each["event"] == "instance at stock"}
+            assert reasons == {"stock is measured, for half a minute"}
             monkeypatch.setattr(savings.SavingsMeter, "saves_nothing", True)
             monkeypatch.setattr(instances, "_SAVE_S", 0.0)
             monkeypatch.setattr(savings, "_GAP_S", 1e9)
             await until(lambda: not is_low(gpu), "stock")
             (found,) = await asyncio.to_thread(ask_instances, tmp_path / "run" / "agent.sock", 5.0)
             assert found["reason"] == "measured, lower clocks save nothing"
-
-
-def instances_of_this_test(logs: Any) -> set[str]:
-    return {each["reason"] for each in logs if each["event"] == "instance at stock"}
 
 
 async def test_stock_within_a_second_of_the_last_statistics(

@@ -23,7 +23,7 @@ from perseus.agent.link.computation import Rank
 from perseus.agent.rank.messages import GpuErrorReason
 from perseus.agent.restore.restorer import Restorer
 from perseus.agent.sidecar.gpus import NOT_SERVED, AgentCounters
-from perseus.agent.sidecar.instances import Instance
+from perseus.agent.sidecar.instance import Instance
 from perseus.agent.sidecar.optional import OptionalParts, part_retry
 from perseus.agent.sidecar.served import ServedRank
 from perseus.agent.sidecar.settings import AgentSettings

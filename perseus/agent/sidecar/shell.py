@@ -34,7 +34,8 @@ from perseus.agent.sidecar.admission import Admission
 from perseus.agent.sidecar.backends import Backend, Inventory, VisibleGpus, backend
 from perseus.agent.sidecar.gpus import RankGpus
 from perseus.agent.sidecar.health_client import UNMARKED
-from perseus.agent.sidecar.instances import InstanceParts, Instances
+from perseus.agent.sidecar.instance import InstanceParts
+from perseus.agent.sidecar.instances import Instances
 from perseus.agent.sidecar.local import LocalServer, SocketAccess
 from perseus.agent.sidecar.metrics_server import AgentCollector, serving_metrics_of
 from perseus.agent.sidecar.optional import OptionalParts

@@ -18,11 +18,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from perseus.agent import vllm
-from perseus.agent.sidecar import instances
+from perseus.agent.sidecar import instance
 from perseus.agent.sidecar.health_client import ask_instances
 from perseus.agent.sidecar.shell import serving
 from perseus.emulation.gpu import EmulatedGpu
-from perseus.emulation.physics import Work
+from perseus.emulation.physics import A100_SXM, Work
 from perseus.gpu import GpuPermissionError
 from perseus.serving import controller, savings
 from perseus.serving.errors import ServingError
@@ -39,8 +39,8 @@ STEPS = model()
 def compressed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value_s in (("SETTLE_S", 0.3), ("DWELL_S", 0.1), ("_DECISION_S", 0.1), ("REFUSED_S", 0.5)):
         monkeypatch.setattr(controller, name, value_s)
-    monkeypatch.setattr(instances, "_TICK_S", 0.02)
-    monkeypatch.setattr(instances, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(instance, "_TICK_S", 0.02)
+    monkeypatch.setattr(instance, "_FIRST_DELAY_S", 0.1)
     monkeypatch.setenv("PERSEUS_AGENT_SOCKET", str(tmp_path / "run" / "agent.sock"))
 
 
@@ -84,7 +84,7 @@ class Engine:
 async def running(tmp_path: Path, gpu: EmulatedGpu, **more: object) -> AsyncIterator[Engine]:
     profile = tmp_path / "profile.csv"
     profile.write_text(text(measured()))
-    instance = {
+    own = {
         "gpus": ["0"],
         "user": str(os.getuid()),
         "ttft": "p99 <= 2 s",
@@ -93,8 +93,8 @@ async def running(tmp_path: Path, gpu: EmulatedGpu, **more: object) -> AsyncIter
         "max_batched_tokens": 512,
         "kv_capacity_tokens": 100_000,
     }
-    own = {name: more.pop(name) for name in list(more) if name in instance or name == "metrics"}
-    async with serving(settings(tmp_path, free_port(), instances={"chat": instance | own}, **more)):
+    own |= {name: more.pop(name) for name in list(more) if name in own}
+    async with serving(settings(tmp_path, free_port(), instances={"chat": own}, **more)):
         engine = Engine(gpu)
         running = asyncio.create_task(engine.run())
         yield engine
@@ -151,7 +151,7 @@ async def test_stock_is_measured_and_no_saving_ends_control(
 ) -> None:
     for name, value_s in (("SETTLE_S", 0.1), ("MEASURED_S", 1.3), ("_GAP_S", 0.5)):
         monkeypatch.setattr(savings, name, value_s)
-    monkeypatch.setattr(instances, "WINDOW_S", 0.6)
+    monkeypatch.setattr(instance, "WINDOW_S", 0.6)
     with capture_logs() as logs:
         async with running(tmp_path, gpu):
             await until(lambda: is_low(gpu), "a low clock")
@@ -160,17 +160,36 @@ async def test_stock_is_measured_and_no_saving_ends_control(
             reasons = {each["reason"] for each in logs if each["event"] == "instance at stock"}
             assert reasons == {"stock is measured, for half a minute"}
             monkeypatch.setattr(savings.SavingsMeter, "saves_nothing", True)
-            monkeypatch.setattr(instances, "_SAVE_S", 0.0)
+            monkeypatch.setattr(instance, "_SAVE_S", 0.0)
             monkeypatch.setattr(savings, "_GAP_S", 1e9)
             await until(lambda: not is_low(gpu), "stock")
             (found,) = await asyncio.to_thread(ask_instances, tmp_path / "run" / "agent.sock", 5.0)
             assert found["reason"] == "measured, lower clocks save nothing"
 
 
+async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees_both(
+    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-1")
+    other.execute(Work(0.001, 0.0))
+    set_clock_mhz = EmulatedGpu.set_clock_mhz
+
+    def refuse(each: EmulatedGpu, clock_mhz: int) -> None:
+        if each.uuid == other.uuid and clock_mhz != STOCK_MHZ:
+            raise GpuPermissionError("expected root")
+        set_clock_mhz(each, clock_mhz)
+
+    async with running(tmp_path, gpu, gpus=["0", "GPU-1"]):
+        await until(lambda: is_low(gpu) and gpu.sm_clock_mhz() == other.sm_clock_mhz(), "one low clock")
+        monkeypatch.setattr(EmulatedGpu, "set_clock_mhz", refuse)
+        await until(lambda: not is_low(gpu) and not is_low(other), "stock on both")
+    other.close()
+
+
 async def test_stock_within_a_second_of_the_last_statistics(
     tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instances, "_GONE_S", 1.5)
+    monkeypatch.setattr(instance, "_GONE_S", 1.5)
     async with running(tmp_path, gpu) as engine:
         await until(lambda: is_low(gpu), "a low clock")
         engine.is_silent = True

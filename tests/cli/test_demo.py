@@ -8,12 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from perseus.cli.main import app
-from perseus.demo import grid_scenario, straggler_scenario
+from perseus.demo import grid_scenario, serving_scenario, straggler_scenario
 from perseus.demo.grid_scenario import FREE, OVER, GridOutcome
 from perseus.demo.power_log import PowerLog, Sample
+from perseus.demo.serving_scenario import ServingOutcome
 from perseus.demo.straggler_scenario import STOCK, Outcome
 from perseus.demo.summary import Iteration, Measurements
 from perseus.v1 import frontier_pb2, job_service_pb2
+from tests.demo.test_serving_scenario import outcome as served
 
 
 def test_a_script_that_does_not_attach_is_bad_input(tmp_path: Path) -> None:
@@ -28,7 +30,7 @@ def test_a_script_that_does_not_attach_is_bad_input(tmp_path: Path) -> None:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both scenarios are over at once."""
+    """All scenarios are over at once."""
     measurements = Measurements(pipeline_count=1)
     measurements.add(Iteration(0, 1, 0, 0.8, 1500.0))
     measurements.close_phase(STOCK, [1])
@@ -46,10 +48,20 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
         return GridOutcome(PowerLog(samples), phases)
 
     monkeypatch.setattr(straggler_scenario, "run_scenario", straggler)
+
+    async def inference(*_: object, **__: object) -> ServingOutcome:
+        print("it runs")
+        return served(own_w=150.0, ttft_s=0.1)
+
     monkeypatch.setattr(grid_scenario, "run_grid_scenario", grid)
+    monkeypatch.setattr(serving_scenario, "run_serving_scenario", inference)
 
 
-TITLES = {"straggler": "Mean of an iteration", "grid": "Power from the GPUs' counters"}
+TITLES = {
+    "straggler": "Mean of an iteration",
+    "grid": "Power from the GPUs' counters",
+    "serving": "Measured by clients and energy counters",
+}
 
 
 @pytest.mark.parametrize("scenario", TITLES)
@@ -76,6 +88,7 @@ def test_the_table_comes_before_the_pictures(
 
     monkeypatch.setattr(straggler_scenario, "draw", full)
     monkeypatch.setattr(grid_scenario, "draw", full)
+    monkeypatch.setattr(serving_scenario, "draw_serving", full)
     result = CliRunner().invoke(app, ["demo", "--scenario", scenario, "--output", str(tmp_path)])
     assert result.exit_code == 1
     assert TITLES[scenario] in result.output

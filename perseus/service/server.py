@@ -273,7 +273,7 @@ async def running(
             secret = await asyncio.to_thread(_operator_token, settings.operator_token_file, starting)
         if settings.dask is not None and find_spec("distributed") is None:
             raise DaskMissingError
-        store = await SqlStore.open(settings.database, fence=fence, lease_s=settings.member_lease_s)
+        store = await SqlStore.open(settings.database, fence=fence)
         stack.push_async_callback(store.close)
         percent = settings.solver_hull_tolerance_percent
         tolerance = None if percent is None else percent / 100

@@ -8,8 +8,10 @@ no identifier is ever used twice, it stays so. Times are of the server's clock a
 
 Every transaction that writes what belongs to a slot begins with `check_fence`, which locks the slot's row FOR
 SHARE until the commit: taking the slot waits for it, so that a new holder sees everything that the old one
-has committed, and the old one can commit nothing afterwards. A member that freezes in a transaction holds the
-lock for at most a third of its lease: then the server ends its session.
+has committed, and the old one can commit nothing afterwards. A member that freezes in a transaction would
+hold that lock until it wakes: `idle_in_transaction_session_timeout` does not notice a client that stops
+within a pipeline of statements. So whoever takes over from a member that is gone ends its session first,
+which it finds by its name.
 """
 
 import uuid
@@ -44,6 +46,13 @@ _EVICT = """
 DELETE FROM members WHERE member_id IN (
     SELECT member_id FROM members WHERE expire_time_s <= extract(epoch FROM clock_timestamp())
     FOR UPDATE SKIP LOCKED
+)"""
+
+_END_SESSION = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = current_database() AND application_name = (
+    SELECT 'perseus ' || holder FROM slots
+    WHERE number = :number AND NOT EXISTS (SELECT 1 FROM members WHERE member_id = slots.holder)
 )"""
 
 _TAKE = """
@@ -119,6 +128,7 @@ class MemberRows:
 
     def take(self, number: int, lease_epoch: int) -> int | None:
         """Take a slot that is free or ours, if its lease epoch is still this; return its new one."""
+        self._run(_END_SESSION, number=number)
         found = self._run(_TAKE, number=number, lease_epoch=lease_epoch)
         return int(found[0][0]) if found else None
 
@@ -146,9 +156,11 @@ class MemberRows:
             raise StoreFailedError(database=self._name, cause=explain(error)) from None
 
 
-def limit_idle_transactions(connection: Connection, lease_s: float) -> None:
-    """Let the server end this session if a transaction of it is idle for a third of the lease."""
-    connection.exec_driver_sql(f"SET idle_in_transaction_session_timeout = {round(lease_s * 1000 / 3)}")
+def name_session(connection: Connection, member_id: str) -> None:
+    """Name a session that writes for a member, so that whoever takes over from it can end it."""
+    connection.execute(
+        text("SELECT set_config('application_name', 'perseus ' || :id, false)"), {"id": member_id}
+    )
     connection.commit()
 
 

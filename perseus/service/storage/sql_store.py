@@ -106,7 +106,6 @@ class SqlStore:
         *,
         clock: Callable[[], float] = time.time,
         fence: Slot | None = None,
-        lease_s: float = 0.0,
     ) -> "SqlStore":
         """Open a database; create it if it doesn't exist, and migrate it if it has an older schema.
 
@@ -114,7 +113,6 @@ class SqlStore:
             database: the path of a SQLite file, or postgresql://….
             clock: the wall clock.
             fence: the slot that is held, where others share the database: nothing is written after its loss.
-            lease_s: the lease of its holder.
 
         Raises:
             DatabaseUnavailableError: it is not ours, in use, newer, or can't be created.
@@ -126,7 +124,7 @@ class SqlStore:
                 opened = connect(database)
                 stack.callback(opened.close)
                 if fence is not None:
-                    membership.limit_idle_transactions(opened.connection, lease_s)
+                    membership.name_session(opened.connection, fence.holder)
                 reader = connect(database, is_read_only=True)
                 stack.callback(reader.close)
                 ledger_reader = connect(database, is_read_only=True)

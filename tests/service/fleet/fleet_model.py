@@ -37,8 +37,6 @@ from perseus.service.fleet.membership import (
 LEASE_S = 30.0
 SLOT_COUNT = 2
 MEMBER_COUNT = 3
-IDLE_LIMIT_S = LEASE_S / 3
-"""After this time the server ends a transaction whose client sends nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Transaction:
     number: int
     lease_epoch: int
     version: int
-    begin_s: float
 
 
 class Database:
@@ -105,6 +102,8 @@ class Database:
         slot = self.slots[number]
         is_free = slot.holder == member_id or slot.holder not in self.expiries_s
         is_valid = self.expiries_s.get(member_id, self.now_s) > self.now_s
+        if slot.holder not in self.expiries_s:
+            self.writing.pop(slot.holder, None)
         if self._is_locked(number) or slot.lease_epoch != lease_epoch or not (is_free and is_valid):
             return None
         self.slots[number] = Slot(number, member_id, lease_epoch + 1)
@@ -119,7 +118,7 @@ class Database:
         """Check and lock a slot's row, for a write of its next version."""
         is_ours = self.slots[number] == (number, member_id, lease_epoch)
         if is_ours or self._faults.is_unfenced:
-            self.writing[member_id] = Transaction(number, lease_epoch, version, self.now_s)
+            self.writing[member_id] = Transaction(number, lease_epoch, version)
 
     def commit_write(self, member_id: str) -> Transaction | None:
         """Commit what a member has begun; return None if the server has ended it."""
@@ -132,13 +131,6 @@ class Database:
             assert done.version > self.versions[done.number], f"version {done.version} twice"
             self.versions[done.number] = done.version
         return done
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass, and end transactions that are idle for too long."""
-        self.now_s += seconds
-        for member_id, each in list(self.writing.items()):
-            if self.now_s - each.begin_s > IDLE_LIMIT_S:
-                del self.writing[member_id]
 
 
 @dataclass
@@ -217,7 +209,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.02, 0.11, 0.3, 0.6, 1.1]))
     def advance(self, share: float) -> None:
-        self.database.advance(share * LEASE_S)
+        self.database.now_s += share * LEASE_S
         for host in self.hosts:
             if not host.is_frozen:
                 self._handle(host, Ticked())

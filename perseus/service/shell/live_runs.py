@@ -168,6 +168,7 @@ class LiveRuns:
         self.epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
             self.load_run(stored)
+            await asyncio.sleep(0)  # many jobs take longer than the coordinator's lease among others may wait
         log.info(
             "jobs loaded", job_count=len(self._runs), unreadable_count=len(self.unreadable), epoch=self.epoch
         )

@@ -133,7 +133,7 @@ def collect_rarely() -> None:
 
 
 async def _collect_in_time() -> None:
-    """Leave objects out of collections as they come, which costs nothing, but for a full one from time to time.
+    """Leave objects out of collections as they come, which costs nothing, but for a rare full one.
 
     Otherwise those of thousands of ranks are visited again and again, for up to 0.3 s; nearly all of them are
     freed without, as they are in no cycles.

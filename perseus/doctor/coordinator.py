@@ -7,7 +7,7 @@ import grpc
 
 from perseus.doctor.checks import Check, Verdict, clock_check, expiry_checks, version_check
 from perseus.release import release
-from perseus.tls.channels import Channels
+from perseus.tls.channels import Channels, served_at
 from perseus.tls.files import TlsError
 from perseus.tls.tokens import TokenFileError
 from perseus.v1 import info_service_pb2, info_service_pb2_grpc, token_service_pb2
@@ -26,7 +26,7 @@ _DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 def coordinator_checks(
     channels: Channels, scopes: Collection[str] = (), clock: Callable[[], float] = time.time
 ) -> Iterator[Check]:
-    """Check a coordinator from this machine.
+    """Check a coordinator from this machine; of several, each until one serves.
 
     Args:
         channels: the way to it.
@@ -34,15 +34,21 @@ def coordinator_checks(
         clock: the wall clock.
     """
     yield from expiry_checks(channels.expiries_s, clock())
-    subject = f"coordinator {channels.address}"
-    sent_s = clock()
-    try:
-        with channels.open_blocking() as channel:
-            stub = info_service_pb2_grpc.InfoServiceStub(channel)
-            info = stub.GetInfo(info_service_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
-    except grpc.RpcError as error:
-        yield from _failures(error, subject, channels)
-        return
+    info = None
+    while info is None:
+        subject = f"coordinator {channels.address}"
+        sent_s = clock()
+        try:
+            with channels.open_blocking() as channel:
+                stub = info_service_pb2_grpc.InfoServiceStub(channel)
+                info = stub.GetInfo(info_service_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            if address := served_at(error):
+                yield Check(subject, Verdict.GOOD, f"it stands by; the jobs are served at {address}")
+            else:
+                yield from _failures(error, subject, channels)
+            if channels.move_on(error):
+                return
     received_s = clock()
     yield _reached(subject, channels)
     yield _credential(info, scopes)

@@ -75,7 +75,7 @@ class Channels:
         It is the one that a coordinator that stands by has named in an error, within two hops and never in
         plaintext where the given ones are not; else the next of the given ones.
         """
-        named = _served_at(error)
+        named = served_at(error)
         if named and self._hop_count < _MAX_HOPS and self._may_follow(named):
             self._hop_count += 1
             self.address = named
@@ -166,7 +166,7 @@ class Channels:
         return grpc.ssl_channel_credentials(material.ca, material.key, material.certificate)
 
 
-def _served_at(error: grpc.RpcError | None) -> str:
+def served_at(error: grpc.RpcError | None) -> str:
     """Return where a coordinator says that the jobs are served; empty if it doesn't."""
     info = ErrorInfo()
     try:

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
+import grpc
 import pytest
 
 from perseus.demo.security import Security
 from perseus.doctor.checks import Check, Verdict
 from perseus.doctor.coordinator import coordinator_checks
+from perseus.service.api.elsewhere import Elsewhere
 from perseus.service.server import running
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
@@ -98,3 +100,21 @@ async def test_a_wrong_authority_is_named(address: str, security: Security, tmp_
     check = (await checked(Channels(address, files)))["coordinator"]
     assert check.verdict is BAD
     assert "is not a CA in tls_ca" in check.found
+
+
+async def test_of_several_each_is_checked_until_one_serves(tmp_path: Path) -> None:
+    async with running(make_settings(tmp_path)) as (address, _):
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((Elsewhere(lambda: address),))
+        standby = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        channels = Channels(f"127.0.0.1:1,{standby}")
+        checks = await asyncio.to_thread(lambda: list(coordinator_checks(channels)))
+        await server.stop(None)
+    assert [(check.subject, check.verdict) for check in checks[:4]] == [
+        ("coordinator 127.0.0.1:1", BAD),
+        (f"coordinator {standby}", GOOD),
+        (f"coordinator {address}", GOOD),
+        ("credential", GOOD),
+    ]
+    assert checks[1].found == f"it stands by; the jobs are served at {address}"

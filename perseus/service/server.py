@@ -206,12 +206,20 @@ async def joined(settings: CoordinatorSettings) -> AsyncIterator[FleetMember | N
     rows = await asyncio.to_thread(MemberRows, settings.database, settings.member_lease_s)
     member = FleetMember(rows, settings.member_lease_s)
     try:
-        await member.join(settings.advertise or settings.listen, _place(settings.listen))
+        await member.join(settings.advertise or _reachable(settings.listen), _place(settings.listen))
         yield member
         if member.ended.done():
             member.ended.result()
     finally:
         await member.leave()
+
+
+def _reachable(listen: str) -> str:
+    """Return an address to listen on if others can connect to it by that name, else ""."""
+    found = host_and_port(listen)
+    if found is None or found[0] in ("*", "0.0.0.0", "::") or found[1] == 0:  # noqa: S104 - compared only
+        return ""
+    return listen
 
 
 def _place(listen: str) -> str:

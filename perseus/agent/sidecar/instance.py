@@ -192,14 +192,16 @@ class Instance:
 
     def _take_scraped(self, scraped: tuple[float, EngineTotals]) -> None:
         before, self._scraped = self._scraped, scraped
-        stats = None
-        if before is not None and scraped[0] - before[0] < MAX_STATS_AGE_S:
-            stats = interval(before[1], scraped[1], scraped[0] - before[0])
-        if stats is None:  # the first scrape, or the engine's counters went back
+        at_s, totals = scraped
+        if before is None:
+            self.sources.join(_SCRAPED, at_s)
+            return
+        stats = interval(before[1], totals, at_s - before[0])
+        if stats is None:  # the engine's counters went back: it has restarted
             self.sources.leave(_SCRAPED)
-            self.sources.join(_SCRAPED, scraped[0])
-        else:
-            self.sources.report(_SCRAPED, scraped[0], stats)
+            self.sources.join(_SCRAPED, at_s)
+        elif stats.length_s < MAX_STATS_AGE_S:  # a longer one says too little of what is there now
+            self.sources.report(_SCRAPED, at_s, stats)
 
     # --- GPUs -----------------------------------------------------------------------------------------------
 
@@ -212,6 +214,7 @@ class Instance:
             NotConfirmedError: one is not the instance's.
         """
         gpus: list[_ControlledGpu] = []
+        self._failure = None
         uuids = await self._uuids()
         await self._confirm(uuids)
         try:
@@ -281,7 +284,7 @@ class Instance:
         steps = for_gpu(self._profile, sorted(supported))
         controller = Controller(steps, limits, self.settings.objectives, time.monotonic())
         self._gpus, self.controller = gpus, controller
-        self._failure, self._wanted_mhz, self.problem = None, STOCK, ""
+        self._wanted_mhz, self.problem = STOCK, ""
         self._log.info("instance taken up", gpus=[gpu.uuid for gpu in gpus], observes=self._observes)
         power = MeanPower()
         watching = asyncio.create_task(self._keep_confirming([gpu.uuid for gpu in gpus]))

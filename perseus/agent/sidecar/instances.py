@@ -33,13 +33,14 @@ class Instances:
         if any(each.metrics is not None for each in settings.instances.values()):
             check_installed()
         self._access = parts.access
+        kind = "observed" if settings.observe else "controlled"
         self._tasks: list[asyncio.Task[None]] = []
         self.by_name = {
             name: Instance(
                 name,
                 each,
                 read_profile(each.profile.read_text(), str(each.profile)),
-                settings.restore_folder.with_name("serving") / f"{name}.json",
+                settings.restore_folder.with_name("serving") / f"{name}.{kind}.json",
                 parts,
             )
             for name, each in settings.instances.items()

@@ -134,7 +134,7 @@ async def test_what_the_agent_answers_about_its_instances(tmp_path: Path, gpu: E
         await until(lambda: not is_low(gpu), "stock")
         (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)
         assert (found["state"], found["reason"]) == ("at stock", "no statistics for a second")
-    tokens = json.loads((tmp_path / "serving" / "chat.json").read_text())["controlled"][2]
+    tokens = json.loads((tmp_path / "serving" / "chat.controlled.json").read_text())["controlled"][2]
     assert tokens >= found["savings"]["generation_tokens"]
     async with running(tmp_path, gpu):  # a new agent goes on from there
         (found,) = await asyncio.to_thread(ask_instances, socket, 5.0)

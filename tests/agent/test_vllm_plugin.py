@@ -2,8 +2,10 @@
 
 import socket
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,3 +202,9 @@ def test_the_thread_begins_once_the_engine_is_there(
     finally:
         logger._sender.stop()
         thread.join()
+
+
+def test_the_package_declares_the_plug_in() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["vllm.stat_logger_plugins"]
+    assert {name: resolve_name(place) for name, place in declared.items()} == {"perseus": vllm.StatLogger}

@@ -12,7 +12,16 @@ from google.protobuf.message import DecodeError, Message
 
 from perseus.agent.link import packets
 from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import ComputationMark, Edge, Hello, MalformedPacket, Membership, Registration
+from perseus.agent.link.packets import (
+    ComputationMark,
+    Edge,
+    EngineHello,
+    EngineReport,
+    Hello,
+    MalformedPacket,
+    Membership,
+    Registration,
+)
 from perseus.grid.contract import messages
 from perseus.grid.contract.messages import MalformedError
 from perseus.service.api import translate_agents, translate_jobs, translate_power
@@ -21,6 +30,9 @@ from perseus.service.domain.errors import ServiceError
 from perseus.service.domain.signals import SignalKind
 from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
 from perseus.service.web.json_text import from_json
+from perseus.serving.errors import ServingError
+from perseus.serving.profile_csv import read_profile
+from perseus.serving.scrape import parse_metrics
 from perseus.simulation.scenario import ScenarioError, read_scenario
 from perseus.solver import SolverError, read_profile_csv
 from perseus.v1 import frontier_service_pb2, job_service_pb2, power_service_pb2
@@ -171,7 +183,28 @@ column = "g"
 """
 _SIGNAL = b"timestamp,g\n2022-01-01T00:00:00Z,300\n2022-01-01T01:00:00Z,\n1640998800,250.5\n"
 
+_METRICS = b"""vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1"} 4.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 5.0
+vllm:generation_tokens_total{engine="0"} 120.0
+"""
+_STEPS = b"""clock_mhz,prefill_tokens,decoding_count,context_tokens,time_s,energy_j
+1410,0,0,0,1,60
+1410,512,0,2000,0.07,20
+705,512,0,2000,0.12,22
+705,0,16,8000,0.03,4
+"""
+
+
 TARGETS: Mapping[str, Target] = {
+    "engine_metrics": Target(
+        lambda data: parse_metrics(data.decode(errors="replace")), (ServingError,), (_METRICS,)
+    ),
+    "engine_profile": Target(
+        lambda data: read_profile(data.decode(errors="replace"), "profile"), (ServingError,), (_STEPS,)
+    ),
     "packets": Target(
         packets.decode_all,
         (MalformedPacket,),
@@ -181,6 +214,8 @@ TARGETS: Mapping[str, Target] = {
                 Hello(Rank("job", 0, 0, 0), "GPU-0"),
                 Registration({"job_id": "job", "orders": [[0, 1], [1, 0]]}, "request", "fingerprint"),
                 Membership("fingerprint"),
+                EngineHello("chat", 0),
+                EngineReport(0.25, 3, 0, 0.2, 100, 30, 10, 0.6, {-20: 1}, {-41: 27}),
                 ComputationMark(Edge.BEGIN, 1, 0, Computation(Kind.FORWARD, 0, 0), 10**9),
             )
         ),

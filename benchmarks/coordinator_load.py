@@ -314,18 +314,21 @@ def edge(agents: Agents, job_id: str, rank_count: int, server_pid: int) -> float
     for step in range(_EDGE_MAX_STEPS):
         wanted_per_s = rank_count * _EDGE_STEP ** (step - 2)
         agents.ask("set_period", job_id=job_id, period_s=rank_count / wanted_per_s)
-        time.sleep(_SETTLE_S)
-        figures = agents.ask("measure", seconds=_EDGE_MEASURED_S, server_pid=server_pid)
-        done_per_s = figures["acknowledged_count"] / figures["wall_s"]
-        print(
-            f"{done_per_s:.0f} of {wanted_per_s:.0f}/s, p99 {1e3 * figures['latency_p99_s']:.0f} ms",
-            flush=True,
-        )
-        if figures["latency_p99_s"] > _EDGE_P99_S or done_per_s < 0.95 * wanted_per_s:
+        # A second try, as other work of the machine may spoil the first.
+        tries = (_holds(agents, wanted_per_s, server_pid) for _ in range(2))
+        if not any(tries):
             break
-        held_per_s = done_per_s
+        held_per_s = wanted_per_s
     agents.ask("set_period", job_id=job_id, period_s=rank_count / max(held_per_s, 1.0))
     return held_per_s
+
+
+def _holds(agents: Agents, wanted_per_s: float, server_pid: int) -> bool:
+    time.sleep(_SETTLE_S)
+    figures = agents.ask("measure", seconds=_EDGE_MEASURED_S, server_pid=server_pid)
+    done_per_s, p99_s = figures["acknowledged_count"] / figures["wall_s"], figures["latency_p99_s"]
+    print(f"{done_per_s:.0f} of {wanted_per_s:.0f}/s, p99 {1e3 * p99_s:.0f} ms", flush=True)
+    return bool(p99_s < _EDGE_P99_S and done_per_s > 0.95 * wanted_per_s)
 
 
 def edges(wanted: Configuration) -> Table:
@@ -338,6 +341,7 @@ def edges(wanted: Configuration) -> Table:
             with Agents(coordinator.address) as agents:
                 (job_id,) = _add(wanted, agents, is_echo=False)
                 agents.ask("planned", job_id=job_id, limit_s=_PLAN_LIMIT_S)
+                catch_up(agents, [job_id])
                 held_per_s = edge(agents, job_id, rank_count, coordinator.pid)
     with echo() as (at, pid), Agents(at) as agents:
         (job_id,) = _add(wanted, agents, is_echo=True)
@@ -381,6 +385,7 @@ def overload(wanted: Configuration, overload_s: float, *, is_profiling: bool) ->
                     agents.ask("entered", job_id=job_id, state="JOB_STATE_PROFILING", limit_s=_PLAN_LIMIT_S)
                 else:
                     agents.ask("planned", job_id=job_id, limit_s=_PLAN_LIMIT_S)
+                catch_up(agents, [job_id])
                 held_per_s = edge(agents, job_id, rank_count, coordinator.pid)
 
                 def measured(what: str, seconds: float) -> dict[str, Any]:

@@ -97,10 +97,10 @@ class _Sender:
 
     def beat(self, now_s: float) -> None:
         """Take the steps since the last call, and send them if an agent is there."""
-        if self._connection is None and not self._connect(now_s):
-            self._steps.clear()
+        if self._connection is None:
+            self._connect(now_s)
+            self._steps.clear()  # the first interval begins here
             return
-        assert self._connection is not None
         self._sum_up()
         try:
             self._hear(self._connection)
@@ -112,9 +112,9 @@ class _Sender:
             return
         self._clear(now_s)
 
-    def _connect(self, now_s: float) -> bool:
+    def _connect(self, now_s: float) -> None:
         if now_s < self._connect_at_s or not os.path.exists(self._path):
-            return False
+            return
         self._connect_at_s = now_s + _RECONNECT_S
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -124,10 +124,9 @@ class _Sender:
         except OSError as error:
             connection.close()
             self._note(f"{self._path}: {error.strerror}")
-            return False
+            return
         self._connection = connection
         self._clear(now_s)
-        return True
 
     def _disconnect(self, now_s: float) -> None:
         if self._connection is not None:

@@ -125,8 +125,9 @@ def _clocks(row: Row) -> "Table":
     table = Table(title="Predicted under the load of the last minutes")
     for column in ("clock, MHz", "power, W", "late TTFT, at most", "late ITL, at most"):
         table.add_column(column, justify="right")
-    for clock_mhz, power_w, ttft, itl in row["clocks"]:
-        table.add_row(f"{clock_mhz}", f"{power_w:.0f}", f"{100 * ttft:.2f} %", f"{100 * itl:.2f} %")
+    for each in row["clocks"]:
+        shares = (f"{100 * each[name]:.2f} %" for name in ("late_ttft_share", "late_itl_share"))
+        table.add_row(f"{each['clock_mhz']}", f"{each['power_w']:.0f}", *shares)
     return table
 
 
@@ -144,8 +145,8 @@ def _report(row: Row) -> "Table":
     for name, value in {
         "instance": row["name"],
         "state": _state(row),
-        "measured": f"{savings['controlled_h']:.2f} h, of these tokens {savings['generation_tokens']:.0f}; "
-        f"at stock {savings['stock_h']:.2f} h in {savings['window_count']} windows",
+        "measured": f"{savings['controlled_h']:.2f} h and {savings['generation_tokens']:.0f} tokens under "
+        f"control; {savings['stock_h']:.2f} h at stock in {savings['window_count']} windows",
         "energy": f"{_text(savings['joules_per_token'], '{:.3f} J/token')}"
         f"{_text(savings['stock_joules_per_token'], '; stock would use {:.3f}')}",
         "saving": saving,

@@ -40,7 +40,7 @@ CHAT: dict[str, Any] = {
     "ttft": "p99 <= 2 s",
     "itl": "p95 <= 100 ms",
     "source": "vLLM's plug-in",
-    "clocks": [[1005, 205.0, 0.001, 0.02], [1410, 300.0, 0.0, 0.0]],
+    "clocks": [{"clock_mhz": 1005, "power_w": 205.0, "late_ttft_share": 0.001, "late_itl_share": 0.02}],
     "savings": SAVINGS,
 }
 NOTHING = dict.fromkeys(

@@ -314,9 +314,10 @@ class Instance:
         powers = power.take({uuid: (c.time_s, c.energy_j) for uuid, c in changes.items() if c is not None})
         if len(powers) == len(self._gpus):
             stats = replace(stats, power_w=sum(powers.values()))
-        self.latest = stats
         self._carry_out(controller.on_stats(now_s, stats))
-        self._measure(controller, stats, now_s)
+        if stats.contradiction is None:
+            self.latest = stats
+            self._measure(controller, stats, now_s)
 
     def _measure(self, controller: Controller, stats: EngineStats, now_s: float) -> None:
         """Count the interval, and go to stock where that is to be measured, or clocks save nothing."""
@@ -396,11 +397,17 @@ class Instance:
         elif controller.stock_reason is not None:
             state, reason = "at stock", controller.stock_reason.value
         predicted = controller.prediction if controller is not None else None
-        clocks: list[tuple[float, ...]] = []
+        clocks = []
         if controller is not None and predicted is not None:
-            columns = (predicted.power_w, predicted.late_ttft_share, predicted.late_itl_share)
-            rows = zip(*(column.tolist() for column in columns), strict=True)
-            clocks = [(mhz, *row) for mhz, row in zip(controller.model.steps.clocks_mhz, rows, strict=True)]
+            clocks = [
+                {
+                    "clock_mhz": clock_mhz,
+                    "power_w": float(predicted.power_w[column]),
+                    "late_ttft_share": float(predicted.late_ttft_share[column]),
+                    "late_itl_share": float(predicted.late_itl_share[column]),
+                }
+                for column, clock_mhz in enumerate(controller.model.steps.clocks_mhz)
+            ]
         savings = self.meter.savings()
         return {
             "name": self.name,

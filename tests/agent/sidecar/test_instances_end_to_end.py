@@ -107,12 +107,15 @@ class Node:
 
 
 @asynccontextmanager
-async def running(folder: Path, *, reads_metrics: bool = False) -> AsyncIterator[Node]:
+async def running(
+    folder: Path, *, reads_metrics: bool = False, is_controlled: bool = True
+) -> AsyncIterator[Node]:
     node = await asyncio.to_thread(Node, folder, reads_metrics)
     requests = [Request(number / 3, 100, 30) for number in range(300)]
     client = asyncio.create_task(replay_requests(f"127.0.0.1:{node.port}", requests, node.outcomes.append))
     try:
-        await node.until(lambda: node.is_low, 30)
+        if is_controlled:
+            await node.until(lambda: node.is_low, 30)
         yield node
     finally:
         client.cancel()
@@ -153,3 +156,18 @@ async def test_metrics_that_stop_and_come_back(tmp_path: Path) -> None:
         finally:
             node.engine.send_signal(signal.SIGCONT)
         await node.until(lambda: node.is_low, 30)
+
+
+async def test_a_clock_that_is_refused_leaves_stock_and_the_engine_alone(tmp_path: Path) -> None:
+    (tmp_path / "restore").write_text("no folder: a clock without a restore record is refused\n")
+    async with running(tmp_path, is_controlled=False) as node:
+
+        def is_refused() -> bool:
+            (found,) = ask_instances(tmp_path / "agent.sock", 5.0)
+            return (found["state"], found["reason"]) == ("at stock", "a clock was refused")
+
+        await node.until(is_refused, 30)
+        (tmp_path / "restore").unlink()
+        in_time = [each.ttft_s < 1.0 for each in node.outcomes if each.ttft_s is not None]
+        assert len(in_time) > 10
+        assert all(in_time)

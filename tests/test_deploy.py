@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer
+from pydantic import BaseModel
 
 from perseus import configuration
 from perseus.agent.restore.supervisor import STOP_S
@@ -170,7 +171,7 @@ def test_the_chart_accepts_exactly_the_settings_that_there_are() -> None:
     for part, model in (("coordinator", CoordinatorSettings), ("agent", AgentSettings)):
         settings = schema["properties"][part]["properties"]["settings"]
         assert keys(settings) == set(model.model_fields)
-        tables = (
+        tables: dict[str, type[BaseModel]] = (
             {"feeds": FeedSettings, "signals": SignalSettings}
             if model is CoordinatorSettings
             else {"instances": InstanceSettings}

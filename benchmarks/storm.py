@@ -31,21 +31,27 @@ _WATCHED_S = 10.0
 """How long the lag is measured after all are back."""
 
 
-def storm(pipeline_count: int) -> tuple[Cell, ...]:
+def storm(pipeline_count: int, ranks_per_agent: int = 1) -> tuple[Cell, ...]:
     """Kill and restart once with a number of pipelines of 4 stages; return a row of the table."""
     try:
-        return _storm(pipeline_count)
+        return _storm(pipeline_count, ranks_per_agent)
     except GeneratorError as error:
-        return (pipeline_count * STAGES, *(None,) * 7, str(error))
+        return (pipeline_count * STAGES // ranks_per_agent, *(None,) * 7, str(error))
 
 
-def _storm(pipeline_count: int) -> tuple[Cell, ...]:
+def _storm(pipeline_count: int, ranks_per_agent: int) -> tuple[Cell, ...]:
     with tempfile.TemporaryDirectory(prefix="perseus-storm-") as name:
         folder = Path(name)
         with CoordinatorProcess(folder, str(folder / "jobs.db")) as coordinator:
             coordinator.start()
             with Agents(coordinator.address) as agents, LagProbe(coordinator.address) as lag:
-                agents.ask("add", job_id="storm", pipeline_count=pipeline_count, stage_count=STAGES)
+                agents.ask(
+                    "add",
+                    job_id="storm",
+                    pipeline_count=pipeline_count,
+                    stage_count=STAGES,
+                    ranks_per_agent=ranks_per_agent,
+                )
                 agents.ask("planned", job_id="storm", limit_s=_PLAN_LIMIT_S)
                 if catch_up(agents, ["storm"]) is None:
                     raise GeneratorError("batches are not acknowledged as fast as they come")
@@ -64,7 +70,7 @@ def _storm(pipeline_count: int) -> tuple[Cell, ...]:
     if failed_count:
         found.append(f"{failed_count} health checks failed after the first second")
     return (
-        pipeline_count * STAGES,
+        pipeline_count * STAGES // ranks_per_agent,
         down_s,
         *(back[name] - down_s for name in ("connected_s", "welcomed_s", "joined_s", "resent_s")),
         1e3 * quantile(first, 1.0),
@@ -73,7 +79,7 @@ def _storm(pipeline_count: int) -> tuple[Cell, ...]:
     )
 
 
-def run(pipeline_counts: tuple[int, ...] = PIPELINES) -> list[Table]:
+def run(pipeline_counts: tuple[int, ...] = PIPELINES, ranks_per_agent: int = 1) -> list[Table]:
     """Run one storm of each size."""
     raise_file_limit()
     return [
@@ -90,8 +96,8 @@ def run(pipeline_counts: tuple[int, ...] = PIPELINES) -> list[Table]:
                 Column("after it [ms]", ".0f"),
                 Column("lost, doubled"),
             ),
-            tuple(storm(count) for count in pipeline_counts),
-            "One rank and connection each, 1 Hz, one job under its plan; seconds count from listening.",
+            tuple(storm(count, ranks_per_agent) for count in pipeline_counts),
+            f"{ranks_per_agent} to an agent, 1 Hz, one job under its plan; seconds count from listening.",
         )
     ]
 
@@ -99,8 +105,9 @@ def run(pipeline_counts: tuple[int, ...] = PIPELINES) -> list[Table]:
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     arguments.add_argument("--pipelines", type=int)
+    arguments.add_argument("--ranks-per-agent", type=int, default=1)
     given = arguments.parse_args()
     if given.pipelines:
-        print_upright(run((given.pipelines,)))
+        print_upright(run((given.pipelines,), given.ranks_per_agent))
     else:
         main("storm", run)

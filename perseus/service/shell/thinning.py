@@ -13,8 +13,9 @@ KEPT_EVERY = 4
 """Iterations whose number this divides are taken whole."""
 
 _BUSY_SHARE = 0.9
-_BUSY_TICKS = 2
-"""There is an overload if the loop has work for this share of the time, for so many ticks in a row."""
+_BUSY_TICKS = (2, 5)
+"""There is an overload if the loop has work for this share of the time, for so many ticks in a row: before
+rows are left out, and from then on before sums are. All agents' return after a restart is over by then."""
 
 _RESUMED_SHARE = 0.9
 """More is taken again once agents send less than this share of what could be taken before."""
@@ -47,7 +48,8 @@ class Thinning:
         """Take for which share of the time the loop had work, and how many batches a second were taken."""
         self._capacities_per_s = [_GROWTH * capacity_per_s for capacity_per_s in self._capacities_per_s]
         self._busy_ticks = self._busy_ticks + 1 if busy_share >= _BUSY_SHARE else 0
-        if self._busy_ticks >= _BUSY_TICKS and len(self._capacities_per_s) < len(Part):
+        part_count = len(self._capacities_per_s)
+        if part_count < len(Part) and self._busy_ticks >= _BUSY_TICKS[part_count]:
             self._capacities_per_s.append(batches_per_s)
             self._busy_ticks = 0
         elif (

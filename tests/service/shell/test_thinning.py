@@ -13,13 +13,13 @@ def overloaded(ticks: int, per_s: float = 1000.0) -> Thinning:
 def test_rows_go_first_and_sums_only_if_that_does_not_help() -> None:
     assert overloaded(1).part is None, "a burst is no overload"
     assert overloaded(2).part is Part.ROWS
-    assert overloaded(3).part is Part.ROWS
-    assert overloaded(4).part is Part.SUMS
+    assert overloaded(6).part is Part.ROWS
+    assert overloaded(7).part is Part.SUMS
     assert overloaded(40).part is Part.SUMS
 
 
 def test_every_fourth_iteration_is_taken_whole() -> None:
-    thinning = overloaded(4)
+    thinning = overloaded(7)
     left_out = [thinning.left_out([iteration]) for iteration in range(2 * KEPT_EVERY)]
     assert left_out == 2 * [None, *(KEPT_EVERY - 1) * [Part.SUMS]]
     assert thinning.left_out([5, 6]) is Part.SUMS
@@ -29,7 +29,7 @@ def test_every_fourth_iteration_is_taken_whole() -> None:
 
 
 def test_it_is_whole_again_once_agents_send_less_than_was_taken_before() -> None:
-    thinning = overloaded(4, 1000.0)
+    thinning = overloaded(7, 1000.0)
     thinning.tick(0.0, 1500.0)
     assert thinning.part is Part.SUMS, "the same load would be too much again"
     thinning.tick(0.0, 800.0)

@@ -184,5 +184,5 @@ def test_garbage_collections_are_rare_and_leave_out_what_is_imported() -> None:
     imported = {"module": ["class"]}
     assert any(each is imported for each in gc.get_objects())
     collect_rarely()
-    assert gc.get_threshold()[0] == 50_000
+    assert gc.get_threshold()[0] >= 50_000
     assert not any(each is imported for each in gc.get_objects())

@@ -308,15 +308,16 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
     )
 
 
-def edge(agents: Agents, job_id: str, rank_count: int, server_pid: int) -> float:
-    """Return the most batches a second acknowledged with a p99 below 300 ms; the load stays there."""
+def edge(agents: Agents, job_id: str, rank_count: int, server_pid: int, *, is_echo: bool = False) -> float:
+    """Return the most batches a second acknowledged, whole, with a p99 below 300 ms; the load stays there."""
     held_per_s = 0.0
     for step in range(_EDGE_MAX_STEPS):
         wanted_per_s = rank_count * _EDGE_STEP ** (step - 2)
         agents.ask("set_period", job_id=job_id, period_s=rank_count / wanted_per_s)
         # A second try, as other work of the machine may spoil the first.
+        before_count = 0 if is_echo else agents.ask("thinned", job_id=job_id)
         tries = (_holds(agents, wanted_per_s, server_pid) for _ in range(2))
-        if not any(tries):
+        if not any(tries) or (not is_echo and agents.ask("thinned", job_id=job_id) > before_count):
             break
         held_per_s = wanted_per_s
     agents.ask("set_period", job_id=job_id, period_s=rank_count / max(held_per_s, 1.0))
@@ -345,7 +346,7 @@ def edges(wanted: Configuration) -> Table:
                 held_per_s = edge(agents, job_id, rank_count, coordinator.pid)
     with echo() as (at, pid), Agents(at) as agents:
         (job_id,) = _add(wanted, agents, is_echo=True)
-        bare_per_s = edge(agents, job_id, rank_count, pid)
+        bare_per_s = edge(agents, job_id, rank_count, pid, is_echo=True)
     return Table(
         "The load at which the p99 of acknowledgements passes 300 ms",
         (

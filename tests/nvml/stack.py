@@ -310,7 +310,10 @@ def trainer_with_children_sigkill(stack: Stack) -> None:
 
 def trainer_hangs(stack: Stack) -> None:
     assert stack.trainer is not None
-    stack.trainer.send_signal(signal.SIGSTOP)
+    # A real GPU would not stand still with it: stop it while it does not hold the emulated one's lock.
+    with stack._gpu._state():
+        stack.trainer.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stack.trainer.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def coordinator_sigkill(stack: Stack) -> None:

@@ -21,6 +21,7 @@ def trimmed(output: str) -> list[str]:
     return [line.rstrip() for line in output.strip("\n").splitlines()]
 
 
+@pytest.mark.slow("starts the documented commands, which solve")
 def test_the_documented_commands_print_what_is_documented(tmp_path: Path) -> None:
     commands, documented = (re.search(rf"```{kind}\n(.*?)```", SECTION, re.DOTALL) for kind in ("sh", "text"))
     assert commands is not None

@@ -242,6 +242,8 @@ async def _bounded(work: Awaitable[Answer], timeout_s: float | None = None) -> A
         while not working.done():
             working.cancel()
             await asyncio.wait({working}, timeout=0.1)
+        if not working.cancelled():
+            working.exception()  # what fails after its time is up is nobody's concern, and not logged
 
 
 async def _result(future: Any) -> bytes:

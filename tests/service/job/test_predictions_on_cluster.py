@@ -321,3 +321,22 @@ def test_without_a_reported_blocking_power_the_job_is_planned_but_its_own_target
     assert cluster.planned_times_s() == pytest.approx([frontier.t_min_s, frontier.t_slow_s])
     stored = {profile.blocking_power_w for profile in cluster.stored().profiles}
     assert stored == {None}
+    cluster.send(PolicySet(OperatingPolicy(20.0)))
+    (said,) = (event.message for event in cluster.events() if event.HasField("policy_set"))
+    assert said.endswith("; it slows nothing while no rank has reported its blocking power")
+
+
+def test_the_first_clock_is_held_until_a_rank_reports_its_blocking_power() -> None:
+    cluster = Cluster(make_spec(), Rules(lease_s=30.0, baseline_iterations=1, profile_iterations=2))
+    late = next(iter(cluster.ranks.values()))
+    for rank in cluster.ranks.values():
+        rank.reports_power = False
+    cluster.join_all()
+    cluster.iterate_until(JobState.PROFILING)
+    cluster.iterate(5)
+    assert not cluster.announced(event_pb2.ClockProfiled), "longer than its times and energies need"
+    late.reports_power = True
+    cluster.iterate(2)
+    assert len(cluster.announced(event_pb2.ClockProfiled)) == 1
+    cluster.iterate_until(JobState.PLANNED)
+    assert "so it is assumed" not in str(cluster.announced(event_pb2.ProfilingEnded))

@@ -54,6 +54,8 @@ from perseus.solver import (
 )
 from perseus.v1 import event_pb2
 
+_NOT_IN_USE = "it slows nothing while no rank has reported its blocking power"
+
 
 class Planner:
     """Solves for a job's frontier, and sets the plans on it as the desired clocks.
@@ -234,9 +236,11 @@ class Planner:
             if policy.signal != self._record.policy.signal:
                 self._record.signal_target = None  # its counts belong to another rule
             self._record.policy = policy
+            slows = policy != OperatingPolicy(budget_terms=policy.budget_terms)
+            is_waiting = slows and self.frontier is not None and self._policy_in_use() is not policy
             self._buffer.announce(
                 event_pb2.JOB_EVENT_TYPE_POLICY_SET,
-                f"policy: {policy}",
+                f"policy: {policy}" + (f"; {_NOT_IN_USE}" if is_waiting else ""),
                 event_pb2.PolicySet(policy=policy_to_proto(policy)),
             )
         return is_news

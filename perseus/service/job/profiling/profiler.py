@@ -39,7 +39,7 @@ from perseus.service.job.profiling.budget_tracker import BudgetTracker
 from perseus.service.job.profiling.clock_choice import ClockChoice, choose_clocks
 from perseus.service.job.profiling.progress_estimate import ProgressEstimate
 from perseus.service.job.profiling.round import Round
-from perseus.service.job.profiling.sample_allocation import SampleAllocation
+from perseus.service.job.profiling.sample_allocation import MAX_HOLD_FACTOR, SampleAllocation
 from perseus.service.job.profiling.stage_profiles import agree, is_power_known
 from perseus.service.job.ranks.usable_clocks import MIN_CLOCKS, UsableClocks, stages_at_stock
 from perseus.service.job.rules import Rules
@@ -258,7 +258,7 @@ class Profiler:
         has_lasted = held_count >= HOLD_LIMIT * self._rules.profile_iterations
         if not has_lasted and not is_last:
             counted = partial(self._counted_mhz, held, clocks_mhz)
-            if round_.is_waiting(held, counted, self.profiles):
+            if round_.is_waiting(held, counted, self.profiles) or self._awaits_power(held_count):
                 return False
         counted_mhz = self._counted_mhz(held, clocks_mhz)
         missing = round_.unmeasured(
@@ -279,6 +279,15 @@ class Profiler:
         if len(missing) < len(counted_mhz):
             self._announce_round(held)
         return True
+
+    def _awaits_power(self, held_count: float) -> bool:
+        """Tell whether the first round goes on only because no rank knows its blocking power yet.
+
+        Its clocks cost the least time, and without that power no policy may slow the job. A job whose ranks
+        never wait is held there as long as a noisy one.
+        """
+        limit = MAX_HOLD_FACTOR * self._rules.profile_iterations
+        return not self.profiles and not self._round.knows_power and held_count < limit
 
     def _counted_mhz(self, held: HoldClocks, clocks_mhz: UsableClocks) -> dict[int, int]:
         """Return the stages that a round measures, and the clocks that they count as."""

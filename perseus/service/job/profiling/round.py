@@ -71,6 +71,11 @@ class Round:
         return [pipeline for pipeline in all_pipelines if pipeline not in self.disturbed] or all_pipelines
 
     @property
+    def knows_power(self) -> bool:
+        """Whether any rank has reported its blocking power."""
+        return any(estimate.blocking_power_w is not None for estimate in self._estimates.values())
+
+    @property
     def is_all_disturbed(self) -> bool:
         """Whether all pipelines were slow in it."""
         return len(self.disturbed) == self._parallelism.pipeline_count

@@ -71,7 +71,7 @@ class Witness:
 def test_the_whole_scenario_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = [replace(job, gpu=replace(job.gpu, counter_period_s=0.02)) for job in grid_scenario.JOBS]
     monkeypatch.setattr(grid_scenario, "JOBS", quick)
-    script = GridScript((0.87, 0.78), free_s=4.0, budget_s=10.0, over_s=8.0, ramp_time_s=1.0, settled_s=6.0)
+    script = GridScript((0.87, 0.78), free_s=4.0, budget_s=24.0, over_s=8.0, ramp_time_s=1.0, settled_s=14.0)
     witness = Witness()
     with planned_soon():
         reported = asyncio.run(run_grid_scenario(tmp_path, witness, script))

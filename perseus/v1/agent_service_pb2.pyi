@@ -23,8 +23,9 @@ Reasons for which a stream ends, as in its status's ErrorInfo, and the agent's r
     INSTANCE_SERVED                 another credential uses the instance identifier, and the Hello lacked its
                                     instance_key: connect with another identifier
     INTERNAL                        the coordinator failed before the Welcome: connect later
-    SERVED_ELSEWHERE                this coordinator stands by: connect to the address in the metadata; if it is empty,
-                                    or nobody answers there, connect later
+    SERVED_ELSEWHERE                this coordinator stands by, or serves another slot than the Hello asked for: connect
+                                    to the address in the metadata; if it is empty, or nobody answers there, connect
+                                    later
     OK after a Drain                the coordinator is stopping: connect later
     OK after a Goodbye              none
 
@@ -381,6 +382,7 @@ class Hello(google.protobuf.message.Message):
     COMMIT_MARKER_FIELD_NUMBER: builtins.int
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
     MAX_BUNDLE_BYTES_FIELD_NUMBER: builtins.int
+    SLOT_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
     """Required. Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
     agent_version: builtins.str
@@ -401,6 +403,11 @@ class Hello(google.protobuf.message.Message):
     """
     max_bundle_bytes: builtins.int
     """The largest ConnectResponse with a bundle that the agent takes, bytes; 0 if it takes none, as older agents."""
+    slot: builtins.int
+    """The slot of jobs that the stream is for, once it is known from a Welcome; absent for whichever the coordinator
+    serves. An agent has one instance_id, one stream and one sequence of telemetry per slot: another coordinator of the
+    fleet may serve a slot later, and acknowledges for it alone.
+    """
     def __init__(
         self,
         *,
@@ -411,8 +418,11 @@ class Hello(google.protobuf.message.Message):
         commit_marker: builtins.str = ...,
         instance_key: builtins.str = ...,
         max_bundle_bytes: builtins.int = ...,
+        slot: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "commit_marker", b"commit_marker", "hostname", b"hostname", "instance_id", b"instance_id", "instance_key", b"instance_key", "max_bundle_bytes", b"max_bundle_bytes", "protocol_version", b"protocol_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_slot", b"_slot", "slot", b"slot"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_slot", b"_slot", "agent_version", b"agent_version", "commit_marker", b"commit_marker", "hostname", b"hostname", "instance_id", b"instance_id", "instance_key", b"instance_key", "max_bundle_bytes", b"max_bundle_bytes", "protocol_version", b"protocol_version", "slot", b"slot"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_slot", b"_slot"]) -> typing.Literal["slot"] | None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -430,6 +440,8 @@ class Welcome(google.protobuf.message.Message):
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
     POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
     MAX_BUNDLE_BYTES_FIELD_NUMBER: builtins.int
+    SLOT_COUNT_FIELD_NUMBER: builtins.int
+    SLOT_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -454,6 +466,12 @@ class Welcome(google.protobuf.message.Message):
     """The largest ConnectRequest with a bundle that the coordinator takes, bytes; 0 if it takes none, as older
     coordinators.
     """
+    slot_count: builtins.int
+    """How many slots the fleet's jobs are spread over; 0, of older coordinators, and 1 are all in one. A job's slot is the
+    CRC-32 of its identifier in UTF-8, as in zip files, modulo this.
+    """
+    slot: builtins.int
+    """The slot that this stream is for: only ranks of its jobs may join on it. Others are refused with SERVED_ELSEWHERE."""
     def __init__(
         self,
         *,
@@ -465,8 +483,10 @@ class Welcome(google.protobuf.message.Message):
         instance_key: builtins.str = ...,
         power_interval_s: builtins.float = ...,
         max_bundle_bytes: builtins.int = ...,
+        slot_count: builtins.int = ...,
+        slot: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "max_bundle_bytes", b"max_bundle_bytes", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "max_bundle_bytes", b"max_bundle_bytes", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version", "slot", b"slot", "slot_count", b"slot_count"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -793,7 +813,8 @@ class RankRefused(google.protobuf.message.Message):
     """Stable reason, as in the ErrorInfo of unary calls: JOB_NOT_FOUND (register it and join again),
     RANK_ALREADY_SERVED and GPU_ALREADY_SERVED (until the other one has left or its lease has run out: join again
     every second), JOB_QUARANTINED (until somebody resumes the job: join again every second), JOB_FINISHED,
-    RANK_OUT_OF_RANGE, INVALID_FIELD.
+    RANK_OUT_OF_RANGE, INVALID_FIELD, SERVED_ELSEWHERE (the job is in another slot: join on a stream to
+    the address in the metadata, which is empty while nobody serves it).
     """
     message: builtins.str
     """One sentence for people."""

@@ -23,8 +23,9 @@ Reasons for which a stream ends, as in its status's ErrorInfo, and the agent's r
     INSTANCE_SERVED                 another credential uses the instance identifier, and the Hello lacked its
                                     instance_key: connect with another identifier
     INTERNAL                        the coordinator failed before the Welcome: connect later
-    SERVED_ELSEWHERE                this coordinator stands by: connect to the address in the metadata; if it is empty,
-                                    or nobody answers there, connect later
+    SERVED_ELSEWHERE                this coordinator stands by, or serves another slot than the Hello asked for: connect
+                                    to the address in the metadata; if it is empty, or nobody answers there, connect
+                                    later
     OK after a Drain                the coordinator is stopping: connect later
     OK after a Goodbye              none
 

@@ -4,7 +4,9 @@ isort:skip_file
 Basic facts about a coordinator for troubleshooting."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import perseus.v1.token_service_pb2
@@ -66,3 +68,71 @@ class GetInfoResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["current_time", b"current_time", "principal", b"principal", "protocol_version", b"protocol_version", "scope", b"scope", "version", b"version"]) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
+
+@typing.final
+class ListCoordinatorsRequest(google.protobuf.message.Message):
+    """Request for the coordinators of the fleet."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListCoordinatorsRequest: typing_extensions.TypeAlias = ListCoordinatorsRequest
+
+@typing.final
+class ListCoordinatorsResponse(google.protobuf.message.Message):
+    """The coordinators of the fleet, as the database had them at the latest renewal of the answering one's lease."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COORDINATORS_FIELD_NUMBER: builtins.int
+    SLOT_COUNT_FIELD_NUMBER: builtins.int
+    slot_count: builtins.int
+    """How many slots the fleet's jobs are spread over, at least 1. A slot of no coordinator is served by nobody at present."""
+    @property
+    def coordinators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FleetCoordinator]:
+        """By slot, then those that stand by."""
+
+    def __init__(
+        self,
+        *,
+        coordinators: collections.abc.Iterable[Global___FleetCoordinator] | None = ...,
+        slot_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinators", b"coordinators", "slot_count", b"slot_count"]) -> None: ...
+
+Global___ListCoordinatorsResponse: typing_extensions.TypeAlias = ListCoordinatorsResponse
+
+@typing.final
+class FleetCoordinator(google.protobuf.message.Message):
+    """One coordinator of the fleet."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    SLOT_FIELD_NUMBER: builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: builtins.int
+    IS_ANSWERING_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """Where clients and agents reach it, HOST:PORT; empty if that is unknown."""
+    slot: builtins.int
+    """The slot of jobs that it serves; absent if it stands by."""
+    lease_epoch: builtins.int
+    """The lease epoch of that slot; 0 where coordinators don't share a database."""
+    is_answering: builtins.bool
+    """Whether it is the one that answers."""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        slot: builtins.int | None = ...,
+        lease_epoch: builtins.int = ...,
+        is_answering: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_slot", b"_slot", "slot", b"slot"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_slot", b"_slot", "address", b"address", "is_answering", b"is_answering", "lease_epoch", b"lease_epoch", "slot", b"slot"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_slot", b"_slot"]) -> typing.Literal["slot"] | None: ...
+
+Global___FleetCoordinator: typing_extensions.TypeAlias = FleetCoordinator

@@ -40,6 +40,11 @@ class InfoServiceStub(object):
                 request_serializer=perseus_dot_v1_dot_info__service__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=perseus_dot_v1_dot_info__service__pb2.GetInfoResponse.FromString,
                 _registered_method=True)
+        self.ListCoordinators = channel.unary_unary(
+                '/perseus.v1.InfoService/ListCoordinators',
+                request_serializer=perseus_dot_v1_dot_info__service__pb2.ListCoordinatorsRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_info__service__pb2.ListCoordinatorsResponse.FromString,
+                _registered_method=True)
 
 
 class InfoServiceServicer(object):
@@ -53,6 +58,14 @@ class InfoServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCoordinators(self, request, context):
+        """Returns the coordinators of the fleet: those that serve a slot of jobs, and those that stand by. A coordinator that
+        shares its database with no other returns itself. Any token suffices.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InfoServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_InfoServiceServicer_to_server(servicer, server):
                     servicer.GetInfo,
                     request_deserializer=perseus_dot_v1_dot_info__service__pb2.GetInfoRequest.FromString,
                     response_serializer=perseus_dot_v1_dot_info__service__pb2.GetInfoResponse.SerializeToString,
+            ),
+            'ListCoordinators': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCoordinators,
+                    request_deserializer=perseus_dot_v1_dot_info__service__pb2.ListCoordinatorsRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_info__service__pb2.ListCoordinatorsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class InfoService(object):
             '/perseus.v1.InfoService/GetInfo',
             perseus_dot_v1_dot_info__service__pb2.GetInfoRequest.SerializeToString,
             perseus_dot_v1_dot_info__service__pb2.GetInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCoordinators(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.InfoService/ListCoordinators',
+            perseus_dot_v1_dot_info__service__pb2.ListCoordinatorsRequest.SerializeToString,
+            perseus_dot_v1_dot_info__service__pb2.ListCoordinatorsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,7 +41,23 @@ _InfoServiceGetInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class InfoServiceStub(typing.Generic[_InfoServiceGetInfoType]):
+_InfoServiceListCoordinatorsType = typing_extensions.TypeVar(
+    '_InfoServiceListCoordinatorsType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.info_service_pb2.ListCoordinatorsRequest,
+        perseus.v1.info_service_pb2.ListCoordinatorsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.info_service_pb2.ListCoordinatorsRequest,
+        perseus.v1.info_service_pb2.ListCoordinatorsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.info_service_pb2.ListCoordinatorsRequest,
+        perseus.v1.info_service_pb2.ListCoordinatorsResponse,
+    ],
+)
+
+class InfoServiceStub(typing.Generic[_InfoServiceGetInfoType, _InfoServiceListCoordinatorsType]):
     """Describes a coordinator and identifies its caller."""
 
     @typing.overload
@@ -49,6 +65,10 @@ class InfoServiceStub(typing.Generic[_InfoServiceGetInfoType]):
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.info_service_pb2.GetInfoRequest,
             perseus.v1.info_service_pb2.GetInfoResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.info_service_pb2.ListCoordinatorsRequest,
+            perseus.v1.info_service_pb2.ListCoordinatorsResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -58,15 +78,28 @@ class InfoServiceStub(typing.Generic[_InfoServiceGetInfoType]):
             perseus.v1.info_service_pb2.GetInfoRequest,
             perseus.v1.info_service_pb2.GetInfoResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.info_service_pb2.ListCoordinatorsRequest,
+            perseus.v1.info_service_pb2.ListCoordinatorsResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetInfo: _InfoServiceGetInfoType
     """Returns the coordinator's release and clock, and the caller's principal and scope. Any token suffices."""
 
+    ListCoordinators: _InfoServiceListCoordinatorsType
+    """Returns the coordinators of the fleet: those that serve a slot of jobs, and those that stand by. A coordinator that
+    shares its database with no other returns itself. Any token suffices.
+    """
+
 InfoServiceAsyncStub: typing_extensions.TypeAlias = InfoServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.info_service_pb2.GetInfoRequest,
         perseus.v1.info_service_pb2.GetInfoResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.info_service_pb2.ListCoordinatorsRequest,
+        perseus.v1.info_service_pb2.ListCoordinatorsResponse,
     ],
 ]
 
@@ -80,5 +113,15 @@ class InfoServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.info_service_pb2.GetInfoResponse, collections.abc.Awaitable[perseus.v1.info_service_pb2.GetInfoResponse]]:
         """Returns the coordinator's release and clock, and the caller's principal and scope. Any token suffices."""
+
+    @abc.abstractmethod
+    def ListCoordinators(
+        self,
+        request: perseus.v1.info_service_pb2.ListCoordinatorsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.info_service_pb2.ListCoordinatorsResponse, collections.abc.Awaitable[perseus.v1.info_service_pb2.ListCoordinatorsResponse]]:
+        """Returns the coordinators of the fleet: those that serve a slot of jobs, and those that stand by. A coordinator that
+        shares its database with no other returns itself. Any token suffices.
+        """
 
 def add_InfoServiceServicer_to_server(servicer: InfoServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -285,7 +285,10 @@ AGENT = Section(
     "The agent", "Series with `gpu_uuid` cover the GPUs that were served since the agent started."
 )
 
-AGENT_CONNECTED = AGENT.gauge("agent_connected", "1 while the agent has a stream to the coordinator.")
+AGENT_CONNECTED = AGENT.gauge(
+    "agent_connected",
+    "1 while the agent has a stream to the coordinator; in a fleet, to that of each of its jobs.",
+)
 AGENT_LEASE = AGENT.gauge("agent_lease_seconds", "How long plans outlive the coordinator's last message.")
 AGENT_LEASE_LEFT = AGENT.gauge("agent_lease_left_seconds", "Remaining time of that lease.")
 AGENT_BATCHES_KEPT = AGENT.gauge("agent_telemetry_batches_kept", "Batches not acknowledged yet.")

@@ -1,11 +1,12 @@
 """Channels to the coordinator, for agents and commands: in plaintext, or with the newest certificates.
 
 Every channel to a coordinator is opened here, so clients' credentials are added here, too. Where several
-coordinators share a database, one serves and the others name its address: clients try the given addresses in
-turn, and follow.
+coordinators share a database, each serves some of the jobs, or none, and names the address of the one that
+serves the others: clients try the given addresses in turn, and follow.
 """
 
 import asyncio
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,15 +76,35 @@ class Channels:
         It is the one that a coordinator that stands by has named in an error, within two hops and never in
         plaintext where the given ones are not; else the next of the given ones.
         """
-        named = served_at(error)
-        if named and self._hop_count < _MAX_HOPS and self._may_follow(named):
-            self._hop_count += 1
-            self.address = named
+        if self.follow(error):
             return False
         self._hop_count = 0
         self._index = (self._index + 1) % len(self._addresses)
         self.address = self._addresses[self._index]
         return self._index == 0
+
+    def follow(self, error: grpc.RpcError | None) -> bool:
+        """Choose the address that an error names, if it may be followed; return whether it is so."""
+        named = served_at(error)
+        if self._hop_count == _MAX_HOPS or not self._may_follow(named):
+            return False
+        self._hop_count += 1
+        self.address = named
+        return True
+
+    def at(self, address: str) -> "Channels | None":
+        """Return channels to a named address; None if that may not be followed."""
+        if not self._may_follow(address):
+            return None
+        other = self.beside()
+        other.address = address
+        return other
+
+    def beside(self) -> "Channels":
+        """Return channels with the same credentials that begin at this address and go their own way."""
+        other = copy.copy(self)
+        other._hop_count = 0
+        return other
 
     def _may_follow(self, address: str) -> bool:
         try:

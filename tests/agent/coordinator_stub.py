@@ -10,6 +10,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from perseus.job_id import slot_of
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc, computation_pb2, job_service_pb2, job_service_pb2_grpc
 from tests.ports import free_port
@@ -21,6 +22,17 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30)
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
         await asyncio.sleep(0.01)
+
+
+def served_elsewhere(info: error_details_pb2.ErrorInfo) -> grpc.Status:
+    """Return the status of what another coordinator serves."""
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    status = status_pb2.Status(
+        code=grpc.StatusCode.UNAVAILABLE.value[0], message="served elsewhere", details=[detail]
+    )
+    found: grpc.Status = rpc_status.to_status(status)
+    return found
 
 
 @dataclass
@@ -38,6 +50,20 @@ class Inbox:
     register_count: int = 0
     lease_s: float = 3.0
     power_interval_s: float = 0.0
+    slot: int = 0
+    slot_count: int = 0
+    # Where other slots are served.
+    addresses: dict[int, str] = field(default_factory=dict)
+
+    def elsewhere(self, slot: int | None) -> error_details_pb2.ErrorInfo | None:
+        """Return where a slot is served, if not here."""
+        if slot is None or slot == self.slot:
+            return None
+        metadata = {"address": self.addresses.get(slot, ""), "slot": str(slot)}
+        return error_details_pb2.ErrorInfo(reason="SERVED_ELSEWHERE", domain="perseus", metadata=metadata)
+
+    def elsewhere_of(self, job_id: str) -> error_details_pb2.ErrorInfo | None:
+        return self.elsewhere(slot_of(job_id, self.slot_count) if self.slot_count else None)
 
     def all(self, name: str) -> list[wire.ConnectRequest]:
         return [request for request in self.heard if request.WhichOneof("message") == name]
@@ -81,6 +107,8 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
         ],
     ) -> job_service_pb2.RegisterJobResponse:
         self.inbox.register_count += 1
+        if (elsewhere := self.inbox.elsewhere_of(request.spec.job_id)) is not None:
+            await context.abort_with_status(served_elsewhere(elsewhere))
         if self.inbox.refusal:
             detail = any_pb2.Any()
             detail.Pack(error_details_pb2.ErrorInfo(reason=self.inbox.refusal_reason, domain="perseus"))
@@ -110,21 +138,31 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
                     yield getting.result()
                 else:
                     getting.cancel()
+            if (elsewhere := listening.result()) is not None:
+                await context.abort_with_status(served_elsewhere(elsewhere))
         finally:
             listening.cancel()
             if getting is not None:
                 getting.cancel()
 
-    async def _listen(self, requests: AsyncIterator[wire.ConnectRequest]) -> None:
+    async def _listen(
+        self, requests: AsyncIterator[wire.ConnectRequest]
+    ) -> error_details_pb2.ErrorInfo | None:
+        """Listen to the end of a stream; return where the slot that it is for is served, if not here."""
         async for request in requests:
             self.inbox.heard.append(request)
             match request.WhichOneof("message"):
                 case "hello":
+                    hello = request.hello
+                    if elsewhere := self.inbox.elsewhere(hello.slot if hello.HasField("slot") else None):
+                        return elsewhere
                     welcome = wire.Welcome(
                         epoch="e",
                         lease_s=self.inbox.lease_s,
                         acknowledged_sequence=self.inbox.acknowledged_sequence,
                         power_interval_s=self.inbox.power_interval_s,
+                        slot=self.inbox.slot,
+                        slot_count=self.inbox.slot_count,
                     )
                     self.send(wire.ConnectResponse(welcome=welcome))
                 case "rank_joined":
@@ -135,6 +173,7 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
                     self.send(wire.ConnectResponse(telemetry_ack=ack))
                 case "heartbeat":
                     self.send(wire.ConnectResponse(heartbeat=wire.Heartbeat()))
+        return None
 
     def _answer(self, joined: wire.RankJoined) -> None:
         if joined.job_id in self.inbox.jobs:

@@ -261,7 +261,8 @@ FromSession = wire.RankJoined | wire.RankLeft | wire.PlanAnswer | wire.PlanInFor
 class Welcome:
     """The answer to the agent's hello. `power_interval_s`: None if no power readings are wanted.
 
-    `max_bundle_bytes`: the largest bundle that the coordinator takes, 0 for none.
+    `max_bundle_bytes`: the largest bundle that the coordinator takes, 0 for none. The stream is for the jobs
+    of `slot`, of `slot_count` that the fleet's jobs are spread over.
     """
 
     epoch: str
@@ -270,6 +271,8 @@ class Welcome:
     protocol_version: int = 1
     power_interval_s: float | None = None
     max_bundle_bytes: int = 0
+    slot: int = 0
+    slot_count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

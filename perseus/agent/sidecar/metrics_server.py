@@ -27,7 +27,7 @@ from perseus.agent.sidecar.instance import Instance
 from perseus.agent.sidecar.optional import OptionalParts, part_retry
 from perseus.agent.sidecar.served import ServedRank
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.agent.stream.coordinator import Coordinator
+from perseus.agent.sidecar.uplink import Uplink
 from perseus.metrics import names
 from perseus.metrics.exposition import check_installed, render
 from perseus.metrics.readings import Readings
@@ -46,7 +46,7 @@ class AgentCollector:
     def __init__(
         self,
         ranks: Mapping[Rank, ServedRank],
-        coordinator: Coordinator,
+        uplink: Uplink,
         restorer: Restorer,
         counters: AgentCounters,
         optional: OptionalParts,
@@ -54,7 +54,7 @@ class AgentCollector:
     ) -> None:
         self._instances = instances
         self._ranks = ranks
-        self._coordinator = coordinator
+        self._uplink = uplink
         self._restorer = restorer
         self._counters = counters
         self.optional = optional
@@ -63,7 +63,7 @@ class AgentCollector:
         """Read all metrics."""
         readings = Readings()
         readings.put(names.BUILD_INFO, 1, release())
-        for file, expiry_s in self._coordinator.certificate_expiries_s.items():
+        for file, expiry_s in self._uplink.first.coordinator.certificate_expiries_s.items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         self._read_stream(readings)
         for reason, count in sorted(self._counters.refusal_counts.items()):
@@ -84,15 +84,16 @@ class AgentCollector:
         return readings
 
     def _read_stream(self, readings: Readings) -> None:
-        coordinator, ring = self._coordinator, self._coordinator.telemetry
-        readings.put(names.AGENT_CONNECTED, coordinator.is_connected)
-        lease_s, heard_at_s = coordinator.lease_s, coordinator.heard_at_s
-        if lease_s is not None:
-            readings.put(names.AGENT_LEASE, lease_s)
-            readings.put(names.AGENT_LEASE_LEFT, max(0.0, heard_at_s + lease_s - time.monotonic()))
-        readings.put(names.AGENT_BATCHES_KEPT, ring.kept_count)
-        readings.put(names.AGENT_BATCHES, ring.sequence)
-        readings.put(names.AGENT_BATCHES_DROPPED, ring.dropped_batch_count)
+        coordinators = self._uplink.coordinators
+        readings.put(names.AGENT_CONNECTED, all(each.is_connected for each in coordinators))
+        leases = [(each.lease_s, each.heard_at_s) for each in coordinators if each.lease_s is not None]
+        if leases:
+            readings.put(names.AGENT_LEASE, min(lease_s for lease_s, _ in leases))
+            end_s = min(heard_at_s + lease_s for lease_s, heard_at_s in leases)
+            readings.put(names.AGENT_LEASE_LEFT, max(0.0, end_s - time.monotonic()))
+        readings.put(names.AGENT_BATCHES_KEPT, sum(each.telemetry.kept_count for each in coordinators))
+        readings.put(names.AGENT_BATCHES, self._uplink.batch_count)
+        readings.put(names.AGENT_BATCHES_DROPPED, self._uplink.dropped_batch_count)
 
     def _read_restores(self, readings: Readings) -> None:
         restored, failing = self._restorer.restore_counts, self._restorer.not_restored

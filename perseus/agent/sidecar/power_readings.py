@@ -18,6 +18,7 @@ from perseus.agent.link.computation import Rank
 from perseus.agent.sidecar.backends import Backend
 from perseus.agent.sidecar.served import ServedRank
 from perseus.agent.sidecar.uplink import Uplink
+from perseus.agent.stream.coordinator import Coordinator
 from perseus.rate_limited_log import RateLimitedLog
 from perseus.v1 import agent_service_pb2 as wire
 
@@ -101,20 +102,33 @@ class PowerReadings:
     async def _report(self) -> None:
         reported_s: float | None = None
         while True:
-            interval_s = self._uplink.coordinator.power_interval_s
-            await asyncio.sleep(_UNASKED_S if interval_s is None else interval_s)
-            if self._uplink.coordinator.power_interval_s is None:
+            await asyncio.sleep(min(self._intervals_s, default=_UNASKED_S))
+            if not self._intervals_s:
                 reported_s = None
                 continue
             powers_w = self._mean_power.take(await self._counters())
             before_s, reported_s = reported_s, time.monotonic()
-            if powers_w and before_s is not None:
-                powers_w = dict(list(powers_w.items())[:_MAX_GPUS])
-                self._uplink.coordinator.send(
-                    wire.PowerReading(
-                        duration_s=reported_s - before_s, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
-                    )
-                )
+            if before_s is not None:
+                self._send(powers_w, reported_s - before_s)
+
+    @property
+    def _intervals_s(self) -> list[float]:
+        intervals_s = (each.power_interval_s for each in self._uplink.coordinators)
+        return [each for each in intervals_s if each is not None]
+
+    def _send(self, powers_w: Mapping[str, float], duration_s: float) -> None:
+        """Send each GPU's power to the coordinator of its rank's job, that of the others to the first."""
+        jobs = {each.gpu_uuid: rank.job_id for rank, each in self._served.items() if not each.has_ended}
+        readings: dict[Coordinator, wire.PowerReading] = {}
+        for uuid, power_w in powers_w.items():
+            link = self._uplink.link(jobs[uuid]) if uuid in jobs else self._uplink.first
+            reading = readings.setdefault(link.coordinator, wire.PowerReading(duration_s=duration_s))
+            if link.coordinator.power_interval_s is not None and len(reading.gpu_uuid) < _MAX_GPUS:
+                reading.gpu_uuid.append(uuid)
+                reading.power_w.append(power_w)
+        for coordinator, reading in readings.items():
+            if reading.gpu_uuid:
+                coordinator.send(reading)
 
     async def _counters(self) -> dict[str, tuple[float, float]]:
         """Return the time and value of each GPU's counter: its latest change, or its reading."""

@@ -14,6 +14,7 @@ the coordinator receives the error. The coordinator's messages for a rank arrive
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import assert_never
 
 import structlog
@@ -247,7 +248,7 @@ class Ranks:
             connection.reply(Reply(True))
         if trainer.spec_fingerprint is not None:
             rank.handle(TrainerSpecified(trainer.spec_fingerprint))
-        if (lease_s := self._uplink.lease_s) is not None:
+        if (lease_s := self._uplink.link(claim.rank.job_id).lease_s) is not None:
             rank.handle(Connected(lease_s))
         if trainer.watching is None:
             trainer.watching = asyncio.create_task(self._admission.watch(trainer))
@@ -256,7 +257,7 @@ class Ranks:
     async def _open(self, trainer: Trainer) -> ServedRank:
         """Open a trainer's GPU and serve its rank. Raises `GpuError`; any exception leaves the GPU free."""
         claim, owner = trainer.claim, trainer.claim.user.name
-        uuid, coordinator, reports = claim.gpu_uuid, self._uplink.coordinator, self._uplink.reports
+        uuid, job_id, reports = claim.gpu_uuid, claim.rank.job_id, self._uplink.reports
         own = reports.of(claim.rank)
         opened = await self._gpus.open(uuid)
         try:
@@ -266,7 +267,7 @@ class Ranks:
                 claim.rank,
                 opened.description,
                 observe=self._gpus.observe,
-                after_sequence=coordinator.telemetry_sequence,
+                after_sequence=self._uplink.link(job_id).coordinator.telemetry_sequence,
                 is_registered=trainer.hello.is_registered,
                 owner=owner,
             )
@@ -275,7 +276,7 @@ class Ranks:
                 opened,
                 self._estimator,
                 self._gpus.counters.opened(uuid),
-                send=coordinator.send,
+                send=partial(self._uplink.send, job_id),
                 allow_packing=trainer.allow_packing,
                 report=lambda error: reports.report(
                     claim.rank, gpu_error_report(claim.rank, uuid, error, owner), own
@@ -287,7 +288,7 @@ class Ranks:
         self._roster.served[claim.rank] = rank
         trainer.problems.reset()
         if trainer.gpu_index is None:
-            trainer.gpu_index = await self._gpus.map_job(uuid, claim.rank.job_id)
+            trainer.gpu_index = await self._gpus.map_job(uuid, job_id)
         _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid, user=owner)
         return rank
 

@@ -119,7 +119,7 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
 
 
 class Agent:
-    """All ranks of this node, and their coordinator.
+    """All ranks of this node, and their coordinators.
 
     Trainers may use `gpus`; records of dead agents are restored on `all_gpus`.
 
@@ -148,7 +148,7 @@ class Agent:
         self._readings = PowerReadings(gpus, executor, self._roster.served, self._uplink)
         self.collector = AgentCollector(
             self._roster.served,
-            self._uplink.coordinator,
+            self._uplink,
             self._restorer,
             rank_gpus.counters,
             self._optional,
@@ -156,9 +156,9 @@ class Agent:
         )
 
     async def work(self) -> None:
-        """Run the stream, the ticks, the restorer and the optional parts until cancelled or a failure."""
+        """Run the streams, the ticks, the restorer and the optional parts until cancelled or a failure."""
         async with asyncio.TaskGroup() as parts:
-            self._connecting = parts.create_task(self._uplink.coordinator.run())
+            self._connecting = parts.create_task(self._uplink.run())
             parts.create_task(self._tick())
             self._instances.start(parts, self._optional)
             parts.create_task(self._optional.keep_running("inventory", self._inventory.report))
@@ -178,7 +178,7 @@ class Agent:
         self._access.close()
         await asyncio.to_thread(self.ranks.close)
         self._uplink.close("the agent was stopped")
-        if self._uplink.coordinator.is_connected and self._connecting is not None:
+        if self._connecting is not None:
             await asyncio.wait([self._connecting], timeout=_STOP_S)
 
     async def restore_all(self) -> None:

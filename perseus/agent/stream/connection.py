@@ -76,15 +76,24 @@ class Handler(Protocol):
 
 
 class Connection:
-    """One agent's stream to a coordinator, reopened whenever it ends."""
+    """One agent's stream to a coordinator, reopened whenever it ends.
+
+    It is for the jobs of `slot`; None for those of the first coordinator that serves, which says so.
+    """
 
     def __init__(
-        self, channels: Channels, agent: AgentIdentity, handler: Handler, random: Callable[[], float]
+        self,
+        channels: Channels,
+        agent: AgentIdentity,
+        handler: Handler,
+        random: Callable[[], float],
+        slot: int | None = None,
     ) -> None:
         self._channels = channels
         self._agent = agent
         self._handler = handler
-        max_delay_s = _MAX_ROUND_DELAY_S if channels.has_several else _MAX_DELAY_S
+        self._slot = slot
+        max_delay_s = _MAX_ROUND_DELAY_S if self._may_be_taken_over else _MAX_DELAY_S
         self._retry = Retry(_FIRST_DELAY_S, max_delay_s, jitter=1.0, random=random)
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
@@ -105,6 +114,10 @@ class Connection:
     def is_connected(self) -> bool:
         """Whether a stream is open."""
         return self._outbox is not None
+
+    @property
+    def _may_be_taken_over(self) -> bool:
+        return self._channels.has_several or self._slot is not None
 
     @property
     def heard_at_s(self) -> float:
@@ -239,7 +252,9 @@ class Connection:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
-                    await call.write(translate.hello(self._agent, self._commit_marker, self._instance_key))
+                    await call.write(
+                        translate.hello(self._agent, self._commit_marker, self._instance_key, self._slot)
+                    )
                 while True:
                     answer = await call.read()
                     if answer is None:
@@ -253,6 +268,7 @@ class Connection:
                             await call.write(translate.request(self._refusal(error)))
                         continue
                     if isinstance(welcome, Welcome):
+                        self._bind(welcome)
                         self._note_commit_marker(answer)
                         if 0 < len(answer.welcome.instance_key) <= _MAX_COMMIT_MARKER_LENGTH:
                             self._instance_key = answer.welcome.instance_key
@@ -260,6 +276,12 @@ class Connection:
                     raise _NoWelcomeError(f"expected a welcome, found {type(welcome).__name__}")
         except TimeoutError:
             raise TimeoutError(f"expected a welcome within {_HANDSHAKE_S} s, found silence") from None
+
+    def _bind(self, welcome: Welcome) -> None:
+        if self._slot not in (None, welcome.slot):
+            raise _NoWelcomeError(f"expected a welcome for slot {self._slot}, found one for {welcome.slot}")
+        if welcome.slot_count > 1:
+            self._slot = welcome.slot
 
     async def _write(
         self, call: Call, outbox: asyncio.Queue[wire.ConnectRequest | None], max_bundle_bytes: int
@@ -336,7 +358,7 @@ class Connection:
         self, outbox: asyncio.Queue[wire.ConnectRequest | None], lease_s: float
     ) -> None:
         # Where another coordinator may have taken over, it must be found while the ranks keep their plans.
-        limit_s = lease_s / 2 if self._channels.has_several else lease_s
+        limit_s = lease_s / 2 if self._may_be_taken_over else lease_s
         while time.monotonic() - self._heard_at_s < limit_s:
             outbox.put_nowait(translate.heartbeat())
             await asyncio.sleep(limit_s / 3)

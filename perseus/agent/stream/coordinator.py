@@ -42,6 +42,9 @@ _MAX_FINAL_MESSAGES = 1024
 class Listener(Protocol):
     """Receives the coordinator's messages; called on the event loop, never concurrently."""
 
+    def welcomed(self, welcome: Welcome) -> None:
+        """Called first when a stream has opened: take away what is for other slots' coordinators."""
+
     def connected(self, welcome: Welcome) -> None:
         """Called when a stream has opened: send what the coordinator needs at once, before telemetry."""
 
@@ -59,7 +62,9 @@ class Listener(Protocol):
 
 
 class Coordinator:
-    """The coordinator behind `channels` (a `connection.Handler`); `random` is as for `Retry`.
+    """The coordinator behind `channels` (a `connection.Handler`) that serves a slot of jobs.
+
+    `slot` is as for `Connection`, `random` as for `Retry`.
 
     Attributes:
         telemetry: the telemetry kept for it.
@@ -68,7 +73,12 @@ class Coordinator:
     """
 
     def __init__(
-        self, channels: Channels, agent: AgentIdentity, listener: Listener, random: Callable[[], float]
+        self,
+        channels: Channels,
+        agent: AgentIdentity,
+        listener: Listener,
+        random: Callable[[], float],
+        slot: int | None = None,
     ) -> None:
         self._listener = listener
         self.telemetry = TelemetryRing()
@@ -76,7 +86,7 @@ class Coordinator:
         self.power_interval_s: float | None = None
         self._channels = channels
         self._final_messages: list[wire.RankLeft | wire.GpuError] = []
-        self._connection = Connection(channels, agent, self, random)
+        self._connection = Connection(channels, agent, self, random, slot)
         self._refusals = RateLimitedLog(_log)
 
     @property
@@ -88,6 +98,11 @@ class Coordinator:
     def telemetry_sequence(self) -> int:
         """Number of the latest batch of telemetry, 0 before the first."""
         return self.telemetry.sequence
+
+    @property
+    def kept_jobs(self) -> set[str]:
+        """The jobs of what is kept for it."""
+        return {*self.telemetry.jobs, *(each.job_id for each in self._final_messages)}
 
     @property
     def heard_at_s(self) -> float:
@@ -124,6 +139,15 @@ class Coordinator:
             for report in reports:
                 self._keep_final_message(report)
 
+    def take_over(self, other: "Coordinator", is_own: Callable[[str], bool]) -> None:
+        """Take over what is kept for another coordinator about jobs that turn out to be this one's.
+
+        Call it first of all; batches keep their numbers.
+        """
+        self.telemetry = other.telemetry.split(lambda batch: is_own(batch.rank.job_id))
+        self._final_messages = [each for each in other._final_messages if is_own(each.job_id)]
+        other._final_messages = [each for each in other._final_messages if not is_own(each.job_id)]
+
     def _keep_final_message(self, message: wire.RankLeft | wire.GpuError) -> None:
         """Keep a message for the next stream, dropping duplicates and the oldest messages."""
         if message in self._final_messages:
@@ -133,6 +157,7 @@ class Coordinator:
 
     def connected(self, welcome: Welcome) -> None:
         """Resend everything that the coordinator has not acknowledged."""
+        self._listener.welcomed(welcome)
         self.lease_s = welcome.lease_s
         self.power_interval_s = welcome.power_interval_s
         self._acknowledge(welcome.acknowledged_sequence)

@@ -79,10 +79,12 @@ Outcome = Registered | Unreachable | Refused
 
 
 class Registrar:
-    """The registrations of an agent's jobs with the coordinator behind `channels`."""
+    """The registrations of an agent's jobs; `channels_of` returns the way to a job's coordinator."""
 
-    def __init__(self, channels: Channels, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._channels = channels
+    def __init__(
+        self, channels_of: Callable[[str], Channels], monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._channels_of = channels_of
         self._monotonic = monotonic
         # To be repeated whenever the coordinator does not know the job.
         self._requests: dict[str, RegisterJobRequest] = {}
@@ -180,8 +182,8 @@ class Registrar:
             registering.cancel()
 
     async def _register(self, request: RegisterJobRequest) -> Outcome:
-        outcome = await register_job(self._channels, request)
         job_id = request.spec.job_id
+        outcome = await register_job(self._channels_of(job_id), request)
         self._taken.pop(job_id, None)
         self._served.discard(job_id)
         self._not_before_s.pop(job_id, None)
@@ -217,11 +219,16 @@ class Registrar:
 
 
 async def register_job(channels: Channels, request: RegisterJobRequest) -> Outcome:
-    """Send one registration to the coordinator."""
-    async with channels.open(CHANNEL_OPTIONS) as channel:
+    """Send one registration to the coordinator, or to the one that it names."""
+    channels = channels.beside()  # the stream goes its own way
+    while True:
         try:
-            await JobServiceStub(channel).RegisterJob(request, timeout=_DEADLINE_S)
+            async with channels.open(CHANNEL_OPTIONS) as channel:
+                await JobServiceStub(channel).RegisterJob(request, timeout=_DEADLINE_S)
+            return Registered()
         except grpc.aio.AioRpcError as error:
+            if channels.follow(error):
+                continue
             retry_delay_s = statuses.retry_delay_s(error)
             is_limit = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_delay_s is not None
             if error.code() in _TRANSIENT or is_limit:
@@ -230,4 +237,3 @@ async def register_job(channels: Channels, request: RegisterJobRequest) -> Outco
                     reason = await channels.diagnosis() or reason
                 return Unreachable(f"coordinator at {channels.address}: {reason}", retry_delay_s or 0.0)
             return Refused(statuses.reason(error), error.details() or error.code().name)
-    return Registered()

@@ -8,6 +8,7 @@ back-pressure only after megabytes.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -52,6 +53,8 @@ class TelemetryRing:
         self._sent_sequence = 0
         self._acknowledged_sequence = 0
         self._dropped_batch_count = 0
+        self.batch_count = 0
+        """How many batches were appended."""
 
     @property
     def sequence(self) -> int:
@@ -64,6 +67,11 @@ class TelemetryRing:
         return len(self._kept)
 
     @property
+    def jobs(self) -> set[str]:
+        """The jobs of the batches not acknowledged."""
+        return {telemetry.rank.job_id for _, telemetry in self._kept}
+
+    @property
     def dropped_batch_count(self) -> int:
         """The number of batches dropped for lack of room or refused."""
         return self._dropped_batch_count
@@ -71,6 +79,7 @@ class TelemetryRing:
     def append(self, telemetry: Telemetry) -> None:
         """Number and keep a batch, dropping the oldest if there is no room."""
         self._sequence += 1
+        self.batch_count += 1
         self._kept.append((self._sequence, telemetry))
         self._kept_bytes += size_bytes(telemetry)
         while len(self._kept) > self._capacity or (
@@ -115,6 +124,17 @@ class TelemetryRing:
     def rewind(self) -> None:
         """Start a new stream: resend everything not acknowledged."""
         self._sent_sequence = self._acknowledged_sequence
+
+    def split(self, is_moved: Callable[[Telemetry], bool]) -> "TelemetryRing":
+        """Move batches into a ring of their own, whose numbers go on from here."""
+        moved = TelemetryRing(self._capacity, self._window, self._capacity_bytes)
+        moved._sequence = self._sequence
+        kept, self._kept, self._kept_bytes = self._kept, deque(), 0
+        for each in kept:
+            ring = moved if is_moved(each[1]) else self
+            ring._kept.append(each)
+            ring._kept_bytes += size_bytes(each[1])
+        return moved
 
     def _drop_oldest(self) -> None:
         _, telemetry = self._kept.popleft()

@@ -132,9 +132,12 @@ def about_rank(
 
 
 def hello(
-    agent: AgentIdentity, latest_commit_marker: str = "", instance_key: str = ""
+    agent: AgentIdentity,
+    latest_commit_marker: str = "",
+    instance_key: str = "",
+    slot: int | None = None,
 ) -> wire.ConnectRequest:
-    """Return the first message on a stream."""
+    """Return the first message on a stream, for the jobs of a slot or, if None, of whichever is served."""
     return wire.ConnectRequest(
         hello=wire.Hello(
             instance_id=agent.instance_id,
@@ -144,6 +147,7 @@ def hello(
             commit_marker=latest_commit_marker,
             instance_key=instance_key,
             max_bundle_bytes=MAX_BYTES,
+            slot=slot,
         )
     )
 
@@ -329,6 +333,9 @@ def response(message: wire.ConnectResponse) -> Incoming:
     match name:
         case "welcome":
             welcome = message.welcome
+            slot_count = _count("welcome.slot_count", welcome.slot_count) or 1
+            if not 0 <= welcome.slot < slot_count:
+                raise MalformedMessageError("welcome.slot", f"0 to {slot_count - 1}", welcome.slot)
             return Welcome(
                 welcome.epoch,
                 _within("welcome.lease_s", welcome.lease_s, _MIN_LEASE_S, _MAX_TIME_S),
@@ -336,6 +343,8 @@ def response(message: wire.ConnectResponse) -> Incoming:
                 _count("welcome.protocol_version", welcome.protocol_version) or 1,
                 _power_interval_s("welcome", welcome),
                 min(MAX_BYTES, _count("welcome.max_bundle_bytes", welcome.max_bundle_bytes)),
+                welcome.slot,
+                slot_count,
             )
         case "telemetry_ack":
             return TelemetryAck(_count("telemetry_ack.sequence", message.telemetry_ack.sequence))

@@ -102,10 +102,10 @@ class _Served:
                 case Send(wire.RankLeft() as message):
                     final_messages.append(message)
                 case Send(message):
-                    recorded_run.uplink.coordinator.send(message)
+                    recorded_run.uplink.first.coordinator.send(message)
         self.session.validate()
         for message in final_messages:
-            recorded_run.uplink.coordinator.send(message)
+            recorded_run.uplink.first.coordinator.send(message)
 
 
 class RecordedRun:
@@ -119,7 +119,7 @@ class RecordedRun:
         self.roster = Roster()
         self.uplink = Uplink(settings, self.roster, AgentCounters())
         self.stream = _Stream()
-        self.uplink.coordinator._connection = cast(Any, self.stream)
+        self.uplink.first.coordinator._connection = cast(Any, self.stream)
         self.now_s = 0.0
 
     def take(self, step: Step) -> list[Any]:
@@ -148,7 +148,7 @@ class RecordedRun:
                 self._hear(message)
             case {"lost": _}:
                 self.stream.is_connected = False
-                self.uplink.coordinator.disconnected()
+                self.uplink.first.coordinator.disconnected()
             case {"agent": _}:
                 self._start()
             case _:
@@ -167,13 +167,13 @@ class RecordedRun:
             rank,
             GpuDescription(gpu, "A100", CLOCKS_MHZ, GpuLimits(400.0)),
             observe=options["observe"],
-            after_sequence=self.uplink.coordinator.telemetry_sequence,
+            after_sequence=self.uplink.first.coordinator.telemetry_sequence,
             is_registered=options["is_registered"],
             owner="ada",
         )
         served = self.roster.served[rank] = cast(Any, _Served(self, session))
         served.handle(events.TrainerJoined())
-        if (lease_s := self.uplink.lease_s) is not None:
+        if (lease_s := self.uplink.first.lease_s) is not None:
             served.handle(events.Connected(lease_s))
 
     def _end(self, rank: Rank) -> None:
@@ -191,9 +191,9 @@ class RecordedRun:
             return
         if isinstance(heard, Welcome):
             self.stream.is_connected = True
-            self.uplink.coordinator.connected(heard)
+            self.uplink.first.coordinator.connected(heard)
         else:
-            self.uplink.coordinator.received(heard)
+            self.uplink.first.coordinator.received(heard)
 
 
 def _shown(request: wire.ConnectRequest) -> Any:

@@ -74,7 +74,7 @@ class Sent:
 
 def test_a_report_after_its_trainers_end_is_sent_but_not_as_the_next_trainers() -> None:
     output, rank = Sent(), Rank("job", 0, 0, 0)
-    reports = GpuReports(cast(Any, output), AgentCounters())
+    reports = GpuReports(lambda job_id: cast(Any, output), AgentCounters())
     report = gpu_error_report(rank, "GPU-0", GpuLostError("fell off the bus"), "somebody")
     reports.begin(rank)
     own = reports.of(rank)

@@ -41,6 +41,9 @@ class Agent:
             Channels(target), AgentIdentity("instance", "0", "host"), self, lambda: 0.01
         )
 
+    def welcomed(self, welcome: Welcome) -> None:
+        pass
+
     def connected(self, welcome: Welcome) -> None:
         self.seen.append(welcome)
         self.coordinator.send(IN_FORCE)

@@ -1,6 +1,6 @@
 """Registering jobs with a coordinator on a real port, and again if it does not know them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 from structlog.testing import capture_logs
@@ -9,6 +9,7 @@ from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import JOB_FINISHED, JOB_NOT_FOUND, SPEC_MISMATCH, RankRefused
 from perseus.agent.stream.registration import Refused, Registered, Registrar, Unreachable
+from perseus.job_id import slot_of
 from perseus.tls.channels import Channels
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
@@ -30,8 +31,15 @@ async def coordinator() -> AsyncIterator[CoordinatorStub]:
 
 
 @pytest.fixture
-def registrar(coordinator: CoordinatorStub) -> Registrar:
-    return Registrar(Channels(f"127.0.0.1:{coordinator.port}"))
+def registrar(coordinator: CoordinatorStub) -> Iterator[Registrar]:
+    registrar = Registrar(channels_of(coordinator))
+    yield registrar
+    registrar.close()  # the last refusal may have begun another registration
+
+
+def channels_of(coordinator: CoordinatorStub) -> Callable[[str], Channels]:
+    channels = Channels(f"127.0.0.1:{coordinator.port}")
+    return lambda job_id: channels
 
 
 async def registered(coordinator: CoordinatorStub) -> None:
@@ -57,7 +65,7 @@ async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
     coordinator = CoordinatorStub(Inbox(), [])  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)
     await coordinator.stop()
-    registrar = Registrar(Channels(f"127.0.0.1:{coordinator.port}"))
+    registrar = Registrar(channels_of(coordinator))
     outcome = await registrar.register("job", REGISTRATION)
     assert isinstance(outcome, Unreachable)
     assert f"127.0.0.1:{coordinator.port}: UNAVAILABLE" in outcome.message
@@ -182,7 +190,7 @@ async def registered_no_more(registrar: Registrar, reason: str) -> None:
 
 async def test_a_limit_with_a_retry_delay_is_waited_for(coordinator: CoordinatorStub) -> None:
     now_s = 100.0
-    registrar = Registrar(Channels(f"127.0.0.1:{coordinator.port}"), lambda: now_s)
+    registrar = Registrar(channels_of(coordinator), lambda: now_s)
     inbox = coordinator.inbox
     inbox.refusal, inbox.refusal_reason, inbox.refusal_code = "too many jobs", "LIMIT_REACHED", 8
     assert await registrar.register("job", REGISTRATION) == Refused("LIMIT_REACHED", "too many jobs")
@@ -198,3 +206,21 @@ async def test_a_limit_with_a_retry_delay_is_waited_for(coordinator: Coordinator
     registrar.rank_refused(UNKNOWN)
     await registered(coordinator)
     assert inbox.register_count == count + 1, "no request before that"
+
+
+async def test_a_job_of_another_slot_is_registered_where_that_is_served() -> None:
+    own = slot_of("job", 2)
+    there = CoordinatorStub(Inbox(slot=own, slot_count=2), [])  # type: ignore[abstract] # RegisterJob only
+    await there.start(0)
+    inbox = Inbox(slot=1 - own, slot_count=2, addresses={own: f"127.0.0.1:{there.port}"})
+    here = CoordinatorStub(inbox, [])  # type: ignore[abstract] # RegisterJob only
+    await here.start(0)
+    channels = channels_of(here)
+    assert await Registrar(channels).register("job", REGISTRATION) == Registered()
+    assert channels("job").address == f"127.0.0.1:{here.port}", "a stream's way stays its own"
+    assert (here.inbox.jobs, there.inbox.jobs) == ({}, {"job": KNOWN})
+    inbox.addresses[own] = ""
+    outcome = await Registrar(channels).register("job", REGISTRATION)
+    assert isinstance(outcome, Unreachable), "nobody serves the slot at present"
+    for stub in (here, there):
+        await stub.stop()

@@ -1,0 +1,258 @@
+"""An agent's streams to the coordinators of several slots of jobs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from structlog.testing import capture_logs
+
+from perseus.agent.claims.decision import Allowed
+from perseus.agent.claims.grants import User
+from perseus.agent.claims.registry import Claim
+from perseus.agent.link.computation import Rank
+from perseus.agent.link.packets import Hello
+from perseus.agent.rank.events import Connected, Disconnected, Event, Heard
+from perseus.agent.rank.messages import RankLeftReason, Telemetry, rank_left
+from perseus.agent.sidecar.gpus import AgentCounters
+from perseus.agent.sidecar.roster import Roster, Trainer
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.shell import serving
+from perseus.agent.sidecar.uplink import Uplink
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
+from perseus.job_id import slot_of
+from perseus.v1 import agent_service_pb2 as wire
+from tests.agent.coordinator_stub import CoordinatorStub, Inbox, until
+from tests.agent.sidecar import training
+from tests.agent.sidecar.training import UUID, Start
+
+RANKS = [
+    Rank(next(name for name in map("job-{}".format, range(9)) if slot_of(name, 2) == slot), 0, 0, 0)
+    for slot in range(2)
+]
+
+
+class Served:
+    """A served rank that records its events."""
+
+    has_ended = False
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def handle(self, event: Event) -> None:
+        self.seen.append(event)
+
+    def has_seen(self, kind: type[Event]) -> bool:
+        return any(isinstance(event, kind) for event in self.seen)
+
+
+class Agent:
+    """An uplink with trainers that only exist."""
+
+    def __init__(self, *addresses: str) -> None:
+        settings = AgentSettings.model_validate({"coordinator": ",".join(addresses), "token": "t"})
+        self.roster = Roster()
+        self.uplink = Uplink(settings, self.roster, AgentCounters())
+
+    def join(self, rank: Rank) -> Served:
+        claim = Claim(rank, f"GPU-{rank}", User(1000, "ada"), Allowed(is_granted=True, is_running=True))
+        self.roster.enter(Trainer(claim, cast(Any, None), Hello(rank, claim.gpu_uuid, True), None))
+        served = Served()
+        self.roster.served[rank] = cast(Any, served)
+        self.uplink.begin(rank)
+        return served
+
+    def leave(self, rank: Rank) -> None:
+        self.send(rank_left(rank, RankLeftReason.FINISHED))
+        self.roster.served.pop(rank)
+        self.roster.leave(self.roster.trainers[rank])
+        self.uplink.end(rank)
+
+    def send(self, message: wire.RankLeft | Telemetry) -> None:
+        job_id = message.rank.job_id if isinstance(message, Telemetry) else message.job_id
+        self.uplink.send(job_id, message)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.uplink.run())
+        try:
+            yield
+        finally:
+            self.uplink.close("the test ends")
+            await asyncio.wait_for(task, 5)
+
+
+@pytest.fixture
+async def coordinators(start: Start) -> list[CoordinatorStub]:
+    """Two of a fleet, by slot."""
+    inboxes = [Inbox(slot=slot, slot_count=2, lease_s=0.9) for slot in range(2)]
+    found = [await start(inbox) for inbox in inboxes]
+    for inbox in inboxes:
+        inbox.addresses |= {slot: address(each) for slot, each in enumerate(found)}
+    return found
+
+
+def address(coordinator: CoordinatorStub) -> str:
+    return f"127.0.0.1:{coordinator.port}"
+
+
+def telemetry(rank: Rank) -> Telemetry:
+    return Telemetry(rank, (), (), None, None)
+
+
+def heard(coordinator: CoordinatorStub) -> list[tuple[str, str, int]]:
+    """Return the messages about jobs, with their jobs and sequences."""
+    return [
+        (name, message.job_id, getattr(message, "sequence", 0))
+        for request in coordinator.inbox.heard
+        if hasattr(message := getattr(request, name := str(request.WhichOneof("message"))), "job_id")
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_each_slot_has_a_stream_and_a_sequence_of_its_own(
+    coordinators: list[CoordinatorStub], first: int
+) -> None:
+    agent = Agent(address(coordinators[first]))
+    ranks = [agent.join(rank) for rank in RANKS]
+    async with agent.running():
+        await until(lambda: all(rank.has_seen(Heard) for rank in ranks), "both ranks connected")
+        for rank in (*RANKS, *RANKS):
+            agent.send(telemetry(rank))
+        for coordinator in coordinators:
+            await coordinator.until(lambda inbox: len(inbox.all("telemetry")) == 2, "telemetry")
+    for rank, coordinator in zip(RANKS, coordinators, strict=True):
+        assert heard(coordinator) == [("telemetry", rank.job_id, 1), ("telemetry", rank.job_id, 2)]
+        assert coordinator.inbox.all("goodbye")
+    own, asked = (each.hello for each in coordinators[first].inbox.all("hello"))
+    (other,) = (each.hello for each in coordinators[1 - first].inbox.all("hello"))
+    assert not own.HasField("slot"), "the first stream is for the slot of whoever welcomes it"
+    assert asked == other, "who serves the other slot is asked of the first coordinator"
+    assert other.slot == 1 - first
+    assert other.instance_id != own.instance_id
+
+
+async def test_leases_are_of_the_ranks_of_a_slot(coordinators: list[CoordinatorStub]) -> None:
+    agent = Agent(*map(address, coordinators))
+    ranks = [agent.join(rank) for rank in RANKS]
+    async with agent.running():
+        await until(lambda: all(rank.has_seen(Connected) for rank in ranks), "both ranks connected")
+        await coordinators[1].stop()
+        await until(lambda: ranks[1].has_seen(Disconnected), "the other slot's coordinator gone")
+        ranks[0].seen.clear()
+        ranks[1].seen.clear()
+        await until(lambda: ranks[0].has_seen(Heard), "the first slot's coordinator heard")
+        assert not ranks[0].has_seen(Disconnected)
+        assert not ranks[1].has_seen(Heard)
+        assert agent.uplink.describe().startswith("connected for 1 of 2 slots of jobs")
+
+
+async def test_what_was_kept_before_the_first_welcome_goes_to_its_slot(
+    coordinators: list[CoordinatorStub],
+) -> None:
+    agent = Agent(address(coordinators[0]))
+    for rank in RANKS:
+        agent.join(rank)
+        agent.send(telemetry(rank))
+        agent.leave(rank)
+    assert agent.uplink.first.coordinator.kept_jobs == {rank.job_id for rank in RANKS}
+    agent.join(RANKS[1])
+    async with agent.running():
+        for rank, coordinator in zip(RANKS, coordinators, strict=True):
+            await coordinator.until(lambda inbox: len(inbox.all("telemetry")) == 1, "telemetry")
+            # A session from before its slot was known counts on from here.
+            number = 1 if rank is RANKS[0] else 2
+            assert heard(coordinator) == [
+                ("rank_left", rank.job_id, 0), ("telemetry", rank.job_id, number)
+            ]  # fmt: skip
+        agent.send(telemetry(RANKS[1]))
+        await coordinators[1].until(lambda inbox: len(inbox.all("telemetry")) == 2, "telemetry")
+        assert heard(coordinators[1])[-1] == ("telemetry", RANKS[1].job_id, 3)
+        assert agent.uplink.batch_count == 3
+
+
+async def test_a_stream_ends_with_the_last_rank_of_its_slot_once_all_is_acknowledged(
+    coordinators: list[CoordinatorStub],
+) -> None:
+    agent = Agent(address(coordinators[0]))
+    inbox = coordinators[1].inbox
+
+    async def come_and_go(number: int) -> None:
+        rank = agent.join(RANKS[1])
+        agent.send(telemetry(RANKS[1]))
+        await until(lambda: rank.has_seen(Connected), "connected")
+        agent.leave(RANKS[1])
+        await coordinators[1].until(lambda inbox: len(inbox.all("rank_left")) > number, "left")
+        assert len(inbox.all("goodbye")) == number
+        ack = wire.TelemetryAck(sequence=1)
+        coordinators[1].send(wire.ConnectResponse(telemetry_ack=ack))
+        await coordinators[1].until(lambda inbox: len(inbox.all("goodbye")) > number, "the end")
+
+    async with agent.running():
+        inbox.acknowledges = False
+        await coordinators[0].until(lambda inbox: bool(inbox.all("heartbeat")), "connected")
+        await come_and_go(0)
+        await come_and_go(1)
+        assert len({each.hello.instance_id for each in inbox.all("hello")}) == 2
+        assert len(agent.uplink.coordinators) == 1
+        assert agent.uplink.batch_count == 2
+        assert not coordinators[0].inbox.all("goodbye")
+
+
+async def test_a_slot_s_stream_follows_a_takeover(coordinators: list[CoordinatorStub], start: Start) -> None:
+    agent = Agent(address(coordinators[0]))
+    rank = agent.join(RANKS[1])
+    async with agent.running():
+        await until(lambda: rank.has_seen(Connected), "connected")
+        old = coordinators[1].inbox
+        (hello,) = old.all("hello")
+        successor = await start(Inbox(slot=1, slot_count=2))
+        coordinators[0].inbox.addresses[1] = address(successor)
+        await coordinators[1].stop()
+        agent.send(telemetry(RANKS[1]))
+        await successor.until(lambda inbox: bool(inbox.all("telemetry")), "telemetry at the successor")
+        (again,) = successor.inbox.all("hello")
+        assert again.hello.instance_id == hello.hello.instance_id
+        assert again.hello.slot == 1
+
+
+async def test_a_fleet_with_another_number_of_slots_is_an_error(coordinators: list[CoordinatorStub]) -> None:
+    agent = Agent(address(coordinators[0]))
+    async with agent.running():
+        with capture_logs() as logs:
+            await coordinators[0].until(lambda inbox: bool(inbox.all("hello")), "connected")
+            port = coordinators[0].port
+            await coordinators[0].stop()
+            other = CoordinatorStub(Inbox(slot_count=3), [])  # type: ignore[abstract] # RegisterJob only
+            await other.start(port)
+            await until(lambda: any("number of slots" in line["event"] for line in logs), "an error")
+            await other.stop()
+
+
+async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_the_first(
+    tmp_path: Path, gpu: EmulatedGpu, coordinators: list[CoordinatorStub]
+) -> None:
+    own = slot_of("job", 2)
+    there, here = coordinators[own], coordinators[1 - own]
+    for coordinator in coordinators:
+        coordinator.inbox.power_interval_s = 0.1
+    EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-idle").close()
+
+    def reported(inbox: Inbox) -> set[str]:
+        return {uuid for each in inbox.all("power_reading") for uuid in each.power_reading.gpu_uuid}
+
+    async with serving(training.settings(tmp_path, here.port)):
+        await here.until(lambda inbox: reported(inbox) == {UUID, "GPU-idle"}, "readings of both")
+        trainer = training.Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await there.until(lambda inbox: bool(reported(inbox)), "a reading of the job's GPU")
+        here.inbox.heard.clear()
+        await here.until(lambda inbox: len(inbox.all("power_reading")) > 2, "readings")
+        assert (reported(there.inbox), reported(here.inbox)) == ({UUID}, {"GPU-idle"})
+        assert there.inbox.jobs.keys() == {"job"}, "registered there"
+        assert not here.inbox.jobs
+        await trainer.stop()
+        await there.until(lambda inbox: bool(inbox.all("rank_left")), "left")

@@ -70,14 +70,19 @@ def import_(
     file: Annotated[Path, typer.Argument(help="What `export` wrote.")],
     config: Config = None,
     database: Database = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(help=configuration.describe(CoordinatorSettings, "slots"), show_default=False),
+    ] = None,
 ) -> None:
-    """Fill an empty database, of either engine, from such a file."""
+    """Fill an empty database, of either engine, from such a file; its jobs may be spread over slots then."""
     from perseus.service.storage.archive import ArchiveError, import_database
 
+    settings = _settings(config, database, slots=slots)
     with _failing_clearly():
         try:
             with file.open(encoding="utf-8") as stream, working("Importing"):
-                count = import_database(_database(config, database), stream)
+                count = import_database(settings.database, stream, settings.slots)
         except (ArchiveError, UnicodeDecodeError) as error:
             fail(f"{file}: {error}", BAD_INPUT)
     console.print(f"imported {count} rows from {file}", highlight=False)
@@ -177,9 +182,9 @@ def _database(config: Path | None, database: str | None) -> Path | str:
     return _settings(config, database).database
 
 
-def _settings(config: Path | None, database: str | None) -> CoordinatorSettings:
+def _settings(config: Path | None, database: str | None, **flags: object) -> CoordinatorSettings:
     try:
-        return configuration.load(CoordinatorSettings, config, {"database": database})
+        return configuration.load(CoordinatorSettings, config, {"database": database, **flags})
     except configuration.ConfigurationError as error:
         fail(str(error))
 

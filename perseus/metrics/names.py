@@ -75,7 +75,13 @@ SERVING = SERVER.gauge(
     "coordinator_serving", "1 while health reports SERVING, 0 while the coordinator is late."
 )
 LEASE_EPOCH = SERVER.gauge(
-    "lease_epoch", "Rises when a coordinator takes over the jobs on a shared database; 0 on SQLite."
+    "lease_epoch",
+    "By the slot of jobs that is served: rises when a coordinator takes it over; 0 on SQLite.",
+    "slot",
+)
+IDLE_SLOTS = SERVER.gauge("idle_slots", "Slots of jobs that no coordinator of the fleet serves.")
+LATE_RENEWALS = SERVER.counter(
+    "late_lease_renewals", "Renewals of the coordinator's lease that failed, or took a sixth of it."
 )
 JOBS = SERVER.gauge("jobs", "Jobs by the state of their latest run.", "state")
 UNREADABLE_JOBS = SERVER.gauge("unreadable_jobs", "Jobs whose latest run can't be read from the store.")

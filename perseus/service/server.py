@@ -30,7 +30,7 @@ from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import AddressUnavailableError, DaskMissingError, TokenFileUnusableError
 from perseus.service.domain.ledger import Rates
-from perseus.service.domain.members import Slot
+from perseus.service.domain.members import ALONE, Fleet, Member, Slot
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.power.feeds import Feeds
@@ -165,7 +165,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
     try:
         async with joined(settings) as member:
             ends = {stopped}
-            fence = None
+            fence, fleet = None, Fleet(members=[Member("", _address(settings))])
             if member is not None:
                 ends.add(member.ended)
                 waiting = {*ends, member.taken}
@@ -177,8 +177,8 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
                         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if not member.taken.done() or member.ended.done():
                     return
-                fence = member.taken.result()
-            async with running(settings, fence) as (address, background):
+                fence, fleet = member.taken.result(), member.fleet
+            async with running(settings, fence, fleet) as (address, background):
                 if on_listening is not None:
                     on_listening(address)
                 await asyncio.wait({*ends, background}, return_when=asyncio.FIRST_COMPLETED)
@@ -203,15 +203,20 @@ async def joined(settings: CoordinatorSettings) -> AsyncIterator[FleetMember | N
         return
     # Whoever listened here before is gone, unless several may listen.
     await asyncio.to_thread(check_free, settings.listen)
-    rows = await asyncio.to_thread(MemberRows, settings.database, settings.member_lease_s)
+    rows = await asyncio.to_thread(MemberRows, settings.database, settings.member_lease_s, settings.slots)
     member = FleetMember(rows, settings.member_lease_s)
     try:
-        await member.join(settings.advertise or _reachable(settings.listen), _place(settings.listen))
+        await member.join(_address(settings), _place(settings.listen))
         yield member
         if member.ended.done():
             member.ended.result()
     finally:
         await member.leave()
+
+
+def _address(settings: CoordinatorSettings) -> str:
+    """Return where others reach the coordinator, "" if that is unknown."""
+    return settings.advertise or _reachable(settings.listen)
 
 
 def _reachable(listen: str) -> str:
@@ -233,12 +238,12 @@ def _place(listen: str) -> str:
 
 @contextlib.asynccontextmanager
 async def standing_by(settings: CoordinatorSettings, member: FleetMember) -> AsyncIterator[None]:
-    """For the length of the block, tell all callers where the jobs are served."""
+    """For the length of the block, tell all callers where jobs are served."""
     port = Port(settings)
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    server.add_generic_rpc_handlers((Elsewhere(lambda: member.holder_address),))
+    server.add_generic_rpc_handlers((Elsewhere(member.fleet),))
     await asyncio.to_thread(check_free, settings.listen)
     address = port.bind(server)
     await server.start()
@@ -255,13 +260,17 @@ async def standing_by(settings: CoordinatorSettings, member: FleetMember) -> Asy
 
 @contextlib.asynccontextmanager
 async def running(
-    settings: CoordinatorSettings, fence: Slot | None = None, *, new_worker: Callable[[], Worker] = Worker
+    settings: CoordinatorSettings,
+    fence: Slot | None = None,
+    fleet: Fleet = ALONE,
+    *,
+    new_worker: Callable[[], Worker] = Worker,
 ) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
     """Run a coordinator for the length of the block.
 
     The block gets the bound address, and a future that is done early only if the coordinator fails (its
     database fails); its error is raised when the block ends. `fence` is the slot that it holds, on a database
-    that it shares. `new_worker` makes each of the solver's workers.
+    that it shares with the `fleet`. `new_worker` makes each of the solver's workers.
     """
     # A failed first start leaves no database and no operator's token behind: what may fail comes before the
     # database, and a new token's file is removed if anything fails after it.
@@ -324,6 +333,7 @@ async def running(
             rates=Rates(settings.price_per_kwh, settings.intensity_g_per_kwh),
             feeds=feeds,
             signals=signals,
+            fleet=fleet,
         )
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
@@ -385,7 +395,7 @@ async def _listening(
         interceptors=[Releasing(), asking, Decoding()], options=options, maximum_concurrent_rpcs=_MAX_CALLS
     )
     AgentService(coordinator.agents, coordinator.quotas).add_to(server)
-    info_service_pb2_grpc.add_InfoServiceServicer_to_server(InfoService(), server)
+    info_service_pb2_grpc.add_InfoServiceServicer_to_server(InfoService(coordinator.fleet), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(
         JobService(coordinator.jobs, coordinator.quotas, coordinator.agents.unmarked), server
     )

@@ -35,6 +35,12 @@ def _is_dask(address: str | None, info: ValidationInfo) -> str | None:
     return check_dask(address, insecure=bool(info.data.get("dask_insecure")), wanted="dask_insecure")
 
 
+def _is_served(slots: int, info: ValidationInfo) -> int:
+    if slots > 1 and "://" not in str(info.data.get("database", "")):
+        raise ValueError("expected 1, as SQLite serves one coordinator, or a database postgresql://…")
+    return slots
+
+
 class FeedSettings(BaseModel):
     """A feed, in the TOML file: `[feeds.NAME]`."""
 
@@ -121,6 +127,13 @@ class CoordinatorSettings(Rules, Limits, Retention, BaseSettings):
     database: Path | str = Field(
         default=Path("perseus.db"),
         description="SQLite file, created if absent; or postgresql://USER@HOST/NAME.",
+    )
+    slots: Annotated[int, AfterValidator(_is_served)] = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="How many coordinators serve jobs at once, each its share of them, on one PostgreSQL "
+        "database; fixed at its first start.",
     )
     advertise: Annotated[str | None, AfterValidator(_is_host_and_port)] = Field(
         default=None,

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perseus.cli.main import app
+from perseus.service.storage.schema import HEAD
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import NewRun
 from tests.service.service_fakes import make_spec
@@ -101,7 +102,8 @@ def test_a_store_in_use_is_only_read(
     database: Path, command: list[str], exit_code: int, message: str
 ) -> None:
     folder = database.parent
-    (folder / "empty.jsonl").touch()
+    first = {"format": "perseus-store", "schema": HEAD, "slot_count": 1}
+    (folder / "empty.jsonl").write_text(json.dumps(first))
     call = ["store", *(part.format(folder=folder) for part in command), "--database", str(database)]
 
     async def call_while_open() -> tuple[int, str]:

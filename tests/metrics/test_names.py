@@ -24,6 +24,7 @@ BOUNDED = {
     "outcome": "three",
     "reason": "enumeration",
     "pool": "two",
+    "slot": "the one that is served",
     "job_id": "the newest 1,000",
     "feed": "those that are configured",
     "signal": "those that are configured",

@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from perseus.agent.stream.call import Call
 from perseus.demo.security import Security
 from perseus.service.domain.inputs import PlanInForce
+from perseus.service.domain.members import ALONE, Fleet, Slot
 from perseus.service.domain.model import STOCK, Clocks, HoldClocks, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import KINDS
@@ -197,19 +198,21 @@ _IN_A_HURRY: Sequence[tuple[object, str, float]] = (
 
 
 @asynccontextmanager
-async def running_here(settings: CoordinatorSettings) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
+async def running_here(
+    settings: CoordinatorSettings, fence: Slot | None = None, fleet: Fleet = ALONE
+) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
     """Run a coordinator all of which is in this process, and which looks round more often than others do."""
     with ExitStack() as stack:
         for owner, name, time_s in _IN_A_HURRY:
             stack.enter_context(patch.object(owner, name, time_s))
-        async with running(settings, new_worker=ThreadWorker) as served:
+        async with running(settings, fence, fleet, new_worker=ThreadWorker) as served:
             yield served
 
 
 @asynccontextmanager
-async def connected(settings: CoordinatorSettings) -> AsyncIterator[Client]:
+async def connected(settings: CoordinatorSettings, fleet: Fleet = ALONE) -> AsyncIterator[Client]:
     """Run a coordinator in this process, and connect to it."""
-    async with running_here(settings) as (address, _), connected_to(address) as client:
+    async with running_here(settings, fleet=fleet) as (address, _), connected_to(address) as client:
         yield client
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from perseus.service.domain.members import Fleet
 from perseus.service.domain.principals import Grant
 from perseus.service.shell import coordinator as shell
 from perseus.service.shell.tokens import Tokens
@@ -61,8 +62,8 @@ def tokens_of_coordinators(
     made: list[Tokens] = []
 
     class Seen(Tokens):
-        def __init__(self, store: SqlStore, writer: Writer) -> None:
-            super().__init__(store, writer, clock)
+        def __init__(self, store: SqlStore, writer: Writer, fleet: Fleet) -> None:
+            super().__init__(store, writer, fleet, clock)
             made.append(self)
 
     with monkeypatch.context() as patch:

@@ -345,6 +345,8 @@ class _Stream:
         check_hello(request.hello)
         self._max_bundle_bytes = min(request.hello.max_bundle_bytes, MAX_BYTES)
         self._principal.check_host(request.hello.hostname)
+        if request.hello.HasField("slot"):
+            self._agents.fleet.check_slot(request.hello.slot)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
         self._port.plan_lease_s = self._agents.plan_lease_s(self._hostname)
@@ -364,6 +366,7 @@ class _Stream:
                 protocol_version=their_version,
                 own_protocol_version=PROTOCOL_VERSION,
             )
+        fleet = self._agents.fleet
         welcome = agent_service_pb2.Welcome(
             epoch=self._port.epoch,
             lease_s=self._agents.lease_s,
@@ -372,6 +375,8 @@ class _Stream:
             instance_key=self._agents.instance_key(instance_id),
             power_interval_s=self._agents.power_interval_s,
             max_bundle_bytes=min(self._limits.limit_message_bytes, MAX_BYTES),
+            slot_count=len(fleet.slots),
+            slot=fleet.served or 0,
         )
         self._outbox.enqueue(ConnectResponse(welcome=welcome))
 

@@ -29,6 +29,7 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.FrontierService/GetRebalancing": READERS,
     "/perseus.v1.FrontierService/Solve": _OPERATORS,
     "/perseus.v1.InfoService/GetInfo": frozenset(Scope),
+    "/perseus.v1.InfoService/ListCoordinators": frozenset(Scope),
     "/perseus.v1.JobService/ClearStraggler": _OPERATORS,
     "/perseus.v1.JobService/DeleteJob": _OPERATORS,
     "/perseus.v1.JobService/FinishJob": _OPERATORS,

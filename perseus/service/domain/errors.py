@@ -362,11 +362,17 @@ class DrainingError(CoordinatorError):
 
 
 class ServedElsewhereError(CoordinatorError):
-    """Another coordinator of the fleet serves the jobs, at `address`; it is empty while none does."""
+    """Another coordinator of the fleet serves the slot, at `address`; it is empty while none does.
+
+    One that stands by knows no slot from a unary call: it names any coordinator that serves one.
+    """
 
     code = "UNAVAILABLE"
     retry_delay_s = 1
-    template = "this coordinator stands by; the jobs are served at: {address}"
+    template = "another coordinator of the fleet serves this: {address}"
+
+    def __init__(self, *, address: str, slot: int | None = None) -> None:
+        super().__init__(address=address, **({} if slot is None else {"slot": slot}))
 
 
 class BudgetNotFoundError(CoordinatorError):

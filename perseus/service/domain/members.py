@@ -1,6 +1,11 @@
 """Coordinators that share a database: its members, and the slots that jobs belong to."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from perseus.job_id import slot_of
+from perseus.service.domain.errors import ServedElsewhereError
 
 
 class Member(NamedTuple):
@@ -27,3 +32,53 @@ class Slot(NamedTuple):
     number: int
     holder: str
     lease_epoch: int
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The coordinators that share a database, as one of them has last read; by default, it alone.
+
+    Attributes:
+        me: the identifier of the one that has read it.
+        served: the slot that it serves; None while it stands by.
+        members: all of them; one that is gone is no member.
+        slots: all slots, by number.
+        late_renewal_count: how often its lease could not be renewed in time.
+    """
+
+    me: str = ""
+    served: int | None = 0
+    members: Sequence[Member] = (Member("", ""),)
+    slots: Sequence[Slot] = (Slot(0, "", 0),)
+    late_renewal_count: int = 0
+
+    def addresses(self) -> dict[int, str]:
+        """Return the addresses of those that serve a slot, by slot; empty if unknown."""
+        known = dict(self.members)
+        return {slot.number: known[slot.holder] for slot in self.slots if slot.holder in known}
+
+    def idle_slots(self) -> list[int]:
+        """Return the slots that nobody serves."""
+        served = self.addresses()
+        return [slot.number for slot in self.slots if slot.number not in served]
+
+    def check_job(self, job_id: str) -> None:
+        """Check that a job is of the slot that this coordinator serves.
+
+        Raises:
+            ServedElsewhereError: it is not.
+        """
+        self.check_slot(slot_of(job_id, len(self.slots)))
+
+    def check_slot(self, slot: int) -> None:
+        """Check that this coordinator serves a slot: what is of the whole fleet is slot 0's.
+
+        Raises:
+            ServedElsewhereError: it does not.
+        """
+        if slot != self.served:
+            raise ServedElsewhereError(address=self.addresses().get(slot, ""), slot=slot)
+
+
+ALONE = Fleet()
+"""One that shares its database with no other."""

@@ -1,4 +1,4 @@
-"""Which slots of jobs one coordinator serves, of a fleet that shares a database.
+"""Which slot of jobs one coordinator serves, of a fleet that shares a database.
 
 Every member has a lease in the database, which it renews often. The database's clock decides when a lease has
 expired: whoever notices deletes the member, and a slot whose holder is no member is free. A member judges its
@@ -6,16 +6,13 @@ own lease by its monotonic clock alone, from the moment when it *sent* the renew
 clocks that run at rates within a third of each other then never see two holders of a slot. What a holder
 writes does not depend on any clock: every transaction checks the slot's lease epoch (`storage.membership`).
 
-Shares are balanced: every member computes the same shares from what it reads with each renewal, takes free
-slots up to its own, and hands over what it holds beyond it. Those that hold more keep the larger shares, so
-that nothing moves without need, and a fleet with one slot is one holder with others that stand by.
+A member holds at most one slot: it takes a free one if it holds none, keeps it until it leaves, and stops if
+it has lost it. Members beyond the number of slots stand by for all of them.
 
-Pure: events in, with the time, and commands out. The shell carries out commands in order, and answers
-`Renew`, `Take` and `HandOver` with an event each; an answer that never comes is answered by the deadline.
+Pure: events in, with the time, and commands out. The shell carries out commands in order, and answers `Renew`
+and `Take` with an event each; an answer that never comes is answered by the deadline.
 """
 
-import enum
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
@@ -27,21 +24,6 @@ RENEWALS_PER_LEASE = 10
 
 KEPT_SHARE = 2 / 3
 """The share of its lease after which a member stops if it could not renew it."""
-
-
-class MemberState(enum.Enum):
-    """What a member is doing."""
-
-    SERVING = enum.auto()
-    LEAVING = enum.auto()
-    STOPPED = enum.auto()
-
-
-_TRANSITIONS = {
-    MemberState.SERVING: {MemberState.LEAVING, MemberState.STOPPED},
-    MemberState.LEAVING: {MemberState.STOPPED},
-    MemberState.STOPPED: set[MemberState](),
-}
 
 
 # ---------------------------------------------------------------------- events
@@ -80,18 +62,11 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
-    """A slot is served no longer, and free."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """The coordinator is about to stop."""
+    """The coordinator serves no longer, has stored everything, and is about to stop."""
 
 
-Event = Ticked | Renewed | RenewalFailed | Expired | Taken | HandedOver | LeaveRequested
+Event = Ticked | Renewed | RenewalFailed | Expired | Taken | LeaveRequested
 
 
 # ---------------------------------------------------------------------- commands
@@ -119,59 +94,43 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
-    """Stop serving a slot, store everything, and free it if the lease epoch is still this one."""
-
-    number: int
-    lease_epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Stop serving a slot at once: it has, or may have, another holder."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class Depart:
-    """Delete the member, which holds nothing any more."""
+    """Delete the member: a slot that it holds is then free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End: the lease has expired, or may have. Whoever notices deletes the member."""
+    """Stop serving at once, and end: the lease has expired or may have, or the slot has another holder."""
 
 
-Command = Renew | Take | Serve | HandOver | Drop | Depart | Stop
+Command = Renew | Take | Serve | Depart | Stop
 
 
 class Membership:
     """One member, which has joined at `joined_s`; the lease has `lease_s` seconds.
 
     Attributes:
-        state: what it is doing; once STOPPED, only a new member may go on.
-        held: the lease epoch of every slot that it serves.
+        held: the slot that it serves, if any.
+        has_ended: whether it has left or stopped: only a new member may go on.
     """
 
     def __init__(self, member_id: str, lease_s: float, joined_s: float) -> None:
-        self.state = MemberState.SERVING
-        self.held: dict[int, int] = {}
+        self.held: Slot | None = None
+        self.has_ended = False
         self._member_id = member_id
         self._lease_s = lease_s
         self._deadline_s = joined_s + lease_s * KEPT_SHARE
         self._renew_at_s = joined_s
         self._is_renewing = False
-        self._taking: set[int] = set()
-        self._handing_over: set[int] = set()
+        self._is_taking = False
 
     def holds(self, number: int, now_s: float) -> bool:
         """Whether it may offer and write for a slot at this time."""
-        return number in self.held and now_s < self._deadline_s
+        return self.held is not None and self.held.number == number and now_s < self._deadline_s
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Take an event at a time of the monotonic clock; return what to do."""
-        if self.state is MemberState.STOPPED:
+        if self.has_ended:
             return []
         if now_s >= self._deadline_s:  # even if a renewal is answered now: it may have come too late
             return self._stop()
@@ -187,10 +146,9 @@ class Membership:
                 return self._stop()
             case Taken(number, lease_epoch):
                 return self._on_taken(number, lease_epoch)
-            case HandedOver(number):
-                return self._on_handed_over(number)
             case LeaveRequested():
-                return self._on_leave_requested()
+                self.has_ended = True
+                return [Depart()]
         assert_never(event)
 
     def _on_ticked(self, now_s: float) -> list[Command]:
@@ -205,81 +163,34 @@ class Membership:
         self._deadline_s = event.sent_s + self._lease_s * KEPT_SHARE
         if now_s >= self._deadline_s:  # the answer comes from before a freeze
             return self._stop()
-        commands: list[Command] = []
-        for slot in event.slots:
-            epoch = self.held.get(slot.number)
-            if epoch is not None and (slot.holder, slot.lease_epoch) != (self._member_id, epoch):
-                commands += self._drop(slot.number)
-        if self.state is MemberState.SERVING:
-            commands += self._balance(event.members, event.slots)
-        return commands
+        ours = [slot for slot in event.slots if slot.holder == self._member_id]
+        if self.held is not None:
+            # Of two, one was taken long after its outcome was given up: only a new member can free it.
+            return [] if ours == [self.held] else self._stop()
+        if self._is_taking:
+            return []
+        # A slot of ours that we don't serve was taken with an unknown outcome: a new epoch settles it.
+        slot = ours[0] if ours else self._free(event)
+        if slot is None:
+            return []
+        self._is_taking = True
+        return [Take(slot.number, slot.lease_epoch)]
 
-    def _balance(self, members: Sequence[Member], slots: Sequence[Slot]) -> list[Command]:
-        share = _share(self._member_id, members, slots)
-        present = {member.member_id for member in members}
-        commands: list[Command] = []
-        room = share - len(self.held) - len(self._taking)
-        for number, holder, epoch in slots:
-            if number in self.held or number in self._taking:
-                continue
-            # A slot of ours that we don't serve was taken with an unknown outcome: a new epoch settles it.
-            if holder == self._member_id or (holder not in present and room > 0):
-                room -= 1
-                self._taking.add(number)
-                commands.append(Take(number, epoch))
-        excess_count = len(self.held) - len(self._handing_over) - share
-        kept = [number for number in sorted(self.held) if number not in self._handing_over]
-        for number in kept[len(kept) - max(0, excess_count) :]:
-            commands += self._hand_over(number)
-        return commands
+    def _free(self, event: Renewed) -> Slot | None:
+        """Return a free slot, if there is one; another one than others who look for one at the same time."""
+        present = {member.member_id for member in event.members}
+        free = [slot for slot in event.slots if slot.holder not in present]
+        idle = sorted({self._member_id, *present} - {slot.holder for slot in event.slots})
+        return free[idle.index(self._member_id) % len(free)] if free else None
 
     def _on_taken(self, number: int, lease_epoch: int | None) -> list[Command]:
-        self._taking.discard(number)
+        self._is_taking = False
         if lease_epoch is None:
-            return self._depart_if_empty()
-        self.held[number] = lease_epoch
-        serve: list[Command] = [Serve(number, lease_epoch)]
-        return serve + (self._hand_over(number) if self.state is MemberState.LEAVING else [])
-
-    def _on_handed_over(self, number: int) -> list[Command]:
-        self.held.pop(number, None)
-        self._handing_over.discard(number)
-        return self._depart_if_empty()
-
-    def _on_leave_requested(self) -> list[Command]:
-        self._enter(MemberState.LEAVING)
-        commands: list[Command] = []
-        for number in sorted(self.held.keys() - self._handing_over):
-            commands += self._hand_over(number)
-        return commands + self._depart_if_empty()
-
-    def _depart_if_empty(self) -> list[Command]:
-        if self.state is not MemberState.LEAVING or self.held or self._taking:
             return []
-        self._enter(MemberState.STOPPED)
-        return [Depart()]
-
-    def _hand_over(self, number: int) -> list[Command]:
-        self._handing_over.add(number)
-        return [HandOver(number, self.held[number])]
-
-    def _drop(self, number: int) -> list[Command]:
-        del self.held[number]
-        self._handing_over.discard(number)
-        return [Drop(number)]
+        self.held = Slot(number, self._member_id, lease_epoch)
+        return [Serve(number, lease_epoch)]
 
     def _stop(self) -> list[Command]:
-        self._enter(MemberState.STOPPED)
-        return [*(command for number in sorted(self.held) for command in self._drop(number)), Stop()]
-
-    def _enter(self, state: MemberState) -> None:
-        assert state in _TRANSITIONS[self.state], f"{self.state} -> {state}"
-        self.state = state
-
-
-def _share(member_id: str, members: Sequence[Member], slots: Sequence[Slot]) -> int:
-    """Return how many slots are a member's; who holds more comes first, for the larger shares."""
-    held_count = Counter(slot.holder for slot in slots)
-    order = sorted((member.member_id for member in members), key=lambda some: (-held_count[some], some))
-    quotient, rest = divmod(len(slots), len(order))
-    return quotient + (order.index(member_id) < rest)
+        self.held = None
+        self.has_ended = True
+        return [Stop()]

@@ -31,6 +31,7 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
 )
 from perseus.service.domain.measured import Saving
+from perseus.service.domain.members import Fleet
 from perseus.service.domain.model import FaultyPart, Gpu, MaxClock, RankLeftReason
 from perseus.service.domain.power_reading import PowerReading
 from perseus.service.domain.principals import ANYBODY, Principal
@@ -115,6 +116,11 @@ class Agents:
     def stream_count(self) -> int:
         """How many agents have a stream."""
         return len(self._agents)
+
+    @property
+    def fleet(self) -> Fleet:
+        """Where jobs of other slots are served."""
+        return self._live.fleet
 
     @property
     def lease_s(self) -> float:

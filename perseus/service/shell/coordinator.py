@@ -13,6 +13,7 @@ import structlog
 from perseus.service.domain.errors import DrainingError
 from perseus.service.domain.ledger import UNKNOWN, Rates
 from perseus.service.domain.limits import Limits
+from perseus.service.domain.members import ALONE, Fleet
 from perseus.service.domain.retention import Retention
 from perseus.service.fleet.ledger import constant
 from perseus.service.fleet.power.feeds import Feeds
@@ -60,6 +61,7 @@ class Coordinator:
         signal_targets: sets the target iteration times of jobs that follow a signal.
         quotas: counts and limits what each principal has.
         live: the jobs' latest runs.
+        fleet: the coordinators on the database, and what of it this one serves.
         writer: stores.
         job_solver, request_solver: solve for jobs, and for clients' requests.
         store_size_bytes: size of the database, None until it is known.
@@ -77,8 +79,10 @@ class Coordinator:
         rates: Rates = UNKNOWN,
         feeds: Feeds = NO_FEEDS,
         signals: Sequence[NamedSignal] = (),
+        fleet: Fleet = ALONE,
     ) -> None:
         self._store = store
+        self.fleet = fleet
         self._retention = retention
         self.writer = Writer(store)
         self._clock = JobClock(TICK_S, time.monotonic)
@@ -88,13 +92,13 @@ class Coordinator:
         self.store_size_bytes: int | None = None
         self.job_solver, self.request_solver = job_solver, request_solver
         self.signals, self._has_signals = Signals(signals, rates), bool(signals)
-        self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, self._rates_at)
+        self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, self._rates_at, fleet)
         self.quotas = Quotas(limits or Limits(), time.monotonic)
         self.jobs = Jobs(store, self.writer, request_solver, self.live, self.quotas)
         self.agents = Agents(store, self.writer, self.live, feeds)
-        self.tokens = Tokens(store, self.writer)
-        self.ledger = Ledger(store, self.writer, constant(rates), retention.ledger_age_s)
-        self.power = Power(store, self.writer, self.live, self.agents, self.quotas, feeds, retention)
+        self.tokens = Tokens(store, self.writer, fleet)
+        self.ledger = Ledger(store, self.writer, constant(rates), retention.ledger_age_s, fleet)
+        self.power = Power(store, self.writer, self.live, self.agents, self.quotas, feeds, retention, fleet)
         self.signal_targets = SignalTargets(self.live, self.signals, self.power.shares)
 
     def _rates_at(self, job_id: str, time_s: float) -> Rates:
@@ -121,6 +125,7 @@ class Coordinator:
             *([self.signals.run()] if self._has_signals else []),
             self.signal_targets.run(),
             self.ledger.run(),
+            self.tokens.run(),
             self._prune(),
             self._store.watch(),
         )

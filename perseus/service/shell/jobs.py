@@ -486,7 +486,9 @@ class Jobs:
 
         Raises:
             JobUnreadableError: the job can't be read, and `may_be_unreadable` is not set.
+            ServedElsewhereError: another coordinator serves it.
         """
+        self._live.fleet.check_job(job_id)
         while self._live.get(job_id) is None and job_id not in self._live.unreadable:
             if job_id in self._being_deleted:
                 await self._writer.flush()

@@ -8,6 +8,7 @@ import structlog
 
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.ledger import HOUR_S, HourFilter, RatesAt
+from perseus.service.domain.members import ALONE, Fleet
 from perseus.service.domain.statement import LedgerTotals, Statement
 from perseus.service.fleet.ledger import statement
 from perseus.service.fleet.ledger_totals import RunningTotals
@@ -32,12 +33,14 @@ class Ledger:
         writer: Writer,
         rates_at: RatesAt,
         age_s: float,
+        fleet: Fleet = ALONE,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`age_s` is how long hours are kept, `clock` is the wall clock."""
         self._store = store
         self._writer = writer
         self._rates_at = rates_at
+        self._fleet = fleet
         self._clock = clock
         self._totals = RunningTotals(max(0, int((clock() - age_s) // HOUR_S)))
         self._has_failed = False
@@ -78,7 +81,10 @@ class Ledger:
 
         Raises:
             InvalidFieldError: `end_time_s` is before `start_time_s`.
+            ServedElsewhereError: another coordinator serves the job.
         """
+        if job_id:
+            self._fleet.check_job(job_id)
         if start_time_s is not None and end_time_s is not None and end_time_s < start_time_s:
             raise InvalidFieldError(
                 field="end_time", expected="a time that is not before start_time", found="an earlier one"

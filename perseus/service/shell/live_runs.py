@@ -53,6 +53,7 @@ from perseus.service.domain.inputs import (
     Tick,
 )
 from perseus.service.domain.ledger import EnergyHour, Rates
+from perseus.service.domain.members import ALONE, Fleet
 from perseus.service.domain.model import FaultyPart, Rank
 from perseus.service.domain.records import (
     EndedRun,
@@ -126,6 +127,7 @@ class LiveRuns:
 
     Attributes:
         epoch: epoch of the coordinator's state; known once the runs are loaded.
+        fleet: where jobs of other slots are served.
         rules: the operator's settings.
         clock: the jobs' clock.
         ports: the ports of the agents, by instance.
@@ -141,9 +143,11 @@ class LiveRuns:
         rules: Rules,
         clock: JobClock,
         rates_at: Callable[[str, float], Rates],
+        fleet: Fleet = ALONE,
     ) -> None:
         """`rates_at`: the rates of a job's energy at a time of the wall clock."""
         self.epoch = ""
+        self.fleet = fleet
         self.rules = rules
         self.clock = clock
         self.ports: dict[str, AgentPort] = {}
@@ -239,7 +243,9 @@ class LiveRuns:
         Raises:
             JobNotFoundError: there is no such job.
             JobUnreadableError: its latest run can't be read.
+            ServedElsewhereError: another coordinator serves it.
         """
+        self.fleet.check_job(job_id)
         self.check_readable(job_id)
         try:
             return self._runs[job_id]

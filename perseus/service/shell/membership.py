@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar, assert_never
@@ -11,19 +11,15 @@ import structlog
 
 from perseus.rate_limited_log import RateLimitedLog
 from perseus.service.domain.errors import LeaseLostError, StoreFailedError
-from perseus.service.domain.members import Member, Slot
+from perseus.service.domain.members import Fleet, Slot
 from perseus.service.fleet.membership import (
     RENEWALS_PER_LEASE,
     Command,
     Depart,
-    Drop,
     Event,
     Expired,
-    HandedOver,
-    HandOver,
     LeaveRequested,
     Membership,
-    MemberState,
     Renew,
     RenewalFailed,
     Renewed,
@@ -43,9 +39,10 @@ _TICKS_PER_RENEWAL = 4
 
 
 class FleetMember:
-    """A member whose one slot has all jobs: it stands by until it takes the slot, and ends when it loses it.
+    """A member of a fleet: it stands by until it takes a slot of jobs, and ends when it loses it.
 
     Attributes:
+        fleet: what it knows of the others.
         taken: the slot, once it is taken.
         ended: done once the membership has ended; with an error unless it was left in order.
     """
@@ -53,6 +50,7 @@ class FleetMember:
     def __init__(
         self, rows: MemberRows, lease_s: float, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
+        self.fleet = Fleet(rows.member_id, None, (), ())
         self.taken: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rows = rows
@@ -61,8 +59,6 @@ class FleetMember:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="membership")
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._machine: Membership | None = None
-        self._members: Sequence[Member] = ()
-        self._slots: Sequence[Slot] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._failures = RateLimitedLog(log)
 
@@ -70,12 +66,6 @@ class FleetMember:
     def lease_s(self) -> float:
         """How long its lease lasts in the database, seconds."""
         return self._lease_s
-
-    @property
-    def holder_address(self) -> str:
-        """Where the holder of the jobs is reached, as last read; empty if there is none, or it is unknown."""
-        holders = {slot.holder for slot in self._slots}
-        return next((address for member_id, address in self._members if member_id in holders), "")
 
     async def join(self, address: str, place: str) -> None:
         """Become a member, as `MemberRows.join`, and take part until `leave` or until the lease is lost.
@@ -90,8 +80,8 @@ class FleetMember:
         log.info("joined the fleet of this database", member_id=self._rows.member_id, address=address)
 
     async def leave(self) -> None:
-        """Free the slot, if it is held, and be a member no longer; what is to be stored must be stored."""
-        if self._machine is not None and self._machine.state is MemberState.SERVING:
+        """Be a member no longer: a slot that is held is free. What is to be stored must be stored."""
+        if self._machine is not None and not self._machine.has_ended:
             self._handle(LeaveRequested())
             await asyncio.wait({self.ended}, timeout=self._lease_s)
         for task in self._tasks:
@@ -113,9 +103,12 @@ class FleetMember:
         for command in machine.handle(event, self._monotonic()):
             match command:
                 case Serve(number, lease_epoch):
-                    log.info("took over the jobs", lease_epoch=lease_epoch)
-                    self.taken.set_result(Slot(number, self._rows.member_id, lease_epoch))
-                case Drop() | Stop():
+                    log.info("took over the jobs", slot=number, lease_epoch=lease_epoch)
+                    taken = Slot(number, self._rows.member_id, lease_epoch)
+                    self.fleet.served = number
+                    self.fleet.slots = [taken if slot.number == number else slot for slot in self.fleet.slots]
+                    self.taken.set_result(taken)
+                case Stop():
                     if not self.ended.done():
                         self.ended.set_exception(LeaseLostError())
                 case _:
@@ -130,6 +123,7 @@ class FleetMember:
                 answer = await self._in_thread(partial(self._done, command, sent_s))
             except StoreFailedError as error:
                 self._failures.warning("the lease is not renewed", str(error), cause=str(error))
+                self.fleet.late_renewal_count += 1
                 answer = _failed(command)
             if answer is None:  # departed
                 if not self.ended.done():
@@ -137,7 +131,7 @@ class FleetMember:
                 return
             if isinstance(answer, Renewed):
                 self._failures.reset()
-                self._members, self._slots = answer.members, answer.slots
+                self.fleet.members, self.fleet.slots = answer.members, answer.slots
             self._handle(answer)
 
     def _done(self, command: Command, sent_s: float) -> Event | None:
@@ -147,13 +141,10 @@ class FleetMember:
                 return Expired() if found is None else Renewed(sent_s, *found)
             case Take(number, lease_epoch):
                 return Taken(number, self._rows.take(number, lease_epoch))
-            case HandOver(number, lease_epoch):
-                self._rows.release(number, lease_epoch)
-                return HandedOver(number)
             case Depart():
                 self._rows.depart()
                 return None
-            case Serve() | Drop() | Stop():
+            case Serve() | Stop():
                 raise AssertionError(f"expected a command for the database, found {command}")
         assert_never(command)
 
@@ -168,7 +159,5 @@ def _failed(command: Command) -> Event | None:
             return RenewalFailed()
         case Take(number):
             return Taken(number, None)
-        case HandOver(number):
-            return HandedOver(number)
         case _:
             return None  # not departed: the lease expires by itself

@@ -26,6 +26,7 @@ from perseus.service.domain.errors import (
     InvalidFieldError,
 )
 from perseus.service.domain.job_power import NO_POWER
+from perseus.service.domain.members import ALONE, Fleet
 from perseus.service.domain.power import (
     DEFAULT_FEED,
     MAX_TIME_S,
@@ -79,6 +80,7 @@ class Power:
         quotas: Quotas,
         feeds: Feeds,
         retention: Retention,
+        of_fleet: Fleet = ALONE,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -88,6 +90,7 @@ class Power:
         self._quotas = quotas
         self._feeds = feeds
         self._retention = retention
+        self._of_fleet = of_fleet
         self._clock = clock
         self._latest_s = self._ticked_s = 0.0
         # No feed is configured, no budget known, and feeds were never watched.
@@ -142,7 +145,9 @@ class Power:
             InvalidFieldError: the request is invalid.
             FeedNotFoundError: there is no such feed.
             LimitReachedError: the principal has as many budgets as it may.
+            ServedElsewhereError: another coordinator keeps the budgets.
         """
+        self._of_fleet.check_slot(0)
         check_budget_id(wanted.budget_id)
         check_request_id(wanted.request_id)
         known = self._records.get(wanted.budget_id)
@@ -176,7 +181,9 @@ class Power:
 
         Raises:
             BudgetNotFoundError: there is no such budget.
+            ServedElsewhereError: another coordinator keeps the budgets.
         """
+        self._of_fleet.check_slot(0)
         record = self._records.get(budget_id)
         if record is None:
             raise BudgetNotFoundError(budget_id=budget_id)

@@ -7,12 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import structlog
+
 from perseus.service.domain.errors import (
     CoordinatorError,
     InvalidFieldError,
     TokenAlreadyExistsError,
     TokenNotFoundError,
 )
+from perseus.service.domain.members import ALONE, Fleet
 from perseus.service.domain.principals import (
     TOKEN_BYTES,
     TOKEN_PREFIX,
@@ -29,6 +32,8 @@ from perseus.service.shell.writer import Writer
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import SessionEnded, SessionEntry, TokenEntry
 
+log = structlog.get_logger(__name__)
+
 OPERATOR = "operator"
 """Name of the token from the operator's file."""
 
@@ -38,16 +43,27 @@ def new_secret() -> str:
     return TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
 
 
+RELOAD_S = 2.0
+"""How often tokens are read again where another coordinator writes them."""
+
+
 class Tokens:
-    """All tokens. `clock` is the wall clock.
+    """All tokens, which the coordinator of slot 0 writes. `clock` is the wall clock.
 
     Attributes:
         sessions: logins of browsers by digest, the oldest first; their tokens, or they, may have ended.
     """
 
-    def __init__(self, store: SqlStore, writer: Writer, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: SqlStore,
+        writer: Writer,
+        fleet: Fleet = ALONE,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._store = store
         self._writer = writer
+        self._fleet = fleet
         self._clock = clock
         self._registry = TokenRegistry()
         self.sessions: dict[str, Session] = {}
@@ -58,6 +74,14 @@ class Tokens:
         """Load the stored tokens."""
         self._registry = TokenRegistry(await self._store.load_tokens())
         self.sessions = {session.digest: session for session in await self._store.load_sessions()}
+
+    async def run(self) -> None:
+        """Read the tokens again and again if another coordinator writes them, until cancelled."""
+        while self._fleet.served != 0:
+            await asyncio.sleep(RELOAD_S)
+            self._registry = TokenRegistry(await self._store.load_tokens())
+            self.tick()
+        await asyncio.Event().wait()
 
     @property
     def tokens(self) -> Collection[Token]:
@@ -86,7 +110,9 @@ class Tokens:
         Raises:
             InvalidFieldError: the name, the grant or the expiry is invalid.
             TokenAlreadyExistsError: a token of that name exists, possibly revoked or expired.
+            ServedElsewhereError: another coordinator writes tokens.
         """
+        self._fleet.check_slot(0)
         check_token_name(name)
         grant.check()
         now_s = self._clock()
@@ -100,10 +126,16 @@ class Tokens:
         return token, secret
 
     async def adopt(self, secret: str) -> None:
-        """Make the secret in the operator's file an operator's token; once revoked, it stays revoked."""
+        """Make the secret in the operator's file an operator's token; once revoked, it stays revoked.
+
+        Where another coordinator writes tokens, its file counts.
+        """
         digest = digest_of(secret)
         known = self._registry.get(OPERATOR)
-        if known is None or known.digest != digest:
+        if self._fleet.served != 0:
+            if known is not None and known.digest != digest:
+                log.warning("the operator's token in the file is not the fleet's: copy that of slot 0")
+        elif known is None or known.digest != digest:
             await self._put(Token(OPERATOR, digest, Grant(Scope.OPERATOR), self._clock()))
 
     async def revoke(self, name: str) -> Token:
@@ -111,7 +143,9 @@ class Tokens:
 
         Raises:
             TokenNotFoundError: there is no token of that name.
+            ServedElsewhereError: another coordinator writes tokens.
         """
+        self._fleet.check_slot(0)
         token = self._registry.get(name)
         if token is None:
             raise TokenNotFoundError(name=name)

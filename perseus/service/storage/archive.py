@@ -1,8 +1,12 @@
 """A whole database in one portable file, for a backup or a move to another engine.
 
-Lines of JSON. The first names the format: `{"format": "perseus-store", "schema": "v0005"}`. Then one line for
-each row, `{"table": "runs", "row": {...}}`, columns by name, bytes in base64; tables and rows are in the
-order of their keys. The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
+Lines of JSON. The first names the format: `{"format": "perseus-store", "schema": "v0006", "slot_count": 1}`.
+Then one line for each row, `{"slot": 0, "table": "runs", "row": {...}}`, columns by name, bytes in base64;
+tables and rows are in the order of their keys. The last is `{"end": true, "row_count": 1234}`: a file without
+it was cut off.
+
+The jobs of one slot can be spread over several by an import. What belongs to no job is then in all of them,
+so that the epoch and everything else that agents depend on stays what it was.
 
 The state is moved, not copied: the file keeps the epoch, the versions and the agents' commit markers. If the
 old coordinator runs on after the export, agents will report lost state to the one that starts from the file.
@@ -10,17 +14,18 @@ old coordinator runs on after the export, agents will report lost state to the o
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from sqlalchemy import Connection, LargeBinary, func, insert, select
 
+from perseus.job_id import slot_of
 from perseus.service.domain.errors import StoreFailedError
 from perseus.service.storage import schema
-from perseus.service.storage.engines import connect, explain
+from perseus.service.storage.engines import Opened, connect, enter, explain
 from perseus.service.storage.membership import exclude_members
-from perseus.service.storage.migrating import migrate
+from perseus.service.storage.migrating import migrate, slot_count
 
 _FORMAT = "perseus-store"
 _ROW_BATCH = 500
@@ -42,51 +47,63 @@ def export_database(database: Path | str, file: TextIO) -> int:
         with opened.connection.begin():
             migrate(opened.connection, opened.name)
             exclude_members(opened.connection, opened.name)
-            return _export(opened.connection, file)
+            return _export(opened, file)
     except opened.errors as error:
         raise StoreFailedError(database=opened.name, cause=explain(error)) from None
     finally:
         opened.close()
 
 
-def _export(connection: Connection, file: TextIO) -> int:
-    _write_line(file, {"format": _FORMAT, "schema": schema.HEAD})
+def _export(opened: Opened, file: TextIO) -> int:
+    connection, slots = opened.connection, slot_count(opened.connection)
+    _write_line(file, {"format": _FORMAT, "schema": schema.HEAD, "slot_count": slots})
     count = 0
-    for table in schema.metadata.sorted_tables:
-        rows = connection.execute(select(table).order_by(*table.primary_key.columns))
-        for row in rows.mappings():
-            _write_line(file, {"table": table.name, "row": dict(row)})
-            count += 1
+    for slot in range(slots):
+        migrate(connection, opened.name, slot)
+        for table in schema.tables_of(slot):
+            rows = connection.execute(select(table).order_by(*table.primary_key.columns))
+            for row in rows.mappings():
+                _write_line(file, {"slot": slot, "table": table.name, "row": dict(row)})
+                count += 1
     _write_line(file, {"end": True, "row_count": count})
     return count
 
 
-def import_database(database: Path | str, file: TextIO) -> int:
-    """Fill an empty database from a file; return the number of rows.
+def import_database(database: Path | str, file: TextIO, slots: int = 1) -> int:
+    """Fill an empty database from a file, with the jobs in so many slots; return the number of rows.
 
     Raises:
-        ArchiveError: the file is not an archive, damaged or of another schema, or the database is not empty.
+        ArchiveError: the file is not an archive, damaged, or of another schema or number of slots, or the
+            database is not empty.
         DatabaseUnavailableError: it can't be opened or created, or is in use.
         StoreFailedError: writing it failed.
     """
+    lines = _lines(file)
+    found = _slots_of(*next(lines, (1, {})))
+    if found not in (1, slots):
+        raise ArchiveError(f"slots: expected {found}, as in the file, found {slots}")
     opened = connect(database)
     try:
         with opened.connection.begin():
-            migrate(opened.connection, opened.name)
-            exclude_members(opened.connection, opened.name)
-            for table in schema.metadata.sorted_tables:
-                if opened.connection.scalar(select(func.count()).select_from(table)):
-                    raise ArchiveError(f"{opened.name}: expected an empty database, found {table.name}")
-            return _import(opened.connection, file)
+            for slot in range(slots):
+                migrate(opened.connection, opened.name, slot)
+                if slot == 0:
+                    exclude_members(opened.connection, opened.name)
+                for table in schema.tables_of(slot):
+                    if opened.connection.scalar(select(func.count()).select_from(table)):
+                        raise ArchiveError(f"{opened.name}: expected an empty database, found {table.name}")
+            count = _import(opened.connection, lines, slots, is_spreading=found != slots)
+            if slots > 1:
+                _add_slots(opened.connection, slots)
+            return count
     except opened.errors as error:
         raise StoreFailedError(database=opened.name, cause=explain(error)) from None
     finally:
         opened.close()
 
 
-def _import(connection: Connection, file: TextIO) -> int:
-    lines = _lines(file)
-    number, first = next(lines, (1, {}))
+def _slots_of(number: int, first: dict[str, Any]) -> int:
+    """Return the number of slots in a file that begins with this line."""
     if first.get("format") != _FORMAT:
         raise ArchiveError(f"line {number}: expected the first line of an exported store")
     if first.get("schema") != schema.HEAD:
@@ -94,20 +111,37 @@ def _import(connection: Connection, file: TextIO) -> int:
             f"line {number}: expected schema {schema.HEAD}, found {first.get('schema')}: "
             "export it with this release"
         )
-    rows: list[dict[str, Any]] = []
-    name, count = "", 0
-    for number, line in lines:
-        is_end = line.get("end") is True
-        if name and (is_end or line.get("table") != name or len(rows) >= _ROW_BATCH):
-            connection.execute(insert(schema.metadata.tables[name]), rows)
-            count, rows = count + len(rows), []
-        if is_end:
+    slots = first.get("slot_count")
+    if not isinstance(slots, int):
+        raise ArchiveError(f"line {number}: expected a number of slots, found {slots!r}")
+    return slots
+
+
+def _import(
+    connection: Connection, lines: Iterator[tuple[int, dict[str, Any]]], slots: int, *, is_spreading: bool
+) -> int:
+    rows: dict[tuple[int, str], list[dict[str, Any]]] = {}
+
+    def insert_rows(slot: int, name: str) -> None:
+        if slots > 1:
+            enter(connection, slot, is_local=True)
+        connection.execute(insert(schema.metadata.tables[name]), rows.pop((slot, name)))
+
+    for count, (number, line) in enumerate(lines):
+        if line.get("end") is True:
             if line.get("row_count") != count:
                 raise ArchiveError(f"line {number}: expected {line.get('row_count')} rows, found {count}")
+            for key in list(rows):
+                insert_rows(*key)
             return count
-        name, row = line.get("table", ""), line.get("row")
+        name, row, slot = line.get("table", ""), line.get("row"), line.get("slot", -1)
         table = schema.metadata.tables.get(name)
-        if table is None or not isinstance(row, dict) or row.keys() != set(table.c.keys()):
+        if (
+            table is None
+            or not isinstance(row, dict)
+            or row.keys() != set(table.c.keys())
+            or slot not in range(slots)
+        ):
             raise ArchiveError(f"line {number}: expected a row of one of the tables, found something else")
         for column in table.c:
             if isinstance(column.type, LargeBinary) and not (column.nullable and row[column.name] is None):
@@ -115,8 +149,27 @@ def _import(connection: Connection, file: TextIO) -> int:
                     row[column.name] = base64.b64decode(row[column.name], validate=True)
                 except (TypeError, ValueError):
                     raise ArchiveError(f"line {number}: expected base64 in {column.name}") from None
-        rows.append(row)
+        targets: Sequence[int] = (slot,)
+        if is_spreading and table not in schema.OF_FLEET:
+            targets = (slot_of(row["job_id"], slots),) if "job_id" in row else range(slots)
+        for target in targets:
+            rows.setdefault((target, name), []).append(row)
+            if len(rows[target, name]) >= _ROW_BATCH:
+                insert_rows(target, name)
     raise ArchiveError("expected an end line, found the end of the file: it was cut off")
+
+
+def _add_slots(connection: Connection, slots: int) -> None:
+    """Add the slots that the file did not have; lease epochs go on from its own, which agents remember."""
+    table = schema.slots
+    known = {row.number: row.lease_epoch for row in connection.execute(select(table))}
+    missing = [
+        {"number": number, "holder": "", "lease_epoch": max(known.values(), default=0)}
+        for number in range(slots)
+        if number not in known
+    ]
+    if missing:
+        connection.execute(insert(table), missing)
 
 
 def _lines(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from sqlalchemy import Connection, exists, func, select
 
+from perseus.job_id import slot_of
 from perseus.service.domain.errors import (
     CoordinatorError,
     DatabaseUnavailableError,
@@ -16,8 +17,8 @@ from perseus.service.domain.errors import (
 from perseus.service.domain.measured import Period
 from perseus.service.domain.records import StoredJob, UnreadableJob
 from perseus.service.storage import reading, schema
-from perseus.service.storage.engines import connect, database_name, explain
-from perseus.service.storage.migrating import schema_of
+from perseus.service.storage.engines import connect, database_name, enter, explain
+from perseus.service.storage.migrating import slot_count, version_of
 from perseus.solver import SolverError
 from perseus.v1 import event_pb2
 
@@ -45,10 +46,12 @@ def recordings(database: Path | str, job_id: str) -> dict[int, str]:
     """
     with _opened(database) as connection:
         try:
-            if (found := schema_of(connection)) != schema.HEAD:
+            if (found := version_of(connection)) != schema.HEAD:
                 raise ValueError(f"expected schema {schema.HEAD}, found {found or 'an empty database'}")
         except ValueError as error:
             raise DatabaseUnavailableError(database=database_name(database), cause=error) from None
+        if (slot := slot_of(job_id, slot_count(connection))) != 0:
+            enter(connection, slot, is_local=True)
         table = schema.recordings.c
         rows = connection.execute(
             select(table.run_number, table.document).where(table.job_id == job_id).order_by(table.run_number)
@@ -68,9 +71,9 @@ def _opened(database: Path | str) -> Iterator[Connection]:
         opened.close()
 
 
-def _findings(connection: Connection) -> Iterator[str]:
+def _findings(connection: Connection, slot: int = 0) -> Iterator[str]:
     try:
-        found = schema_of(connection)
+        found = version_of(connection, slot)
     except ValueError as error:
         yield str(error)
         return
@@ -80,6 +83,8 @@ def _findings(connection: Connection) -> Iterator[str]:
         return
     yield from _engine_findings(connection)
     yield from _state_findings(connection)
+    if slot == 0:
+        yield from _fleet_findings(connection)
     yield from _orphans(connection)
     runs = schema.runs.c
     keys = connection.execute(
@@ -104,6 +109,10 @@ def _findings(connection: Connection) -> Iterator[str]:
                 yield f"{name}: expected version {minimum} or more, as of the run before, found {version}"
             versions[job_id] = max(version, minimum)
     yield from _event_findings(connection)
+    if slot == 0:
+        for other in range(1, slot_count(connection)):
+            enter(connection, other, is_local=True)
+            yield from (f"slot {other}: {finding}" for finding in _findings(connection, other))
 
 
 def _engine_findings(connection: Connection) -> Iterator[str]:
@@ -135,6 +144,9 @@ def _state_findings(connection: Connection) -> Iterator[str]:
         select(sequences.instance_id, sequences.sequence).where(sequences.sequence < 1)
     ):
         yield f"agent {instance_id!r}: expected a telemetry sequence of 1 or more, found {sequence}"
+
+
+def _fleet_findings(connection: Connection) -> Iterator[str]:
     for row in connection.execute(select(schema.tokens).order_by(schema.tokens.c.name)):
         try:
             reading.token_of(row)

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from perseus.service.domain.errors import DatabaseUnavailableError
-from perseus.service.storage.schema import tables_of_others
+from perseus.service.storage.schema import schema_of, tables_of_others
 
 LOCKED = "it is locked: is another coordinator running on it?"
 
@@ -111,11 +111,12 @@ def database_name(database: Path | str) -> str:
         return "(not a URL)"
 
 
-def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
+def connect(database: Path | str, *, slot: int = 0, is_read_only: bool = False) -> Opened:
     """Open a database; lock a SQLite file unless it is opened read-only.
 
     Args:
         database: the path of a SQLite file, created if it doesn't exist, or postgresql://….
+        slot: the slot of jobs that statements are about, on PostgreSQL.
         is_read_only: only read, beside the coordinator that holds the lock; write and create nothing.
 
     Raises:
@@ -128,7 +129,7 @@ def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
                 cause = "it can't be written: the file or its file system is read-only"
                 raise DatabaseUnavailableError(database=name, cause=cause)
             return _connect_sqlite(Path(database), is_read_only)
-        return _connect_postgresql(database, name, is_read_only)
+        return _connect_postgresql(database, name, slot, is_read_only)
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
         raise DatabaseUnavailableError(database=name, cause=explain(error)) from None
 
@@ -292,11 +293,24 @@ def postgresql_engine(database: Path | str, **options: Any) -> Engine:
     )
 
 
-def _connect_postgresql(database: Path | str, name: str, is_read_only: bool) -> Opened:
+def enter(connection: Connection, slot: int, *, is_local: bool) -> None:
+    """Let a connection to PostgreSQL, or its open transaction alone, find the tables of a slot."""
+    connection.execute(
+        text(
+            "SELECT set_config('search_path', :own || reset_val, :is_local) "
+            "FROM pg_settings WHERE name = 'search_path'"
+        ),
+        {"own": f"{schema_of(slot)}, " if slot else "", "is_local": is_local},
+    )
+
+
+def _connect_postgresql(database: Path | str, name: str, slot: int, is_read_only: bool) -> Opened:
     with ExitStack() as stack:
         # Positional parameters, as in SQLite.
         engine = postgresql_engine(database, poolclass=NullPool, paramstyle="format")
         connection = stack.enter_context(engine.connect())
+        enter(connection, slot, is_local=False)
+        connection.commit()
         if is_read_only:
             connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         else:

@@ -23,10 +23,7 @@ from sqlalchemy import Connection, event, text
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
 from perseus.service.storage.engines import LOCKED, database_name, driver_errors, explain, postgresql_engine
-from perseus.service.storage.migrating import migrate
-
-SLOT_COUNT = 1
-"""One member serves all jobs, and the others stand by."""
+from perseus.service.storage.migrating import migrate, slot_count
 
 _MIGRATION_LOCK = 0x7065727365757301
 """An advisory lock for the length of a migration. Coordinators before schema v0005 held it as long as they
@@ -65,9 +62,6 @@ WHERE number = :number AND lease_epoch = :lease_epoch
     )
 RETURNING lease_epoch"""
 
-_RELEASE = """
-UPDATE slots SET holder = '' WHERE number = :number AND lease_epoch = :lease_epoch AND holder = :me"""
-
 
 class MemberRows:
     """One member's rows, on a connection of its own.
@@ -79,12 +73,12 @@ class MemberRows:
         member_id: its identifier, for this start of the coordinator alone.
     """
 
-    def __init__(self, database: Path | str, lease_s: float) -> None:
-        """Connect to a database, and migrate it if it has an older schema.
+    def __init__(self, database: Path | str, lease_s: float, slots: int = 1) -> None:
+        """Connect to a database whose jobs are in so many slots, and migrate it if it has an older schema.
 
         Raises:
-            DatabaseUnavailableError: it can't be reached, is not ours or newer, or a coordinator of an older
-                release runs on it.
+            DatabaseUnavailableError: it can't be reached, is not ours or newer, has another number of slots,
+                or a coordinator of an older release runs on it.
         """
         self.member_id = uuid.uuid4().hex
         self._lease_s = lease_s
@@ -98,14 +92,14 @@ class MemberRows:
                 connection.execute(text("SET LOCAL statement_timeout = 0"))
                 connection.execute(text(f"SET LOCAL lock_timeout = {_MIGRATION_LOCK_LIMIT_MS}"))
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-                migrate(connection, self._name)
-                slots = [{"number": number} for number in range(SLOT_COUNT)]
-                connection.execute(
-                    text("INSERT INTO slots VALUES (:number, '', 0) ON CONFLICT DO NOTHING"), slots
-                )
+                for slot in range(_slots_of(connection, self._name, slots)):
+                    migrate(connection, self._name, slot)
         except self._errors as error:
             self.close()
             raise DatabaseUnavailableError(database=self._name, cause=explain(error)) from None
+        except DatabaseUnavailableError:
+            self.close()
+            raise
 
     def join(self, address: str, place: str) -> None:
         """Become a member, who is reached at `address`.
@@ -132,12 +126,8 @@ class MemberRows:
         found = self._run(_TAKE, number=number, lease_epoch=lease_epoch)
         return int(found[0][0]) if found else None
 
-    def release(self, number: int, lease_epoch: int) -> None:
-        """Free a slot that is held under this lease epoch."""
-        self._run(_RELEASE, number=number, lease_epoch=lease_epoch)
-
     def depart(self) -> None:
-        """Be a member no longer."""
+        """Be a member no longer; a slot that it holds is then free."""
         self._run("DELETE FROM members WHERE member_id = :me")
 
     def close(self) -> None:
@@ -154,6 +144,22 @@ class MemberRows:
                 return list(result) if result.returns_rows else []
         except self._errors as error:
             raise StoreFailedError(database=self._name, cause=explain(error)) from None
+
+
+def _slots_of(connection: Connection, name: str, slots: int) -> int:
+    """Return the number of a database's slots; an empty one gets so many.
+
+    Raises:
+        DatabaseUnavailableError: it has another number.
+    """
+    is_new = migrate(connection, name)
+    if connection.execute(text("SELECT 1 FROM slots")).first() is None:
+        numbers = [{"number": number} for number in range(slots if is_new else 1)]
+        connection.execute(text("INSERT INTO slots VALUES (:number, '', 0)"), numbers)
+    if (found := slot_count(connection)) != slots:
+        cause = f"slots: expected {found}, as its jobs are spread since its first start, found {slots}"
+        raise DatabaseUnavailableError(database=name, cause=cause)
+    return found
 
 
 def name_session(connection: Connection, member_id: str) -> None:

@@ -25,10 +25,16 @@ _NOT_DONE = -1
 
 
 class Pruner:
-    """Prunes a database, round by round: runs, then events, then agents, the ledger and budgets."""
+    """Prunes a slot of a database, round by round: runs, then events, then agents and the ledger.
 
-    def __init__(self, connection: Connection, step_rows: int = STEP_ROWS) -> None:
+    `is_of_fleet`: also what belongs to the whole fleet, the budgets.
+    """
+
+    def __init__(
+        self, connection: Connection, step_rows: int = STEP_ROWS, *, is_of_fleet: bool = True
+    ) -> None:
         self._connection = connection
+        self._is_of_fleet = is_of_fleet
         self._step_rows = step_rows
         self._round: Iterator[Pruned] | None = None
 
@@ -56,7 +62,7 @@ class Pruner:
         oldest_hour = int((now_s - retention.ledger_age_s) // HOUR_S)
         while count := self._delete_some(schema.ledger, schema.ledger.c.hour < oldest_hour):
             yield Pruned(count, (), is_done=False)
-        while count := self._prune_budgets(retention, now_s):
+        while count := self._prune_budgets(retention, now_s) if self._is_of_fleet else 0:
             yield Pruned(count, (), is_done=False)
 
     # ------------------------------------------------------------------ runs

@@ -1,5 +1,9 @@
 """The tables, for every engine. A change here needs a migration in `migrations/versions`.
 
+On PostgreSQL jobs may be spread over slots. Each slot has these tables in a schema of its own (`schema_of`),
+but for those of the whole fleet (`OF_FLEET`), which are beside slot 0's alone: a connection for a slot finds
+both by its search path, so that statements name no schemas.
+
 Values are stored as JSON text (`codecs`) beside their search keys. There are no foreign keys: the same few
 statements write and delete all rows of a run, and `checking` finds dangling rows.
 """
@@ -21,7 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "v0005"
+HEAD = "v0006"
 """The latest migration, which names this schema."""
 
 # Ordered by bytes in both engines, as SQLite orders all texts.
@@ -249,6 +253,9 @@ members = _table(
 # Who serves a slot of jobs, "" for nobody; `lease_epoch` rises with every holder, and never falls.
 slots = _table("slots", _number("number", primary_key=True), _text("holder"), _number("lease_epoch"))
 
+OF_FLEET = (tokens, budgets, members, slots)
+"""The tables of the whole fleet; every slot has all others."""
+
 OF_RUNS = (
     recordings,
     runs,
@@ -262,6 +269,16 @@ OF_RUNS = (
     events,
 )
 """The tables whose rows are deleted with a job."""
+
+
+def tables_of(slot: int) -> list[Table]:
+    """Return the tables in a slot's schema."""
+    return [table for table in metadata.sorted_tables if slot == 0 or table not in OF_FLEET]
+
+
+def schema_of(slot: int) -> str | None:
+    """Return the name of a slot's schema; None for slot 0's, the connection's own."""
+    return f"slot_{slot}" if slot else None
 
 
 _IN_EVERY_SCHEMA = {"coordinator", "events", "offers"}

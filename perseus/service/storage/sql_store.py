@@ -82,6 +82,7 @@ class SqlStore:
     ) -> None:
         self._opened = opened
         self._fence = fence
+        self._slot = fence.number if fence is not None else 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._reader = reader
         self._reader_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-reader")
@@ -90,14 +91,14 @@ class SqlStore:
         self._connection = opened.connection
         with self._connection.begin():
             self._check_fence()
-            migrate(self._connection, opened.name)
+            migrate(self._connection, opened.name, self._slot)
             self._commit_number = _create_state(self._connection)
             self._history = _begin_boot(self._connection, self._commit_number)
         self._marker = self._history.marker(self._commit_number)
         self._writer = GroupWriter(self._connection, clock)
         self._failure: StoreFailedError | None = None
         self._has_failed = asyncio.Event()
-        self._pruner = Pruner(self._connection)
+        self._pruner = Pruner(self._connection, is_of_fleet=self._slot == 0)
 
     @classmethod
     async def open(
@@ -121,13 +122,14 @@ class SqlStore:
 
         def open_here() -> SqlStore:
             with ExitStack() as stack:
-                opened = connect(database)
+                slot = fence.number if fence is not None else 0
+                opened = connect(database, slot=slot)
                 stack.callback(opened.close)
                 if fence is not None:
                     membership.name_session(opened.connection, fence.holder)
-                reader = connect(database, is_read_only=True)
+                reader = connect(database, slot=slot, is_read_only=True)
                 stack.callback(reader.close)
-                ledger_reader = connect(database, is_read_only=True)
+                ledger_reader = connect(database, slot=slot, is_read_only=True)
                 stack.callback(ledger_reader.close)
                 try:
                     store = cls(opened, reader, ledger_reader, clock, fence)

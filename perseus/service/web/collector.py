@@ -82,7 +82,10 @@ class CoordinatorCollector:
         for file, expiry_s in self._expiries_s().items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         readings.put(names.SERVING, coordinator.late_s() <= self._late_limit_s)
-        readings.put(names.LEASE_EPOCH, agents.lease_epoch)
+        fleet = coordinator.fleet
+        readings.put(names.LEASE_EPOCH, agents.lease_epoch, str(fleet.served))
+        readings.put(names.IDLE_SLOTS, len(fleet.idle_slots()))
+        readings.put(names.LATE_RENEWALS, fleet.late_renewal_count)
         states = Counter(run.machine.record.state for run in live)
         for state in JobState:
             readings.put(names.JOBS, states[state], state.value)

@@ -16,14 +16,10 @@ from perseus.service.fleet.membership import (
     RENEWALS_PER_LEASE,
     Command,
     Depart,
-    Drop,
     Event,
     Expired,
-    HandedOver,
-    HandOver,
     LeaveRequested,
     Membership,
-    MemberState,
     Renew,
     RenewalFailed,
     Renewed,
@@ -109,11 +105,6 @@ class Database:
         self.slots[number] = Slot(number, member_id, lease_epoch + 1)
         return lease_epoch + 1
 
-    def release(self, member_id: str, number: int, lease_epoch: int) -> None:
-        """Free a slot; without effect if the row is locked, or another's."""
-        if self.slots[number] == (number, member_id, lease_epoch) and not self._is_locked(number):
-            self.slots[number] = Slot(number, "", lease_epoch)
-
     def begin_write(self, member_id: str, number: int, lease_epoch: int, version: int) -> None:
         """Check and lock a slot's row, for a write of its next version."""
         is_ours = self.slots[number] == (number, member_id, lease_epoch)
@@ -145,7 +136,7 @@ class Host:
     # (when it was sent on its own clock, what); the first may be half done by the database.
     requests: deque[tuple[float, Command]] = field(default_factory=deque)
     answer: Event | None = None
-    served: dict[int, tuple[int, int]] = field(default_factory=dict)  # lease epoch, version
+    served: dict[int, tuple[int, int]] = field(default_factory=dict)  # by slot: lease epoch, version
     offers: deque[tuple[int, int]] = field(default_factory=deque)  # slot, lease epoch
 
     def clock_s(self, now_s: float) -> float:
@@ -191,14 +182,9 @@ class Fleet(RuleBasedStateMachine):
             match command:
                 case Serve(number, lease_epoch):
                     host.served[number] = lease_epoch, self.database.versions[number]
-                case Drop(number):
-                    if not self.faults.is_deaf:
-                        host.served.pop(number, None)
                 case Stop():
-                    pass
-                case HandOver(number):
-                    host.served.pop(number, None)
-                    host.requests.append((clock_s, command))
+                    if not self.faults.is_deaf:
+                        host.served.clear()
                 case _:
                     host.requests.append((clock_s, command))
 
@@ -231,9 +217,6 @@ class Fleet(RuleBasedStateMachine):
                     host.answer = Renewed(sent_s, *database.commit_renewal(me))
             case Take(number, lease_epoch):
                 host.answer = Taken(number, database.take(me, number, lease_epoch))
-            case HandOver(number, lease_epoch):
-                database.release(me, number, lease_epoch)
-                host.answer = HandedOver(number)
             case Depart():
                 database.expiries_s.pop(me, None)
         host.requests.popleft()
@@ -322,7 +305,9 @@ class Fleet(RuleBasedStateMachine):
         """A member leaves, or is killed and another one starts there."""
         host = self.hosts[index]
         if is_orderly:
-            if host.machine.state is MemberState.SERVING and not host.is_frozen:
+            if not host.machine.has_ended and not host.is_frozen:
+                host.served.clear()
+                self.database.writing.pop(host.member_id, None)
                 self._handle(host, LeaveRequested())
             return
         self.database.writing.pop(host.member_id, None)
@@ -342,16 +327,17 @@ class Fleet(RuleBasedStateMachine):
                 and (self.faults.is_deaf or host.machine.holds(number, host.clock_s(now_s)))
             ]
             assert len(holders) <= 1, f"slot {number} is held by {holders}"
+        assert all(len(host.served) <= 1 for host in self.hosts) or self.faults.is_deaf
 
     def teardown(self) -> None:
-        """When nothing goes wrong any more, every slot gets a holder, in equal shares."""
+        """When nothing goes wrong any more, every slot gets a holder, and each a slot of its own."""
         if not self.hosts or self.faults != Faults():
             return
         for _ in range(8 * RENEWALS_PER_LEASE):
             for index, host in enumerate(self.hosts):
                 if host.is_frozen:
                     self.freeze_or_wake(index)
-                if host.machine.state is MemberState.STOPPED and not host.requests:
+                if host.machine.has_ended and not host.requests:
                     self.hosts[index] = self._start(host.offset_s, host.rate)
                 self.commit_write(index)
                 self.settle(index)

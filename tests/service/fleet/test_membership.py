@@ -7,13 +7,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from perseus.service.domain.members import Member, Slot
 from perseus.service.fleet.membership import (
     Depart,
-    Drop,
     Expired,
-    HandedOver,
-    HandOver,
     LeaveRequested,
     Membership,
-    MemberState,
     Renew,
     RenewalFailed,
     Renewed,
@@ -28,12 +24,12 @@ from tests.service.fleet.fleet_model import Faults, Fleet
 LEASE_S = 30.0
 ALONE = [Member("a", "a:1")]
 BOTH = [Member("a", "a:1"), Member("b", "b:1")]
+OURS = Slot(0, "a", 1)
 
 
-def holding(*slots: Slot) -> Membership:
+def holding(slot: Slot = OURS) -> Membership:
     machine = Membership("a", LEASE_S, 0.0)
-    for number, _, epoch in slots:
-        machine.handle(Taken(number, epoch), 0.0)
+    machine.handle(Taken(slot.number, slot.lease_epoch), 0.0)
     return machine
 
 
@@ -47,81 +43,79 @@ def test_renews_often_and_one_at_a_time() -> None:
     assert machine.handle(Ticked(), 8.0) == [Renew()]
 
 
-def test_alone_it_takes_all_free_slots_and_those_of_members_that_are_gone() -> None:
+@pytest.mark.parametrize("slot", [Slot(1, "", 0), Slot(1, "gone", 7)])
+def test_it_takes_one_slot_that_is_free_or_of_a_member_that_is_gone(slot: Slot) -> None:
     machine = Membership("a", LEASE_S, 0.0)
-    slots = [Slot(0, "", 0), Slot(1, "gone", 7)]
-    assert machine.handle(Renewed(0.0, ALONE, slots), 0.0) == [Take(0, 0), Take(1, 7)]
-    assert machine.handle(Taken(0, 1), 0.1) == [Serve(0, 1)]
+    slots = [Slot(0, "b", 2), slot, Slot(2, "", 0)]
+    found = Renewed(0.0, BOTH, slots)
+    assert machine.handle(found, 0.0) == [Take(1, slot.lease_epoch)]
+    assert machine.handle(found, 0.1) == [], "it is being taken"
     assert machine.handle(Taken(1, None), 0.1) == []
-    assert machine.holds(0, 0.1)
-    assert not machine.holds(1, 0.1)
+    assert machine.handle(found, 0.2) == [Take(1, slot.lease_epoch)]
+    assert machine.handle(Taken(1, 8), 0.3) == [Serve(1, 8)]
+    slots[1] = Slot(1, "a", 8)
+    assert machine.handle(Renewed(0.4, BOTH, slots), 0.4) == [], "one that serves takes no other"
+    assert machine.holds(1, 0.4)
+    assert not machine.holds(2, 0.4)
+
+
+def test_members_that_look_for_a_slot_at_the_same_time_try_others() -> None:
+    slots = [Slot(0, "", 0), Slot(1, "", 0)]
+    found = Renewed(0.0, BOTH, slots)
+    assert Membership("a", LEASE_S, 0.0).handle(found, 0.0) == [Take(0, 0)]
+    assert Membership("b", LEASE_S, 0.0).handle(found, 0.0) == [Take(1, 0)]
 
 
 def test_a_slot_that_was_taken_with_an_unknown_outcome_is_taken_anew() -> None:
     machine = Membership("a", LEASE_S, 0.0)
-    assert machine.handle(Renewed(0.0, BOTH, [Slot(0, "b", 2), Slot(1, "a", 3)]), 0.0) == [Take(1, 3)]
+    assert machine.handle(Renewed(0.0, BOTH, [Slot(0, "", 2), Slot(1, "a", 3)]), 0.0) == [Take(1, 3)]
 
 
-def test_what_exceeds_its_share_is_handed_over_and_nothing_else_moves() -> None:
-    slots = [Slot(number, "a", 1) for number in range(3)]
-    machine = holding(*slots)
-    assert machine.handle(Renewed(1.0, BOTH, slots), 1.0) == [HandOver(2, 1)]
-    assert machine.handle(Renewed(2.0, BOTH, slots), 2.0) == []
-    assert machine.handle(HandedOver(2), 2.0) == []
-    slots[2] = Slot(2, "", 1)
-    assert machine.handle(Renewed(3.0, BOTH, slots), 3.0) == []
-
-
-def test_with_one_slot_the_others_stand_by_whatever_their_names() -> None:
-    assert holding(Slot(0, "a", 1)).handle(Renewed(1.0, BOTH, [Slot(0, "a", 1)]), 1.0) == []
-    assert Membership("a", LEASE_S, 0.0).handle(Renewed(1.0, BOTH, [Slot(0, "b", 1)]), 1.0) == []
+def test_without_a_free_slot_it_stands_by() -> None:
+    slots = [Slot(0, "b", 1), Slot(1, "c", 1)]
+    members = [*BOTH, Member("c", "c:1")]
+    assert Membership("a", LEASE_S, 0.0).handle(Renewed(1.0, members, slots), 1.0) == []
 
 
 def test_it_stops_at_two_thirds_of_its_lease_counted_from_when_it_asked() -> None:
-    machine = holding(Slot(0, "a", 1))
-    machine.handle(Renewed(5.0, ALONE, [Slot(0, "a", 1)]), 12.0)
+    machine = holding()
+    machine.handle(Renewed(5.0, ALONE, [OURS]), 12.0)
     assert machine.holds(0, 24.9)
     assert not machine.holds(0, 25.0)
-    assert machine.handle(Ticked(), 25.0) == [Drop(0), Stop()]
-    assert machine.state is MemberState.STOPPED
+    assert machine.handle(Ticked(), 25.0) == [Stop()]
+    assert machine.has_ended
     assert machine.handle(Renewed(26.0, ALONE, []), 26.0) == []
 
 
 @pytest.mark.parametrize("sent_s", [5.0, 19.0])
 def test_an_answer_after_a_freeze_stops_it(sent_s: float) -> None:
     """Even if the renewal was sent late: another may have taken over before it took effect."""
-    machine = holding(Slot(0, "a", 1))
-    assert machine.handle(Renewed(sent_s, ALONE, [Slot(0, "a", 1)]), 25.0) == [Drop(0), Stop()]
+    assert holding().handle(Renewed(sent_s, ALONE, [OURS]), 25.0) == [Stop()]
 
 
 def test_an_expired_lease_is_never_renewed() -> None:
-    machine = holding(Slot(0, "a", 1))
-    assert machine.handle(Expired(), 1.0) == [Drop(0), Stop()]
-    assert machine.state is MemberState.STOPPED
+    machine = holding()
+    assert machine.handle(Expired(), 1.0) == [Stop()]
+    assert machine.has_ended
 
 
 @pytest.mark.parametrize("found", [Slot(0, "b", 2), Slot(0, "a", 2), Slot(0, "", 1)])
-def test_a_slot_that_it_lost_is_dropped(found: Slot) -> None:
-    machine = holding(Slot(0, "a", 1))
-    assert Drop(0) in machine.handle(Renewed(1.0, BOTH, [found]), 1.0)
+def test_one_that_has_lost_its_slot_stops(found: Slot) -> None:
+    machine = holding()
+    assert machine.handle(Renewed(1.0, BOTH, [found]), 1.0) == [Stop()]
     assert not machine.holds(0, 1.0)
 
 
-def test_leaving_hands_over_everything_and_then_departs() -> None:
-    machine = holding(Slot(0, "a", 1), Slot(1, "a", 4))
-    assert machine.handle(LeaveRequested(), 1.0) == [HandOver(0, 1), HandOver(1, 4)]
-    assert machine.handle(Renewed(2.0, BOTH, [Slot(0, "", 1), Slot(1, "a", 4)]), 2.0) == [Drop(0)]
-    assert machine.handle(HandedOver(0), 2.0) == []
-    assert machine.handle(HandedOver(1), 2.0) == [Depart()]
-    assert machine.state is MemberState.STOPPED
+def test_one_that_has_taken_a_second_slot_unknowingly_stops_and_so_frees_it() -> None:
+    assert holding().handle(Renewed(1.0, ALONE, [OURS, Slot(1, "a", 1)]), 1.0) == [Stop()]
 
 
-def test_leaving_waits_for_a_slot_that_is_being_taken() -> None:
+def test_leaving_departs_at_once_even_while_a_slot_is_being_taken() -> None:
+    assert holding().handle(LeaveRequested(), 1.0) == [Depart()]
     machine = Membership("a", LEASE_S, 0.0)
     assert machine.handle(Renewed(0.0, ALONE, [Slot(0, "", 0)]), 0.0) == [Take(0, 0)]
-    assert machine.handle(LeaveRequested(), 0.1) == []
-    assert machine.handle(Taken(0, 1), 0.2) == [Serve(0, 1), HandOver(0, 1)]
-    assert machine.handle(HandedOver(0), 0.3) == [Depart()]
+    assert machine.handle(LeaveRequested(), 0.1) == [Depart()]
+    assert machine.handle(Taken(0, 1), 0.2) == []
 
 
 # ---------------------------------------------------------------------- the model

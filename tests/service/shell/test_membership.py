@@ -40,9 +40,6 @@ class Rows:
         self.slot = Slot(number, "a", lease_epoch + 1)
         return self.slot.lease_epoch
 
-    def release(self, number: int, lease_epoch: int) -> None:
-        self._note(f"release {number} {lease_epoch}")
-
     def depart(self) -> None:
         self._note("depart")
 
@@ -60,19 +57,21 @@ async def test_it_takes_a_free_slot_and_leaves_in_order() -> None:
     rows = Rows(Slot(0, "", 4))
     member = await joined(rows)
     assert await asyncio.wait_for(member.taken, 5) == Slot(0, "a", 5)
+    assert (member.fleet.served, member.fleet.addresses()) == (0, {0: "a:1"})
     await member.leave()
     assert member.ended.result() is None
     assert rows.calls[:3] == ["join a:1 here", "renew", "take 0"]
-    assert rows.calls[-3:] == ["release 0 5", "depart", "close"]
+    assert rows.calls[-2:] == ["depart", "close"]
 
 
 async def test_it_stands_by_and_knows_who_serves() -> None:
     rows = Rows(Slot(0, "b", 4), Member("b", "b:1"))
     member = await joined(rows)
     async with asyncio.timeout(5):
-        while not member.holder_address:  # noqa: ASYNC110 - it is read from the database
+        while not member.fleet.slots:  # noqa: ASYNC110 - it is read from the database
             await asyncio.sleep(0.01)
-    assert member.holder_address == "b:1"
+    assert member.fleet.served is None
+    assert member.fleet.addresses() == {0: "b:1"}
     assert not member.taken.done()
     await member.leave()
     assert rows.calls[-2:] == ["depart", "close"]

@@ -5,18 +5,27 @@ import io
 import json
 import sqlite3
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from perseus.job_id import slot_of
 from perseus.service.domain.commands import Announce, Store
+from perseus.service.domain.members import Slot
 from perseus.service.domain.model import JobState
+from perseus.service.domain.principals import Grant, Scope, Token
+from perseus.service.domain.records import StoredJob
 from perseus.service.storage.archive import ArchiveError, export_database, import_database
 from perseus.service.storage.checking import check_database
+from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.schema import HEAD
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun, TelemetrySequence
+from perseus.service.storage.store import Entry, EventEntry, JobEntry, NewRun, TelemetrySequence, TokenEntry
 from tests.service.service_fakes import Cluster, make_spec
+from tests.service.storage import postgresql
+
+TOKEN = Token("operator", "digest", Grant(Scope.OPERATOR), 0.0)
 
 
 def planned_job() -> list[Entry]:
@@ -154,4 +163,57 @@ def test_the_check_changes_nothing(database: Path | str) -> None:
     before = exported(database)
     assert check_database(database) == []
     assert exported(database) == before
-    assert json.loads(before.splitlines()[0]) == {"format": "perseus-store", "schema": HEAD}
+    assert json.loads(before.splitlines()[0]) == {"format": "perseus-store", "schema": HEAD, "slot_count": 1}
+
+
+async def test_jobs_of_one_slot_are_spread_over_several_and_go_on(
+    tmp_path: Path, postgresql_server: postgresql.Server
+) -> None:
+    source, target = tmp_path / "source.db", postgresql_server.new_database()
+    jobs = {slot: next(each for each in map(str, count()) if slot_of(each, 2) == slot) for slot in range(2)}
+    entries: list[Entry] = [NewRun(make_spec(job_id), 1, 12.5) for job_id in jobs.values()]
+    store = await SqlStore.open(source)
+    await store.write([*entries, TelemetrySequence("agent", 7), TokenEntry(TOKEN)])
+    marker, epoch = store.commit_marker, await store.epoch()
+    await store.close()
+    text = await asyncio.to_thread(exported, source)
+    with pytest.raises(ArchiveError, match="expected an empty database"):
+        await asyncio.to_thread(import_database, source, io.StringIO(text))
+    await asyncio.to_thread(import_database, target, io.StringIO(text), 2)
+    assert check_database(target) == []
+    for slot, job_id in jobs.items():
+        rows = await asyncio.to_thread(MemberRows, target, 30.0, 2)
+        rows.join("", "")
+        assert rows.take(slot, 0) == 1
+        own = await SqlStore.open(target, fence=Slot(slot, rows.member_id, 1))
+        (found,) = await own.load_jobs()
+        assert isinstance(found, StoredJob)
+        assert found.spec.job_id == job_id
+        assert await own.telemetry_sequence("agent") == 7
+        assert (await own.epoch(), own.has_lost(marker)) == (epoch, False)
+        assert await own.load_tokens() == [TOKEN]
+        await own.close()
+        rows.depart()
+        rows.close()
+    both = await asyncio.to_thread(exported, target)
+    again = postgresql_server.new_database()
+    with pytest.raises(ArchiveError, match="slots: expected 2, as in the file, found 1"):
+        await asyncio.to_thread(import_database, again, io.StringIO(both))
+    await asyncio.to_thread(import_database, again, io.StringIO(both), 2)
+    assert await asyncio.to_thread(exported, again) == both
+
+
+def test_new_slots_go_on_from_the_lease_epoch_that_agents_know(postgresql_server: postgresql.Server) -> None:
+    source, target = postgresql_server.new_database(), postgresql_server.new_database()
+    rows = MemberRows(source, 30.0)
+    rows.join("", "")
+    assert (rows.take(0, 0), rows.take(0, 1)) == (1, 2)
+    rows.depart()
+    rows.close()
+    import_database(target, io.StringIO(exported(source)), 2)
+    rows = MemberRows(target, 30.0, 2)
+    rows.join("", "")
+    found = rows.renew()
+    rows.close()
+    assert found is not None
+    assert [slot.lease_epoch for slot in found[1]] == [2, 2]

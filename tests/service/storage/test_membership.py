@@ -9,14 +9,17 @@ import pytest
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
+from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.storage import membership
 from perseus.service.storage.archive import export_database
+from perseus.service.storage.checking import check_database
 from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import TelemetrySequence
+from perseus.service.storage.store import TelemetrySequence, TokenEntry
 from tests.service.storage import postgresql
 
 LEASE_S = 30.0
+TOKEN = Token("operator", "digest", Grant(Scope.OPERATOR), 0.0)
 
 
 @pytest.fixture
@@ -31,8 +34,8 @@ class Fleet:
         self.url = url
         self.members: list[MemberRows] = []
 
-    def join(self, address: str = "", place: str = "", lease_s: float = LEASE_S) -> MemberRows:
-        member = MemberRows(self.url, lease_s)
+    def join(self, address: str = "", place: str = "", slots: int = 1) -> MemberRows:
+        member = MemberRows(self.url, LEASE_S, slots)
         self.members.append(member)
         member.join(address, place)
         return member
@@ -64,15 +67,13 @@ def test_one_member_takes_the_slot_and_another_can_not(fleet: Fleet) -> None:
     assert first.take(0, 1) == 2, "it settles an unknown outcome"
 
 
-def test_a_freed_slot_is_taken_with_a_higher_epoch(fleet: Fleet) -> None:
+def test_the_slot_of_one_that_departs_is_taken_with_a_higher_epoch(fleet: Fleet) -> None:
     first, second = fleet.join(), fleet.join()
     assert first.take(0, 0) == 1
-    first.release(0, 7)
-    assert second.take(0, 1) is None, "another epoch frees nothing"
-    first.release(0, 1)
+    assert second.take(0, 1) is None
+    first.depart()
     assert second.take(0, 1) == 2
-    second.depart()
-    assert first.take(0, 2) == 3
+    assert first.take(0, 2) is None, "it is no member any more"
 
 
 def test_an_expired_lease_is_never_renewed_and_its_slot_is_free(fleet: Fleet) -> None:
@@ -117,7 +118,8 @@ async def test_nothing_is_written_after_a_takeover(fleet: Fleet) -> None:
     store = await SqlStore.open(fleet.url, fence=fence)
     await store.write([TelemetrySequence("agent", 7)])
     assert store.lease_epoch == 1
-    first.release(0, 1)  # its session is not ended: only the fence is between
+    # Its session is not ended: only the fence is between.
+    fleet.run("UPDATE slots SET holder = ''")
     assert second.take(0, 1) == 2
     with pytest.raises(StoreFailedError, match="another coordinator has taken over"):
         await store.write([TelemetrySequence("agent", 8)])
@@ -174,3 +176,37 @@ def test_a_database_with_members_is_not_exported(fleet: Fleet) -> None:
     export_database(fleet.url, file)
     assert '"slots"' in file.getvalue()
     assert '"members"' not in file.getvalue()
+
+
+async def test_slots_have_tables_of_their_own_and_share_those_of_the_fleet(fleet: Fleet) -> None:
+    members = [await asyncio.to_thread(fleet.join, slots=3) for _ in range(3)]
+    stores = []
+    for number, member in enumerate(members):
+        assert member.take(number, 0) == 1
+        stores.append(await SqlStore.open(fleet.url, fence=Slot(number, member.member_id, 1)))
+    for number, store in enumerate(stores):
+        await store.write([TelemetrySequence("agent", 10 + number)])
+    await stores[0].write([TokenEntry(TOKEN)])
+    assert [await store.telemetry_sequence("agent") for store in stores] == [10, 11, 12]
+    assert [len(await store.load_tokens()) for store in stores] == [1, 1, 1]
+    assert len({await store.epoch() for store in stores}) == 3
+    for store in stores:
+        await store.close()
+    assert check_database(fleet.url) == []
+    fleet.run("INSERT INTO slot_2.telemetry VALUES ('other', 0, 0, '')")
+    assert check_database(fleet.url) == [
+        "slot 2: agent 'other': expected a telemetry sequence of 1 or more, found 0"
+    ]
+
+
+def test_the_number_of_slots_is_fixed_at_the_first_start(fleet: Fleet) -> None:
+    fleet.join(slots=2)
+    with pytest.raises(DatabaseUnavailableError, match=r"slots: expected 2, as its jobs .*, found 1"):
+        fleet.join()
+
+
+async def test_a_database_of_one_coordinator_goes_on_with_one_slot(fleet: Fleet) -> None:
+    await (await SqlStore.open(fleet.url)).close()
+    with pytest.raises(DatabaseUnavailableError, match=r"slots: expected 1, as its jobs .*, found 2"):
+        await asyncio.to_thread(fleet.join, slots=2)
+    await asyncio.to_thread(fleet.join)

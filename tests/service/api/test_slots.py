@@ -1,0 +1,221 @@
+"""A coordinator of one slot of several: what is about another slot is refused with where that is served."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from perseus.service.api.elsewhere import Elsewhere
+from perseus.service.domain.members import Fleet, Member, Slot
+from perseus.service.domain.principals import Grant
+from perseus.service.domain.specification import Coordinates
+from perseus.service.shell import tokens
+from perseus.service.storage.membership import MemberRows
+from perseus.tls.channels import Channels
+from perseus.tls.tokens import TokenSource
+from perseus.v1 import agent_service_pb2, info_service_pb2, ledger_service_pb2, power_service_pb2
+from perseus.v1 import job_service_pb2 as jobs_pb2
+from perseus.v1 import token_service_pb2 as tokens_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from perseus.v1.info_service_pb2_grpc import InfoServiceStub
+from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
+from perseus.v1.power_service_pb2_grpc import PowerServiceStub
+from perseus.v1.token_service_pb2_grpc import TokenServiceStub
+from tests.service.grpc_fakes import (
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    connected_to,
+    make_settings,
+    refusal,
+    running_here,
+)
+from tests.service.sites import tokens_of_coordinators
+from tests.service.storage import postgresql
+
+HERE, THERE = "llama-2", "llama-4"
+"""A job of slot 1 of two, and one of slot 0."""
+PLACE = Coordinates(0, 0, 0)
+ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, "SERVED_ELSEWHERE", {"address": "other:1", "slot": "0"})
+
+
+def fleet() -> Fleet:
+    """Return a fleet of which this coordinator serves slot 1."""
+    members = [Member("other", "other:1"), Member("standby", "standby:1"), Member("me", "me:1")]
+    return Fleet("me", 1, members, [Slot(0, "other", 3), Slot(1, "me", 4)])
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    async with connected(make_settings(tmp_path), fleet()) as made:
+        yield made
+
+
+ABOUT_OTHERS: dict[str, Callable[[Client], Any]] = {
+    "register": lambda client: client.register(job_id=THERE),
+    "get": lambda client: client.job(THERE),
+    "runs": lambda client: client.jobs.ListRuns(jobs_pb2.ListRunsRequest(job_id=THERE)),
+    "ranks": lambda client: client.ranks(THERE),
+    "events": lambda client: client.jobs.ListJobEvents(jobs_pb2.ListJobEventsRequest(job_id=THERE)),
+    "delete": lambda client: client.jobs.DeleteJob(
+        jobs_pb2.DeleteJobRequest(job_id=THERE, allow_missing=True)
+    ),
+    "finish": lambda client: client.finish(THERE),
+    "resume": lambda client: client.jobs.ResumeJob(jobs_pb2.ResumeJobRequest(job_id=THERE)),
+    "report": lambda client: client.jobs.GetReport(jobs_pb2.GetReportRequest(job_id=THERE)),
+    "timeline": lambda client: client.jobs.GetTimeline(jobs_pb2.GetTimelineRequest(job_id=THERE)),
+    "watch": lambda client: client.events(THERE),
+    "ledger": lambda client: LedgerServiceStub(client.channel).ListLedgerEntries(
+        ledger_service_pb2.ListLedgerEntriesRequest(job_id=THERE)
+    ),
+    "create a token": lambda client: TokenServiceStub(client.channel).CreateToken(
+        tokens_pb2.CreateTokenRequest(name="new", scope=tokens_pb2.SCOPE_READER)
+    ),
+    "revoke a token": lambda client: TokenServiceStub(client.channel).RevokeToken(
+        tokens_pb2.RevokeTokenRequest(name="new")
+    ),
+    "set a budget": lambda client: PowerServiceStub(client.channel).SetBudget(
+        power_service_pb2.SetBudgetRequest(budget_id="b", feed="default", limit_w=1e3)
+    ),
+    "cancel a budget": lambda client: PowerServiceStub(client.channel).CancelBudget(
+        power_service_pb2.CancelBudgetRequest(budget_id="b")
+    ),
+}
+
+
+async def test_calls_about_another_slot_name_who_serves_it(client: Client) -> None:
+    for name, call in ABOUT_OTHERS.items():
+        assert await refusal(call(client)) == ELSEWHERE, name
+    assert (await client.register(job_id=HERE)).job_id == HERE
+    assert (await client.job(HERE)).job_id == HERE
+
+
+async def test_while_nobody_serves_a_slot_no_address_is_named(tmp_path: Path) -> None:
+    alone = fleet()
+    alone.members = [Member("me", "me:1")]
+    async with connected(make_settings(tmp_path), alone) as client:
+        found = await refusal(client.job(THERE))
+    assert found[2] == {"address": "", "slot": "0"}
+
+
+async def test_a_rank_of_another_slots_job_is_refused_and_the_stream_goes_on(client: Client) -> None:
+    await client.register(job_id=HERE)
+    here = FakeAgent(client, "agent", [PLACE], job_id=HERE)
+    await here.hello()
+    assert (here.welcome.slot_count, here.welcome.slot) == (2, 1)
+    there = FakeAgent(client, "unused", [PLACE], job_id=THERE)
+    await here.send(rank_joined=there.joined(there.ranks[PLACE]))
+    await here.until(lambda: bool(here.refused))
+    (refused,) = here.refused
+    assert (refused.job_id, refused.reason) == (THERE, "SERVED_ELSEWHERE")
+    assert dict(refused.metadata) == {"address": "other:1", "slot": "0"}
+    await here.join_ranks()
+    for agent in (here, there):
+        await agent.end()
+
+
+async def hello(client: Client, slot: int) -> agent_service_pb2.ConnectResponse:
+    call = client.agents.Connect(timeout=TIMEOUT_S)
+    await call.write(ConnectRequest(hello=agent_service_pb2.Hello(instance_id="a", hostname="h", slot=slot)))
+    answer = await call.read()
+    assert isinstance(answer, agent_service_pb2.ConnectResponse)
+    call.cancel()
+    return answer
+
+
+async def test_an_agent_for_another_slot_is_sent_there(client: Client) -> None:
+    assert (await hello(client, 1)).welcome.slot == 1
+    assert await refusal(hello(client, 0)) == ELSEWHERE
+
+
+async def test_the_coordinators_of_a_fleet_are_listed_by_slot(client: Client, tmp_path: Path) -> None:
+    request = info_service_pb2.ListCoordinatorsRequest()
+    answer = await InfoServiceStub(client.channel).ListCoordinators(request, timeout=TIMEOUT_S)
+    assert answer.slot_count == 2
+    assert [
+        (each.address, each.slot if each.HasField("slot") else None, each.lease_epoch, each.is_answering)
+        for each in answer.coordinators
+    ] == [("other:1", 0, 3, False), ("me:1", 1, 4, True), ("standby:1", None, 0, False)]
+
+
+async def test_a_coordinator_alone_lists_itself(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        request = info_service_pb2.ListCoordinatorsRequest()
+        answer = await InfoServiceStub(client.channel).ListCoordinators(request, timeout=TIMEOUT_S)
+    (only,) = answer.coordinators
+    assert (answer.slot_count, only.slot, only.HasField("slot"), only.is_answering) == (1, 0, True, True)
+
+
+async def test_one_that_stands_by_sends_agents_to_their_slot_and_others_to_any() -> None:
+    known = fleet()
+    known.me, known.served = "standby", None
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Elsewhere(known),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connected_to(f"127.0.0.1:{port}") as client:
+        assert await refusal(hello(client, 0)) == ELSEWHERE
+        assert (await refusal(hello(client, 1)))[2] == {"address": "me:1", "slot": "1"}
+        found = {(await refusal(client.job(THERE)))[2]["address"] for _ in range(40)}
+    await server.stop(None)
+    assert found == {"other:1", "me:1"}
+
+
+@pytest.mark.slow("two coordinators on a PostgreSQL server")
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
+async def test_a_token_that_is_revoked_at_slot_0_ends_its_streams_at_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "RELOAD_S", 0.1)
+    with postgresql.running() as server:
+        database = server.new_database()
+        async with AsyncExitStack() as stack:
+            made = stack.enter_context(tokens_of_coordinators(monkeypatch))
+            addresses = []
+            for slot in range(2):
+                rows = stack.enter_context(closing(await asyncio.to_thread(MemberRows, database, 60.0, 2)))
+                rows.join(f"c{slot}:1", "")
+                epoch = rows.take(slot, 0)
+                assert epoch == 1
+                found = rows.renew()
+                assert found is not None
+                settings = make_settings(
+                    tmp_path,
+                    database=database,
+                    slots=2,
+                    insecure=False,
+                    operator_token_file=tmp_path / "operator.token",
+                )
+                own = Fleet(rows.member_id, slot, *found)
+                fence = Slot(slot, rows.member_id, epoch)
+                addresses.append((await stack.enter_async_context(running_here(settings, fence, own)))[0])
+            _, secret = await made[0].create("reader", Grant.parse("reader"), None)
+
+            async def is_known() -> bool:
+                return any(token.name == "reader" for token in made[1].tokens)
+
+            async with asyncio.timeout(TIMEOUT_S):
+                while not await is_known():  # noqa: ASYNC110 - it is read from the database
+                    await asyncio.sleep(0.02)
+            channels = Channels(addresses[1], token=TokenSource(token=secret))
+            client = Client(await stack.enter_async_context(channels.open()))
+            operator = Channels(addresses[1], token=TokenSource(path=tmp_path / "operator.token"))
+            async with operator.open() as channel:
+                await Client(channel).register(job_id=HERE)
+            watch = client.jobs.WatchJob(jobs_pb2.WatchJobRequest(job_id=HERE), timeout=TIMEOUT_S)
+            updates = aiter(watch)
+            assert isinstance(await anext(updates), jobs_pb2.WatchJobResponse)
+            await made[0].revoke("reader")
+
+            async def read_on() -> None:
+                async for _ in updates:
+                    pass
+
+            assert (await refusal(read_on()))[1] == "TOKEN_REVOKED"
+            assert (await refusal(client.job(HERE)))[1] == "TOKEN_REVOKED"

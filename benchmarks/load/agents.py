@@ -179,6 +179,7 @@ class Agent:
         findings: Findings,
         reconnect_within_s: float,
         is_echo: bool,
+        slot: int = 0,
     ) -> None:
         self.ranks = ranks
         self.sequence = 0
@@ -193,6 +194,7 @@ class Agent:
         self._findings = findings
         self._reconnect_within_s = reconnect_within_s
         self._is_echo = is_echo
+        self._slot = slot
         self._by_place = {rank.place: rank for rank in ranks}
         self._unacknowledged: deque[tuple[int, bytes, float]] = deque()
         self._resent_through = 0
@@ -333,6 +335,7 @@ class Agent:
             protocol_version=1,
             commit_marker=self._commit_marker,
             max_bundle_bytes=MAX_BYTES,
+            slot=self._slot,
         )
 
     def _ended(self, target: str, why: str) -> None:

@@ -72,15 +72,17 @@ class Generator:
         self._channel = channel(self._channels.address)
         self._stub = job_service_pb2_grpc.JobServiceStub(self._channel)
 
-    async def find(self, limit_s: float) -> None:
-        """Find the one of several coordinators that serves."""
+    async def find(self, job_id: str, limit_s: float) -> None:
+        """Find the one of several coordinators that serves a job, which need not be registered."""
         ends_s = time.monotonic() + limit_s
         while True:
             try:
-                request = job_service_pb2.ListJobsRequest(page_size=1)
-                await self._stub.ListJobs(request, timeout=_FIND_TIMEOUT_S)
+                request = job_service_pb2.GetJobRequest(job_id=job_id)
+                await self._stub.GetJob(request, timeout=_FIND_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    return
                 if time.monotonic() > ends_s:
                     raise
                 is_round_over = self._channels.move_on(error)

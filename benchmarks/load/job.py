@@ -37,6 +37,8 @@ class JobTask:
     period_s: float = 1.0
     reconnect_within_s: float = 1.0
     is_echo: bool = False
+    slot: int = 0
+    """The slot of the fleet's jobs that it belongs to."""
 
 
 @dataclass(slots=True)
@@ -85,6 +87,7 @@ class Job:
                 findings,
                 task.reconnect_within_s,
                 task.is_echo,
+                task.slot,
             )
             for number, first in enumerate(range(0, len(self.ranks), size))
         ]

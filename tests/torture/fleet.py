@@ -2,9 +2,9 @@
 
 python -m tests.torture.fleet COUNT [--seed SEED]
 
-One coordinator serves the jobs, the others stand by. The agents of `benchmarks.load` record all messages: no
-acknowledged batch may be lost or counted twice, no version of clocks used twice, and no message may come with
-an older lease epoch than an earlier one.
+Each of two coordinators serves a slot of jobs, with one job in it, and a third stands by. The agents of
+`benchmarks.load` record all messages: no acknowledged batch may be lost or counted twice, no version of
+clocks used twice, and no message may come with an older lease epoch than an earlier one.
 """
 
 import argparse
@@ -18,16 +18,23 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count as numbers
 from pathlib import Path
 
 from benchmarks.coordinator_load import report_problems
 from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
+from perseus.job_id import slot_of
+from tests.event_log import logged
 from tests.ports import free_port
 from tests.service.storage import postgresql
 from tests.torture.coordinator import FLAGS, STAGES, check_by_command
 from tests.torture.killed_postgresql import KilledServer
 
 COORDINATORS = 3
+SLOTS = 2
+JOBS = [next(job for job in map(str, numbers()) if slot_of(job, SLOTS) == slot) for slot in range(SLOTS)]
+"""A job of each slot."""
+
 MEMBER_LEASE_S = 3.0
 PERIOD_S = 0.5
 _LIMIT_S = 60.0
@@ -42,7 +49,7 @@ KINDS = {
     "kill a standby": 2,
     "kill PostgreSQL": 1,
 }
-"""How the serving coordinator ends, with weights; and what else may happen."""
+"""How one of those that serve ends, with weights; and what else may happen."""
 
 
 @dataclass(slots=True)
@@ -50,7 +57,7 @@ class Outcome:
     """The result of all rounds.
 
     Attributes:
-        failover_s: by kind, from the end of a coordinator until all agents were served by another.
+        failover_s: by kind, from the end of a coordinator until all its agents were served by another.
         end_statuses: of coordinators that ended by themselves.
     """
 
@@ -65,7 +72,7 @@ class Fleet:
     """Coordinators on one database."""
 
     def __init__(self, folder: Path, database: str, stack: ExitStack) -> None:
-        flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S))
+        flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S), "--slots", str(SLOTS))
         self.coordinators = []
         for number in range(COORDINATORS):
             (own := folder / str(number)).mkdir()
@@ -84,23 +91,31 @@ class Fleet:
                 each.launch()
 
     def wait_for_all(self) -> None:
-        """Wait until all serve or stand by."""
+        """Wait until all serve or stand by, and every slot is served."""
         ends_s = time.monotonic() + _LIMIT_S
         for each in self.coordinators:
             while not (each.is_listening() or '"standing by"' in each.log.read_text()):
                 assert time.monotonic() < ends_s, each.log.read_text()[-1000:]
                 time.sleep(0.02)
+        for slot in range(SLOTS):
+            self.holder(slot)
 
-    def holder(self, but: CoordinatorProcess | None = None) -> CoordinatorProcess:
-        """Wait until one that runs serves, other than `but`; return it."""
+    def holder(self, slot: int, but: CoordinatorProcess | None = None) -> CoordinatorProcess:
+        """Wait until one that runs serves a slot, other than `but`; return it."""
         ends_s = time.monotonic() + _LIMIT_S
         while time.monotonic() < ends_s:
             for each in self.coordinators:
-                if each is not but and each.start_count and each.poll() is None and each.is_listening():
+                if (
+                    each is not but
+                    and each.start_count
+                    and each.poll() is None
+                    and each.is_listening()
+                    and logged(each.log, "took over the jobs")["slot"] == slot
+                ):
                     return each
             time.sleep(0.02)
         logs = [each.log.read_text()[-1000:] for each in self.coordinators]
-        raise AssertionError(f"expected a coordinator that serves, found {logs}")
+        raise AssertionError(f"expected a coordinator that serves slot {slot}, found {logs}")
 
 
 def torture(
@@ -112,26 +127,31 @@ def torture(
         database = server.new_database()
         fleet = Fleet(folder, database, stack)
         fleet.launch_ended()
-        fleet.holder()
-        with Agents(fleet.target) as agents:
-            agents.ask("find", limit_s=_LIMIT_S)
-            agents.ask(
-                "add",
-                job_id="fleet",
-                pipeline_count=pipeline_count,
-                stage_count=STAGES,
-                microbatch_count=4,
-                period_s=PERIOD_S,
-                reconnect_within_s=0.3,
-            )
+        fleet.wait_for_all()
+        with ExitStack() as loads:
+            agents = [loads.enter_context(Agents(fleet.target)) for _ in range(SLOTS)]
+            for slot, own in enumerate(agents):
+                own.ask("find", job_id=JOBS[slot], limit_s=_LIMIT_S)
+                own.ask(
+                    "add",
+                    job_id=JOBS[slot],
+                    slot=slot,
+                    pipeline_count=pipeline_count,
+                    stage_count=STAGES,
+                    microbatch_count=4,
+                    period_s=PERIOD_S,
+                    reconnect_within_s=0.3,
+                )
             for number in range(count):
                 time.sleep(chance.uniform(0.0, _MAX_DELAY_S))
                 drawn = chance.choices(list(KINDS), list(KINDS.values()))[0]
                 kind = kinds[number % len(kinds)] if kinds else drawn
-                print(f"{number}: {kind}", flush=True)
-                _strike(fleet, agents, kind, KilledServer(server), chance, outcome)
-            agents.ask("find", limit_s=_LIMIT_S)
-            _settle(agents, count, outcome)
+                slot = chance.randrange(SLOTS)
+                print(f"{number}: {kind}, slot {slot}", flush=True)
+                _strike(fleet, agents, slot, kind, KilledServer(server), chance, outcome)
+            for slot, own in enumerate(agents):
+                own.ask("find", job_id=JOBS[slot], limit_s=_LIMIT_S)
+                _settle(own, JOBS[slot], count, outcome)
         fleet.wait_for_all()
         for each in fleet.coordinators:
             if (status := each.terminate()) != 0:
@@ -141,60 +161,72 @@ def torture(
 
 
 def _strike(
-    fleet: Fleet, agents: Agents, kind: str, server: KilledServer, chance: random.Random, outcome: Outcome
+    fleet: Fleet,
+    agents: Sequence[Agents],
+    slot: int,
+    kind: str,
+    server: KilledServer,
+    chance: random.Random,
+    outcome: Outcome,
 ) -> None:
     fleet.wait_for_all()
-    holder = fleet.holder()
+    holders = [fleet.holder(each) for each in range(SLOTS)]
+    holder = holders[slot]
     if kind == "kill a standby":
-        chance.choice([each for each in fleet.coordinators if each is not holder]).kill()
+        chance.choice([each for each in fleet.coordinators if each not in holders]).kill()
         fleet.launch_ended()
         return
     since_s = time.monotonic()
+    struck = [agents[slot]]
     match kind:
         case "kill":
             holder.kill()
-            fleet.holder(but=holder)
+            fleet.holder(slot, but=holder)
         case "kill and restart":
             holder.kill()
             holder.launch()
         case "leave":
             if (status := holder.terminate()) != 0:
                 outcome.problems.append(f"SIGTERM: exit status {status}: {holder.log.read_text()[-500:]}")
-            fleet.holder(but=holder)
+            fleet.holder(slot, but=holder)
         case "freeze":
             os.kill(holder.pid, signal.SIGSTOP)
             ends_s = time.monotonic() + _FREEZE_S + chance.uniform(0.0, _FREEZE_S)
             while time.monotonic() < ends_s:
-                agents.ask("leave_silent")
+                agents[slot].ask("leave_silent")
                 time.sleep(0.1)
-            fleet.holder(but=holder)
+            fleet.holder(slot, but=holder)
             os.kill(holder.pid, signal.SIGCONT)
             outcome.end_statuses[holder.wait()] += 1
         case "kill PostgreSQL":
+            struck = list(agents)
             server.kill()
-            outcome.end_statuses[holder.wait()] += 1
+            for each in holders:
+                outcome.end_statuses[each.wait()] += 1
             server.start()
             fleet.launch_ended()
     try:
-        back = agents.ask("back", since_s=since_s, limit_s=_LIMIT_S)
+        for each_load in struck:
+            back = each_load.ask("back", since_s=since_s, limit_s=_LIMIT_S)
+            outcome.failover_s.setdefault(kind, []).append(back["joined_s"])
     except GeneratorError as error:
         states = [each.standing() if each.poll() is None else "ended" for each in fleet.coordinators]
         raise AssertionError(f"{kind}: {error}; {states}") from None
-    outcome.failover_s.setdefault(kind, []).append(back["joined_s"])
     fleet.launch_ended()
 
 
-def _settle(agents: Agents, count: int, outcome: Outcome) -> None:
+def _settle(agents: Agents, job_id: str, count: int, outcome: Outcome) -> None:
     try:
-        agents.ask("planned", job_id="fleet", limit_s=2 * _LIMIT_S)
+        agents.ask("planned", job_id=job_id, limit_s=2 * _LIMIT_S)
     except GeneratorError as error:
         outcome.problems.append(str(error))
-    agents.ask("rest", job_id="fleet", limit_s=_LIMIT_S)
-    outcome.problems += report_problems(agents, "fleet", count)
-    counts = agents.ask("counts", job_id="fleet")
-    outcome.batch_count, outcome.version_count = counts["acknowledged"], counts["versions"]
+    agents.ask("rest", job_id=job_id, limit_s=_LIMIT_S)
+    outcome.problems += report_problems(agents, job_id, count)
+    counts = agents.ask("counts", job_id=job_id)
+    outcome.batch_count += counts["acknowledged"]
+    outcome.version_count += counts["versions"]
     outcome.problems += agents.ask("findings")["messages"]
-    agents.ask("finish", job_id="fleet")
+    agents.ask("finish", job_id=job_id)
 
 
 def main(count: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Another coordinator takes over, whatever ends the one that serves. `make torture-fleet` ends more."""
+"""Another coordinator takes over, whatever ends one that serves. `make torture-fleet` ends more."""
 
 import random
 from pathlib import Path

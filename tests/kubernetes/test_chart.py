@@ -51,7 +51,9 @@ CASES: Mapping[str, Values] = {
         "coordinator": {"enabled": False},
         "agent": {"coordinator": "perseus.example:50051", "hostPaths": {"grants": "/etc/perseus/grants"}},
     },
-    "a fleet": {"coordinator": {"replicas": 3, "databaseSecret": "perseus-database"}},
+    "a fleet": {
+        "coordinator": {"replicas": 3, "databaseSecret": "perseus-database", "settings": {"slots": 2}}
+    },
     "a coordinator alone": {"agent": {"enabled": False}, "networkPolicy": {"enabled": False}},
     "everything": {
         "imagePullSecrets": [{"name": "registry"}],
@@ -145,7 +147,8 @@ def test_settings_are_settings(values: Values, tmp_path: Path) -> None:
         file = tmp_path / f"{part}.toml"
         file.write_text(only(found, "ConfigMap", part)["data"][file.name])
         if part == "coordinator":
-            coordinator = configuration.load(CoordinatorSettings, file, {})
+            of_fleet = {"database": "postgresql://perseus@db/perseus"} if values is CASES["a fleet"] else {}
+            coordinator = configuration.load(CoordinatorSettings, file, of_fleet)
             assert coordinator.lease_s == values.get("coordinator", {}).get("settings", {}).get("lease_s", 30)
             is_elsewhere = "databaseSecret" in values.get("coordinator", {})
             assert (str(coordinator.database) == "/var/lib/perseus/jobs.db") is not is_elsewhere

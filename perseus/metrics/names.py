@@ -118,6 +118,11 @@ STORE_LATE = SERVER.gauge("store_late_seconds", "How long the oldest work has wa
 STORE_WAITING = SERVER.gauge("store_waiting", "Work that waits to be stored and carried out.")
 STORE_COMMIT = SERVER.histogram("store_commit_seconds", "Duration of commits, from the request on.")
 STORE_ENTRIES = SERVER.counter("store_entries", "Records written.")
+STORE_STANDBYS = SERVER.gauge(
+    "store_standbys",
+    "Standbys of the PostgreSQL database, as of the last minute; commits wait for synchronous ones.",
+    "kind",
+)
 STORE_SIZE = SERVER.gauge("store_size_bytes", "Size of the database, as of the last minute.")
 
 SOLVER_QUEUE = SERVER.gauge("solver_queue", "Problems that wait for a solver process.", "pool")

@@ -25,6 +25,7 @@ BOUNDED = {
     "reason": "enumeration",
     "pool": "two",
     "slot": "the one that is served",
+    "kind": "two",
     "job_id": "the newest 1,000",
     "feed": "those that are configured",
     "signal": "those that are configured",

@@ -126,6 +126,7 @@ def check_hello(message: agent_service_pb2.Hello) -> None:
     check_text("hello.commit_marker", message.commit_marker)
     check_text("hello.instance_key", message.instance_key)
     check_range("hello.max_bundle_bytes", message.max_bundle_bytes, 0, MAX_COUNT)
+    check_range("hello.slot", message.slot, 0, MAX_COUNT)
 
 
 def place_from_proto(message: RankMessage, field: str = "") -> Coordinates:

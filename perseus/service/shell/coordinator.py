@@ -6,7 +6,7 @@ and `agents` serves agents; the writer stores everything before anything leaves.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -65,6 +65,7 @@ class Coordinator:
         writer: stores.
         job_solver, request_solver: solve for jobs, and for clients' requests.
         store_size_bytes: size of the database, None until it is known.
+        standbys: how many standbys the database has, by kind, as far as it is known.
         lag_s, late_total_s: how late the loop's last tick was, and the sum over all ticks.
     """
 
@@ -90,6 +91,7 @@ class Coordinator:
         # When the loop's idle time was last looked at, and that.
         self._looked_at = time.monotonic(), 0.0
         self.store_size_bytes: int | None = None
+        self.standbys: Mapping[str, int] = {}
         self.job_solver, self.request_solver = job_solver, request_solver
         self.signals, self._has_signals = Signals(signals, rates), bool(signals)
         self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, self._rates_at, fleet)
@@ -169,6 +171,7 @@ class Coordinator:
             self.jobs.evict(self._retention, time.time())
             if pruned.is_done:
                 self.store_size_bytes = await self._store.size_bytes()
+                self.standbys = await self._store.standbys()
             await asyncio.sleep(PRUNE_ROUND_S if pruned.is_done else PRUNE_STEP_S)
 
     def late_s(self) -> float:

@@ -30,6 +30,18 @@ _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionErro
 _NOT_ARCHIVED = schema.runs.c.is_archived == 0
 
 
+def standbys(connection: Connection) -> Mapping[str, int]:
+    """Return how many standbys of the database have, and may lack, all that is committed: by
+    "synchronous" and "asynchronous"; nothing if that can't be read, as on SQLite."""
+    may_read = "SELECT pg_has_role('pg_read_all_stats', 'USAGE')"
+    if connection.dialect.name != "postgresql" or not connection.scalar(text(may_read)):
+        return {}
+    states = connection.scalars(text("SELECT sync_state FROM pg_stat_replication")).all()
+    # The others are async, or potential: commits do not wait for them.
+    synchronous_count = sum(state in ("sync", "quorum") for state in states)
+    return {"synchronous": synchronous_count, "asynchronous": len(states) - synchronous_count}
+
+
 def load_jobs(connection: Connection) -> list[StoredJob | RunSnapshot | UnreadableJob]:
     """Return the latest run of every job, by identifier, unless it is archived."""
     runs = schema.runs.c

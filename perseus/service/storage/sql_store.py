@@ -55,6 +55,7 @@ def _read_method(
 class SqlStore:
     """Jobs by runs: profiles, offers, reports and events; and the acknowledged telemetry of each agent."""
 
+    standbys = _read_method(reading.standbys)
     load_jobs = _read_method(reading.load_jobs)
     load_ended_run = _read_method(reading.load_ended_run)
     ended_jobs = _read_method(reading.ended_jobs)

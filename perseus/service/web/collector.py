@@ -127,6 +127,8 @@ class CoordinatorCollector:
         readings.put(names.STORE_COMMIT, writer.commits)
         readings.put(names.STORE_ENTRIES, writer.entry_count)
         readings.put(names.STORE_SIZE, self._coordinator.store_size_bytes)
+        for kind, standby_count in self._coordinator.standbys.items():
+            readings.put(names.STORE_STANDBYS, standby_count, kind)
 
     # ------------------------------------------------------------------ jobs
 

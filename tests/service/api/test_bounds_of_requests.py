@@ -168,7 +168,7 @@ def output(agent: FakeAgent) -> list[ConnectRequest]:
 
 NEVER_ANSWERED = {("message_refused", "rank", name) for name in ("pipeline", "stage", "tensor")}
 """Refusals: they are only logged."""
-OF_STREAM = {("hello", "protocol_version"), ("hello", "max_bundle_bytes")}
+OF_STREAM = {("hello", "protocol_version"), ("hello", "max_bundle_bytes"), ("hello", "slot")}
 OF_COORDINATOR = {
     ("heartbeat", "power_interval_s"),
     ("heartbeat", "savings", "energy_percent"),

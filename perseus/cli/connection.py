@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 _FIND_TIMEOUT_S = 3.0
+_TAKEOVER_S = 60.0
+"""How long a stream waits for a coordinator that takes over, or comes back."""
+_RETRY_S = 0.5
 
 _UNKNOWN_JOB = re.compile(r"job '(?P<job_id>.*)' is not registered")
 
@@ -155,8 +159,18 @@ def _check_text(name: str, value: object) -> None:
 
 
 @contextmanager
-def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["grpc.Channel"]:
+def connected(connection: Connection) -> Iterator["grpc.Channel"]:
     """Open a channel to the coordinator; turn its refusals into one line and an exit code.
+
+    What is about one job is asked of the coordinator that serves it.
+    """
+    with escaping(connection) as channel:
+        yield channel.as_grpc
+
+
+@contextmanager
+def escaping(connection: Connection, *, is_quiet: bool = False) -> Iterator["EscapingChannel"]:
+    """Do the same with a channel that can be led elsewhere.
 
     `is_quiet`: show no sign of waiting for an answer, as the caller owns the screen.
     """
@@ -172,15 +186,15 @@ def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["gr
     channels = connection.channels()
     if channels.has_several:
         _find_holder(channels)
-    with channels.open_blocking() as plain:
+    description = None if is_quiet else f"Asking {connection.coordinator}"
+    with EscapingChannel(channels, description) as channel:
         try:
-            description = None if is_quiet else f"Asking {connection.coordinator}"
-            yield cast("grpc.Channel", EscapingChannel(plain, description))
+            yield channel
         except grpc.RpcError as error:
-            where, code = channels.address, error.code()
+            where, code = channel.address, error.code()
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 with working("Looking for the reason"):
-                    reason = channels.diagnosis_blocking()
+                    reason = channel.diagnosis()
                 if code is grpc.StatusCode.UNAVAILABLE:
                     fail(f"no coordinator at {where}: {reason or error.details()}", FAILURE)
                 fail(
@@ -192,7 +206,7 @@ def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["gr
                 origin = f"; the token is from {channels.token_origin}" if channels.token_origin else ""
                 details = f"{where}: {details}{origin}. {_ANOTHER_TOKEN}"
             if code is grpc.StatusCode.NOT_FOUND and (wrong := _UNKNOWN_JOB.fullmatch(details)):
-                details += _similar_job(plain, wrong["job_id"])
+                details += _similar_job(channel, wrong["job_id"])
             fail(details, BAD_INPUT if code in their_fault else FAILURE)
 
 
@@ -215,17 +229,18 @@ def _find_holder(channels: "Channels") -> None:
                 is_over = channels.move_on(error)
 
 
-def _similar_job(channel: "grpc.Channel", job_id: str) -> str:
+def _similar_job(channel: "EscapingChannel", job_id: str) -> str:
     """Return a question after a job with a similar identifier; empty if there is none to be seen."""
     import grpc
 
-    from perseus.cli.listing import PAGE_SIZE, pages
+    from perseus.cli.fleet import Fleet
+    from perseus.cli.listing import PAGE_SIZE
     from perseus.v1.job_service_pb2 import ListJobsRequest
-    from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
     try:
-        found = pages(JobServiceStub(channel).ListJobs, ListJobsRequest(page_size=PAGE_SIZE))
-        return did_you_mean(job_id, [job.job_id for page in found for job in page.jobs])
+        with Fleet(channel) as fleet:
+            known = fleet.jobs(ListJobsRequest(page_size=PAGE_SIZE))
+        return did_you_mean(job_id, [job.job_id for job in known])
     except grpc.RpcError:  # the caller may have no right to see them
         return ""
 
@@ -233,32 +248,107 @@ def _similar_job(channel: "grpc.Channel", job_id: str) -> str:
 class EscapingChannel:
     """A channel that makes all text in its answers printable, because other people wrote it.
 
-    It has the part of a channel that the contract's stubs use. With a description, it shows that it waits for
-    an answer.
+    It has the part of a channel that the contract's stubs use. A call that another coordinator has to answer
+    is made there, unless it `stays`; a stream goes on at the coordinator that takes over. With a description,
+    it shows that it waits for an answer.
     """
 
-    def __init__(self, channel: "grpc.Channel", description: str | None = "Asking") -> None:
-        self._channel = channel
+    def __init__(
+        self, channels: "Channels", description: str | None = "Asking", *, stays: bool = False
+    ) -> None:
+        self._channels = channels
         self._description = description
+        self._stays = stays
+        self._channel = channels.open_blocking()
+
+    def __enter__(self) -> "EscapingChannel":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._channel.close()
+
+    @property
+    def as_grpc(self) -> "grpc.Channel":
+        """Itself, as the contract's stubs take it."""
+        return cast("grpc.Channel", self)
+
+    @property
+    def address(self) -> str:
+        """The address of the coordinator that it was last connected to."""
+        return self._channels.address
+
+    def diagnosis(self) -> str | None:
+        """Return why that one can't be reached, if that can be determined."""
+        return self._channels.diagnosis_blocking()
+
+    def to(self, address: str) -> "EscapingChannel | None":
+        """Return a channel that stays at a named address; None if that may not be followed."""
+        channels = self._channels.at(address)
+        return EscapingChannel(channels, self._description, stays=True) if channels is not None else None
+
+    def move_on(self, error: "grpc.RpcError") -> bool:
+        """Go on to the next coordinator, as `Channels.move_on`."""
+        should_wait = self._channels.move_on(error)
+        self._reopen()
+        return should_wait
 
     def unary_unary(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
         """Wrap `grpc.Channel.unary_unary`."""
-        call = self._channel.unary_unary(
-            method, response_deserializer=_escaping(response_deserializer), **options
-        )
+        import grpc
+
+        read = _escaping(response_deserializer)
 
         def ask(*arguments: Any, **more: Any) -> "Message":
-            with nullcontext() if self._description is None else working(self._description):
-                answer: Message = call(*arguments, **more)
-            return answer
+            self._channels = self._channels.beside()
+            while True:
+                call = self._channel.unary_unary(method, response_deserializer=read, **options)
+                try:
+                    with nullcontext() if self._description is None else working(self._description):
+                        answer: Message = call(*arguments, **more)
+                    return answer
+                except grpc.RpcError as error:
+                    if not self._follow(error):
+                        raise
 
         return ask
 
     def unary_stream(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
-        """Wrap `grpc.Channel.unary_stream`."""
-        return self._channel.unary_stream(
-            method, response_deserializer=_escaping(response_deserializer), **options
-        )
+        """Wrap `grpc.Channel.unary_stream`; a request that is changed meanwhile is sent so to the next."""
+        import grpc
+
+        read = _escaping(response_deserializer)
+
+        def ask(*arguments: Any, **more: Any) -> "Iterator[Message]":
+            self._channels = self._channels.beside()
+            was_heard, lost_s = False, None
+            while True:
+                call = self._channel.unary_stream(method, response_deserializer=read, **options)
+                try:
+                    for message in call(*arguments, **more):
+                        was_heard, lost_s = True, None
+                        yield message
+                    return
+                except grpc.RpcError as error:
+                    if self._follow(error):
+                        continue
+                    lost_s = lost_s or time.monotonic()
+                    is_lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+                    if not (was_heard and is_lost) or time.monotonic() > lost_s + _TAKEOVER_S:
+                        raise
+                    if self.move_on(error):
+                        time.sleep(_RETRY_S)
+
+        return ask
+
+    def _follow(self, error: "grpc.RpcError") -> bool:
+        if self._stays or not self._channels.follow(error):
+            return False
+        self._reopen()
+        return True
+
+    def _reopen(self) -> None:
+        self._channel.close()
+        self._channel = self._channels.open_blocking()
 
 
 _Read = Callable[[bytes], "Message"]

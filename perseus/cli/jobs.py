@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.fleet import fleet
 from perseus.cli.ledger import ledger_entry
 from perseus.cli.listing import (
     PAGE_SIZE,
@@ -76,9 +77,9 @@ def list_jobs(
         labels=label_filter(label),
         page_size=PAGE_SIZE,
     )
-    with _jobs(connection) as jobs:
-        listed = [job for page in pages(jobs.ListJobs, request) for job in page.jobs]
-    show_messages(form, listed, job_pb2.Job.DESCRIPTOR, lambda: job_table(listed))
+    with fleet(connection) as coordinators:
+        listed = coordinators.jobs(request)
+        show_messages(form, listed, job_pb2.Job.DESCRIPTOR, lambda: job_table(listed))
 
 
 @app.command()
@@ -196,6 +197,11 @@ def watch(
     with _jobs(connection) as jobs, Watching(as_json=form is WatchFormat.JSON) as watching:
         for update in jobs.WatchJob(request):
             watching.show(update)
+            # Where another coordinator takes over, it goes on from here.
+            if update.HasField("job"):
+                request.run_number = update.job.run_number
+            elif update.HasField("event"):
+                request.after_sequence = update.event.sequence
 
 
 @app.command()

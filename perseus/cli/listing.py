@@ -44,12 +44,14 @@ def label_filter(labels: "Sequence[str] | None") -> "list[Label]":
 
 def pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:
     """Request one page after another, and yield the responses."""
+    wanted = type(request)()
+    wanted.CopyFrom(request)  # it can be sent to other coordinators, too
     while True:
-        page = method(request, timeout=TIMEOUT_S)
+        page = method(wanted, timeout=TIMEOUT_S)
         yield page
         if not page.next_page_token:
             return
-        request.page_token = page.next_page_token
+        wanted.page_token = page.next_page_token
 
 
 def later(flag: str, text: str) -> "datetime":

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.connection import Connection, connecting, escaping
+from perseus.cli.fleet import Fleet
 from perseus.cli.jobs import WatchFormat
 from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, later, pages
 from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
@@ -140,11 +141,11 @@ def watch(
 
 @contextmanager
 def _power(connection: Connection) -> Iterator["PowerServiceStub"]:
-    """Connect to the coordinator's power service; turn its refusals into one line and an exit code."""
+    """Connect to the power service of the coordinator that keeps the budgets, as `connected`."""
     from perseus.v1 import power_service_pb2_grpc
 
-    with connected(connection) as channel:
-        yield power_service_pb2_grpc.PowerServiceStub(channel)
+    with escaping(connection) as channel, Fleet(channel) as found:
+        yield power_service_pb2_grpc.PowerServiceStub(found.keeper())
 
 
 def _show(budget: "Budget", form: Format) -> None:

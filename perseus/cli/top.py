@@ -2,13 +2,14 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.connection import Connection, connecting
+from perseus.cli.fleet import fleet, merged_jobs
 from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, LabelsOption, label_filter, pages
 from perseus.cli.rows import print_json, row_of
 from perseus.cli.terminal import print_whole, screen_console
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
+    from perseus.cli.fleet import Fleet
     from perseus.cli.top_tables import Snapshot
-    from perseus.v1.job_service_pb2 import ListJobsRequest
+    from perseus.v1.job_service_pb2 import ListJobsRequest, ListJobsResponse
+    from perseus.v1.power_service_pb2 import FeedState
 
 _ROWS_UNSEEN = 1_000_000
 
@@ -53,8 +56,8 @@ def top(
     from perseus.v1.job_service_pb2 import ListJobsRequest
 
     wanted = ListJobsRequest(page_size=PAGE_SIZE, labels=label_filter(label))
-    with connected(connection, is_quiet=True) as channel:
-        snapshot = _fetch(channel, wanted, job)
+    with fleet(connection, is_quiet=True) as coordinators:
+        snapshot = _fetch(coordinators, wanted, job)
         if form is TopFormat.JSON:
             print_json(
                 {
@@ -68,7 +71,7 @@ def top(
             print_whole(screen(snapshot, _ROWS_UNSEEN))
             return
         with Live(console=screen_console, screen=True, auto_refresh=False) as live:
-            _show_until_interrupted(live, lambda: _fetch(channel, wanted, job), interval_s, snapshot)
+            _show_until_interrupted(live, lambda: _fetch(coordinators, wanted, job), interval_s, snapshot)
 
 
 def _show_until_interrupted(
@@ -78,7 +81,7 @@ def _show_until_interrupted(
 
     trouble, received_s = "", time.monotonic()
     while True:
-        live.update(_fitting(snapshot, trouble), refresh=True)
+        live.update(_fitting(snapshot, "; ".join(filter(None, (trouble, snapshot.missing)))), refresh=True)
         time.sleep(interval_s)
         try:
             snapshot, trouble, received_s = fetch(), "", time.monotonic()
@@ -100,19 +103,23 @@ def _fitting(snapshot: "Snapshot", trouble: str) -> "RenderableType":
         rows = max(1, rows * 3 // 4)
 
 
-def _fetch(channel: "grpc.Channel", wanted: "ListJobsRequest", job: str | None) -> "Snapshot":
+def _fetch(coordinators: "Fleet", wanted: "ListJobsRequest", job: str | None) -> "Snapshot":
     from perseus.cli.top_tables import Snapshot
     from perseus.v1 import job_service_pb2, power_service_pb2
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
     from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 
-    jobs = JobServiceStub(channel)
-    request = job_service_pb2.ListJobsRequest()
-    request.CopyFrom(wanted)  # its page token changes
-    listed = pages(jobs.ListJobs, request)
-    feeds = PowerServiceStub(channel).ListFeeds(power_service_pb2.ListFeedsRequest(), timeout=TIMEOUT_S)
-    found = [each for page in listed for each in page.jobs]
+    def asked_of(channel: "grpc.Channel") -> "tuple[Sequence[ListJobsResponse], Sequence[FeedState]]":
+        feeds = PowerServiceStub(channel).ListFeeds(power_service_pb2.ListFeedsRequest(), timeout=TIMEOUT_S)
+        return list(pages(JobServiceStub(channel).ListJobs, wanted)), feeds.feeds
+
+    answers = coordinators.ask(asked_of)
+    found = merged_jobs(of_one for of_one, _ in answers.values())
+    # Those of slot 0 are whole, others' are parts.
+    feeds = answers[0][1] if 0 in answers else ()
+    missing = "; ".join(coordinators.missing)
     if job is None:
-        return Snapshot(found, feeds.feeds)
-    asked = pages(jobs.ListRanks, job_service_pb2.ListRanksRequest(job_id=job, page_size=PAGE_SIZE))
-    return Snapshot(found, feeds.feeds, [rank for page in asked for rank in page.ranks], job)
+        return Snapshot(found, feeds, missing=missing)
+    stub = JobServiceStub(coordinators.channel)
+    asked = pages(stub.ListRanks, job_service_pb2.ListRanksRequest(job_id=job, page_size=PAGE_SIZE))
+    return Snapshot(found, feeds, [rank for page in asked for rank in page.ranks], job, missing)

@@ -22,12 +22,16 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A coordinator's answers at one moment; `ranks` are those of the job `job_id`, if one is selected."""
+    """The coordinators' answers at one moment; `ranks` are those of the job `job_id`, if one is selected.
+
+    `missing`: which of them did not answer; empty if all did.
+    """
 
     jobs: Sequence[job_pb2.Job]
     feeds: Sequence[power_service_pb2.FeedState] = ()
     ranks: Sequence[rank_pb2.Rank] = field(default=())
     job_id: str | None = None
+    missing: str = ""
 
     @property
     def running(self) -> list[job_pb2.Job]:

@@ -44,7 +44,7 @@ def coordinator_checks(
                 info = stub.GetInfo(info_service_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
             if address := served_at(error):
-                yield Check(subject, Verdict.GOOD, f"it stands by; the jobs are served at {address}")
+                yield Check(subject, Verdict.GOOD, f"it stands by; jobs are served at {address}")
             else:
                 yield from _failures(error, subject, channels)
             if channels.move_on(error):
@@ -54,6 +54,7 @@ def coordinator_checks(
     yield _credential(info, scopes)
     yield version_check(release(), info.version)
     yield clock_check(sent_s, info.current_time.ToNanoseconds() / 1e9, received_s)
+    yield from _fleet(channels)
 
 
 def unusable_credential(error: TokenFileError) -> Check:
@@ -84,6 +85,31 @@ def _credential(info: info_service_pb2.GetInfoResponse, scopes: Collection[str])
         advice = f"make one of scope {' or '.join(scopes)}: perseus tokens create"
         return Check(_CREDENTIAL, Verdict.BAD, found, advice)
     return Check(_CREDENTIAL, Verdict.GOOD, found)
+
+
+def _fleet(channels: Channels) -> Iterator[Check]:
+    """Check that every slot of jobs is served, where coordinators share a database."""
+    try:
+        with channels.open_blocking() as channel:
+            stub = info_service_pb2_grpc.InfoServiceStub(channel)
+            fleet = stub.ListCoordinators(info_service_pb2.ListCoordinatorsRequest(), timeout=_TIMEOUT_S)
+    except grpc.RpcError:
+        return  # an older release, or it has just ended
+    if len(fleet.coordinators) == fleet.slot_count == 1:
+        return
+    served = {each.slot: each.address for each in fleet.coordinators if each.HasField("slot")}
+    waiting_count = len(fleet.coordinators) - len(served)
+    found = ", ".join(
+        f"slot {slot} at {address or 'an unknown address'}" for slot, address in sorted(served.items())
+    )
+    found = f"{found}; {waiting_count} stand{'s' * (waiting_count == 1)} by"
+    if unserved := [str(slot) for slot in range(fleet.slot_count) if slot not in served]:
+        advice = "start more coordinators on the same database, or see the logs of those that should run"
+        yield Check("fleet", Verdict.BAD, f"nobody serves slot {', '.join(unserved)}; {found}", advice)
+    elif not all(served.values()):
+        yield Check("fleet", Verdict.WARNING, found, "give it an address for clients: setting advertise")
+    else:
+        yield Check("fleet", Verdict.GOOD, found)
 
 
 def _failures(error: grpc.RpcError, subject: str, channels: Channels) -> Iterator[Check]:

@@ -11,6 +11,7 @@ from perseus.demo.security import Security
 from perseus.doctor.checks import Check, Verdict
 from perseus.doctor.coordinator import coordinator_checks
 from perseus.service.api.elsewhere import Elsewhere
+from perseus.service.domain.members import Fleet, Member, Slot
 from perseus.service.server import running
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
@@ -105,7 +106,9 @@ async def test_a_wrong_authority_is_named(address: str, security: Security, tmp_
 async def test_of_several_each_is_checked_until_one_serves(tmp_path: Path) -> None:
     async with running(make_settings(tmp_path)) as (address, _):
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((Elsewhere(lambda: address),))
+        server.add_generic_rpc_handlers(
+            (Elsewhere(Fleet(members=[Member("other", address)], slots=[Slot(0, "other", 1)])),)
+        )
         standby = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         channels = Channels(f"127.0.0.1:1,{standby}")
@@ -117,4 +120,18 @@ async def test_of_several_each_is_checked_until_one_serves(tmp_path: Path) -> No
         (f"coordinator {address}", GOOD),
         ("credential", GOOD),
     ]
-    assert checks[1].found == f"it stands by; the jobs are served at {address}"
+    assert checks[1].found == f"it stands by; jobs are served at {address}"
+
+
+async def test_who_serves_the_slots_of_a_fleet_is_reported(tmp_path: Path) -> None:
+    members = [Member("me", "me:1"), Member("other", "other:1"), Member("standby", "standby:1")]
+    fleet = Fleet("me", 0, members, [Slot(0, "me", 1), Slot(1, "other", 1)])
+    async with running(make_settings(tmp_path), fleet=fleet) as (address, _):
+        check = (await checked(Channels(address)))["fleet"]
+        assert (check.verdict, check.found) == (GOOD, "slot 0 at me:1, slot 1 at other:1; 1 stands by")
+        fleet.members = [Member("me", "")]
+        check = (await checked(Channels(address)))["fleet"]
+        assert check.verdict is BAD
+        assert check.found == "nobody serves slot 1; slot 0 at an unknown address; 0 stand by"
+        fleet.slots = fleet.slots[:1]
+        assert "fleet" not in await checked(Channels(address)), "alone"

@@ -17,6 +17,7 @@ from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, W
 from perseus.agent.stream.connection import Connection
 from perseus.agent.stream.translate import PROTOCOL_VERSION
 from perseus.service.api.elsewhere import Elsewhere
+from perseus.service.domain.members import Fleet, Member, Slot
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2 as wire
@@ -532,7 +533,8 @@ async def test_the_one_that_serves_is_found_from_one_that_is_gone_and_one_that_s
     servers = [grpc.aio.server(), grpc.aio.server()]
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(ScriptedCoordinator(silent), servers[0])
     serving, standing_by = (server.add_insecure_port("127.0.0.1:0") for server in servers)
-    servers[1].add_generic_rpc_handlers((Elsewhere(lambda: f"127.0.0.1:{serving}"),))
+    fleet = Fleet(members=[Member("other", f"127.0.0.1:{serving}")], slots=[Slot(0, "other", 1)])
+    servers[1].add_generic_rpc_handlers((Elsewhere(fleet),))
     for server in servers:
         await server.start()
     witness = Witness()

@@ -1,0 +1,310 @@
+"""Commands about a fleet whose jobs are spread over slots: real channels to small coordinators."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from typer.testing import CliRunner, Result
+
+from perseus.cli import connection
+from perseus.cli.ledger import merged
+from perseus.cli.main import app
+from perseus.job_id import slot_of
+from perseus.v1 import (
+    event_pb2,
+    info_service_pb2,
+    info_service_pb2_grpc,
+    job_pb2,
+    job_service_pb2,
+    job_service_pb2_grpc,
+    ledger_service_pb2,
+    power_service_pb2,
+    power_service_pb2_grpc,
+)
+from tests.ports import free_port
+
+JOBS = [f"job-{number}" for number in range(6)]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class FakeCoordinator(
+    info_service_pb2_grpc.InfoServiceServicer,
+    job_service_pb2_grpc.JobServiceServicer,
+    power_service_pb2_grpc.PowerServiceServicer,
+):
+    """Serves its slot's jobs, one on a page, and sends callers to where `addresses` has others."""
+
+    def __init__(self, slot: int, addresses: dict[int, str], slot_count: int = 2) -> None:
+        self.slot, self.addresses, self.slot_count = slot, addresses, slot_count
+        self.address = addresses[slot] = f"127.0.0.1:{free_port()}"
+        self.events = 0
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+
+    async def start(self, *, knows_slots: bool = True) -> None:
+        if knows_slots:
+            info_service_pb2_grpc.add_InfoServiceServicer_to_server(self, self._server)
+        job_service_pb2_grpc.add_JobServiceServicer_to_server(self, self._server)
+        power_service_pb2_grpc.add_PowerServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    @property
+    def own_jobs(self) -> list[str]:
+        return [job_id for job_id in JOBS if slot_of(job_id, self.slot_count) == self.slot]
+
+    async def check(self, slot: int, context: Context) -> None:
+        if slot != self.slot:
+            detail = any_pb2.Any()
+            metadata = {"address": self.addresses.get(slot, ""), "slot": str(slot)}
+            detail.Pack(
+                error_details_pb2.ErrorInfo(reason="SERVED_ELSEWHERE", domain="perseus", metadata=metadata)
+            )
+            code = grpc.StatusCode.UNAVAILABLE.value[0]
+            status = status_pb2.Status(
+                code=code, message=f"slot {slot} is served elsewhere", details=[detail]
+            )
+            await context.abort_with_status(rpc_status.to_status(status))
+
+    async def ListCoordinators(  # noqa: N802 - gRPC's name
+        self, request: info_service_pb2.ListCoordinatorsRequest, context: Context
+    ) -> info_service_pb2.ListCoordinatorsResponse:
+        found = [
+            info_service_pb2.FleetCoordinator(address=address, slot=slot, is_answering=slot == self.slot)
+            for slot, address in sorted(self.addresses.items())
+        ]
+        return info_service_pb2.ListCoordinatorsResponse(coordinators=found, slot_count=self.slot_count)
+
+    async def ListJobs(  # noqa: N802 - gRPC's name
+        self, request: job_service_pb2.ListJobsRequest, context: Context
+    ) -> job_service_pb2.ListJobsResponse:
+        number = int(request.page_token or 0)
+        jobs = self.own_jobs
+        return job_service_pb2.ListJobsResponse(
+            jobs=[job_pb2.Job(job_id=job_id) for job_id in jobs[number : number + 1]],
+            next_page_token=str(number + 1) if number + 1 < len(jobs) else "",
+        )
+
+    async def GetJob(  # noqa: N802 - gRPC's name
+        self, request: job_service_pb2.GetJobRequest, context: Context
+    ) -> job_service_pb2.GetJobResponse:
+        await self.check(slot_of(request.job_id, self.slot_count), context)
+        if request.job_id not in JOBS:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"job {request.job_id!r} is not registered")
+        return job_service_pb2.GetJobResponse(
+            job=job_pb2.Job(job_id=request.job_id, state_reason=self.address)
+        )
+
+    async def WatchJob(  # noqa: N802 - gRPC's name
+        self, request: job_service_pb2.WatchJobRequest, context: Context
+    ) -> AsyncIterator[job_service_pb2.WatchJobResponse]:
+        await self.check(slot_of(request.job_id, self.slot_count), context)
+        yield job_service_pb2.WatchJobResponse(job=job_pb2.Job(job_id=request.job_id, run_number=7))
+        for sequence in range(request.after_sequence + 1, self.events + 1):
+            event = event_pb2.JobEvent(sequence=sequence, message=f"{sequence} of run {request.run_number}")
+            yield job_service_pb2.WatchJobResponse(event=event)
+        if self.events == 2:
+            await asyncio.Event().wait()
+
+    async def ListFeeds(  # noqa: N802 - gRPC's name
+        self, request: power_service_pb2.ListFeedsRequest, context: Context
+    ) -> power_service_pb2.ListFeedsResponse:
+        return power_service_pb2.ListFeedsResponse(
+            feeds=[power_service_pb2.FeedState(feed=f"known to {self.slot}")]
+        )
+
+
+@pytest.fixture
+async def coordinators() -> AsyncIterator[list[FakeCoordinator]]:
+    addresses: dict[int, str] = {}
+    found = [FakeCoordinator(slot, addresses) for slot in range(2)]  # type: ignore[abstract]
+    for each in found:
+        await each.start()
+    yield found
+    for each in found:
+        await each.stop()
+
+
+async def perseus(coordinator: FakeCoordinator | str, *arguments: str) -> Result:
+    address = coordinator if isinstance(coordinator, str) else coordinator.address
+    environment = {"PERSEUS_COORDINATOR": address, "COLUMNS": "200"}
+    return await asyncio.to_thread(
+        lambda: CliRunner().invoke(app, arguments, env=environment, catch_exceptions=False)
+    )
+
+
+def jobs_in(listed: Result) -> list[str]:
+    return [job["job_id"] for job in json.loads(listed.stdout)]
+
+
+async def test_jobs_of_all_slots_are_listed_in_order_with_one_address(
+    coordinators: list[FakeCoordinator],
+) -> None:
+    assert all(len(each.own_jobs) > 1 for each in coordinators), "several pages of each"
+    for each in coordinators:
+        listed = await perseus(each, "jobs", "list", "--format", "json")
+        assert (listed.exit_code, listed.stderr) == (0, "")
+        assert jobs_in(listed) == JOBS
+
+
+async def test_who_does_not_answer_and_what_nobody_serves_is_said_in_one_line(
+    coordinators: list[FakeCoordinator],
+) -> None:
+    for each in coordinators:
+        each.slot_count = 3
+    await coordinators[1].stop()
+    listed = await perseus(coordinators[0], "jobs", "list", "--format", "json")
+    assert listed.exit_code == 1
+    assert jobs_in(listed) == coordinators[0].own_jobs
+    (line,) = listed.stderr.splitlines()
+    assert line == (
+        f"warning: this is not all: nobody serves slot 2 of 3; {coordinators[1].address} does not answer"
+    )
+
+
+async def test_a_coordinator_that_may_not_be_followed_to_is_named(
+    coordinators: list[FakeCoordinator],
+) -> None:
+    coordinators[0].addresses[1] = "10.0.0.1:50051"
+    listed = await perseus(coordinators[0], "jobs", "list", "--format", "json")
+    assert jobs_in(listed) == coordinators[0].own_jobs
+    assert "slot 1 is served at '10.0.0.1:50051', which may not be followed" in listed.stderr
+
+
+async def test_an_older_coordinator_is_a_fleet_of_one() -> None:
+    older = FakeCoordinator(0, {}, slot_count=1)  # type: ignore[abstract]
+    await older.start(knows_slots=False)
+    listed = await perseus(older, "jobs", "list", "--format", "json")
+    await older.stop()
+    assert (listed.exit_code, jobs_in(listed), listed.stderr) == (0, JOBS, "")
+
+
+async def test_a_command_about_a_job_is_answered_where_that_is_served(
+    coordinators: list[FakeCoordinator],
+) -> None:
+    for job_id in JOBS:
+        for each in coordinators:
+            shown = await perseus(each, "jobs", "show", job_id, "--format", "json")
+            served_at = coordinators[slot_of(job_id, 2)].address
+            assert json.loads(shown.stdout)["state_reason"] == served_at
+    unknown = await perseus(coordinators[0], "jobs", "show", "jop-1")
+    assert unknown.exit_code == 2
+    assert "did you mean job-1?" in unknown.stderr
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1:50051"])
+async def test_what_nobody_serves_or_may_not_be_followed_is_an_error(
+    coordinators: list[FakeCoordinator], address: str
+) -> None:
+    coordinators[0].addresses[1] = address
+    shown = await perseus(coordinators[0], "jobs", "show", coordinators[1].own_jobs[0])
+    assert shown.exit_code == 1
+    assert "slot 1 is served elsewhere" in shown.stderr
+
+
+async def test_two_hops_are_the_most(coordinators: list[FakeCoordinator]) -> None:
+    chain = [FakeCoordinator(0, {}) for _ in range(4)]  # type: ignore[abstract]
+    for here, there in pairwise(chain):
+        here.addresses[1] = there.address
+    chain[3].slot = 1
+    for each in chain:
+        await each.start()
+    job_id = chain[3].own_jobs[0]
+    assert (await perseus(chain[1], "jobs", "show", job_id)).exit_code == 0
+    assert (await perseus(chain[0], "jobs", "show", job_id)).exit_code == 1
+    for each in chain:
+        await each.stop()
+
+
+async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
+    coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_RETRY_S", 0.01)
+    first, other = coordinators
+    other.events = 2  # and then it waits
+    watching = asyncio.create_task(perseus(first, "jobs", "watch", other.own_jobs[0], "--format", "json"))
+    successor = FakeCoordinator(1, dict(first.addresses))  # type: ignore[abstract]
+    successor.events = 4
+    await successor.start()
+    await asyncio.sleep(0.2)
+    await other.stop()
+    await asyncio.sleep(0.05)  # nobody serves the slot meanwhile
+    first.addresses[1] = successor.address
+    watched = await watching
+    await successor.stop()
+    assert watched.exit_code == 0
+    updates = [json.loads(line) for line in watched.stdout.splitlines()]
+    messages = [update["event"]["message"] for update in updates if "event" in update]
+    assert messages == ["1 of run 0", "2 of run 0", "3 of run 7", "4 of run 7"]
+
+
+async def test_top_has_the_jobs_of_all_and_the_feeds_of_slot_0(coordinators: list[FakeCoordinator]) -> None:
+    for each in coordinators:
+        shown = json.loads((await perseus(each, "top", "--format", "json")).stdout)
+        assert [job["job_id"] for job in shown["jobs"]] == JOBS
+        assert [feed["feed"] for feed in shown["feeds"]] == ["known to 0"]
+        feeds = json.loads((await perseus(each, "power", "feeds", "--format", "json")).stdout)
+        assert [feed["feed"] for feed in feeds] == ["known to 0"]
+    await coordinators[0].stop()
+    shown_without = await perseus(coordinators[1], "top", "--format", "json")
+    assert shown_without.exit_code == 1
+    assert json.loads(shown_without.stdout)["feeds"] == []
+
+
+def response(job_ids: Iterable[str], **account: float) -> ledger_service_pb2.ListLedgerEntriesResponse:
+    return ledger_service_pb2.ListLedgerEntriesResponse(
+        entries=[ledger_service_pb2.LedgerEntry(job_id=job_id) for job_id in job_ids],
+        total=ledger_service_pb2.LedgerAccount(**account),  # type: ignore[arg-type]
+    )
+
+
+def test_ledgers_are_added_up() -> None:
+    one = response(
+        ["a", "c"],
+        iteration_count=1,
+        energy_kwh=90.0,
+        cost=9.0,
+        carbon_g=5.0,
+        saved_energy_kwh=10.0,
+        saved_energy_se_kwh=3.0,
+        saved_energy_margin_kwh=6.0,
+        saved_percent=10.0,
+        saved_cost=1.0,
+        saved_cost_se=0.5,
+    )
+    other = response(
+        ["b"],
+        iteration_count=2,
+        energy_kwh=270.0,
+        cost=9.0,
+        saved_energy_kwh=30.0,
+        saved_energy_se_kwh=4.0,
+        saved_energy_margin_kwh=8.0,
+        saved_percent=10.0,
+        saved_cost=2.0,
+    )
+    assert merged([one]) is one
+    whole = merged([one, other])
+    assert [entry.job_id for entry in whole.entries] == ["a", "b", "c"]
+    assert whole.total == ledger_service_pb2.LedgerAccount(
+        iteration_count=3,
+        energy_kwh=360.0,
+        cost=18.0,  # nobody knows all carbon
+        price_per_kwh=0.05,
+        saved_energy_kwh=40.0,
+        saved_energy_se_kwh=5.0,
+        saved_energy_margin_kwh=10.0,
+        saved_percent=10.0,
+        saved_se_percent=1.25,
+        saved_margin_percent=2.5,
+        saved_cost=3.0,  # nor all its error
+    )

@@ -9,17 +9,20 @@ import pytest
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.members import Member, Slot
+from perseus.service.domain.power import Budget, BudgetRecord
 from perseus.service.domain.principals import Grant, Scope, Token
+from perseus.service.domain.retention import Retention
 from perseus.service.storage import membership
 from perseus.service.storage.archive import export_database
 from perseus.service.storage.checking import check_database
 from perseus.service.storage.membership import MemberRows
 from perseus.service.storage.sql_store import SqlStore
-from perseus.service.storage.store import TelemetrySequence, TokenEntry
+from perseus.service.storage.store import BudgetEntry, TelemetrySequence, TokenEntry
 from tests.service.storage import postgresql
 
 LEASE_S = 30.0
 TOKEN = Token("operator", "digest", Grant(Scope.OPERATOR), 0.0)
+OVER = BudgetRecord(Budget("over", "hall", limit_w=1e3, start_s=0.0, end_s=1.0), "request", "grid", 0.0)
 
 
 @pytest.fixture
@@ -190,6 +193,11 @@ async def test_slots_have_tables_of_their_own_and_share_those_of_the_fleet(fleet
     assert [await store.telemetry_sequence("agent") for store in stores] == [10, 11, 12]
     assert [len(await store.load_tokens()) for store in stores] == [1, 1, 1]
     assert len({await store.epoch() for store in stores}) == 3
+    await stores[0].write([BudgetEntry(OVER)])
+    for store, kept in ((stores[1], [OVER]), (stores[0], [])):
+        while not (await store.prune(Retention(), 1e12)).is_done:
+            pass
+        assert await store.load_budgets() == kept, "slot 0's coordinator alone prunes them"
     for store in stores:
         await store.close()
     assert check_database(fleet.url) == []

@@ -36,8 +36,11 @@ class Trainer:
 
     _running: ClassVar[list["Trainer"]] = []
 
-    def __init__(self, socket: Path, gpu: EmulatedGpu, *, registers: bool = True) -> None:
+    def __init__(
+        self, socket: Path, gpu: EmulatedGpu, *, registers: bool = True, job_id: str = "job"
+    ) -> None:
         self._socket = socket
+        self._job_id = job_id
         self._gpu = gpu
         self._registers = registers
         self._stop = threading.Event()
@@ -62,7 +65,7 @@ class Trainer:
             trainer._thread.join()
 
     def _train(self) -> None:
-        probe = connected_probe(self._socket, stop=self._stop)
+        probe = connected_probe(self._socket, stop=self._stop, job_id=self._job_id, gpu_uuid=self._gpu.uuid)
         if self._registers:
             self.is_registered = probe.register(
                 pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 1)
@@ -81,12 +84,17 @@ class Trainer:
 
 
 def connected_probe(
-    socket: Path, *, is_registered: bool = False, stop: threading.Event | None = None
+    socket: Path,
+    *,
+    is_registered: bool = False,
+    stop: threading.Event | None = None,
+    job_id: str = "job",
+    gpu_uuid: str = UUID,
 ) -> Probe:
     """Return a trainer's probe once the agent has ended the previous one; unconnected if stopped earlier."""
     while True:
         probe = Probe.connect(
-            socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID, is_registered=is_registered
+            socket, job_id=job_id, pipeline=0, stage=0, gpu_uuid=gpu_uuid, is_registered=is_registered
         )
         if probe.is_connected or (stop is not None and stop.is_set()):
             return probe

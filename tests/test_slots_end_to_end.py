@@ -1,0 +1,113 @@
+"""An agent with jobs of two slots, and commands about them, while another coordinator takes a slot over."""
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from benchmarks.load.control import CoordinatorProcess
+from perseus.agent.sidecar.shell import serving
+from perseus.emulation.gpu import EmulatedGpu
+from perseus.emulation.physics import A100_SXM
+from perseus.job_id import slot_of
+from tests.agent import coordinator_stub
+from tests.agent.sidecar.training import Trainer, settings
+from tests.cli.processes import Ended, call
+from tests.event_log import logged
+from tests.ports import free_port
+from tests.service.storage import postgresql
+from tests.small_jobs import until
+
+JOBS = [
+    next(name for name in map("job-{}".format, range(9)) if slot_of(name, 2) == slot) for slot in range(2)
+]
+FLAGS = ("--slots", "2", "--member-lease-s", "3")
+
+
+async def perseus(address: str, *arguments: str, stdout: Any = subprocess.PIPE) -> Ended:
+    """Call a command as a process: in this one, it would log in its own way."""
+    environment = {"PERSEUS_COORDINATOR": address}
+    return await asyncio.to_thread(
+        call, *arguments, "--format", "json", cwd=Path.cwd(), environment=environment, stdout=stdout
+    )
+
+
+async def is_served(address: str, job_id: str, iteration: int = 0) -> bool:
+    """Whether a job's rank is connected, and has reported a later iteration."""
+    shown = await perseus(address, "jobs", "ranks", job_id, "--state", "connected")
+    return shown.exit_code == 0 and any(rank["iteration"] > iteration for rank in json.loads(shown.stdout))
+
+
+async def jobs_in(address: str, *flags: str) -> tuple[int, list[str]]:
+    listed = await perseus(address, "jobs", "list", *flags)
+    return listed.exit_code, [job["job_id"] for job in json.loads(listed.stdout)]
+
+
+@pytest.mark.slow("three coordinators on a PostgreSQL server, one of which is killed")
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
+async def test_agents_and_commands_with_one_address_go_on_when_a_slot_is_taken_over(tmp_path: Path) -> None:
+    gpus = []
+    (tmp_path / "gpus").mkdir()
+    with ExitStack() as stack:
+        database = stack.enter_context(postgresql.running()).new_database()
+        coordinators = []
+        for name in ("first", "second", "third"):
+            (tmp_path / name).mkdir()
+            made = CoordinatorProcess(tmp_path / name, database, FLAGS, is_pinned=False)
+            made.address = f"127.0.0.1:{free_port()}"
+            coordinators.append(stack.enter_context(made))
+        for each in coordinators[:2]:
+            await asyncio.to_thread(each.start)
+        slots = [logged(each.log, "took over the jobs")["slot"] for each in coordinators[:2]]
+        coordinators[2].launch()
+        await asyncio.to_thread(logged, coordinators[2].log, "standing by")
+        # The one that will be killed is not the one whose address is known.
+        known, killed = coordinators[0].address, coordinators[1]
+        jobs = [JOBS[slot] for slot in slots]
+        for job_id in jobs:
+            gpus.append(EmulatedGpu.create(tmp_path / "gpus" / job_id, A100_SXM, f"GPU-{job_id}"))
+            stack.callback(gpus[-1].close)
+        stack.callback(Trainer.stop_all)
+        with capture_logs() as logs:
+            async with serving(settings(tmp_path, int(known.rpartition(":")[2]))):
+                socket = tmp_path / "run" / "agent.sock"
+                trainers = [
+                    Trainer(socket, gpu, job_id=job_id) for gpu, job_id in zip(gpus, jobs, strict=True)
+                ]
+                for job_id in jobs:
+                    await until(partial(is_served, known, job_id), "the job's rank is served")
+                assert await jobs_in(known) == (0, sorted(jobs))
+                seen = tmp_path / "watch"
+                with seen.open("wb") as file:
+                    watching = asyncio.create_task(perseus(known, "jobs", "watch", jobs[1], stdout=file))
+                    await coordinator_stub.until(lambda: b"caught_up" in seen.read_bytes(), "the watch")
+                    assert streams(logs) == [known, killed.address]
+
+                    await asyncio.to_thread(killed.kill)
+                    assert await jobs_in(known) == (1, jobs[:1]), "without those of the other slot"
+                    await asyncio.to_thread(logged, coordinators[2].log, "took over the jobs")
+                    count = trainers[1].iteration_count
+                    await until(partial(is_served, known, jobs[1], count), "the rank is served again")
+                    assert streams(logs) == [known, killed.address, coordinators[2].address]
+
+                    for trainer in trainers:
+                        await trainer.stop()
+                    watched = await watching
+        assert watched.exit_code == 0, watched.stderr
+        updates = [json.loads(line) for line in seen.read_text().splitlines()]
+        sequences = [update["event"]["sequence"] for update in updates if "event" in update]
+        assert sequences == list(range(1, len(sequences) + 1)), "each event once"
+        assert await jobs_in(known, "--state", "finished") == (0, sorted(jobs))
+
+
+def streams(logs: Sequence[Any]) -> list[str]:
+    """Return where the agent's streams were opened, in order."""
+    return [line["coordinator"] for line in logs if line["event"] == "connected"]

@@ -120,7 +120,7 @@ def measure(wanted: Configuration, *, has_echo: bool = True) -> Outcome:
         with echo() as (at, pid), Agents(at) as agents:
             _add(wanted, agents, is_echo=True)
             time.sleep(_SETTLE_S)
-            outcome.bare = agents.ask("measure", seconds=wanted.measured_s, server_pid=pid)
+            outcome.bare = agents.ask("measure", seconds=min(MEASURED_S, wanted.measured_s), server_pid=pid)
     return outcome
 
 

@@ -430,6 +430,7 @@ class Welcome(google.protobuf.message.Message):
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
     POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
     MAX_BUNDLE_BYTES_FIELD_NUMBER: builtins.int
+    TAKES_SHORT_ROWS_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -454,6 +455,8 @@ class Welcome(google.protobuf.message.Message):
     """The largest ConnectRequest with a bundle that the coordinator takes, bytes; 0 if it takes none, as older
     coordinators.
     """
+    takes_short_rows: builtins.bool
+    """Whether the coordinator takes short rows, as in ComputationColumns; older ones don't."""
     def __init__(
         self,
         *,
@@ -465,8 +468,9 @@ class Welcome(google.protobuf.message.Message):
         instance_key: builtins.str = ...,
         power_interval_s: builtins.float = ...,
         max_bundle_bytes: builtins.int = ...,
+        takes_short_rows: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "max_bundle_bytes", b"max_bundle_bytes", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "max_bundle_bytes", b"max_bundle_bytes", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version", "takes_short_rows", b"takes_short_rows"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1002,7 +1006,12 @@ Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 
 @typing.final
 class ComputationColumns(google.protobuf.message.Message):
-    """Computations of one rank, in parallel columns of equal length, at most 1,000,000 rows."""
+    """Computations of one rank, in parallel columns of equal length, at most 1,000,000 rows.
+
+    Where the Welcome takes them, the rows of a batch of one iteration may be short if it is regular: iteration, kind,
+    microbatch and chunk are empty, as the registered order has them. begin_s may be empty, too: only timelines need it, for
+    which every fourth iteration is enough (the same on all ranks: those whose number is divisible by 4).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -261,7 +261,8 @@ FromSession = wire.RankJoined | wire.RankLeft | wire.PlanAnswer | wire.PlanInFor
 class Welcome:
     """The answer to the agent's hello. `power_interval_s`: None if no power readings are wanted.
 
-    `max_bundle_bytes`: the largest bundle that the coordinator takes, 0 for none.
+    `max_bundle_bytes`: the largest bundle that the coordinator takes, 0 for none. `takes_short_rows`: whether
+    it takes rows of computations without what the registered order says.
     """
 
     epoch: str
@@ -270,6 +271,7 @@ class Welcome:
     protocol_version: int = 1
     power_interval_s: float | None = None
     max_bundle_bytes: int = 0
+    takes_short_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ class Outcome:
     behind_s: float | None = None
     unoffered_count: int = 0
     problems: list[str] = field(default_factory=list)
+    thinned_count: int = 0
 
     @property
     def holds(self) -> bool:
@@ -120,7 +121,7 @@ def measure(wanted: Configuration, *, has_echo: bool = True) -> Outcome:
         with echo() as (at, pid), Agents(at) as agents:
             _add(wanted, agents, is_echo=True)
             time.sleep(_SETTLE_S)
-            outcome.bare = agents.ask("measure", seconds=wanted.measured_s, server_pid=pid)
+            outcome.bare = agents.ask("measure", seconds=min(MEASURED_S, wanted.measured_s), server_pid=pid)
     return outcome
 
 
@@ -151,7 +152,10 @@ def _load(
         agents.ask("clear", job_id=job_ids[0])
         time.sleep(_SETTLE_S)
     agents.ask("rest", limit_s=_REST_LIMIT_S)
-    outcome.problems += problems(agents, dict.fromkeys(job_ids, 0))
+    # What was thinned at the start, while solves took the coordinator's core, is missing in the report.
+    thinned = {job_id: agents.ask("thinned", job_id=job_id) for job_id in job_ids}
+    outcome.thinned_count = sum(thinned.values())
+    outcome.problems += problems(agents, thinned)
 
 
 def catch_up(agents: Agents, job_ids: list[str]) -> float | None:
@@ -167,23 +171,23 @@ def catch_up(agents: Agents, job_ids: list[str]) -> float | None:
     return None
 
 
-def problems(agents: Agents, restart_counts: Mapping[str, int]) -> list[str]:
+def problems(agents: Agents, missing_counts: Mapping[str, int]) -> list[str]:
     """Return the coordinator's errors according to paused agents: anything lost, duplicated or retracted.
 
     Args:
-        restart_counts: number of restarts of each job.
+        missing_counts: how many iterations of each job's report may be missing, as `report_problems`.
     """
     found: list[str] = list(agents.ask("findings")["messages"])
-    for job_id, restart_count in restart_counts.items():
-        found += report_problems(agents, job_id, restart_count)
+    for job_id, missing_count in missing_counts.items():
+        found += report_problems(agents, job_id, missing_count)
     return found
 
 
-def report_problems(agents: Agents, job_id: str, restart_count: int) -> list[str]:
+def report_problems(agents: Agents, job_id: str, missing_count: int) -> list[str]:
     """Return the differences between a paused job's report and the messages sent.
 
-    One iteration per restart may be missing: the report leaves out the first one under its plans, and after a
-    restart the next one too.
+    `missing_count` iterations may be missing: one per thinned batch, and one per restart, as the report
+    leaves out the first one under its plans, and after a restart the next one too.
     """
     found: list[str] = []
     counts = agents.ask("counts", job_id=job_id)
@@ -191,7 +195,7 @@ def report_problems(agents: Agents, job_id: str, restart_count: int) -> list[str
         found.append(f"{job_id}: not acknowledged: {counts}")
     account = agents.ask("account", job_id=job_id)
     missing = account["expected_count"] - account["counted_count"]
-    if not 0 <= missing <= restart_count or account["energy_error"] > 1e-6:
+    if not 0 <= missing <= missing_count or account["energy_error"] > 1e-6:
         found.append(f"the report of {job_id} does not agree: {account}")
     return found
 
@@ -271,6 +275,7 @@ def run(configurations: tuple[Configuration, ...] = CONFIGURATIONS) -> list[Tabl
                 Column("straggler to offers p99 [ms]", ".0f"),
                 Column("pipelines without an offer", ".0f"),
                 Column("generator late p99 [ms]", ".1f"),
+                Column("thinned"),
                 Column("lost, doubled"),
             ),
             tuple(rows),
@@ -286,7 +291,7 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
     first: tuple[Cell, ...] = (wanted.job_count, ranks, ranks // wanted.ranks_per_agent)
     figures, bare = outcome.figures, outcome.bare
     if figures is None:
-        return (*first, *(None,) * 13, "; ".join(outcome.problems))
+        return (*first, *(None,) * 14, "; ".join(outcome.problems))
     cost = 1e6 * figures["server_cpu_s"] / max(1, figures["batch_count"])
     bare_cost = 1e6 * bare["server_cpu_s"] / max(1, bare["batch_count"]) if bare else None
     return (
@@ -304,6 +309,7 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
         1e3 * quantile(outcome.offer_s, 0.99) if outcome.offer_s else None,
         outcome.unoffered_count if outcome.offer_s else None,
         1e3 * figures["lateness_p99_s"],
+        outcome.thinned_count,
         "; ".join(outcome.problems)[:200] or "nothing",
     )
 

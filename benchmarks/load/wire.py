@@ -53,13 +53,15 @@ def iteration_energy_j(iteration: int) -> float:
 def stage_body(
     order: Sequence[Computation], iteration: int, version: int, clocks_mhz: Sequence[int], held: int | None
 ) -> bytes:
-    """Return the report of every rank of a stage on an iteration; `held`: iterations under one held clock."""
+    """Return the report of every rank of a stage on an iteration, with short rows, as an agent's.
+
+    `held`: iterations under one held clock.
+    """
     begin_s, begins_s, durations_s = 0.0, [], []
     for computation, clock_mhz in zip(order, clocks_mhz, strict=True):
         begins_s.append(begin_s)
         durations_s.append(time_s(computation.kind, clock_mhz))
         begin_s += durations_s[-1]
-    count = len(order)
     batch = pb.TelemetryBatch(
         iterations=pb.IterationColumns(
             iteration=[iteration],
@@ -70,11 +72,7 @@ def stage_body(
             clock_event_reasons=[0],
         ),
         computations=pb.ComputationColumns(
-            iteration=[iteration] * count,
-            kind=[_KINDS[c.kind] for c in order],
-            microbatch=[c.microbatch for c in order],
-            chunk=[c.chunk for c in order],
-            begin_s=begins_s,
+            begin_s=begins_s if iteration % 4 == 0 or not any(clocks_mhz) else (),
             duration_s=durations_s,
             clock_mhz=list(clocks_mhz),
         ),

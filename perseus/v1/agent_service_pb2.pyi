@@ -442,6 +442,7 @@ class Welcome(google.protobuf.message.Message):
     MAX_BUNDLE_BYTES_FIELD_NUMBER: builtins.int
     SLOT_COUNT_FIELD_NUMBER: builtins.int
     SLOT_FIELD_NUMBER: builtins.int
+    TAKES_SHORT_ROWS_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -472,6 +473,8 @@ class Welcome(google.protobuf.message.Message):
     """
     slot: builtins.int
     """The slot that this stream is for: only ranks of its jobs may join on it. Others are refused with SERVED_ELSEWHERE."""
+    takes_short_rows: builtins.bool
+    """Whether the coordinator takes short rows, as in ComputationColumns; older ones don't."""
     def __init__(
         self,
         *,
@@ -485,8 +488,9 @@ class Welcome(google.protobuf.message.Message):
         max_bundle_bytes: builtins.int = ...,
         slot_count: builtins.int = ...,
         slot: builtins.int = ...,
+        takes_short_rows: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "max_bundle_bytes", b"max_bundle_bytes", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version", "slot", b"slot", "slot_count", b"slot_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "commit_marker", b"commit_marker", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "max_bundle_bytes", b"max_bundle_bytes", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version", "slot", b"slot", "slot_count", b"slot_count", "takes_short_rows", b"takes_short_rows"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1023,7 +1027,12 @@ Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 
 @typing.final
 class ComputationColumns(google.protobuf.message.Message):
-    """Computations of one rank, in parallel columns of equal length, at most 1,000,000 rows."""
+    """Computations of one rank, in parallel columns of equal length, at most 1,000,000 rows.
+
+    Where the Welcome takes them, the rows of a batch of one iteration may be short if it is regular: iteration, kind,
+    microbatch and chunk are empty, as the registered order has them. begin_s may be empty, too: only timelines need it, for
+    which every fourth iteration is enough (the same on all ranks: those whose number is divisible by 4).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -262,7 +262,8 @@ class Welcome:
     """The answer to the agent's hello. `power_interval_s`: None if no power readings are wanted.
 
     `max_bundle_bytes`: the largest bundle that the coordinator takes, 0 for none. The stream is for the jobs
-    of `slot`, of `slot_count` that the fleet's jobs are spread over.
+    of `slot`, of `slot_count` that the fleet's jobs are spread over. `takes_short_rows`: whether the
+    coordinator takes rows of computations without what the registered order says.
     """
 
     epoch: str
@@ -273,6 +274,7 @@ class Welcome:
     max_bundle_bytes: int = 0
     slot: int = 0
     slot_count: int = 1
+    takes_short_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class Connection:
         self._retry = Retry(_FIRST_DELAY_S, max_delay_s, jitter=1.0, random=random)
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
-        self._was_welcome = False
+        self._was_welcome = self._has_short_rows = False
         self._asked_delay_s = 0.0
         self._error: grpc.aio.AioRpcError | None = None
         self._is_closing = False
@@ -127,7 +127,7 @@ class Connection:
     def send(self, message: translate.Sendable) -> None:
         """Queue a message for the open stream; drop it if there is none, or it is about to end."""
         if self._outbox is not None and not self._is_closing:
-            self._outbox.put_nowait(translate.request(message))
+            self._outbox.put_nowait(translate.request(message, has_short_rows=self._has_short_rows))
 
     def close(self, reason: str) -> None:
         """Send queued messages and a goodbye; `run` then returns. Without an open stream, cancel `run`."""
@@ -207,6 +207,7 @@ class Connection:
             self._outage_log.reset()
             self._heard_at_s = time.monotonic()
             self._outbox = asyncio.Queue()
+            self._has_short_rows = welcome.takes_short_rows
             _log.info(
                 "connected", coordinator=self._channels.address, epoch=welcome.epoch, lease_s=welcome.lease_s
             )

@@ -65,6 +65,9 @@ Sendable = (
     | Batch
 )
 
+_BEGINS_EVERY = 4
+_LONG_ITERATION_S = 5.0
+
 _FIELDS = {
     field.message_type.full_name: field.name
     for field in wire.ConnectRequest.DESCRIPTOR.oneofs_by_name["message"].fields
@@ -162,11 +165,14 @@ def goodbye(reason: str) -> wire.ConnectRequest:
     return wire.ConnectRequest(goodbye=wire.Goodbye(reason=reason))
 
 
-def request(message: Sendable) -> wire.ConnectRequest:
-    """Return the wire message for a message of a session or of the agent."""
+def request(message: Sendable, *, has_short_rows: bool = False) -> wire.ConnectRequest:
+    """Return the wire message for a message of a session or of the agent.
+
+    `has_short_rows`: leave out of telemetry what the coordinator knows or nobody needs.
+    """
     match message:
         case Batch():
-            content: Message = _telemetry(message)
+            content: Message = _telemetry(message, has_short_rows=has_short_rows)
         case MessageRefused(reason, field, expected, found, about):
             content = wire.MessageRefused(
                 reason=reason,
@@ -213,15 +219,18 @@ def _limits(limits: GpuLimits) -> wire.GpuLimits:
     return wire.GpuLimits(power_limit_w=limits.power_limit_w, workload_power_profiles=limits.power_profiles)
 
 
-def _telemetry(batch: Batch) -> wire.TelemetryBatch:
+def _telemetry(batch: Batch, *, has_short_rows: bool) -> wire.TelemetryBatch:
     """Return a batch with its rows as columns."""
     measured = batch.telemetry
+    is_short = has_short_rows and [row.is_regular for row in measured.iterations] == [True]
     return wire.TelemetryBatch(
         sequence=batch.sequence,
         job_id=measured.rank.job_id,
         rank=coordinates(measured.rank),
         iterations=_iteration_columns(measured.iterations),
-        computations=_computation_columns(measured.computations),
+        computations=_short_rows(measured.iterations[0], measured.computations)
+        if is_short
+        else _computation_columns(measured.computations),
         energy=_energy(measured.energy) if measured.energy is not None else None,
         dropped_batch_count=batch.dropped_batch_count,
         clocks=_clocks(measured.clocks) if measured.clocks is not None else None,
@@ -277,6 +286,24 @@ def _computation_columns(rows: tuple[ComputationRow, ...]) -> wire.ComputationCo
         microbatch=[row.computation.microbatch for row in rows],
         chunk=[row.computation.chunk for row in rows],
         begin_s=[row.begin_s for row in rows],
+        duration_s=[row.duration_s for row in rows],
+        clock_mhz=[row.clock_mhz or 0 for row in rows],
+    )
+
+
+def _short_rows(iteration: IterationRow, rows: tuple[ComputationRow, ...]) -> wire.ComputationColumns:
+    """Return the rows of a regular iteration without what the registered order says.
+
+    Timelines need their begins: of the baseline, of an iteration that people wait for, and of every fourth
+    otherwise, the same on all ranks.
+    """
+    has_begins = (
+        iteration.iteration % _BEGINS_EVERY == 0
+        or iteration.duration_s > _LONG_ITERATION_S
+        or not any(row.clock_mhz for row in rows)
+    )
+    return wire.ComputationColumns(
+        begin_s=[row.begin_s for row in rows] if has_begins else (),
         duration_s=[row.duration_s for row in rows],
         clock_mhz=[row.clock_mhz or 0 for row in rows],
     )
@@ -345,6 +372,7 @@ def response(message: wire.ConnectResponse) -> Incoming:
                 min(MAX_BYTES, _count("welcome.max_bundle_bytes", welcome.max_bundle_bytes)),
                 welcome.slot,
                 slot_count,
+                welcome.takes_short_rows,
             )
         case "telemetry_ack":
             return TelemetryAck(_count("telemetry_ack.sequence", message.telemetry_ack.sequence))

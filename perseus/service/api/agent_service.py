@@ -308,7 +308,7 @@ class _Stream:
         async for request in requests:
             messages = request.bundle.messages if request.HasField("bundle") else (request,)
             if (count := len(messages)) <= MAX_MESSAGES:
-                rows = (len(each.telemetry.computations.iteration) for each in messages)
+                rows = (len(each.telemetry.computations.duration_s) for each in messages)
                 count += sum(row_count // ROWS_LIKE_A_MESSAGE for row_count in rows)
             unstored += count
             if unstored >= _UNSTORED_LIMIT:
@@ -377,6 +377,7 @@ class _Stream:
             max_bundle_bytes=min(self._limits.limit_message_bytes, MAX_BYTES),
             slot_count=len(fleet.slots),
             slot=fleet.served or 0,
+            takes_short_rows=True,
         )
         self._outbox.enqueue(ConnectResponse(welcome=welcome))
 
@@ -485,7 +486,9 @@ class _Stream:
                         check_job_id(job_id)
                         self._principal.check_job(job_id)
                     computations = message.computations
-                    self._limits.check_rows(max(len(computations.iteration), len(computations.kind)))
+                    self._limits.check_rows(
+                        max(len(computations.iteration), len(computations.kind), len(computations.duration_s))
+                    )
                     part = None if self._agents.thinning.part is None else self._thin(message)
                     if part is Part.SUMS:
                         self._pass_on(job_id, events)

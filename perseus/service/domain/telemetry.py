@@ -125,7 +125,8 @@ class IterationColumns(NamedTuple):
 class ComputationColumns(NamedTuple):
     """Computations of one rank. `kind` holds indices into KINDS, `clock_mhz` 0 for stock.
 
-    Columns of integers must not be changed: batches of a stage share those that are the same.
+    Columns of integers must not be changed: batches of a stage share those that are the same. Short rows are
+    those of one regular iteration, without the columns that the rank's order has (`Order.whole`).
     """
 
     iteration: Sequence[int]
@@ -144,7 +145,10 @@ class ComputationColumns(NamedTuple):
         Raises:
             InvalidFieldError: names the column.
         """
-        _check_lengths("computations", self, MAX_COMPUTATION_ROWS)
+        if self.is_short:
+            self._check_short()
+        else:
+            _check_lengths("computations", self, MAX_COMPUTATION_ROWS)
         _check_bounds("computations.iteration", self.iteration, 0, MAX_COUNT)
         if not is_known:
             _check_bounds("computations.microbatch", self.microbatch, 0, MAX_COUNT)
@@ -157,6 +161,20 @@ class ComputationColumns(NamedTuple):
             _check_rows("computations.kind", self.kind, _KINDS_KNOWN.__contains__, "a known kind")
         _check_bounds("computations.begin_s", self.begin_s, 0, MAX_DURATION_S)
         _check_bounds("computations.duration_s", self.duration_s, 0, MAX_DURATION_S)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether these are short rows."""
+        return bool(self.duration_s) and not (self.iteration or self.kind or self.microbatch or self.chunk)
+
+    def _check_short(self) -> None:
+        count = len(self.duration_s)
+        check_size("computations.duration_s", count, MAX_COMPUTATION_ROWS)
+        for name, column in (("begin_s", self.begin_s or self.duration_s), ("clock_mhz", self.clock_mhz)):
+            if len(column) != count:
+                raise InvalidFieldError(
+                    field=f"computations.{name}", expected=f"{count} rows like duration_s", found=len(column)
+                )
 
     def iterations(self) -> list[int]:
         """Return the iterations that have rows, in order."""
@@ -335,6 +353,12 @@ class TelemetryBatch(NamedTuple):
         if theirs and not (len(ours) == 1 and theirs.count(ours[0]) == len(theirs)):
             known = set(ours)
             _check_rows("computations.iteration", theirs, known.__contains__, "one of iterations.iteration")
+        if self.computations.is_short and [*self.iterations.is_regular] != [True]:
+            raise InvalidFieldError(
+                field="computations.iteration",
+                expected="a row for each of duration_s, as these are not of a single regular iteration",
+                found=0,
+            )
         if self.energy is not None:
             self.energy.check()
         if self.clocks is not None:
@@ -394,6 +418,25 @@ class Order:
         self._kinds = [_KIND_INDEX[each.kind] for each in computations]
         self._microbatches = [each.microbatch for each in computations]
         self._chunks = [each.chunk for each in computations]
+
+    def whole(self, batch: TelemetryBatch) -> TelemetryBatch:
+        """Return a batch whose rows are not short any more.
+
+        Raises:
+            InvalidFieldError: the order has another number of computations.
+        """
+        rows, count = batch.computations, len(self._kinds)
+        if not rows.is_short:
+            return batch
+        if len(rows.duration_s) != count:
+            raise InvalidFieldError(
+                field="computations.duration_s",
+                expected=f"{count} rows, as many as the registered order has",
+                found=len(rows.duration_s),
+            )
+        iteration = [batch.iterations.iteration[0]] * count
+        whole = ComputationColumns(iteration, self._kinds, self._microbatches, self._chunks, *rows[4:])
+        return batch._replace(computations=whole)
 
     def is_just(self, iterations: IterationColumns, computations: ComputationColumns) -> bool:
         """Return whether these are one regular iteration with its rows in this order, as usual."""

@@ -326,12 +326,14 @@ class JobMachine:
                 stage=event.rank.stage,
                 tensor=event.rank.tensor,
             )
-        rank, batch = self.run.ranks[event.rank], event.batch
+        rank = self.run.ranks[event.rank]
         place, gpu = rank.coordinates, rank.gpu  # the tables' own object: lookups need no comparison
+        order = self._orders[place.stage]
+        batch = order.whole(event.batch)
         self.run.ranks.check_trainer(place, batch.sequence)
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
-        is_plain = batch.check_order(self._orders[place.stage])
+        is_plain = batch.check_order(order)
         has_effect = False
         if batch.gpu_limits is not None and self.run.ranks.note_limits(place, batch.gpu_limits):
             has_effect = True
@@ -341,10 +343,8 @@ class JobMachine:
             reasons = batch.iterations.clock_event_reasons[-1]
             self.run.ranks.note_iteration(place, max(batch.iterations.iteration), reasons)
             has_effect |= self._judge.take_iterations(place, batch.iterations)
-        computations = batch.computations
-        self.run.timelines.add(
-            place, self._orders[place.stage].compact(computations) if is_plain else computations
-        )
+        if (computations := batch.computations).begin_s:
+            self.run.timelines.add(place, order.compact(computations) if is_plain else computations)
         if batch.clocks is not None:
             self.run.ranks.note_clocks(place, batch.clocks)
             self.run.planner.latency.take(place, batch.clocks)

@@ -105,7 +105,7 @@ class Recording:
         kept: Input | SolverAnswered = event
         match event:
             case TelemetryArrived():
-                self.size_bytes += _ROW_BYTES * len(event.batch.computations.iteration)
+                self.size_bytes += _ROW_BYTES * len(event.batch.computations.duration_s)
             case Solved() | Refined():
                 kept = SolverAnswered()
             case RefineFailed():

@@ -125,7 +125,8 @@ class Writer:
         self._work: list[Work] = []
         self._has_work = asyncio.Event()
         self.waiting_count = 0
-        self.admission = Admission(lambda: self.waiting_count <= MAX_WAITING)
+        self._has_many_actions = False
+        self.admission = Admission(lambda: self.waiting_count <= MAX_WAITING and not self._has_many_actions)
         # Since when the oldest unfinished work waits, if there is any.
         self._waiting_since_s: float | None = None
 
@@ -155,12 +156,16 @@ class Writer:
             self.admission.resume()
 
     async def _carry_out(self, work: Sequence[Work]) -> None:
-        """Carry out all actions, in turns: readers, and leases, must not wait for thousands of offers."""
+        """Carry out all actions, in turns: health and leases must not wait for thousands of offers.
+
+        Only more of agents' messages must: the offers change what those will be about.
+        """
         turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
         for item in work:
             for action in item.then:
                 item.carry_out(action)
                 if time.monotonic() >= turn_ends_s:
+                    self._has_many_actions = True
                     await asyncio.sleep(0)
                     turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
             woken_count += item.finish()
@@ -168,6 +173,7 @@ class Writer:
             if woken_count >= WAKE_BATCH:
                 await asyncio.sleep(0)
                 turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
+        self._has_many_actions = False
 
     def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
         """Drop the work of the run that an error is about; its work under quarantine comes later."""

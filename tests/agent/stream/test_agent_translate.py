@@ -86,6 +86,38 @@ def test_a_sessions_message_goes_out_in_its_own_field() -> None:
         assert getattr(request, name) == message
 
 
+@pytest.mark.parametrize(
+    ("iteration", "clock_mhz", "has_begins"),
+    [
+        (IterationRow(8, 3, 0.8, 240.0, True, 0), 900, True),
+        (IterationRow(9, 3, 0.8, 240.0, True, 0), 900, False),
+        (IterationRow(9, 3, 0.8, 240.0, True, 0), None, True),
+        (IterationRow(9, 3, 60.0, 9000.0, True, 0), 900, True),
+    ],
+    ids=["every fourth", "under a plan", "at stock", "that takes a minute"],
+)
+def test_short_rows_leave_out_the_order_and_most_begins(
+    iteration: IterationRow, clock_mhz: int | None, has_begins: bool
+) -> None:
+    rows = (
+        ComputationRow(iteration.iteration, F0, 0.1, 0.05, clock_mhz),
+        ComputationRow(iteration.iteration, Computation(Kind.BACKWARD, 0, 0), 0.2, 0.1, clock_mhz),
+    )
+    batch = Batch(5, Telemetry(RANK, (iteration,), rows, None, None), 0)
+    short = translate.request(batch, has_short_rows=True).telemetry.computations
+    assert short == wire.ComputationColumns(
+        begin_s=[0.1, 0.2] if has_begins else [], duration_s=[0.05, 0.1], clock_mhz=[clock_mhz or 0] * 2
+    )
+
+
+def test_rows_of_an_irregular_iteration_are_not_short() -> None:
+    rows = (ComputationRow(9, F0, 0.1, 0.05, None),)
+    batch = Batch(5, Telemetry(RANK, (IterationRow(9, 3, 0.8, 240.0, False, 0),), rows, None, None), 0)
+    whole = translate.request(batch).telemetry
+    assert whole.computations.kind
+    assert translate.request(batch, has_short_rows=True).telemetry == whole
+
+
 def test_rows_become_columns() -> None:
     sample = EnergySample(Kind.FORWARD, 1, None, 4, 0.05, 0.001, 20.0, 0.5)
     telemetry = Telemetry(

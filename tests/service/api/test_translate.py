@@ -300,6 +300,44 @@ def test_a_row_of_no_kind_is_named() -> None:
         telemetry_from_proto(agent_service_pb2.TelemetryBatch(sequence=1, computations=columns), "agent")
 
 
+@pytest.mark.parametrize(
+    ("is_regular", "rows", "refused"),
+    [
+        ([True], {"begin_s": [], "duration_s": [1, 1], "clock_mhz": [0, 0]}, None),
+        ([True], {"begin_s": [0, 1], "duration_s": [1, 1], "clock_mhz": [0, 0]}, None),
+        ([True], {"begin_s": [0], "duration_s": [1, 1], "clock_mhz": [0, 0]}, "begin_s: expected 2 rows"),
+        ([True], {"begin_s": [], "duration_s": [1, 1], "clock_mhz": [0]}, "clock_mhz: expected 2 rows"),
+        ([True], {"begin_s": [], "duration_s": [1, 1], "clock_mhz": []}, "clock_mhz: expected 2 rows"),
+        ([True], {"kind": [1, 2], "duration_s": [1, 1], "clock_mhz": [0, 0]}, "iteration: expected 2 rows"),
+        ([True], {"begin_s": [], "duration_s": [1, -1], "clock_mhz": [0, 0]}, r"duration_s\[1\]: expected"),
+        (
+            [False],
+            {"begin_s": [], "duration_s": [1, 1], "clock_mhz": [0, 0]},
+            "iteration: expected a row for",
+        ),
+        ([True] * 2, {"begin_s": [], "duration_s": [1, 1], "clock_mhz": [0, 0]}, "iteration: expected a row"),
+    ],
+)
+def test_short_rows_are_of_one_regular_iteration_and_as_long_as_each_other(
+    is_regular: list[bool], rows: dict[str, list[int]], refused: str | None
+) -> None:
+    count = len(is_regular)
+    message = agent_service_pb2.TelemetryBatch(
+        sequence=1,
+        rank=rank_pb2.RankCoordinates(),
+        iterations=agent_service_pb2.IterationColumns(
+            iteration=range(count), plan_version=[0] * count, duration_s=[1] * count, energy_j=[1] * count,
+            is_regular=is_regular, clock_event_reasons=[0] * count,
+        ),
+        computations=agent_service_pb2.ComputationColumns(**rows),  # type: ignore[arg-type]
+    )  # fmt: skip
+    if refused is not None:
+        with pytest.raises(InvalidFieldError, match=f"^computations.{refused}"):
+            telemetry_from_proto(message, "agent")
+    else:
+        assert telemetry_from_proto(message, "agent").batch.computations.is_short
+
+
 def test_an_order_that_was_seen_is_recognised_only_if_all_of_it_is_the_same() -> None:
     forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
 

@@ -1,6 +1,7 @@
 """Batches of telemetry that arrive together lead where they lead one by one."""
 
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import chain, groupby
 
@@ -11,6 +12,7 @@ from perseus.service.domain.errors import CoordinatorError, InvalidFieldError
 from perseus.service.domain.inputs import Input, Refined, Solved, StragglerReported, TelemetryArrived
 from perseus.service.domain.model import Straggler
 from perseus.service.domain.records import IterationRows
+from perseus.service.domain.telemetry import TelemetryBatch
 from perseus.service.job import views
 from perseus.service.job.machine import JobMachine, replay
 from perseus.service.job.recording import Begun
@@ -62,6 +64,64 @@ def life() -> tuple[Begun, list[Step], JobMachine]:
         if event is not None
     ]
     return recording.beginning, steps, machine
+
+
+def shortened(batch: TelemetryBatch) -> TelemetryBatch:
+    """Return the batch with short rows, where it may have them; begins only in every fourth iteration."""
+    if [*batch.iterations.is_regular] != [True] or len(set(batch.computations.iteration)) != 1:
+        return batch
+    begin_s = batch.computations.begin_s if batch.iterations.iteration[0] % 4 == 0 else ()
+    rows = batch.computations._replace(iteration=(), kind=(), microbatch=(), chunk=(), begin_s=begin_s)
+    return batch._replace(computations=rows)
+
+
+def test_short_rows_give_the_same_commands_and_the_same_timeline() -> None:
+    begun, steps, alone = life()
+    machine = JobMachine(
+        Run(begun.spec, begun.run_number, begun.rules, begun.epoch, begun.create_time_s, begun.created_s)
+    )
+    machine.register(begun.registration, begun.version)
+    short_count, asked = 0, None
+    for event, now_s, wall_time_s, expected in steps:
+        given = event
+        if isinstance(event, TelemetryArrived):
+            given = replace(event, batch=shortened(event.batch))
+            given.batch.check()
+            short_count += given.batch.computations.is_short
+            (answer,) = machine.handle_telemetry([given], now_s, wall_time_s)
+        else:
+            if asked is not None and isinstance(event, Solved | Refined):
+                given = solve(asked)
+            answer = machine.handle(given, now_s, wall_time_s)
+        for command in answer if isinstance(answer, list) else ():
+            asked = command if isinstance(command, Solve | Refine) else asked
+        is_same = shown(answer) == shown(expected)  # pytest would show the problems to solve
+        assert is_same, (event, now_s)
+    assert short_count > 50
+    assert views.job(machine.run, is_full=True) == views.job(alone.run, is_full=True)
+    shown_now = machine.run.timelines.latest(0)
+    assert shown_now is not None
+    assert shown_now.iteration % 4 == 0
+    reported = {
+        event.rank.stage: event.batch.computations
+        for event, *_ in steps
+        if isinstance(event, TelemetryArrived)
+        and (event.rank.pipeline, event.rank.tensor) == (0, 0)
+        and [*event.batch.iterations.iteration] == [shown_now.iteration]
+    }
+    for stage, columns in enumerate(shown_now.stages):
+        assert [*map(list, columns)] == [*map(list, reported[stage])]
+
+
+def test_short_rows_of_another_order_are_refused() -> None:
+    cluster = planned()
+    rank = cluster.ranks[next(iter(cluster.ranks))]
+    rank.begin()
+    event = rank.end(0.8)
+    rows = shortened(event.batch).computations
+    fewer = rows._replace(duration_s=rows.duration_s[1:], clock_mhz=rows.clock_mhz[1:], begin_s=())
+    with pytest.raises(InvalidFieldError, match=r"^computations\.duration_s: expected \d+ rows, as many"):
+        cluster.handle(replace(event, batch=event.batch._replace(computations=fewer)))
 
 
 @pytest.mark.parametrize("seed", range(4))

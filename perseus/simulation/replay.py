@@ -275,15 +275,19 @@ class _Forecasts:
         return ahead[missing:]
 
 
-def replay(fleet: Fleet, on_progress: Callable[[float], None] = lambda _: None) -> Replay:
-    """Replay a fleet from its beginning to its end."""
-    return _Replayer(fleet).run(on_progress)
+def replay(
+    fleet: Fleet,
+    on_progress: Callable[[float], None] = lambda _: None,
+    machine: FleetMachine | None = None,
+) -> Replay:
+    """Replay a fleet from its beginning to its end; `machine` in place of a new one."""
+    return _Replayer(fleet, machine or FleetMachine(fleet.feeds)).run(on_progress)
 
 
 class _Replayer:
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, machine: FleetMachine) -> None:
         self._fleet = fleet
-        self._machine = FleetMachine(fleet.feeds)
+        self._machine = machine
         self._random = np.random.default_rng(fleet.seed)
         self._jobs = {job.job_id: _Job(job) for job in fleet.jobs}
         self._forecasts = _Forecasts(fleet.signals, fleet.forecast)

@@ -7,6 +7,9 @@ and maximum clocks that it commands.
 The task idles until a feed is configured, a budget set or feeds are watched; until then, agents are not asked
 what their GPUs draw.
 
+Where jobs are spread over slots, this coordinator keeps its share (`power_shares`): it looks every second
+whether there is one, reads the budgets that slot 0's coordinator has accepted, and shows its own part.
+
 A fault in the machine is logged, and the fleet restarts from the accepted budgets; jobs keep their targets.
 """
 
@@ -53,6 +56,7 @@ from perseus.service.fleet.power.messages import (
 from perseus.service.job import views
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.power_shares import PowerShares
 from perseus.service.shell.powered_jobs import PoweredJobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.writer import Writer
@@ -92,13 +96,17 @@ class Power:
         self._retention = retention
         self._of_fleet = of_fleet
         self._clock = clock
+        is_shared = len(of_fleet.slots) > 1 and of_fleet.served is not None
+        self._power_shares = PowerShares(store, writer, of_fleet.served or 0) if is_shared else None
         self._latest_s = self._ticked_s = 0.0
         # No feed is configured, no budget known, and feeds were never watched.
         self._is_idle = True
         self._records: dict[str, BudgetRecord] = {}
         self._fleet = FleetMachine(feeds.all())
         self._jobs = PoweredJobs(live, feeds)
+        # Of our shares, and of whole feeds where this coordinator divides them.
         self._statuses: Mapping[str, FeedStatus] = {}
+        self._whole_statuses: Mapping[str, FeedStatus] = {}
         self._is_urgent: dict[str, bool] = {}
         # Inputs for the fleet at the next tick; any input starts that tick at once.
         self._inbox: list[Input] = []
@@ -109,12 +117,19 @@ class Power:
 
     async def load(self) -> None:
         """Load the budgets that were accepted, and enforce those that are not over."""
-        for found in await self._store.load_budgets():
-            for record in [found] if isinstance(found, BudgetRecord) else self._substitutes(found):
-                self._records[record.budget.budget_id] = record
+        self._records = await self._load_budgets()
         self._is_idle = not (self._feeds.feeds or self._records)
         self._begin()
         await self._drain_inbox()
+
+    async def _load_budgets(self) -> dict[str, BudgetRecord]:
+        """Return all budgets; of those that others have accepted, only the ones that are not over."""
+        not_over_s = None if self._of_fleet.served == 0 else self.now_s()
+        return {
+            record.budget.budget_id: record
+            for found in await self._store.load_budgets(not_over_s)
+            for record in ([found] if isinstance(found, BudgetRecord) else self._substitutes(found))
+        }
 
     def _substitutes(self, lost: UnreadableBudget) -> list[BudgetRecord]:
         budgets = lost.in_its_place(self._feeds.all())
@@ -196,14 +211,21 @@ class Power:
         return record
 
     def budgets(self, after_budget_id: str, feed: str = "") -> Iterator[BudgetRecord]:
-        """Yield the budgets after an identifier, in order; only those on a feed if one is named."""
+        """Yield the budgets after an identifier, in order; only those on a feed if one is named.
+
+        Raises:
+            ServedElsewhereError: another coordinator keeps the budgets.
+        """
+        self._of_fleet.check_slot(0)
         for budget_id in sorted(self._records):
             record = self._records[budget_id]
             if budget_id > after_budget_id and feed in ("", record.budget.feed):
                 yield record
 
-    def feeds(self, name: str = "") -> list[tuple[Feed, FeedStatus]]:
+    def feeds(self, name: str = "", *, of_share: bool = False) -> list[tuple[Feed, FeedStatus]]:
         """Return the feeds, by name, with their statuses; only one if it is named.
+
+        `of_share`: of our share, also where this coordinator divides the feeds, and knows all of them.
 
         Raises:
             FeedNotFoundError: there is no such feed.
@@ -212,10 +234,10 @@ class Power:
         if name:
             self._check_feed(name)
         names = [name] if name else sorted(self._statuses)
-        return [(known.get(each) or Feed(each), self._status(each)) for each in names]
+        statuses = self._statuses if of_share else {**self._statuses, **self._whole_statuses}
+        return [(known.get(each) or Feed(each), self._status(statuses[each])) for each in names]
 
-    def _status(self, name: str) -> FeedStatus:
-        status = self._statuses[name]
+    def _status(self, status: FeedStatus) -> FeedStatus:
         if not self._is_idle:
             return status
         # Only the power of jobs' latest iterations is known.
@@ -300,7 +322,7 @@ class Power:
         """Tick once a second, and at once when a budget is set or cancelled, until cancelled."""
         is_woken = self._is_idle
         if is_woken:
-            await self._has_news.wait()
+            await self._woken()
             self._is_idle = False
         self._agents.ask_for_power()
         with self._live.changes() as changed:
@@ -310,6 +332,7 @@ class Power:
             while True:
                 self._follow_clock(changed)
                 try:
+                    await self._read_shares()
                     # Budgets first, by themselves: a power cap's ramp begins at the present draw of the known
                     # jobs. After idling no job is known, so the budget waits for the next tick.
                     if not is_woken:
@@ -332,11 +355,40 @@ class Power:
         found = [await self._jobs.follow(job_id) for job_id in changed_ids]
         of_jobs = (event for event in found if event is not None)
         totals = self._agents.totals(self._jobs.job_ids)
-        await self._apply([*of_jobs, self._jobs.measured(self._since_tick_s(), totals), Tick()])
+        shared = () if self._power_shares is None else self._power_shares.shared(self._feeds.all())
+        await self._apply([*shared, *of_jobs, self._jobs.measured(self._since_tick_s(), totals), Tick()])
         self._jobs.order(self._fleet, self._is_urgent, self.now_s())
         self._is_urgent.clear()
+        if self._power_shares is not None:
+            self._whole_statuses = await self._power_shares.publish(self._fleet, self.now_s())
         self._forget()
         self._wake_readers()
+
+    async def _woken(self) -> None:
+        """Wait for a reason to keep budgets."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if self._power_shares is None else PERIOD_S):
+                    await self._has_news.wait()
+                    return
+            await self._read_shares()
+            if self._records or (self._power_shares is not None and self._power_shares.is_begun):
+                return
+
+    async def _read_shares(self) -> None:
+        """Take up what other coordinators have published, and the budgets that another has accepted."""
+        if self._power_shares is None:
+            return
+        await self._power_shares.read()
+        if self._of_fleet.served == 0:
+            return
+        before, self._records = self._records, await self._load_budgets()
+        self._inbox += [BudgetCancelled(budget_id) for budget_id in before.keys() - self._records.keys()]
+        self._inbox += [
+            BudgetSet(record.budget)
+            for budget_id, record in self._records.items()
+            if record != before.get(budget_id)
+        ]
 
     def _since_tick_s(self) -> float:
         """Return how long the present power readings have held: about a second."""

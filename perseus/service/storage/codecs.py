@@ -26,6 +26,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.power import BudgetRecord
 from perseus.service.domain.records import JobRecord
+from perseus.service.domain.slot_power import Division, SlotPower
 from perseus.service.domain.specification import JobSpec, Registration
 from perseus.solver import Measurement
 
@@ -144,6 +145,8 @@ NO_REGISTRATIONS = REGISTRATIONS.dump(())
 RECORD: Json[JobRecord] = Json("record", JobRecord)
 RANK: Json[Rank] = Json("rank", Rank)
 PERIOD: Json[Period] = Json("period", Period)
+SLOT_POWER: Json[SlotPower] = Json("slot power", SlotPower)
+DIVISION: Json[Division] = Json("division", Division)
 BUDGET: Json[BudgetRecord] = Json("budget", BudgetRecord)
 PATTERNS: Json[tuple[str, ...]] = Json("a token's patterns", tuple[str, ...])
 STAGE_VERSIONS: Json[tuple[int, ...]] = Json("offer.stage_versions", tuple[int, ...])

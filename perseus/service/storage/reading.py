@@ -18,6 +18,7 @@ from perseus.service.domain.model import ALL_EVENTS, EventFilter, PipelineOffer,
 from perseus.service.domain.power import BudgetRecord, UnreadableBudget
 from perseus.service.domain.principals import Grant, Scope, Session, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
+from perseus.service.domain.slot_power import Division, KnownSlot
 from perseus.service.domain.snapshot import RunSnapshot
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
@@ -405,15 +406,45 @@ def load_sessions(connection: Connection) -> list[Session]:
     return [Session(*row) for row in rows]
 
 
-def load_budgets(connection: Connection) -> list[BudgetRecord | UnreadableBudget]:
-    """Return all power budgets by identifier."""
+def load_budgets(
+    connection: Connection, not_over_s: float | None = None
+) -> list[BudgetRecord | UnreadableBudget]:
+    """Return all power budgets by identifier, or only those that are not over at a time."""
     budgets: list[BudgetRecord | UnreadableBudget] = []
-    for row in connection.execute(select(schema.budgets).order_by(schema.budgets.c.budget_id)):
+    query, over_s = select(schema.budgets), schema.budgets.c.over_time_s
+    if not_over_s is not None:
+        query = query.where(over_s.is_(None) | (over_s > not_over_s))
+    for row in connection.execute(query.order_by(schema.budgets.c.budget_id)):
         try:
             budgets.append(budget_of(row))
         except (*_UNREADABLE, OverflowError) as error:
             budgets.append(_unreadable_budget(row, cut(" ".join(str(error).split()))))
     return budgets
+
+
+def load_slot_powers(connection: Connection) -> tuple[list[KnownSlot], Division]:
+    """Return what the coordinators of slots have published, by slot, and the division of feeds.
+
+    What can't be read counts as not published.
+    """
+    slots, members, powers = schema.slots, schema.members, schema.slot_powers
+    query = (
+        select(members.c.member_id, slots.c.lease_epoch, powers)
+        .select_from(slots)
+        .outerjoin(members, members.c.member_id == slots.c.holder)
+        .outerjoin(powers, powers.c.slot == slots.c.number)
+        .order_by(slots.c.number)
+    )
+    found, division = [], Division()
+    for holder, lease_epoch, slot, written_epoch, power_text, division_text in connection.execute(query):
+        power = None
+        with suppress(*_UNREADABLE):
+            power = codecs.SLOT_POWER.load(power_text)
+            if slot == 0:
+                division = codecs.DIVISION.load(division_text)
+        is_of_holder = power is not None and written_epoch == lease_epoch
+        found.append(KnownSlot(power, holder is not None, is_of_holder))
+    return found, division
 
 
 def _unreadable_budget(row: Row[Any], problem: str) -> UnreadableBudget:

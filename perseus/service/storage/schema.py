@@ -253,7 +253,17 @@ members = _table(
 # Who serves a slot of jobs, "" for nobody; `lease_epoch` rises with every holder, and never falls.
 slots = _table("slots", _number("number", primary_key=True), _text("holder"), _number("lease_epoch"))
 
-OF_FLEET = (tokens, budgets, members, slots)
+# For power budgets over several slots: what the coordinator of each publishes under a lease epoch, and (in
+# slot 0's row) how it divides the feeds.
+slot_powers = _table(
+    "slot_powers",
+    _number("slot", primary_key=True),
+    _number("lease_epoch"),
+    _text("power"),
+    _text("division"),
+)
+
+OF_FLEET = (tokens, budgets, members, slots, slot_powers)
 """The tables of the whole fleet; every slot has all others."""
 
 OF_RUNS = (

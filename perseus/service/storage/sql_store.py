@@ -72,6 +72,7 @@ class SqlStore:
     load_tokens = _read_method(reading.load_tokens)
     load_sessions = _read_method(reading.load_sessions)
     load_budgets = _read_method(reading.load_budgets)
+    load_slot_powers = _read_method(reading.load_slot_powers)
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ UPSERT_TOKEN = "upsert_token"
 UPSERT_SESSION = "upsert_session"
 DELETE_SESSION = "delete_session"
 UPSERT_BUDGET = "upsert_budget"
+UPSERT_SLOT_POWER = "upsert_slot_power"
 UPSERT_RECORDING = "upsert_recording"
 
 ORDER = (
@@ -58,6 +59,7 @@ ORDER = (
     DELETE_SESSION,
     UPSERT_SESSION,
     UPSERT_BUDGET,
+    UPSERT_SLOT_POWER,
     UPSERT_RECORDING,
 )
 """The order in which a group's rows are written: a run before its changes, plans before rows that use
@@ -141,6 +143,7 @@ class Statements:
             UPSERT_SESSION: upsert(schema.sessions),
             DELETE_SESSION: delete(schema.sessions).where(schema.sessions.c.digest == bindparam("digest")),
             UPSERT_BUDGET: upsert(schema.budgets),
+            UPSERT_SLOT_POWER: upsert(schema.slot_powers),
             UPSERT_RECORDING: upsert(schema.recordings),
         }
         self.by_name = {name: _compiled(statement, dialect) for name, statement in by_name.items()}

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from perseus.service.domain.power import BudgetRecord
 from perseus.service.domain.principals import Session, Token
 from perseus.service.domain.records import Record
+from perseus.service.domain.slot_power import Division, SlotPower
 from perseus.service.domain.specification import JobSpec
 from perseus.v1 import event_pb2
 
@@ -82,6 +83,16 @@ class BudgetEntry:
     record: BudgetRecord
 
 
+@dataclass(frozen=True, slots=True)
+class SlotPowerEntry:
+    """What the coordinator of a slot publishes for power budgets; `division` is slot 0's to make."""
+
+    slot: int
+    lease_epoch: int
+    power: SlotPower
+    division: Division
+
+
 class UnstorableEntryError(ValueError):
     """An entry of a run contains a value that could not be read back; the text names it. Nothing is
     written."""
@@ -117,4 +128,5 @@ Entry = (
     | SessionEntry
     | SessionEnded
     | BudgetEntry
+    | SlotPowerEntry
 )

@@ -41,6 +41,7 @@ from perseus.service.storage.store import (
     NewRun,
     SessionEnded,
     SessionEntry,
+    SlotPowerEntry,
     TelemetrySequence,
     TokenEntry,
     UnstorableEntryError,
@@ -227,6 +228,9 @@ class GroupWriter:
                     group.rows[to.UPSERT_BUDGET].append(
                         (budget.budget.budget_id, codecs.BUDGET.dump(budget), budget.over_time_s)
                     )
+                case SlotPowerEntry(slot, lease_epoch, power, division):
+                    texts = codecs.SLOT_POWER.dump(power), codecs.DIVISION.dump(division)
+                    group.rows[to.UPSERT_SLOT_POWER].append((slot, lease_epoch, *texts))
                 case NewRun(spec, run_number, create_time_s):
                     beginning = spec.job_id, run_number, create_time_s, self._spec(entry)
                     ended = [None] * len(schema.ENDED_COLUMNS)

@@ -106,7 +106,7 @@ class CoordinatorCollector:
         self._read_store(readings)
         if (totals := coordinator.ledger.totals) is not None:
             _put_ledger(readings, totals)
-        for feed, status in coordinator.power.feeds():
+        for feed, status in coordinator.power.feeds(of_share=True):
             _put_feed(readings, feed.name, status)
         for name, is_known, failure_count in coordinator.signals.states():
             readings.put(names.SIGNAL_KNOWN, is_known, name)

@@ -97,3 +97,12 @@ async def test_the_readable_part_of_an_unreadable_budget_is_kept_and_the_check_r
     cancelled = BudgetRecord(OPEN.budget, "r", "", NOW_S, cancel_time_s=NOW_S + 86400)
     assert cancelled.is_over(NOW_S), "the clock at its cancellation had jumped ahead"
     await store.close()
+
+
+async def test_budgets_that_are_over_can_be_left_out(database: Path | str) -> None:
+    store = await SqlStore.open(database)
+    cancelled = replace(OPEN, budget=replace(OPEN.budget, budget_id="cancelled"), cancel_time_s=NOW_S)
+    await store.write([BudgetEntry(record) for record in (OPEN, ENDING, cancelled)])
+    assert await store.load_budgets(NOW_S) == [ENDING, OPEN]
+    assert await store.load_budgets(NOW_S + 1) == [OPEN]
+    await store.close()

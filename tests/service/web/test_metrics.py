@@ -204,7 +204,7 @@ async def test_a_feeds_metrics_are_its_status(
         judged_s=0.0,
         is_above_power_cap=is_above,
     )
-    monkeypatch.setattr(Power, "feeds", lambda _: [(Feed("hall"), status)])
+    monkeypatch.setattr(Power, "feeds", lambda *_, **__: [(Feed("hall"), status)])
     http = f"127.0.0.1:{free_port()}"
     async with running_here(make_settings(tmp_path, http=http)):
         samples = await scrape(f"http://{http}/metrics")

@@ -16,6 +16,7 @@ from collections import deque
 
 from perseus.service.domain.power import Budget, Feed
 from perseus.service.fleet.power import budgets
+from perseus.service.fleet.power.messages import FeedShared
 from perseus.service.fleet.power.meter import RECENT_S, MovingAverage, PredictionError
 
 MIN_WINDOW_S = 60.0
@@ -50,11 +51,13 @@ _DIGITS = 1e-9
 
 
 class FeedWatch:
-    """The state of one feed.
+    """The state of one feed, or of our share in it, if it is divided over slots.
 
     Attributes:
         feed: its name and ramps.
-        power_cap_w: the power that may be drawn now; infinite without a limit.
+        feed_cap_w: the power that may be drawn from all of it now; infinite without a limit.
+        shared: our share in it.
+        power_cap_w: our part of `feed_cap_w`; all the other powers are ours, too.
         rose_s: when the power cap last rose.
         others: the power of GPUs in no job.
         clock_share: the maximum clock of jobs without plans, as a share of their highest; 1 for no maximum.
@@ -65,14 +68,16 @@ class FeedWatch:
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
-        self.power_cap_w = math.inf
+        self.feed_cap_w = self.power_cap_w = math.inf
+        self.shared = FeedShared(feed.name, 1.0, 0.0, 0.0)
         self.rose_s = -math.inf
         self.others = MovingAverage(RECENT_S)
         self.clock_share = 1.0
         self.begin_sums()
         self._moved_s: float | None = None
         self._down_w_per_s = math.inf
-        self._limit_w = math.inf
+        self._limit_w = self._whole_limit_w = math.inf
+        self._are_plans_tried = False
         self._judged_from_s = math.inf
         self._recent_mean = MovingAverage(MIN_WINDOW_S)
         self._judged = MovingAverage(MIN_WINDOW_S)
@@ -109,28 +114,61 @@ class FeedWatch:
         elapsed_s = 0.0 if self._moved_s is None else now_s - self._moved_s
         self._moved_s = now_s
         goal_w, self._down_w_per_s = budgets.goal_w(some, self.feed, now_s)
+        if self.shared.share is None:
+            goal_w = math.inf  # a ramp begins at what all draw, which nobody knows yet
         before_w = self.power_cap_w
-        self.power_cap_w = budgets.ramped_power_cap_w(
-            power_cap_w=before_w,
-            drawn_w=min(self.expected_w, self.max_w),
+        self.feed_cap_w = budgets.ramped_power_cap_w(
+            power_cap_w=self.feed_cap_w,
+            drawn_w=self._drawn_by_all_w,
             goal=goal_w,
             ramps_w_per_s=(self._down_w_per_s, self.feed.ramp_up_w_per_s),
             elapsed_s=elapsed_s,
         )
+        self.power_cap_w = self._own_w(self.feed_cap_w)
         if before_w < self.power_cap_w < math.inf:
             self.rose_s = now_s
-        limit_w = budgets.limit_w(some, self.feed, now_s)
-        if limit_w == math.inf and min(goal_w, self.power_cap_w) >= self.max_w:
-            self.power_cap_w = math.inf  # no job would draw more
+        whole_w = budgets.limit_w(some, self.feed, now_s)
+        limit_w = self._own_w(whole_w)
+        max_w = self.max_w + self.shared.elsewhere_max_w
+        if limit_w == math.inf and min(goal_w, self.feed_cap_w) >= max_w:
+            self.feed_cap_w = self.power_cap_w = math.inf  # no job would draw more
         self._caps_w.append((now_s, self.power_cap_w))
         is_reached = limit_w < math.inf and self.power_cap_w <= limit_w * (1 + _DIGITS)
         if limit_w != self._limit_w or not is_reached:
+            # Nearly the same plans keep a share that moved a little.
+            is_near = abs(limit_w - self._limit_w) <= UNTRIED_MARGIN * limit_w
+            self._are_plans_tried = is_near and whole_w == self._whole_limit_w and self._untried_w() == 0
+            self._whole_limit_w = whole_w
             # Only power drawn since the same limit had to be kept is judged.
             self._judged.clear()
             self._judged_from_s = now_s + SETTLING_TIME_S if is_reached else math.inf
             self._limit_w = limit_w if is_reached else math.nan
         elif limit_w == math.inf:
             self._judged_from_s = math.inf
+
+    def limit_w(self, some: list[Budget], now_s: float) -> float:
+        """Return our part of the limit in force; infinite if there is none."""
+        return self._own_w(budgets.limit_w(some, self.feed, now_s))
+
+    def _own_w(self, power_w: float) -> float:
+        share = self.shared.share
+        return math.inf if power_w == math.inf or share is None else share * power_w
+
+    def to_divide_w(self, some: list[Budget], now_s: float) -> float:
+        """Return the power that shares must keep: the feed's cap, or the limit to come; infinite without."""
+        if self.feed_cap_w < math.inf:
+            return self.feed_cap_w
+        goal_w, down_w_per_s = budgets.goal_w(some, self.feed, now_s)
+        if goal_w < math.inf:
+            return goal_w if down_w_per_s == math.inf else max(goal_w, self._drawn_by_all_w)
+        ahead = min(
+            (each for each in some if each.start_s > now_s), key=lambda each: each.start_s, default=None
+        )
+        return math.inf if ahead is None else ahead.limit_w
+
+    @property
+    def _drawn_by_all_w(self) -> float:
+        return min(self.expected_w, self.max_w) + self.shared.elsewhere_w
 
     def share_clocks(self, free_w: float, left_w: float) -> None:
         """Set the clock share of jobs without plans from their unlimited power and the power left for them.
@@ -203,14 +241,15 @@ class FeedWatch:
 
     def _untried_w(self) -> float:
         """Return the extra margin while the plans that keep the limit are new; it grows along the ramp."""
-        if self._judged_from_s == math.inf or self._judged.covered_s >= SHORT_WINDOW_S:
+        is_short = self._judged.covered_s < SHORT_WINDOW_S
+        if self._judged_from_s == math.inf or self._are_plans_tried or not is_short:
             return 0.0
         max_w = self.power_cap_w * (UNTRIED_MARGIN - MARGIN_DEVIATIONS * self._error.deviation)
         if self._down_w_per_s == math.inf:
             return max_w
         assert self._moved_s is not None
         reached_s = self._judged_from_s - SETTLING_TIME_S
-        return min(max_w, self._down_w_per_s * (self._moved_s - reached_s))
+        return min(max_w, self._own_w(self._down_w_per_s) * (self._moved_s - reached_s))
 
     @property
     def measured_w(self) -> float:

@@ -17,18 +17,22 @@ One pass over the jobs adds up the expected power on all feeds, however many the
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from perseus.service.domain.power import Budget, Feed, FeedStatus
+from perseus.service.domain.slot_power import SlotPower
+from perseus.service.fleet.power import budgets
 from perseus.service.fleet.power.allocation import Allocation, allocate
-from perseus.service.fleet.power.budgets import limit_w, next_change_s, ramp_down_w_per_s
+from perseus.service.fleet.power.budgets import next_change_s, ramp_down_w_per_s
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
+from perseus.service.fleet.power.division import UNPLANNED_ROOM, Hull, added_up, whole_status
 from perseus.service.fleet.power.feed_watch import MIN_WINDOW_S, SETTLING_TIME_S, WINDOW_ITERATIONS, FeedWatch
 from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
     Command,
+    FeedShared,
     Input,
     JobChanged,
     JobLeft,
@@ -64,6 +68,7 @@ class _Job:
 
     def _offer(self, demand: JobDemand) -> None:
         self.demand = demand
+        self._hulls: dict[str, Hull] = {}
         allowed = demand.allowed
         self._min_w = (
             {feed: min(point.power_w[feed] for point in allowed) for feed in allowed[0].power_w}
@@ -116,6 +121,12 @@ class _Job:
             return drawn_w
         return {feed: self.meter.ratio * power_w for feed, power_w in self.demand.points[0].power_w.items()}
 
+    def hull(self, feed: str) -> Hull:
+        """Return its hull of weighted loss over planned power on a feed."""
+        if feed not in self._hulls:
+            self._hulls[feed] = Hull.of(self.demand, feed)
+        return self._hulls[feed]
+
     def take(self, changed: JobChanged) -> None:
         """Update its demand; it keeps its target, or takes the next slower point."""
         before = self.demand
@@ -157,6 +168,7 @@ class FleetMachine:
             JobChanged: self._on_job_changed,
             JobLeft: self._on_job_left,
             PowerMeasured: self._on_power_measured,
+            FeedShared: self._on_feed_shared,
             Tick: self._on_tick,
         }
 
@@ -179,8 +191,8 @@ class FleetMachine:
         for name, watch in self._watches.items():
             watch.move(self._on(name), now_s)
         # Measurements wait for the next tick: there may be many, and one decision is enough for all.
-        is_measured_only = kinds <= {PowerMeasured}
-        commands = [] if is_measured_only else self._steer(now_s, is_new=not kinds <= {PowerMeasured, Tick})
+        is_new = not kinds <= {PowerMeasured, FeedShared, Tick}
+        commands = [] if kinds <= {PowerMeasured} else self._steer(now_s, is_new=is_new)
         if commands:
             self._add_up()
         return commands + self._judge(now_s)
@@ -268,6 +280,10 @@ class FleetMachine:
                 longest_iteration_s=longest_s,
                 unsettled_w=unsettled_w[name],
             )
+
+    def _on_feed_shared(self, event: FeedShared, now_s: float) -> None:
+        if (watch := self._watches.get(event.feed)) is not None:
+            watch.shared = event
 
     def _on_tick(self, event: Tick, now_s: float) -> None:
         """Set the clock shares of jobs without plans; everything else is decided after every input."""
@@ -386,7 +402,7 @@ class FleetMachine:
 
     def _status(self, name: str, now_s: float) -> FeedStatus:
         watch = self._watches[name]
-        limit = limit_w(self._on(name), watch.feed, now_s)
+        limit = watch.limit_w(self._on(name), now_s)
         allocation = self._allocation
         is_limited = limit < math.inf
         in_transition = watch.in_transition(now_s)
@@ -442,6 +458,42 @@ class FleetMachine:
         """Return a feed's present power cap; infinite without a limit."""
         watch = self._watches.get(name)
         return math.inf if watch is None else watch.power_cap_w
+
+    # --- Feeds that are divided over slots ------------------------------------------------------------------
+
+    def to_divide_w(self, now_s: float) -> dict[str, float]:
+        """Return the power of each feed that is to be divided."""
+        found = {name: watch.to_divide_w(self._on(name), now_s) for name, watch in self._watches.items()}
+        return {name: power_w for name, power_w in found.items() if power_w < math.inf}
+
+    def published(self, kept_version: int, now_s: float) -> SlotPower:
+        """Return what a divider needs to know of these jobs, who keep a version of its division."""
+        feeds = self.to_divide_w(now_s)
+        hulls: dict[str, list[tuple[Hull, float, float]]] = {name: [] for name in feeds}
+        fixed_w = {name: self._watches[name].others.mean_w() for name in feeds}
+        for job in self._jobs.values():
+            if not job.demand.points:
+                for name, power_w in (job.free_w or job.drawn_w()).items():
+                    if name in fixed_w:
+                        fixed_w[name] += UNPLANNED_ROOM * power_w
+                continue
+            first_w = {name: w for name, w in job.demand.points[0].power_w.items() if name in feeds}
+            for name, power_w in first_w.items():
+                # A job on several limited feeds: each counts with its part of the loss.
+                part = power_w / sum(first_w.values()) if power_w else 0.0
+                hulls[name].append((job.hull(name), job.meter.ratio, part))
+        return SlotPower(
+            kept_version,
+            {name: added_up(fixed_w[name], own) for name, own in hulls.items()},
+            self.statuses,
+        )
+
+    def whole_status(self, parts: Sequence[FeedStatus], now_s: float) -> FeedStatus:
+        """Return the status of a whole feed from those of all slots' parts."""
+        watch = self._watches[parts[0].feed]
+        return whole_status(
+            parts, budgets.limit_w(self._on(watch.feed.name), watch.feed, now_s), watch.feed_cap_w
+        )
 
     # --- Power ----------------------------------------------------------------------------------------------
 

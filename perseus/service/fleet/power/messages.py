@@ -65,11 +65,28 @@ class PowerMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class FeedShared:
+    """The feed is shared with coordinators of other slots.
+
+    Attributes:
+        feed: its name.
+        share: the part of its limits and ramps that is ours; None while it is not divided: then nothing is
+            limited here.
+        elsewhere_w, elsewhere_max_w: the expected power of all others now, and without any limit.
+    """
+
+    feed: str
+    share: float | None
+    elsewhere_w: float
+    elsewhere_max_w: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Input = BudgetSet | BudgetCancelled | JobChanged | JobLeft | PowerMeasured | Tick
+Input = BudgetSet | BudgetCancelled | JobChanged | JobLeft | PowerMeasured | FeedShared | Tick
 
 
 @dataclass(frozen=True, slots=True)

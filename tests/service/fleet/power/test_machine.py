@@ -54,6 +54,7 @@ class Site:
     now_s: float = 0.0
     message: list[tuple[float, Command]] = field(default_factory=list)
     drawn_w: list[float] = field(default_factory=list)
+    speeds: list[Mapping[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(0)
@@ -96,6 +97,7 @@ class Site:
                     factor *= 1 + self.held_error
                 drawn_w[job_id] = {feed: factor * watts for feed, watts in power_w.items()}
             self.drawn_w.append(sum(own["a"] for own in drawn_w.values()))
+            self.speeds.append({job_id: point.speed for job_id, point in self._points.items()})
             for _, job_id, point in due:
                 self._points[job_id] = point
             self.handle(PowerMeasured(1.0, drawn_w, {}))

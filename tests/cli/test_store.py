@@ -118,3 +118,10 @@ def test_a_store_in_use_is_only_read(
     found_code, output = asyncio.run(call_while_open())
     assert (found_code, message in output) == (exit_code, True), output
     assert not (folder / "jobs.jsonl").exists()
+
+
+@pytest.mark.parametrize("command", [["coordinator"], ["store", "import", "jobs.jsonl"]])
+def test_several_slots_need_postgresql(database: Path, command: list[str]) -> None:
+    done = RUNNER.invoke(app, [*command, "--slots", "2", "--database", str(database)])
+    assert done.exit_code == 2
+    assert "slots: expected 1, as SQLite serves one coordinator" in " ".join(done.output.split())

@@ -3,7 +3,7 @@
 import { randomUUID } from 'node:crypto';
 import { hostname } from 'node:os';
 import { setTimeout as sleep } from 'node:timers/promises';
-import { reasonOf } from './coordinator.js';
+import { infoOf } from './coordinator.js';
 
 const PROTOCOL_VERSION = 1;
 const FIRST_DELAY_S = 0.25;
@@ -32,6 +32,7 @@ export class Agent {
   #telemetry = new TelemetryRing();
   #waiting = []; // messages that are sent together
   #maxBundleBytes = 0; // none until the coordinator takes some
+  #refusal = null; // of a rank whose job is served elsewhere
   #isClosing = false;
 
   /** @param onJobUnknown called with a job's identifier if the coordinator does not know it (any more) */
@@ -48,8 +49,11 @@ export class Agent {
     while (!this.#isClosing) {
       const { wasWelcome, status } = await this.#connect();
       if (this.#isClosing) break;
-      const reason = reasonOf(status);
+      const info = this.#refusal ?? infoOf(status);
+      const { reason } = info;
+      this.#refusal = null;
       this.log(`stream ended: ${status.code} ${reason || status.details}`);
+      if (this.coordinator.follow(info)) continue;
       if (PERMANENT.has(reason)) throw new Error(`the coordinator ended the stream for good: ${status.details}`);
       if (wasWelcome) maxDelayS = FIRST_DELAY_S;
       await sleep(1000 * Math.random() * maxDelayS); // full jitter: agents must not come back all at once
@@ -169,11 +173,15 @@ export class Agent {
   }
 
   /** A refused rank has no plan; it may be accepted later. */
-  #onRankRefused(rank, { jobId, reason, message }) {
+  #onRankRefused(rank, { jobId, reason, message, metadata }) {
     this.log(`rank refused: ${reason}: ${message}`);
     if (!rank) return;
     this.tellInForce(rank.dropPlans());
     if (reason === 'JOB_NOT_FOUND') this.onJobUnknown(jobId);
+    if (reason === 'SERVED_ELSEWHERE') {
+      this.#refusal = { reason, metadata };
+      this.#call.cancel();
+    }
     if (!JOIN_AGAIN.has(reason)) return;
     setTimeout(() => this.#send({ rankJoined: rank.joined() }), 1000 * JOIN_AGAIN_S).unref();
   }

@@ -10,6 +10,7 @@ import protobuf from 'protobufjs';
 const PROTOS = process.env.PERSEUS_PROTOS ?? fileURLToPath(new URL('../../protos', import.meta.url));
 const DEADLINE_S = 5;
 const RETRY_S = 0.5;
+const MAX_HOPS = 2;
 // The call's result is unknown: the coordinator is absent, restarting or busy.
 const RETRIED = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED]);
 
@@ -31,11 +32,34 @@ export function credentials(environment = process.env) {
   return grpc.credentials.createSsl(readFileSync(ca), ...own);
 }
 
-/** Clients of the services at `target` (host:port). */
+/** Clients of the services at `target` (host:port), or at another coordinator of its fleet that serves the job. */
 export class Coordinator {
+  #target;
+  #clients = new Map(); // by address
+  #hopCount = 0;
+
   constructor(target) {
-    this.agents = new perseus.v1.AgentService(target, credentials());
-    this.jobs = new perseus.v1.JobService(target, credentials());
+    this.#target = target;
+    this.#go(target);
+  }
+
+  #go(address) {
+    this.address = address;
+    if (!this.#clients.has(address)) {
+      const { AgentService, JobService } = perseus.v1;
+      const agents = new AgentService(address, credentials());
+      this.#clients.set(address, { agents, jobs: new JobService(address, credentials()) });
+    }
+    Object.assign(this, this.#clients.get(address));
+  }
+
+  /** Go where an error or a refusal says that the job is served, at most twice in a row; otherwise back to the target. */
+  follow({ reason, metadata }) {
+    const address = reason === 'SERVED_ELSEWHERE' && metadata.address;
+    const isFollowed = address && address !== this.address && this.#hopCount < MAX_HOPS;
+    this.#hopCount = isFollowed ? this.#hopCount + 1 : 0;
+    this.#go(isFollowed ? address : this.#target);
+    return isFollowed;
   }
 
   /** Call a method of JobService. All of them may be retried, so a lost answer does no harm. */
@@ -44,6 +68,7 @@ export class Coordinator {
       try {
         return await this.#callOnce(method, request);
       } catch (error) {
+        if (this.follow(infoOf(error))) continue;
         if (attempt === attempts || !RETRIED.has(error.code)) throw error;
         await sleep(1000 * RETRY_S);
       }
@@ -58,8 +83,10 @@ export class Coordinator {
   }
 
   close() {
-    this.agents.close();
-    this.jobs.close();
+    for (const { agents, jobs } of this.#clients.values()) {
+      agents.close();
+      jobs.close();
+    }
   }
 }
 
@@ -71,10 +98,10 @@ const rpc = protobuf.parse(`
   message ErrorInfo { string reason = 1; string domain = 2; map<string, string> metadata = 3; }
 `).root;
 
-/** The stable reason of an error, such as JOB_NOT_FOUND; empty if the coordinator gave none. */
-export function reasonOf(error) {
+/** The stable reason of an error, such as JOB_NOT_FOUND, and its values; empty if the coordinator gave none. */
+export function infoOf(error) {
   const [bytes] = error.metadata?.get('grpc-status-details-bin') ?? [];
   const details = bytes ? rpc.lookupType('Status').decode(bytes).details : [];
   const info = details.find((detail) => detail.typeUrl.endsWith('/google.rpc.ErrorInfo'));
-  return info ? rpc.lookupType('ErrorInfo').decode(info.value).reason : '';
+  return info ? rpc.lookupType('ErrorInfo').decode(info.value) : { reason: '', metadata: {} };
 }

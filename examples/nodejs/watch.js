@@ -1,6 +1,7 @@
 // Follows a job: past events, new ones, and waiting for some of them.
 
 import { setTimeout as sleep } from 'node:timers/promises';
+import { infoOf } from './coordinator.js';
 
 const RETRY_S = 0.5;
 
@@ -20,8 +21,9 @@ export class Watch {
   async run() {
     while (this.job?.state !== 'JOB_STATE_FINISHED') {
       const afterSequence = this.#events.at(-1)?.sequence ?? 0;
-      await this.#follow({ jobId: this.jobId, afterSequence });
-      if (this.job?.state !== 'JOB_STATE_FINISHED') await sleep(1000 * RETRY_S);
+      const status = await this.#follow({ jobId: this.jobId, afterSequence });
+      if (this.job?.state === 'JOB_STATE_FINISHED' || this.coordinator.follow(infoOf(status))) continue;
+      await sleep(1000 * RETRY_S);
     }
   }
 

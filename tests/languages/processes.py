@@ -26,14 +26,18 @@ _CLIENT_IS_OPERATOR = {"PERSEUS_COORDINATOR_CERTIFICATE_SCOPES": '{"client": "op
 class CoordinatorProcess:
     """A coordinator on its own port, which it keeps across restarts.
 
-    It requires mutual TLS, unless its client doesn't support it: then it uses plaintext.
+    It requires mutual TLS, unless its client doesn't support it: then it uses plaintext. By default it has a
+    database of its own.
     """
 
-    def __init__(self, folder: Path, *, has_tls: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, has_tls: bool = True, database: str | None = None, slot_count: int = 1
+    ) -> None:
         port = free_port()
         # A name, like most certificates: Node.js warns of TLS to an address.
         self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder
+        self._database = [f"--database={database or folder / 'perseus.db'}", f"--slots={slot_count}"]
         self.security = Security(folder / "security") if has_tls else None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -50,12 +54,11 @@ class CoordinatorProcess:
 
     def start(self) -> None:
         """Start it on its database, and wait until it listens."""
-        database = self._folder / "perseus.db"
         with (self._folder / "coordinator.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     *[sys.executable, "-m", "perseus.cli", "coordinator", "--log-format=json"],
-                    *[f"--listen={self._listen}", f"--database={database}"],
+                    *[f"--listen={self._listen}", *self._database],
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

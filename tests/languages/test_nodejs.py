@@ -3,12 +3,15 @@
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from perseus.job_id import slot_of
 from tests.languages.newer import newer_ends
 from tests.languages.processes import ClientProcess, CoordinatorProcess, check_story
+from tests.service.storage import postgresql
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nodejs"
 SPEED = "5"
@@ -73,15 +76,39 @@ async def test_unknown_fields_and_messages_are_ignored(tmp_path: Path) -> None:
     assert "stream ended" not in printed
 
 
+@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
+def test_a_job_is_followed_to_the_coordinator_of_its_slot(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        database = stack.enter_context(postgresql.running()).new_database()
+        coordinators = []
+        for slot in range(2):  # the first takes the first
+            (tmp_path / str(slot)).mkdir()
+            made = CoordinatorProcess(tmp_path / str(slot), has_tls=False, database=database, slot_count=2)
+            coordinators.append(stack.enter_context(made))
+        own = slot_of("story", 2)
+        with start(coordinators[1 - own].address, tmp_path) as client:
+            client.wait_for("→ planned: ")
+            assert "SERVED_ELSEWHERE" not in client.text, "the registration was followed already"
+            coordinators[
+                own
+            ].kill()  # so that a rank is announced, and refused, where the other slot is served
+            coordinators[own].start()
+            printed = client.wait()
+            check_story(coordinators[own], "story")
+    assert "rank refused: SERVED_ELSEWHERE" in printed
+    assert "report PLANNED" in printed
+
+
 def test_the_rules_of_offers() -> None:
     subprocess.run(["node", "--test"], cwd=EXAMPLE, check=True)
 
 
 def test_the_stable_reason_of_an_error_is_decoded(tmp_path: Path) -> None:
     script = """
-        import { Coordinator, reasonOf } from './coordinator.js';
+        import { Coordinator, infoOf } from './coordinator.js';
         const coordinator = new Coordinator(process.argv[1]);
-        await coordinator.call('getJob', { jobId: 'none' }).catch((error) => console.log(reasonOf(error)));
+        const show = (error) => console.log(infoOf(error).reason);
+        await coordinator.call('getJob', { jobId: 'none' }).catch(show);
         coordinator.close();
     """
     with CoordinatorProcess(tmp_path) as coordinator:

@@ -85,17 +85,17 @@ class PageApi:
         try:
             principal = self._asking(request)
         except AuthenticationError:
-            return _session_answer(None)
-        return _session_answer(principal, is_open=self._access is None)
+            return self._session(None)
+        return self._session(principal)
 
     async def _begin_session(self, request: web.Request) -> web.Response:
         check_origin(request, is_needed=True)
         secret = _token_in(await _body(request))
         if self._access is None:
-            return _session_answer(ANYBODY, is_open=True)
+            return self._session(ANYBODY)
         self._login_rate_limiter.take(request.remote or "")
         session_id, principal = await self._access.sessions.begin(secret)
-        response = _session_answer(principal)
+        response = self._session(principal)
         set_cookie(request, response, session_id)
         return response
 
@@ -113,6 +113,23 @@ class PageApi:
 
     def _check_reader(self, request: web.Request) -> Principal:
         return ANYBODY if self._access is None else self._access.check(request, READERS)
+
+    def _session(self, principal: Principal | None) -> web.Response:
+        scope = principal.grant.scope if principal is not None else None
+        fleet = self._coordinator.fleet
+        return _json_answer(
+            as_json(
+                {
+                    "name": principal.name if principal is not None else "",
+                    "scope": scope.value if scope is not None else "",
+                    "requires_login": self._access is not None,
+                    "may_control": scope is Scope.OPERATOR,
+                    "release": release() if principal is not None else "",
+                    "slot": fleet.served if principal is not None else 0,
+                    "slot_count": len(fleet.slots) if principal is not None else 1,
+                }
+            )
+        )
 
     # ------------------------------------------------------------------ calls
 
@@ -161,21 +178,6 @@ class PageApi:
 
     async def _end_streams(self, _: web.Application) -> None:
         self._streams.end("DRAINING")
-
-
-def _session_answer(principal: Principal | None, *, is_open: bool = False) -> web.Response:
-    scope = principal.grant.scope if principal is not None else None
-    return _json_answer(
-        as_json(
-            {
-                "name": principal.name if principal is not None else "",
-                "scope": scope.value if scope is not None else "",
-                "requires_login": not is_open,
-                "may_control": scope is Scope.OPERATOR,
-                "release": release() if principal is not None else "",
-            }
-        )
-    )
 
 
 def _json_answer(text: str) -> web.Response:

@@ -25,7 +25,8 @@ from tests.service.web.page_server import PageServer, ask, serving, streaming
 from tests.service.web.test_metrics import client_context
 from tests.service.web.test_page_api import assert_refused, registration
 
-NOBODY = {"name": "", "scope": "", "requires_login": True, "may_control": False, "release": ""}
+ALONE = {"slot": 0, "slot_count": 1}
+NOBODY = {"name": "", "scope": "", "requires_login": True, "may_control": False, "release": "", **ALONE}
 
 
 def browser() -> aiohttp.ClientSession:
@@ -62,6 +63,7 @@ async def test_a_login_and_its_end(tmp_path: Path) -> None:
             "requires_login": True,
             "may_control": False,
             "release": release(),
+            **ALONE,
         }
         assert answer.json == me
         (cookie,) = SimpleCookie(answer.headers["Set-Cookie"]).values()
@@ -186,6 +188,7 @@ async def test_no_login_is_needed_under_insecure(tmp_path: Path) -> None:
             "requires_login": False,
             "may_control": True,
             "release": release(),
+            **ALONE,
         }
         assert (await ask(session, "GET", f"{server.url}/session")).json == everybody
         login = await ask(session, "POST", f"{server.url}/session", {"token": "x"}, server.origin)

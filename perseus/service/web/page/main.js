@@ -62,7 +62,8 @@ function enter(found, why = "") {
   }
   const leave = el("button", { type: "button", class: "quiet", onclick: logout }, "Log out");
   const name = el("span", { title: found.may_control ? "may control jobs" : "may only read" }, `${found.name} (${found.scope})`);
-  put(who, found.requires_login ? [name, leave] : el("span", { class: "unlocked" }, "no login required"));
+  const slot = el("span", { title: `slot ${found.slot}; the pages of other coordinators show other jobs` }, `jobs of one of ${found.slot_count} slots`);
+  put(who, found.slot_count > 1 && slot, found.requires_login ? [name, leave] : el("span", { class: "unlocked" }, "no login required"));
   route(false);
 }
 

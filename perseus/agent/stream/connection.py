@@ -93,8 +93,8 @@ class Connection:
         self._agent = agent
         self._handler = handler
         self._slot = slot
-        max_delay_s = _MAX_ROUND_DELAY_S if self._may_be_taken_over else _MAX_DELAY_S
-        self._retry = Retry(_FIRST_DELAY_S, max_delay_s, jitter=1.0, random=random)
+        self._random = random
+        self._retry = self._new_retry()
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._was_welcome = self._has_short_rows = False
@@ -278,11 +278,17 @@ class Connection:
         except TimeoutError:
             raise TimeoutError(f"expected a welcome within {_HANDSHAKE_S} s, found silence") from None
 
+    def _new_retry(self) -> Retry:
+        max_delay_s = _MAX_ROUND_DELAY_S if self._may_be_taken_over else _MAX_DELAY_S
+        return Retry(_FIRST_DELAY_S, max_delay_s, jitter=1.0, random=self._random)
+
     def _bind(self, welcome: Welcome) -> None:
+        """Note the slot that the stream is for, as the first welcome says."""
         if self._slot not in (None, welcome.slot):
             raise _NoWelcomeError(f"expected a welcome for slot {self._slot}, found one for {welcome.slot}")
         if welcome.slot_count > 1:
             self._slot = welcome.slot
+            self._retry = self._new_retry()
 
     async def _write(
         self, call: Call, outbox: asyncio.Queue[wire.ConnectRequest | None], max_bundle_bytes: int

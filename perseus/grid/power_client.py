@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,18 @@ from perseus.grid.dsx_flex.budgets import Budget, KnownBudget, Stage
 from perseus.grid.dsx_flex.values import FeedReading
 from perseus.tls.channels import Channels
 from perseus.v1 import job_service_pb2, power_service_pb2
+from perseus.v1.info_service_pb2 import ListCoordinatorsRequest
+from perseus.v1.info_service_pb2_grpc import InfoServiceStub
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
 
 if TYPE_CHECKING:
+    from perseus.v1.info_service_pb2_grpc import InfoServiceAsyncStub
     from perseus.v1.job_service_pb2_grpc import JobServiceAsyncStub
     from perseus.v1.power_service_pb2_grpc import PowerServiceAsyncStub
 
 TIMEOUT_S = 10.0
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 _PAGE_SIZE = 1000
 _TRANSIENT = {
     grpc.StatusCode.UNAVAILABLE,
@@ -41,20 +46,47 @@ def is_transient(error: grpc.aio.AioRpcError) -> bool:
 
 
 class PowerClient:
-    """A channel to the coordinator, open within the context. Methods raise `grpc.aio.AioRpcError`."""
+    """A channel to the coordinator, open within the context. Methods raise `grpc.aio.AioRpcError`.
+
+    Of a fleet, it is to the coordinator of slot 0, which keeps the budgets and knows feeds whole.
+    """
+
+    _power: "PowerServiceAsyncStub"
 
     def __init__(self, channels: Channels) -> None:
-        self._channel = channels.open([("grpc.use_local_subchannel_pool", 1)])
-        self._power: PowerServiceAsyncStub = PowerServiceStub(self._channel)
-        self._jobs: JobServiceAsyncStub = JobServiceStub(self._channel)
+        self._channels = channels
+        self._opened = AsyncExitStack()
 
     async def __aenter__(self) -> "PowerClient":
+        keeper = await self._keeper()
+        self._power = PowerServiceStub(await self._opened.enter_async_context(keeper.open(_OPTIONS)))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.close()
+        await self._opened.aclose()
+
+    async def _keeper(self) -> Channels:
+        """Return the way to the coordinator that keeps the budgets."""
+        try:
+            async with self._channels.open(_OPTIONS) as channel:
+                stub: InfoServiceAsyncStub = InfoServiceStub(channel)
+                fleet = await stub.ListCoordinators(ListCoordinatorsRequest(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older one, which keeps all
+                return self._channels
+            raise
+        for each in fleet.coordinators:
+            if each.HasField("slot") and each.slot == 0:
+                keeper = self._channels if each.is_answering else self._channels.at(each.address)
+                if keeper is not None:
+                    return keeper
+        code, details = (
+            grpc.StatusCode.UNAVAILABLE,
+            "the coordinator of slot 0, which keeps budgets, is absent",
+        )
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
     async def feeds(self) -> tuple[FeedReading, ...]:
         """Return readings of all feeds."""
@@ -98,14 +130,25 @@ class PowerClient:
 
     async def nodes(self, job_id: str) -> tuple[str, ...]:
         """Return the names of the hosts that a job runs on."""
-        request = job_service_pb2.ListRanksRequest(job_id=job_id, page_size=_PAGE_SIZE)
-        found: dict[str, None] = {}
+        channels = self._channels.beside()
         while True:
-            page = await self._jobs.ListRanks(request, timeout=TIMEOUT_S)
-            found |= dict.fromkeys(rank.hostname for rank in page.ranks if rank.hostname)
-            if not page.next_page_token:
-                return tuple(found)
-            request.page_token = page.next_page_token
+            async with channels.open(_OPTIONS) as channel:
+                try:
+                    return await _nodes(JobServiceStub(channel), job_id)
+                except grpc.aio.AioRpcError as error:
+                    if not channels.follow(error):  # to the coordinator that serves the job
+                        raise
+
+
+async def _nodes(jobs: "JobServiceAsyncStub", job_id: str) -> tuple[str, ...]:
+    request = job_service_pb2.ListRanksRequest(job_id=job_id, page_size=_PAGE_SIZE)
+    found: dict[str, None] = {}
+    while True:
+        page = await jobs.ListRanks(request, timeout=TIMEOUT_S)
+        found |= dict.fromkeys(rank.hostname for rank in page.ranks if rank.hostname)
+        if not page.next_page_token:
+            return tuple(found)
+        request.page_token = page.next_page_token
 
 
 def _reading(feed: power_service_pb2.FeedState) -> FeedReading:

@@ -70,10 +70,10 @@ class Fleet:
         return merged_jobs(answers.values())
 
     def keeper(self) -> "grpc.Channel":
-        """Return a channel to the coordinator of slot 0, which keeps the budgets and knows feeds whole."""
+        """Return a channel to slot 0's coordinator: it keeps tokens and budgets, and knows feeds whole."""
         channel = self._serving().get(0)
         if channel is None:
-            fail(f"the coordinator that keeps the budgets: {'; '.join(self.missing)}", FAILURE)
+            fail(f"tokens, budgets and feeds are kept with slot 0: {'; '.join(self.missing)}", FAILURE)
         return channel.as_grpc
 
     def _serving(self) -> dict[int, EscapingChannel]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.connection import Connection, connected, connecting, escaping
 from perseus.cli.destination import Destination
+from perseus.cli.fleet import Fleet
 from perseus.cli.listing import TIMEOUT_S
 from perseus.cli.rows import Format, FormatOption, row_of, show_message, show_messages, show_row
 from perseus.cli.terminal import FAILURE, error_console, fail
@@ -113,8 +114,8 @@ def list_tokens(connection: Connection, form: FormatOption = Format.TABLE) -> No
     """List all tokens, including revoked and expired ones."""
     from perseus.v1 import token_service_pb2, token_service_pb2_grpc
 
-    with connected(connection) as channel:
-        stub = token_service_pb2_grpc.TokenServiceStub(channel)
+    with escaping(connection) as channel, Fleet(channel) as fleet:
+        stub = token_service_pb2_grpc.TokenServiceStub(fleet.keeper())
         tokens = stub.ListTokens(token_service_pb2.ListTokensRequest(), timeout=TIMEOUT_S).tokens
     show_messages(form, tokens, token_service_pb2.Token.DESCRIPTOR, lambda: _table(tokens))
 

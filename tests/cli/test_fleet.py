@@ -8,12 +8,15 @@ from typing import Any
 
 import grpc
 import pytest
+import typer
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from typer.testing import CliRunner, Result
 
 from perseus.cli import connection
+from perseus.cli.connection import Connection, escaping
+from perseus.cli.fleet import Fleet
 from perseus.cli.ledger import merged
 from perseus.cli.main import app
 from perseus.job_id import slot_of
@@ -258,6 +261,24 @@ async def test_top_has_the_jobs_of_all_and_the_feeds_of_slot_0(coordinators: lis
     shown_without = await perseus(coordinators[1], "top", "--format", "json")
     assert shown_without.exit_code == 1
     assert json.loads(shown_without.stdout)["feeds"] == []
+
+
+async def test_a_fleet_is_asked_by_way_of_another_if_the_first_is_gone(
+    coordinators: list[FakeCoordinator],
+) -> None:
+    request = job_service_pb2.ListJobsRequest()
+
+    def ask(fleet: Fleet) -> list[str]:
+        return [job.job_id for job in fleet.jobs(request)]
+
+    with escaping(Connection(coordinators[0].address)) as channel, Fleet(channel) as fleet:
+        assert await asyncio.to_thread(ask, fleet) == JOBS
+        await coordinators[0].stop()
+        del coordinators[0].addresses[0]
+        assert await asyncio.to_thread(ask, fleet) == coordinators[1].own_jobs
+        assert fleet.missing == ["nobody serves slot 0 of 2"]
+        with pytest.raises(typer.Exit):
+            await asyncio.to_thread(fleet.keeper)
 
 
 def response(job_ids: Iterable[str], **account: float) -> ledger_service_pb2.ListLedgerEntriesResponse:

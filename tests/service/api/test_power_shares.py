@@ -1,0 +1,112 @@
+"""A power budget over the jobs of two slots, whose coordinators share a PostgreSQL database."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from pathlib import Path
+
+import pytest
+
+from perseus.service.domain.members import Fleet, Slot
+from perseus.service.storage.membership import MemberRows
+from perseus.v1 import job_pb2
+from tests.service.api.test_power_service import Budgets, reading
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    Client,
+    FakeAgent,
+    connected_to,
+    make_settings,
+    refusal,
+    running_here,
+    until,
+)
+from tests.service.storage import postgresql
+
+JOBS = ("llama-4", "llama-2")
+"""A job of each slot."""
+
+pytestmark = [
+    pytest.mark.slow("two coordinators on a PostgreSQL server"),
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING)),
+]
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, database: str, slot: int, lease_epoch: int = 0) -> AsyncIterator[Client]:
+    """Run a coordinator that holds a slot of two."""
+    async with AsyncExitStack() as stack:
+        rows = stack.enter_context(closing(await asyncio.to_thread(MemberRows, database, 60.0, 2)))
+        rows.join("", "")
+        stack.callback(rows.depart)
+        epoch = rows.take(slot, lease_epoch)
+        found = rows.renew()
+        assert epoch is not None
+        assert found is not None
+        settings = make_settings(tmp_path, database=database, slots=2)
+        fence, fleet = Slot(slot, rows.member_id, epoch), Fleet(rows.member_id, slot, *found)
+        address, _ = await stack.enter_async_context(running_here(settings, fence, fleet))
+        yield await stack.enter_async_context(connected_to(address))
+
+
+async def planned(client: Client, job_id: str) -> FakeAgent:
+    await client.register(job_id=job_id)
+    agent = FakeAgent(client, f"agent of {job_id}", ALL_PLACES, job_id=job_id)
+    await agent.join()
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    await agent.iterate(4)
+    return agent
+
+
+async def is_held(client: Client, job_id: str) -> bool:
+    return (await client.job(job_id)).HasField("budget_target_iteration_time_s")
+
+
+async def test_coordinators_of_two_slots_keep_shares_of_a_budget_also_without_the_one_that_divides(
+    tmp_path: Path,
+) -> None:
+    with postgresql.running() as server:
+        database = server.new_database()
+        async with AsyncExitStack() as stack, AsyncExitStack() as first:
+            clients = [
+                await first.enter_async_context(serving(tmp_path, database, 0)),
+                await stack.enter_async_context(serving(tmp_path, database, 1)),
+            ]
+            powers = [Budgets(client) for client in clients]
+            agents = [await planned(client, job_id) for client, job_id in zip(clients, JOBS, strict=True)]
+            budget = await powers[0].set(limit_w=600.0)
+            assert (await refusal(powers[1].set()))[1] == "SERVED_ELSEWHERE"
+            assert (await refusal(powers[1].listed()))[1] == "SERVED_ELSEWHERE"
+
+            async def are_held() -> bool:
+                for agent in agents:
+                    await agent.send(**reading(agent, 100.0))
+                return all([await is_held(client, job) for client, job in zip(clients, JOBS, strict=True)])
+
+            await until(are_held)
+            whole, share = await powers[0].feed(), await powers[1].feed()
+            assert whole.limit_w == budget.limit_w
+            assert sorted(whole.slowed_job_ids) == sorted(JOBS)
+            assert 0.4 * budget.limit_w < share.limit_w < 0.6 * budget.limit_w
+            assert list(share.slowed_job_ids) == [JOBS[1]]
+            assert whole.measured_w > share.measured_w > 0
+
+            await agents.pop(0).end()
+            await first.aclose()
+            assert (await powers[1].feed()).limit_w == share.limit_w
+            clients[0] = await stack.enter_async_context(serving(tmp_path, database, 0, 1))
+            powers[0] = Budgets(clients[0])
+
+            async def is_whole() -> bool:
+                return (await powers[0].feed()).slowed_job_ids == [JOBS[1]]
+
+            await until(is_whole)
+            assert (await powers[1].feed()).limit_w > 0.9 * share.limit_w
+            await powers[0].cancel()
+
+            async def is_free() -> bool:
+                return not await is_held(clients[1], JOBS[1])
+
+            await until(is_free)
+            await agents.pop().end()

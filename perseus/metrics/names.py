@@ -154,7 +154,11 @@ LEDGER_CARBON = LEDGER.gauge("ledger_carbon_grams", "Carbon dioxide of that ener
 LEDGER_SAVED_CARBON = LEDGER.gauge("ledger_saved_carbon_grams", "Carbon dioxide of the saved energy.")
 
 
-FEED = Section("Each feed", "The feeds in the coordinator's settings, and `default`.")
+FEED = Section(
+    "Each feed",
+    "The feeds in the coordinator's settings, and `default`. Where jobs are spread over slots, this "
+    "coordinator's [share](power.md#several-coordinators) of them: the sum over all is the feed's.",
+)
 
 FEED_LIMIT = FEED.gauge("feed_limit_watts", "The lowest limit in force, while there is one.", "feed")
 FEED_POWER_CAP = FEED.gauge(

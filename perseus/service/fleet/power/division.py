@@ -161,10 +161,10 @@ class Divider:
                 ]
                 drawn_w = 0.0 if slot.power is None else slot.power.drawn_w(feed)
                 goal[number] = min(max(kept, default=1 / len(slots)), drawn_w / max(cap_w, _DIGITS))
-            elif slot.power is None or feed not in slot.power.curves:
+            elif slot.power is None or (feed in slot.power.statuses and feed not in slot.power.curves):
                 return current  # it does not know the limit yet
             else:
-                curves[number] = slot.power.curves[feed]
+                curves[number] = slot.power.curves.get(feed, Curve())  # without: it knows no such feed
         left = 1 - sum(goal)
         for number, share in zip(curves, divided([*curves.values()], left * usable_w), strict=True):
             goal[number] = left * share

@@ -47,6 +47,10 @@ def jobs(draw: st.DrawFn, prefix: str) -> list[JobDemand]:
     return made
 
 
+def drawing(power_w: float) -> FeedStatus:
+    return FeedStatus(FEED, None, False, True, (), (), 0.0, power_w, 0.0, None, (), None, None, 0.0, False)
+
+
 slots_of_jobs = st.tuples(*(jobs(f"slot-{slot}") for slot in range(SLOT_COUNT)))
 
 
@@ -195,9 +199,7 @@ def test_a_slot_that_nobody_serves_gets_what_it_drew_within_its_share() -> None:
     curves = [line(300, 900)] * 2
     divider = begun(*curves)
     for drawn_w, share in ((200.0, 0.2), (700.0, 0.2)):
-        status = FeedStatus(
-            FEED, None, False, True, (), (), 0.0, drawn_w, 0.0, None, (), None, None, 0.0, False
-        )
+        status = drawing(drawn_w)
         power = SlotPower(1, {FEED: curves[1]}, {FEED: status})
         for second in range(3):
             version = divider.division.version
@@ -218,10 +220,17 @@ def test_a_feed_is_divided_anew_after_its_budgets() -> None:
 def test_a_coordinator_that_has_not_seen_the_limit_is_waited_for() -> None:
     divider = Divider(Division())
     now = known(0, line(300, 600), line(300, 600))
-    now[1] = KnownSlot(SlotPower(0, {}, {}), True, True)
+    now[1] = KnownSlot(SlotPower(0, {}, {FEED: drawing(500.0)}), True, True)
     assert divider.divide(now, {FEED: LIMIT_W}, 0.0) == Division()
     now[1] = KnownSlot(None, is_served=True)
     assert divider.divide(now, {FEED: LIMIT_W}, 1.0) == Division()
+
+
+def test_one_that_knows_no_such_feed_has_no_share_in_it() -> None:
+    divider = Divider(Division())
+    now = known(0, line(300, 600), line(300, 600))
+    now[1] = KnownSlot(SlotPower(0, {}, {}), True, True)
+    assert divider.divide(now, {FEED: LIMIT_W}, 0.0).shares == {FEED: (1.0, 0.0)}
 
 
 # ---------------------------------------------------------------------- the sum of shares, whatever happens
@@ -286,23 +295,7 @@ class Shares(RuleBasedStateMachine):
             return
         coordinator.kept, coordinator.read = coordinator.read, None
         share = coordinator.kept.shares.get(FEED, (1.0,) * SLOT_COUNT)[slot]
-        status = FeedStatus(
-            FEED,
-            None,
-            False,
-            True,
-            (),
-            (),
-            0.0,
-            drawn * share * LIMIT_W,
-            0.0,
-            None,
-            (),
-            None,
-            None,
-            0.0,
-            False,
-        )
+        status = drawing(drawn * share * LIMIT_W)
         power = SlotPower(
             coordinator.kept.version,
             {FEED: line(least_w, least_w + added_w, weight=added_w)},

@@ -150,5 +150,7 @@ def test_a_limit_below_what_tolerances_allow_is_reported_by_all() -> None:
 def test_shares_of_two_feeds_lose_little_more_than_one_coordinator(spread: float, most: float) -> None:
     """Those of jobs on one feed each: rounding. Others count in part on each of their feeds."""
     for seed in range(3):
-        _, more, _ = beside_whole(spread, {"a": 0.2, "b": 0.2}, seed)
-        assert more <= most
+        found = beside_whole(spread, {"a": 0.2, "b": 0.2}, seed)
+        assert found is not None
+        assert found.more is not None
+        assert found.more <= most

@@ -2,9 +2,10 @@
 
 python -m tests.torture.fleet COUNT [--seed SEED]
 
-Each of two coordinators serves a slot of jobs, with one job in it, and a third stands by. The agents of
-`benchmarks.load` record all messages: no acknowledged batch may be lost or counted twice, no version of
-clocks used twice, and no message may come with an older lease epoch than an earlier one.
+Each of two coordinators serves a slot of jobs, with one job in it, and a third stands by; each has a way of
+its own to the database. The agents of `benchmarks.load` record all messages: no acknowledged batch may be
+lost or counted twice, no version of clocks used twice, and no message may come with an older lease epoch than
+an earlier one. A job under its plan should keep it.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from dataclasses import dataclass, field
 from itertools import count as numbers
 from pathlib import Path
 
+from sqlalchemy.engine import make_url
+
 from benchmarks.coordinator_load import report_problems
 from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
 from perseus.job_id import slot_of
@@ -28,6 +31,7 @@ from tests.event_log import logged
 from tests.ports import free_port
 from tests.service.storage import postgresql
 from tests.torture.coordinator import FLAGS, STAGES, check_by_command
+from tests.torture.cut import way_to
 from tests.torture.killed_postgresql import KilledServer
 
 COORDINATORS = 3
@@ -47,6 +51,7 @@ KINDS = {
     "freeze": 4,
     "leave": 4,
     "kill a standby": 2,
+    "cut off": 2,
     "kill PostgreSQL": 1,
 }
 """How one of those that serve ends, with weights; and what else may happen."""
@@ -59,10 +64,14 @@ class Outcome:
     Attributes:
         failover_s: by kind, from the end of a coordinator until all its agents were served by another.
         end_statuses: of coordinators that ended by themselves.
+        planned_count, kept_count: how many jobs were under their plan when it happened to their coordinator,
+            and how many of them were offered nothing else.
     """
 
     failover_s: dict[str, list[float]] = field(default_factory=dict)
     end_statuses: Counter[int | None] = field(default_factory=Counter)
+    planned_count: int = 0
+    kept_count: int = 0
     batch_count: int = 0
     version_count: int = 0
     problems: list[str] = field(default_factory=list)
@@ -71,12 +80,15 @@ class Outcome:
 class Fleet:
     """Coordinators on one database."""
 
-    def __init__(self, folder: Path, database: str, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, server: postgresql.Server, database: str, stack: ExitStack) -> None:
         flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S), "--slots", str(SLOTS))
         self.coordinators = []
+        self.ways = []
         for number in range(COORDINATORS):
             (own := folder / str(number)).mkdir()
-            process = CoordinatorProcess(own, database, flags, is_pinned=False)
+            self.ways.append(stack.enter_context(way_to(server.socket)))
+            url = make_url(database).set(host="127.0.0.1", port=self.ways[-1].port, query={})
+            process = CoordinatorProcess(own, url.render_as_string(), flags, is_pinned=False)
             process.address = f"127.0.0.1:{free_port()}"
             self.coordinators.append(stack.enter_context(process))
 
@@ -125,7 +137,7 @@ def torture(
     chance, outcome = random.Random(seed), Outcome()
     with postgresql.running() as server, ExitStack() as stack:
         database = server.new_database()
-        fleet = Fleet(folder, database, stack)
+        fleet = Fleet(folder, server, database, stack)
         fleet.launch_ended()
         fleet.wait_for_all()
         with ExitStack() as loads:
@@ -176,8 +188,9 @@ def _strike(
         chance.choice([each for each in fleet.coordinators if each not in holders]).kill()
         fleet.launch_ended()
         return
+    before = [_plan(own, JOBS[each]) for each, own in enumerate(agents)]
     since_s = time.monotonic()
-    struck = [agents[slot]]
+    struck = [slot]
     match kind:
         case "kill":
             holder.kill()
@@ -191,28 +204,52 @@ def _strike(
             fleet.holder(slot, but=holder)
         case "freeze":
             os.kill(holder.pid, signal.SIGSTOP)
-            ends_s = time.monotonic() + _FREEZE_S + chance.uniform(0.0, _FREEZE_S)
-            while time.monotonic() < ends_s:
-                agents[slot].ask("leave_silent")
-                time.sleep(0.1)
+            _outlast_lease(agents[slot], chance)
             fleet.holder(slot, but=holder)
             os.kill(holder.pid, signal.SIGCONT)
             outcome.end_statuses[holder.wait()] += 1
+        case "cut off":
+            way = fleet.ways[fleet.coordinators.index(holder)]
+            way.cut()
+            _outlast_lease(agents[slot], chance)
+            fleet.holder(slot, but=holder)
+            way.mend()
+            outcome.end_statuses[holder.wait()] += 1
         case "kill PostgreSQL":
-            struck = list(agents)
+            struck = list(range(SLOTS))
             server.kill()
             for each in holders:
                 outcome.end_statuses[each.wait()] += 1
             server.start()
             fleet.launch_ended()
     try:
-        for each_load in struck:
-            back = each_load.ask("back", since_s=since_s, limit_s=_LIMIT_S)
+        for number in struck:
+            back = agents[number].ask("back", since_s=since_s, limit_s=_LIMIT_S)
             outcome.failover_s.setdefault(kind, []).append(back["joined_s"])
+            if (plan := before[number]) is not None:
+                outcome.planned_count += 1
+                outcome.kept_count += _plan(agents[number], JOBS[number]) == plan
     except GeneratorError as error:
         states = [each.standing() if each.poll() is None else "ended" for each in fleet.coordinators]
         raise AssertionError(f"{kind}: {error}; {states}") from None
     fleet.launch_ended()
+
+
+def _outlast_lease(agents: Agents, chance: random.Random) -> None:
+    """Wait until the lease of a coordinator that does nothing is over, and let its agents leave it."""
+    ends_s = time.monotonic() + _FREEZE_S + chance.uniform(0.0, _FREEZE_S)
+    while time.monotonic() < ends_s:
+        agents.ask("leave_silent")
+        time.sleep(0.1)
+
+
+def _plan(agents: Agents, job_id: str) -> int | None:
+    """Return what tells a job's plan from others: how many versions its ranks were offered; None without."""
+    agents.ask("find", job_id=job_id, limit_s=_LIMIT_S)
+    if agents.ask("state", job_id=job_id) != "JOB_STATE_PLANNED":
+        return None
+    found: int = agents.ask("counts", job_id=job_id)["versions"]
+    return found
 
 
 def _settle(agents: Agents, job_id: str, count: int, outcome: Outcome) -> None:
@@ -241,6 +278,7 @@ def main(count: int, seed: int) -> None:
             f"{kind}: {len(times_s)}, all agents served again after {median_s:.1f} s, at most {most_s:.1f} s"
         )
     print(f"{outcome.batch_count} batches acknowledged, {outcome.version_count} versions offered to ranks")
+    print(f"{outcome.kept_count} of {outcome.planned_count} plans kept")
     print(f"ended by themselves, by exit status: {dict(outcome.end_statuses)}")
     print("; ".join(outcome.problems) or "nothing lost, doubled or reversed")
     if outcome.problems:

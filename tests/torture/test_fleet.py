@@ -11,7 +11,7 @@ from perseus.v1 import agent_service_pb2 as pb
 from tests.service.storage import postgresql
 from tests.torture.fleet import torture
 
-KINDS = ("kill", "freeze", "leave", "kill and restart")
+KINDS = ("kill", "freeze", "leave", "cut off", "kill and restart")
 
 
 @pytest.mark.slow("coordinators are ended and others take over while dozens of agents train")
@@ -23,7 +23,7 @@ def test_nothing_is_lost_doubled_or_reversed_when_another_takes_over(tmp_path: P
     outcome = torture(tmp_path, len(KINDS), seed, kinds=KINDS)
     assert outcome.problems == []
     assert set(outcome.failover_s) == set(KINDS)
-    assert outcome.end_statuses == {3: 1}, "the one that was frozen ends by itself"
+    assert outcome.end_statuses == {3: 2}, "those that were frozen or cut off end by themselves"
     assert outcome.batch_count > 0
     assert outcome.version_count > 0
 

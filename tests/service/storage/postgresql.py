@@ -26,6 +26,10 @@ class Server:
         self._programs = _PROGRAMS[-1].parent
         self.data = folder / "data"
 
+    @property
+    def socket(self) -> Path:
+        return self._folder / ".s.PGSQL.5432"
+
     def url(self, database: str) -> str:
         return f"postgresql://tester@/{database}?host={self._folder}"
 

@@ -369,10 +369,12 @@ class ServedElsewhereError(CoordinatorError):
 
     code = "UNAVAILABLE"
     retry_delay_s = 1
-    template = "another coordinator of the fleet serves this: {address}"
+    template = "this coordinator does not serve that: {where} does"
 
     def __init__(self, *, address: str, slot: int | None = None) -> None:
-        super().__init__(address=address, **({} if slot is None else {"slot": slot}))
+        where = f"the one at {address}" if address else "none at present"
+        super().__init__(address=address, where=where, **({} if slot is None else {"slot": slot}))
+        del self.metadata["where"]
 
 
 class BudgetNotFoundError(CoordinatorError):

@@ -99,7 +99,10 @@ async def test_while_nobody_serves_a_slot_no_address_is_named(tmp_path: Path) ->
     alone = fleet()
     alone.members = [Member("me", "me:1")]
     async with connected(make_settings(tmp_path), alone) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.job(THERE)
         found = await refusal(client.job(THERE))
+    assert caught.value.details() == "this coordinator does not serve that: none at present does"
     assert found[2] == {"address": "", "slot": "0"}
 
 

@@ -320,7 +320,8 @@ class EscapingChannel:
 
         def ask(*arguments: Any, **more: Any) -> "Iterator[Message]":
             self._channels = self._channels.beside()
-            was_heard, lost_s = False, None
+            was_heard = False
+            lost_s: float | None = None
             while True:
                 call = self._channel.unary_stream(method, response_deserializer=read, **options)
                 try:
@@ -331,9 +332,13 @@ class EscapingChannel:
                 except grpc.RpcError as error:
                     if self._follow(error):
                         continue
-                    lost_s = lost_s or time.monotonic()
                     is_lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-                    if not (was_heard and is_lost) or time.monotonic() > lost_s + _TAKEOVER_S:
+                    if not (was_heard and is_lost):
+                        raise
+                    if lost_s is None:
+                        lost_s = time.monotonic()
+                        warn(f"{self.address} has gone: waiting {_TAKEOVER_S:g} s for it or another one")
+                    if time.monotonic() > lost_s + _TAKEOVER_S:
                         raise
                     if self.move_on(error):
                         time.sleep(_RETRY_S)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MAX_SLOTS = 1024
+"""Of a sane coordinator."""
+
 
 class Fleet:
     """The coordinators that serve jobs, found by way of one of them; a context manager.
@@ -84,7 +87,7 @@ class Fleet:
             return {0: answering}
         by_slot = {each.slot: each for each in listed.coordinators if each.HasField("slot")}
         serving = {}
-        for slot in range(listed.slot_count):
+        for slot in range(min(listed.slot_count, _MAX_SLOTS)):
             found = by_slot.get(slot)
             if found is None:
                 self.missing.append(f"nobody serves slot {slot} of {listed.slot_count}")

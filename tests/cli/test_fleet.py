@@ -245,6 +245,7 @@ async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     watched = await watching
     await successor.stop()
     assert watched.exit_code == 0
+    assert f"{other.address} has gone: waiting 60 s" in watched.stderr
     updates = [json.loads(line) for line in watched.stdout.splitlines()]
     messages = [update["event"]["message"] for update in updates if "event" in update]
     assert messages == ["1 of run 0", "2 of run 0", "3 of run 7", "4 of run 7"]

@@ -49,7 +49,7 @@ _GROUPS = 60
 _PLAN_GROUPS = 8
 
 
-def _telemetry(number: int, batch_count: int = BATCHES) -> list[Entry]:
+def telemetry(number: int, batch_count: int = BATCHES) -> list[Entry]:
     """Return one iteration's batch of each of some ranks, and the report period that they extend."""
     entries: list[Entry] = []
     for batch in range(batch_count):
@@ -247,8 +247,8 @@ def run() -> list[Table]:
     with tempfile.TemporaryDirectory() as directory:
         writers = ByHand(Path(directory) / "hand.db"), ByTheStore(Path(directory) / "store.db")
         for name, make, count in (
-            (f"telemetry: {BATCHES} batches, and a period", _telemetry, _GROUPS),
-            (f"telemetry: {FEW} batches, and a period", lambda n: _telemetry(1000 + n, FEW), _GROUPS),
+            (f"telemetry: {BATCHES} batches, and a period", telemetry, _GROUPS),
+            (f"telemetry: {FEW} batches, and a period", lambda n: telemetry(1000 + n, FEW), _GROUPS),
             (f"{BATCHES} events", _events, _GROUPS),
             (f"a plan change: {PIPELINES} pipelines × {STAGES} ranks", _plan_change, _PLAN_GROUPS),
         ):

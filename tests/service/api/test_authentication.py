@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -86,7 +87,9 @@ async def outcome(client: Client, rpc: str) -> str:
 async def joining(client: Client) -> str:
     """An agent may connect, and then have its messages about a rank refused."""
     call = Call(client.agents.Connect(timeout=TIMEOUT_S))
-    for output in (HELLO, JOINED):
+    # An instance of its own: the end of an earlier caller's stream may not have been noticed yet.
+    hello = agent_service_pb2.Hello(instance_id=uuid.uuid4().hex, agent_version="0", hostname="host")
+    for output in (ConnectRequest(hello=hello), JOINED):
         with suppress(asyncio.InvalidStateError):  # the stream has ended; reading returns the reason
             await call.write(output)
         answer = await call.read()

@@ -172,6 +172,10 @@ def test_rows_become_columns() -> None:
             Welcome("e", 3.0, 4),
         ),
         (
+            wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=3, slot=2, slot_count=3)),
+            Welcome("e", 3.0, 0, slot=2, slot_count=3),
+        ),
+        (
             wire.ConnectResponse(
                 rank_accepted=wire.RankAccepted(
                     job_id="job",
@@ -322,6 +326,9 @@ def test_violations_of_the_contract_are_named() -> None:
         message = offer(stock=wire.StockClocks())
         message.plan_offer.lease_s = lease_s
         assert refused(message) == f"plan_offer.lease_s: expected 0.01 to 1000000.0, found {lease_s}"
+    for slot in (-1, 3):
+        message = wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=3, slot=slot, slot_count=3))
+        assert refused(message) == f"welcome.slot: expected 0 to 2, found {slot}"
     message = offer(stock=wire.StockClocks())
     message.plan_offer.version = 0
     assert refused(message) == "plan_offer.version: expected 1 to 9007199254740992, found 0"

@@ -235,6 +235,25 @@ async def test_the_instance_key_is_sent_on_every_further_stream() -> None:
     assert output[:5] == ["", "key", "key", "key", "newer"]
 
 
+async def test_a_stream_stays_with_the_slot_of_its_first_welcome() -> None:
+    output: list[int | None] = []
+    slots = [(0, 0), (0, 1), (2, 3), (1, 3), (2, 3)]
+
+    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        hello = (await anext(requests)).hello
+        output.append(hello.slot if hello.HasField("slot") else None)
+        slot, slot_count = slots[min(len(output), len(slots)) - 1]
+        yield wire.ConnectResponse(
+            welcome=wire.Welcome(epoch="e", lease_s=9, slot=slot, slot_count=slot_count)
+        )
+
+    witness = Witness()
+    await converse(witness, lambda: len(output) >= 6, script)
+    assert output[:6] == [None, None, None, 2, 2, 2], "a fleet with one slot needs no slot"
+    welcomes = [each.slot for each in witness.seen if isinstance(each, Welcome)]
+    assert welcomes[:4] == [0, 0, 2, 2], "the one for another slot is not accepted"
+
+
 async def test_no_attempt_is_made_before_the_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a refusal with a retry delay, the next attempt waits for that delay."""
     pauses_s: list[float] = []

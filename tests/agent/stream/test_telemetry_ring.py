@@ -132,6 +132,21 @@ def large(row_count: int) -> Telemetry:
     return Telemetry(Rank("job", 0, 0, 0), (), (row,) * row_count, None, None)
 
 
+def test_batches_of_a_ring_of_its_own_keep_their_numbers_and_count_on() -> None:
+    other = Telemetry(Rank("other", 0, 0, 0), (), (), None, None)
+    ring = filled(2)
+    ring.append(other)
+    ring.append(TELEMETRY)
+    moved = ring.split(lambda telemetry: telemetry is other)
+    assert (ring.jobs, moved.jobs) == ({"job"}, {"other"})
+    assert (ring.batch_count, moved.batch_count) == (4, 0), "each batch is counted once"
+    moved.append(other)
+    ring.rewind()
+    assert (sequences(ring), sequences(moved)) == ([1, 2, 4], [3, 5])
+    moved.acknowledge(5)
+    assert moved.kept_count == 0
+
+
 def test_large_batches_are_fewer() -> None:
     ring = TelemetryRing(capacity=1000, window=1000, capacity_bytes=3 * size_bytes(large(1000)))
     for _ in range(10):

@@ -248,9 +248,9 @@ def _similar_job(channel: "EscapingChannel", job_id: str) -> str:
 class EscapingChannel:
     """A channel that makes all text in its answers printable, because other people wrote it.
 
-    It has the part of a channel that the contract's stubs use. A call that another coordinator has to answer
-    is made there, unless it `stays`; a stream goes on at the coordinator that takes over. With a description,
-    it shows that it waits for an answer.
+    It has the part of a channel that the contract's stubs use. Unless it `stays` with its coordinator, a call
+    that another one has to answer is made there, and a stream goes on at the one that takes over. With a
+    description, it shows that it waits for an answer.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class EscapingChannel:
                     if self._follow(error):
                         continue
                     is_lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-                    if not (was_heard and is_lost):
+                    if self._stays or not (was_heard and is_lost):
                         raise
                     if lost_s is None:
                         lost_s = time.monotonic()

@@ -74,10 +74,13 @@ class Fleet:
 
     def keeper(self) -> "grpc.Channel":
         """Return a channel to slot 0's coordinator: it keeps tokens and budgets, and knows feeds whole."""
-        channel = self._serving().get(0)
-        if channel is None:
+        serving = self._serving()
+        if 0 not in serving:
             fail(f"tokens, budgets and feeds are kept with slot 0: {'; '.join(self.missing)}", FAILURE)
-        return channel.as_grpc
+        if len(serving) + len(self.missing) == 1:
+            return serving[0].as_grpc
+        # What takes over for the one that was found may be of another slot, which knows a part of the feeds.
+        return (self._to(serving[0].address) or serving[0]).as_grpc
 
     def _serving(self) -> dict[int, EscapingChannel]:
         """Return a channel to each coordinator that serves a slot of jobs; note which are missing."""

@@ -125,6 +125,14 @@ class FakeCoordinator(
             feeds=[power_service_pb2.FeedState(feed=f"known to {self.slot}")]
         )
 
+    async def WatchFeeds(  # noqa: N802 - gRPC's name
+        self, request: power_service_pb2.WatchFeedsRequest, context: Context
+    ) -> AsyncIterator[power_service_pb2.WatchFeedsResponse]:
+        yield power_service_pb2.WatchFeedsResponse(
+            feed=power_service_pb2.FeedState(feed=f"known to {self.slot}")
+        )
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the test ends it")
+
 
 @pytest.fixture
 async def coordinators() -> AsyncIterator[list[FakeCoordinator]]:
@@ -258,6 +266,9 @@ async def test_top_has_the_jobs_of_all_and_the_feeds_of_slot_0(coordinators: lis
         assert [feed["feed"] for feed in shown["feeds"]] == ["known to 0"]
         feeds = json.loads((await perseus(each, "power", "feeds", "--format", "json")).stdout)
         assert [feed["feed"] for feed in feeds] == ["known to 0"]
+    watched = await perseus(coordinators[0], "power", "watch")
+    assert watched.exit_code == 1, "it does not go on with what slot 1 knows"
+    assert watched.stdout == "known to 0: 0 W drawn, no limit\n"
     await coordinators[0].stop()
     shown_without = await perseus(coordinators[1], "top", "--format", "json")
     assert shown_without.exit_code == 1

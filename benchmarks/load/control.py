@@ -47,6 +47,7 @@ class CoordinatorProcess:
         database: a path, or a URL.
         is_pinned: whether it is limited to one core, for measurements.
         environment: more variables, with its credentials; without them it authenticates nobody.
+        module: has the command.
 
     Attributes:
         address: the address that it listens on, once it does; or is to listen on.
@@ -61,6 +62,7 @@ class CoordinatorProcess:
         *,
         is_pinned: bool = True,
         environment: Mapping[str, str] | None = None,
+        module: str = "perseus.cli",
     ) -> None:
         self._environment = environment
         self.address = "127.0.0.1:0"
@@ -69,7 +71,7 @@ class CoordinatorProcess:
             *(on_core(0) if is_pinned else ()),
             sys.executable,
             "-m",
-            "perseus.cli",
+            module,
             "coordinator",
         ]
         self._command += ["--database", database, "--log-format", "json", *flags]

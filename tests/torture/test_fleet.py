@@ -1,15 +1,23 @@
 """Another coordinator takes over, whatever ends one that serves. `make torture-fleet` ends more."""
 
 import random
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
+import psycopg
 import pytest
 
+from benchmarks.coordinator_load import report_problems
 from benchmarks.load.agents import Agent, Bodies, Findings
+from benchmarks.load.control import Agents, CoordinatorProcess
 from perseus.solver import one_forward_one_backward
 from perseus.v1 import agent_service_pb2 as pb
-from tests.service.storage import postgresql
-from tests.torture.fleet import torture
+from tests.event_log import logged
+from tests.ports import free_port
+from tests.service.storage import next_release, postgresql
+from tests.torture.coordinator import FLAGS, STAGES
+from tests.torture.fleet import MEMBER_LEASE_S, PERIOD_S, torture
 
 KINDS = ("kill", "freeze", "leave", "cut off", "kill and restart")
 
@@ -26,6 +34,59 @@ def test_nothing_is_lost_doubled_or_reversed_when_another_takes_over(tmp_path: P
     assert outcome.end_statuses == {3: 2}, "those that were frozen or cut off end by themselves"
     assert outcome.batch_count > 0
     assert outcome.version_count > 0
+
+
+@pytest.mark.slow("coordinators of two releases serve dozens of agents, one after the other")
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(bool(postgresql.MISSING), reason=str(postgresql.MISSING))
+def test_a_fleet_is_upgraded_one_by_one(tmp_path: Path) -> None:
+    """The next release migrates the database while this one serves, and goes on; nothing is lost."""
+    with postgresql.running() as server, ExitStack() as stack:
+        database = server.new_database()
+
+        def coordinator(name: str, module: str) -> CoordinatorProcess:
+            (tmp_path / name).mkdir()
+            flags = (*FLAGS, "--member-lease-s", str(MEMBER_LEASE_S))
+            made = CoordinatorProcess(tmp_path / name, database, flags, is_pinned=False, module=module)
+            made.address = f"127.0.0.1:{free_port()}"
+            return stack.enter_context(made)
+
+        old, new = coordinator("old", "perseus.cli"), coordinator("new", next_release.__name__)
+        old.start()
+        agents = stack.enter_context(Agents(f"{old.address},{new.address}"))
+        agents.ask("find", job_id="job", limit_s=60.0)
+        agents.ask(
+            "add", job_id="job", pipeline_count=4, stage_count=STAGES, microbatch_count=4,
+            period_s=PERIOD_S, reconnect_within_s=0.3,
+        )  # fmt: skip
+        agents.ask("planned", job_id="job", limit_s=120.0)
+        new.launch()
+        logged(new.log, "standing by")
+        assert schema_in(database) == next_release.NEXT
+        before = agents.ask("counts", job_id="job")
+        agents.ask("measure", seconds=3.0, server_pid=old.pid)
+        beside = agents.ask("counts", job_id="job")
+        assert beside["acknowledged"] > before["acknowledged"], "the old one goes on beside the new one"
+        since_s = time.monotonic()
+        assert old.terminate() == 0, old.log.read_text()[-1000:]
+        agents.ask("back", since_s=since_s, limit_s=60.0)
+        agents.ask("find", job_id="job", limit_s=60.0)
+        after = agents.ask("counts", job_id="job")
+        assert after["versions"] == beside["versions"], "plans are kept"
+        agents.ask("rest", job_id="job", limit_s=60.0)
+        assert report_problems(agents, "job", 1) == []
+        assert agents.ask("findings")["messages"] == []
+        assert new.terminate() == 0
+        old.launch()
+        assert old.wait() == 1
+        assert f"expected schema {next_release.THIS}, found {next_release.NEXT}" in old.log.read_text()
+
+
+def schema_in(database: str) -> str:
+    with psycopg.connect(database) as connection:
+        found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    assert found is not None
+    return str(found[0])
 
 
 def test_an_older_lease_epoch_after_a_newer_is_found() -> None:

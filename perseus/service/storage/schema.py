@@ -1,5 +1,9 @@
 """The tables, for every engine. A change here needs a migration in `migrations/versions`.
 
+A fleet is upgraded one by one: while one coordinator of a new release migrates the database, others of the
+release before go on serving. So a migration only adds: tables, and columns that may be null or have a
+server's default. What nobody uses any more is dropped a release later.
+
 On PostgreSQL jobs may be spread over slots. Each slot has these tables in a schema of its own (`schema_of`),
 but for those of the whole fleet (`OF_FLEET`), which are beside slot 0's alone: a connection for a slot finds
 both by its search path, so that statements name no schemas.

@@ -4,19 +4,19 @@ import functools
 import inspect
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perseus.cli.escaping_channel import EscapingChannel
 from perseus.cli.flags import Command, in_place_of
+from perseus.cli.fleet import Fleet
 from perseus.cli.progress import working
 from perseus.cli.terminal import BAD_INPUT, FAILURE, did_you_mean, fail, warn
-from perseus.printable import printable
 from perseus.tls.address import check_address, is_local, several
 from perseus.tls.files import TlsError, TlsFiles
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
@@ -24,16 +24,12 @@ from perseus.tls.tokens import TokenFileError, TokenSource, find_token
 
 if TYPE_CHECKING:
     import grpc
-    from google.protobuf.message import Message
 
     from perseus.tls.channels import Channels
 
 DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 _FIND_TIMEOUT_S = 3.0
-_TAKEOVER_S = 60.0
-"""How long a stream waits for a coordinator that takes over, or comes back."""
-_RETRY_S = 0.5
 
 _UNKNOWN_JOB = re.compile(r"job '(?P<job_id>.*)' is not registered")
 
@@ -169,7 +165,7 @@ def connected(connection: Connection) -> Iterator["grpc.Channel"]:
 
 
 @contextmanager
-def escaping(connection: Connection, *, is_quiet: bool = False) -> Iterator["EscapingChannel"]:
+def escaping(connection: Connection, *, is_quiet: bool = False) -> Iterator[EscapingChannel]:
     """Do the same with a channel that can be led elsewhere.
 
     `is_quiet`: show no sign of waiting for an answer, as the caller owns the screen.
@@ -210,6 +206,16 @@ def escaping(connection: Connection, *, is_quiet: bool = False) -> Iterator["Esc
             fail(details, BAD_INPUT if code in their_fault else FAILURE)
 
 
+@contextmanager
+def fleet(connection: Connection, *, is_quiet: bool = False) -> Iterator[Fleet]:
+    """Connect to a fleet, as `connected`; at the end say what is missing in the answers, and exit with 1."""
+    with escaping(connection, is_quiet=is_quiet) as channel, Fleet(channel) as found:
+        yield found
+    if found.missing:
+        warn(f"this is not all: {'; '.join(found.missing)}")
+        raise typer.Exit(FAILURE)
+
+
 def _find_holder(channels: "Channels") -> None:
     """Choose the coordinator of a fleet that serves the jobs: the first that doesn't name another."""
     import grpc
@@ -229,154 +235,16 @@ def _find_holder(channels: "Channels") -> None:
                 is_over = channels.move_on(error)
 
 
-def _similar_job(channel: "EscapingChannel", job_id: str) -> str:
+def _similar_job(channel: EscapingChannel, job_id: str) -> str:
     """Return a question after a job with a similar identifier; empty if there is none to be seen."""
     import grpc
 
-    from perseus.cli.fleet import Fleet
     from perseus.cli.listing import PAGE_SIZE
     from perseus.v1.job_service_pb2 import ListJobsRequest
 
     try:
-        with Fleet(channel) as fleet:
-            known = fleet.jobs(ListJobsRequest(page_size=PAGE_SIZE))
+        with Fleet(channel) as found:
+            known = found.jobs(ListJobsRequest(page_size=PAGE_SIZE))
         return did_you_mean(job_id, [job.job_id for job in known])
     except grpc.RpcError:  # the caller may have no right to see them
         return ""
-
-
-class EscapingChannel:
-    """A channel that makes all text in its answers printable, because other people wrote it.
-
-    It has the part of a channel that the contract's stubs use. Unless it `stays` with its coordinator, a call
-    that another one has to answer is made there, and a stream goes on at the one that takes over. With a
-    description, it shows that it waits for an answer.
-    """
-
-    def __init__(
-        self, channels: "Channels", description: str | None = "Asking", *, stays: bool = False
-    ) -> None:
-        self._channels = channels
-        self._description = description
-        self._stays = stays
-        self._channel = channels.open_blocking()
-
-    def __enter__(self) -> "EscapingChannel":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._channel.close()
-
-    @property
-    def as_grpc(self) -> "grpc.Channel":
-        """Itself, as the contract's stubs take it."""
-        return cast("grpc.Channel", self)
-
-    @property
-    def address(self) -> str:
-        """The address of the coordinator that it was last connected to."""
-        return self._channels.address
-
-    def diagnosis(self) -> str | None:
-        """Return why that one can't be reached, if that can be determined."""
-        return self._channels.diagnosis_blocking()
-
-    def to(self, address: str) -> "EscapingChannel | None":
-        """Return a channel that stays at a named address; None if that may not be followed."""
-        channels = self._channels.at(address)
-        return EscapingChannel(channels, self._description, stays=True) if channels is not None else None
-
-    def move_on(self, error: "grpc.RpcError") -> bool:
-        """Go on to the next coordinator, as `Channels.move_on`."""
-        should_wait = self._channels.move_on(error)
-        self._reopen()
-        return should_wait
-
-    def unary_unary(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
-        """Wrap `grpc.Channel.unary_unary`."""
-        import grpc
-
-        read = _escaping(response_deserializer)
-
-        def ask(*arguments: Any, **more: Any) -> "Message":
-            self._channels = self._channels.beside()
-            while True:
-                call = self._channel.unary_unary(method, response_deserializer=read, **options)
-                try:
-                    with nullcontext() if self._description is None else working(self._description):
-                        answer: Message = call(*arguments, **more)
-                    return answer
-                except grpc.RpcError as error:
-                    if not self._follow(error):
-                        raise
-
-        return ask
-
-    def unary_stream(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
-        """Wrap `grpc.Channel.unary_stream`; a request that is changed meanwhile is sent so to the next."""
-        import grpc
-
-        read = _escaping(response_deserializer)
-
-        def ask(*arguments: Any, **more: Any) -> "Iterator[Message]":
-            self._channels = self._channels.beside()
-            was_heard = False
-            lost_s: float | None = None
-            while True:
-                call = self._channel.unary_stream(method, response_deserializer=read, **options)
-                try:
-                    for message in call(*arguments, **more):
-                        was_heard, lost_s = True, None
-                        yield message
-                    return
-                except grpc.RpcError as error:
-                    if self._follow(error):
-                        continue
-                    is_lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-                    if self._stays or not (was_heard and is_lost):
-                        raise
-                    if lost_s is None:
-                        lost_s = time.monotonic()
-                        warn(f"{self.address} has gone: waiting {_TAKEOVER_S:g} s for it or another one")
-                    if time.monotonic() > lost_s + _TAKEOVER_S:
-                        raise
-                    if self.move_on(error):
-                        time.sleep(_RETRY_S)
-
-        return ask
-
-    def _follow(self, error: "grpc.RpcError") -> bool:
-        if self._stays or not self._channels.follow(error):
-            return False
-        self._reopen()
-        return True
-
-    def _reopen(self) -> None:
-        self._channel.close()
-        self._channel = self._channels.open_blocking()
-
-
-_Read = Callable[[bytes], "Message"]
-
-
-def _escaping(read: _Read) -> _Read:
-    def read_escaped(data: bytes) -> "Message":
-        message = read(data)
-        escape(message)
-        return message
-
-    return read_escaped
-
-
-def escape(message: "Message") -> None:
-    """Make every text in a message printable."""
-    for field, value in message.ListFields():
-        is_repeated = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-        if field.cpp_type == field.CPPTYPE_STRING and field.type == field.TYPE_STRING:
-            if is_repeated:
-                value[:] = [printable(text) for text in value]
-            else:
-                setattr(message, field.name, printable(value))
-        elif field.message_type is not None:
-            for part in value if is_repeated else (value,):
-                escape(part)

@@ -1,14 +1,12 @@
 """Questions to all coordinators of a fleet: each serves some of the jobs, so lists come from all of them."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
-import typer
-
-from perseus.cli.connection import Connection, EscapingChannel, escaping
+from perseus.cli.escaping_channel import EscapingChannel
 from perseus.cli.listing import TIMEOUT_S, pages
-from perseus.cli.terminal import FAILURE, fail, warn
+from perseus.cli.terminal import FAILURE, fail
 
 if TYPE_CHECKING:
     import grpc
@@ -135,13 +133,3 @@ def merged_jobs(answers: "Iterable[Iterable[ListJobsResponse]]") -> "list[Job]":
     """Return the jobs on the pages of all coordinators, by identifier."""
     jobs = (job for answer in answers for page in answer for job in page.jobs)
     return sorted(jobs, key=lambda job: job.job_id)
-
-
-@contextmanager
-def fleet(connection: Connection, *, is_quiet: bool = False) -> Iterator[Fleet]:
-    """Connect to a fleet, as `connected`; at the end say what is missing in the answers, and exit with 1."""
-    with escaping(connection, is_quiet=is_quiet) as channel, Fleet(channel) as found:
-        yield found
-    if found.missing:
-        warn(f"this is not all: {'; '.join(found.missing)}")
-        raise typer.Exit(FAILURE)

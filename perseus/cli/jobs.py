@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perseus.cli.connection import Connection, connected, connecting
-from perseus.cli.fleet import fleet
+from perseus.cli.connection import Connection, connected, connecting, fleet
 from perseus.cli.ledger import ledger_entry
 from perseus.cli.listing import (
     PAGE_SIZE,

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.connection import Connection, connecting
-from perseus.cli.fleet import fleet
+from perseus.cli.connection import Connection, connecting, fleet
 from perseus.cli.listing import PAGE_SIZE, moment, pages
 from perseus.cli.rows import Format, FormatOption, show_message, show_messages
 

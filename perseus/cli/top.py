@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perseus.cli.connection import Connection, connecting
-from perseus.cli.fleet import fleet, merged_jobs
+from perseus.cli.connection import Connection, connecting, fleet
+from perseus.cli.fleet import merged_jobs
 from perseus.cli.listing import PAGE_SIZE, TIMEOUT_S, LabelsOption, label_filter, pages
 from perseus.cli.rows import print_json, row_of
 from perseus.cli.terminal import print_whole, screen_console

@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from typer.testing import CliRunner, Result
 
-from perseus.cli import connection
+from perseus.cli import escaping_channel
 from perseus.cli.connection import Connection, escaping
 from perseus.cli.fleet import Fleet
 from perseus.cli.ledger import merged
@@ -239,7 +239,7 @@ async def test_two_hops_are_the_most(coordinators: list[FakeCoordinator]) -> Non
 async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_RETRY_S", 0.01)
+    monkeypatch.setattr(escaping_channel, "_RETRY_S", 0.01)
     first, other = coordinators
     other.events = 2  # and then it waits
     watching = asyncio.create_task(perseus(first, "jobs", "watch", other.own_jobs[0], "--format", "json"))

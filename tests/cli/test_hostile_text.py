@@ -23,7 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from perseus import logs
-from perseus.cli.connection import escape
+from perseus.cli.escaping_channel import escape
 from perseus.cli.main import app
 from perseus.demo.display import LiveDisplay
 from perseus.printable import printable

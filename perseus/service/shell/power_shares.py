@@ -5,6 +5,7 @@ slot 0 the division, too (`fleet.power.division`). Rows go with the group commit
 nobody writes them after losing the slot.
 """
 
+import asyncio
 from collections.abc import Iterable, Mapping
 
 from perseus.service.domain.power import FeedStatus
@@ -58,7 +59,8 @@ class PowerShares:
 
     async def publish(self, fleet: FleetMachine, now_s: float) -> Mapping[str, FeedStatus]:
         """Publish our part, and the division if that is ours to make; then return the statuses of feeds."""
-        own = fleet.published(self._division.version, now_s)
+        # In a thread, as it adds up all jobs.
+        own = await asyncio.to_thread(fleet.published, self._division.version, now_s)
         division = Division()
         statuses: Mapping[str, FeedStatus] = {}
         if self._slot == 0:

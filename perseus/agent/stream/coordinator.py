@@ -157,10 +157,11 @@ class Coordinator:
 
     def connected(self, welcome: Welcome) -> None:
         """Resend everything that the coordinator has not acknowledged."""
-        self._listener.welcomed(welcome)
         self.lease_s = welcome.lease_s
         self.power_interval_s = welcome.power_interval_s
+        # Before another slot's coordinator takes over what is kept: it knows nothing of these sequences.
         self._acknowledge(welcome.acknowledged_sequence)
+        self._listener.welcomed(welcome)
         self.telemetry.rewind()
         # These come first: a rank that has left may meanwhile be served for another trainer.
         final_messages, self._final_messages = self._final_messages, []

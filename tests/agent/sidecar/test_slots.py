@@ -175,6 +175,28 @@ async def test_what_was_kept_before_the_first_welcome_goes_to_its_slot(
         assert agent.uplink.batch_count == 3
 
 
+async def test_what_is_stored_already_is_not_sent_again_when_jobs_are_spread_over_slots(start: Start) -> None:
+    inbox = Inbox(acknowledges=False)
+    single = await start(inbox)
+    agent = Agent(address(single))
+    for rank in RANKS:
+        agent.join(rank)
+    async with agent.running():
+        for rank in RANKS:
+            agent.send(telemetry(rank))
+        await single.until(lambda inbox: len(inbox.all("telemetry")) == 2, "telemetry")
+        agent.send(telemetry(RANKS[1]))
+        await single.until(lambda inbox: len(inbox.all("telemetry")) == 3, "telemetry")
+        # It has stored two batches, and is replaced before it could say so.
+        other = await start(Inbox(slot=1, slot_count=2))
+        await single.stop()
+        spread = Inbox(slot_count=2, acknowledged_sequence=2, addresses={1: address(other)})
+        await start(spread, single.port)
+        await other.until(lambda inbox: bool(inbox.all("telemetry")), "telemetry")
+    assert heard(other) == [("telemetry", RANKS[1].job_id, 3)]
+    assert not spread.all("telemetry")
+
+
 async def test_a_stream_ends_with_the_last_rank_of_its_slot_once_all_is_acknowledged(
     coordinators: list[CoordinatorStub],
 ) -> None:

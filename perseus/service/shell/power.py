@@ -133,7 +133,7 @@ class Power:
 
     def _substitutes(self, lost: UnreadableBudget) -> list[BudgetRecord]:
         budgets = lost.in_its_place(self._feeds.all())
-        if not budgets[0].is_over(self.now_s()):
+        if not budgets[0].is_over(self.now_s()) and budgets[0].budget_id not in self._records:
             log.error(
                 "a power budget can't be read: its limit is enforced conservatively until the budget is set "
                 "again or cancelled",

@@ -133,6 +133,22 @@ def test_a_job_without_plans_keeps_what_it_draws() -> None:
     assert max(run.means_w(60, 26)) <= 2000
 
 
+def test_a_job_that_begins_in_an_empty_slot_gets_what_it_draws() -> None:
+    run, machine = slotted(demand("u"), demand("w"), feed=Feed("a"))
+    run.pass_time(20)
+    run.handle(BudgetSet(Budget("b", "a", 1800.0, 20.0)))
+    run.pass_time(100)
+    assert machine.division.shares["a"][2] == 0
+    run.handle(JobChanged(JobDemand("y", measured_w={"a": 500.0}, highest_clock_mhz=1400), 1.0))
+    run.pass_time(15)
+    third = machine.machines[2]
+    assert third is not None
+    assert third.max_clock_mhz("y") is None
+    run.pass_time(100)
+    assert max(run.means_w(60, 140)) <= 1800
+    assert run.drawn_w[-1] > 0.95 * 1800
+
+
 def test_a_limit_below_what_tolerances_allow_is_reported_by_all() -> None:
     some = [demand(job_id, tolerance_percent=5) for job_id in ("u", "w", "y")]
     run, _ = slotted(*some, feed=Feed("a"))

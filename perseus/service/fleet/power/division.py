@@ -165,7 +165,7 @@ class Divider:
                 return current  # it does not know the limit yet
             else:
                 curves[number] = slot.power.curves.get(feed, Curve())  # without: it knows no such feed
-        left = 1 - sum(goal)
+        left = max(0.0, 1 - sum(goal))
         for number, share in zip(curves, divided([*curves.values()], left * usable_w), strict=True):
             goal[number] = left * share
         is_worth_it = current is None or self._is_worth_it(feed, curves, usable_w, (current, goal), now_s)

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -92,8 +92,6 @@ class RealRun:
     run_dir: Path
     channel: grpc.aio.Channel
     stock: Figures | None = None
-    seen: dict[tuple[int, int], list[list[Identity]]] = field(default_factory=dict)
-    """(pipeline, iteration) → each stage's executed computations, in order, according to the coordinator."""
 
     async def until_planned(self) -> None:
         """Wait until the plan after profiling is in force on every rank."""
@@ -192,15 +190,18 @@ class RealRun:
 
     async def whole(self, *, at_stock: bool) -> Whole:
         """Return what a whole iteration of the latest stock baseline, or of the plan in force, takes."""
-        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
-        job_id = self.workload.job_id
         state = job_pb2.JOB_STATE_BASELINE if at_stock else job_pb2.JOB_STATE_PLANNED
-        report = await stub.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=STEP_TIMEOUT_S)
-        period = [period for period in report.periods if period.state == state][-1]
+        period = [period for period in (await self.report()).periods if period.state == state][-1]
         # From end to end. One iteration's timeline would show a pause that the mean energy hardly contains.
         lasted = period.end_time.ToDatetime() - period.start_time.ToDatetime()
         time_s = lasted.total_seconds() / (period.last_iteration - period.first_iteration)
         return Whole(time_s, period.energy_j + period.gap_energy_j)
+
+    async def report(self) -> job_service_pb2.GetReportResponse:
+        """Return the job's report."""
+        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
+        request = job_service_pb2.GetReportRequest(job_id=self.workload.job_id)
+        return await stub.GetReport(request, timeout=STEP_TIMEOUT_S)
 
     async def set_policy(self, policy: job_pb2.OperatingPolicy) -> None:
         """Set the operating policy, and wait until its plan is in force."""
@@ -239,31 +240,6 @@ class RealRun:
         paths = self.observer.job.spec.schedule.explicit.paths
         return [[(step.stage, step.chunk) for step in path.steps] for path in paths]
 
-    async def keep_timelines(self) -> None:
-        """Record the executed computations of every iteration while this runs."""
-        kept = dict.fromkeys(range(self.workload.pipeline_count), -1)
-        while True:
-            for pipeline, before in kept.items():
-                iteration = self.observer.measurements.latest_of(pipeline)
-                if iteration is not None and iteration.number > before:
-                    kept[pipeline] = await self._keep_timeline(pipeline, before)
-            await asyncio.sleep(_POLL_S)
-
-    async def _keep_timeline(self, pipeline: int, before: int) -> int:
-        """Record a pipeline's latest iteration; return its number, or `before` without a whole one."""
-        try:
-            found = await self.observer.timeline(pipeline)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
-                raise
-            return before
-        stages: list[list[Identity]] = [[] for _ in range(self.workload.stage_count)]
-        for entry in found.entries:
-            c = entry.computation
-            stages[entry.stage].append((c.kind, c.microbatch, c.chunk))
-        self.seen[pipeline, found.iteration] = stages
-        return found.iteration
-
 
 @asynccontextmanager
 async def real_run(
@@ -299,8 +275,7 @@ async def real_run(
             run = RealRun(workload, cluster, observer, Path(folder), channel)
             async with asyncio.TaskGroup() as group:
                 watchers = [
-                    group.create_task(watching)
-                    for watching in (observer.follow(), run.keep_timelines(), _keep_watch(cluster))
+                    group.create_task(watching) for watching in (observer.follow(), _keep_watch(cluster))
                 ]
                 yield run
                 await asyncio.to_thread(cluster.stop_training)

@@ -32,7 +32,7 @@ async def test_pipeline_engine(tmp_path: Path) -> None:
     async with real_run(FOUR_STAGES.workload, tmp_path / "logs", start(FOUR_STAGES, tmp_path)) as run:
         await run.until_planned()
         plan = await check_plan(run)
-        check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
+        await check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
         assert run.observer.job is not None
         works = [work.fingerprint for work in run.observer.job.spec.stage_work]
         assert len(works) == 4

@@ -38,7 +38,7 @@ async def test_1f1b_seen_by_timers(tmp_path: Path) -> None:
     async with real_run(BY_TIMERS.workload, tmp_path / "logs", start(BY_TIMERS, tmp_path)) as run:
         await run.until_planned()
         plan = await check_plan(run)
-        check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
+        await check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
     check_losses(BY_TIMERS, tmp_path)
     keep(BY_TIMERS, "megatron-1f1b", 20, "Megatron-Core, 1F1B by timers", run.stock, plan, packages=MEGATRON)
 
@@ -48,7 +48,9 @@ async def test_interleaved_1f1b(tmp_path: Path) -> None:
     async with real_run(INTERLEAVED.workload, tmp_path / "logs", start(INTERLEAVED, tmp_path)) as run:
         await run.until_planned()
         plan = await check_plan(run)
-        check_identities(run, identities(solver.interleaved_one_forward_one_backward(2, MICROBATCHES, 2)))
+        await check_identities(
+            run, identities(solver.interleaved_one_forward_one_backward(2, MICROBATCHES, 2))
+        )
     check_losses(INTERLEAVED, tmp_path)
     keep(
         INTERLEAVED,

@@ -63,7 +63,7 @@ async def test_1f1b(tmp_path: Path) -> None:
     async with real_run(ONE_CHUNK.workload, tmp_path / "logs", start(ONE_CHUNK, tmp_path)) as run:
         await run.until_planned()
         plan = await check_plan(run)
-        check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
+        await check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
     check_losses(ONE_CHUNK, tmp_path)
     keep(ONE_CHUNK, "torch-1f1b", 10, "torch, 1F1B", run.stock, plan)
 
@@ -74,7 +74,7 @@ async def test_interleaved_1f1b(tmp_path: Path) -> None:
         await run.until_planned()
         plan = await check_plan(run)
         expected = solver.interleaved_one_forward_one_backward(2, MICROBATCHES, 2)
-        check_identities(run, identities(expected))
+        await check_identities(run, identities(expected))
     check_losses(INTERLEAVED, tmp_path)
     keep(INTERLEAVED, "torch-interleaved", 11, "torch, interleaved 1F1B", run.stock, plan)
 
@@ -94,7 +94,7 @@ async def test_zbv(tmp_path: Path) -> None:
                 for chunk in range(2)
                 for kind in (whole if (stage, chunk) == (0, 0) else split)
             )
-        check_identities(run, run.registered())
+        await check_identities(run, run.registered())
     check_losses(V_SHAPED, tmp_path)
     keep(V_SHAPED, "torch-zbv", 12, "torch, ZBV", run.stock, plan)
 
@@ -133,7 +133,7 @@ async def test_a_straggling_replica_is_detected_and_answered(tmp_path: Path) -> 
     async with real_run(REPLICATED.workload, tmp_path / "logs", start(REPLICATED, tmp_path)) as run:
         await run.until_planned()
         plan = await check_plan(run)
-        check_identities(run, identities(solver.one_forward_one_backward(2, MICROBATCHES)))
+        await check_identities(run, identities(solver.one_forward_one_backward(2, MICROBATCHES)))
 
         answer = await answer_to_straggler(run, plan)
         assert run.observer.job is not None

@@ -40,7 +40,7 @@ async def test_1f1b(tmp_path: Path) -> None:
     async with real_run(case.workload, tmp_path / "logs", start(case, tmp_path)) as run:
         await run.until_planned()
         await check_plan(run)
-        check_identities(run, identities(solver.one_forward_one_backward(2, MICROBATCHES)))
+        await check_identities(run, identities(solver.one_forward_one_backward(2, MICROBATCHES)))
     check_losses(case, tmp_path)
 
 

@@ -250,8 +250,9 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTimeline(self, request, context):
-        """Returns the measured computations of a pipeline's latest complete iteration, or of one at the stock baseline: the
-        coordinator keeps the latter for one pipeline until it restarts.
+        """Returns the measured computations of a pipeline's latest complete iteration whose begins agents have sent (every
+        fourth, if they send short rows), or of one at the stock baseline: the coordinator keeps the latter for one pipeline
+        until it restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -490,8 +490,9 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """Returns measured time and energy by period, the first stock baseline first, in pages."""
 
     GetTimeline: _JobServiceGetTimelineType
-    """Returns the measured computations of a pipeline's latest complete iteration, or of one at the stock baseline: the
-    coordinator keeps the latter for one pipeline until it restarts.
+    """Returns the measured computations of a pipeline's latest complete iteration whose begins agents have sent (every
+    fourth, if they send short rows), or of one at the stock baseline: the coordinator keeps the latter for one pipeline
+    until it restarts.
     """
 
     WatchJob: _JobServiceWatchJobType
@@ -715,8 +716,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetTimelineRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetTimelineResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetTimelineResponse]]:
-        """Returns the measured computations of a pipeline's latest complete iteration, or of one at the stock baseline: the
-        coordinator keeps the latter for one pipeline until it restarts.
+        """Returns the measured computations of a pipeline's latest complete iteration whose begins agents have sent (every
+        fourth, if they send short rows), or of one at the stock baseline: the coordinator keeps the latter for one pipeline
+        until it restarts.
         """
 
     @abc.abstractmethod

@@ -62,11 +62,6 @@ class FleetMember:
         self._tasks: list[asyncio.Task[None]] = []
         self._failures = RateLimitedLog(log)
 
-    @property
-    def lease_s(self) -> float:
-        """How long its lease lasts in the database, seconds."""
-        return self._lease_s
-
     async def join(self, address: str, place: str) -> None:
         """Become a member, as `MemberRows.join`, and take part until `leave` or until the lease is lost.
 

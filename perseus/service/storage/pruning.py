@@ -21,8 +21,6 @@ from perseus.service.storage.store import Pruned
 STEP_ROWS = 500
 """Rows that a step deletes at most: some milliseconds, for which a commit may have to wait."""
 
-_NOT_DONE = -1
-
 
 class Pruner:
     """Prunes a slot of a database, round by round: runs, then events, then agents and the ledger.

@@ -28,7 +28,7 @@ _NOISE = 0.02
 
 
 @dataclass
-class _Counters:
+class Counters:
     """The results of a run's budgets."""
 
     windows: int = 0
@@ -42,14 +42,14 @@ class _Counters:
 
 def run() -> Sequence[Table]:
     rows: list[tuple[Cell, ...]] = []
-    sums = _Counters()
+    sums = Counters()
     for number in range(_RUNS):
-        fleet = _fleet(number)
+        fleet = random_fleet(number)
         with timed() as watch:
             done = replay(fleet)
         if number == 0:
             draw(fleet, done, PICTURE)
-        counters = _judge(fleet, done)
+        counters = judge(fleet, done)
         for name in ("windows", "above", "unreported", "infeasible", "reported", "changes"):
             setattr(sums, name, getattr(sums, name) + getattr(counters, name))
         sums.worst = max(sums.worst, counters.worst)
@@ -77,7 +77,7 @@ def run() -> Sequence[Table]:
     ]
 
 
-def _cells(counters: _Counters) -> tuple[Cell, ...]:
+def _cells(counters: Counters) -> tuple[Cell, ...]:
     return (
         counters.windows,
         counters.above,
@@ -93,7 +93,8 @@ def _errors(run_number: int) -> dict[str, float]:
     return {job.job_id: float(random.uniform(-_ERROR, _ERROR)) for job in MIX}
 
 
-def _fleet(run_number: int) -> Fleet:
+def random_fleet(run_number: int) -> Fleet:
+    """Return the jobs and the random budgets of a run."""
     random = np.random.default_rng(run_number)
     stock_w = sum(job.stock_power_w() for job in MIX)
     errors = _errors(run_number)
@@ -125,9 +126,9 @@ def _fleet(run_number: int) -> Fleet:
     return Fleet(0.0, _RUN_S, {DEFAULT_FEED: feed}, jobs, budgets, noise=_NOISE, seed=run_number)
 
 
-def _judge(fleet: Fleet, done: Replay) -> _Counters:
+def judge(fleet: Fleet, done: Replay) -> Counters:
     """Compare every mean under one limit with it, second by second."""
-    counters = _Counters(changes=sum(int(np.count_nonzero(np.diff(s))) for s in done.speeds.values()))
+    counters = Counters(changes=sum(int(np.count_nonzero(np.diff(s))) for s in done.speeds.values()))
     seconds = np.arange(1, int(fleet.end_s) + 1)
     index = np.searchsorted(done.times_s, seconds - 1e-6)
     drawn_w, limit_w, power_cap_w = (

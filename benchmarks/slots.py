@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks import budgets
 from benchmarks.fleet_jobs import MIX, STRAGGLER, Job, frontier
 from benchmarks.harness import Cell, Column, Table, main
 from perseus.job_id import slot_of
@@ -39,6 +40,7 @@ SLOT_COUNT = 3
 CUT = 0.2
 LEASE_S, TAKEOVER_S = 15.0, 2.0
 _NOISE, _ERROR = 0.02, 0.03
+_RANDOM_RUNS = 4
 _BEGIN_S, _CUT_S, _KILL_S = 1200.0, 3600.0, 2400.0
 
 
@@ -93,8 +95,10 @@ class SlottedFleet(FleetMachine):
                 for slot, machine in enumerate(self.machines):
                     if machine is not None and (own := self._of(slot, event)) is not None:
                         commands += machine.handle(own, now_s)
+        before = {feed: status.is_compliant for feed, status in self.statuses.items()}
         self._show(now_s)
-        return [command for command in commands if isinstance(command, SetTargetTime)]
+        changed = [s for feed, s in self.statuses.items() if s.is_compliant != before.get(feed, True)]
+        return [command for command in commands if isinstance(command, SetTargetTime)] + changed
 
     def _of(self, slot: int, event: Input) -> Input | None:
         """Return what an event is for a slot; None if it is another's."""
@@ -366,6 +370,54 @@ def _two_feeds() -> Table:
     )
 
 
+def _random_budgets() -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    numbers = {job.job_id: number for number, job in enumerate(MIX)}
+    for run_number in range(_RANDOM_RUNS):
+        fleet = budgets.random_fleet(run_number)
+        for who, machine in (
+            ("one coordinator", None),
+            ("three", SlottedFleet(fleet.feeds, SLOT_COUNT, lambda job_id: numbers[job_id] % SLOT_COUNT)),
+        ):
+            done = replay(fleet, machine=machine)
+            found = budgets.judge(fleet, done)
+            lost = sum(
+                job.weight * (1 - float(np.average(done.speeds[job.job_id], weights=done.durations_s)))
+                for job in MIX
+            )
+            rows.append(
+                (
+                    run_number,
+                    who,
+                    found.windows,
+                    found.above,
+                    100 * found.worst,
+                    found.infeasible,
+                    found.reported,
+                    100 * lost / sum(job.weight for job in MIX),
+                    found.changes / 8 / len(MIX),
+                    None if machine is None else machine.division.version / 8,
+                )
+            )
+    return Table(
+        "Twenty random budgets in eight hours, six jobs, by one coordinator and by three",
+        (
+            Column("run", "d"),
+            Column("coordinators"),
+            Column("means of a window", "d"),
+            Column("above a feasible limit", "d"),
+            Column("worst, % of the limit", ".2f"),
+            Column("infeasible limits", "d"),
+            Column("reported", "d"),
+            Column("weighted speed lost, %", ".3f"),
+            Column("plan changes, per job and hour", ".1f"),
+            Column("divisions, per hour", ".1f"),
+        ),
+        tuple(rows),
+        "The first runs of `budgets`, whose windows these are; speed is relative to stock.",
+    )
+
+
 RUNS = (
     ("one coordinator", 1, ()),
     ("three", SLOT_COUNT, ()),
@@ -394,6 +446,7 @@ def run() -> Sequence[Table]:
             )
     return [
         _two_feeds(),
+        _random_budgets(),
         Table(
             f"{100 * CUT:.0f} % less power for an hour, by one coordinator and by three",
             (

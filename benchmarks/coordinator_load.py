@@ -66,6 +66,7 @@ class Configuration:
     ranks_per_agent: int = 1
     job_count: int = 1
     straggler_count: int = 5
+    microbatch_count: int = 10
     measured_s: float = MEASURED_S
 
 
@@ -209,6 +210,7 @@ def _add(wanted: Configuration, agents: Agents, *, is_echo: bool) -> list[str]:
             pipeline_count=wanted.pipeline_count,
             stage_count=STAGES,
             ranks_per_agent=wanted.ranks_per_agent,
+            microbatch_count=wanted.microbatch_count,
             is_echo=is_echo,
         )
     return job_ids
@@ -279,7 +281,8 @@ def run(configurations: tuple[Configuration, ...] = CONFIGURATIONS) -> list[Tabl
                 Column("lost, doubled"),
             ),
             tuple(rows),
-            "Each agent has its own connection; every rank sends one batch of 20 computations a second. "
+            "Each agent has its own connection; every rank sends one batch of 20 computations a second "
+            "(twice `--microbatches`). "
             "Health checks every 20 ms, from a separate process, measure how long the loop makes callers "
             "wait.",
         )
@@ -451,6 +454,7 @@ if __name__ == "__main__":
     arguments.add_argument("--pipelines", type=int)
     arguments.add_argument("--ranks-per-agent", type=int, default=1)
     arguments.add_argument("--jobs", type=int, default=1)
+    arguments.add_argument("--microbatches", type=int, default=10, help="half a batch's computations")
     arguments.add_argument("--stragglers", type=int, default=5)
     arguments.add_argument("--seconds", type=float, default=MEASURED_S)
     arguments.add_argument("--search", action="store_true")
@@ -462,7 +466,12 @@ if __name__ == "__main__":
         print_upright([search()])
     elif given.pipelines:
         one = Configuration(
-            given.pipelines, given.ranks_per_agent, given.jobs, given.stragglers, given.seconds
+            given.pipelines,
+            given.ranks_per_agent,
+            given.jobs,
+            given.stragglers,
+            given.microbatches,
+            given.seconds,
         )
         raise_file_limit()
         if given.edge:

@@ -14,6 +14,7 @@ from perseus.service.domain.errors import (
     InvalidFieldError,
     TokenAlreadyExistsError,
     TokenNotFoundError,
+    TokenUnknownError,
 )
 from perseus.service.domain.members import ALONE, Fleet
 from perseus.service.domain.principals import (
@@ -79,7 +80,11 @@ class Tokens:
         """Read the tokens again and again if another coordinator writes them, until cancelled."""
         while self._fleet.served != 0:
             await asyncio.sleep(RELOAD_S)
-            self._registry = TokenRegistry(await self._store.load_tokens())
+            before, self._registry = self._registry, TokenRegistry(await self._store.load_tokens())
+            for name in self._waiting:
+                old, new = before.get(name), self._registry.get(name)
+                if old is not None and (new is None or new.digest != old.digest):  # as the operator's may be
+                    self._end(name, TokenUnknownError())
             self.tick()
         await asyncio.Event().wait()
 
@@ -186,13 +191,17 @@ class Tokens:
     def tick(self) -> None:
         """Resolve the futures that wait for tokens that have ended."""
         now_s = self._clock()
-        for name, waiting in self._waiting.items():
+        for name in self._waiting:
             token = self._registry.get(name)
             if token is None:  # a certificate's
                 continue
             try:
                 token.check_valid(now_s)
             except CoordinatorError as error:
-                for ended in waiting:
-                    if not ended.done():
-                        ended.set_result(error)
+                self._end(name, error)
+
+    def _end(self, name: str, error: CoordinatorError) -> None:
+        """Resolve the futures that wait for a token."""
+        for ended in self._waiting.get(name, ()):
+            if not ended.done():
+                ended.set_result(error)

@@ -10,11 +10,15 @@ import grpc
 import pytest
 
 from perseus.service.api.elsewhere import Elsewhere
+from perseus.service.domain.errors import TokenUnknownError
 from perseus.service.domain.members import Fleet, Member, Slot
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.specification import Coordinates
 from perseus.service.shell import tokens
+from perseus.service.shell.tokens import Tokens
+from perseus.service.shell.writer import Writer
 from perseus.service.storage.membership import MemberRows
+from perseus.service.storage.sql_store import SqlStore
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2, info_service_pb2, ledger_service_pb2, power_service_pb2
@@ -167,6 +171,28 @@ async def test_one_that_stands_by_sends_agents_to_their_slot_and_others_to_any()
         found = {(await refusal(client.job(THERE)))[2]["address"] for _ in range(40)}
     await server.stop(None)
     assert found == {"other:1", "me:1"}
+
+
+async def test_a_replaced_secret_of_the_operator_ends_its_streams_at_other_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "RELOAD_S", 0.01)
+    store = await SqlStore.open(tmp_path / "jobs.db")
+    writer = Writer(store)
+    first, second = Tokens(store, writer), Tokens(store, writer, fleet())
+    async with asyncio.timeout(TIMEOUT_S):
+        writing = asyncio.create_task(writer.run())
+        await first.adopt("old")
+        await second.load()
+        reading = asyncio.create_task(second.run())
+        with second.watched(second.authenticate("old")) as ended:
+            await first.adopt("new")
+            assert isinstance(await ended, TokenUnknownError)
+        assert second.authenticate("new").token_name == tokens.OPERATOR
+    for task in (writing, reading):
+        task.cancel()
+    await asyncio.gather(writing, reading, return_exceptions=True)
+    await store.close()
 
 
 @pytest.mark.slow("two coordinators on a PostgreSQL server")

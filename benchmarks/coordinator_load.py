@@ -50,6 +50,8 @@ _HOLDS_SHARE = 0.99
 _SEARCH_TRIES = 3
 _EDGE_P99_S = 0.3
 _EDGE_STEP = 1.2
+_EDGE_STEPS_BELOW = 5
+"""Steps below a batch a second from each rank: while profiling, a coordinator holds less."""
 _EDGE_MEASURED_S = 6.0
 _EDGE_MAX_STEPS = 16
 _OVERLOAD = 1.5
@@ -92,6 +94,7 @@ class Outcome:
     behind_s: float | None = None
     unoffered_count: int = 0
     problems: list[str] = field(default_factory=list)
+    late_offer_count: int = 0
     thinned_count: int = 0
 
     @property
@@ -148,6 +151,7 @@ def _load(
         factor = 1.15 + 0.35 * number / max(1, wanted.straggler_count)
         answer = agents.ask("straggle", job_id=job_ids[0], factor=factor, quiet_s=_QUIET_S)
         outcome.offer_s += answer["offer_s"]
+        outcome.late_offer_count += answer["late_count"]
         outcome.unoffered_count += answer["pipeline_count"] - len(answer["offer_s"])
         time.sleep(_SETTLE_S)
         agents.ask("clear", job_id=job_ids[0])
@@ -276,6 +280,7 @@ def run(configurations: tuple[Configuration, ...] = CONFIGURATIONS) -> list[Tabl
                 Column("slowest [ms]", ".0f"),
                 Column("straggler to offers p99 [ms]", ".0f"),
                 Column("pipelines without an offer", ".0f"),
+                Column("after their start iteration had begun", ".0f"),
                 Column("generator late p99 [ms]", ".1f"),
                 Column("thinned"),
                 Column("lost, doubled"),
@@ -294,7 +299,7 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
     first: tuple[Cell, ...] = (wanted.job_count, ranks, ranks // wanted.ranks_per_agent)
     figures, bare = outcome.figures, outcome.bare
     if figures is None:
-        return (*first, *(None,) * 14, "; ".join(outcome.problems))
+        return (*first, *(None,) * 15, "; ".join(outcome.problems))
     cost = 1e6 * figures["server_cpu_s"] / max(1, figures["batch_count"])
     bare_cost = 1e6 * bare["server_cpu_s"] / max(1, bare["batch_count"]) if bare else None
     return (
@@ -311,6 +316,7 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
         1e3 * quantile(outcome.lag_s, 1.0),
         1e3 * quantile(outcome.offer_s, 0.99) if outcome.offer_s else None,
         outcome.unoffered_count if outcome.offer_s else None,
+        outcome.late_offer_count if outcome.offer_s else None,
         1e3 * figures["lateness_p99_s"],
         outcome.thinned_count,
         "; ".join(outcome.problems)[:200] or "nothing",
@@ -321,7 +327,7 @@ def edge(agents: Agents, job_id: str, rank_count: int, server_pid: int, *, is_ec
     """Return the most batches a second acknowledged, whole, with a p99 below 300 ms; the load stays there."""
     held_per_s = 0.0
     for step in range(_EDGE_MAX_STEPS):
-        wanted_per_s = rank_count * _EDGE_STEP ** (step - 2)
+        wanted_per_s = rank_count * _EDGE_STEP ** (step - _EDGE_STEPS_BELOW)
         agents.ask("set_period", job_id=job_id, period_s=rank_count / wanted_per_s)
         # A second try, as other work of the machine may spoil the first.
         before_count = 0 if is_echo else agents.ask("thinned", job_id=job_id)
@@ -397,6 +403,8 @@ def overload(wanted: Configuration, overload_s: float, *, is_profiling: bool) ->
                     agents.ask("planned", job_id=job_id, limit_s=_PLAN_LIMIT_S)
                 catch_up(agents, [job_id])
                 held_per_s = edge(agents, job_id, rank_count, coordinator.pid)
+                if not held_per_s:
+                    raise SystemExit("expected a load that is held, found none")
 
                 def measured(what: str, seconds: float) -> dict[str, Any]:
                     begun_s = time.monotonic()

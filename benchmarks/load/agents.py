@@ -188,7 +188,7 @@ class Agent:
         self.iteration = -1
         self.latencies_s: list[float] = []
         self.back = Back()
-        self.offered: Callable[[Rank], None] | None = None
+        self.offered: Callable[[Rank, bool], None] | None = None
         self.instance_id = instance_id
         self._bodies = bodies
         self._findings = findings
@@ -446,8 +446,8 @@ class Agent:
         self._answers.append(pb.ConnectRequest(plan_answer=answer).SerializeToString())
         if not is_late:
             rank.pending = offer if offer.version != rank.version else None
-            if self.offered is not None:
-                self.offered(rank)
+        if self.offered is not None:
+            self.offered(rank, is_late)
 
 
 _HEARTBEAT = pb.ConnectRequest(heartbeat=pb.Heartbeat()).SerializeToString()

@@ -43,9 +43,13 @@ class JobTask:
 
 @dataclass(slots=True)
 class StragglerAnswer:
-    """Seconds from a report to the first offer at each other pipeline that gets one."""
+    """Seconds from a report to the first offer at each other pipeline that gets one.
+
+    `late_count`: pipelines where that came after its start iteration had begun, so that another one follows.
+    """
 
     offer_s: list[float] = field(default_factory=list)
+    late_count: int = 0
     pipeline_count: int = 0
 
 
@@ -170,8 +174,12 @@ class Job:
         first_s: dict[int, float] = {}
         begun_s = time.perf_counter()
 
-        def note(rank: Rank) -> None:
+        late: set[int] = set()
+
+        def note(rank: Rank, is_late: bool) -> None:
             if rank.place.pipeline > 0:
+                if is_late and rank.place.pipeline not in first_s:
+                    late.add(rank.place.pipeline)
                 first_s.setdefault(rank.place.pipeline, time.perf_counter() - begun_s)
 
         for agent in self.agents:
@@ -187,7 +195,7 @@ class Job:
             await asyncio.sleep(0.02)
         for agent in self.agents:
             agent.offered = None
-        return StragglerAnswer(sorted(first_s.values()), task.pipeline_count - 1)
+        return StragglerAnswer(sorted(first_s.values()), len(late), task.pipeline_count - 1)
 
     async def set_straggler(self, jobs: Jobs, factor: float) -> None:
         """Report pipeline 0 slow by a factor, or not slow at 0; retry until it is answered."""

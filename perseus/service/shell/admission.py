@@ -7,7 +7,6 @@ wait with their agents, by HTTP/2's flow control.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ class Admission:
         has_room: whether the writer takes more work; whoever makes room calls `resume`.
     """
 
-    def __init__(self, has_room: Callable[[], bool], monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, has_room: Callable[[], bool], monotonic: Callable[[], float]) -> None:
         self._has_room = has_room
         self._monotonic = monotonic
         # Readers that wait, how many messages each has, and since when it waits.

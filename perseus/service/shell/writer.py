@@ -126,7 +126,9 @@ class Writer:
         self._has_work = asyncio.Event()
         self.waiting_count = 0
         self._has_many_actions = False
-        self.admission = Admission(lambda: self.waiting_count <= MAX_WAITING and not self._has_many_actions)
+        self.admission = Admission(
+            lambda: self.waiting_count <= MAX_WAITING and not self._has_many_actions, time.monotonic
+        )
         # Since when the oldest unfinished work waits, if there is any.
         self._waiting_since_s: float | None = None
 

@@ -52,7 +52,12 @@ def refused(message: Message) -> int:
     [
         job_service_pb2.RegisterJobRequest,
         token_service_pb2.CreateTokenRequest,
-        frontier_service_pb2.SolveRequest,
+        pytest.param(
+            frontier_service_pb2.SolveRequest,
+            marks=pytest.mark.slow(
+                "fills every text and number of the largest request, and has each refused"
+            ),
+        ),
     ],
 )
 def test_requests_with_texts_and_schedules(kind: type[Message]) -> None:

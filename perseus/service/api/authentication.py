@@ -23,7 +23,12 @@ from perseus.service.api.interceptors import (
 from perseus.service.api.refusal_log import RefusalLog
 from perseus.service.api.rpc_scopes import NOBODY, RPC_SCOPES, check_scope
 from perseus.service.api.statuses import to_status
-from perseus.service.domain.errors import CoordinatorError, CredentialMissingError, ScopeTooNarrowError
+from perseus.service.domain.errors import (
+    CoordinatorError,
+    CredentialMissingError,
+    ScopeTooNarrowError,
+    TokenUnknownError,
+)
 from perseus.service.domain.principals import ANYBODY, Grant, Principal
 from perseus.service.shell.tokens import Tokens
 
@@ -121,7 +126,11 @@ class Authentication(Interceptor):
     async def _admit(self, rpc: str, context: Context) -> Principal:
         """Authenticate the caller, or end the call."""
         try:
-            principal = self._principal(context)
+            try:
+                principal = self._principal(context)
+            except TokenUnknownError:
+                await self._tokens.refresh()
+                principal = self._principal(context)
             check_scope(rpc, principal)
         except CoordinatorError as error:
             await self._refuse(rpc, context, error)

@@ -1,6 +1,7 @@
 """The coordinator's tokens: read once, written through the writer, watched until they end."""
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -47,6 +48,9 @@ def new_secret() -> str:
 RELOAD_S = 2.0
 """How often tokens are read again where another coordinator writes them."""
 
+REFRESH_S = 0.2
+"""The least time until they are read again for a caller whose token is unknown: it may be new."""
+
 
 class Tokens:
     """All tokens, which the coordinator of slot 0 writes. `clock` is the wall clock.
@@ -70,6 +74,8 @@ class Tokens:
         self.sessions: dict[str, Session] = {}
         # By token: futures that wait for its end.
         self._waiting: dict[str, set[asyncio.Future[CoordinatorError]]] = {}
+        self._reloading = asyncio.Lock()
+        self._reloaded_s = -math.inf
 
     async def load(self) -> None:
         """Load the stored tokens."""
@@ -80,13 +86,25 @@ class Tokens:
         """Read the tokens again and again if another coordinator writes them, until cancelled."""
         while self._fleet.served != 0:
             await asyncio.sleep(RELOAD_S)
-            before, self._registry = self._registry, TokenRegistry(await self._store.load_tokens())
-            for name in self._waiting:
-                old, new = before.get(name), self._registry.get(name)
-                if old is not None and (new is None or new.digest != old.digest):  # as the operator's may be
-                    self._end(name, TokenUnknownError())
-            self.tick()
+            async with self._reloading:
+                await self._reload()
         await asyncio.Event().wait()
+
+    async def refresh(self) -> None:
+        """Read the tokens again, unless that was just done, if another coordinator writes them."""
+        if self._fleet.served != 0:
+            async with self._reloading:  # one read for all that wait
+                if time.monotonic() >= self._reloaded_s + REFRESH_S:
+                    await self._reload()
+
+    async def _reload(self) -> None:
+        before, self._registry = self._registry, TokenRegistry(await self._store.load_tokens())
+        self._reloaded_s = time.monotonic()
+        for name in self._waiting:
+            old, new = before.get(name), self._registry.get(name)
+            if old is not None and (new is None or new.digest != old.digest):  # as the operator's may be
+                self._end(name, TokenUnknownError())
+        self.tick()
 
     @property
     def tokens(self) -> Collection[Token]:

@@ -151,7 +151,7 @@ class SlotLink:
 
     def owns(self, job_id: str) -> bool:
         """Whether a job is of its slot."""
-        return self._uplink.link(job_id) is self
+        return self._uplink.open_link(job_id) is self
 
     def welcomed(self, welcome: Welcome) -> None:
         """Note which slot the stream is for, and give away what is for others."""
@@ -297,13 +297,17 @@ class Uplink:
 
     # --- Slots ----------------------------------------------------------------------------------------------
 
+    def open_link(self, job_id: str) -> SlotLink | None:
+        """Return the link of a job's slot, if there is one."""
+        return self._links.get(slot_of(job_id, self._slot_count))
+
     def link(self, job_id: str) -> SlotLink:
         """Return the link of a job's slot, after opening it if there is none."""
-        slot = slot_of(job_id, self._slot_count)
-        link = self._links.get(slot)
+        link = self.open_link(job_id)
         if link is None:
             if self._streams is None or self._is_closing:
                 return self.first  # no more are opened
+            slot = slot_of(job_id, self._slot_count)
             link = self._links[slot] = SlotLink(self, self.first.channels.beside(), slot)
             link.start(self._streams)
         return link

@@ -278,3 +278,13 @@ async def test_power_is_reported_to_the_coordinator_of_a_gpu_s_job_or_else_to_th
         assert not here.inbox.jobs
         await trainer.stop()
         await there.until(lambda inbox: bool(inbox.all("rank_left")), "left")
+
+
+async def test_a_rank_whose_trainer_has_gone_opens_no_stream(coordinators: list[CoordinatorStub]) -> None:
+    agent = Agent(address(coordinators[0]))
+    first = agent.join(RANKS[0])
+    async with agent.running():
+        await until(lambda: first.has_seen(Connected), "the stream")
+        agent.roster.served[RANKS[1]] = cast(Any, Served())
+        agent.uplink.first.heard()
+        assert len(agent.uplink.coordinators) == 1

@@ -28,7 +28,8 @@ from tests.small_jobs import until
 JOBS = [
     next(name for name in map("job-{}".format, range(9)) if slot_of(name, 2) == slot) for slot in range(2)
 ]
-FLAGS = ("--slots", "2", "--member-lease-s", "3")
+FLAGS = ("--slots", "2", "--member-lease-s", "10")
+"""The lease outlasts the start of a command, on a busy machine, too: nobody serves a slot while it runs."""
 
 
 async def perseus(address: str, *arguments: str, stdout: Any = subprocess.PIPE) -> Ended:

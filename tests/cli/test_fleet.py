@@ -31,6 +31,7 @@ from perseus.v1 import (
     power_service_pb2,
     power_service_pb2_grpc,
 )
+from tests.agent.coordinator_stub import until
 from tests.ports import free_port
 
 JOBS = [f"job-{number}" for number in range(6)]
@@ -240,13 +241,22 @@ async def test_a_watch_goes_on_at_the_coordinator_that_takes_over(
     coordinators: list[FakeCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(escaping_channel, "_RETRY_S", 0.01)
+    heard: list[object] = []
+    escape = escaping_channel.escape
+
+    def noted(message: Any) -> None:
+        escape(message)
+        if isinstance(message, job_service_pb2.WatchJobResponse):
+            heard.append(message)
+
+    monkeypatch.setattr(escaping_channel, "escape", noted)
     first, other = coordinators
     other.events = 2  # and then it waits
     watching = asyncio.create_task(perseus(first, "jobs", "watch", other.own_jobs[0], "--format", "json"))
     successor = FakeCoordinator(1, dict(first.addresses))  # type: ignore[abstract]
     successor.events = 4
     await successor.start()
-    await asyncio.sleep(0.2)
+    await until(lambda: len(heard) == 3, "the job and both events")
     await other.stop()
     await asyncio.sleep(0.05)  # nobody serves the slot meanwhile
     first.addresses[1] = successor.address

@@ -1,4 +1,4 @@
-"""An emulated GPU behind a probe, in real time: a few tens of milliseconds."""
+"""An emulated GPU behind a probe, in real time: longer than a busy machine delays a reading."""
 
 import time
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from perseus.emulation.gpu import EmulatedGpu
 from perseus.emulation.physics import A40, Work
 
 WORKS: Works = {
-    (Kind.FORWARD, 0): Work(compute_s=0.02, memory_s=0.0),
-    (Kind.BACKWARD, 0): Work(compute_s=0.03, memory_s=0.0),
+    (Kind.FORWARD, 0): Work(compute_s=0.1, memory_s=0.0),
+    (Kind.BACKWARD, 0): Work(compute_s=0.15, memory_s=0.0),
 }
 
 
@@ -39,13 +39,13 @@ def test_computations_take_the_gpu_s_time_and_energy_not_their_own(
     for computation in (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWARD, 0)):
         attachment.begin(computation.kind, computation.microbatch)
         assert gpu.power_w() == pytest.approx(300), "busy"
-        time.sleep(0.01)
+        time.sleep(0.05)
         attachment.end(computation.kind, computation.microbatch)
         assert gpu.power_w() == pytest.approx(70.38), "waiting"
     attachment.end_iteration()
     took_s = time.monotonic() - begin_s
     attachment.detach()
-    assert took_s >= 0.05
+    assert took_s >= 0.25
 
     cut = connect(socket_path=tmp_path / "nothing.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="none")
     begin_s = time.monotonic()
@@ -54,7 +54,7 @@ def test_computations_take_the_gpu_s_time_and_energy_not_their_own(
     assert gpu.power_w() == pytest.approx(70.38), "waiting"
     cut.end_wait()
     cut.end_computation(Kind.FORWARD, 0, 0)
-    assert time.monotonic() - begin_s >= 0.04, "the work of each part"
+    assert time.monotonic() - begin_s >= 0.2, "the work of each part"
     cut.close()
 
     gpu.set_clock_mhz(gpu.supported_clocks_mhz[-1])
@@ -62,5 +62,5 @@ def test_computations_take_the_gpu_s_time_and_energy_not_their_own(
     begin_s = time.monotonic()
     slow.begin_computation(Kind.FORWARD, 0, 0)
     slow.end_computation(Kind.FORWARD, 0, 0)
-    assert time.monotonic() - begin_s >= 0.04, "at half the clock"
+    assert time.monotonic() - begin_s >= 0.2, "at half the clock"
     slow.close()

@@ -353,7 +353,7 @@ def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
     stack.have_trainer(with_children=kill is trainer_with_children_sigkill)
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
-    assert stack.has_record(), "a clock was locked without a record"
+    assert stack.has_record() or not stack.is_locked(), "a clock was locked without a record"
     time.sleep(delay_s)
     was_locked = stack.is_locked()
     kill(stack)

@@ -1,6 +1,5 @@
 """After any process's death the GPU returns to stock without a record. `make torture` kills more."""
 
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -24,9 +23,7 @@ def stack(tmp_path: Path, stub_library: Path) -> Iterator[Stack]:
 
 @pytest.mark.timeout(300)
 def test_the_gpu_is_at_stock_after_every_kill(tmp_path: Path, stub_library: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # shown on failure
-    outcomes = try_kills(tmp_path, stub_library, list(KILLS), 1, seed, AT_A_TIME)
+    outcomes = try_kills(tmp_path, stub_library, list(KILLS), 1, 0, AT_A_TIME)
     assert {name: len(each) for name, each in outcomes.items()} == dict.fromkeys(KILLS, 1)
     assert any(outcome.was_locked for each in outcomes.values() for outcome in each)
 

@@ -19,9 +19,7 @@ COUNT = 3000
 @pytest.mark.slow("a coordinator's process, and hundreds of messages that end its streams")
 @pytest.mark.timeout(300)
 def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # shown if it fails
-    outcome = torture_malformed(tmp_path, COUNT, seed)
+    outcome = torture_malformed(tmp_path, COUNT, 0)
     assert outcome.problems == []
     assert outcome.sent == {kind: round(COUNT * share) for kind, share in SHARES.items()}
     assert outcome.iteration_count > 0

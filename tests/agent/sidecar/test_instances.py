@@ -186,19 +186,25 @@ async def test_all_gpus_of_an_instance_hold_one_clock_and_a_refusal_by_one_frees
     other.close()
 
 
-async def test_stock_within_a_second_of_the_last_statistics(
+async def test_stock_a_second_after_the_last_statistics_and_then_the_gpu_is_free(
     tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instance, "_GONE_S", 1.5)
-    async with running(tmp_path, gpu) as engine:
-        await until(lambda: is_low(gpu), "a low clock")
-        engine.is_silent = True
-        silent_s = time.monotonic()
-        await until(lambda: not is_low(gpu), "stock")
-        assert time.monotonic() - silent_s < 1.5
-        await asyncio.sleep(0.7)  # the GPU is free meanwhile
-        engine.is_silent = False
-        await until(lambda: is_low(gpu), "a low clock again")
+    with capture_logs() as logs:
+        async with running(tmp_path, gpu) as engine:
+            await until(lambda: is_low(gpu), "a low clock")
+            engine.is_silent = True
+            await until(lambda: not is_low(gpu), "stock")
+            await until(lambda: "instance let go: no statistics" in [each["event"] for each in logs], "it")
+            engine.is_silent = False
+            await until(lambda: is_low(gpu), "a low clock again")
+    found = [(each["event"], each.get("reason")) for each in logs if each["event"].startswith("instance ")]
+    assert found == [
+        ("instance taken up", None),
+        ("instance at stock", "no statistics for a second"),
+        ("instance let go: no statistics", None),
+        ("instance taken up", None),
+    ]
 
 
 async def test_an_engine_that_restarts_is_controlled_again(tmp_path: Path, gpu: EmulatedGpu) -> None:

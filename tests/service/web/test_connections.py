@@ -29,7 +29,7 @@ HALF_BODY = (
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "QUIET_S", 0.5)
     monkeypatch.setattr(http_port, "_SWEEP_S", 0.05)
-    monkeypatch.setattr("perseus.service.web.page_api._BODY_S", 0.5)
+    monkeypatch.setattr("perseus.service.web.page_api._BODY_S", 1.5)
     monkeypatch.setattr(http_port, "MAX_CONNECTIONS_OF_ONE", 8)
 
 
@@ -53,7 +53,10 @@ def _all_closed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("message", [b"", HALF, HALF_BODY])
-async def test_half_a_request_keeps_nobody_out_for_long(tmp_path: Path, message: bytes) -> None:
+async def test_half_a_request_keeps_nobody_out_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: bytes
+) -> None:
+    monkeypatch.setattr(http_port, "QUIET_S", 60.0)  # until the others are refused
     async with serving(tmp_path) as site, asyncio.timeout(20), aiohttp.ClientSession() as session:
         with capture_logs() as logs:
             silent = [await opened(site.url, message) for _ in range(8)]
@@ -61,6 +64,7 @@ async def test_half_a_request_keeps_nobody_out_for_long(tmp_path: Path, message:
             assert [await each.read() for each in refused] == 50 * [b""], "as many as one address may have"
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"{site.url}/metrics")
+            monkeypatch.setattr(http_port, "QUIET_S", 0.0)
             answers = [await each.read() for each in silent]
             assert all(answer == b"" or answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
             async with session.get(f"{site.url}/metrics") as answer:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -286,16 +286,22 @@ def test_no_rhythm_flaps(slow: int, fast: int, high: float, count: int) -> None:
     shift=st.floats(1, 1.5),
     planned=st.booleans(),
 )
+@example(  # the same slowness as before an iteration without a finding, but others wait less for it
+    slowness=[[1.0, 1.25, 1.0], [1.0, 1.25, 1.25], [1.0, 1.25, 1.0], [1.0, 1.25, 1.25]],
+    shift=1.0,
+    planned=False,
+)
 def test_findings_make_sense(slowness: list[list[float]], shift: float, planned: bool) -> None:
     series = Series(3, is_planned=planned)
     shifted = Series(3, is_planned=False)
-    factors = [1.0] * 3
+    factors = [(1.0, 1.0)] * 3
     for row in slowness:
         found = series.feed(row)
         for finding in found:
-            assert finding.slowdown_factor != factors[finding.pipeline], "a finding is a change"
+            new = finding.slowdown_factor, finding.waited_factor
+            assert new != factors[finding.pipeline], "a finding is a change"
             assert 1 <= finding.waited_factor <= finding.slowdown_factor
-            factors[finding.pipeline] = finding.slowdown_factor
+            factors[finding.pipeline] = new
             reported = series.detector.factor(finding.pipeline)
             assert reported == (pytest.approx(finding.waited_factor) if finding.is_straggler else None)
         if not planned:

@@ -1,10 +1,13 @@
-"""The rules for job identifiers, which training processes, agents, coordinator and simulation share."""
+"""The rules for job identifiers and slots, which training, agents, coordinators and simulation share."""
 
 import re
 import zlib
 
 JOB_ID_RULE = "1 to 63 of a–z, A–Z, 0–9, '-', '_' and '.', beginning with a letter or digit"
 """For error messages. Identifiers that differ in case are different jobs."""
+
+MAX_SLOT_COUNT = 1024
+"""More slots than any fleet has: callers look at no more of them, whatever a coordinator claims."""
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from perseus.cli.escaping_channel import EscapingChannel
 from perseus.cli.listing import TIMEOUT_S, pages
 from perseus.cli.terminal import FAILURE, fail
+from perseus.job_id import MAX_SLOT_COUNT
 
 if TYPE_CHECKING:
     import grpc
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from perseus.v1.job_service_pb2 import ListJobsRequest, ListJobsResponse
 
 T = TypeVar("T")
-
-_MAX_SLOTS = 1024
-"""Of a sane coordinator."""
 
 
 class Fleet:
@@ -88,7 +86,7 @@ class Fleet:
             return {0: answering}
         by_slot = {each.slot: each for each in listed.coordinators if each.HasField("slot")}
         serving = {}
-        for slot in range(min(listed.slot_count, _MAX_SLOTS)):
+        for slot in range(min(listed.slot_count, MAX_SLOT_COUNT)):
             found = by_slot.get(slot)
             if found is None:
                 self.missing.append(f"nobody serves slot {slot} of {listed.slot_count}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 import grpc
 
 from perseus.doctor.checks import Check, Verdict, clock_check, expiry_checks, version_check
+from perseus.job_id import MAX_SLOT_COUNT
 from perseus.release import release
 from perseus.tls.channels import Channels, served_at
 from perseus.tls.files import TlsError
@@ -14,7 +15,6 @@ from perseus.v1 import info_service_pb2, info_service_pb2_grpc, token_service_pb
 
 _TIMEOUT_S = 5.0
 _CREDENTIAL = "credential"
-_MAX_SLOTS = 1024
 _TOKEN = (
     "give a token of this coordinator (token_file): an operator's token makes more of them with "
     "perseus tokens create, and the coordinator's log names the file of the first"
@@ -104,7 +104,7 @@ def _fleet(channels: Channels) -> Iterator[Check]:
         f"slot {slot} at {address or 'an unknown address'}" for slot, address in sorted(served.items())
     )
     found = f"{found}; {waiting_count} stand{'s' * (waiting_count == 1)} by"
-    if unserved := [str(slot) for slot in range(min(fleet.slot_count, _MAX_SLOTS)) if slot not in served]:
+    if unserved := [str(slot) for slot in range(min(fleet.slot_count, MAX_SLOT_COUNT)) if slot not in served]:
         advice = "start more coordinators on the same database, or see the logs of those that should run"
         yield Check("fleet", Verdict.BAD, f"nobody serves slot {', '.join(unserved)}; {found}", advice)
     elif not all(served.values()):

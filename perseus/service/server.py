@@ -205,6 +205,8 @@ async def joined(settings: CoordinatorSettings) -> AsyncIterator[FleetMember | N
     await asyncio.to_thread(check_free, settings.listen)
     rows = await asyncio.to_thread(MemberRows, settings.database, settings.member_lease_s, settings.slots)
     member = FleetMember(rows, settings.member_lease_s)
+    if settings.slots > 1 and not _address(settings):
+        log.warning("nobody can be sent to this coordinator: set advertise to its HOST:PORT")
     try:
         await member.join(_address(settings), _place(settings.listen))
         yield member

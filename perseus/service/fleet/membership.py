@@ -124,10 +124,6 @@ class Membership:
         self._is_renewing = False
         self._is_taking = False
 
-    def holds(self, number: int, now_s: float) -> bool:
-        """Whether it may offer and write for a slot at this time."""
-        return self.held is not None and self.held.number == number and now_s < self._deadline_s
-
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Take an event at a time of the monotonic clock; return what to do."""
         if self.has_ended:

@@ -55,8 +55,7 @@ def test_it_takes_one_slot_that_is_free_or_of_a_member_that_is_gone(slot: Slot) 
     assert machine.handle(Taken(1, 8), 0.3) == [Serve(1, 8)]
     slots[1] = Slot(1, "a", 8)
     assert machine.handle(Renewed(0.4, BOTH, slots), 0.4) == [], "one that serves takes no other"
-    assert machine.holds(1, 0.4)
-    assert not machine.holds(2, 0.4)
+    assert machine.held == slots[1]
 
 
 def test_members_that_look_for_a_slot_at_the_same_time_try_others() -> None:
@@ -80,8 +79,7 @@ def test_without_a_free_slot_it_stands_by() -> None:
 def test_it_stops_at_two_thirds_of_its_lease_counted_from_when_it_asked() -> None:
     machine = holding()
     machine.handle(Renewed(5.0, ALONE, [OURS]), 12.0)
-    assert machine.holds(0, 24.9)
-    assert not machine.holds(0, 25.0)
+    assert machine.handle(Ticked(), 24.9) != [Stop()]
     assert machine.handle(Ticked(), 25.0) == [Stop()]
     assert machine.has_ended
     assert machine.handle(Renewed(26.0, ALONE, []), 26.0) == []
@@ -103,7 +101,7 @@ def test_an_expired_lease_is_never_renewed() -> None:
 def test_one_that_has_lost_its_slot_stops(found: Slot) -> None:
     machine = holding()
     assert machine.handle(Renewed(1.0, BOTH, [found]), 1.0) == [Stop()]
-    assert not machine.holds(0, 1.0)
+    assert machine.held is None
 
 
 def test_one_that_has_taken_a_second_slot_unknowingly_stops_and_so_frees_it() -> None:
